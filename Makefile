@@ -1,0 +1,38 @@
+# One command per task; each does its own set-up in .venv and needs only Python 3.11+ and pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint unit format bench setup clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+demo: setup  ## train, map every step to the sphere, write demo/index.html
+	$(BIN)/python -m steradian demo --out demo
+
+test: lint unit  ## everything that CI runs
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+unit: setup
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup  ## the benchmarks that run on a CPU; each prints a table and writes JSON under results/
+	$(BIN)/python benchmarks/image.py
+
+clean:
+	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

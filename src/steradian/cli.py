@@ -1,0 +1,56 @@
+"""The command line, thin: it parses, calls, and prints errors in one line."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+except ImportError:  # the library works without its command line
+    sys.exit("steradian: the command line needs the extra 'lab': pip install 'steradian[lab]'")
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Find the spheres a normalized network trains on, and see what optimizers do on them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def steradian() -> None:
+    """Commands of Steradian."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("demo"),
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs per method.")] = 30,
+) -> None:
+    """Train a small BN network on digits, map every step to the sphere, and write a page.
+
+    Example: steradian demo --out demo
+    """
+    from steradian.lab import demo as lab_demo
+
+    results = lab_demo.run(out, epochs=epochs)
+    table = Table("method", "test accuracy", "largest error of the identity", "seconds")
+    for r in results:
+        table.add_row(r.name, f"{100 * r.accuracy:.1f} %", f"{r.worst_error:.1e}", f"{r.seconds:.1f}")
+    console = Console()
+    console.print(table)
+    console.print(f"The page: {out / 'index.html'}")
+
+
+def main() -> None:
+    """Run the command line; an expected error is one line on stderr and exit code 1."""
+    try:
+        app()
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        Console(stderr=True).print(f"steradian: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(1)

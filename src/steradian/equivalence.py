@@ -1,0 +1,171 @@
+"""When two optimizers are one on the sphere: Lemma 3, L2 as a schedule, SGD as AdaGradG, trajectories compared."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steradian import geometry
+from steradian.groups import Layout, Spec
+from steradian.image import ImageStep
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "adagradg_from_sgd",
+    "compare",
+    "exponential_schedule",
+    "lemma3",
+]
+
+
+def exponential_schedule(lr: float, weight_decay: float) -> Callable[[int], float]:
+    """The L2-free twin of SGD: η_k = η(1−ηλ)^{−2k−1} (App. C.1.4).
+
+    SGD with rate η and L2 λ moves the directions exactly as SGD without L2 and with this rate.
+
+    Args:
+        lr: η of the run with L2.
+        weight_decay: its λ, with ηλ < 1.
+
+    Returns:
+        The rate at step k = 0, 1, …
+
+    >>> schedule = exponential_schedule(0.1, 1e-2)
+    >>> round(schedule(0), 7), round(schedule(1000), 4)
+    (0.1001001, 0.7404)
+    """
+    _kept(lr, weight_decay)
+    # exp and log1p keep the digits of a small ηλ over many steps.
+    growth = -math.log1p(-lr * weight_decay)
+    return lambda k: lr * math.exp((2 * k + 1) * growth)
+
+
+def adagradg_from_sgd(lr: float, weight_decay: float, radius: float | Tensor) -> dict[str, float | Tensor]:
+    """AdaGradG's constants from SGD's: β = (1−ηλ)⁴, rate (2β)^{−1/2}, v_0 = r_0⁴/(2η²β^{1/2}) (Theorem 4).
+
+    Args:
+        lr: SGD's rate η.
+        weight_decay: SGD's L2 coefficient λ, with ηλ < 1.
+        radius: r_0 of each row; v_0 has its shape.
+
+    Returns:
+        `lr`, `beta` and `v0`.
+
+    >>> constants = adagradg_from_sgd(1e-2, 1e-3, torch.tensor([1.0, 2.0]))
+    >>> round(constants["lr"], 4), round(constants["beta"], 5), constants["v0"].round().tolist()
+    (0.7071, 0.99996, [5000.0, 80002.0])
+    """
+    beta = _kept(lr, weight_decay) ** 4
+    if not bool((torch.as_tensor(radius) > 0).all()):
+        raise ValueError("radius must be positive: a row without a radius has no equivalent on the sphere")
+    return {"lr": (2 * beta) ** -0.5, "beta": beta, "v0": radius**4 / (2 * lr**2 * beta**0.5)}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two recorded runs are from Lemma 3's condition, largest over rows and steps.
+
+    Attributes:
+        start: angle between the first directions.
+        effective_lr: relative difference of η^e.
+        effective_direction: difference of c^⊥, relative to the larger ‖c^⊥‖.
+        trajectory: angle between the directions reached, which the lemma then bounds.
+    """
+
+    start: float
+    effective_lr: float
+    effective_direction: float
+    trajectory: float
+
+    def holds(self, tolerance: float = 1e-9) -> bool:
+        """The condition of Lemma 3 holds up to this tolerance."""
+        return max(self.start, self.effective_lr, self.effective_direction) <= tolerance
+
+
+def lemma3(run: Sequence[ImageStep], other: Sequence[ImageStep]) -> Difference:
+    """Check the sufficient condition for equivalence on two recorded runs of one parameter (Lemma 3).
+
+    u_0 = ũ_0 and, at every step, η^e = η̃^e and c^⊥ = c̃^⊥ give u_k = ũ_k.
+
+    Args:
+        run: image steps of the first run, one per step.
+        other: image steps of the second, as many.
+    """
+    _same_length(run, other)
+    pairs = list(zip(run, other, strict=True))
+    lrs, directions = [], []
+    for one, two in pairs:
+        lrs.append(_gap(_known(one.effective_lr).unsqueeze(-1), _known(two.effective_lr).unsqueeze(-1)))
+        directions.append(_gap(_known(one.effective_direction), _known(two.effective_direction)))
+    reached = [geometry.angle(one.next_direction, two.next_direction).max() for one, two in pairs]
+    return Difference(
+        start=float(geometry.angle(run[0].direction, other[0].direction).max()),
+        effective_lr=float(torch.stack(lrs).max()),
+        effective_direction=float(torch.stack(directions).max()),
+        trajectory=float(torch.stack(reached).max()),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Two trajectories of one parameter on the sphere, side by side.
+
+    Attributes:
+        cosine: of the directions of each row at each point, (points, n).
+        angle: between them, (points, n), accurate where the cosine is 1 to the last digit.
+    """
+
+    cosine: Tensor
+    angle: Tensor
+
+
+def compare(run: Sequence[Tensor], other: Sequence[Tensor], rows: Spec = "filter") -> Comparison:
+    """Cosine and angle between two recorded trajectories, per row and point (Section 3.3).
+
+    Args:
+        run: the parameter at each point of the first run, in its own shape.
+        other: the same for the second run.
+        rows: how the parameter is cut into rows.
+
+    >>> turned = compare([torch.eye(2)], [torch.eye(2).flip(0)])
+    >>> turned.cosine.tolist(), turned.angle.tolist()
+    ([[0.0, 0.0]], [[1.570796..., 1.570796...]])
+    """
+    _same_length(run, other)
+    layout, cosines, angles = Layout(rows), [], []
+    for x, y in zip(run, other, strict=True):
+        if x.shape != y.shape:
+            raise ValueError(f"the runs hold different shapes, {tuple(x.shape)} and {tuple(y.shape)}")
+        u, p = (geometry.split(layout.rows(point.detach()))[1] for point in (x, y))
+        cosines.append(geometry.dot(u, p).squeeze(-1))
+        angles.append(geometry.angle(u, p).squeeze(-1))
+    return Comparison(torch.stack(cosines), torch.stack(angles))
+
+
+def _gap(one: Tensor, two: Tensor) -> Tensor:
+    """Largest difference of two lists of vectors, relative to the longer of each pair."""
+    longer = torch.maximum(geometry.norm(one), geometry.norm(two))
+    return (geometry.norm(one - two) / longer.masked_fill(longer == 0, 1)).max()
+
+
+def _known(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise ValueError("Lemma 3 needs effective rates and directions; an observed step has none, read it instead")
+    return value
+
+
+def _kept(lr: float, weight_decay: float) -> float:
+    """1 − ηλ, checked."""
+    if lr <= 0 or weight_decay < 0 or lr * weight_decay >= 1:
+        raise ValueError(
+            f"lr must be positive, weight_decay not negative and lr·weight_decay below 1, got {lr} and {weight_decay}"
+        )
+    return 1 - lr * weight_decay
+
+
+def _same_length(run: Sequence[object], other: Sequence[object]) -> None:
+    if not run or len(run) != len(other):
+        raise ValueError(f"the runs must have the same number of points, at least one, got {len(run)} and {len(other)}")

@@ -1,0 +1,209 @@
+"""The unit sphere, row by row: split, tangent, exp, log, transport, angle.
+
+Every function works on the last dimension, broadcasts over the others, and has no loop over rows. Half
+precision is computed and returned in float32. Nothing here synchronizes with the host unless asked to check.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["angle", "collapsed", "exp", "log", "norm", "split", "tangent", "transport"]
+
+
+def split(x: Tensor, *, check: bool = True) -> tuple[Tensor, Tensor]:
+    """Radius and direction of each row, x = r u (Section 2.1).
+
+    Squares neither overflow nor vanish: any row whose radius is a normal number has a unit direction. A collapsed
+    row (see `collapsed`) keeps its radius and gets the direction 0.
+
+    Args:
+        x: rows on the last dimension.
+        check: raise on NaN and infinite entries. It reads one number back from the device; pass False inside
+            captured or compiled code, where such a row stays NaN and touches no other.
+
+    Returns:
+        r with the last dimension kept (…, 1), and u in x's shape.
+
+    >>> r, u = split(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    >>> r.squeeze(-1).tolist(), u.tolist()
+    ([5.0, 0.0], [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]])
+    """
+    x = _rows(x, "x")
+    r = norm(x)
+    if check:
+        check_finite(r, "x")
+    gone = collapsed(r)
+    u = (x / r.masked_fill(gone, 1)).masked_fill_(gone, 0)
+    return r, u
+
+
+def collapsed(r: Tensor) -> Tensor:
+    """Where a radius is too small for a direction to exist: below the smallest normal number of its dtype.
+
+    >>> collapsed(torch.tensor([1.0, 1e-30, 1e-40, 0.0])).tolist()
+    [False, False, True, True]
+    """
+    return r < torch.finfo(r.dtype).tiny
+
+
+def norm(q: Tensor) -> Tensor:
+    """Length of each row, last dimension kept, without overflow or underflow of the squares.
+
+    >>> norm(torch.tensor([[3e38, 0.0], [3e-30, 4e-30]])).log10().round(decimals=2).squeeze(-1).tolist()
+    [38.47999954223633, -29.299999237060547]
+    """
+    q = _rows(q, "q")
+    scale = _scale(q)
+    if _ordinary(scale):
+        return torch.linalg.vector_norm(q, dim=-1, keepdim=True)
+    return scale * torch.linalg.vector_norm(q / scale, dim=-1, keepdim=True)
+
+
+def tangent(q: Tensor, u: Tensor) -> Tensor:
+    """Part of q tangent to the sphere at u, q^⊥ = q − ⟨q,u⟩u (Section 2.1).
+
+    >>> tangent(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])).tolist()
+    [0.0, 2.0]
+    """
+    q, u = _pair(q, u, "q", "u")
+    return q - dot(q, u) * u
+
+
+def exp(u: Tensor, w: Tensor) -> Tensor:
+    """Exponential map, Exp_u(w) = cos‖w‖ u + sin‖w‖ w/‖w‖ (App. C.1.1).
+
+    Args:
+        u: unit rows.
+        w: tangent rows at u; 0 gives u.
+
+    >>> exp(torch.tensor([1.0, 0.0]), torch.tensor([0.0, torch.pi / 2])).round(decimals=6).tolist()
+    [-0.0, 1.0]
+    """
+    u, w = _pair(u, w, "u", "w")
+    length = norm(w)
+    return torch.cos(length) * u + torch.sinc(length / math.pi) * w
+
+
+def log(u: Tensor, p: Tensor) -> Tensor:
+    """Inverse of the exponential map: the shortest tangent w at u with Exp_u(w) = p.
+
+    ‖w‖ is the angle between u and p. At p = −u every direction is a shortest one; the coordinate axis least
+    aligned with u is taken, so that exp(u, log(u, p)) = p holds there too.
+
+    >>> log(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])).tolist()
+    [0.0, 1.5707963705062866]
+    """
+    u, p = _pair(u, p, "u", "p")
+    return angle(u, p) * _heading(u, p)
+
+
+def transport(a: Tensor, u: Tensor, p: Tensor) -> Tensor:
+    """Parallel transport Γ_u^p of the tangent part of a along the shortest geodesic (App. D.2, corrected).
+
+    With e the heading from u to p at angle θ, it rotates the plane of the motion and leaves the rest:
+    a ↦ a + ⟨a,e⟩((cos θ − 1)e − sin θ u), which equals a − ⟨a,p⟩/(1+⟨u,p⟩)·(u+p) on tangent vectors and stays
+    accurate up to the antipode. The paper's T(a) = ⟨u,p⟩a − ⟨a,p⟩u agrees with it only for a in that plane;
+    it shrinks what is orthogonal to it by cos θ. The radial part of a is not transported (T(u) = 0).
+
+    >>> a, u, p = torch.tensor([[0.0, 0.3, 2.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    >>> transport(a, u, p).round(decimals=6).tolist()
+    [-0.30000001192092896, 0.0, 2.0]
+    """
+    a, u = _pair(a, u, "a", "u")
+    u, p = _pair(u, p, "u", "p")
+    e, theta = _heading(u, p), angle(u, p)
+    a = tangent(a, u)
+    return a + dot(a, e) * (-2 * torch.sin(theta / 2) ** 2 * e - torch.sin(theta) * u)
+
+
+def angle(u: Tensor, p: Tensor) -> Tensor:
+    """Angle between rows in [0, π], last dimension kept: 2 atan2(‖u/‖u‖ − p/‖p‖‖, ‖u/‖u‖ + p/‖p‖‖).
+
+    Accurate near 0 and near π, where acos loses half of the digits. Rows need not be unit; a collapsed row
+    has the angle 0 to every other.
+
+    >>> round(angle(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-6])).item(), 12)
+    1e-06
+    """
+    u, p = _pair(u, p, "u", "p")
+    ru, rp = norm(u), norm(p)
+    u, p = u / _or_one(ru), p / _or_one(rp)
+    turned = 2 * torch.atan2(norm(u - p), norm(u + p))
+    return turned.masked_fill(collapsed(ru) | collapsed(rp), 0)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product of rows, last dimension kept."""
+    return torch.linalg.vecdot(a, b).unsqueeze(-1)
+
+
+def as_float(x: Tensor, name: str) -> Tensor:
+    """x in the dtype that it is computed in: float32 for half precision, its own otherwise.
+
+    Raises:
+        TypeError: not a tensor, or one of integers, booleans or complex numbers.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must hold real floating-point numbers, got {x.dtype}; convert it first")
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _rows(x: Tensor, name: str) -> Tensor:
+    x = as_float(x, name)
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{name} must have rows of at least one number on its last dimension, got {tuple(x.shape)}")
+    return x
+
+
+def _pair(a: Tensor, b: Tensor, name_a: str, name_b: str) -> tuple[Tensor, Tensor]:
+    a, b = _rows(a, name_a), _rows(b, name_b)
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(
+            f"{name_a} and {name_b} must have rows of one length, got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(dtype)
+
+
+def _scale(x: Tensor) -> Tensor:
+    """Largest magnitude of each row, 1 where the row is 0."""
+    # Two reductions: torch's infinity norm is not vectorized on the CPU and takes fifty times as long.
+    largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
+    return largest.masked_fill_(largest == 0, 1)
+
+
+def _ordinary(scale: Tensor) -> bool:
+    """No square of rows of these magnitudes overflows or vanishes; asked only on the CPU, where looking is free."""
+    if scale.device.type != "cpu" or scale.numel() == 0 or torch.compiler.is_compiling():
+        return False
+    far = torch.finfo(scale.dtype).max ** 0.375
+    return bool((scale.amin() > 1 / far) & (scale.amax() < far))
+
+
+def _or_one(r: Tensor) -> Tensor:
+    return r.masked_fill(collapsed(r), 1)
+
+
+def _heading(u: Tensor, p: Tensor) -> Tensor:
+    """Unit tangent at u that points to p; 0 where p = u."""
+    # p − u near u and p + u near −u are exact subtractions, so their tangent part keeps its digits.
+    behind = dot(u, p) < 0
+    toward = tangent(torch.where(behind, p + u, p - u), u)
+    axis = torch.zeros_like(u).scatter_(-1, u.abs().argmin(-1, keepdim=True), 1)
+    toward = torch.where(behind & collapsed(norm(toward)), tangent(axis, u), toward)
+    # What is nearly radial has a tangent part of rounding errors: projecting its unit vector again makes it tangent.
+    toward = tangent(toward / _or_one(norm(toward)), u)
+    return toward / _or_one(norm(toward))
+
+
+def check_finite(r: Tensor, name: str) -> None:
+    """Raise a ValueError that names the rows whose radius (…, 1) is NaN or infinite."""
+    bad = ~torch.isfinite(r.squeeze(-1))
+    if bad.any():
+        rows = bad.flatten().nonzero().flatten()
+        shown = ", ".join(map(str, rows[:5].tolist())) + (", …" if len(rows) > 5 else "")
+        raise ValueError(f"{name} has NaN or infinite entries in {len(rows)} of {bad.numel()} rows (row {shown})")

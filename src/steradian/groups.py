@@ -1,0 +1,380 @@
+"""How a parameter is cut into rows: layouts, rows that span several tensors, and all rows of a model."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Group", "Groups", "Layout", "Spec"]
+
+Spec = str | int | tuple[str | int, ...]
+"""Plain data that names a layout: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor is cut into n rows of d numbers, each one radially invariant vector.
+
+    Each dimension i is cut into g_i equal blocks; a row is what lies in one block of every dimension.
+
+    | spec | rows | who has them |
+    |---|---|---|
+    | "filter" | slices of dimension 0 | BN, IN, WN |
+    | "tensor" | the whole tensor | LN |
+    | G | G equal blocks of dimension 0 | GN, attention heads under QK-norm |
+    | ("axis", k) | slices of dimension k | transposed convolutions |
+    | ("grid", g0, g1, …) | g_i blocks of dimension i, −1 for slices | grouped transposed convolutions |
+
+    Args:
+        spec: one of the above. A list, as JSON gives it back, is taken as a tuple.
+
+    >>> Layout("filter").rows(torch.zeros(8, 3, 5, 5)).shape
+    torch.Size([8, 75])
+    >>> Layout(("axis", 1)).rows(torch.zeros(8, 3, 5, 5)).shape
+    torch.Size([3, 200])
+    """
+
+    spec: Spec
+
+    def __post_init__(self) -> None:
+        spec = tuple(self.spec) if isinstance(self.spec, list) else self.spec
+        if not _is_spec(spec):
+            raise ValueError(
+                f'rows must be "filter", "tensor", a number of blocks ≥ 1, ("axis", k) or ("grid", g0, g1, …), '
+                f"got {self.spec!r}"
+            )
+        object.__setattr__(self, "spec", spec)
+
+    def blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Number of blocks along each dimension of a tensor of this shape.
+
+        Raises:
+            ValueError: the shape cannot be cut so.
+
+        >>> Layout(4).blocks((8, 3))
+        (4, 1)
+        """
+        spec, shape = self.spec, tuple(shape)
+        counts = [1] * len(shape)
+        if isinstance(spec, tuple) and spec[0] == "axis":
+            k = int(spec[1])
+            if not -len(shape) <= k < len(shape):
+                raise ValueError(f"rows {spec!r} need a dimension {k}, but the tensor has shape {shape}")
+            counts[k] = shape[k]
+        elif isinstance(spec, tuple):
+            if len(spec) - 1 > len(shape):
+                raise ValueError(f"rows {spec!r} need {len(spec) - 1} dimensions, but the tensor has shape {shape}")
+            for i, g in enumerate(spec[1:]):
+                counts[i] = shape[i] if g == -1 else int(g)
+        elif spec != "tensor" and shape:
+            counts[0] = shape[0] if spec == "filter" else int(spec)
+        elif isinstance(spec, int) and spec != 1:
+            raise ValueError(f"a tensor without dimensions cannot be cut into {spec} blocks")
+        for size, count in zip(shape, counts, strict=True):
+            if count and size % count:
+                raise ValueError(f"rows {spec!r} do not divide the shape {shape}: {size} entries in {count} blocks")
+        return tuple(counts)
+
+    def size(self, shape: Sequence[int]) -> tuple[int, int]:
+        """(n, d) of a tensor of this shape.
+
+        >>> Layout("tensor").size((8, 3))
+        (1, 24)
+        """
+        counts = self.blocks(shape)
+        return math.prod(counts), math.prod(s // g if g else 1 for s, g in zip(shape, counts, strict=True))
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The tensor as (n, d) rows, entries in logical order: a view where memory allows, else a copy.
+
+        >>> x = torch.arange(4.0)
+        >>> Layout(2).rows(x).tolist(), Layout(2).rows(x).data_ptr() == x.data_ptr()
+        ([[0.0, 1.0], [2.0, 3.0]], True)
+        """
+        size, counts = self.size(tensor.shape), self.blocks(tensor.shape)
+        if all(g == 1 for g in counts[1:]):
+            return tensor.reshape(size)
+        cut = [k for s, g in zip(tensor.shape, counts, strict=True) for k in (g, s // g if g else 1)]
+        return tensor.reshape(cut).permute(_blocks_first(len(counts))).reshape(size)
+
+    def restore(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of `rows`: (n, d) back to a tensor of this shape.
+
+        >>> x = torch.randn(4, 6, 3)
+        >>> layout = Layout(("axis", 1))
+        >>> bool((layout.restore(layout.rows(x), x.shape) == x).all())
+        True
+        """
+        shape, counts = tuple(shape), self.blocks(shape)
+        if tuple(rows.shape) != self.size(shape):
+            raise ValueError(
+                f"rows of shape {self.size(shape)} make a tensor of shape {shape}, got {tuple(rows.shape)}"
+            )
+        if all(g == 1 for g in counts[1:]):
+            return rows.reshape(shape)
+        order = _blocks_first(len(counts))
+        cut = [k for s, g in zip(shape, counts, strict=True) for k in (g, s // g if g else 1)]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return rows.reshape([cut[i] for i in order]).permute(back).reshape(shape)
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Rows that span several tensors: row i is row i of each, one behind the other.
+
+        >>> weight, bias = torch.zeros(8, 3), torch.zeros(8)
+        >>> Layout(4).join([weight, bias]).shape
+        torch.Size([4, 8])
+        """
+        if not tensors:
+            raise ValueError("joint rows need at least one tensor")
+        parts = [self.rows(tensor) for tensor in tensors]
+        if len({len(part) for part in parts}) > 1:
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            raise ValueError(f"rows {self.spec!r} cut the shapes {shapes} into different numbers of rows")
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+    def part(self, rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The inverse of `join`: joint rows back to tensors of these shapes."""
+        widths = [self.size(shape)[1] for shape in shapes]
+        if rows.ndim != 2 or rows.shape[1] != sum(widths):
+            raise ValueError(f"joint rows of {sum(widths)} numbers are needed, got {tuple(rows.shape)}")
+        return [self.restore(r, s) for r, s in zip(rows.split(widths, dim=1), shapes, strict=True)]
+
+
+def _is_spec(spec: object) -> bool:
+    if isinstance(spec, str):
+        return spec in ("filter", "tensor")
+    if isinstance(spec, tuple) and len(spec) >= 2 and all(_is_int(k) for k in spec[1:]):
+        return (spec[0] == "axis" and len(spec) == 2) or (
+            spec[0] == "grid" and all(g >= 1 or g == -1 for g in spec[1:])
+        )
+    return _is_int(spec) and isinstance(spec, int) and spec >= 1
+
+
+def _is_int(k: object) -> bool:
+    return isinstance(k, int) and not isinstance(k, bool)
+
+
+def _blocks_first(dims: int) -> list[int]:
+    return [*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one parameter, or of several that are invariant only together.
+
+    Attributes:
+        names: the parameters, in the model's order; more than one is a joint set.
+        layout: how each of them is cut.
+        rows: the number n of rows.
+        size: the number d of entries in a row, over all parameters of the set.
+        reason: the module that makes the rows invariant, or "no known layer".
+        defect: largest |cos(x, ∇L)| over the rows, at the model's own point and ε.
+        unseen: rows that the inputs did not reach, such as the embeddings of absent tokens.
+        small: rows whose radius is so small that a normalization's ε dominates.
+    """
+
+    names: tuple[str, ...]
+    layout: Spec
+    rows: int
+    size: int
+    reason: str
+    defect: float
+    unseen: int = 0
+    small: int = 0
+
+
+@dataclass
+class Groups:
+    """The rows of a model, and the rest.
+
+    Only weights are handed to optimizers as rows: parameters with at least two dimensions, alone or with the
+    biases that they need. Gains and biases of normalization layers are often invariant too (the scale that
+    BN's affine part gives to a positively homogeneous block is removed by the next BN), and so is everything
+    that writes to the residual stream of a pre-norm transformer. Such facts are true, but training them on a
+    sphere is not what the paper studies: they are listed in `facts` and handed over only when asked for.
+
+    Attributes:
+        params: the model's parameters by name.
+        groups: the rows that optimizers get.
+        facts: further sets that are invariant, each proved like the others.
+        no_effect: trainable parameters that no output depends on; they belong to the rest.
+        frozen: parameters that do not require gradients; they are in no parameter group.
+        partial: parameters some of whose equal blocks are invariant, with a description.
+        aliases: further names of tied parameters, by first name.
+        details: what was measured, by parameter.
+        notes: remarks about the model as a whole.
+        passes: forward and backward passes that discovery made.
+    """
+
+    params: dict[str, nn.Parameter]
+    groups: list[Group] = field(default_factory=list)
+    facts: list[Group] = field(default_factory=list)
+    no_effect: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+    partial: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    passes: tuple[int, int] = (0, 0)
+
+    @property
+    def layouts(self) -> dict[str, Spec]:
+        """Layout by parameter name, for all parameters with rows, in the model's order."""
+        found = {name: group.layout for group in self.groups for name in group.names}
+        return {name: found[name] for name in self.params if name in found}
+
+    @property
+    def joint(self) -> list[tuple[str, ...]]:
+        """The sets of parameters that are invariant only together."""
+        return [group.names for group in self.groups if len(group.names) > 1]
+
+    @property
+    def rest(self) -> list[str]:
+        """Trainable parameters without rows, in the model's order."""
+        layouts, frozen = self.layouts, set(self.frozen)
+        return [name for name in self.params if name not in layouts and name not in frozen]
+
+    def param_groups(
+        self, *, rest: Mapping[str, Any] | None = None, facts: bool = False, **options: Any
+    ) -> list[dict[str, Any]]:
+        """Parameter groups for any torch optimizer, radial ones with their layout under "rows".
+
+        Parameters of one layout share a group; each joint set is a group of its own with "joint": True; the
+        rest comes last, without "rows".
+
+        Args:
+            rest: options for the rest, over those for all.
+            facts: hand over `facts` too, as far as they do not overlap.
+            **options: options for all groups, such as weight_decay=1e-4.
+
+        >>> model = nn.Linear(2, 2)
+        >>> groups = Groups(dict(model.named_parameters()), [Group(("weight",), "filter", 2, 2, "bn", 1e-6)])
+        >>> [sorted(g) for g in groups.param_groups(lr=0.1, rest={"weight_decay": 0.0})]
+        [['lr', 'params', 'rows'], ['lr', 'params', 'weight_decay']]
+        """
+        chosen = [*self.groups, *(self._disjoint_facts() if facts else ())]
+        taken = {name for group in chosen for name in group.names}
+        single: dict[Spec, list[nn.Parameter]] = {}
+        for group in chosen:
+            if len(group.names) == 1:
+                single.setdefault(group.layout, []).append(self.params[group.names[0]])
+        made: list[dict[str, Any]] = [{"params": params, "rows": spec, **options} for spec, params in single.items()]
+        for group in chosen:
+            if len(group.names) > 1:
+                params = [self.params[name] for name in group.names]
+                made.append({"params": params, "rows": group.layout, "joint": True, **options})
+        left = [self.params[name] for name in self.rest if name not in taken]
+        if left:
+            made.append({"params": left, **options, **(rest or {})})
+        return made
+
+    def _disjoint_facts(self) -> list[Group]:
+        taken, chosen = set(self.layouts), []
+        for fact in self.facts:
+            if not taken & set(fact.names):
+                chosen.append(fact)
+                taken.update(fact.names)
+        return chosen
+
+    def group_of(self, name: str) -> Group | None:
+        """The group that a parameter's rows belong to, if it has any."""
+        return next((group for group in self.groups if name in group.names), None)
+
+    def explain(self, name: str) -> str:
+        """What was found about one parameter, for a person.
+
+        Raises:
+            ValueError: the model has no parameter of this name.
+        """
+        first = next((first for first, others in self.aliases.items() if name in others), name)
+        if first not in self.params:
+            raise ValueError(f"no parameter is called {name!r}; the model has {', '.join(self.params)}")
+        lines = [f"{first}  {_shape(self.params[first])}"]
+        if first in self.aliases:
+            lines.append(f"  tied: also called {', '.join(self.aliases[first])}")
+        group = self.group_of(first)
+        if group is not None:
+            lines += [f"  {line}" for line in _describe(group)]
+        else:
+            lines.append(f"  {self._verdict(first)}")
+        if first in self.details:
+            lines.append(f"  measured: {self.details[first]}")
+        lines += [
+            f"  also a fact: {_set(fact)}, because of {fact.reason}" for fact in self.facts if first in fact.names
+        ]
+        return "\n".join(lines)
+
+    def _verdict(self, name: str) -> str:
+        if name in self.frozen:
+            return "frozen: it does not require a gradient, so it was not tested"
+        if name in self.no_effect:
+            return "no effect: no output depends on it"
+        if name in self.partial:
+            return f"rest: {self.partial[name]}"
+        return "rest: not radially invariant"
+
+    def __str__(self) -> str:
+        lines = _table([_row(self.params, group) for group in self.groups])
+        rows = sum(group.rows for group in self.groups)
+        inside = sum(self.params[name].numel() for name in self.layouts)
+        total = sum(p.numel() for p in self.params.values())
+        share = 100 * inside / total if total else 0.0
+        lines += ["", f"{rows} rows in {len(self.layouts)} parameters: {inside} of {total} numbers ({share:.1f} %)"]
+        plain = [name for name in self.rest if name not in self.no_effect and name not in self.partial]
+        for title, names in [("rest", plain), ("no effect", self.no_effect), ("frozen", self.frozen)]:
+            if names:
+                lines.append(f"{title}: {len(names)} parameters: {', '.join(names)}")
+        lines += [f"partly invariant, left to the rest: {name}: {text}" for name, text in self.partial.items()]
+        lines += [f"tied: {name} = {' = '.join(others)}" for name, others in self.aliases.items()]
+        lines += [f"fact: {_set(fact)} ({fact.rows} × {fact.size}, {fact.reason})" for fact in self.facts]
+        small = [f"{group.small} of {' + '.join(group.names)}" for group in self.groups if group.small]
+        if small:
+            lines.append(f"rows so small that ε dominates: {', '.join(small)}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def __repr__(self) -> str:
+        return (
+            f"Groups({len(self.layouts)} parameters with {sum(g.rows for g in self.groups)} rows, "
+            f"{len(self.joint)} joint sets, {len(self.rest)} in the rest)"
+        )
+
+
+def _shape(tensor: Tensor) -> str:
+    return " × ".join(map(str, tensor.shape)) if tensor.ndim else "scalar"
+
+
+def _set(group: Group) -> str:
+    if len(group.names) == 1:
+        return f"{group.names[0]} is invariant as {group.layout!r}"
+    return f"{{{', '.join(group.names)}}} are jointly invariant as {group.layout!r}"
+
+
+def _describe(group: Group) -> list[str]:
+    together = f", jointly with {', '.join(group.names)}" if len(group.names) > 1 else ""
+    lines = [
+        f"rows: {group.layout!r}, {group.rows} × {group.size}{together}",
+        f"reason: {group.reason}",
+        f"defect: {group.defect:.1e}, the largest |cos(x, ∇L)| over the rows at the model's own ε",
+    ]
+    if group.unseen:
+        lines.append(f"{group.unseen} of {group.rows} rows were not reached by these inputs")
+    if group.small:
+        lines.append(f"{group.small} of {group.rows} rows are so small that ε dominates")
+    return lines
+
+
+def _row(params: Mapping[str, nn.Parameter], group: Group) -> tuple[str, ...]:
+    layout = group.layout if isinstance(group.layout, str) else repr(group.layout)
+    name = " + ".join(group.names)
+    return name, layout, f"{group.rows} × {group.size}", group.reason, f"{group.defect:.1e}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    if not rows:
+        return ["no radially invariant rows"]
+    rows = [("parameter", "layout", "rows × d", "reason", "defect"), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

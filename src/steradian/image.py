@@ -1,0 +1,245 @@
+"""What one step does on the sphere: Theorem 1, the effective quantities, the radius, the hypotheses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from steradian import geometry
+from steradian.geometry import dot, norm
+from steradian.groups import Layout, Spec
+from steradian.scheme import Step
+
+__all__ = ["ImageStep", "image_step", "observed_step"]
+
+Tensors = Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageStep:
+    """The image of one step on the unit sphere, row by row (Theorem 1, Table 1).
+
+    With q = a ⊘ b the step is x' = (r̃ − η⟨q,u⟩)u − ηq^⊥, and every quantity follows from its part along u and
+    its part across, exactly, also where H1 fails. r̃ = (1 − ηδ)r is the radius that the step starts from: a
+    decoupled decay δ first moves a row along its own direction, so the theorem holds with r̃ in place of r.
+    In the paper's letters b̄ = d^{-1/2}‖b‖, c = r̃ a ⊘ (b/b̄) and A = η/(r̃²b̄).
+
+    Properties are computed when first asked for. Per row they have shape (n,), as rows (n, d). What two points
+    cannot tell is None in an observed step.
+
+    Attributes:
+        radius: r, (n,).
+        start: r̃, (n,).
+        direction: u, (n, d); 0 for a row without a direction.
+        inward: ⟨q,u⟩, (n,).
+        tangential: q^⊥, (n, d).
+        lr: the rate η.
+        scale: b̄, (n,); None in an observed step.
+    """
+
+    radius: Tensor
+    start: Tensor
+    direction: Tensor
+    inward: Tensor
+    tangential: Tensor
+    lr: float | Tensor
+    scale: Tensor | None
+
+    @cached_property
+    def collapsed(self) -> Tensor:
+        """The row has no direction before or after the step.
+
+        Its angle, velocity, effective rate and radial part are then 0, and the hypotheses do not hold.
+        """
+        return geometry.collapsed(self.radius) | geometry.collapsed(self.next_radius)
+
+    @cached_property
+    def radial(self) -> Tensor | None:
+        """A⟨c,u⟩ = η⟨q,u⟩/r̃, the share of the radius that the step takes; H1 bounds it by 1."""
+        return None if self.scale is None else self._ratio(self.lr * self.inward, self.start)
+
+    @cached_property
+    def nu(self) -> Tensor | None:
+        """ν = r̃ b̄, the second-order moment on the sphere (App. C.1.3)."""
+        return None if self.scale is None else self.start * self.scale
+
+    @cached_property
+    def effective_lr(self) -> Tensor | None:
+        """η^e = A/(1 − A⟨c,u⟩) (Eq. 14); infinite where H1 fails with equality, negative beyond."""
+        if self.nu is None:
+            return None
+        return (self.lr / self.nu / self._along).masked_fill(self.collapsed, 0)
+
+    @cached_property
+    def effective_direction(self) -> Tensor | None:
+        """c^⊥, (n, d): the direction of a step of rate η^e on the sphere (Eq. 13)."""
+        return None if self.nu is None else self.tangential * self.nu.unsqueeze(-1)
+
+    @cached_property
+    def direction_norm(self) -> Tensor | None:
+        """‖c^⊥‖."""
+        return None if self.nu is None else self._tangential_norm * self.nu
+
+    @cached_property
+    def velocity(self) -> Tensor:
+        """z = η^e‖c^⊥‖, the speed of the step on the sphere; negative where H1 fails."""
+        return self._ratio(self._across, self._along)
+
+    @cached_property
+    def angle(self) -> Tensor:
+        """How far the direction moved: atan z, and beyond π/2 where H1 fails."""
+        return torch.atan2(self._across, self._along).masked_fill(self.collapsed, 0)
+
+    @cached_property
+    def next_radius(self) -> Tensor:
+        """r' = r̃(1 − A⟨c,u⟩)√(1+z²) (Eq. 17)."""
+        return torch.hypot(self._along, self._across)
+
+    @cached_property
+    def next_direction(self) -> Tensor:
+        """u' = (u − η^e c^⊥)/√(1+z²), (n, d) (Eq. 15); 0 where no direction is left."""
+        gone = geometry.collapsed(self.next_radius).unsqueeze(-1)
+        point = self._along.unsqueeze(-1) * self.direction - self.lr * self.tangential
+        return (point / self.next_radius.unsqueeze(-1).masked_fill(gone, 1)).masked_fill_(gone, 0)
+
+    @cached_property
+    def h1(self) -> Tensor:
+        """Hypothesis H1, A⟨c,u⟩ < 1: the step does not cross the origin."""
+        return (self._along > 0) & (self.start > 0) & ~self.collapsed
+
+    @cached_property
+    def h2(self) -> Tensor:
+        """Hypothesis H2, z < π."""
+        return (self.velocity.abs() < torch.pi) & ~self.collapsed
+
+    @cached_property
+    def taylor(self) -> Tensor:
+        """The Taylor variable of Theorem 4, z²: for SGD (η_k‖∇L(u)‖)²/r⁴ of its L2-free twin (App. C.1.5)."""
+        return self.velocity**2
+
+    @cached_property
+    def exponential_direction(self) -> Tensor:
+        """Exp_u(−η^e c^⊥), (n, d): the next direction by the exponential-map form (Eq. 12); 0 where z = ∞."""
+        speed = self._ratio(self.velocity, self._tangential_norm)
+        endless = speed.isinf()
+        moved = geometry.exp(self.direction, -speed.masked_fill(endless, 0).unsqueeze(-1) * self.tangential)
+        return moved.masked_fill_(endless.unsqueeze(-1), 0)
+
+    @cached_property
+    def exponential_error(self) -> Tensor:
+        """Angle between the exact next direction and the exponential-map form, |z − atan z|.
+
+        Both lie on one great circle, so the difference of their angles is the error: the O(z³) of the theorem.
+        """
+        z = self.velocity.abs()
+        square = z * z
+        # z − atan z cancels for small z; its series z³/3 − z⁵/5 + … does not, and at 1/4 it ends below 1e-17.
+        series = torch.zeros_like(z)
+        for k in range(29, 1, -2):
+            series = 1 / k - square * series
+        return torch.where(z < 0.25, series * square * z, z - torch.atan(z))
+
+    @cached_property
+    def _along(self) -> Tensor:
+        return self.start - self.lr * self.inward
+
+    @cached_property
+    def _across(self) -> Tensor:
+        return self._tangential_norm * self.lr
+
+    @cached_property
+    def _tangential_norm(self) -> Tensor:
+        return norm(self.tangential).squeeze(-1)
+
+    def _ratio(self, part: Tensor, whole: Tensor) -> Tensor:
+        """part/whole, 0 where the part is 0 and where the row is collapsed."""
+        return (part / whole.masked_fill(part == 0, 1)).masked_fill(self.collapsed, 0)
+
+
+@torch.no_grad()
+def image_step(x: Tensors, step: Step | Sequence[Step], rows: Spec = "filter", *, check: bool = True) -> ImageStep:
+    """The image on the sphere of a generic step (Theorem 1), decoupled decay included.
+
+    Args:
+        x: the parameter before the step, in its own shape; several tensors for joint rows.
+        step: the step, as `scheme.read_step` gives it; one per tensor for joint rows.
+        rows: how the parameter is cut into rows.
+        check: raise on NaN and infinite entries; it synchronizes with the device.
+
+    Raises:
+        ValueError: shapes differ, a tensor is empty, or holds NaN; joint steps of different rates.
+        TypeError: a tensor is complex or of integers.
+
+    >>> x, b = torch.tensor([[3.0, 4.0]]), torch.ones(1, 2)
+    >>> image = image_step(x, Step(a=torch.tensor([[-8.0, 6.0]]), b=b, lr=0.25))
+    >>> image.velocity.item(), round(image.effective_lr.item(), 6), round(image.next_radius.item(), 6)
+    (0.5, 0.01, 5.59017)
+    """
+    layout, steps = Layout(rows), [step] if isinstance(step, Step) else list(step)
+    points, a = _paired_rows(layout, x, [s.a for s in steps], "step.a")
+    _, b = _paired_rows(layout, x, [s.b for s in steps], "step.b")
+    lr, decay = _shared(steps, "lr"), _shared(steps, "decay")
+    r, u = geometry.split(points, check=check)
+    q = a.to(u.dtype) / b
+    start = (r * (1 - lr * decay)).squeeze(-1)
+    image = _decompose(r, start, u, q, lr, scale=norm(b).squeeze(-1) / b.shape[-1] ** 0.5)
+    if check:
+        geometry.check_finite(image.next_radius.unsqueeze(-1), "the step a ⊘ b")
+    return image
+
+
+@torch.no_grad()
+def observed_step(x: Tensors, x_next: Tensors, rows: Spec = "filter", *, check: bool = True) -> ImageStep:
+    """What two points tell of a step: radii, directions, angle and the product z = η^e‖c^⊥‖.
+
+    It works for every optimizer. A⟨c,u⟩, η^e, c^⊥ and ν are None: the points show only their product.
+
+    Args:
+        x: the parameter before the step; several tensors for joint rows.
+        x_next: the parameter after it.
+        rows: how the parameter is cut into rows.
+        check: raise on NaN and infinite entries; it synchronizes with the device.
+
+    Raises:
+        ValueError, TypeError: as `image_step`.
+
+    >>> image = observed_step(torch.tensor([[2.0, 0.0]]), torch.tensor([[2.0, 2.0]]))
+    >>> image.velocity.item(), image.angle.item(), image.effective_lr
+    (1.0, 0.785398..., None)
+    """
+    points, next_points = _paired_rows(Layout(rows), x, x_next, "x_next")
+    r, u = geometry.split(points, check=check)
+    image = _decompose(r, r.squeeze(-1), u, points.to(u.dtype) - next_points, 1.0, scale=None)
+    if check:
+        geometry.check_finite(image.next_radius.unsqueeze(-1), "x_next")
+    return image
+
+
+def _decompose(
+    r: Tensor, start: Tensor, u: Tensor, q: Tensor, lr: float | Tensor, *, scale: Tensor | None
+) -> ImageStep:
+    """Split q, which it overwrites, into its parts along u and across."""
+    inward = dot(q, u)
+    return ImageStep(r.squeeze(-1), start, u, inward.squeeze(-1), q.addcmul_(inward, u, value=-1), lr, scale)
+
+
+def _paired_rows(layout: Layout, x: Tensors, other: Tensors, name: str) -> tuple[Tensor, Tensor]:
+    """Rows of two lists of tensors of the same shapes."""
+    xs = [x] if isinstance(x, Tensor) else list(x)
+    others = [other] if isinstance(other, Tensor) else list(other)
+    shapes, other_shapes = [tuple(t.shape) for t in xs], [tuple(t.shape) for t in others]
+    if shapes != other_shapes:
+        raise ValueError(f"x and {name} must have the same shapes, got {shapes} and {other_shapes}")
+    if any(t.numel() == 0 for t in xs):
+        raise ValueError(f"x has no entries: its shape is {shapes if len(shapes) > 1 else shapes[0]}")
+    first = layout.join([geometry.as_float(t.detach(), "x") for t in xs])
+    return first, layout.join([geometry.as_float(t.detach(), name) for t in others])
+
+
+def _shared(steps: Sequence[Step], name: str) -> float | Tensor:
+    values = [getattr(step, name) for step in steps]
+    if any(not isinstance(v, Tensor) and v != values[0] for v in values):
+        raise ValueError(f"joint rows take one step together, but their {name} differ: {values}")
+    return values[0]

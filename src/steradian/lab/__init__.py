@@ -1,0 +1,1 @@
+"""The lab: data, models and trainings to see the theory at work."""

@@ -1,0 +1,1 @@
+"""Pages and figures, computed from recorded tables alone."""

@@ -1,0 +1,244 @@
+"""Any optimizer read as the generic scheme x' = (1 − ηδ)x − η a ⊘ b, a = β a_prev + ∇L(x) + λx (Section 2.2)."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
+
+from steradian.geometry import as_float
+
+__all__ = ["Step", "UnreadableOptimizerError", "read_step", "register"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the generic scheme, x' = (1 − lr·decay)x − lr·a ⊘ b (Eqs. 3 and 4).
+
+    Attributes:
+        a: momentum, in the parameter's shape and in units of a gradient.
+        b: division vector, in the parameter's shape (a stride-0 view where it is one number).
+        lr: the rate η of this step; a tensor where the optimizer holds one.
+        l2: the coupled L2 coefficient λ that a contains.
+        decay: the decoupled weight-decay coefficient δ, as in AdamW.
+        beta: the momentum factor β of a.
+    """
+
+    a: Tensor
+    b: Tensor
+    lr: float | Tensor
+    l2: float | Tensor = 0.0
+    decay: float | Tensor = 0.0
+    beta: float | Tensor = 0.0
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a reader gets: the parameter after a step, and what the optimizer holds about it."""
+
+    param: Tensor
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    before: Tensor | None = None
+
+    def need(self, key: str) -> Tensor:
+        """The entry `key` of the parameter's state, as float32 or wider."""
+        value = self.state.get(key)
+        if value is None:
+            raise ValueError(
+                f"the parameter of shape {tuple(self.param.shape)} has no {key!r} in the optimizer's state: "
+                "no step was taken yet, or the parameter had no gradient; call read_step after optimizer.step()"
+            )
+        return as_float(value.detach(), key)
+
+    def setting(self, key: str) -> float | Tensor:
+        """A setting of the parameter's group; a tensor is copied, since a scheduler writes into it."""
+        value = self.group[key]
+        return value.detach().clone() if isinstance(value, Tensor) else float(value)
+
+    def gradient(self) -> Tensor:
+        """∇L(x) of the step, without the L2 term, with the sign of a minimization."""
+        if self.param.grad is None:
+            raise ValueError(
+                f"the parameter of shape {tuple(self.param.shape)} has no gradient, and this optimizer keeps none: "
+                "call read_step after optimizer.step() and before zero_grad()"
+            )
+        if self.param.grad.is_sparse:
+            raise TypeError("the parameter has a sparse gradient; only dense gradients can be read")
+        gradient = as_float(self.param.grad.detach(), "the gradient")
+        return gradient.neg() if self.group.get("maximize") else gradient.clone()
+
+    def regularized(self, pace: float | Tensor, *, pushed: float | Tensor = 0.0) -> Tensor:
+        """∇L(x) + λx at the point before the step x' = x − pace·(∇L(x) + λx) − pushed.
+
+        From `before` if it was given. Otherwise x is solved for: with g = ∇L(x),
+        g + λx = (g + λ(x' + pushed))/(1 − pace·λ).
+        """
+        gradient, l2 = self.gradient(), self.setting("weight_decay")
+        if not isinstance(l2, Tensor) and l2 == 0:
+            return gradient
+        if self.before is not None:
+            return gradient.add_(as_float(self.before.detach(), "before") * l2)
+        kept = 1 - (pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=torch.float64)) * l2
+        if bool((kept.abs() < 0.5).any()):
+            raise ValueError(
+                "the point before this step cannot be recovered accurately from the point after it "
+                f"(smallest |1 − rate·λ| = {kept.abs().min():.2g}): pass before=, the parameter before the step"
+            )
+        return gradient.add_((as_float(self.param.detach(), "param") + pushed) * l2).div_(kept)
+
+
+Reader = Callable[[Taken], Step]
+_readers: dict[type[Optimizer], Reader] = {}
+
+
+class UnreadableOptimizerError(TypeError):
+    """The optimizer is not known as an instance of the generic scheme."""
+
+
+def register(kind: type[Optimizer]) -> Callable[[Reader], Reader]:
+    """Decorator: this function reads the steps of this class of optimizer.
+
+    It also reads subclasses that keep the class's `step`.
+    """
+
+    def add(reader: Reader) -> Reader:
+        _readers[kind] = reader
+        return reader
+
+    return add
+
+
+@torch.no_grad()
+def read_step(optimizer: Optimizer, param: Tensor, *, before: Tensor | None = None) -> Step:
+    """The generic step that the optimizer just took on a parameter.
+
+    Call it after `optimizer.step()`, before the gradient is cleared and before a scheduler changes the rate.
+    Reads torch's SGD, Adam, AdamW, Adagrad and RMSprop with all of their options, for loop, foreach, fused and
+    capturable alike, and every class passed to `register`. The result is a snapshot: later steps do not
+    change it.
+
+    Args:
+        optimizer: the optimizer.
+        param: one of its parameters.
+        before: the parameter before the step. Only optimizers that keep no momentum need it, and only with
+            L2: without it the point is recovered from the point after.
+
+    Returns:
+        The step, computed in float32 for half-precision parameters.
+
+    Raises:
+        UnreadableOptimizerError: the optimizer is none of these; `image.observed_step` shows what two points tell.
+        ValueError: the parameter is not the optimizer's, has taken no step, or lost its gradient.
+        TypeError: the parameter or its gradient is complex, of integers, or sparse.
+
+    >>> x = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = torch.optim.SGD([x], lr=0.1, momentum=0.9)
+    >>> x.grad = torch.tensor([1.0, 2.0])
+    >>> optimizer.step()
+    >>> step = read_step(optimizer, x)
+    >>> step.a.tolist(), step.b.tolist(), step.lr, step.beta
+    ([1.0, 2.0], [1.0, 1.0], 0.1, 0.9)
+    """
+    reader = _reader_of(optimizer)
+    as_float(param, "param")
+    if before is not None and before.shape != param.shape:
+        raise ValueError(f"before must have the parameter's shape {tuple(param.shape)}, got {tuple(before.shape)}")
+    for group in optimizer.param_groups:
+        if any(param is other for other in group["params"]):
+            return reader(Taken(param, group, optimizer.state.get(param, {}), before))
+    raise ValueError(f"the parameter of shape {tuple(param.shape)} is not one of the optimizer's parameters")
+
+
+def _reader_of(optimizer: Optimizer) -> Reader:
+    if not isinstance(optimizer, Optimizer):
+        raise UnreadableOptimizerError(f"expected a torch optimizer, got {type(optimizer).__name__}")
+    # torch wraps `step` in every class it instantiates; below the wrapping, a subclass either keeps the
+    # update of a class we know or has one of its own.
+    taken = inspect.unwrap(type(optimizer).step)
+    for kind in type(optimizer).__mro__:
+        if kind in _readers and inspect.unwrap(kind.step) is taken:
+            return _readers[kind]
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    known = ", ".join(sorted(kind.__name__ for kind in _readers))
+    raise UnreadableOptimizerError(
+        f"cannot read {name} as a generic step; readable are {known}. "
+        "image.observed_step(x_before, x_after) works for every optimizer"
+    )
+
+
+def _uniform(value: float | Tensor, like: Tensor) -> Tensor:
+    """One number in the shape of a tensor, without memory of its own."""
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+@register(SGD)
+def _read_sgd(taken: Taken) -> Step:
+    """SGD: b = 1, and a is the momentum buffer.
+
+    With dampening τ the buffer adds (1−τ)∇L, so a = buffer/(1−τ) and b = 1/(1−τ) keep a in units of a
+    gradient. With Nesterov, a = ∇L(x) + λx + β·buffer.
+    """
+    lr, l2, beta = taken.setting("lr"), taken.setting("weight_decay"), taken.setting("momentum")
+    if beta == 0:
+        a = taken.regularized(lr)
+        return Step(a, _uniform(1, a), lr, l2=l2)
+    buffer = taken.need("momentum_buffer")
+    if taken.group["nesterov"]:
+        a = taken.regularized(lr, pushed=buffer * (lr * beta)).add_(buffer * beta)
+        return Step(a, _uniform(1, a), lr, l2=l2, beta=beta)
+    kept = 1 - taken.setting("dampening")
+    share = 1 / kept if kept > 0 else 1.0
+    return Step(buffer * share, _uniform(share, buffer), lr, l2=l2, beta=beta)
+
+
+@register(Adam)
+def _read_adam(taken: Taken) -> Step:
+    """Adam and AdamW: a = m/(1−β1), b = (1−β1^{k+1})/(1−β1)·(√(v/(1−β2^{k+1})) + ε) (Section 2.2).
+
+    ε stands outside the root, as torch has it. With amsgrad, v is its running maximum.
+    """
+    beta1, beta2 = (_number(beta) for beta in taken.group["betas"])
+    m, step = taken.need("exp_avg"), taken.need("step").to(torch.float64)
+    v = taken.need("max_exp_avg_sq" if taken.group["amsgrad"] else "exp_avg_sq")
+    share, root = (1 - beta1**step) / (1 - beta1), (1 - beta2**step).sqrt()
+    a = m / (1 - beta1)
+    b = v.sqrt().mul_((share / root).to(v)).add_((share * taken.group["eps"]).to(v))
+    wd, decoupled = taken.setting("weight_decay"), taken.group.get("decoupled_weight_decay", False)
+    return Step(a, b, taken.setting("lr"), l2=0.0 if decoupled else wd, decay=wd if decoupled else 0.0, beta=beta1)
+
+
+@register(Adagrad)
+def _read_adagrad(taken: Taken) -> Step:
+    """Adagrad: a = ∇L(x) + λx, b = √(Σ a²) + ε, lr = η/(1 + k·lr_decay)."""
+    if not taken.need("step").any():
+        raise ValueError("no step was taken yet: call read_step after optimizer.step()")
+    b = taken.need("sum").sqrt().add_(taken.group["eps"])
+    lr, lr_decay = taken.setting("lr"), taken.group["lr_decay"]
+    if lr_decay:
+        lr = lr / (1 + (taken.need("step").to(torch.float64) - 1) * lr_decay)
+    a = taken.regularized(lr / b)
+    return Step(a, b, lr, l2=taken.setting("weight_decay"))
+
+
+@register(RMSprop)
+def _read_rmsprop(taken: Taken) -> Step:
+    """RMSprop: b = √v + ε (v − m² when centered).
+
+    Without momentum a = ∇L(x) + λx. With momentum the buffer sums quotients, Σ β^{k−i} a_i ⊘ b_i, and
+    a = buffer ⊙ b reads it with the divisor of this step.
+    """
+    v = taken.need("square_avg")
+    if taken.group["centered"]:
+        v = v.addcmul(taken.need("grad_avg"), taken.need("grad_avg"), value=-1)
+    b = v.sqrt().add_(taken.group["eps"])
+    lr, l2, beta = taken.setting("lr"), taken.setting("weight_decay"), taken.setting("momentum")
+    a = taken.need("momentum_buffer") * b if beta > 0 else taken.regularized(lr / b)
+    return Step(a, b, lr, l2=l2, beta=beta)
+
+
+def _number(beta: float | Tensor) -> float | Tensor:
+    return beta.to(torch.float64) if isinstance(beta, Tensor) else beta

@@ -1,0 +1,1 @@
+"""What an optimizer really does, step by step."""

@@ -1,0 +1,145 @@
+"""Schemes that are one on the sphere: exactly (L2 as a schedule) and to the order that Theorem 4 promises."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from steradian import geometry
+from steradian.equivalence import adagradg_from_sgd, compare, exponential_schedule, lemma3
+from steradian.image import image_step
+from steradian.scheme import read_step
+
+from networks import NETWORKS, backward_passes
+
+CONVOLUTIONS = ("0.weight", "3.weight")
+
+
+def sgd_run(steps, *, lr, weight_decay):
+    """Points and image steps of the convolutions of a BN network without affine; the rest is frozen."""
+    torch.manual_seed(0)
+    model = NETWORKS["BN without affine"].build().double()
+    params = [model.get_parameter(name) for name in CONVOLUTIONS]
+    optimizer = SGD(params, lr=lr(0), weight_decay=weight_decay)
+    points, images = [[] for _ in params], [[] for _ in params]
+    for k in backward_passes(model, steps):
+        optimizer.param_groups[0]["lr"] = lr(k)
+        before = [p.detach().clone() for p in params]
+        optimizer.step()
+        for i, p in enumerate(params):
+            points[i].append(before[i])
+            images[i].append(image_step(before[i], read_step(optimizer, p, before=before[i])))
+    return points, images
+
+
+def test_l2_is_an_exponential_schedule_over_1000_steps():
+    lr, weight_decay = 0.02, 0.05
+    points, images = sgd_run(1000, lr=lambda k: lr, weight_decay=weight_decay)
+    free_points, free_images = sgd_run(1000, lr=exponential_schedule(lr, weight_decay), weight_decay=0)
+    for i in range(len(CONVOLUTIONS)):
+        travelled = compare([points[i][0]], [points[i][-1]]).angle.max()
+        assert travelled > 0.1  # the runs went somewhere
+        assert compare(points[i], free_points[i]).angle.max() < 1e-9
+        difference = lemma3(images[i], free_images[i])
+        assert difference.holds(1e-8)
+        assert difference.trajectory < 1e-9
+
+
+def test_another_schedule_is_not_equivalent():
+    points, images = sgd_run(200, lr=lambda k: 0.02, weight_decay=0.05)
+    others, other_images = sgd_run(200, lr=lambda k: 0.02, weight_decay=0)
+    assert compare(points[0], others[0]).angle.max() > 1e-4
+    assert not lemma3(images[0], other_images[0]).holds(1e-4)
+
+
+def adagradg_run(steps, *, lr, weight_decay):
+    """AdaGradG as Section 3.2 writes it, in plain tensors, with the constants of Theorem 4."""
+    torch.manual_seed(0)
+    model = NETWORKS["BN without affine"].build().double()
+    params = [model.get_parameter(name) for name in CONVOLUTIONS]
+    constants = [adagradg_from_sgd(lr, weight_decay, p.detach().flatten(1).norm(dim=1)) for p in params]
+    v = [c["v0"].clone() for c in constants]
+    with torch.no_grad():
+        for p in params:
+            p.div_(p.flatten(1).norm(dim=1).view(-1, 1, 1, 1))
+    points = [[] for _ in params]
+    for _ in backward_passes(model, steps):
+        with torch.no_grad():
+            for i, p in enumerate(params):
+                points[i].append(p.detach().clone())
+                p.sub_(constants[i]["lr"] * p.grad / v[i].sqrt().view(-1, 1, 1, 1))
+                p.div_(p.flatten(1).norm(dim=1).view(-1, 1, 1, 1))
+                v[i] = constants[i]["beta"] * v[i] + p.grad.flatten(1).norm(dim=1) ** 2
+    return points
+
+
+def largest_angle(steps, lr, weight_decay):
+    sgd, _ = sgd_run(steps, lr=lambda k: lr, weight_decay=weight_decay)
+    adagradg = adagradg_run(steps, lr=lr, weight_decay=weight_decay)
+    return max(compare(one, two).angle.max().item() for one, two in zip(sgd, adagradg, strict=True))
+
+
+def exponent(rates, angles):
+    """Slope of log angle over log rate, by least squares."""
+    x, y = torch.tensor(rates).log(), torch.tensor(angles).log()
+    return (((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()).item()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.05])
+def test_sgd_is_adagradg_to_second_order_at_a_fixed_number_of_steps(weight_decay):
+    """Dropping z⁴ in the radius leaves a relative error of order η⁴ in η^e; the angle is η^e times a sum: η⁵."""
+    rates = [0.04, 0.02, 0.01, 0.005]
+    angles = [largest_angle(20, lr, weight_decay) for lr in rates]
+    assert exponent(rates, angles) == pytest.approx(5, abs=0.3)
+
+
+def test_sgd_is_adagradg_to_second_order_over_a_fixed_horizon():
+    """With the number of steps growing as 1/η, errors of order η⁴ per step add up to η³."""
+    rates = [0.04, 0.02, 0.01, 0.005]
+    angles = [largest_angle(round(0.8 / lr), lr, 0.05) for lr in rates]
+    assert exponent(rates, angles) == pytest.approx(3, abs=0.3)
+
+
+def test_the_papers_constants():
+    constants = adagradg_from_sgd(1e-2, 1e-3, 1.0)
+    assert constants["beta"] == pytest.approx(0.99996, abs=5e-7)
+    assert constants["lr"] == pytest.approx(0.7071, abs=1e-4)
+
+
+def test_the_schedule_keeps_its_digits():
+    lr, weight_decay = 1e-3, 1e-5
+    kept = 1 - Fraction(lr) * Fraction(weight_decay)
+    expected = Fraction(lr) / kept**2001
+    assert exponential_schedule(lr, weight_decay)(1000) == pytest.approx(float(expected), rel=1e-14)
+
+
+def test_compare_cuts_rows_by_the_layout():
+    x = torch.randn(4, 3, 2)
+    result = compare([x, x], [x * 5, x.flip(0)], rows=("axis", 1))
+    assert result.cosine.shape == result.angle.shape == (2, 3)
+    assert result.angle[0].max() < 1e-3
+    torch.testing.assert_close(result.cosine[1], geometry.angle(*rows(x)).cos().squeeze(-1))
+
+
+def rows(x):
+    return x.transpose(0, 1).flatten(1), x.flip(0).transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: exponential_schedule(0.0, 0.1), "lr must be positive"),
+        (lambda: exponential_schedule(2.0, 0.5), "below 1"),
+        (lambda: exponential_schedule(0.1, -0.5), "not negative"),
+        (lambda: adagradg_from_sgd(0.1, 0.1, torch.tensor([1.0, 0.0])), "radius must be positive"),
+        (lambda: adagradg_from_sgd(0.1, 0.1, math.nan), "radius must be positive"),
+        (lambda: compare([], []), "at least one"),
+        (lambda: compare([torch.ones(2, 2)], []), "same number"),
+        (lambda: compare([torch.ones(2, 2)], [torch.ones(2, 3)]), "different shapes"),
+    ],
+)
+def test_bad_input(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
