@@ -33,6 +33,8 @@ format: setup
 
 bench: setup  ## the benchmarks that run on a CPU; each prints a table and writes JSON under results/
 	$(BIN)/python benchmarks/image.py
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/discovery.py
 
 clean:
 	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

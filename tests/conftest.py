@@ -1,9 +1,15 @@
 """Settings for every test: one thread per worker, so that the workers do not fight over the cores."""
 
+import os
+
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# Without a GPU the kernels run in Triton's interpreter; it must be chosen before Triton is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A busy machine is slow, not wrong; failures print what reproduces them.
 settings.register_profile("steradian", deadline=None, print_blob=True)

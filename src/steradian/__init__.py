@@ -1,7 +1,20 @@
 """Steradian: the spheres that a normalized network trains on, and what optimizers do on them."""
 
-from steradian import equivalence, geometry, groups, image, phenomena, scheme
+from steradian import equivalence, geometry, groups, image, optim, phenomena, scheme
+from steradian.discovery import find_groups
+from steradian.groups import Groups
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "equivalence", "geometry", "groups", "image", "phenomena", "scheme"]
+__all__ = [
+    "Groups",
+    "__version__",
+    "equivalence",
+    "find_groups",
+    "geometry",
+    "groups",
+    "image",
+    "optim",
+    "phenomena",
+    "scheme",
+]

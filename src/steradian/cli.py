@@ -12,6 +12,8 @@ except ImportError:  # the library works without its command line
 from rich.console import Console
 from rich.table import Table
 
+from steradian.discovery import find_groups
+
 __all__ = ["app", "main"]
 
 app = typer.Typer(
@@ -47,10 +49,27 @@ def demo(
     console.print(f"The page: {out / 'index.html'}")
 
 
+@app.command()
+def inspect(
+    target: Annotated[str, typer.Argument(help="package.module:factory, or timm:NAME where timm is installed.")],
+    input: Annotated[list[str], typer.Option(help="Shape of an input, e.g. 8x3x32x32; once per input.")],
+    explain: Annotated[str | None, typer.Option(help="Say more about one parameter.")] = None,
+) -> None:
+    """Find which weights of a model live on spheres, proved on the model itself, and why.
+
+    Example: steradian inspect steradian.lab.models:small_cnn --input 8x1x8x8
+    """
+    from steradian.lab.targets import example_input, load_model
+
+    model = load_model(target)
+    groups = find_groups(model, *map(example_input, input))
+    typer.echo(groups.explain(explain) if explain else str(groups))
+
+
 def main() -> None:
     """Run the command line; an expected error is one line on stderr and exit code 1."""
     try:
         app()
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError) as error:
         Console(stderr=True).print(f"steradian: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(1)

@@ -170,10 +170,10 @@ def _pair(a: Tensor, b: Tensor, name_a: str, name_b: str) -> tuple[Tensor, Tenso
 
 
 def _scale(x: Tensor) -> Tensor:
-    """Largest magnitude of each row, 1 where the row is 0."""
+    """The power of two below the largest magnitude of each row, 1 where the row is 0: dividing by it is exact."""
     # Two reductions: torch's infinity norm is not vectorized on the CPU and takes fifty times as long.
     largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
-    return largest.masked_fill_(largest == 0, 1)
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1).masked_fill_(largest == 0, 1)
 
 
 def _ordinary(scale: Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steradian import _words
+
 __all__ = ["Group", "Groups", "Layout", "Spec"]
 
 Spec = str | int | tuple[str | int, ...]
@@ -292,89 +294,13 @@ class Groups:
         first = next((first for first, others in self.aliases.items() if name in others), name)
         if first not in self.params:
             raise ValueError(f"no parameter is called {name!r}; the model has {', '.join(self.params)}")
-        lines = [f"{first}  {_shape(self.params[first])}"]
-        if first in self.aliases:
-            lines.append(f"  tied: also called {', '.join(self.aliases[first])}")
-        group = self.group_of(first)
-        if group is not None:
-            lines += [f"  {line}" for line in _describe(group)]
-        else:
-            lines.append(f"  {self._verdict(first)}")
-        if first in self.details:
-            lines.append(f"  measured: {self.details[first]}")
-        lines += [
-            f"  also a fact: {_set(fact)}, because of {fact.reason}" for fact in self.facts if first in fact.names
-        ]
-        return "\n".join(lines)
-
-    def _verdict(self, name: str) -> str:
-        if name in self.frozen:
-            return "frozen: it does not require a gradient, so it was not tested"
-        if name in self.no_effect:
-            return "no effect: no output depends on it"
-        if name in self.partial:
-            return f"rest: {self.partial[name]}"
-        return "rest: not radially invariant"
+        return _words.explanation(self, first)
 
     def __str__(self) -> str:
-        lines = _table([_row(self.params, group) for group in self.groups])
-        rows = sum(group.rows for group in self.groups)
-        inside = sum(self.params[name].numel() for name in self.layouts)
-        total = sum(p.numel() for p in self.params.values())
-        share = 100 * inside / total if total else 0.0
-        lines += ["", f"{rows} rows in {len(self.layouts)} parameters: {inside} of {total} numbers ({share:.1f} %)"]
-        plain = [name for name in self.rest if name not in self.no_effect and name not in self.partial]
-        for title, names in [("rest", plain), ("no effect", self.no_effect), ("frozen", self.frozen)]:
-            if names:
-                lines.append(f"{title}: {len(names)} parameters: {', '.join(names)}")
-        lines += [f"partly invariant, left to the rest: {name}: {text}" for name, text in self.partial.items()]
-        lines += [f"tied: {name} = {' = '.join(others)}" for name, others in self.aliases.items()]
-        lines += [f"fact: {_set(fact)} ({fact.rows} × {fact.size}, {fact.reason})" for fact in self.facts]
-        small = [f"{group.small} of {' + '.join(group.names)}" for group in self.groups if group.small]
-        if small:
-            lines.append(f"rows so small that ε dominates: {', '.join(small)}")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return _words.table(self)
 
     def __repr__(self) -> str:
         return (
             f"Groups({len(self.layouts)} parameters with {sum(g.rows for g in self.groups)} rows, "
             f"{len(self.joint)} joint sets, {len(self.rest)} in the rest)"
         )
-
-
-def _shape(tensor: Tensor) -> str:
-    return " × ".join(map(str, tensor.shape)) if tensor.ndim else "scalar"
-
-
-def _set(group: Group) -> str:
-    if len(group.names) == 1:
-        return f"{group.names[0]} is invariant as {group.layout!r}"
-    return f"{{{', '.join(group.names)}}} are jointly invariant as {group.layout!r}"
-
-
-def _describe(group: Group) -> list[str]:
-    together = f", jointly with {', '.join(group.names)}" if len(group.names) > 1 else ""
-    lines = [
-        f"rows: {group.layout!r}, {group.rows} × {group.size}{together}",
-        f"reason: {group.reason}",
-        f"defect: {group.defect:.1e}, the largest |cos(x, ∇L)| over the rows at the model's own ε",
-    ]
-    if group.unseen:
-        lines.append(f"{group.unseen} of {group.rows} rows were not reached by these inputs")
-    if group.small:
-        lines.append(f"{group.small} of {group.rows} rows are so small that ε dominates")
-    return lines
-
-
-def _row(params: Mapping[str, nn.Parameter], group: Group) -> tuple[str, ...]:
-    layout = group.layout if isinstance(group.layout, str) else repr(group.layout)
-    name = " + ".join(group.names)
-    return name, layout, f"{group.rows} × {group.size}", group.reason, f"{group.defect:.1e}"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    if not rows:
-        return ["no radially invariant rows"]
-    rows = [("parameter", "layout", "rows × d", "reason", "defect"), *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,94 @@
+"""Clear errors for models and inputs that cannot be probed, and the first pass, which finds them out."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from .probe import Prober, Reading
+from .values import tensors_in
+
+__all__ = ["check_model", "first_pass"]
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise on what is no model to probe.
+
+    Raises:
+        TypeError: not an eager `nn.Module`.
+        ValueError: no parameters, or parameters without values.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model is a TorchScript module, whose tensors cannot be swapped; pass the eager module")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ValueError(f"the model ({type(model).__name__}) has no parameters, so there is nothing to group")
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} is not initialized yet; run the lazy model once on a batch first")
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values; call model.to_empty first")
+
+
+def first_pass(prober: Prober, inputs: Any) -> Reading:
+    """One pass at the model's own point, in float64 if the model bears it, else in its own types.
+
+    Raises:
+        ValueError: inputs on another device, NaN outputs, or no output that depends on a parameter.
+        RuntimeError: the model raised, chained from what it raised.
+    """
+    if any(t.is_meta for t in tensors_in(inputs)):
+        raise ValueError("an input is on the meta device and has no values; pass tensors with values")
+    reading = _attempt(prober, inputs)
+    if not reading.outputs or not reading.tables or all(reading.effect(name) == 0 for name in prober.trainable):
+        _check_differentiable(prober, reading)
+    if any(bool(t.isnan().any()) for t in reading.outputs):
+        raise ValueError(
+            "the model's output contains NaN on these inputs, so nothing can be measured; check the inputs for NaN "
+            "and infinities and the parameters for divergence"
+        )
+    if not reading.finite:
+        raise ValueError("the gradients of the model are not finite on these inputs; check them for NaN and infinities")
+    return reading
+
+
+def _attempt(prober: Prober, inputs: Any) -> Reading:
+    try:
+        return prober.read(prober.own, seed=0)
+    except Exception:  # whatever the model cannot do in float64, its own types decide
+        try:
+            prober.use(None)
+            return prober.read(prober.own, seed=0)
+        except Exception as error:
+            raise _translate(prober, inputs, error) from error
+
+
+def _translate(prober: Prober, inputs: Any, error: Exception) -> Exception:
+    model_on = {str(p.device) for p in prober.model.parameters()}
+    given_on = {str(t.device) for t in tensors_in(inputs)}
+    if given_on and not given_on <= model_on:
+        return ValueError(
+            f"the inputs are on {', '.join(sorted(given_on))} but the model is on {', '.join(sorted(model_on))}; "
+            f"move the inputs with .to({sorted(model_on)[0]!r})"
+        )
+    hint = "call the model on these inputs yourself to see where"
+    if "more than 1 value per channel" in str(error):
+        hint = "batch normalization needs more than one sample: pass a larger batch"
+    return RuntimeError(f"the model raised {type(error).__name__} on these inputs ({_first_line(error)}); {hint}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _check_differentiable(prober: Prober, reading: Reading) -> None:
+    if prober.backwards:
+        return
+    what = "no floating-point tensor" if not reading.outputs else "no tensor that requires a gradient"
+    raise ValueError(
+        f"the model's output holds {what}, so no derivative can be taken; return the floating-point outputs that "
+        "the loss is computed from, without detach() or torch.no_grad()"
+    )

@@ -1,0 +1,154 @@
+"""The verdict: which parameters have rows, which sets have them together, and which have no effect."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..groups import Spec
+from .joint import Indices, minimal, set_imbalance
+from .layouts import Cut, falls, finest, natural, partial_cut, remaining, to_spec
+from .points import is_matrix
+from .survey import Survey, cancels
+
+__all__ = ["Finding", "Findings", "judge"]
+
+_VANISHING = 1e-4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A parameter, or a joint set, whose rows are balanced in every probe.
+
+    Attributes:
+        names: its parameters, in the model's order.
+        cuts: blocks along each dimension, per parameter.
+        layout: the same as plain data.
+        weights: whether it holds a matrix, and no member acts through another: rows for an optimizer.
+        natural: the largest imbalance of a row at ordinary scale.
+        remaining: the largest imbalance that growth has left.
+    """
+
+    names: tuple[str, ...]
+    cuts: tuple[Cut, ...]
+    layout: Spec
+    weights: bool
+    natural: float
+    remaining: float
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return math.prod(self.cuts[0])
+
+
+@dataclass
+class Findings:
+    """What the probes say about all parameters."""
+
+    rows: list[Finding] = field(default_factory=list)
+    facts: list[Finding] = field(default_factory=list)
+    no_effect: dict[str, str] = field(default_factory=dict)
+    partial: dict[str, str] = field(default_factory=dict)
+
+
+def judge(survey: Survey) -> Findings:
+    """Rows, joint sets, parameters without effect and partly invariant ones."""
+    findings = Findings()
+    names = survey.effective()
+    _judge_effects(survey, names, findings)
+    names = [name for name in names if name not in findings.no_effect]
+    if not survey.far:
+        return findings
+    joint = _joint_sets(survey, names)
+    together = {names[i] for indices in joint for i in indices}
+    single = {name for name in names if name not in together and _judge_single(survey, name, findings)}
+    for indices in joint:
+        _judge_joint(survey, tuple(names[i] for i in indices), findings)
+    for name in names:
+        if is_matrix(survey.shape(name)) and name not in single and name not in together:
+            _judge_blocks(survey, name, findings)
+    return findings
+
+
+def _judge_effects(survey: Survey, effective: list[str], findings: Findings) -> None:
+    for name in survey.prober.trainable:
+        shape = survey.shape(name)
+        share = max(reading.share(name) for reading in (survey.own, *survey.near))
+        if name not in effective and not survey.prober.own[name].is_complex():
+            findings.no_effect[name] = f"effect {share:.1e} of the largest"
+        elif share < _VANISHING and (not is_matrix(shape) or math.prod(shape) == shape[0]):
+            findings.no_effect[name] = f"effect {share:.1e} of the largest: what a normalization's ε lets through"
+
+
+def _judge_single(survey: Survey, name: str, findings: Findings) -> bool:
+    shape = survey.shape(name)
+    alive = all(reading.effect(name) > 10 * survey.floor(reading, name) for reading in survey.far_readings())
+    trial = survey.far_trial(name)
+    cut = finest(shape, trial) if alive and math.prod(shape) > 1 else None
+    if cut is None:
+        return False
+    defects = natural(cut, trial)[1], remaining(cut, trial)
+    finding = Finding((name,), (cut,), to_spec(cut, shape), is_matrix(shape), *defects)
+    (findings.rows if finding.weights else findings.facts).append(finding)
+    return True
+
+
+def _joint_sets(survey: Survey, names: list[str]) -> list[Indices]:
+    """Minimal sets whose sums vanish as ε's do, in every probe."""
+    # The last probe goes first: it is the most telling one to sort sums by.
+    readings, allowed = survey.far_readings()[::-1], survey.far_tolerances()[::-1]
+    sets = survey.vanishing(readings, allowed, names)
+    near, far = survey.matrices(survey.near, names), survey.matrices(readings, names)
+    # The two growths of one point cancel alike, so that one of them speaks for both.
+    loose, independent = survey.prober.precision.loose, np.concatenate([near[0], far[0][:1]])
+    return [
+        s
+        for s in minimal(s for s in sets if _falls(survey, torch.tensor(set_imbalance(*far, s))))
+        if bool((set_imbalance(*near, s) <= loose).all()) and cancels(independent, s)
+    ]
+
+
+def _falls(survey: Survey, defects: torch.Tensor) -> bool:
+    return bool(falls(defects[-1:], defects[:1], survey.prober.precision.settled))
+
+
+def _judge_joint(survey: Survey, names: tuple[str, ...], findings: Findings) -> None:
+    shapes = [survey.shape(name) for name in names]
+    dims = min(map(len, shapes))
+    common = [shapes[0][k] if len({shape[k] for shape in shapes}) == 1 else 1 for k in range(dims)]
+    flat = (*common, sum(map(math.prod, shapes)) // math.prod(common))
+    trial = survey.far_trial(*names)
+    cut = (finest(flat, trial) or (1,) * len(flat))[:dims]
+    cuts = tuple((*cut, *[1] * (len(shape) - dims)) for shape in shapes)
+    taken = {name for finding in findings.rows for name in finding.names}
+    weights = _parallel(survey, names) and any(map(is_matrix, shapes)) and not taken & set(names)
+    layout = to_spec(cut, common) if math.prod(cut) > 1 else "tensor"
+    finding = Finding(names, cuts, layout, weights, natural(cut, trial)[1], remaining(cut, trial))
+    (findings.rows if weights else findings.facts).append(finding)
+
+
+def _parallel(survey: Survey, names: tuple[str, ...]) -> bool:
+    order = survey.order()
+    if any(survey.map.graph is None or survey.map.graph.leaf_node(name) is None for name in names):
+        return len({name.rpartition(".")[0] for name in names}) == 1
+    return survey.proposals.parallel(sum(1 << order.index(name) for name in names))
+
+
+def _judge_blocks(survey: Survey, name: str, findings: Findings) -> None:
+    found = partial_cut(survey.shape(name), survey.far_trial(name))
+    if found is not None and len(found[1]) * 8 >= found[0]:
+        blocks, good = found
+        findings.partial[name] = f"of {blocks} equal blocks of dimension 0 only {_ranges(good)} are invariant"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as "0–2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)

@@ -1,0 +1,253 @@
+"""The finest layout whose rows are all radially invariant.
+
+A cut divides each dimension into equal blocks; its rows are invariant when ⟨∇L, x⟩ vanishes on every block in
+every probe. A cut that holds implies every coarser one, so the search goes from one block down each dimension,
+and combines two dimensions only where each can be cut alone.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from ..groups import Spec
+from .probe import Key, Table
+
+__all__ = [
+    "GROWTH",
+    "Cut",
+    "Evidence",
+    "Trial",
+    "block_sums",
+    "cut_key",
+    "falls",
+    "finest",
+    "imbalance",
+    "natural",
+    "pair_keys",
+    "partial_cut",
+    "remaining",
+    "to_spec",
+]
+
+GROWTH = (32.0, 1024.0)
+"""Factors by which candidates grow."""
+
+Cut = tuple[int, ...]
+"""Number of blocks along each dimension."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One probe's tables of one parameter (or of several joined along dimension 0), and what to make of them.
+
+    Attributes:
+        tables: as in a `Reading`.
+        floor: effects below this are rounding; a row with no other effect says nothing.
+        tolerance: imbalance up to which a row counts as invariant.
+    """
+
+    tables: dict[Key, Table]
+    floor: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """All evidence about a parameter.
+
+    Attributes:
+        near: probes at random points, independent of each other.
+        far: two growths of one more point, the smaller first; may be empty.
+        settled: a defect above this must fall from one growth to the other as ε's does.
+        flat: largest defect that may stay as it is, where growth has no effect on it.
+    """
+
+    near: Sequence[Evidence]
+    far: Sequence[Evidence] = ()
+    settled: float = 0.0
+    flat: float = 0.0
+
+    def evidence(self, key: Key) -> list[Evidence]:
+        """The probes that have a table of these dimensions."""
+        return [e for e in (*self.near, *self.far) if key in e.tables]
+
+
+def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
+    """Whether a defect fell as one that comes from ε, with the square of the growth, or is settled anyway.
+
+    Growing a row by ρ divides ε/σ² by ρ². What competes with the row otherwise, such as another branch added
+    before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5.
+
+    Args:
+        before: imbalances at the smaller growth.
+        after: imbalances at the larger growth of the same point, with the same cotangents.
+        settled: imbalance that needs no explanation.
+    """
+    # The median helps a row out whose defect happened to be small before.
+    typical = torch.maximum(before, before.median())
+    return after <= torch.clamp(typical * (GROWTH[0] / GROWTH[1]) ** 1.5, min=settled)
+
+
+def imbalance(sums: Tensor, floor: float) -> Tensor:
+    """|Σ g·x| / √Σ(g·x)² per block: of order 1 where nothing cancels, ε/σ² under a normalization.
+
+    Unlike |cos(x, ∇L)| it does not shrink with the number of entries, so it separates long rows too.
+    """
+    return sums[0].abs() / (sums[1].sqrt() + floor)
+
+
+def cut_key(cut: Cut) -> Key:
+    """The dimensions that a cut divides."""
+    return tuple(i for i, g in enumerate(cut) if g > 1)
+
+
+def block_sums(tables: dict[Key, Table], cut: Cut) -> Tensor:
+    """The sums of `Table` on each block of a cut."""
+    key = cut_key(cut)
+    table = tables[key]
+    for position, i in enumerate(key):
+        table = table.unflatten(position + 1, (cut[i], -1)).sum(position + 2)
+    return table
+
+
+def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
+    """The cut with most rows that holds in a trial; None where not even the whole tensor does.
+
+    Dimension 0 is preferred between equals. Rows have at least two entries: the radius of a single number
+    is all there is to it. Pairs of dimensions are tried where their table is there (see `pair_keys`).
+    """
+    whole = (1,) * len(shape)
+    if not _holds(whole, trial):
+        return None
+    alone = {i: _most_blocks(shape, i, trial) for i in range(len(shape)) if shape[i] > 1}
+    found = [whole, *(_cut(len(shape), {i: g}) for i, g in alone.items() if g > 1)]
+    for i, j in combinations([i for i, g in alone.items() if g > 1], 2):
+        if all((i, j) in e.tables for e in trial.far or trial.near):
+            found += _finest_pair(shape, (i, alone[i]), (j, alone[j]), trial)
+    return max(found, key=lambda cut: (math.prod(cut), cut))
+
+
+def pair_keys(shape: Sequence[int], trial: Trial) -> list[Key]:
+    """Pairs of dimensions that can each be cut alone: their common table is worth its memory."""
+    if not _holds((1,) * len(shape), trial):
+        return []
+    able = [i for i in range(len(shape)) if shape[i] > 1 and _most_blocks(shape, i, trial) > 1]
+    return list(combinations(able, 2)) if math.prod(shape) > 4 else []
+
+
+def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | None:
+    """Blocks of dimension 0 of which some are invariant and others not: (blocks, the invariant ones).
+
+    Of such cuts, the one that leaves least out and then the coarsest, as in a fused query-key-value weight
+    under QK-norm: (3, [0, 1]).
+    """
+    best: tuple[int, list[int]] | None = None
+    for blocks in _divisors(shape[0]) if shape else ():
+        if 1 < blocks <= shape[0] // 2:
+            good = _good_blocks(_cut(len(shape), {0: blocks}), trial).nonzero().flatten().tolist()
+            if 0 < len(good) < blocks and (best is None or len(good) * best[0] > len(best[1]) * blocks):
+                best = blocks, good
+    return best
+
+
+def to_spec(cut: Cut, shape: Sequence[int]) -> Spec:
+    """A cut as plain data.
+
+    >>> to_spec((8, 1), (8, 3)), to_spec((4, 1), (8, 3)), to_spec((1, 3), (8, 3)), to_spec((2, 3, 1), (8, 3, 5))
+    ('filter', 4, ('axis', 1), ('grid', 2, -1))
+    """
+    key = cut_key(cut)
+    if not key:
+        return "filter" if shape and shape[0] == 1 else "tensor"
+    if key == (0,):
+        return "filter" if cut[0] == shape[0] else cut[0]
+    if len(key) == 1 and cut[key[0]] == shape[key[0]]:
+        return ("axis", key[0])
+    blocks = cut[: key[-1] + 1]
+    return ("grid", *(-1 if g == size and g > 1 else g for g, size in zip(blocks, shape, strict=False)))
+
+
+def _cut(dims: int, blocks: dict[int, int]) -> Cut:
+    return tuple(blocks.get(i, 1) for i in range(dims))
+
+
+@cache
+def _divisors(n: int) -> tuple[int, ...]:
+    return tuple(g for g in range(1, n + 1) if n % g == 0)
+
+
+def _most_blocks(shape: Sequence[int], dim: int, trial: Trial) -> int:
+    if not trial.evidence((dim,)):
+        return 1
+    for blocks in reversed(_divisors(shape[dim])):
+        if math.prod(shape) > blocks and _holds(_cut(len(shape), {dim: blocks}), trial):
+            return blocks
+    return 1
+
+
+def _finest_pair(shape: Sequence[int], first: tuple[int, int], second: tuple[int, int], trial: Trial) -> Iterator[Cut]:
+    (i, most_i), (j, most_j) = first, second
+    cuts = [_cut(len(shape), {i: a, j: b}) for a in _divisors(most_i)[1:] for b in _divisors(most_j)[1:]]
+    for cut in sorted(cuts, key=math.prod, reverse=True):
+        if math.prod(shape) > math.prod(cut) and _holds(cut, trial):
+            yield cut
+            return
+
+
+def _good_blocks(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks with an effect that is balanced in every probe."""
+    return _balanced(cut, trial) & _seen(cut, trial)
+
+
+def _holds(cut: Cut, trial: Trial) -> bool:
+    if not bool(_balanced(cut, trial).all()):
+        return False
+    # What grows invariant, as GELU grows into ReLU, shows at ordinary scale.
+    if trial.far and natural(cut, trial)[0] > max(e.tolerance for e in trial.near):
+        return False
+    # A cut is evidence only if two of its rows speak: one row that does is no finer than the whole.
+    return int(_seen(cut, trial).sum()) >= min(2, math.prod(cut))
+
+
+def _balanced(cut: Cut, trial: Trial) -> Tensor:
+    far = [imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far]
+    if not far:
+        return torch.stack([_within(cut, e, e.tolerance) for e in trial.near]).all(0)
+    good = torch.stack([d <= e.tolerance for d, e in zip(far, trial.far, strict=True)]).all(0)
+    good &= falls(far[0], far[-1], trial.settled)
+    if bool(good.all()) or cut_key(cut) not in trial.near[0].tables:
+        return good
+    # Where another normalization undoes the growth, ε keeps its weight; then the defect stays as it was.
+    still = torch.stack([_within(cut, e, trial.flat) for e in trial.evidence(cut_key(cut))]).all(0)
+    return good | (still & (far[-1] > far[0] / 4))
+
+
+def natural(cut: Cut, trial: Trial) -> tuple[float, float]:
+    """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there.
+
+    Where the near probes have no table of a pair of dimensions, each of the two speaks for itself.
+    """
+    cuts = [cut]
+    if cut_key(cut) not in trial.near[0].tables:
+        cuts = [_cut(len(cut), {i: cut[i]}) for i in cut_key(cut)]
+    defects = [imbalance(block_sums(e.tables, c), e.floor) for c in cuts for e in trial.near]
+    return max(float(d.median()) for d in defects), max(float(d.max()) for d in defects)
+
+
+def remaining(cut: Cut, trial: Trial) -> float:
+    """The largest imbalance of a row that growth has left."""
+    return max(float(imbalance(block_sums(e.tables, cut), e.floor).max()) for e in trial.far[-1:])
+
+
+def _within(cut: Cut, evidence: Evidence, tolerance: float) -> Tensor:
+    return imbalance(block_sums(evidence.tables, cut), evidence.floor) <= tolerance
+
+
+def _seen(cut: Cut, trial: Trial) -> Tensor:
+    probes = trial.evidence(cut_key(cut))
+    return torch.stack([block_sums(e.tables, cut)[1].sqrt() > 10 * e.floor for e in probes]).any(0)

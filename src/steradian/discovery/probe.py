@@ -1,0 +1,266 @@
+"""The numerical proof: inner products ⟨∇L, x⟩ of every slice of every parameter, in one backward pass.
+
+Lemma 1 of the paper: if f(ρx) = f(x) for all ρ > 0, then ⟨∇L(x), x⟩ = 0 for every loss L of f. One pass with
+random cotangents on all outputs (a random linear loss) tests that for every slice at once. A pass is made in
+float64 where the model allows it, so that an exact invariance reads 1e-12 and not 1e-5.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .graph import graph_nodes
+from .points import Point
+from .sandbox import Leaves, as_dtype, make_leaves, quiet, swapped, unwrap
+from .values import floating, map_inputs, name_inputs, perturb, tensors_in
+
+__all__ = ["BUDGET", "Key", "Noise", "Precision", "Prober", "Reading", "Recorder", "Table"]
+
+BUDGET = 12
+"""Most passes through the model, with or without a backward one."""
+
+Key = tuple[int, ...]
+Table = Tensor
+"""Sums over all dimensions but those of its key of [g·x, (g·x)², g², x²], stacked in this order."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What counts as zero, by the arithmetic of the probes.
+
+    Attributes:
+        dtype: the probes' type; None leaves each tensor its own.
+        noise: below this share of the largest effect in the model, an effect is rounding.
+        loose: imbalance of a candidate at ordinary scale, where a normalization's ε still shows.
+        strict: imbalance of a proved row after its radius grew 1024-fold, where ε has no weight left.
+        settled: imbalance after that growth which needs no explanation; a larger one must have fallen as ε's does.
+        flat: imbalance that may stay, where another normalization undoes the growth.
+        same: relative change of outputs that counts as none.
+    """
+
+    dtype: torch.dtype | None
+    noise: float
+    loose: float
+    strict: float
+    settled: float
+    flat: float
+    same: float
+
+
+def precision_of(dtype: torch.dtype | None, parameters: Sequence[Tensor]) -> Precision:
+    """The thresholds for a probe in dtype (None: the parameters' own types)."""
+    eps = max(torch.finfo(dtype or p.dtype).eps for p in parameters)
+    if eps < 1e-12:
+        return Precision(dtype, noise=1e-10, loose=0.05, strict=1e-4, settled=1e-6, flat=1e-2, same=1e-5)
+    if eps < 1e-6:
+        return Precision(dtype, noise=1e-5, loose=0.05, strict=1e-2, settled=3e-4, flat=1e-2, same=1e-2)
+    return Precision(dtype, noise=1e-2, loose=0.2, strict=0.1, settled=0.1, flat=0.1, same=0.1)
+
+
+class Noise:
+    """One generator per device, all from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, device: torch.device) -> torch.Generator:
+        """The generator of a device."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device=device).manual_seed(self.seed)
+        return self._generators[device]
+
+
+class Recorder(Protocol):
+    """Something that looks on while the model runs."""
+
+    def watching(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Hooks on the model's modules, for the duration of one forward pass."""
+
+    def finish(self, outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> None:
+        """Called between forward and backward, while the autograd graph is whole."""
+
+
+@dataclass
+class Reading:
+    """What one probe measured.
+
+    Attributes:
+        tables: per trainable parameter and key, the sums described at `Table`.
+        outputs: the floating-point outputs.
+        peak: the largest effect ‖g ⊙ x‖ of any parameter.
+        steepest: the largest slope ‖g‖ of any parameter.
+    """
+
+    outputs: list[Tensor]
+    tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
+    peak: float = 0.0
+    steepest: float = 0.0
+
+    @property
+    def finite(self) -> bool:
+        """Whether everything that was measured is a number."""
+        totals = [tables[()].sum() for tables in self.tables.values()]
+        return not any(bool(t.isnan().any()) for t in self.outputs) and all(bool(t.isfinite()) for t in totals)
+
+    def radial(self, name: str) -> float:
+        """⟨∇L, x⟩ of the whole parameter."""
+        return float(self.tables[name][()][0])
+
+    def effect(self, name: str) -> float:
+        """‖g ⊙ x‖ of the whole parameter: what ⟨∇L, x⟩ would be of, were its terms of random sign."""
+        return math.sqrt(float(self.tables[name][()][1]))
+
+    def slope(self, name: str) -> float:
+        """‖∇L‖ of the whole parameter."""
+        return math.sqrt(float(self.tables[name][()][2]))
+
+    def share(self, name: str) -> float:
+        """How much outputs depend on a parameter, beside the one that they depend on most.
+
+        Measured by ‖g ⊙ x‖ and by ‖g‖, because a parameter that is zero has an effect too.
+        """
+        return max(self.effect(name) / (self.peak or 1.0), self.slope(name) / (self.steepest or 1.0))
+
+
+class Prober:
+    """Runs a model at points of its parameter space and reads inner products off.
+
+    Attributes:
+        own: the model's own parameters in the arithmetic of the probes.
+        forwards, backwards: passes made so far.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> None:
+        self.model = model
+        self.trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.training = training
+        self.forwards = self.backwards = 0
+        self._args, self._kwargs = args, kwargs
+        self._noisy = True
+        self.use(torch.float64)
+
+    def use(self, dtype: torch.dtype | None) -> None:
+        """Choose the arithmetic."""
+        self.precision = precision_of(dtype, [p for p in self.model.parameters() if floating(p)])
+        self._leaves: Leaves = make_leaves(self.model, dtype)
+        self.own: Point = {name: leaf.detach().clone() for name, leaf in self._leaves.items()}
+
+    @property
+    def left(self) -> int:
+        """Passes left in the budget."""
+        return BUDGET - self.forwards
+
+    def calm(self) -> None:
+        """Stop adding noise to the inputs: the model does not bear it."""
+        self._noisy = False
+
+    def read(
+        self,
+        point: Mapping[str, Tensor],
+        *,
+        seed: int,
+        pairs: Mapping[str, Sequence[Key]] | None = None,
+        recorder: Recorder | None = None,
+        backward: bool = True,
+    ) -> Reading:
+        """One pass at a point. Seed 0 takes the inputs as given; any other adds its noise to them."""
+        precision, noise = self.precision, Noise(seed)
+        with quiet(precision.dtype), torch.no_grad():
+            for name, leaf in self._leaves.items():
+                leaf.copy_(point[name])
+                leaf.grad = None
+        with (
+            quiet(precision.dtype),
+            swapped(self.model, self._leaves, dtype=precision.dtype, training=self.training),
+        ):
+            torch.manual_seed(seed)
+            args, kwargs = self._inputs(noise, noisy=self._noisy and seed != 0)
+            self.forwards += 1
+            with recorder.watching(self.model) if recorder else nullcontext():
+                result = unwrap(self.model)(*args, **kwargs)
+            outputs = [t for t in tensors_in(result) if floating(t)]
+            if recorder:
+                recorder.finish(outputs, self._leaves)
+            reading = Reading([t.detach().clone() for t in outputs])
+            if backward:
+                self._backward([t for t in outputs if t.requires_grad], noise)
+        if backward:
+            self._tabulate(reading, pairs or {})
+        return reading
+
+    def _inputs(self, noise: Noise, *, noisy: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def change(tensor: Tensor, name: str) -> Tensor:
+            fresh = as_dtype(tensor, self.precision.dtype)
+            fresh = perturb(fresh, name, noise) if noisy else fresh
+            return fresh.requires_grad_(tensor.requires_grad)
+
+        names = name_inputs(unwrap(self.model), self._args)
+        args = tuple(map_inputs(value, change, name) for value, name in zip(self._args, names, strict=True))
+        return args, {name: map_inputs(value, change, name) for name, value in self._kwargs.items()}
+
+    def _backward(self, outputs: list[Tensor], noise: Noise) -> None:
+        if not outputs:
+            return
+        self.backwards += 1
+        cotangents = [
+            torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device)).masked_fill(
+                ~torch.isfinite(t.detach()), 0
+            )
+            for t in outputs
+        ]
+        if any("CheckpointFunction" in node.name() for node in graph_nodes(outputs)):
+            # Reentrant checkpointing refuses `inputs`; the leaves are private, so nothing else is touched.
+            torch.autograd.backward(outputs, cotangents)
+        else:
+            leaves = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
+            torch.autograd.backward(outputs, cotangents, inputs=leaves)
+
+    def _tabulate(self, reading: Reading, pairs: Mapping[str, Sequence[Key]]) -> None:
+        for name in self.trainable:
+            leaf = self._leaves[name]
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            grad = grad.to_dense() if grad.is_sparse else grad
+            reading.tables[name] = _tables(grad, leaf.detach(), pairs.get(name, ()))
+            leaf.grad = None
+        reading.peak = max((reading.effect(name) for name in self.trainable), default=0.0)
+        reading.steepest = max((reading.slope(name) for name in self.trainable), default=0.0)
+
+
+def _tables(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
+    if g.is_complex():
+        g, x = torch.view_as_real(g), torch.view_as_real(x)
+    g, x = g.double(), x.double()
+    product = g * x
+    terms = [product, product.square(), g.square(), x.square()]
+    keys: list[Key] = [(), *((i,) for i in range(x.ndim) if x.shape[i] > 1), *pairs]
+    parts = [_Part(term) for term in terms]
+    return {key: torch.stack([part.sum_to(key) for part in parts]).cpu() for key in keys}
+
+
+class _Part:
+    """Sums of a tensor over all dimensions but some, each from the smallest partial sum that has them.
+
+    Passes over the whole tensor are what costs: one over the dimensions behind the first two, which lie together
+    in memory, and one over the first two.
+    """
+
+    def __init__(self, term: Tensor) -> None:
+        self.term = term
+        self.outer = term.flatten(2).sum(2) if term.ndim > 2 else term
+        self.inner = term.flatten(0, 1).sum(0) if term.ndim > 2 else None
+
+    def sum_to(self, key: Key) -> Tensor:
+        """The sum over all dimensions but those of the key."""
+        term, first = self.term, 0
+        if all(i < 2 for i in key):
+            term = self.outer
+        elif self.inner is not None and all(i >= 2 for i in key):
+            term, first = self.inner, 2
+        others = [i for i in range(term.ndim) if i + first not in key]
+        return term.sum(others) if others else term

@@ -1,0 +1,115 @@
+"""From what was found to `Groups`: defects, reasons, and words for a person."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..groups import Group, Groups
+from .judge import Finding
+from .layouts import block_sums, imbalance
+from .probe import Reading
+from .structure import UNKNOWN
+from .survey import Survey, joined_tables
+from .verify import Verified
+
+__all__ = ["assemble"]
+
+_DOMINATED = 0.1
+
+
+def assemble(survey: Survey, verified: Verified) -> Groups:
+    """The answer of `find_groups`."""
+    prober = survey.prober
+    params = dict(prober.model.named_parameters())
+    order = {name: i for i, name in enumerate(params)}
+    groups = Groups(params, passes=(prober.forwards, prober.backwards))
+    groups.groups = sorted((_group(survey, f, verified) for f in verified.rows), key=lambda g: order[g.names[0]])
+    groups.facts = [_group(survey, f, verified) for f in verified.facts]
+    groups.no_effect = list(verified.no_effect)
+    groups.frozen = [name for name, p in params.items() if not p.requires_grad]
+    groups.partial = {name: text for name, text in verified.partial.items() if name in groups.rest}
+    groups.aliases = _aliases(prober.model)
+    groups.details = {name: _details(survey, verified, name) for name in prober.trainable}
+    groups.notes = _notes(survey, verified)
+    return groups
+
+
+def _group(survey: Survey, finding: Finding, verified: Verified) -> Group:
+    sums, floor = _sums(survey, finding)
+    seen = sums[1].sqrt() > 10 * floor
+    cosine = sums[0].abs() / (sums[2] * sums[3]).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    size = sum(math.prod(survey.prober.own[name].shape) for name in finding.names) // finding.rows
+    reasons = [verified.reasons.get(name, UNKNOWN) for name in finding.names]
+    return Group(
+        names=finding.names,
+        layout=finding.layout,
+        rows=finding.rows,
+        size=size,
+        reason=next((reason for reason in reasons if not reason.startswith(UNKNOWN)), reasons[0]),
+        defect=float(cosine[seen].max()) if bool(seen.any()) else 0.0,
+        unseen=_unseen(survey, finding),
+        small=int((seen & (imbalance(sums, floor) > _DOMINATED) | (sums[3] == 0)).sum()),
+    )
+
+
+def _sums(survey: Survey, finding: Finding) -> tuple[Tensor, float]:
+    """The sums per row at the model's own point, or at a random one where its own says nothing."""
+    for reading in (survey.own, *survey.near):
+        sums, floor = _row_sums(survey, reading, finding)
+        if bool((sums[1].sqrt() > 10 * floor).any()):
+            break
+    return sums, floor
+
+
+def _row_sums(survey: Survey, reading: Reading, finding: Finding) -> tuple[Tensor, float]:
+    floor = max(survey.floor(reading, name) for name in finding.names)
+    tables, cut = joined_tables(reading, finding.names), finding.cuts[0]
+    if sum(blocks > 1 for blocks in cut) > 1:
+        # The table of a pair of dimensions is made for grown points only; here one of them has to do.
+        widest = max(range(len(cut)), key=lambda i: cut[i])
+        cut = tuple(blocks if i == widest else 1 for i, blocks in enumerate(cut))
+    return block_sums(tables, cut).reshape(4, -1), floor
+
+
+def _unseen(survey: Survey, finding: Finding) -> int:
+    seen = [
+        sums[1].sqrt() > 10 * floor for sums, floor in (_row_sums(survey, reading, finding) for reading in survey.near)
+    ]
+    return int((~torch.stack(seen).any(0)).sum())
+
+
+def _details(survey: Survey, verified: Verified, name: str) -> str:
+    if name in verified.no_effect:
+        return verified.no_effect[name]
+    if any(name in finding.names for finding in verified.rejected):
+        return "⟨∇L, x⟩ vanishes, but the outputs moved when the rows were scaled, so nothing is proved"
+    near = max(survey.balance(reading, name) for reading in survey.near)
+    text = f"|Σ g·x| / √Σ(g·x)² of the whole tensor up to {near:.1e} at random points"
+    if survey.far and survey.grew(name):
+        text += f", {survey.balance(survey.far[-1].reading, name):.1e} after growing 1024-fold"
+    return text
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    first: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            aliases.setdefault(first[id(parameter)], []).append(name)
+    return aliases
+
+
+def _notes(survey: Survey, verified: Verified) -> list[str]:
+    prober, notes = survey.prober, []
+    if not prober.model.training:
+        notes.append(
+            "the model was handed over in eval mode and probed in training mode; with the running statistics of "
+            "eval mode, rows under batch normalization are not invariant"
+        )
+    if prober.precision.dtype is None:
+        notes.append("the model does not run in float64, so it was probed in its own types with wider tolerances")
+    if not survey.far:
+        notes.append("the model gave no finite result with grown parameters, so nothing is proved")
+    rejected = [", ".join(finding.names) for finding in verified.rejected]
+    return [*notes, *(f"balanced but not proved, left to the rest: {names}" for names in rejected)]

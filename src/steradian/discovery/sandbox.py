@@ -1,0 +1,185 @@
+"""A model under probe leaves no trace: its tensors are swapped for copies, and everything is put back.
+
+The model runs on private copies of its parameters, buffers and tensor attributes, so that running statistics,
+gradients, hooks on parameters and optimizer references never see a probe. What the forward pass does to the
+attributes of a module (counters, caches, a computed `weight`) is undone from a snapshot, also when it raises.
+"""
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Leaves", "as_dtype", "make_leaves", "quiet", "swapped", "unwrap"]
+
+Leaves = dict[str, nn.Parameter]
+
+_OWN = {"_parameters", "_buffers", "_modules"}
+_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_NARROW = {torch.float32, torch.float16, torch.bfloat16}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module to call: data-parallel wrappers synchronize gradients, which a probe must not do."""
+    while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A private copy in the dtype of the probe; integers and booleans keep theirs."""
+    copy = tensor.detach().clone()
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return copy
+    return copy.to(dtype.to_complex() if tensor.is_complex() else dtype)
+
+
+def make_leaves(model: nn.Module, dtype: torch.dtype | None) -> Leaves:
+    """A private leaf for each parameter, by its first name; tied parameters share one."""
+    return {
+        name: nn.Parameter(as_dtype(parameter, dtype), requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+
+
+@contextmanager
+def swapped(
+    model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torch.dtype | None, training: bool
+) -> Iterator[None]:
+    """Run the model on the leaves and on copies of everything else; restore each module afterwards."""
+    twins: dict[int, Tensor] = {id(p): leaves[name] for name, p in model.named_parameters()}
+    modules = list(model.modules())
+    snapshots = [(module, _snapshot(module)) for module in modules]
+
+    def twin(tensor: Tensor) -> Tensor:
+        if id(tensor) not in twins:
+            twins[id(tensor)] = as_dtype(tensor, dtype)
+        return twins[id(tensor)]
+
+    try:
+        for module in modules:
+            _swap(module, twin)
+        if training:
+            _train(model)
+        yield
+    finally:
+        for module, (attributes, contents) in snapshots:
+            _restore(module, attributes, contents)
+
+
+def _train(model: nn.Module) -> None:
+    """Training mode as the model understands it: what it keeps in eval mode stays there.
+
+    In a model that is in training mode already, a submodule in eval mode was put there on purpose; a class
+    with a `train` of its own (frozen statistics) may not have been asked yet.
+    """
+    if not model.training:
+        model.train()
+        return
+    frozen = [module for module in model.modules() if not module.training]
+    for module in list(model.modules()):
+        if type(module).train is not nn.Module.train:
+            module.train(module.training)
+    for module in frozen:
+        module.training = False
+
+
+def _swap(module: nn.Module, twin: Callable[[Tensor], Tensor]) -> None:
+    for store in (module._parameters, module._buffers):
+        for name, tensor in store.items():
+            if tensor is not None:
+                store[name] = twin(tensor)  # type: ignore[assignment]
+    for name, value in list(module.__dict__.items()):
+        if name not in _OWN and _holds_tensors(value):
+            module.__dict__[name] = _swap_value(value, twin)
+    if isinstance(module, nn.SyncBatchNorm):
+        # Its statistics over one process are those of a plain batch norm, which also runs on a CPU.
+        module.__dict__["forward"] = partial(_BatchNorm.forward, module)
+
+
+def _holds_tensors(value: object) -> bool:
+    if type(value) in (list, tuple):
+        return any(isinstance(item, Tensor) for item in value)  # type: ignore[attr-defined]
+    if type(value) in (dict, OrderedDict):
+        return any(isinstance(item, Tensor) for item in value.values())  # type: ignore[attr-defined]
+    return isinstance(value, Tensor)
+
+
+def _swap_value(value: Any, twin: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return twin(value)
+    if isinstance(value, dict):
+        return type(value)((k, twin(v) if isinstance(v, Tensor) else v) for k, v in value.items())
+    return type(value)(twin(v) if isinstance(v, Tensor) else v for v in value)
+
+
+def _snapshot(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    attributes = dict(module.__dict__)
+    plain = (dict, OrderedDict, list, set)
+    return attributes, {name: value.copy() for name, value in attributes.items() if type(value) in plain}
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any], contents: dict[str, Any]) -> None:
+    module.__dict__.clear()
+    module.__dict__.update(attributes)
+    for name, content in contents.items():
+        container = attributes[name]
+        container.clear()
+        (container.extend if isinstance(container, list) else container.update)(content)
+
+
+@contextmanager
+def quiet(dtype: torch.dtype | None) -> Iterator[None]:
+    """Gradients on, compilation off, generators and defaults restored afterwards."""
+    states: list[Callable[[], None]] = [partial(random.setstate, random.getstate())]
+    if "numpy" in sys.modules:
+        numpy_random = sys.modules["numpy"].random
+        states.append(partial(numpy_random.set_state, numpy_random.get_state()))
+    default = torch.get_default_dtype()
+    try:
+        with ExitStack() as stack:
+            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+            stack.enter_context(torch.random.fork_rng(devices=list(devices)))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if dtype is not None:
+                torch.set_default_dtype(dtype)
+                stack.enter_context(_Widen(dtype))
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        for restore in states:
+            restore()
+
+
+class _Widen(TorchFunctionMode):
+    """Casts to a narrower floating-point type that stand in the model's code go to the probe's type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            return args[0].to(self.dtype)
+        if any(_narrow(a) for a in args) or any(_narrow(a) for a in kwargs.values()):
+            args = tuple(self.dtype if _narrow(a) else a for a in args)
+            kwargs = {k: self.dtype if _narrow(a) else a for k, a in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _narrow(value: object) -> bool:
+    return isinstance(value, torch.dtype) and value in _NARROW

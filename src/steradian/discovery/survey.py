@@ -1,0 +1,291 @@
+"""The probes in their order, the candidates among the parameters, and the measures that a verdict needs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .graph import Proposals, members, propose
+from .joint import Indices, Matrix, set_imbalance, zero_sums
+from .layouts import (
+    GROWTH,
+    Evidence,
+    Trial,
+    imbalance,
+    pair_keys,
+    partial_cut,
+)
+from .points import Point, is_matrix, random_point, scale
+from .probe import Key, Noise, Prober, Reading, Table
+from .structure import Trace
+
+__all__ = ["Stand", "Survey", "cancels", "joined_tables"]
+
+_NEAR = 3
+_LARGER_SETS = 0.03
+_PART = 0.01
+_LEAST_SHARE = 0.03
+_SURE = 0.05
+_LOST = 1e-4
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A probe, kept so that f(ρx) can be compared with its f(x)."""
+
+    reading: Reading
+    point: Point
+    seed: int
+    trace: Trace
+
+
+class Survey:
+    """Collects the probes.
+
+    Attributes:
+        own: the reading at the model's own point.
+        near: readings at random points.
+        far: readings at random points with grown candidates.
+        ground: the last of the near probes.
+        map: a trace whose graph leads from parameters to modules.
+    """
+
+    def __init__(self, prober: Prober, own: Reading) -> None:
+        self.prober, self.own = prober, own
+        self.near: list[Reading] = []
+        self.far: list[Stand] = []
+        self.ground: Stand | None = None
+        self.map = Trace()
+        self._growing: dict[str, float | torch.Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
+        self._together: set[str] = set()
+        self.proposals = Proposals()
+        self._seed = 0
+
+    # --- the probes ---------------------------------------------------------------------------------------------
+
+    def look_near(self) -> None:
+        """Random points of ordinary scale; candidates are what is balanced up to ε."""
+        for _ in range(_NEAR):
+            trace = Trace()
+            seed = self._next_seed()
+            point = self._draw(seed)
+            reading = self._probe(seed, point, trace)
+            if reading is None:
+                continue
+            self.near.append(reading)
+            self.ground = Stand(reading, point, seed, trace)
+            if trace.graph is not None and self.map.graph is None:
+                self.map, self.proposals = trace, propose(trace.graph)
+        if not self.near:
+            # The model bears no other point than its own.
+            self.near = [self.own]
+        self._choose_candidates()
+
+    def look_far(self) -> None:
+        """One random point with the candidates grown by two factors: how a defect falls tells where it is from.
+
+        A parameter that was balanced by chance may saturate the model when it grows, and nothing is seen behind
+        it. Then the candidates that are least balanced stay as they are in a second try.
+        """
+        self._grow()
+        if self._starved() and self.prober.left >= 2 * len(GROWTH):
+            sure = {name for name in self._growing if name in self._together or self._balanced_near(name, _SURE)}
+            self._growing = {name: share for name, share in self._growing.items() if name in sure}
+            self._grow()
+
+    def _grow(self) -> None:
+        self.far = []
+        pairs, seed = self._pairs(), self._next_seed()
+        base = self._draw(seed)
+        for growth in GROWTH:
+            trace = Trace()
+            point = scale(base, {name: 1 + (growth - 1) * share for name, share in self._growing.items()})
+            reading = self._probe(seed, point, trace, pairs)
+            if reading is not None:
+                self.far.append(Stand(reading, point, seed, trace))
+
+    def _starved(self) -> bool:
+        """Whether a candidate has lost its effect, which the growth of a row does not change."""
+        if len(self.far) < len(GROWTH):
+            return True
+        grown = self.far[-1].reading
+        return any(grown.effect(name) < _LOST * min(r.effect(name) for r in self.near) for name in self._growing)
+
+    def _draw(self, seed: int) -> Point:
+        own = self.prober.own
+        return {**own, **random_point({name: own[name] for name in self.prober.trainable}, Noise(1000 + seed))}
+
+    def _next_seed(self) -> int:
+        self._seed += 1
+        return self._seed
+
+    def _probe(
+        self, seed: int, point: Point, trace: Trace, pairs: Mapping[str, Sequence[Key]] | None = None
+    ) -> Reading | None:
+        """One reading; None if the model does not bear the point."""
+        try:
+            reading = self.prober.read(point, seed=seed, pairs=pairs, recorder=trace)
+        except Exception:  # a probe is no place to fail: the next one comes without noise on the inputs
+            reading = None
+        if reading is None or not reading.finite:
+            self.prober.calm()
+            return None
+        return reading
+
+    # --- candidates ---------------------------------------------------------------------------------------------
+
+    def _choose_candidates(self) -> None:
+        loose = self.prober.precision.loose
+        names = self.effective()
+        sets = self.vanishing(self.near, [loose] * len(self.near), names)
+        self._together = {names[i] for s in sets for i in s}
+        single = [name for name in names if name not in self._together and self._balanced_near(name)]
+        # Of a gain or a bias only a fact can be learned: it grows where that is next to certain.
+        single = [name for name in single if is_matrix(self.shape(name)) or self._balanced_near(name, _SURE)]
+        self._growing = dict.fromkeys([*single, *self._together], 1.0)
+        for name in names:
+            if name not in self._growing and is_matrix(self.shape(name)):
+                self._grow_blocks(name)
+
+    def _balanced_near(self, name: str, share: float = 1.0) -> bool:
+        return all(self.balance(reading, name) <= share * self.prober.precision.loose for reading in self.near)
+
+    def vanishing(self, readings: Sequence[Reading], allowed: Sequence[float], names: list[str]) -> list[Indices]:
+        """Sets of parameters whose sums vanish because their parts cancel.
+
+        Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the
+        weight nearly is. Other sets are sought among the unbalanced.
+        """
+        M, sizes = self.matrices(readings, names)
+        found: list[Indices] = []
+        for proposed in self._proposed(names):
+            for indices in (_essential(M, proposed), proposed):
+                if len(indices) > 1 and bool((set_imbalance(M, sizes, indices) <= allowed).all()):
+                    found.append(indices)
+                    break
+        place = [i for i, name in enumerate(names) if not self._balanced_near(name)]
+        sought = zero_sums(M[:, place], sizes[:, place], allowed, larger=_LARGER_SETS)
+        return [s for s in {*found, *(tuple(place[i] for i in s) for s in sought)} if cancels(M, s)]
+
+    def _grow_blocks(self, name: str) -> None:
+        """Let only some blocks of a parameter grow, where only some are balanced."""
+        shape = self.shape(name)
+        found = partial_cut(shape, self._near_trial(name))
+        if found is not None and len(found[1]) * 8 >= found[0]:
+            share = torch.zeros(found[0])
+            share[found[1]] = 1.0
+            share = share.repeat_interleave(shape[0] // found[0]).to(self.prober.own[name].device)
+            self._growing[name] = share.reshape(-1, *[1] * (len(shape) - 1))
+
+    def _pairs(self) -> dict[str, list[Key]]:
+        return {name: pair_keys(self.shape(name), self._near_trial(name)) for name in self._growing}
+
+    def _proposed(self, names: Sequence[str]) -> list[Indices]:
+        """The sets that the graph proposes, and the parameters of each module, as far as they lie in names.
+
+        What is not in names has no effect, so it may grow or not.
+        """
+        place = {name: i for i, name in enumerate(names)}
+        sets = [members(mask, self.order()) for mask in self.proposals.sets] + self._owned()
+        found = {tuple(sorted(place[name] for name in s if name in place)) for s in sets}
+        return sorted(indices for indices in found if len(indices) > 1)
+
+    def order(self) -> list[str]:
+        """Parameters by bit of the graph's sets."""
+        return self.map.graph.names if self.map.graph is not None else []
+
+    def _owned(self) -> list[tuple[str, ...]]:
+        """Parameters of one module, for graphs that hide their inside."""
+        owners: dict[str, list[str]] = {}
+        for name in self.prober.trainable:
+            owners.setdefault(name.rpartition(".")[0], []).append(name)
+        return [tuple(names) for names in owners.values()]
+
+    # --- measures -----------------------------------------------------------------------------------------------
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a parameter."""
+        return tuple(self.prober.own[name].shape)
+
+    def effective(self) -> list[str]:
+        """Real trainable parameters with an effect that is not rounding."""
+        noise = self.prober.precision.noise
+        return [
+            name
+            for name in self.prober.trainable
+            if not self.prober.own[name].is_complex()
+            and any(reading.share(name) > noise for reading in (self.own, *self.near))
+        ]
+
+    def floor(self, reading: Reading, name: str) -> float:
+        """The effect below which a row of this parameter says nothing."""
+        return self.prober.precision.noise * max(reading.effect(name), 1e-3 * reading.peak)
+
+    def _near_trial(self, name: str) -> Trial:
+        loose = self.prober.precision.loose
+        return Trial([self._evidence(reading, (name,), loose) for reading in self.near])
+
+    def far_trial(self, *names: str) -> Trial:
+        """All evidence about a parameter, or about several as one."""
+        precision = self.prober.precision
+        near = [self._evidence(reading, names, precision.loose) for reading in self.near]
+        readings = zip(self.far_readings(), self.far_tolerances(), strict=True)
+        far = [self._evidence(reading, names, tolerance) for reading, tolerance in readings]
+        return Trial(near, far, precision.settled, precision.flat)
+
+    def _evidence(self, reading: Reading, names: Sequence[str], tolerance: float) -> Evidence:
+        floor = max(self.floor(reading, name) for name in names)
+        return Evidence(joined_tables(reading, names), floor, tolerance)
+
+    def far_readings(self) -> list[Reading]:
+        """At the smaller growth and at the larger."""
+        return [far.reading for far in self.far]
+
+    def far_tolerances(self) -> list[float]:
+        """The imbalance that each growth leaves to ε."""
+        strict = self.prober.precision.strict
+        return [min(30 * strict, self.prober.precision.loose), strict][-len(self.far) :]
+
+    def grew(self, name: str) -> bool:
+        """Whether a parameter, or a part of it, was a candidate."""
+        return name in self._growing
+
+    def balance(self, reading: Reading, name: str) -> float:
+        """Imbalance of the whole parameter in one probe."""
+        return float(imbalance(reading.tables[name][()], self.floor(reading, name)))
+
+    def matrices(self, readings: Sequence[Reading], names: Sequence[str]) -> tuple[Matrix, Matrix]:
+        """⟨∇L, x⟩ per probe and parameter, and the size that its sums are measured by."""
+        M = np.array([[r.radial(name) for name in names] for r in readings]).reshape(-1, len(names))
+        effects = np.array([[r.effect(name) for name in names] for r in readings]).reshape(-1, len(names))
+        return M, np.hypot(M, _LEAST_SHARE * effects)
+
+
+def _essential(M: Matrix, indices: Indices) -> Indices:
+    """The members that take part in a sum; a row that is invariant alone adds only its defect."""
+    part = np.abs(M[:, list(indices)])
+    counts = (part > _PART * np.sqrt(np.square(part).sum(1, keepdims=True))).any(0)
+    return tuple(i for i, takes_part in zip(indices, counts, strict=True) if takes_part)
+
+
+def cancels(M: Matrix, indices: Indices) -> bool:
+    """Whether each member's part is cancelled by the others, rather than small itself.
+
+    A part is on the average (in the logarithm) 50 times what is left of the sum. In one probe it may happen to
+    be no larger, and parts that do not belong together may happen to cancel.
+    """
+    part, tiny = M[:, list(indices)], np.finfo(np.float64).tiny
+    if not part.any():
+        return False
+    ratio = np.log(np.abs(part) + tiny) - np.log(np.abs(part.sum(1, keepdims=True)) + tiny)
+    return bool((ratio.clip(max=np.log(1e6)).mean(0) > np.log(50)).all())
+
+
+def joined_tables(reading: Reading, names: Sequence[str]) -> dict[Key, Table]:
+    """Tables of several parameters as if they were one, wherever their dimensions agree; of one, its own."""
+    tables = [reading.tables[name] for name in names]
+    if len(tables) == 1:
+        return tables[0]
+    keys = [key for key in tables[0] if all(key in t and t[key].shape == tables[0][key].shape for t in tables)]
+    return {key: torch.stack([t[key] for t in tables]).sum(0) for key in keys}

@@ -1,0 +1,128 @@
+"""f(ρx) = f(x): all rows found are scaled at once by random factors, and the outputs must not move."""
+
+import torch
+from torch import Tensor
+
+from .judge import Finding, Findings
+from .points import Factors, Point, scale
+from .probe import Noise, Prober
+from .structure import UNKNOWN, Absorbers, Trace
+from .survey import Stand, Survey
+
+__all__ = ["Verified", "row_factors", "verify"]
+
+_LEAST_BY_EPSILON, _MOST_BY_EPSILON = 1e-3, 0.03
+"""Between these, outputs may move at ordinary scale as far as the defect of the rows explains it."""
+
+
+class Verified:
+    """Findings that passed, what was rejected, and the reasons."""
+
+    def __init__(self, findings: Findings) -> None:
+        self.rows, self.facts = list(findings.rows), list(findings.facts)
+        self.no_effect, self.partial = findings.no_effect, findings.partial
+        self.rejected: list[Finding] = []
+        self.reasons: dict[str, str] = {}
+
+
+def verify(prober: Prober, survey: Survey, findings: Findings) -> Verified:
+    """Scale what was found and keep what leaves the outputs alone.
+
+    Rows are scaled at a point of ordinary scale, where nothing is saturated, and then, together with the facts,
+    at the grown one, where ε has no weight.
+    """
+    verified = Verified(findings)
+    if not survey.far:
+        return verified
+    checker = _Checker(prober, survey, verified)
+    ground, far = survey.ground or survey.far[0], survey.far[-1]
+    verified.rows = checker.passing(verified.rows, (), ground)
+    if verified.facts:
+        verified.facts = checker.passing(verified.facts, tuple(verified.rows), far)
+    elif prober.left:
+        verified.rows = checker.passing(verified.rows, (), far)
+    return verified
+
+
+class _Checker:
+    def __init__(self, prober: Prober, survey: Survey, verified: Verified) -> None:
+        self.prober, self.survey, self.verified = prober, survey, verified
+        self._draw = 0
+        self._absorbers = Absorbers()
+
+    def passing(self, tested: list[Finding], known: tuple[Finding, ...], stand: Stand) -> list[Finding]:
+        """The findings that hold; on a failure, halves are tried while the budget lasts."""
+        if not tested:
+            return []
+        if self.prober.left and self._holds(tested, known, stand):
+            return tested
+        if len(tested) == 1 or not self.prober.left:
+            self.verified.rejected += tested
+            return []
+        half = len(tested) // 2
+        return self.passing(tested[:half], known, stand) + self.passing(tested[half:], known, stand)
+
+    def _holds(self, tested: list[Finding], known: tuple[Finding, ...], stand: Stand) -> bool:
+        trace, point, scaled = Trace(), stand.point, [*known, *tested]
+        self._draw += 1
+        grown = stand is self.survey.far[-1]
+        for number, finding in enumerate(scaled):
+            point = scale(point, row_factors(finding, point, seed=1000 * self._draw + number, grown=grown))
+        try:
+            reading = self.prober.read(point, seed=stand.seed, recorder=trace, backward=False)
+        except Exception:  # a point that the model does not bear proves nothing
+            return False
+        same = self._tolerance(scaled, grown=grown)
+        if _difference(stand.reading.outputs, reading.outputs) > same:
+            return False
+        self._absorbers.compare(stand.trace, trace, same=10 * self.prober.precision.same)
+        for name in (name for finding in tested for name in finding.names):
+            if self.verified.reasons.get(name, UNKNOWN).startswith(UNKNOWN):
+                self.verified.reasons[name] = self._absorbers.explain(self.survey.map, name)
+        return True
+
+    def _tolerance(self, scaled: list[Finding], *, grown: bool) -> float:
+        """What ε does to a row, it does to the outputs when that row is scaled."""
+        least = self.prober.precision.same if grown else max(self.prober.precision.same, _LEAST_BY_EPSILON)
+        defects = [finding.remaining if grown else finding.natural for finding in scaled]
+        return max(least, min(10 * max(defects), _MOST_BY_EPSILON))
+
+
+def row_factors(finding: Finding, point: Point, *, seed: int, grown: bool) -> Factors:
+    """A random ρ per row, spread over the entries of its parameters.
+
+    At a grown point it lies between 1/2 and 2 and not near 1. At one of ordinary scale it lies between 4 and 16:
+    growing takes ε's weight away, which moves a true row less than shrinking would, and another row more.
+    """
+    generator = Noise(seed)(torch.device("cpu"))
+    exponent = 0.5 + 0.5 * torch.rand(finding.rows, generator=generator, dtype=torch.float64)
+    down = torch.rand(finding.rows, generator=generator) < 0.5
+    rho = torch.where(down & grown, -exponent, exponent if grown else 4 * exponent).exp2()
+    factors: Factors = {}
+    for name, cut in zip(finding.names, finding.cuts, strict=True):
+        tensor, factor = point[name], rho.reshape(cut)
+        for dim, blocks in enumerate(cut):
+            if blocks > 1:
+                factor = factor.repeat_interleave(tensor.shape[dim] // blocks, dim)
+        factors[name] = factor.to(tensor.device, tensor.dtype)
+    return factors
+
+
+def _difference(before: list[Tensor], after: list[Tensor]) -> float:
+    if [t.shape for t in before] != [t.shape for t in after]:
+        return float("inf")
+    return max((_relative(a, b) for a, b in zip(before, after, strict=True)), default=float("inf"))
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖ over the spread of a; entries that are infinite in both, such as masked logits, do not count."""
+    finite = torch.isfinite(a)
+    if not bool((finite == torch.isfinite(b)).all()):
+        return float("inf")
+    if a.numel() == 0 or not bool(finite.any()):
+        return 0.0
+    a, b = a[finite], b[finite]
+    spread = (a - a.mean()).abs().square().sum().sqrt()
+    spread = spread if bool(spread > 1e-9 * a.abs().max()) else a.abs().square().sum().sqrt()
+    moved = float((a - b).abs().square().sum().sqrt())
+    return moved / float(spread) if float(spread) else moved

@@ -1,0 +1,57 @@
+"""Models and inputs named on the command line."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["example_input", "load_model"]
+
+
+def load_model(target: str) -> nn.Module:
+    """The model of "package.module:factory", or of "timm:NAME" without weights.
+
+    The current directory can be imported from, as with `python -m`.
+
+    >>> type(load_model("steradian.lab.models:small_cnn")).__name__
+    'Sequential'
+    """
+    module_name, separator, name = target.partition(":")
+    if not separator or not module_name or not name:
+        raise ValueError(f"target must be package.module:factory or timm:NAME, got {target!r}")
+    if module_name == "timm":
+        timm = _imported("timm", "it names timm's models")
+        model = timm.create_model(name, pretrained=False)
+    else:
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        module = _imported(module_name, "it must be importable from here")
+        if not hasattr(module, name):
+            raise ValueError(f"target {target!r}: {module_name} has no {name!r}")
+        made = getattr(module, name)
+        model = made if isinstance(made, nn.Module) else made()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"target {target!r} must make a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def example_input(shape: str) -> Tensor:
+    """A random tensor of a shape like 8x3x32x32.
+
+    >>> example_input("2x3").shape
+    torch.Size([2, 3])
+    """
+    parts = shape.lower().split("x")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"input must be a shape like 8x3x32x32, got {shape!r}")
+    return torch.randn([int(part) for part in parts])
+
+
+def _imported(name: str, why: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"no module {name!r} ({why})") from error

@@ -1,0 +1,330 @@
+"""The contract that every optimizer of the package keeps, and the plumbing that they share."""
+
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from steradian.groups import Layout
+from steradian.optim._rows import RowSet, arithmetic
+
+if TYPE_CHECKING:
+    from steradian.optim._fused import FusedStep
+
+__all__ = ["Classic", "Options", "Params", "RowOptimizer", "Work", "check", "check_betas", "check_rate"]
+
+Options = dict[str, Any]
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+Classic = list[tuple[Options, list[Tensor], list[dict[str, Tensor]]]]
+"""Param groups for the classic update, each with its parameters that have a gradient, and their states."""
+Work = list[tuple[Options, list[RowSet]]]
+"""Param groups with rows, each with its row sets that have a gradient."""
+
+
+class RowOptimizer(Optimizer):
+    """A torch optimizer whose param groups may say, under "rows", how their parameters are cut into rows.
+
+    | key | meaning |
+    |---|---|
+    | "rows" | a layout (`groups.Layout`): the parameters are radial. None or no key: they get the classic update |
+    | "joint" | True: the parameters of the group are cut into rows together |
+
+    What holds for all of them: the closure runs once, with gradients enabled; `p.grad` is not written; the state
+    holds tensors only; a parameter without a gradient is left alone (in a joint set, the rows are those of the
+    others); half-precision rows are computed in float32; one number per row is kept in float32, in float64 for
+    float64 parameters; nothing is read back from an accelerator.
+
+    A subclass names its row update (`_reference`), says whether there is a fused one (`_has_fused`), and gives
+    `_check`, `_new_state` and `_step_rest`.
+
+    Attributes:
+        telemetry: after `emit()`, radius, angle and effective rate of every row in the last step, (n, 3), under
+            the parameter (the first one of a joint set). Each step overwrites the same memory.
+    """
+
+    telemetry: dict[Tensor, Tensor] | None
+
+    _has_fused: ClassVar[bool] = False
+    _row_state: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, params: Params, defaults: Options) -> None:
+        self.telemetry = None
+        self._remembered: FusedStep | None = None
+        super().__init__(params, defaults)
+
+    # What a subclass gives
+
+    @staticmethod
+    def _reference(rows: RowSet, group: Mapping[str, Any]) -> None:
+        """The update of one row set: one of the functions of `steradian.optim._reference`."""
+        raise NotImplementedError
+
+    def _check(self, group: Options) -> None:
+        """Raise a ValueError that names the argument for settings that make no sense."""
+        raise NotImplementedError
+
+    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
+        """The state of a parameter before its first step."""
+        raise NotImplementedError
+
+    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+        """The classic update."""
+        raise NotImplementedError
+
+    def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
+        """Telemetry of rows that got the classic update."""
+        raise NotImplementedError
+
+    def _layout(self, group: Options) -> Layout | None:
+        """How the group's rows are stepped; None where the classic update does it."""
+        return Layout(group["rows"]) if group.get("rows") is not None else None
+
+    # The step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step.
+
+        Args:
+            closure: recomputes the loss and its gradients, and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_capture()
+        if self._remembered is not None and self._remembered.fits(self):
+            self._remembered.run(self)
+            return loss
+        classic, work = self._collect()
+        self._remembered = self._remember(classic, work)
+        if self._remembered is not None:
+            self._remembered.run(self)
+            return loss
+        for group, params, states in classic:
+            self._step_classic(params, states, group)
+        for group, sets in work:
+            for rows in sets:
+                self._reference(rows, group)
+        return loss
+
+    @torch.compiler.disable
+    def _collect(self) -> tuple[Classic, Work]:
+        """What has a gradient: parameters for the classic update, and row sets."""
+        for group in self.param_groups:
+            self._check_gradients(group)
+        classic: Classic = []
+        work: Work = []
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            layout = self._layout(group)
+            if params and layout is None:
+                classic.append((group, params, [self._state_of(param, group, None) for param in params]))
+            elif params and layout is not None:
+                work.append((group, self._row_sets(params, group, layout)))
+        return classic, work
+
+    def _step_classic(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+        seen = []
+        if self.telemetry is not None and group.get("rows") is not None:
+            sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
+            seen = [(rows, rows.read("param").clone()) for rows in sets if rows.n and rows.d]
+        self._step_rest(params, states, group)
+        for rows, before in seen:
+            self._emit_rest(rows, before, group)
+
+    @torch.compiler.disable
+    def _remember(self, classic: Classic, work: Work) -> "FusedStep | None":
+        """The step as a plan that is kept while it fits, where the fused step takes at least one group."""
+        if not any(self._is_fused(group) for group, _ in work):
+            return None
+        from steradian.optim._fused import FusedStep
+
+        return FusedStep(self, classic, work)
+
+    def _is_fused(self, group: Options) -> bool:
+        """Whether a group asked for the fused step and can have it."""
+        return bool(group.get("fused")) and self._has_fused and fused_available(group["params"])
+
+    def _on_device(self, group: Options) -> bool:
+        """Whether a group's step count lives where its parameters are."""
+        return bool(group.get("capturable")) or self._is_fused(group)
+
+    def _group_of(self, param: Tensor) -> Options:
+        return next(group for group in self.param_groups if any(param is other for other in group["params"]))
+
+    def _row_sets(self, params: list[Tensor], group: Options, layout: Layout, *, classic: bool = False) -> list[RowSet]:
+        sets = [params] if group.get("joint") else [[param] for param in params]
+        return [self._row_set(members, group, layout, classic) for members in sets]
+
+    def _row_set(self, params: list[Tensor], group: Options, layout: Layout, classic: bool) -> RowSet:
+        fresh = not any(self.state.get(param) for param in params)
+        states = [self._state_of(param, group, None if classic else layout) for param in params]
+        rows = RowSet(layout, params, states, fresh=fresh)
+        if self.telemetry is not None:
+            if params[0] not in self.telemetry:
+                self.telemetry[params[0]] = torch.zeros(rows.n, 3, dtype=rows.dtype, device=params[0].device)
+            rows.telemetry = self.telemetry[params[0]]
+        return rows
+
+    def _state_of(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[param]
+        if not state:
+            state.update(self._new_state(param, group, layout))
+        return state
+
+    def _check_gradients(self, group: Options) -> None:
+        name = type(self).__name__
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{name} needs dense gradients, got {param.grad.layout}; torch.optim.SparseAdam exists"
+                )
+            if param.is_complex() or param.grad.is_complex():
+                raise RuntimeError(
+                    f"{name} needs real parameters, got {param.dtype}; torch.view_as_real makes them real"
+                )
+
+    def _check_capture(self) -> None:
+        if torch.compiler.is_compiling() or not torch.cuda.is_available() or "capturable" not in self.defaults:
+            return
+        if torch.cuda.is_current_stream_capturing() and not all(g["capturable"] for g in self.param_groups):
+            raise RuntimeError(f"to capture {type(self).__name__}.step() in a graph, construct it with capturable=True")
+
+    # Telemetry
+
+    def emit(self, on: bool = True) -> None:
+        """Start, or stop, leaving radius, angle and effective rate of every row in `telemetry`.
+
+        It lasts as long as this object: it is not part of the state, and a copy starts without it.
+        """
+        self.telemetry = {} if on else None
+        self._remembered = None
+
+    # Groups and state
+
+    def add_param_group(self, param_group: Options) -> None:
+        """Add a param group, after checking its settings and that its layout cuts its parameters."""
+        self._remembered = None
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: Options) -> None:
+        self._check(group)
+        if group.get("fused") and not (self._has_fused and fused_available(group["params"])):
+            raise ValueError(
+                f"fused must be None or False here, got True: a fused {type(self).__name__} "
+                + ("needs Triton and parameters on a GPU" if self._has_fused else "does not exist")
+            )
+        if group.get("rows") is None:
+            check(not group.get("joint"), "joint", group.get("joint"), 'given together with "rows"')
+            return
+        layout = Layout(group["rows"])
+        group["rows"] = layout.spec
+        counts = {layout.size(param.shape)[0] for param in group["params"]}
+        if group.get("joint") and len(counts) > 1:
+            shapes = [tuple(param.shape) for param in group["params"]]
+            raise ValueError(f"rows {layout.spec!r} cut the joint shapes {shapes} into different numbers of rows")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, on the parameters' device, sharing no memory with it.
+
+        torch casts whatever it loads to the parameter's dtype; one number per row keeps the dtype that rows are
+        computed in.
+        """
+        self._remembered = None
+        super().load_state_dict(state_dict)
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for key, param in zip(saved, params, strict=True):
+            state = self.state.get(param, {})
+            for name, value in state.items():
+                source = state_dict["state"][key][name]
+                if name in self._row_state and value.shape != param.shape:
+                    value = source.to(param.device, arithmetic(param.dtype))
+                if name == "step" and self._on_device(self._group_of(param)):
+                    value = value.to(param.device)
+                state[name] = value.clone() if isinstance(value, Tensor) else value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("telemetry", None)
+        self._remembered = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_remembered"}
+
+
+def fused_available(params: Sequence[Tensor]) -> bool:
+    """Whether Triton is there and runs on the device of these parameters."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from steradian.optim._fused import available
+
+    return all(available(param.device) for param in params)
+
+
+# Pieces of a state
+
+
+def step_count(param: Tensor, *, on_device: bool) -> Tensor:
+    """A counter: on the host, and on the device where the step must not depend on the host."""
+    return torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
+
+
+def like(param: Tensor) -> Tensor:
+    """Zeros in the shape and memory format of a parameter."""
+    return torch.zeros_like(param, memory_format=torch.preserve_format)
+
+
+def per_row(param: Tensor, layout: Layout) -> Tensor:
+    """One zero for each row, in the dtype that rows are computed in."""
+    return torch.zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype), device=param.device)
+
+
+# Checks of settings
+
+
+def check(fine: bool, name: str, value: object, expected: str) -> None:
+    """Raise a ValueError that names the argument, the value and what would be right."""
+    if not fine:
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def check_rate(group: Options, name: str = "lr") -> None:
+    """A number ≥ 0, or a tensor with one."""
+    value = group[name]
+    if isinstance(value, Tensor):
+        check(value.numel() == 1, name, value, "a number or a tensor with one number")
+    else:
+        check_number(group, name)
+
+
+def check_number(group: Options, name: str, *, below: float = float("inf")) -> None:
+    """A number ≥ 0, finite, below a bound."""
+    value = group[name]
+    fine = isinstance(value, int | float) and 0 <= value < below
+    check(fine, name, value, "a number ≥ 0" if below == float("inf") else f"a number in [0, {below:g})")
+
+
+def check_betas(group: Options) -> None:
+    """Two numbers in [0, 1)."""
+    betas = group["betas"]
+    fine = isinstance(betas, list | tuple) and len(betas) == 2
+    fine = fine and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
+    check(fine, "betas", betas, "two numbers in [0, 1)")

@@ -1,0 +1,140 @@
+"""How `scheme.read_step` reads our optimizers as the generic step x' = (1 − ηδ)x − η a ⊘ b.
+
+A transported or rescaled momentum stands in the state as it enters the next step, so a cannot be read from it.
+There a is what the step did: a = b ⊙ ((1 − ηδ)x − x')/η, which needs the parameter before the step.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steradian import geometry
+from steradian.groups import Layout
+from steradian.optim._reference import Motion, rate_of
+from steradian.optim.adagradg import AdaGradG
+from steradian.optim.adam import Adam
+from steradian.optim.adamg import AdamG
+from steradian.optim.adamp import AdamP
+from steradian.optim.sgd import SGD
+from steradian.scheme import Step, Taken, UnreadableOptimizerError, _read_adam, _read_sgd, register
+
+__all__: list[str] = []
+
+
+@register(Adam)
+def read_adam(taken: Taken) -> Step:
+    """Adam: a = m/(1−β1); from the displacement without (b) or (c), with v scaled back to the radius before."""
+    without = taken.group["without"] if _radial(taken) else ""
+    v = taken.need("exp_avg_sq")
+    if "c" in without:
+        x, y = _rows(taken, _before(taken)), _rows(taken, taken.param)
+        shrink = Motion.of(x, y).shrink
+        v = v / shrink.squeeze(1) if "a" in without else _restore(taken, _rows(taken, v) / shrink)
+    if "a" in without:
+        v = _restore(taken, v.unsqueeze(1).expand(-1, _layout(taken).size(taken.param.shape)[1]))
+    step = _classic(taken, _read_adam, {"exp_avg_sq": v}, amsgrad=False)
+    return replace(step, a=_displaced(taken, step)) if "b" in without or "c" in without else step
+
+
+@register(SGD)
+def read_sgd(taken: Taken) -> Step:
+    """SGD: a is the momentum buffer; from the displacement without (b) or (c)."""
+    step = _classic(taken, _read_sgd)
+    moves = _radial(taken) and taken.group["momentum"] and set(taken.group["without"]) & set("bc")
+    return replace(step, a=_displaced(taken, step)) if moves else step
+
+
+@register(AdamP)
+def read_adamp(taken: Taken) -> Step:
+    """AdamP: Adam's b, a from the displacement, decay λρ on rows and λ elsewhere."""
+    decay = taken.group["weight_decay"] * (taken.group["wd_ratio"] if _radial(taken) else 1.0)
+    step = _classic(taken, _read_adam, amsgrad=False, decoupled_weight_decay=True, weight_decay=decay)
+    moves = _radial(taken) or taken.group["nesterov"]
+    return replace(step, a=_displaced(taken, step)) if moves else step
+
+
+@register(AdamG)
+def read_adamg(taken: Taken) -> Step:
+    """AdamG: a = m/(1−β1) before its transport, b = (1−β1^t)/(1−β1)·√((v + ε)/(1−β2^t)), both at u.
+
+    At radius r, where the first step may start, they are a/r and b/r². The exponential map goes to Exp_u(δ), in
+    the direction of u + (tan θ/θ)δ with θ = ‖δ‖: b carries θ/tan θ. The generic step then lands on the ray of x',
+    not at radius 1.
+    """
+    if not _radial(taken):
+        return _classic(taken, _read_adam, amsgrad=False)
+    (beta1, beta2), lr = taken.group["betas"], taken.setting("lr")
+    t = taken.need("step").to(torch.float64)
+    r, u = geometry.split(_rows(taken, _before(taken)), check=False)
+    _, p = geometry.split(_rows(taken, taken.param), check=False)
+    m = geometry.transport(_rows(taken, taken.need("exp_avg")), p, u)
+    root = (taken.need("exp_avg_sq").unsqueeze(1) + taken.group["eps"]).sqrt_()
+    b = root * ((1 - beta1**t) / (1 - beta1) / (1 - beta2**t).sqrt()).to(root)
+    a = m / (1 - beta1)
+    if not taken.group["retraction"]:
+        theta = geometry.norm(lr * a / b)
+        b = torch.where(theta > 0, b * theta / torch.tan(theta), b)
+    r = r.masked_fill(geometry.collapsed(r), 1)
+    return Step(_restore(taken, a / r), _restore(taken, (b / r**2).expand_as(a)), lr, beta=beta1)
+
+
+@register(AdaGradG)
+def read_adagradg(taken: Taken) -> Step:
+    """AdaGradG: a = ∇L(x), b = √v/r² with v before its update; it lands on the ray of x', not at radius 1."""
+    if not _radial(taken):
+        return _classic(taken, _read_sgd, momentum=0.0)
+    if not taken.group["beta"]:
+        raise UnreadableOptimizerError("AdaGradG with beta=0 keeps nothing of the v that a step used")
+    r, _ = geometry.split(_rows(taken, _before(taken)), check=False)
+    r = r.masked_fill(geometry.collapsed(r), 1)
+    a = _rows(taken, taken.gradient())
+    v = (taken.need("sum").unsqueeze(1) - geometry.dot(r * a, r * a)) / taken.group["beta"]
+    return Step(_restore(taken, a), _restore(taken, (v.sqrt() / r**2).expand_as(a)), taken.setting("lr"))
+
+
+def _classic(taken: Taken, reader: Any, state: dict[str, Tensor] | None = None, **settings: Any) -> Step:
+    """Torch's reader of the same update, with settings that ours does not have."""
+    step: Step = reader(
+        replace(taken, group={**taken.group, **settings}, state={**taken.state, **(state or {})}),
+    )
+    return step
+
+
+def _displaced(taken: Taken, step: Step) -> Tensor:
+    """The a that took the parameter from before to after."""
+    lr = rate_of(taken.group)
+    start = geometry.as_float(_before(taken), "before") * (1 - lr * step.decay)
+    moved = (start - geometry.as_float(taken.param.detach(), "param")) * step.b
+    if isinstance(lr, Tensor):
+        return torch.where(lr == 0, 0, moved / lr)
+    return moved / lr if lr else torch.zeros_like(moved)
+
+
+def _before(taken: Taken) -> Tensor:
+    if taken.before is None:
+        raise ValueError(
+            "this step moved the momentum along with the parameter: pass before=, the parameter before the step"
+        )
+    return taken.before.detach()
+
+
+def _radial(taken: Taken) -> bool:
+    return taken.group.get("rows") is not None
+
+
+def _layout(taken: Taken) -> Layout:
+    if taken.group.get("joint") and len(taken.group["params"]) > 1:
+        raise UnreadableOptimizerError(
+            "rows that span several parameters cannot be read from one of them; the optimizer's telemetry has them"
+        )
+    return Layout(taken.group["rows"])
+
+
+def _rows(taken: Taken, tensor: Tensor) -> Tensor:
+    return _layout(taken).rows(geometry.as_float(tensor.detach(), "rows"))
+
+
+def _restore(taken: Taken, rows: Tensor) -> Tensor:
+    return _layout(taken).restore(rows, taken.param.shape)

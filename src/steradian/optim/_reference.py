@@ -1,0 +1,374 @@
+"""The steps in plain torch, row by row: the oracle of the fused ones, for any device and dtype.
+
+One function per optimizer, called with the rows of one parameter (or joint set) and its param group. Rows are
+(n, d), numbers per row (n, 1); x is a row before the step and y the row after it. Nothing is read back from the
+device.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from steradian import geometry
+from steradian.geometry import dot
+from steradian.optim._rows import RowSet
+
+__all__ = ["Motion", "adagradg", "adam", "adamg", "adamp", "emit", "emit_adam", "emit_sgd", "rate_of", "sgd"]
+
+Options = Mapping[str, Any]
+
+
+# What moves with a row --------------------------------------------------------------------------------------
+
+
+def square(q: Tensor) -> Tensor:
+    """⟨q,q⟩ of each row."""
+    # One pass where rows are short; over long rows torch's norm loses digits on the CPU, and its sum does not.
+    if q.shape[1] <= 2**14:
+        length: Tensor = torch.linalg.vector_norm(q, dim=1, keepdim=True)
+        return length.square_()
+    return dot(q, q)
+
+
+class Motion(NamedTuple):
+    """⟨x,x⟩ and ⟨y,y⟩ of a step from x to y, the squared ratio (r/r')², and the rows that lost their direction.
+
+    The step works with squares, so these must be normal numbers to all their digits: radii from 3e-16 to 1e19 in
+    float32, from 1e-146 to 1e154 in float64. A row that shrinks by more than the rounding unit in one step has no
+    direction left either: what remains of it is the rounding of the subtraction.
+    """
+
+    xx: Tensor
+    yy: Tensor
+    shrink: Tensor
+    gone: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, v: Tensor | None = None) -> "Motion":
+        """The motion from x to y; rows whose (r/r')² v would overflow count as gone, so that m and v stay alike."""
+        limits, xx, yy = torch.finfo(x.dtype), square(x), square(y)
+        shrink, largest = xx / yy, yy
+        if v is not None:
+            largest = torch.maximum(yy, shrink * (v if v.shape[1] == 1 else v.amax(dim=1, keepdim=True)))
+        there = (torch.minimum(xx, yy) >= limits.tiny / limits.eps) & (largest <= limits.max)
+        there &= shrink <= limits.eps**-2
+        gone = ~there
+        return cls(xx, yy, shrink.masked_fill_(gone, 1), gone)
+
+
+def carry_in_plane(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
+    """Transport, and rescale, a momentum in the plane of x and y, in place (App. D.2).
+
+    T(m) = (⟨x,y⟩m − ⟨m,y⟩x)/(r r'), which drops the radial part of m. Times r/r' it is Algorithm 1's line,
+    corrected: m ← (⟨y,x⟩m − ⟨m,y⟩x)/⟨y,y⟩. The products are taken from the vectors themselves: identities
+    between them cancel when a row collapses or is thrown far out. Collapsed rows keep their m.
+    """
+    scale = motion.yy if rescale else motion.xx.sqrt() * motion.yy.sqrt()
+    kept, removed = dot(x, y).div_(scale), dot(m, y).div_(scale)
+    gone = motion.gone | ~torch.isfinite(removed)
+    m.mul_(kept.masked_fill_(gone, 1)).addcmul_(x, removed.masked_fill_(gone, 0), value=-1)
+
+
+def carry(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
+    """Transport, and rescale, any momentum, in place: the general isometry of `geometry.transport`.
+
+    For steps that are not along the momentum, where T would shrink what is orthogonal to the plane of x and y.
+    """
+    u, p = ((row / rr.sqrt()).masked_fill_(motion.gone, 0) for row, rr in ((x, motion.xx), (y, motion.yy)))
+    moved = geometry.transport(m, u, p)
+    if rescale:
+        moved *= motion.shrink.sqrt()
+    m.copy_(torch.where(motion.gone | ~torch.isfinite(dot(moved, moved)), m, moved))
+
+
+def emit(rows: RowSet, piece: slice, x: Tensor, y: Tensor, pace: Tensor, start: float | Tensor = 1.0) -> None:
+    """Leave radius, angle and effective rate of the step from x to y in the telemetry.
+
+    The effective rate A/(1 − A⟨c,u⟩) of x' = x − η a ⊘ b (Section 2.4) is (η/b̄)/⟨x,x'⟩. It is 0 for a row that
+    has no direction.
+
+    Args:
+        rows: the rows.
+        piece: which of them.
+        x: before the step.
+        y: after it.
+        pace: η/b̄.
+        start: 1 − ηδ, what a decoupled decay δ leaves of x before the step.
+    """
+    assert rows.telemetry is not None, "telemetry is off"
+    rate = (pace / (start * dot(x, y))).masked_fill_(Motion.of(x, y).gone, 0)
+    rows.telemetry[piece] = torch.cat([geometry.norm(x), geometry.angle(x, y), rate], dim=1)
+
+
+def rate_of(group: Options) -> float | Tensor:
+    """The learning rate: a number, or a tensor without dimensions that is never read back."""
+    lr = group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
+
+
+# Adam -------------------------------------------------------------------------------------------------------
+
+
+def adam(rows: RowSet, group: Options) -> None:
+    """Adam without any of (a), (b), (c) (Section 4.2, App. D.2, Algorithm 1).
+
+    g = ∇L(x) + λx;  m ← β1 m + (1−β1) g;  v ← β2 v + (1−β2) g², without (a) the mean of g² over the row;
+    x' = x − η/(1−β1^t) · m/(√(v/(1−β2^t)) + ε), and (1−ηλ)x with g = ∇L(x) where the decay is decoupled;
+    without (b) m ← Γ(m) from u to u'; without (c) m ← (r/r') m and v ← (r/r')² v.
+
+    Where (b) is neutralized the L2 term never enters m, since the transport drops it: it acts through
+    x' = (1 − s(1−β1)λ)x − s m, so a row without a gradient keeps its direction. A row whose ‖g‖² is not finite
+    takes no step, as every row does under a gradient scaler.
+    """
+    step = rows.advance()
+    beta1, beta2 = group["betas"]
+    pace, root = rate_of(group) / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    scalar = "a" in group["without"]
+    x, gradient, m = rows.read("param"), rows.read("grad"), rows.read("exp_avg")
+    v = rows.number("exp_avg_sq") if scalar else rows.read("exp_avg_sq")
+    for piece in rows.pieces():
+        _adam(rows, piece, (x[piece], gradient[piece], m[piece], v[piece]), group, pace, root)
+    rows.write("param", x)
+    rows.write("exp_avg", m)
+    if scalar:
+        rows.share("exp_avg_sq")
+    else:
+        rows.write("exp_avg_sq", v)
+
+
+def _adam(
+    rows: RowSet,
+    piece: slice,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    group: Options,
+    pace: float | Tensor,
+    root: float | Tensor,
+) -> None:
+    x, gradient, m, v = tensors
+    without, (beta1, beta2), decay = group["without"], group["betas"], group["weight_decay"]
+    decoupled = group["decoupled_weight_decay"]
+    gradient = -gradient if group["maximize"] else gradient
+    g = gradient if decoupled or not decay else gradient.add(x, alpha=decay)
+    gg, largest = square(g), torch.finfo(g.dtype).max
+    usable = (gg <= largest).to(g.dtype)
+
+    m.lerp_(gradient if "b" in without else g, usable * (1 - beta1))
+    new = gg.div_(rows.d) if "a" in without else g.square()
+    v.lerp_(new.clamp_(max=largest), usable * (1 - beta2))
+    divisor = (v.sqrt() / root).add_(group["eps"])
+    s = (usable * pace) / divisor
+    if group["eps"] == 0:
+        s.masked_fill_(divisor == 0, 0)
+
+    start = 1 - rate_of(group) * decay if decoupled else 1.0
+    outside = "b" in without and decay and not decoupled
+    y = _moved(x, torch.rsub(s, start, alpha=(1 - beta1) * decay) if outside else start, m, s)
+    if "b" in without or "c" in without:
+        motion = Motion.of(x, y, v if "c" in without else None)
+        if "b" in without:
+            (carry_in_plane if "a" in without else carry)(m, x, y, motion, rescale="c" in without)
+        else:
+            m.mul_(motion.shrink.sqrt())
+        if "c" in without:
+            v.mul_(motion.shrink)
+    if rows.telemetry is not None:
+        emit(rows, piece, x, y, (1 - beta1) * pace / _mean_square(divisor).sqrt_(), start)
+    x.copy_(y)
+
+
+def emit_adam(rows: RowSet, before: Tensor, group: Options) -> None:
+    """Telemetry of rows that took torch's Adam step, from v as it left it."""
+    step, (beta1, beta2) = rows.states[0]["step"].to(torch.float64), group["betas"]
+    divisor = (rows.read("exp_avg_sq").sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+    pace = rate_of(group) * (1 - beta1) / (1 - beta1**step) / _mean_square(divisor).sqrt_()
+    start = 1 - rate_of(group) * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
+    emit(rows, slice(None), before, rows.read("param"), pace, start)
+
+
+def _moved(x: Tensor, kept: float | Tensor, m: Tensor, s: float | Tensor) -> Tensor:
+    """kept·x − s·m."""
+    whole = isinstance(kept, float) and kept == 1
+    if isinstance(s, Tensor) and s.ndim:
+        return torch.addcmul(x, m, s, value=-1) if whole else (x * kept).addcmul_(m, s, value=-1)
+    return (x if whole else x * kept) - m * s
+
+
+def _mean_square(q: Tensor) -> Tensor:
+    return dot(q, q) / q.shape[1]
+
+
+# SGD --------------------------------------------------------------------------------------------------------
+
+
+def sgd(rows: RowSet, group: Options) -> None:
+    """SGD whose momentum moves with the row: transported without (b), times r/r' without (c).
+
+    g = ∇L(x) + λx;  m ← μ m + (1−τ) g, in the first step m ← g;  x' = x − η m, with Nesterov x − η (g + μ m).
+    As in `adam`, where (b) is neutralized the L2 term acts on x alone.
+    """
+    x, gradient, m = rows.read("param"), rows.read("grad"), rows.read("momentum_buffer")
+    for piece in rows.pieces():
+        _sgd(rows, piece, (x[piece], gradient[piece], m[piece]), group)
+    rows.write("param", x)
+    rows.write("momentum_buffer", m)
+
+
+def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], group: Options) -> None:
+    x, gradient, m = tensors
+    without, lr, decay, momentum = group["without"], rate_of(group), group["weight_decay"], group["momentum"]
+    gradient = -gradient if group["maximize"] else gradient
+    outside = decay if "b" in without else 0.0
+    g = gradient.add(x, alpha=decay) if decay and not outside else gradient
+    share = 1.0 if rows.fresh else 1 - group["dampening"]
+    m.mul_(momentum).add_(g, alpha=share)
+
+    direction, l2 = m, outside * share
+    if group["nesterov"]:
+        direction, l2 = g.add(m, alpha=momentum), outside + momentum * l2
+    y = _moved(x, 1 - lr * l2, direction, lr)
+    motion = Motion.of(x, y)
+    if "b" in without:
+        (carry if group["nesterov"] else carry_in_plane)(m, x, y, motion, rescale="c" in without)
+    else:
+        m.mul_(motion.shrink.sqrt())
+    if rows.telemetry is not None:
+        emit(rows, piece, x, y, _sgd_pace(group))
+    x.copy_(y)
+
+
+def emit_sgd(rows: RowSet, before: Tensor, group: Options) -> None:
+    """Telemetry of rows that took torch's SGD step."""
+    emit(rows, slice(None), before, rows.read("param"), _sgd_pace(group))
+
+
+def _sgd_pace(group: Options) -> Tensor:
+    """η/b̄: b is 1/(1−τ) where a is in units of a gradient."""
+    return torch.as_tensor(rate_of(group) * (1 - group["dampening"] if group["momentum"] else 1))
+
+
+# On the unit sphere -----------------------------------------------------------------------------------------
+
+
+def _length(q: Tensor) -> Tensor:
+    """‖q‖ without overflow or underflow, rounded in a way that other rows have no part in."""
+    scale = q.abs().amax(dim=1, keepdim=True)
+    scale.masked_fill_(scale == 0, 1)
+    length: Tensor = torch.linalg.vector_norm(q / scale, dim=1, keepdim=True)
+    return scale * length
+
+
+def _direction(q: Tensor) -> tuple[Tensor, Tensor]:
+    """r and u, 0 for a collapsed row."""
+    r = _length(q)
+    gone = geometry.collapsed(r)
+    return r, (q / r.masked_fill(gone, 1)).masked_fill_(gone, 0)
+
+
+def _on_sphere(x: Tensor, gradient: Tensor, group: Options) -> tuple[Tensor, Tensor]:
+    """u and ∇L(u) = r∇L(x) (Lemma 1); a row without a direction keeps its 0 and its gradient."""
+    r, u = _direction(x)
+    at_u = gradient * r.masked_fill(geometry.collapsed(r), 1)
+    return u, -at_u if group["maximize"] else at_u
+
+
+def _landed(u: Tensor, y: Tensor) -> Tensor:
+    """The direction of y, and u where y has none."""
+    r, direction = _direction(y)
+    return torch.where(geometry.collapsed(r), u, direction)
+
+
+def adagradg(rows: RowSet, group: Options) -> None:
+    """AdaGradG (Section 3.2): x̂ = x − η ∇L(x)/√v;  x' = x̂/‖x̂‖;  v ← β v + ‖∇L(x)‖².
+
+    v is used before it is updated. A row whose new v is not finite takes no step.
+    """
+    x, gradient, v = rows.read("param"), rows.read("grad"), rows.number("sum")
+    for piece in rows.pieces():
+        u, g = _on_sphere(x[piece], gradient[piece], group)
+        v_next = group["beta"] * v[piece] + dot(g, g)
+        usable = torch.isfinite(v_next)
+        pace = torch.where(usable & (v[piece] > 0), rate_of(group) / v[piece].sqrt(), 0)
+        y = u - pace * torch.where(usable, g, 0)
+        if rows.telemetry is not None:
+            emit(rows, piece, u, y, pace)
+        x[piece] = _landed(u, y)
+        v[piece] = torch.where(usable, v_next, v[piece])
+    rows.write("param", x)
+    rows.share("sum")
+
+
+def adamg(rows: RowSet, group: Options) -> None:
+    """Adam-G of Cho & Lee (2017), per unit row, with h the tangent gradient clipped to ‖h‖ ≤ clip.
+
+    m ← β1 m + (1−β1)h;  v ← β2 v + (1−β2)‖h‖²;  δ = −η √(1−β2^t)/(1−β1^t) · m/√(v + ε);
+    x' = Exp_x(δ), and m is transported along the geodesic. With `retraction` there is no clip and
+    x' = (x + δ)/‖x + δ‖. A row whose ‖h‖² is not finite takes no step.
+    """
+    step = rows.advance()
+    beta1, beta2 = group["betas"]
+    rate = rate_of(group) * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+    x, gradient, m = rows.read("param"), rows.read("grad"), rows.read("exp_avg")
+    v = rows.number("exp_avg_sq")
+    for piece in rows.pieces():
+        u, g = _on_sphere(x[piece], gradient[piece], group)
+        h = geometry.tangent(g, u)
+        if not group["retraction"]:
+            h *= group["clip"] / _length(h).clamp_(min=group["clip"])
+        hh = dot(h, h)
+        usable = torch.isfinite(hh)
+        momentum, moment = m[piece], v[piece]
+        momentum.lerp_(h, usable.to(m.dtype).mul_(1 - beta1))
+        moment.copy_(torch.where(usable, moment.lerp(hh, 1 - beta2), moment))
+        root = (moment + group["eps"]).sqrt_()
+        pace = torch.where(usable & (root > 0), rate / root, 0)
+        delta = -pace * momentum
+        theta = _length(delta)
+        reached = u + delta if group["retraction"] else theta.cos() * u + torch.sinc(theta / math.pi) * delta
+        y = _landed(u, reached)
+        carry_in_plane(momentum, u, y, Motion.of(u, y), rescale=False)
+        if rows.telemetry is not None:
+            # tan θ = η^e‖c^⊥‖ with c = m/(1−β1) defines the effective rate of a step along a geodesic too.
+            turned = pace if group["retraction"] else pace * (theta.tan() / theta).masked_fill_(theta == 0, 1)
+            emit(rows, piece, u, y, (1 - beta1) * turned * dot(u, y))
+        x[piece] = y
+    rows.write("param", x)
+    rows.write("exp_avg", m)
+    rows.share("exp_avg_sq")
+
+
+# AdamP ------------------------------------------------------------------------------------------------------
+
+
+def adamp(rows: RowSet, group: Options) -> None:
+    """AdamP (Heo et al., 2021) on rows that are known to be radial: the step is always projected.
+
+    q = m/(√(v/(1−β2^t)) + ε), with Nesterov β1 m + (1−β1)g for m;  q^⊥ = q − ⟨q,ū⟩ū with ū = x/(‖x‖ + ε);
+    x' = (1 − ηλρ)x − η/(1−β1^t) q^⊥, with ρ the ratio of the decay. A row whose ‖g‖² is not finite takes no step.
+    """
+    step = rows.advance()
+    beta1, beta2 = group["betas"]
+    lr = rate_of(group)
+    pace, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    kept = 1 - lr * group["weight_decay"] * group["wd_ratio"]
+    x, gradient, m, v = (rows.read(name) for name in ("param", "grad", "exp_avg", "exp_avg_sq"))
+    for piece in rows.pieces():
+        at, g, momentum, moment = x[piece], gradient[piece], m[piece], v[piece]
+        g = -g if group["maximize"] else g
+        usable = torch.isfinite(dot(g, g))
+        weight = usable.to(m.dtype)
+        momentum.lerp_(g, weight * (1 - beta1))
+        moment.copy_(torch.where(usable, moment * beta2 + g.square().mul_(1 - beta2), moment))
+        divisor = (moment.sqrt() / root).add_(group["eps"])
+        ahead = momentum.lerp(g, 1 - beta1) if group["nesterov"] else momentum
+        q = torch.where(usable & (divisor > 0), ahead / divisor, 0)
+        unit = at / (_length(at) + group["eps"])
+        q -= dot(q, unit) * unit
+        y = at * kept - q * pace
+        if rows.telemetry is not None:
+            emit(rows, piece, at, y, (1 - beta1) * pace / _mean_square(divisor).sqrt_(), kept)
+        at.copy_(y)
+    for name, value in (("param", x), ("exp_avg", m), ("exp_avg_sq", v)):
+        rows.write(name, value)

@@ -1,0 +1,118 @@
+"""What parameters without rows get: torch's own functional updates, bit for bit, and AdamP's without projection."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+from torch.optim.sgd import sgd as torch_sgd
+
+from steradian.optim._reference import rate_of
+
+__all__ = ["adam", "adamp", "sgd"]
+
+Options = Mapping[str, Any]
+States = Sequence[dict[str, Tensor]]
+
+
+def adam(
+    params: list[Tensor],
+    states: States,
+    group: Options,
+    *,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """`torch.optim.Adam`'s update; `decoupled_weight_decay` makes it AdamW's.
+
+    Args:
+        params: parameters with a gradient.
+        states: step, exp_avg and exp_avg_sq of each.
+        group: their settings.
+        grad_scale: what the gradients are to be divided by, in a fused step.
+        found_inf: 1 for a fused step that is to be skipped.
+    """
+    beta1, beta2 = group["betas"]
+    torch_adam(
+        params,
+        _gradients(params),
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        # torch accepts capturable on accelerators alone; on a CPU it has no meaning.
+        capturable=group["capturable"] and params[0].device.type != "cpu",
+        # A count on the device would be read back by any implementation but the fused one.
+        fused=True if states[0]["step"].device.type != "cpu" or grad_scale is not None else None,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        decoupled_weight_decay=group.get("decoupled_weight_decay", False),
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+def sgd(params: list[Tensor], states: States, group: Options) -> None:
+    """`torch.optim.SGD`'s update."""
+    lr, momentum = rate_of(group), group.get("momentum", 0.0)
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        _sgd_without_reading(params, states, group, lr)
+        return
+    buffers = [state.get("momentum_buffer") for state in states]
+    torch_sgd(
+        params,
+        _gradients(params),
+        buffers,
+        weight_decay=group["weight_decay"],
+        momentum=momentum,
+        lr=lr,  # type: ignore[arg-type]  # torch's annotation leaves its own tensor rates out
+        dampening=group.get("dampening", 0.0),
+        nesterov=group.get("nesterov", False),
+        maximize=group["maximize"],
+    )
+    for state, buffer in zip(states, buffers, strict=True):
+        if buffer is not None:
+            state["momentum_buffer"] = buffer
+
+
+def _sgd_without_reading(params: list[Tensor], states: States, group: Options, lr: Tensor) -> None:
+    """The same for a rate on an accelerator, which torch's function would read back in every step."""
+    decay, momentum = group["weight_decay"], group.get("momentum", 0.0)
+    for param, gradient, state in zip(params, _gradients(params), states, strict=True):
+        g = -gradient if group["maximize"] else gradient
+        g = g.add(param, alpha=decay) if decay else g
+        if momentum:
+            if "momentum_buffer" in state:
+                state["momentum_buffer"].mul_(momentum).add_(g, alpha=1 - group["dampening"])
+            else:
+                state["momentum_buffer"] = g.clone()
+            g = g.add(state["momentum_buffer"], alpha=momentum) if group["nesterov"] else state["momentum_buffer"]
+        param.sub_(g * lr)
+
+
+def adamp(params: list[Tensor], states: States, group: Options) -> None:
+    """AdamP where it does not project: AdamW's update, along β1 m + (1−β1)g with Nesterov."""
+    if not group["nesterov"]:
+        adam(params, states, {**group, "decoupled_weight_decay": True})
+        return
+    beta1, beta2 = group["betas"]
+    lr = rate_of(group)
+    for param, gradient, state in zip(params, _gradients(params), states, strict=True):
+        state["step"] += 1
+        step = state["step"].item() if state["step"].device.type == "cpu" else state["step"]
+        g = -gradient if group["maximize"] else gradient
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        divisor = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+        param.mul_(1 - lr * group["weight_decay"])
+        param.sub_(m.lerp(g, 1 - beta1).div_(divisor).mul_(lr / (1 - beta1**step)))
+
+
+def _gradients(params: list[Tensor]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]

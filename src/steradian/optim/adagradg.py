@@ -1,0 +1,125 @@
+"""AdaGradG: the scheme on the unit sphere that SGD is equivalent to (Section 3.2, Theorem 4)."""
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from steradian import geometry
+from steradian.equivalence import adagradg_from_sgd
+from steradian.groups import Layout
+from steradian.optim import _reference, _rest
+from steradian.optim._base import Options, Params, RowOptimizer, check, check_number, check_rate, per_row
+
+__all__ = ["AdaGradG"]
+
+
+class AdaGradG(RowOptimizer):
+    """AdaGradG on rows, which stay on the unit sphere; SGD on the other parameters.
+
+    x̂ = x − η ∇L(x)/√v;  x' = x̂/‖x̂‖;  v ← β v + ‖∇L(x)‖², with v used before it is updated.
+
+    Rows are put on the sphere by the first step, whatever their radius: it starts from u and takes ∇L(u) as
+    r∇L(x) (Lemma 1). A row of zeros stays until a gradient moves it. The defaults are what Theorem 4 makes of SGD
+    with rate 0.1 and no L2 from radius 1; `from_sgd` does it for any SGD.
+
+    Args:
+        params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).
+        lr: rate η on the sphere.
+        beta: β, what each step keeps of v.
+        v0: v before the first step: a number, or in a param group a tensor with one for each row, or a list of
+            such tensors, one for each parameter.
+        weight_decay: L2 coefficient of the parameters without rows; rows have none.
+        rest_lr: rate of param groups without rows that give no rate.
+        maximize: ascend.
+
+    >>> weight = torch.nn.Parameter(torch.randn(8, 3))
+    >>> optimizer = AdaGradG.from_sgd([{"params": [weight], "rows": "filter"}], lr=0.1, weight_decay=5e-4)
+    """
+
+    _reference = staticmethod(_reference.adagradg)
+    _row_state = frozenset({"sum"})
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.5**0.5,
+        beta: float = 1.0,
+        v0: float | Tensor | list[Tensor] = 50.0,
+        *,
+        weight_decay: float = 0.0,
+        rest_lr: float = 0.1,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "beta": beta,
+            "v0": v0,
+            "weight_decay": weight_decay,
+            "rest_lr": rest_lr,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    @classmethod
+    def from_sgd(cls, params: Iterable[dict[str, Any]], lr: float, weight_decay: float = 0.0) -> Self:
+        """The AdaGradG that SGD with this rate and L2 from the present radii is equivalent to (Theorem 4).
+
+        Args:
+            params: param groups.
+            lr: SGD's rate η, also of the parameters without rows.
+            weight_decay: SGD's L2 coefficient λ, also of the parameters without rows.
+        """
+        groups = []
+        for group in params:
+            if group.get("rows") is None:
+                groups.append({**group, "lr": lr, "weight_decay": weight_decay})
+                continue
+            tensors = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            radii = _radii(tensors, Layout(group["rows"]), bool(group.get("joint")))
+            made = [adagradg_from_sgd(lr, weight_decay, radius) for radius in radii]
+            constants = {"lr": made[0]["lr"], "beta": made[0]["beta"], "v0": [each["v0"] for each in made]}
+            groups.append({**group, "params": tensors, **constants})
+        return cls(groups)
+
+    def add_param_group(self, param_group: Options) -> None:
+        """Add a param group; without rows its rate is `rest_lr` unless it has one."""
+        if isinstance(param_group, dict) and param_group.get("rows") is None:
+            param_group.setdefault("lr", self.defaults["rest_lr"])
+        super().add_param_group(param_group)
+
+    def _check(self, group: Options) -> None:
+        check_rate(group)
+        check_number(group, "rest_lr")
+        check_number(group, "weight_decay")
+        check(isinstance(group["beta"], int | float) and 0 <= group["beta"] <= 1, "beta", group["beta"], "in [0, 1]")
+        v0 = group["v0"]
+        if isinstance(v0, list):
+            check(len(v0) == len(group["params"]), "v0", v0, "a list with one tensor for each parameter")
+        for each in v0 if isinstance(v0, list) else [v0]:
+            check(bool((torch.as_tensor(each) > 0).all()), "v0", each, "positive")
+
+    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
+        if layout is None:
+            return {}
+        v, v0 = per_row(param, layout), group["v0"]
+        if isinstance(v0, list):
+            v0 = next(each for each, other in zip(v0, group["params"], strict=True) if other is param)
+        if isinstance(v0, Tensor):
+            check(v0.numel() in (1, len(v)), "v0", tuple(v0.shape), f"one number for each of {len(v)} rows")
+            v.copy_(v0.reshape(-1).expand(len(v)))
+        else:
+            v.fill_(v0)
+        return {"sum": v}
+
+    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+        _rest.sgd(params, states, group)
+
+
+def _radii(params: list[Tensor], layout: Layout, joint: bool) -> list[Tensor]:
+    """r of each row, for each parameter."""
+    if joint:
+        together = geometry.norm(layout.join([param.detach() for param in params])).squeeze(1)
+        return [together] * len(params)
+    return [geometry.norm(layout.rows(param.detach())).squeeze(1) for param in params]

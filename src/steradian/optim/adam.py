@@ -1,0 +1,191 @@
+"""Adam whose geometric phenomena can be switched off on radially invariant rows (Section 4, App. D.2)."""
+
+from torch import Tensor
+
+from steradian.groups import Layout
+from steradian.optim import _reference, _rest
+from steradian.optim._base import (
+    Options,
+    Params,
+    RowOptimizer,
+    check,
+    check_betas,
+    check_number,
+    check_rate,
+    like,
+    per_row,
+    step_count,
+)
+from steradian.optim._rows import RowSet
+
+__all__ = ["Adam", "AdamS", "AdamSRT"]
+
+
+class Adam(RowOptimizer):
+    """Adam, and without any of the phenomena (a), (b), (c) on param groups that have rows.
+
+    g = ∇L(x) + λx;  m ← β1 m + (1−β1) g;  v ← β2 v + (1−β2) g²;  x' = x − η m̂/(√v̂ + ε) with
+    m̂ = m/(1−β1^t), v̂ = v/(1−β2^t), ε as in torch. Then, for every letter in `without`:
+
+    | | phenomenon | what replaces it |
+    |---|---|---|
+    | "a" | the division by √v deforms the gradient | v is the mean of g² over the row: one number per row |
+    | "b" | past gradients and L2 terms leave the tangent space | m is transported from u to u' |
+    | "c" | past gradients are weighed by r_k/r_i | m ← (r/r') m and v ← (r/r')² v |
+
+    "ab" and "abc" are the paper's; all eight subsets work. The step of "ab" and "abc" is along m, so the transport
+    is the paper's T; where the element-wise division stays ("b", "bc") it is the general isometry. r is the radius
+    before any decay. `without=""`, and every parameter whose group has no rows, gets `torch.optim.Adam`'s update,
+    bit for bit.
+
+    Decay is coupled (L2), as in the paper. AdamW† of the paper, decoupled on rows alone, is a matter of groups:
+    give the groups with rows `decoupled_weight_decay=True`.
+
+    A row that has no direction before or after a step (see `_reference.Motion`) keeps its m and v as they are. A
+    row whose ‖g‖² overflows takes no step. Neither touches other rows, and none becomes NaN.
+
+    Args:
+        params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).
+        lr: rate η, a number or a tensor.
+        betas: β1 and β2.
+        eps: ε.
+        weight_decay: λ.
+        without: letters out of "abc", in any order; a param group may have its own.
+        decoupled_weight_decay: x ← (1−ηλ)x instead of the L2 term.
+        maximize: ascend.
+        capturable: keep the step count on the device, for graphs.
+        fused: True for the fused step: Triton kernels, on a GPU. Otherwise the reference. Experimental: the kernels
+            are checked in Triton's interpreter, and on a GPU for parameters of one tile shape at a time.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(8, 3))
+    >>> optimizer = Adam([{"params": [weight], "rows": "filter"}], lr=1e-3, without="abc")
+    >>> weight.grad = torch.randn(8, 3)
+    >>> optimizer.step()
+    >>> optimizer.state[weight]["exp_avg_sq"].shape
+    torch.Size([8])
+    """
+
+    _reference = staticmethod(_reference.adam)
+    _has_fused = True
+    _row_state = frozenset({"exp_avg_sq"})
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        without: str = "",
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        capturable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "without": without,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+            "capturable": capturable,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's gradient scaler asks: the step takes its scale and verdict as tensors, on the device."""
+        return all(self._is_fused(group) for group in self.param_groups)
+
+    def _check(self, group: Options) -> None:
+        check_rate(group)
+        check_betas(group)
+        check_number(group, "eps")
+        check_number(group, "weight_decay")
+        group["without"] = letters(group["without"])
+
+    def _layout(self, group: Options) -> Layout | None:
+        return super()._layout(group) if group["without"] else None
+
+    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
+        scalar = layout is not None and "a" in group["without"]
+        return {
+            "step": step_count(param, on_device=self._on_device(group)),
+            "exp_avg": like(param),
+            "exp_avg_sq": per_row(param, layout) if scalar and layout is not None else like(param),
+        }
+
+    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        _rest.adam(params, states, group, grad_scale=scale, found_inf=found)
+
+    def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
+        _reference.emit_adam(rows, before, group)
+
+
+class AdamS(Adam):
+    """Adam without (a): the division standardized to one number per row, `Adam(..., without="a")`."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        capturable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(
+            *(params, lr, betas, eps, weight_decay),
+            without="a",
+            decoupled_weight_decay=decoupled_weight_decay,
+            maximize=maximize,
+            capturable=capturable,
+            fused=fused,
+        )
+
+
+class AdamSRT(Adam):
+    """Adam without (a), (b) and (c), Algorithm 1 of the paper: `Adam(..., without="abc")`."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        capturable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(
+            *(params, lr, betas, eps, weight_decay),
+            without="abc",
+            decoupled_weight_decay=decoupled_weight_decay,
+            maximize=maximize,
+            capturable=capturable,
+            fused=fused,
+        )
+
+
+def letters(without: str) -> str:
+    """The letters of `without` in order.
+
+    >>> letters("cab")
+    'abc'
+    """
+    fine = isinstance(without, str) and set(without) <= set("abc") and len(set(without)) == len(without)
+    check(fine, "without", without, 'letters out of "abc", each at most once')
+    return "".join(sorted(without))

@@ -1,0 +1,101 @@
+"""Adam-G of Cho & Lee (2017), which lives on the unit sphere, and the form that the paper describes."""
+
+from torch import Tensor
+
+from steradian.groups import Layout
+from steradian.optim import _reference, _rest
+from steradian.optim._base import (
+    Options,
+    Params,
+    RowOptimizer,
+    check,
+    check_betas,
+    check_number,
+    check_rate,
+    like,
+    per_row,
+    step_count,
+)
+
+__all__ = ["AdamG"]
+
+
+class AdamG(RowOptimizer):
+    """Adam-G on rows, which stay on the unit sphere; Adam on the other parameters.
+
+    With h the tangent part of ∇L(x), clipped to ‖h‖ ≤ clip: m ← β1 m + (1−β1)h;  v ← β2 v + (1−β2)‖h‖²;
+    δ = −η √(1−β2^t)/(1−β1^t) · m/√(v + ε);  x' = x cos‖δ‖ + (δ/‖δ‖) sin‖δ‖, and m is transported along the way.
+
+    The paper says that AdamG "projects the weight on the sphere after each step": that is `retraction=True`,
+    x' = (x + δ)/‖x + δ‖ without the clip. Rows are put on the sphere by the first step, whatever their radius: it
+    starts from u and takes ∇L(u) as r∇L(x) (Lemma 1). A row of zeros stays until a gradient moves it.
+
+    Args:
+        params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).
+        lr: rate η on the sphere.
+        betas: β1 and β2.
+        eps: ε, inside the root on rows and outside on the other parameters.
+        clip: longest tangent gradient.
+        retraction: the form that the paper describes.
+        weight_decay: L2 coefficient of the parameters without rows; rows have none.
+        rest_lr: rate of param groups without rows that give no rate.
+        maximize: ascend.
+        capturable: keep the step count on the device, for graphs.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.randn(8, 3))
+    >>> optimizer = AdamG([{"params": [weight], "rows": "filter"}], lr=0.01)
+    """
+
+    _reference = staticmethod(_reference.adamg)
+    _row_state = frozenset({"exp_avg_sq"})
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.01,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        *,
+        clip: float = 0.1,
+        retraction: bool = False,
+        weight_decay: float = 0.0,
+        rest_lr: float = 1e-3,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "clip": clip,
+            "retraction": retraction,
+            "weight_decay": weight_decay,
+            "rest_lr": rest_lr,
+            "maximize": maximize,
+            "capturable": capturable,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: Options) -> None:
+        """Add a param group; without rows its rate is `rest_lr` unless it has one."""
+        if isinstance(param_group, dict) and param_group.get("rows") is None:
+            param_group.setdefault("lr", self.defaults["rest_lr"])
+        super().add_param_group(param_group)
+
+    def _check(self, group: Options) -> None:
+        check_rate(group)
+        check_betas(group)
+        for name in ("eps", "weight_decay", "rest_lr"):
+            check_number(group, name)
+        check(isinstance(group["clip"], int | float) and group["clip"] > 0, "clip", group["clip"], "a number > 0")
+
+    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
+        return {
+            "step": step_count(param, on_device=self._on_device(group)),
+            "exp_avg": like(param),
+            "exp_avg_sq": like(param) if layout is None else per_row(param, layout),
+        }
+
+    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+        _rest.adam(params, states, group)

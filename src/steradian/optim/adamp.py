@@ -1,0 +1,85 @@
+"""AdamP (Heo et al., 2021) for comparison: its test per step replaced by rows that are known to be radial."""
+
+from torch import Tensor
+
+from steradian.groups import Layout
+from steradian.optim import _reference, _rest
+from steradian.optim._base import (
+    Options,
+    Params,
+    RowOptimizer,
+    check_betas,
+    check_number,
+    check_rate,
+    like,
+    step_count,
+)
+
+__all__ = ["AdamP"]
+
+
+class AdamP(RowOptimizer):
+    """AdamP that projects its step on param groups that have rows, always, and nowhere else.
+
+    q = m/(√(v/(1−β2^t)) + ε);  q^⊥ = q − ⟨q,ū⟩ū with ū = x/(‖x‖ + ε);  x' = (1 − ηλρ)x − η/(1−β1^t) q^⊥. The
+    `adamp` package decides by the cosine of x and ∇L(x) in every step, for filters first and then for the whole
+    tensor; where it projects, this is equal to it under "filter" and "tensor". Other parameters get AdamW's update.
+
+    Args:
+        params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).
+        lr: rate η.
+        betas: β1 and β2.
+        eps: ε.
+        weight_decay: λ, decoupled.
+        wd_ratio: ρ, what is left of the decay on rows.
+        nesterov: step along β1 m + (1−β1)∇L(x).
+        maximize: ascend.
+        capturable: keep the step count on the device, for graphs.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.randn(8, 3))
+    >>> optimizer = AdamP([{"params": [weight], "rows": "filter"}], lr=1e-3, weight_decay=1e-2)
+    """
+
+    _reference = staticmethod(_reference.adamp)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        wd_ratio: float = 0.1,
+        nesterov: bool = False,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "wd_ratio": wd_ratio,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "capturable": capturable,
+        }
+        super().__init__(params, defaults)
+
+    def _check(self, group: Options) -> None:
+        check_rate(group)
+        check_betas(group)
+        for name in ("eps", "weight_decay", "wd_ratio"):
+            check_number(group, name)
+
+    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
+        return {
+            "step": step_count(param, on_device=self._on_device(group)),
+            "exp_avg": like(param),
+            "exp_avg_sq": like(param),
+        }
+
+    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+        _rest.adamp(params, states, group)

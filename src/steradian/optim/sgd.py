@@ -1,0 +1,86 @@
+"""SGD whose momentum moves with radially invariant rows (Section 4, App. D.2 applied to SGD with momentum)."""
+
+from torch import Tensor
+
+from steradian.groups import Layout
+from steradian.optim import _reference, _rest
+from steradian.optim._base import Options, Params, RowOptimizer, check, check_number, check_rate, like
+from steradian.optim._rows import RowSet
+from steradian.optim.adam import letters
+
+__all__ = ["SGD"]
+
+
+class SGD(RowOptimizer):
+    """SGD, and with a momentum that is transported and rescaled on param groups that have rows.
+
+    g = ∇L(x) + λx;  m ← μ m + (1−τ) g (m ← g in the first step);  x' = x − η m, with Nesterov x − η (g + μ m).
+    Then "b": m is transported from u to u', and "c": m ← (r/r') m. With Nesterov the step is not along m and the
+    transport is the general isometry. SGD does not deform gradients: "a" is accepted and changes nothing.
+    `without=""`, no momentum, and parameters whose group has no rows get `torch.optim.SGD`'s update, bit for bit.
+
+    A row that has no direction before or after a step keeps its momentum as it is.
+
+    Args:
+        params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).
+        lr: rate η, a number or a tensor.
+        momentum: μ.
+        dampening: τ.
+        weight_decay: λ, coupled.
+        nesterov: Nesterov's momentum.
+        without: letters out of "abc", in any order; a param group may have its own.
+        maximize: ascend.
+        fused: None or False; there is no fused SGD.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(8, 3))
+    >>> optimizer = SGD([{"params": [weight], "rows": "filter"}], lr=0.1, momentum=0.9, without="bc")
+    """
+
+    _reference = staticmethod(_reference.sgd)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        without: str = "",
+        maximize: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "without": without,
+            "maximize": maximize,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    def _check(self, group: Options) -> None:
+        check_rate(group)
+        for name in ("momentum", "dampening", "weight_decay"):
+            check_number(group, name)
+        fine = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
+        check(fine, "nesterov", group["nesterov"], "False without momentum or with dampening")
+        group["without"] = letters(group["without"])
+
+    def _layout(self, group: Options) -> Layout | None:
+        moves = group["momentum"] and ("b" in group["without"] or "c" in group["without"])
+        return super()._layout(group) if moves else None
+
+    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
+        return {} if layout is None else {"momentum_buffer": like(param)}
+
+    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+        _rest.sgd(params, states, group)
+
+    def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
+        _reference.emit_sgd(rows, before, group)

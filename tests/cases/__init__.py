@@ -1,0 +1,30 @@
+"""Models with hand-labelled rows, by subject. `CASES` is what the discovery must get right."""
+
+from cases import (
+    attention,
+    blocks,
+    calls,
+    convolutions,
+    linear,
+    sequences,
+    sharing,
+    transposed,
+    traps,
+    weights,
+)
+from cases._case import Case
+
+__all__ = ["CASES", "Case"]
+
+CASES: list[Case] = [
+    *convolutions.CASES,
+    *transposed.CASES,
+    *blocks.CASES,
+    *linear.CASES,
+    *sequences.CASES,
+    *attention.CASES,
+    *weights.CASES,
+    *sharing.CASES,
+    *calls.CASES,
+    *traps.CASES,
+]

@@ -1,0 +1,145 @@
+"""Weights that look invariant to one kind of test and are not, or the other way round."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cases._case import Custom, case, images, net, parameter, randn, vectors
+
+
+class FrozenBatchNorm(nn.BatchNorm2d):
+    """Uses its running statistics in training too."""
+
+    def train(self, mode: bool = True) -> "FrozenBatchNorm":
+        return super().train(False)
+
+
+def _noisy(m: nn.Module, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y + torch.randn_like(y)).tanh()
+
+
+def _noisy_gain(m: nn.Module, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y * (1 + 0.3 * torch.randn_like(y))).tanh()
+
+
+CASES = [
+    case(
+        "detached_length",  # the values do not change with the radius, but the gradient is not tangent
+        lambda: Custom(lambda m, x: (functional.linear(x, m.w / m.w.norm().detach())).tanh(), w=parameter(5, 6)),
+        vectors,
+        facts=("w",),
+    ),
+    case(
+        "detached_radius",  # the gradient is tangent, but the values change with the radius
+        lambda: Custom(
+            lambda m, x: functional.linear(x, m.w.norm().detach() * m.w / m.w.norm()).tanh(), w=parameter(5, 6)
+        ),
+        vectors,
+    ),
+    case(
+        "frozen_statistics",
+        lambda: net(conv=nn.Conv2d(3, 5, 3, bias=False), bn=FrozenBatchNorm(5), act=nn.Tanh(), head=nn.Conv2d(5, 2, 1)),
+        images,
+    ),
+    case(
+        "noise_before_bn",
+        lambda: Custom(_noisy, conv=nn.Conv2d(3, 5, 3, bias=False), bn=nn.BatchNorm2d(5)),
+        images,
+    ),
+    case(
+        "noisy_gain_before_bn",
+        lambda: Custom(_noisy_gain, conv=nn.Conv2d(3, 5, 3, bias=False), bn=nn.BatchNorm2d(5)),
+        images,
+        rows={"conv.weight": "filter"},
+    ),
+    case(
+        "constant_before_bn",  # a fixed map added to the features is felt by every filter
+        lambda: Custom(
+            lambda m, x: m.bn(m.conv(x) + torch.linspace(-1, 1, 6, dtype=x.dtype)).tanh(),
+            conv=nn.Conv2d(3, 5, 3, bias=False),
+            bn=nn.BatchNorm2d(5),
+        ),
+        images,
+    ),
+    case(
+        "residual_of_input_bn",
+        lambda: Custom(
+            lambda m, x: m.bn(x + m.conv(x)).tanh(),
+            conv=nn.Conv2d(3, 3, 3, padding=1, bias=False),
+            bn=nn.BatchNorm2d(3),
+        ),
+        images,
+    ),
+    case(
+        "norm_before_weight",
+        lambda: net(bn=nn.BatchNorm2d(3), act=nn.Tanh(), conv=nn.Conv2d(3, 5, 3)),
+        images,
+    ),
+    case(
+        "mean_removed_only",  # centered but not scaled
+        lambda: Custom(lambda m, x: (m.fc(x) - m.fc(x).mean(0)).tanh(), fc=nn.Linear(6, 5)),
+        vectors,
+        no_effect="fc.bias",
+    ),
+    case(
+        "soft_norm",  # divided by 1 + length
+        lambda: Custom(lambda m, x: m.fc(x) / (1 + m.fc(x).norm(dim=-1, keepdim=True)), fc=nn.Linear(6, 5)),
+        vectors,
+    ),
+    case(
+        "half_power_norm",  # divided by the root of its length: half of the scale is left
+        lambda: Custom(
+            lambda m, x: m.fc(x) / m.fc(x).norm(dim=-1, keepdim=True).sqrt(), fc=nn.Linear(6, 5, bias=False)
+        ),
+        vectors,
+    ),
+    case(
+        "ratio_of_layers",  # invariant together, and each is the inverse of the other alone
+        lambda: Custom(
+            lambda m, x: (m.a(x) / m.b(x).norm(dim=-1, keepdim=True)).tanh(),
+            a=nn.Linear(6, 5, bias=False),
+            b=nn.Linear(6, 4, bias=False),
+        ),
+        vectors,
+        joint={"a.weight b.weight": "tensor"},
+    ),
+    case(
+        "bn_of_one_branch_of_a_product",
+        lambda: Custom(
+            lambda m, x: m.bn(m.a(x)) * m.b(x),
+            a=nn.Linear(6, 5, bias=False),
+            bn=nn.BatchNorm1d(5),
+            b=nn.Linear(6, 5),
+        ),
+        vectors,
+        rows={"a.weight": "filter"},
+    ),
+    case(
+        "tiny_weights_bn",  # small, but the variance still wins over epsilon
+        lambda: net(conv=_scaled(nn.Conv2d(3, 5, 3, bias=False), 0.3), bn=nn.BatchNorm2d(5), act=nn.Tanh()),
+        images,
+        rows={"conv.weight": "filter"},
+    ),
+    case(
+        "huge_weights_bn",
+        lambda: net(conv=_scaled(nn.Conv2d(3, 5, 3, bias=False), 300.0), bn=nn.BatchNorm2d(5), act=nn.Tanh()),
+        images,
+        rows={"conv.weight": "filter"},
+    ),
+    case(
+        "large_epsilon",  # a norm whose epsilon is of the size of the variance is not one
+        lambda: Custom(
+            lambda m, x: functional.batch_norm(m.conv(x), None, None, training=True, eps=1.0).tanh(),
+            conv=nn.Conv2d(3, 5, 3, bias=False),
+        ),
+        randn(6, 3, 6, 6),
+    ),
+]
+
+
+def _scaled(layer: nn.Module, factor: float) -> nn.Module:
+    with torch.no_grad():
+        layer.weight.mul_(factor)
+    return layer

@@ -1,0 +1,377 @@
+"""find_groups as a user meets it: no trace, clear errors, words, parameter groups, cost."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from steradian.discovery import find_groups
+from steradian.groups import Groups, Layout
+
+
+def conv_net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(288, 4)
+    )
+
+
+def images() -> Tensor:
+    return torch.randn(4, 3, 8, 8)
+
+
+class Raising(nn.Module):
+    """Raises in its nth call, after it has changed what it can."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.net, self.calls, self.seen, self.call = conv_net(), 0, [], call
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.count += 1
+        torch.rand(3)
+        y = self.net(x)
+        if self.calls >= self.call:
+            self.eval()
+            raise KeyError("in the middle")
+        return y
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        "values": {name: t.detach().clone() for name, t in tensors.items()},
+        "objects": {name: (id(t), t.data_ptr(), t.dtype, t.requires_grad) for name, t in tensors.items()},
+        "grads": {name: (id(p.grad), p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None},
+        "training": [module.training for module in model.modules()],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "generators": (torch.get_rng_state(), np.random.get_state()[1].tolist()),
+        "default": (torch.get_default_dtype(), torch.is_grad_enabled()),
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class TestNoTrace:
+    def test_nothing_changes(self):
+        model = conv_net()
+        model[3].eval()
+        model[5].bias.requires_grad_(False)
+        calls = []
+        model[0].register_forward_hook(lambda *_: calls.append(1))
+        model[0].weight.register_hook(lambda g: calls.append("gradient"))
+        model(images()).sum().backward()
+        calls.clear()
+        before = state(model)
+        with torch.no_grad():
+            find_groups(model, images_ := images())
+            given = images_.clone()
+        torch.set_rng_state(before["generators"][0])
+        assert same(before, state(model))
+        assert torch.equal(images_, given)
+        assert "gradient" not in calls
+
+    def test_nothing_changes_when_the_model_raises(self):
+        model, x = Raising(1), images()
+        before = state(model)
+        with pytest.raises(RuntimeError, match="raised KeyError") as caught:
+            find_groups(model, x)
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert same(before, state(model))
+        assert (model.calls, model.seen) == (0, [])
+
+    def test_counters_do_not_run(self):
+        model, x = Raising(2), images()
+        before = state(model)
+        assert find_groups(model, x).layouts == {"net.0.weight": "filter"}
+        assert same(before, state(model))
+        assert (model.calls, model.seen) == (0, [])
+
+    def test_inputs_that_the_model_changes_are_copies(self):
+        class Adds(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = conv_net()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.net(x.add_(1))
+
+        x = images()
+        given = x.clone()
+        find_groups(Adds(), x)
+        assert torch.equal(x, given)
+
+    def test_a_tensor_kept_in_a_list_is_the_parameter(self):
+        class Hidden(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.bn = nn.Linear(6, 5), nn.BatchNorm1d(5)
+                self.kept = [self.fc.weight]
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.bn(functional.linear(x, self.kept[0])).tanh()
+
+        model = Hidden()
+        assert find_groups(model, torch.randn(8, 6)).layouts == {"fc.weight": "filter"}
+        assert model.kept[0] is model.fc.weight
+
+
+class TestErrors:
+    def test_no_module(self):
+        with pytest.raises(TypeError, match=r"torch\.nn\.Module, got function"):
+            find_groups(lambda x: x, images())
+
+    def test_no_parameters(self):
+        with pytest.raises(ValueError, match="no parameters"):
+            find_groups(nn.ReLU(), images())
+
+    def test_lazy(self):
+        with pytest.raises(ValueError, match="run the lazy model once"):
+            find_groups(nn.LazyLinear(3), images())
+
+    def test_model_on_meta(self):
+        with pytest.raises(ValueError, match="meta device"):
+            find_groups(nn.Linear(3, 3, device="meta"), torch.randn(2, 3))
+
+    def test_inputs_on_another_device(self):
+        with pytest.raises(ValueError, match="meta device"):
+            find_groups(nn.Linear(3, 3), torch.randn(2, 3, device="meta"))
+
+    def test_no_floating_output(self):
+        model = nn.Sequential(nn.Linear(3, 3))
+        model.forward = lambda x: model[0](x).argmax(1)
+        with pytest.raises(ValueError, match="no floating-point tensor"):
+            find_groups(model, torch.randn(2, 3))
+
+    def test_detached_output(self):
+        model = nn.Sequential(nn.Linear(3, 3))
+        model.forward = lambda x: model[0](x).detach()
+        with pytest.raises(ValueError, match="without detach"):
+            find_groups(model, torch.randn(2, 3))
+
+    def test_nan_output(self):
+        with pytest.raises(ValueError, match="NaN"):
+            find_groups(nn.Linear(3, 3), torch.full((2, 3), torch.nan))
+
+    def test_the_model_raises(self):
+        with pytest.raises(RuntimeError, match=r"raised RuntimeError.*call the model") as caught:
+            find_groups(nn.Linear(3, 3), torch.randn(2, 4))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+    def test_one_sample_under_batch_normalization(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        with pytest.raises(RuntimeError, match="larger batch"):
+            find_groups(model, torch.randn(1, 3))
+
+    def test_script(self):
+        with pytest.raises(TypeError, match="TorchScript"):
+            find_groups(torch.jit.ScriptModule(), images())
+
+
+class TestWords:
+    def test_table(self):
+        text = str(find_groups(conv_net(), images()))
+        assert "0.weight   filter  8 × 27    1 (BatchNorm2d)" in text
+        assert "8 rows in 1 parameters: 216 of 1396 numbers (15.5 %)" in text
+        assert "rest: 4 parameters: 1.weight, 1.bias, 5.weight, 5.bias" in text
+        assert "no effect: 1 parameters: 0.bias" in text
+
+    def test_explain(self):
+        model = conv_net()
+        model[5].bias.requires_grad_(False)
+        groups = find_groups(model, images())
+        assert "rows: 'filter', 8 × 27" in groups.explain("0.weight")
+        assert "reason: 1 (BatchNorm2d)" in groups.explain("0.weight")
+        assert "no effect" in groups.explain("0.bias")
+        assert "not radially invariant" in groups.explain("5.weight")
+        assert "frozen" in groups.explain("5.bias")
+        with pytest.raises(ValueError, match=r"no parameter is called 'x'.*0\.weight"):
+            groups.explain("x")
+
+    def test_eval_mode_is_said(self):
+        model = conv_net().eval()
+        groups = find_groups(model, images())
+        assert groups.layouts == {"0.weight": "filter"}
+        assert "eval mode" in str(groups)
+        assert not model.training
+
+    def test_a_submodule_kept_in_eval_mode_stays_there(self):
+        model = conv_net()
+        model[1].eval()
+        assert find_groups(model, images()).layouts == {}
+
+    def test_no_known_layer(self):
+        class Inline(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = nn.Parameter(torch.randn(6, 5))
+
+            def forward(self, x: Tensor) -> Tensor:
+                z = x @ self.w
+                return ((z - z.mean(0)) / z.std(0)).tanh()
+
+        groups = find_groups(Inline(), torch.randn(9, 6))
+        assert groups.layouts == {"w": ("axis", 1)}
+        assert "reason: no known layer" in groups.explain("w")
+
+    def test_parametrization_is_the_reason(self):
+        model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), nn.Tanh())
+        groups = find_groups(model, torch.randn(9, 6))
+        assert groups.groups[0].reason == "0.parametrizations.weight.0 (_WeightNorm)"
+
+    def test_tied_names(self):
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        model[2].weight = model[0].weight
+        groups = find_groups(model, torch.randn(9, 6))
+        assert groups.aliases == {"0.weight": ["2.weight"]}
+        assert groups.explain("2.weight") == groups.explain("0.weight")
+
+    def test_partly_invariant(self):
+        class Attention(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.qkv, self.norm = nn.Linear(8, 24, bias=False), nn.LayerNorm(4, elementwise_affine=False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+                return functional.scaled_dot_product_attention(self.norm(q), self.norm(k), v)
+
+        groups = find_groups(Attention(), torch.randn(3, 5, 8))
+        assert groups.layouts == {}
+        assert "of 3 equal blocks of dimension 0 only 0–1 are invariant" in groups.explain("qkv.weight")
+
+    def test_every_parameter_frozen(self):
+        model = nn.Linear(3, 3).requires_grad_(False)
+        groups = find_groups(model, torch.randn(2, 3))
+        assert groups.frozen == ["weight", "bias"]
+        assert groups.param_groups() == []
+
+
+class TestScale:
+    def test_defect_grows_as_the_radius_shrinks(self):
+        defects = []
+        for size in (1.0, 0.1, 0.01):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh())
+            model[0].weight.data *= size
+            groups = find_groups(model, torch.randn(16, 6))
+            assert groups.layouts == {"0.weight": "filter"}
+            defects.append(groups.groups[0].defect)
+        assert defects[0] < 1e-3
+        assert 30 < defects[1] / defects[0] < 300
+
+    def test_rows_that_epsilon_dominates_are_reported(self):
+        model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh())
+        model[0].weight.data[2] *= 1e-5
+        groups = find_groups(model, torch.randn(16, 6))
+        assert groups.layouts == {"0.weight": "filter"}
+        assert groups.groups[0].small == 1
+        assert "ε dominates: 1 of 0.weight" in str(groups)
+
+    def test_a_competing_branch_is_not_an_epsilon(self):
+        class Sum(nn.Module):
+            def __init__(self, share: float) -> None:
+                super().__init__()
+                self.fc, self.norm, self.share = nn.Linear(6, 6, bias=False), nn.LayerNorm(6), share
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.norm(self.fc(x) + self.share * x).tanh()
+
+        for share in (1.0, 0.1, 0.01):
+            assert find_groups(Sum(share), torch.randn(16, 6)).layouts == {}
+
+    def test_rows_without_tokens_are_counted(self):
+        model = nn.Sequential(nn.Embedding(20, 6), nn.LayerNorm(6), nn.Tanh())
+        groups = find_groups(model, torch.arange(8).reshape(2, 4))
+        assert groups.layouts == {"0.weight": "filter"}
+        assert groups.groups[0].unseen == 12
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    words: str = "some"
+
+
+class TestParamGroups:
+    @pytest.fixture
+    def groups(self) -> Groups:
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(),
+            nn.Conv2d(8, 4, 1, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 2),
+        )  # fmt: skip
+        return find_groups(model, images())
+
+    def test_rows(self, groups: Groups):
+        made = groups.param_groups(weight_decay=1e-4, rest={"weight_decay": 0.0})
+        assert [(g.get("rows"), g.get("joint", False), len(g["params"]), g["weight_decay"]) for g in made] == [
+            ("filter", False, 2, 1e-4),
+            (2, True, 2, 1e-4),
+            (None, False, 9, 0.0),
+        ]
+        assert Layout(2).join(made[1]["params"]).shape == (2, 4 * 72 + 4)
+
+    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+    def test_torch_optimizers_take_them(self, groups: Groups, optimizer: type[torch.optim.Optimizer]):
+        made = optimizer(groups.param_groups(weight_decay=1e-4), lr=0.1)
+        assert [g.get("rows") for g in made.state_dict()["param_groups"]] == ["filter", 2, None]
+
+    def test_facts_only_when_asked(self, groups: Groups):
+        sets = [fact.names for fact in groups.facts]
+        assert {("1.weight", "1.bias", "3.bias"), ("4.weight", "4.bias")} <= set(sets)
+        with_facts = groups.param_groups(facts=True)
+        assert sum(len(g["params"]) for g in with_facts) == len(groups.params)
+        assert sum("rows" in g for g in with_facts) > sum("rows" in g for g in groups.param_groups())
+
+
+class TestCost:
+    def test_passes(self):
+        model, calls = conv_net(), []
+        model.register_forward_hook(lambda *_: calls.append(1))
+        groups = find_groups(model, images())
+        assert len(calls) == groups.passes[0] <= 12
+        assert groups.passes[1] <= groups.passes[0]
+
+    def test_passes_of_a_model_that_needs_its_own_types(self):
+        class Single(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.bn = nn.Linear(6, 5), nn.BatchNorm1d(5)
+
+            def forward(self, x: Tensor) -> Tensor:
+                if x.dtype != torch.float32:
+                    raise TypeError("float32 only")
+                return self.bn(self.fc(x)).tanh()
+
+        groups = find_groups(Single(), torch.randn(16, 6))
+        assert groups.layouts == {"fc.weight": "filter"}
+        assert groups.passes[0] <= 12
+        assert "own types" in str(groups)
+
+    def test_outputs_in_any_nest(self):
+        class Nested(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.bn = nn.Linear(6, 5), nn.BatchNorm1d(5)
+
+            def forward(self, x: Tensor, *, options: dict[str, list[Tensor]]) -> dict[str, Any]:
+                y = self.bn(self.fc(x) + options["extra"][0]).tanh()
+                return {"answers": [Answer(y)], "labels": y.argmax(1), "text": "x"}
+
+        groups = find_groups(Nested(), torch.randn(16, 6), options={"extra": [torch.zeros(16, 5)]})
+        assert groups.layouts == {}
+        assert groups.no_effect == ["fc.bias"]

@@ -1,0 +1,487 @@
+"""What every optimizer keeps: each test runs over the whole table."""
+
+import copy
+import inspect
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from optim.table import CLASSIC, RATE, SHAPES, TABLE, Make, assert_same, groups, parameters, set_gradients, train
+
+
+@pytest.fixture(params=TABLE.values(), ids=TABLE)
+def make(request: pytest.FixtureRequest) -> Make:
+    return request.param
+
+
+# The step ---------------------------------------------------------------------------------------------------
+
+
+def test_is_a_torch_optimizer(make: Make) -> None:
+    optimizer = make(groups())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert type(optimizer).__name__ in repr(optimizer)
+
+
+def test_closure_runs_once_under_grad(make: Make) -> None:
+    optimizer, calls = make(groups()), []
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in parameters(optimizer))
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert calls == [True]
+    assert loss.requires_grad
+    assert optimizer.step() is None
+    assert not any(p.grad_fn for p in parameters(optimizer))
+
+
+def test_gradients_are_not_written(make: Make) -> None:
+    optimizer = make(groups())
+    for k in range(3):
+        set_gradients(optimizer, k)
+        kept = [(p.grad, p.grad.clone(), p.grad._version) for p in parameters(optimizer)]
+        optimizer.step()
+        for p, (gradient, value, version) in zip(parameters(optimizer), kept, strict=True):
+            assert p.grad is gradient
+            assert gradient._version == version
+            assert torch.equal(gradient, value)
+
+
+def test_state_holds_tensors_alone(make: Make) -> None:
+    optimizer = make(groups())
+    train(optimizer)
+    for p in parameters(optimizer):
+        for name, value in optimizer.state[p].items():
+            assert isinstance(value, Tensor), name
+            assert not value.requires_grad
+        if "step" in optimizer.state[p]:
+            assert optimizer.state[p]["step"].dtype == torch.float32
+            assert optimizer.state[p]["step"].shape == ()
+            assert optimizer.state[p]["step"] == 3
+
+
+def test_steps_change_parameters_and_keep_them_finite(make: Make) -> None:
+    optimizer = make(groups())
+    before = [p.clone() for p in parameters(optimizer)]
+    train(optimizer)
+    for p, old in zip(parameters(optimizer), before, strict=True):
+        assert torch.isfinite(p).all()
+        assert not torch.equal(p, old)
+
+
+def test_maximize_is_descent_on_the_negative(make: Make) -> None:
+    one, other = make(groups(), maximize=True), make(groups())
+    for k in range(3):
+        set_gradients(one, k)
+        set_gradients(other, k)
+        for p in parameters(other):
+            p.grad.neg_()
+        one.step()
+        other.step()
+    assert_same(one, other)
+
+
+def test_parameters_without_gradient_are_left_alone(make: Make) -> None:
+    optimizer = make(groups())
+    set_gradients(optimizer, 0)
+    left = [group["params"][-1] for group in optimizer.param_groups]
+    before = [p.clone() for p in left]
+    for p in left:
+        p.grad = None
+    optimizer.step()
+    for p, old in zip(left, before, strict=True):
+        assert torch.equal(p, old)
+        assert not optimizer.state.get(p)
+    train(optimizer)
+    assert all(torch.isfinite(p).all() for p in parameters(optimizer))
+
+
+def test_rows_of_one_tensor_do_not_touch_each_other(make: Make) -> None:
+    one, other = make(groups()), make(groups())
+    for k in range(3):
+        set_gradients(one, k)
+        set_gradients(other, k)
+        other.param_groups[0]["params"][0].grad[2] *= 3
+        one.step()
+        other.step()
+    p, q = (optimizer.param_groups[0]["params"][0] for optimizer in (one, other))
+    same = (p == q).flatten(1).all(dim=1)
+    assert same.tolist() == [True, True, False, True, True, True]
+
+
+def test_step_hooks_run(make: Make) -> None:
+    optimizer, seen = make(groups()), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train(optimizer, 1)
+    assert seen == ["before", "after"]
+
+
+# Rates ------------------------------------------------------------------------------------------------------
+
+
+def test_tensor_rate(make: Make) -> None:
+    rate = torch.tensor(RATE)
+    one, other = make(groups(), lr=rate), make(groups(), lr=RATE)
+    for optimizer in (one, other):
+        for group in optimizer.param_groups:
+            group["lr"] = rate if optimizer is one else RATE
+    train(one)
+    train(other)
+    assert_same(one, other, rtol=1e-6, atol=1e-7)
+    rate.zero_()
+    before = [p.clone() for p in parameters(one)]
+    train(one, 1)
+    for p, old in zip(parameters(one), before, strict=True):
+        torch.testing.assert_close(p, old)
+
+
+def test_tensor_rate_with_a_dimension(make: Make) -> None:
+    one, other = make(groups(), lr=torch.tensor([RATE])), make(groups(), lr=RATE)
+    train(one)
+    train(other)
+    assert_same(one, other, rtol=1e-6, atol=1e-7)
+
+
+def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
+    s = lr_scheduler
+    return {
+        "LambdaLR": lambda: s.LambdaLR(optimizer, lambda k: 0.9**k),
+        "MultiplicativeLR": lambda: s.MultiplicativeLR(optimizer, lambda k: 0.9),
+        "StepLR": lambda: s.StepLR(optimizer, 1),
+        "MultiStepLR": lambda: s.MultiStepLR(optimizer, [1, 2]),
+        "ConstantLR": lambda: s.ConstantLR(optimizer),
+        "LinearLR": lambda: s.LinearLR(optimizer),
+        "ExponentialLR": lambda: s.ExponentialLR(optimizer, 0.9),
+        "SequentialLR": lambda: s.SequentialLR(
+            optimizer, [s.ConstantLR(optimizer), s.ExponentialLR(optimizer, 0.9)], milestones=[1]
+        ),
+        "PolynomialLR": lambda: s.PolynomialLR(optimizer),
+        "CosineAnnealingLR": lambda: s.CosineAnnealingLR(optimizer, 5),
+        "ChainedScheduler": lambda: s.ChainedScheduler([s.ConstantLR(optimizer), s.ExponentialLR(optimizer, 0.9)]),
+        "ReduceLROnPlateau": lambda: s.ReduceLROnPlateau(optimizer, patience=0),
+        "CyclicLR": lambda: s.CyclicLR(optimizer, 1e-3, 1e-2, cycle_momentum=cycles(optimizer)),
+        "OneCycleLR": lambda: s.OneCycleLR(optimizer, 1e-2, total_steps=9, cycle_momentum=cycles(optimizer)),
+        "CosineAnnealingWarmRestarts": lambda: s.CosineAnnealingWarmRestarts(optimizer, 2),
+    }
+
+
+def cycles(optimizer: torch.optim.Optimizer) -> bool:
+    return "betas" in optimizer.defaults or bool(optimizer.defaults.get("momentum"))
+
+
+SCHEDULERS = sorted(
+    name
+    for name, kind in inspect.getmembers(lr_scheduler, inspect.isclass)
+    if issubclass(kind, lr_scheduler.LRScheduler) and kind is not lr_scheduler.LRScheduler and not name.startswith("_")
+)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(make: Make, name: str) -> None:
+    """Every scheduler that torch has, also with a rate that is a tensor."""
+    for rate in (RATE, torch.tensor(RATE)):
+        optimizer = make(groups(), lr=rate)
+        scheduler = schedulers(optimizer)[name]()
+        rates = []
+        for k in range(5):
+            train(optimizer, 1, start=k)
+            scheduler.step(*((1.0,) if name == "ReduceLROnPlateau" else ()))
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+        assert all(torch.isfinite(p).all() for p in parameters(optimizer))
+        assert len(set(rates)) > 1 or name in ("ConstantLR",)
+
+
+# Saving and loading -----------------------------------------------------------------------------------------
+
+
+def through_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "carry", [lambda d: d, copy.deepcopy, through_file, lambda d: pickle.loads(pickle.dumps(d))], ids="drfp"
+)
+def test_state_dict_continues_bit_for_bit(make: Make, carry: Callable[[Any], Any]) -> None:
+    one = make(groups())
+    train(one)
+    other = make(groups(seed=1))
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        q.data.copy_(p)
+    other.load_state_dict(carry(one.state_dict()))
+    assert_same(one, other)
+    train(one, 3, start=3)
+    train(other, 3, start=3)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+def test_copies_continue_bit_for_bit(make: Make, copied: Callable[[Any], Any]) -> None:
+    one = make(groups())
+    one.emit()
+    train(one)
+    other = copied(one)
+    assert other.telemetry is None
+    train(one, 3, start=3)
+    train(other, 3, start=3)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_per_row_stay_float32_next_to_half_precision(make: Make, dtype: torch.dtype) -> None:
+    one = make(groups(dtype))
+    train(one)
+    other = make(groups(dtype, seed=1))
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        q.data.copy_(p)
+    other.load_state_dict(through_file(one.state_dict()))
+    assert_same(one, other)
+    per_row = 0
+    for p in parameters(other):
+        for name, value in other.state[p].items():
+            if name != "step":
+                assert value.dtype == (dtype if value.shape == p.shape else torch.float32)
+                per_row += value.shape != p.shape
+    scalar = not any(w in str(make.func) for w in ("SGD", "AdamP")) and "a" in make.keywords.get("without", "a")
+    assert bool(per_row) == scalar
+    train(one, 2, start=3)
+    train(other, 2, start=3)
+    assert_same(one, other)
+
+
+def test_state_of_float32_is_loaded_next_to_half_precision(make: Make) -> None:
+    one, other = make(groups()), make(groups(torch.bfloat16))
+    train(one)
+    other.load_state_dict(one.state_dict())
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        for name, value in other.state[q].items():
+            assert value.shape == one.state[p][name].shape
+            if value.shape != q.shape and name != "step":
+                assert value.dtype == torch.float32
+                assert torch.equal(value, one.state[p][name])
+
+
+def test_add_param_group(make: Make) -> None:
+    whole, grown = make(groups()), make(groups()[:1])
+    for group in groups()[1:]:
+        grown.add_param_group(group)
+    train(whole)
+    train(grown)
+    assert_same(whole, grown)
+
+
+def test_a_bad_param_group_is_not_added(make: Make) -> None:
+    optimizer = make(groups())
+    p = nn.Parameter(torch.zeros(4, 3))
+    for bad, message in (
+        ({"rows": 3}, "rows 3 do not divide"),
+        ({"rows": "filters"}, "rows must be"),
+        ({"joint": True}, "joint must be"),
+        ({"lr": -1.0}, "lr must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": [p], **bad})
+    other = nn.Parameter(torch.zeros(5))
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        optimizer.add_param_group({"params": [p, other], "rows": "filter", "joint": True})
+    assert len(optimizer.param_groups) == len(SHAPES)
+    train(optimizer)
+
+
+def test_named_parameters(make: Make) -> None:
+    model = nn.Linear(3, 4)
+    optimizer = make([{"params": model.named_parameters(), "rows": "filter"}])
+    train(optimizer)
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+# Shapes, strides, dtypes ------------------------------------------------------------------------------------
+
+
+def strided(t: Tensor) -> Tensor:
+    room = torch.zeros(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype)
+    room[..., ::2] = t
+    return room[..., ::2]
+
+
+LAYOUTS_IN_MEMORY = {
+    "channels_last": lambda t: t.to(memory_format=torch.channels_last),
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "strided": strided,
+}
+
+
+@pytest.mark.parametrize("rows", ["filter", "tensor", 3, ("axis", 1)], ids=str)
+@pytest.mark.parametrize("memory", LAYOUTS_IN_MEMORY)
+def test_memory_layout_does_not_matter(make: Make, memory: str, rows: Any) -> None:
+    start = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+    arranged = LAYOUTS_IN_MEMORY[memory]
+    one = make([{"params": [nn.Parameter(start.clone())], "rows": rows}])
+    other = make([{"params": [nn.Parameter(arranged(start))], "rows": rows}])
+    (p,), (q,) = parameters(one), parameters(other)
+    assert not q.is_contiguous()
+    stride = q.stride()
+    for k in range(3):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 + k))
+        q.grad = p.grad.clone() if k == 1 else arranged(p.grad)
+        one.step()
+        other.step()
+    assert q.stride() == stride
+    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("rows", [None, "filter", "tensor", 1], ids=str)
+def test_small_shapes(make: Make, shape: tuple[int, ...], rows: Any) -> None:
+    p = nn.Parameter(torch.ones(shape))
+    optimizer = make([{"params": [p], "rows": rows}])
+    for _ in range(3):
+        p.grad = torch.full(shape, 0.5)
+        optimizer.step()
+    assert p.shape == shape
+    assert all(torch.isfinite(value).all() for value in (p, *optimizer.state[p].values()))
+    other = make([{"params": [nn.Parameter(torch.ones(shape))], "rows": rows}])
+    other.load_state_dict(optimizer.state_dict())
+    assert [v.shape for v in other.state[parameters(other)[0]].values()] == [
+        v.shape for v in optimizer.state[p].values()
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rows_are_computed_in_float32(make: Make, dtype: torch.dtype) -> None:
+    """One step from half-precision numbers is the float32 step, rounded."""
+    if make in [TABLE[name] for name in CLASSIC]:
+        pytest.skip("torch's own update")
+    one, other = make(groups(dtype, radial_alone=True)), make(groups(dtype, radial_alone=True))
+    for p in parameters(other):
+        p.data = p.data.float()
+    set_gradients(one, 0)
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        q.grad = p.grad.float()
+    one.step()
+    other.step()
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        assert torch.equal(p, q.to(dtype))
+        for name, value in one.state[p].items():
+            assert torch.equal(value, other.state[q][name].to(value.dtype))
+
+
+def test_float64_agrees_with_float32(make: Make) -> None:
+    one, other = make(groups(torch.float64)), make(groups())
+    train(one, 5)
+    train(other, 5)
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        torch.testing.assert_close(p.float(), q, rtol=1e-4, atol=1e-5)
+        assert all(v.dtype == torch.float64 for k, v in one.state[p].items() if k != "step")
+
+
+@pytest.mark.parametrize("rows", [None, "filter"])
+def test_sparse_and_complex_gradients_are_refused(make: Make, rows: Any) -> None:
+    p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+    first = nn.Parameter(torch.ones(3))
+    for bad, message in ((p, "dense gradients"), (q, "real parameters")):
+        optimizer = make([{"params": [first]}, {"params": [bad], "rows": rows}])
+        first.grad = torch.ones(3)
+        bad.grad = torch.ones(3, 2).to_sparse() if bad is p else torch.ones_like(q)
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        assert torch.equal(first, torch.ones(3)), "no parameter moves when one is refused"
+
+
+# Inside torch's machinery -----------------------------------------------------------------------------------
+
+
+def test_compiled_step(make: Make) -> None:
+    one, other = make(groups()), make(groups())
+    train(one, 1)
+    train(other, 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(one.step, backend="eager")
+    for k in range(1, 3):
+        set_gradients(one, k)
+        set_gradients(other, k)
+        compiled()
+        other.step()
+    assert_same(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_scaler(make: Make) -> None:
+    """Scaled gradients are unscaled before the step, and one infinite entry skips it."""
+    one, other = make(groups()), make(groups())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    for k in range(3):
+        set_gradients(other, k)
+        other.step()
+        set_gradients(one, k)
+        for p in parameters(one):
+            p.grad *= scaler.scale(torch.ones(()))
+        scaler.step(one)
+        scaler.update()
+    assert_same(one, other)
+    set_gradients(one, 9)
+    parameters(one)[0].grad[0] = torch.inf
+    scaler.step(one)
+    scaler.update()
+    assert_same(one, other)
+    assert scaler.get_scale() == 2.0**3
+
+
+@pytest.mark.parametrize("rate_on_device", [False, True])
+def test_nothing_is_read_back(make: Make, rate_on_device: bool) -> None:
+    """On the meta device, where there are no numbers to read: any attempt raises."""
+    options = {"capturable": True} if counts_steps(make) and make is not TABLE["Adam-"] else {}
+    made = groups(radial_alone=bool(options))
+    for group in made:
+        group["params"] = [nn.Parameter(p.to("meta")) for p in group["params"]]
+    optimizer = make(made, **options)
+    if rate_on_device and (options or not counts_steps(make)):
+        for group in optimizer.param_groups:
+            group["lr"] = torch.full((), RATE, device="meta")
+    optimizer.emit()
+    for _ in range(2):
+        for p in parameters(optimizer):
+            p.grad = torch.empty_like(p)
+        optimizer.step()
+
+
+def counts_steps(make: Make) -> bool:
+    return "capturable" in inspect.signature(make.func).parameters
+
+
+def test_capturable(make: Make) -> None:
+    if not counts_steps(make):
+        pytest.skip("counts no steps")
+    one, other = make(groups(), capturable=True), make(groups())
+    train(one)
+    train(other)
+    assert_same(one, other)
+
+
+def test_fused_is_refused_where_it_cannot_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if "fused" not in inspect.signature(type(make(groups()))).parameters:
+        pytest.skip("has no such argument")
+    make(groups(), fused=False)
+    with pytest.raises(ValueError, match="fused must be None or False"):
+        make(groups(), fused=True)
+
+
+def test_no_warnings(make: Make) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(make(groups()))

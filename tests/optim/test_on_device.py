@@ -1,0 +1,106 @@
+"""The contract on an accelerator: nothing is read back, steps can be captured, state moves between devices."""
+
+import copy
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from optim.table import RATE, TABLE, Make, assert_same, groups, parameters, set_gradients, train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=TABLE.values(), ids=TABLE)
+def make(request: pytest.FixtureRequest) -> Make:
+    return request.param
+
+
+def on_device(make: Make, **options: object) -> torch.optim.Optimizer:
+    made = groups()
+    for group in made:
+        group["params"] = [p.detach().cuda().requires_grad_() for p in group["params"]]
+    return make(made, **options)
+
+
+@pytest.fixture
+def no_reading_back() -> Iterator[None]:
+    """Any synchronization of the host with the device raises."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def counts(make: Make) -> bool:
+    return "capturable" in inspect.signature(type(make(groups()))).parameters
+
+
+def test_agrees_with_the_cpu(make: Make) -> None:
+    one, other = on_device(make), make(groups())
+    train(one, 5)
+    train(other, 5)
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        torch.testing.assert_close(p.cpu(), q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rate", ["number", "on the host", "on the device"])
+def test_nothing_is_read_back(make: Make, rate: str, no_reading_back: None) -> None:
+    """A rate on the device needs capturable=True where torch's own Adam update takes part."""
+    options = {"capturable": True} if rate == "on the device" and counts(make) else {}
+    optimizer = on_device(make, **options)
+    for group in optimizer.param_groups:
+        if rate != "number":
+            group["lr"] = torch.tensor(RATE, device="cuda" if rate == "on the device" else "cpu")
+    train(optimizer, 1)
+    optimizer.emit()
+    train(optimizer, 1)
+    set_gradients(optimizer, 1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    optimizer.step()
+
+
+def test_captured_step_is_the_eager_one(make: Make) -> None:
+    options = {"capturable": True} if counts(make) else {}
+    one, other = on_device(make, **options), on_device(make, **options)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        train(one, 2)
+    torch.cuda.current_stream().wait_stream(side)
+    train(other, 2)
+    graph = torch.cuda.CUDAGraph()
+    set_gradients(one, 2)
+    with torch.cuda.graph(graph):
+        one.step()
+    for k in range(2, 5):
+        set_gradients(other, k)
+        for p, q in zip(parameters(one), parameters(other), strict=True):
+            p.grad.copy_(q.grad)
+        graph.replay()
+        other.step()
+    assert_same(one, other)
+
+
+def test_capture_without_capturable_is_refused(make: Make) -> None:
+    if not counts(make):
+        pytest.skip("counts no steps")
+    optimizer = on_device(make)
+    train(optimizer, 1)
+    with pytest.raises(RuntimeError, match="capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+def test_state_moves_to_another_device(make: Make) -> None:
+    one, other = make(groups()), on_device(make)
+    train(one)
+    with torch.no_grad():
+        for p, q in zip(parameters(one), parameters(other), strict=True):
+            q.copy_(p)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    for q in parameters(other):
+        assert all(value.is_cuda for name, value in other.state[q].items() if name != "step")
+    train(one, 3, start=3)
+    train(other, 3, start=3)
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        torch.testing.assert_close(p, q.cpu(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,88 @@
+"""Settings of the optimizers: what is refused, and what a param group may have of its own."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optim.table import TABLE, Make, assert_same, groups, parameters, set_gradients, train
+from steradian import optim
+from steradian.groups import Layout
+
+BAD: dict[str, list[Any]] = {
+    "lr": [-1.0, float("nan"), "fast", torch.ones(2)],
+    "betas": [(0.9, 1.0), (-0.1, 0.9), (0.9,), 0.9],
+    "eps": [-1e-8, None],
+    "weight_decay": [-0.1, float("inf")],
+    "momentum": [-0.1],
+    "dampening": [-0.1],
+    "without": ["d", "aa", "A", None, ["a"]],
+    "beta": [-0.1, 1.5],
+    "v0": [0.0, -1.0, [torch.ones(3)] * 5],
+    "clip": [0.0, -1.0],
+    "wd_ratio": [-0.1],
+    "rest_lr": [-0.1],
+}
+
+
+@pytest.mark.parametrize("make", TABLE.values(), ids=TABLE)
+def test_bad_settings_name_the_argument(make: Make) -> None:
+    accepted = inspect.signature(type(make(groups()))).parameters
+    for name, values in BAD.items():
+        for value in values if name in accepted else ():
+            with pytest.raises(ValueError, match=f"^{name} must be"):
+                make(groups(), **{name: value})
+    with pytest.raises(ValueError, match="empty parameter list"):
+        make([])
+
+
+def test_nesterov_needs_momentum() -> None:
+    for options in ({"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.1}):
+        with pytest.raises(ValueError, match="nesterov must be"):
+            optim.SGD(groups(), lr=0.1, nesterov=True, **options)
+
+
+def test_letters_in_any_order_and_per_group() -> None:
+    one, other = optim.Adam(groups(), without="cab"), optim.Adam(groups(), without="abc")
+    train(one)
+    train(other)
+    assert_same(one, other)
+    mixed = groups()
+    mixed[1]["without"] = "a"
+    optimizer = optim.Adam(mixed, without="bc")
+    train(optimizer)
+    assert [group["without"] for group in optimizer.param_groups] == ["bc", "a", "bc", "bc"]
+    assert optimizer.state[mixed[0]["params"][0]]["exp_avg_sq"].shape == (6, 4, 3, 3)
+    assert optimizer.state[mixed[1]["params"][0]]["exp_avg_sq"].shape == (3,)
+
+
+@pytest.mark.parametrize("kind", [optim.AdamG, optim.AdaGradG])
+def test_rates_of_the_rest(kind: Any) -> None:
+    made = groups()
+    made.append({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5})
+    optimizer = kind(made, lr=0.25, rest_lr=0.125)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25, 0.25, 0.125, 0.5]
+
+
+def test_adagradg_from_sgd() -> None:
+    made = groups()
+    optimizer = optim.AdaGradG.from_sgd(made, lr=0.1, weight_decay=0.5)
+    filters, joint, rest = optimizer.param_groups[0], optimizer.param_groups[2], optimizer.param_groups[3]
+    beta = (1 - 0.1 * 0.5) ** 4
+    assert (rest["lr"], rest["weight_decay"]) == (0.1, 0.5)
+    for group in (filters, joint):
+        assert group["beta"] == pytest.approx(beta)
+        assert group["lr"] == pytest.approx((2 * beta) ** -0.5)
+    p = filters["params"][0]
+    expected = p.detach().flatten(1).norm(dim=1) ** 4 / (2 * 0.1**2 * beta**0.5)
+    rows = Layout(2).join([q.detach() for q in joint["params"]])
+    set_gradients(optimizer, 0)
+    for q in parameters(optimizer):
+        q.grad.zero_()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[p]["sum"], beta * expected)
+    together = beta * rows.norm(dim=1) ** 4 / (2 * 0.1**2 * beta**0.5)
+    for q in joint["params"]:
+        torch.testing.assert_close(optimizer.state[q]["sum"], together)
