@@ -34,7 +34,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("demo"),
     epochs: Annotated[int, typer.Option(min=1, help="Epochs per method.")] = 30,
 ) -> None:
-    """Train a small BN network on digits, map every step to the sphere, and write a page.
+    """Find the spheres of a small BN network, train it on digits, map every step to them, and write a page.
 
     Example: steradian demo --out demo
     """
@@ -43,8 +43,11 @@ def demo(
     results = lab_demo.run(out, epochs=epochs)
     table = Table("method", "test accuracy", "largest error of the identity", "seconds")
     for r in results:
-        table.add_row(r.name, f"{100 * r.accuracy:.1f} %", f"{r.worst_error:.1e}", f"{r.seconds:.1f}")
+        error = "" if r.worst_error is None else f"{r.worst_error:.1e}"
+        table.add_row(r.name, f"{100 * r.accuracy:.1f} %", error, f"{r.seconds:.1f}")
     console = Console()
+    console.print("The spheres that find_groups proved:\n")
+    typer.echo(str(results[0].groups) + "\n")
     console.print(table)
     console.print(f"The page: {out / 'index.html'}")
 

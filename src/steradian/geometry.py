@@ -34,9 +34,7 @@ def split(x: Tensor, *, check: bool = True) -> tuple[Tensor, Tensor]:
     r = norm(x)
     if check:
         check_finite(r, "x")
-    gone = collapsed(r)
-    u = (x / r.masked_fill(gone, 1)).masked_fill_(gone, 0)
-    return r, u
+    return r, x / r.masked_fill(collapsed(r), math.inf)
 
 
 def collapsed(r: Tensor) -> Tensor:
@@ -55,9 +53,12 @@ def norm(q: Tensor) -> Tensor:
     [38.47999954223633, -29.299999237060547]
     """
     q = _rows(q, "q")
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Where looking is free, most rows need no care; the results are the same to the last bit.
+        length = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
+        if _ordinary(length):
+            return length
     scale = _scale(q)
-    if _ordinary(scale):
-        return torch.linalg.vector_norm(q, dim=-1, keepdim=True)
     return scale * torch.linalg.vector_norm(q / scale, dim=-1, keepdim=True)
 
 
@@ -136,7 +137,7 @@ def angle(u: Tensor, p: Tensor) -> Tensor:
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Inner product of rows, last dimension kept."""
-    return torch.linalg.vecdot(a, b).unsqueeze(-1)
+    return (a * b).sum(-1, keepdim=True)
 
 
 def as_float(x: Tensor, name: str) -> Tensor:
@@ -176,12 +177,10 @@ def _scale(x: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1).masked_fill_(largest == 0, 1)
 
 
-def _ordinary(scale: Tensor) -> bool:
-    """No square of rows of these magnitudes overflows or vanishes; asked only on the CPU, where looking is free."""
-    if scale.device.type != "cpu" or scale.numel() == 0 or torch.compiler.is_compiling():
-        return False
-    far = torch.finfo(scale.dtype).max ** 0.375
-    return bool((scale.amin() > 1 / far) & (scale.amax() < far))
+def _ordinary(length: Tensor) -> bool:
+    """No square on the way to these lengths overflowed, and none that matters vanished."""
+    far = torch.finfo(length.dtype).max ** 0.375
+    return length.numel() > 0 and bool((length.amin() > 1 / far) & (length.amax() < far))
 
 
 def _or_one(r: Tensor) -> Tensor:

@@ -43,15 +43,29 @@ def test_group_names_cannot_end_the_script(tmp_path):
     assert figures["angle"]["data"][2]["name"] == "</script><b>"
 
 
+def test_a_quantity_is_drawn_for_the_runs_that_have_it(tmp_path):
+    other = Records("SGD")
+    other.add(0, "a.weight", {"angle": [0.1]})
+    write_page(tmp_path / "p.html", [run("Adam"), Run("SGD", other.table())], title="t")
+    figures, _ = figures_of(tmp_path / "p.html")
+    titles = {q: [note["text"] for note in figures[q]["layout"]["annotations"]] for q in figures}
+    assert titles == {"angle": ["Adam", "SGD"], "radius": ["Adam"]}
+
+
 def test_a_failed_page_leaves_the_old_one(tmp_path):
     path = tmp_path / "p.html"
     path.write_text("old")
-    broken = Run("x", pd.DataFrame({"run": ["y"], "quantity": ["angle"], "group": ["g"]}))
-    with pytest.raises(ValueError, match="no 'angle' is recorded for x"):
+    broken = Run("x", pd.DataFrame({"run": ["x"], "quantity": ["angle"], "group": ["g"]}))
+    with pytest.raises(KeyError):
         write_page(path, [broken], title="t")
     assert path.read_text() == "old"
     with pytest.raises(ValueError, match="at least one run"):
         write_page(path, [], title="t")
+
+
+def test_a_missing_run_is_named():
+    with pytest.raises(ValueError, match="no 'angle' is recorded for SGD"):
+        over_steps(run("Adam").table, "angle", runs=["Adam", "SGD"])
 
 
 def test_lines_are_medians_in_a_band():

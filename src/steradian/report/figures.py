@@ -42,6 +42,8 @@ def over_steps(table: pd.DataFrame, quantity: str, *, runs: Sequence[str]) -> go
     for column, run in enumerate(runs, start=1):
         for index, group in enumerate(groups):
             part = chosen[(chosen["run"] == run) & (chosen["group"] == group)]
+            if part.empty:  # another run has this group
+                continue
             wide = part.pivot(index="step", columns="statistic", values="value")
             for trace in _band(wide, group, _PALETTE[index % len(_PALETTE)], legend=column == 1):
                 figure.add_trace(trace, row=1, col=column)

@@ -25,8 +25,8 @@ CAPTIONS = {
         "weight decay works through it."
     ),
     "identity_error": (
-        "Theorem 1 predicts the next direction and radius from the optimizer's state. This is the largest distance "
-        "to what the optimizer then did: rounding, nothing else."
+        "Theorem 1 predicts the next direction and radius from the optimizer's state. This is the distance to what "
+        "the optimizer then did, the larger of the two: rounding, nothing else."
     ),
 }
 
@@ -51,9 +51,12 @@ def write_page(path: Path, runs: Sequence[Run], *, title: str) -> None:
     if not runs:
         raise ValueError("a page needs at least one run")
     table = pd.concat([run.table for run in runs])
-    recorded = set(table["quantity"])
-    sections = [q for q in QUANTITIES if q in recorded]
-    figures = {q: json.loads(over_steps(table, q, runs=[run.name for run in runs]).to_json()) for q in sections}
+    where = {quantity: set(rows["run"]) for quantity, rows in table.groupby("quantity")}
+    sections = [q for q in QUANTITIES if q in where]
+    figures = {}
+    for q in sections:
+        having = [run.name for run in runs if run.name in where[q]]
+        figures[q] = json.loads(over_steps(table, q, runs=having).to_json())
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(_document(title, runs, sections, figures), encoding="utf-8")
