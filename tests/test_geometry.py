@@ -232,3 +232,15 @@ def test_no_rows_at_all():
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e150])
+def test_gradients_flow_through_every_function(scale):
+    u, p, a = (rows(seed, 3, 4).mul(scale).requires_grad_() for seed in range(3))
+
+    def everything(u, p, a):
+        (_, u), (_, p) = split(u), split(p)
+        a = tangent(a / scale, u)
+        return exp(u, a), log(u, p), transport(a, u, p), angle(u, p)
+
+    assert torch.autograd.gradcheck(everything, (u, p, a), eps=1e-6 * scale)
