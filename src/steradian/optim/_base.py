@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Layout
+from steradian.optim import _sharded
 from steradian.optim._rows import RowSet, arithmetic
+from steradian.optim._sharded import is_sharded, local
 
 if TYPE_CHECKING:
     from steradian.optim._fused import FusedStep
@@ -169,11 +171,15 @@ class RowOptimizer(Optimizer):
     def _row_set(self, params: list[Tensor], group: Options, layout: Layout, classic: bool) -> RowSet:
         fresh = not any(self.state.get(param) for param in params)
         states = [self._state_of(param, group, None if classic else layout) for param in params]
+        first = params[0]
+        if any(is_sharded(param) for param in params):
+            parts = [local(param, state) for param, state in zip(params, states, strict=True)]
+            params, states = [part for part, _ in parts], [state for _, state in parts]
         rows = RowSet(layout, params, states, fresh=fresh)
         if self.telemetry is not None:
-            if params[0] not in self.telemetry:
-                self.telemetry[params[0]] = torch.zeros(rows.n, 3, dtype=rows.dtype, device=params[0].device)
-            rows.telemetry = self.telemetry[params[0]]
+            if first not in self.telemetry:
+                self.telemetry[first] = torch.zeros(rows.n, 3, dtype=rows.dtype, device=first.device)
+            rows.telemetry = self.telemetry[first]
         return rows
 
     def _state_of(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
@@ -236,6 +242,9 @@ class RowOptimizer(Optimizer):
             return
         layout = Layout(group["rows"])
         group["rows"] = layout.spec
+        for param in group["params"]:
+            if is_sharded(param):
+                _sharded.check_rows(param, layout)
         counts = {layout.size(param.shape)[0] for param in group["params"]}
         if group.get("joint") and len(counts) > 1:
             shapes = [tuple(param.shape) for param in group["params"]]
@@ -294,6 +303,8 @@ def like(param: Tensor) -> Tensor:
 
 def per_row(param: Tensor, layout: Layout) -> Tensor:
     """One zero for each row, in the dtype that rows are computed in."""
+    if is_sharded(param):
+        return _sharded.per_row(param, layout, arithmetic(param.dtype))
     return torch.zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype), device=param.device)
 
 

@@ -1,0 +1,161 @@
+"""Two and three processes with gloo: DDP and FSDP2 give what one process gives."""
+
+import functools
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from steradian import optim
+
+STEPS, BATCH = 20, 12
+OPTIMIZERS = {
+    "Adam abc": lambda groups: optim.Adam(groups, lr=0.02, weight_decay=0.05, without="abc"),
+    "Adam bc": lambda groups: optim.Adam(groups, lr=0.02, weight_decay=0.05, without="bc"),
+    "Adam a, decoupled": lambda groups: optim.Adam(
+        groups, lr=0.02, weight_decay=0.5, without="a", decoupled_weight_decay=True
+    ),
+    "SGD bc": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.05, without="bc"),
+    "AdamP": lambda groups: optim.AdamP(groups, lr=0.02),
+    "AdamG": lambda groups: optim.AdamG(groups, lr=0.02),
+}
+
+
+def network():
+    """Instance norm sees one sample at a time, so a batch can be split; 7 and 5 filters do not divide evenly."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 7, 3, padding=1, bias=False), nn.InstanceNorm2d(7, affine=True), nn.Tanh(),
+        nn.Conv2d(7, 5, 3, padding=1, bias=False), nn.InstanceNorm2d(5), nn.Tanh(), nn.Flatten(), nn.Linear(80, 3),
+    )  # fmt: skip
+    return model.double()
+
+
+def groups_of(model):
+    named = dict(model.named_parameters())
+    rows = [p for name, p in named.items() if name.endswith(("0.weight", "3.weight"))]
+    rest = [p for name, p in named.items() if not name.endswith(("0.weight", "3.weight"))]
+    return [{"params": rows, "rows": "filter"}, {"params": rest}]
+
+
+def train(model, optimizer, steps, *, rank=0, ranks=1, first=0):
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randn(BATCH, 2, 4, 4, generator=generator, dtype=torch.float64)
+        labels = torch.randint(3, (BATCH,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[rank::ranks]), labels[rank::ranks]).backward()
+        optimizer.step()
+
+
+def whole(model):
+    state = {}
+    for name, p in model.state_dict().items():
+        state[name.removeprefix("module.")] = (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+    return state
+
+
+def alone(kind):
+    model = network()
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    train(model, optimizer, STEPS)
+    return whole(model)
+
+
+def assert_same(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def ddp(rank, ranks, kind, folder):
+    model = DistributedDataParallel(network())
+    train(model, OPTIMIZERS[kind](groups_of(model)), STEPS, rank=rank, ranks=ranks)
+    assert_same(whole(model), alone(kind))
+
+
+def fsdp(rank, ranks, kind, folder):
+    model = fully_shard(network())
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    train(model, optimizer, STEPS, rank=rank, ranks=ranks)
+    assert_same(whole(model), alone(kind))
+
+
+def save(rank, ranks, kind, folder):
+    model = fully_shard(network())
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    train(model, optimizer, STEPS // 2, rank=rank, ranks=ranks)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def resume(rank, ranks, kind, folder):
+    model = fully_shard(network())
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    train(model, optimizer, STEPS - STEPS // 2, rank=rank, ranks=ranks, first=STEPS // 2)
+    assert_same(whole(model), alone(kind))
+
+
+def refused(rank, ranks, kind, folder):
+    model = fully_shard(network())
+    with pytest.raises(ValueError, match="several ranks"):
+        optim.Adam([{"params": [model[0].weight], "rows": "tensor"}], without="abc")
+
+
+def process(rank, ranks, port, task, kind, folder, errors):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    try:
+        task(rank, ranks, kind, folder)
+    except BaseException:
+        errors.put(traceback.format_exc())
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def run(task, ranks, kind="Adam abc", folder=None):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    errors = mp.get_context("spawn").SimpleQueue()
+    work = functools.partial(process, task=task, kind=kind, folder=folder, errors=errors)
+    try:
+        mp.spawn(_start, args=(ranks, port, work), nprocs=ranks, daemon=True)
+    except Exception as error:
+        raise AssertionError(errors.get() if not errors.empty() else str(error)) from error
+
+
+def _start(rank, ranks, port, work):
+    work(rank, ranks, port)
+
+
+@pytest.mark.parametrize("kind", ["Adam abc"])
+def test_ddp(kind):
+    run(ddp, 2, kind)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in OPTIMIZERS), ("Adam abc", 3), ("SGD bc", 3)])
+def test_fsdp2_with_uneven_shards(kind, ranks):
+    run(fsdp, ranks, kind)
+
+
+@pytest.mark.parametrize("kind", ["Adam abc"])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(kind, tmp_path):
+    run(save, 2, kind, str(tmp_path))
+    run(resume, 3, kind, str(tmp_path))
+
+
+def test_rows_that_cross_ranks_are_refused():
+    run(refused, 2)
