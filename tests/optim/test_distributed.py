@@ -39,11 +39,13 @@ def network():
     return model.double()
 
 
-def groups_of(model):
+def groups_of(model, rows="filter"):
     named = dict(model.named_parameters())
-    rows = [p for name, p in named.items() if name.endswith(("0.weight", "3.weight"))]
+    radial = [p for name, p in named.items() if name.endswith(("0.weight", "3.weight"))]
     rest = [p for name, p in named.items() if not name.endswith(("0.weight", "3.weight"))]
-    return [{"params": rows, "rows": "filter"}, {"params": rest}]
+    if rows == "joint":  # two filters that a rank may or may not hold together, as one row
+        return [{"params": radial, "rows": "tensor", "joint": True}, {"params": rest}]
+    return [{"params": radial, "rows": rows}, {"params": rest}]
 
 
 def train(model, optimizer, steps, *, rank=0, ranks=1, first=0):
@@ -63,9 +65,9 @@ def whole(model):
     return state
 
 
-def alone(kind):
+def alone(kind, rows="filter"):
     model = network()
-    optimizer = OPTIMIZERS[kind](groups_of(model))
+    optimizer = OPTIMIZERS[kind](groups_of(model, rows))
     train(model, optimizer, STEPS)
     return whole(model)
 
@@ -107,10 +109,11 @@ def resume(rank, ranks, kind, folder):
     assert_same(whole(model), alone(kind))
 
 
-def refused(rank, ranks, kind, folder):
-    model = fully_shard(network())
-    with pytest.raises(ValueError, match="several ranks"):
-        optim.Adam([{"params": [model[0].weight], "rows": "tensor"}], without="abc")
+def crossing(rank, ranks, kind, folder):
+    for rows in ("tensor", ("axis", 1), "joint"):
+        model = fully_shard(network())
+        train(model, OPTIMIZERS[kind](groups_of(model, rows)), STEPS, rank=rank, ranks=ranks)
+        assert_same(whole(model), alone(kind, rows))
 
 
 def process(rank, ranks, port, task, kind, folder, errors):
@@ -157,5 +160,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(kind, tmp_path):
     run(resume, 3, kind, str(tmp_path))
 
 
-def test_rows_that_cross_ranks_are_refused():
-    run(refused, 2)
+@pytest.mark.parametrize(("kind", "ranks"), [("Adam abc", 2), ("Adam bc", 3), ("SGD bc", 2)])
+def test_rows_that_cross_ranks(kind, ranks):
+    run(crossing, ranks, kind)

@@ -1,7 +1,10 @@
 """The contract that every optimizer of the package keeps, and the plumbing that they share."""
 
+import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -9,9 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Layout
-from steradian.optim import _sharded
 from steradian.optim._rows import RowSet, arithmetic
-from steradian.optim._sharded import is_sharded, local
 
 if TYPE_CHECKING:
     from steradian.optim._fused import FusedStep
@@ -117,6 +118,7 @@ class RowOptimizer(Optimizer):
         for group, sets in work:
             for rows in sets:
                 self._reference(rows, group)
+                rows.finish()
         return loss
 
     @torch.compiler.disable
@@ -172,10 +174,8 @@ class RowOptimizer(Optimizer):
         fresh = not any(self.state.get(param) for param in params)
         states = [self._state_of(param, group, None if classic else layout) for param in params]
         first = params[0]
-        if any(is_sharded(param) for param in params):
-            parts = [local(param, state) for param, state in zip(params, states, strict=True)]
-            params, states = [part for part, _ in parts], [state for _, state in parts]
-        rows = RowSet(layout, params, states, fresh=fresh)
+        make = sharding().row_set if any(is_sharded(param) for param in params) else RowSet
+        rows = make(layout, params, states, fresh=fresh)
         if self.telemetry is not None:
             if first not in self.telemetry:
                 self.telemetry[first] = torch.zeros(rows.n, 3, dtype=rows.dtype, device=first.device)
@@ -242,9 +242,6 @@ class RowOptimizer(Optimizer):
             return
         layout = Layout(group["rows"])
         group["rows"] = layout.spec
-        for param in group["params"]:
-            if is_sharded(param):
-                _sharded.check_rows(param, layout)
         counts = {layout.size(param.shape)[0] for param in group["params"]}
         if group.get("joint") and len(counts) > 1:
             shapes = [tuple(param.shape) for param in group["params"]]
@@ -288,6 +285,17 @@ def fused_available(params: Sequence[Tensor]) -> bool:
     return all(available(param.device) for param in params)
 
 
+def is_sharded(param: Tensor) -> bool:
+    """Whether a parameter is a DTensor; there is none before torch's module for them is imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(param, module.DTensor)
+
+
+def sharding() -> ModuleType:
+    """`steradian.optim._sharded`, imported when a parameter is sharded: not every torch has what it needs."""
+    return importlib.import_module("steradian.optim._sharded")
+
+
 # Pieces of a state
 
 
@@ -304,7 +312,7 @@ def like(param: Tensor) -> Tensor:
 def per_row(param: Tensor, layout: Layout) -> Tensor:
     """One zero for each row, in the dtype that rows are computed in."""
     if is_sharded(param):
-        return _sharded.per_row(param, layout, arithmetic(param.dtype))
+        return sharding().per_row(param, layout, arithmetic(param.dtype))
     return torch.zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype), device=param.device)
 
 

@@ -111,6 +111,7 @@ class FusedStep:
             for rows in sets:
                 with _unscaled(rows, scale, found):
                     optimizer._reference(rows, group)
+                rows.finish()
 
 
 def _shape(optimizer: "RowOptimizer") -> list[tuple[object, ...]]:

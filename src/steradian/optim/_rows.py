@@ -1,6 +1,6 @@
 """What an optimizer steps on: the rows of one parameter, or of several together, with gradients and state."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -42,10 +42,12 @@ class RowSet:
         dtype: what rows are computed in.
         telemetry: where the step leaves radius, angle and effective rate of each row, (n, 3); None: nowhere.
         scale: what gradients are divided by when they are read; None: nothing.
+        finish: to be called when the rows have been stepped.
     """
 
     telemetry: Tensor | None = None
     scale: Tensor | None = None
+    finish: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self, layout: Layout, params: list[Tensor], states: list[dict[str, Tensor]], *, fresh: bool = False

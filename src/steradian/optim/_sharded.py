@@ -1,8 +1,11 @@
-"""Sharded parameters (DTensor, as FSDP2 makes them): each rank steps the rows that it holds.
+"""Sharded parameters (DTensor, as FSDP2 makes them).
 
-`fully_shard` cuts dimension 0, so rows that are slices of it lie whole on one rank, and a step needs no communication.
+`fully_shard` cuts dimension 0, so rows that are slices of it lie whole on one rank: each rank steps what it holds and
+nothing is communicated. Rows that lie on several ranks are gathered, stepped by every rank alike, and each rank keeps
+its part.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,36 +13,47 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from steradian.groups import Layout
+from steradian.optim._rows import RowSet
 
-__all__ = ["check_rows", "is_sharded", "local", "per_row"]
-
-
-def is_sharded(param: Tensor) -> bool:
-    """Whether a parameter is a DTensor."""
-    return isinstance(param, DTensor)
+__all__ = ["per_row", "row_set"]
 
 
-def check_rows(param: Tensor, layout: Layout) -> None:
-    """Raise a ValueError for rows that would lie on several ranks."""
+def _stays_whole(param: Tensor, layout: Layout) -> bool:
+    """Whether every row of a sharded parameter lies on one rank."""
     assert isinstance(param, DTensor)
-    whole = not param.ndim or layout.blocks(param.shape)[0] == param.shape[0]
-    for placement in param.placements:
-        if isinstance(placement, Replicate) or (isinstance(placement, Shard) and placement.dim == 0 and whole):
-            continue
-        raise ValueError(
-            f"rows {layout.spec!r} of a parameter of shape {tuple(param.shape)} would lie on several ranks under "
-            f"{placement}: rows must be slices of dimension 0 where that is sharded, or the parameter replicated"
-        )
+    slices = not param.ndim or layout.blocks(param.shape)[0] == param.shape[0]
+    return all(
+        isinstance(placement, Replicate) or (isinstance(placement, Shard) and placement.dim == 0 and slices)
+        for placement in param.placements
+    )
 
 
 def per_row(param: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """One zero for each row, sharded as the parameter's dimension 0 is."""
+    """One zero for each row: sharded as the parameter's dimension 0 is, or on every rank where rows cross them."""
     assert isinstance(param, DTensor)
     rows = layout.size(param.shape)[0]
-    return zeros(rows, dtype=dtype, device_mesh=param.device_mesh, placements=param.placements)
+    placements = param.placements if _stays_whole(param, layout) else [Replicate()] * param.device_mesh.ndim
+    return zeros(rows, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
 
 
-def local(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+def row_set(layout: Layout, params: list[Tensor], states: list[dict[str, Any]], *, fresh: bool = False) -> RowSet:
+    """The rows of sharded parameters that this rank steps: those it holds, or all where rows cross ranks."""
+    pairs = list(zip(params, states, strict=True))
+    if all(_stays_whole(param, layout) for param in params):
+        parts = [_local(param, state) for param, state in pairs]
+        return RowSet(layout, [part for part, _ in parts], [state for _, state in parts], fresh=fresh)
+    wholes = [_gathered(param, state) for param, state in pairs]
+    rows = RowSet(layout, [full for full, _, _ in wholes], [state for _, state, _ in wholes], fresh=fresh)
+
+    def put_back() -> None:
+        for _, _, put_one_back in wholes:
+            put_one_back()
+
+    rows.finish = put_back
+    return rows
+
+
+def _local(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """The part of a parameter, with its gradient, and of its state that this rank holds, sharing their memory."""
     gradient = param.grad
     assert isinstance(param, DTensor), "the parameters of a joint set are all sharded"
@@ -49,3 +63,27 @@ def local(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]
     part = param.to_local().detach()
     part.grad = gradient.to_local().detach()
     return part, {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def _gathered(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any], Callable[[], None]]:
+    """A whole parameter with its gradient, and its whole state; and what puts this rank's part of them back."""
+    gradient = param.grad
+    assert isinstance(param, DTensor), "the parameters of a joint set are all sharded"
+    assert isinstance(gradient, DTensor), "a sharded parameter has a sharded gradient"
+    full = param.full_tensor().detach()
+    full.grad = gradient.full_tensor().detach()
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+    def put_back() -> None:
+        _keep(param, full)
+        for name, value in state.items():
+            if isinstance(value, DTensor):
+                _keep(value, whole[name])
+
+    return full, whole, put_back
+
+
+def _keep(sharded: DTensor, full: Tensor) -> None:
+    mesh = sharded.device_mesh
+    replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    sharded.to_local().copy_(replicated.redistribute(placements=sharded.placements).to_local())
