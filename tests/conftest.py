@@ -1,5 +1,6 @@
 """Settings for every test: one thread per worker, so that the workers do not fight over the cores."""
 
+import importlib
 import os
 
 import torch
@@ -10,6 +11,9 @@ torch.set_num_threads(1)
 # Without a GPU the kernels run in Triton's interpreter; it must be chosen before Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# A kernel is interpreted or compiled as Triton finds it when the kernel is defined: define them now, before a test
+# that takes the variable away.
+importlib.import_module("steradian.optim._fused")
 
 # A busy machine is slow, not wrong; failures print what reproduces them.
 settings.register_profile("steradian", deadline=None, print_blob=True)

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, overload
@@ -27,7 +28,7 @@ Work = list[tuple[Options, list[RowSet]]]
 """Param groups with rows, each with its row sets that have a gradient."""
 
 
-class RowOptimizer(Optimizer):
+class RowOptimizer(Optimizer, ABC):
     """A torch optimizer whose param groups may say, under "rows", how their parameters are cut into rows.
 
     | key | meaning |
@@ -61,25 +62,25 @@ class RowOptimizer(Optimizer):
     # What a subclass gives
 
     @staticmethod
+    @abstractmethod
     def _reference(rows: RowSet, group: Mapping[str, Any]) -> None:
         """The update of one row set: one of the functions of `steradian.optim._reference`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _check(self, group: Options) -> None:
         """Raise a ValueError that names the argument for settings that make no sense."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
         """The classic update."""
-        raise NotImplementedError
 
     def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
-        """Telemetry of rows that got the classic update."""
-        raise NotImplementedError
+        """Telemetry of rows that got the classic update, for optimizers whose `_layout` may give them to it."""
+        raise AssertionError("the rows of this optimizer never get the classic update")
 
     def _layout(self, group: Options) -> Layout | None:
         """How the group's rows are stepped; None where the classic update does it."""
