@@ -14,7 +14,7 @@ from torch import Tensor
 
 from steradian import geometry
 from steradian.geometry import dot
-from steradian.optim._rows import RowSet
+from steradian.optim._rows import RowSet, exact
 
 __all__ = ["Motion", "adagradg", "adam", "adamg", "adamp", "emit", "emit_adam", "emit_sgd", "rate_of", "sgd"]
 
@@ -181,7 +181,7 @@ def _adam(
 
 def emit_adam(rows: RowSet, before: Tensor, group: Options) -> None:
     """Telemetry of rows that took torch's Adam step, from v as it left it."""
-    step, (beta1, beta2) = rows.states[0]["step"].to(torch.float64), group["betas"]
+    step, (beta1, beta2) = exact(rows.states[0]["step"]), group["betas"]
     divisor = (rows.read("exp_avg_sq").sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
     pace = rate_of(group) * (1 - beta1) / (1 - beta1**step) / _mean_square(divisor).sqrt_()
     start = 1 - rate_of(group) * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from steradian.groups import Layout
 
-__all__ = ["RowSet", "arithmetic"]
+__all__ = ["RowSet", "arithmetic", "exact"]
 
 # Entries of the rows that one pass of a step works on, on a CPU: two megabytes in float32 stay in its cache.
 _IN_CACHE = 2**19
@@ -20,6 +20,14 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
     (torch.float32, torch.float64)
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def exact(step: Tensor) -> Tensor:
+    """A step count in which 1 − β^t keeps its digits: float64, where the device has it.
+
+    It is kept in float32, as torch does; there 1 − 0.999^t has five digits.
+    """
+    return step if step.device.type == "mps" else step.to(torch.float64)
 
 
 class RowSet:
@@ -103,7 +111,7 @@ class RowSet:
         for state in self.states:
             state["step"] += 1
         step = self.states[0]["step"]
-        return step if torch.compiler.is_compiling() or step.device.type != "cpu" else step.item()
+        return exact(step) if torch.compiler.is_compiling() or step.device.type != "cpu" else step.item()
 
     def pieces(self) -> Iterator[slice]:
         """Ranges of rows to work on one after the other: on a CPU what its cache holds, elsewhere all at once."""
