@@ -1,6 +1,7 @@
 """What an optimizer steps on: the rows of one parameter, or of several together, with gradients and state."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class RowSet:
         n: number of rows.
         d: numbers in a row, over all parameters.
         dtype: what rows are computed in.
-        telemetry: where the step leaves radius, angle and effective rate of each row, (n, 3); None: nowhere.
+        telemetry: where the step leaves the numbers of `TELEMETRY` for each row, (n, 6); None: nowhere.
         scale: what gradients are divided by when they are read; None: nothing.
         finish: to be called when the rows have been stepped.
     """
@@ -120,6 +121,27 @@ class RowSet:
             at_once = max(1, _IN_CACHE // max(1, self.d))
         for start in range(0, self.n if self.d else 0, max(1, at_once)):
             yield slice(start, start + at_once)
+
+    @contextmanager
+    def scaled(self, scale: Tensor | None, found: Tensor | None) -> Iterator[None]:
+        """Within it gradients are read unscaled; after it all is as before if the step was to be skipped.
+
+        Args:
+            scale: a gradient scaler's scale; None: gradients are not scaled.
+            found: its verdict, 1 for a step to be skipped, which is not read back; None: none is.
+        """
+        if scale is None and found is None:
+            yield
+            return
+        self.scale = scale
+        tensors = [*self.params, *(value for state in self.states for value in state.values())]
+        tensors += [] if self.telemetry is None else [self.telemetry]
+        before = [tensor.detach().clone() for tensor in tensors]
+        yield
+        self.scale = None
+        for tensor, old in zip(tensors, before, strict=True):
+            if found is not None:
+                tensor.copy_(torch.where(found.reshape(()).to(tensor.device) != 0, old, tensor))
 
     def _tensors(self, name: str) -> list[Tensor]:
         if name == "param":
