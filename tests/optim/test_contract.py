@@ -420,6 +420,17 @@ def test_compiled_step(make: Make) -> None:
     assert_same(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", sorted(TABLE.keys() - CLASSIC))
+def test_a_step_count_that_stays_a_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator and in a compiled step: the bias corrections keep float64's digits."""
+    one, other = (TABLE[name](groups(torch.float64, radial_alone=True)) for _ in range(2))
+    train(other)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    train(one)
+    monkeypatch.undo()
+    assert_same(one, other, rtol=1e-13, atol=1e-14)
+
+
 def test_gradient_scaler(make: Make) -> None:
     """Scaled gradients are unscaled before the step, and one infinite entry skips it."""
     one, other = make(groups()), make(groups())

@@ -195,14 +195,39 @@ def test_a_loaded_or_copied_state_goes_on():
             torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
-def test_emission_equals_the_references():
-    made = pair([*SHAPES, (2, 5000)], without="abc", weight_decay=0.1)
+@pytest.mark.parametrize(
+    ("without", "shapes", "scale"),
+    [("abc", [*SHAPES, (2, 5000)], None), ("abc", [(3, 64), (2, 5000)], 64.0), ("bc", SHAPES[:5], None)],
+)
+def test_emission_equals_the_references(without, shapes, scale):
+    made = pair(shapes, without=without, weight_decay=0.1)
     for _, optimizer in made:
         optimizer.emit()
-    run(made, 3)
+    run(made, 2)
     (reference, one), (fused, two) = made
+    if scale is not None:
+        two.grad_scale = torch.full((1,), scale, device=DEVICE)
+        for q in fused:
+            q.grad *= scale
+        two.step()
+        one.step()
     for p, q in zip(reference, fused, strict=True):
         torch.testing.assert_close(two.telemetry[q], one.telemetry[p], rtol=2e-4, atol=1e-6)
+
+
+def test_a_step_that_a_scaler_skips_tells_nothing():
+    x, whole = parameters([(4, 6), (3, 5)])
+    groups = [{"params": [x], "rows": "filter", "without": "abc"}, {"params": [whole], "rows": "filter", "without": ""}]
+    optimizer = Adam(groups, fused=True)
+    optimizer.emit()
+    run([([x, whole], optimizer)], 1)
+    before = {p: told.clone() for p, told in optimizer.telemetry.items()}
+    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=DEVICE), torch.ones((), device=DEVICE)
+    x.grad, whole.grad = torch.ones_like(x), torch.ones_like(whole)
+    optimizer.step()
+    for p, told in before.items():
+        assert told[:, :2].gt(0).all()
+        torch.testing.assert_close(optimizer.telemetry[p], told, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("angle", [1e-7, 1e-3, 0.5, 1.5, 3.0, 3.1415])

@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Layout
+from steradian.optim._checks import check
 from steradian.optim._rows import RowSet, arithmetic
+from steradian.optim._telemetry import Telemetry
 
 if TYPE_CHECKING:
     from steradian.optim._fused import FusedStep
 
-__all__ = ["Classic", "Options", "Params", "RowOptimizer", "Work", "check", "check_betas", "check_rate"]
+__all__ = ["Classic", "Options", "Params", "RowOptimizer", "Work"]
 
 Options = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -45,11 +47,10 @@ class RowOptimizer(Optimizer, ABC):
     `_check`, `_new_state` and `_step_rest`.
 
     Attributes:
-        telemetry: after `emit()`, radius, angle and effective rate of every row in the last step, (n, 3), under
-            the parameter (the first one of a joint set). Each step overwrites the same memory.
+        telemetry: after `emit()`, what the last step did to every row (`Telemetry`).
     """
 
-    telemetry: dict[Tensor, Tensor] | None
+    telemetry: Telemetry | None
 
     _has_fused: ClassVar[bool] = False
     _row_state: ClassVar[frozenset[str]] = frozenset()
@@ -127,6 +128,8 @@ class RowOptimizer(Optimizer, ABC):
         """What has a gradient: parameters for the classic update, and row sets."""
         for group in self.param_groups:
             self._check_gradients(group)
+        if self.telemetry is not None:
+            self.telemetry.cover(self._row_counts())
         classic: Classic = []
         work: Work = []
         for group in self.param_groups:
@@ -139,13 +142,15 @@ class RowOptimizer(Optimizer, ABC):
         return classic, work
 
     def _step_classic(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        seen = []
+        seen: list[tuple[RowSet, Tensor]] = []
         if self.telemetry is not None and group.get("rows") is not None:
             sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
             seen = [(rows, rows.read("param").clone()) for rows in sets if rows.n and rows.d]
         self._step_rest(params, states, group)
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for rows, before in seen:
-            self._emit_rest(rows, before, group)
+            with rows.scaled(scale, found):
+                self._emit_rest(rows, before, group)
 
     @torch.compiler.disable
     def _remember(self, classic: Classic, work: Work) -> "FusedStep | None":
@@ -168,20 +173,25 @@ class RowOptimizer(Optimizer, ABC):
         return next(group for group in self.param_groups if any(param is other for other in group["params"]))
 
     def _row_sets(self, params: list[Tensor], group: Options, layout: Layout, *, classic: bool = False) -> list[RowSet]:
-        sets = [params] if group.get("joint") else [[param] for param in params]
-        return [self._row_set(members, group, layout, classic) for members in sets]
+        return [self._row_set(members, group, layout, classic) for members in _sets(params, group)]
 
     def _row_set(self, params: list[Tensor], group: Options, layout: Layout, classic: bool) -> RowSet:
         fresh = not any(self.state.get(param) for param in params)
         states = [self._state_of(param, group, None if classic else layout) for param in params]
-        first = params[0]
         make = sharding().row_set if any(is_sharded(param) for param in params) else RowSet
         rows = make(layout, params, states, fresh=fresh)
         if self.telemetry is not None:
-            if first not in self.telemetry:
-                self.telemetry[first] = torch.zeros(rows.n, 3, dtype=rows.dtype, device=first.device)
-            rows.telemetry = self.telemetry[first]
+            rows.telemetry = self.telemetry[group["params"][0] if group.get("joint") else params[0]]
         return rows
+
+    def _row_counts(self) -> list[tuple[Tensor, int]]:
+        """The parameters that telemetry stands under, with the number of rows that are stepped here."""
+        counts = []
+        for group in self.param_groups:
+            if group.get("rows") is not None:
+                layout = Layout(group["rows"])
+                counts += [(params[0], _count_rows(params, layout)) for params in _sets(group["params"], group)]
+        return counts
 
     def _state_of(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[param]
@@ -212,12 +222,16 @@ class RowOptimizer(Optimizer, ABC):
     # Telemetry
 
     def emit(self, on: bool = True) -> None:
-        """Start, or stop, leaving radius, angle and effective rate of every row in `telemetry`.
+        """Start, or stop, leaving the numbers of `TELEMETRY` in `telemetry`, for every row of every step.
 
         It lasts as long as this object: it is not part of the state, and a copy starts without it.
         """
-        self.telemetry = {} if on else None
+        if on == (self.telemetry is not None):
+            return
         self._remembered = None
+        self.telemetry = Telemetry() if on else None
+        if self.telemetry is not None:
+            self.telemetry.cover(self._row_counts())
 
     # Groups and state
 
@@ -230,6 +244,8 @@ class RowOptimizer(Optimizer, ABC):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if self.telemetry is not None:
+            self.telemetry.cover(self._row_counts())
 
     def _check_group(self, group: Options) -> None:
         self._check(group)
@@ -277,6 +293,17 @@ class RowOptimizer(Optimizer, ABC):
         return {name: value for name, value in super().__getstate__().items() if name != "_remembered"}
 
 
+def _sets(params: list[Tensor], group: Options) -> list[list[Tensor]]:
+    """The parameters that are cut into rows together."""
+    return [params] if group.get("joint") and params else [[param] for param in params]
+
+
+def _count_rows(params: list[Tensor], layout: Layout) -> int:
+    if any(is_sharded(param) for param in params):
+        return int(sharding().count_rows(params, layout))
+    return layout.size(params[0].shape)[0]
+
+
 def fused_available(params: Sequence[Tensor]) -> bool:
     """Whether Triton is there and runs on the device of these parameters."""
     if importlib.util.find_spec("triton") is None:
@@ -315,36 +342,3 @@ def per_row(param: Tensor, layout: Layout) -> Tensor:
     if is_sharded(param):
         return sharding().per_row(param, layout, arithmetic(param.dtype))
     return torch.zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype), device=param.device)
-
-
-# Checks of settings
-
-
-def check(fine: bool, name: str, value: object, expected: str) -> None:
-    """Raise a ValueError that names the argument, the value and what would be right."""
-    if not fine:
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-
-
-def check_rate(group: Options, name: str = "lr") -> None:
-    """A number ≥ 0, or a tensor with one."""
-    value = group[name]
-    if isinstance(value, Tensor):
-        check(value.numel() == 1, name, value, "a number or a tensor with one number")
-    else:
-        check_number(group, name)
-
-
-def check_number(group: Options, name: str, *, below: float = float("inf")) -> None:
-    """A number ≥ 0, finite, below a bound."""
-    value = group[name]
-    fine = isinstance(value, int | float) and 0 <= value < below
-    check(fine, name, value, "a number ≥ 0" if below == float("inf") else f"a number in [0, {below:g})")
-
-
-def check_betas(group: Options) -> None:
-    """Two numbers in [0, 1)."""
-    betas = group["betas"]
-    fine = isinstance(betas, list | tuple) and len(betas) == 2
-    fine = fine and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
-    check(fine, "betas", betas, "two numbers in [0, 1)")

@@ -7,8 +7,7 @@ asynchronous, so the host never waits), and launches.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +108,7 @@ class FusedStep:
             optimizer._step_classic(params, states, group)
         for group, sets in self.left:
             for rows in sets:
-                with _unscaled(rows, scale, found):
+                with rows.scaled(scale, found):
                     optimizer._reference(rows, group)
                 rows.finish()
 
@@ -117,22 +116,6 @@ class FusedStep:
 def _shape(optimizer: "RowOptimizer") -> list[tuple[object, ...]]:
     keys = ("rows", "joint", "without", "fused")
     return [(len(group["params"]), *(group.get(key) for key in keys)) for group in optimizer.param_groups]
-
-
-@contextmanager
-def _unscaled(rows: RowSet, scale: Tensor | None, found: Tensor | None) -> Iterator[None]:
-    """Within it, rows of the reference step see unscaled gradients; after it, a step that was to be skipped was."""
-    if scale is None and found is None:
-        yield
-        return
-    rows.scale = scale
-    tensors = [*rows.params, *(value for state in rows.states for value in state.values())]
-    before = [tensor.detach().clone() for tensor in tensors]
-    yield
-    rows.scale = None
-    for tensor, old in zip(tensors, before, strict=True):
-        if found is not None:
-            tensor.copy_(torch.where(found.reshape(()).to(tensor.device) != 0, old, tensor))
 
 
 class Plan:
@@ -155,13 +138,15 @@ class Plan:
         self.addresses: list[int] = []
         self.settings: list[tuple[Any, ...]] = []
         self.classes: list[int] = []
-        self.targets: list[int] = []
         count, groups = len(self.sets), len(self.groups)
         self.table = torch.zeros(count, 8, dtype=torch.int64, device=self.device)
         self.setting_table = torch.zeros(groups, 8, dtype=torch.float64, device=self.device)
         self.rates = torch.zeros(groups, dtype=torch.float64, device=self.device)
         self.rate_addresses = torch.zeros(groups, dtype=torch.int64, device=self.device)
-        self.emitted = torch.zeros(count, dtype=torch.int64, device=self.device)
+        # Telemetry stays where it is as long as a plan lasts.
+        targets = [rows.telemetry.data_ptr() for _, rows in self.sets if rows.telemetry is not None]
+        self.emitting = bool(targets)
+        self.emitted = self._host(torch.tensor(targets or [0])).to(self.device, non_blocking=True)
         self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.one, self.zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
         # A graph re-reads its source at every replay, so each capture gets memory of its own, set aside here.
@@ -173,11 +158,7 @@ class Plan:
         self._refresh_settings()
         scaled = grad_scale is not None or found_inf is not None
         scale, found = self.one if grad_scale is None else grad_scale, self.zero if found_inf is None else found_inf
-        targets = [rows.telemetry.data_ptr() for _, rows in self.sets if rows.telemetry is not None]
-        if targets and targets != self.targets:
-            self.emitted.copy_(self._host(torch.tensor(targets)), non_blocking=True)
-            self.targets = targets
-        emit = bool(targets)
+        emit = self.emitting
         tables = (self.table, self.setting_table, self.rate_addresses, self.emitted, self.sums, scale, found)
         entries, computed = _DTYPES[self.dtype]
         with torch.cuda.device_of(self.table):
@@ -243,7 +224,7 @@ class Plan:
         self.items = self._host(torch.cat(items)).to(self.device, non_blocking=True)
         long_table = torch.cat(long_items) if long_items else torch.zeros(0, 5, dtype=torch.int32)
         self.long_items = self._host(long_table).to(self.device, non_blocking=True)
-        self.sums = torch.zeros(max(1, 5 * slot), dtype=torch.float64, device=self.device)
+        self.sums = torch.zeros(max(1, 7 * slot), dtype=torch.float64, device=self.device)
 
     # Settings
 

@@ -158,6 +158,12 @@ def _tile(
         squares += g * g
     gg = tl.sum(squares, axis=1)
     usable = gg <= largest
+    if EMIT:
+        ahh, axh = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        for k in tl.static_range(K):
+            ahh += (gs[k] * factor) * (gs[k] * factor)
+            axh += xs[k] * (gs[k] * factor)
+        hh, xh = tl.sum(ahh, axis=1), tl.sum(axh, axis=1)
     moments = ()
     for k in tl.static_range(K):
         target = gs[k] * factor + inside * xs[k]
@@ -230,9 +236,9 @@ def _tile(
         across = tl.zeros([R, S], dtype=C)
         for k in tl.static_range(K):
             across += (ys[k] - slope * xs[k]) * (ys[k] - slope * xs[k])
-        out = emitted.to(tl.pointer_type(C)) + (row + rows) * 3
+        out = emitted.to(tl.pointer_type(C)) + (row + rows) * 6
         pace_e = share1 * pace / mean_divisor
-        _emit(out, alive, xx, xy, tl.sqrt(tl.sum(across, axis=1)), there, pace_e, start, C)
+        _emit(out, alive, xx, yy, xy, hh, xh, tl.sqrt(tl.sum(across, axis=1)), there, pace_e, start, C)
 
 
 @triton.jit
@@ -250,20 +256,29 @@ def _angle(across, along):
 
 
 @triton.jit
-def _emit(out, alive, xx, xy, across, there, pace, start, C: tl.constexpr):
-    """Radius, angle and effective rate of each row."""
-    radius = tl.sqrt(xx)
+def _emit(out, alive, xx, yy, xy, hh, xh, across, there, pace, start, C: tl.constexpr):
+    """The numbers of `TELEMETRY` for each row; h is the gradient alone, without L2."""
+    largest, _smallest, _steepest = _limits(C)
+    radius, slope = tl.sqrt(xx), tl.sqrt(hh)
     along = tl.where(there, xy / tl.where(there, radius, 1.0), 1.0)
     rate = tl.where(there, pace / tl.where(there, start * xy, 1.0), 0.0)
     tl.store(out, radius.to(C), mask=alive)
     tl.store(out + 1, tl.where(there, _angle(across, along), 0.0).to(C), mask=alive)
-    tl.store(out + 2, rate.to(C), mask=alive)
+    tl.store(out + 2, tl.where(tl.abs(rate) <= largest, rate, 0.0).to(C), mask=alive)
+    tl.store(out + 3, tl.sqrt(yy).to(C), mask=alive)
+    tl.store(out + 4, slope.to(C), mask=alive)
+    inclined = there & (hh > 0) & (hh <= largest)
+    defect = tl.abs(xh) / tl.where(inclined, radius * slope, 1.0)
+    tl.store(out + 5, tl.where(inclined, defect, 0.0).to(C), mask=alive)
 
 
 @triton.jit
 def _leave_sums(line, row, chunk, slot, sums, settings, rates, grad_scale,
-                SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """⟨g,g⟩, ⟨x,x⟩, ⟨x,m⟩, ⟨m,m⟩ of one chunk of a long row, with m as it will be; and v before the step."""
+                EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """⟨g,g⟩, ⟨x,x⟩, ⟨x,m⟩, ⟨m,m⟩ of one chunk of a long row, with m as it will be; and v before the step.
+
+    For telemetry also ⟨h,h⟩ and ⟨x,h⟩ of the gradient alone, without L2.
+    """
     d = tl.load(line + 5)
     _l1, _l2, share1, _s2, _eps, decay, flags, _rate = _settings(settings, rates, tl.load(line + 7), C)
     l2 = tl.where((flags & _DECOUPLED) != 0, 0.0, decay).to(C)
@@ -275,12 +290,15 @@ def _leave_sums(line, row, chunk, slot, sums, settings, rates, grad_scale,
     m = tl.load(tl.load(line + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
     gl = g + l2 * x
     m = m + share1.to(C) * (tl.where((flags & _B) != 0, g, gl) - m)
-    out = sums + slot.to(tl.int64) * 5
+    out = sums + slot.to(tl.int64) * 7
     tl.store(out, tl.sum(gl * gl, axis=0).to(tl.float64))
     tl.store(out + 1, tl.sum(x * x, axis=0).to(tl.float64))
     tl.store(out + 2, tl.sum(x * m, axis=0).to(tl.float64))
     tl.store(out + 3, tl.sum(m * m, axis=0).to(tl.float64))
     tl.store(out + 4, tl.load(tl.load(line + 3).to(tl.pointer_type(C)) + row).to(tl.float64))
+    if EMIT:
+        tl.store(out + 5, tl.sum(g * g, axis=0).to(tl.float64))
+        tl.store(out + 6, tl.sum(x * g, axis=0).to(tl.float64))
 
 
 @triton.jit
@@ -333,7 +351,7 @@ def step_rows(
         if (CLASSES >> 60) & 1:
             if kind == 60:
                 _leave_sums(line, row, tl.load(item + 3), tl.load(item + 4), sums, settings, rates, grad_scale,
-                            SCALED, P, C)  # fmt: skip
+                            EMIT, SCALED, P, C)  # fmt: skip
         _count(lines, entries, finished, 1024)
 
 
@@ -356,8 +374,9 @@ def apply_long_rows(
         skipped = tl.load(found_inf) != 0.0
     if not skipped:
         line = lines + index * 8
-        gg, xx, xm, mm = _added(sums, slot, chunks)
-        v = tl.load(sums + slot.to(tl.int64) * 5 + 4)
+        gg, xx = _added(sums, slot, chunks)
+        xm, mm = _added(sums + 2, slot, chunks)
+        v = tl.load(sums + slot.to(tl.int64) * 7 + 4)
         d = tl.load(line + 5)
         wide: tl.constexpr = tl.float64
         log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = _settings(
@@ -381,9 +400,11 @@ def apply_long_rows(
             v_at = tl.load(line + 3).to(tl.pointer_type(C)) + row
             tl.store(v_at, (v * tl.where((flags & _C) != 0, shrink, 1.0)).to(C))
             if EMIT:
-                out = tl.load(emitted + index).to(tl.pointer_type(C)) + row * 3
+                out = tl.load(emitted + index).to(tl.pointer_type(C)) + row * 6
+                hh, xh = _added(sums + 5, slot, chunks)
                 across = tl.sqrt(tl.maximum(mm - xm * xm / tl.where(xx > 0, xx, 1.0), 0.0)) * s
-                _emit(out, row >= 0, xx, xy, across, there, share1 * pace / (tl.sqrt(v) / root + eps), start, C)
+                pace_e = share1 * pace / (tl.sqrt(v) / root + eps)
+                _emit(out, row >= 0, xx, yy, xy, hh, xh, across, there, pace_e, start, C)
         factor = _sign_and_scale(flags, grad_scale, SCALED, C)
         cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
         at, mask = row.to(tl.int64) * d + cols, cols < d
@@ -400,15 +421,13 @@ def apply_long_rows(
 
 @triton.jit
 def _added(sums, slot, chunks):
-    """The four sums of a row, over its chunks."""
-    gg = tl.zeros([256], dtype=tl.float64)
-    xx, xm, mm = gg, gg, gg
+    """Two neighbouring sums of a row, over its chunks."""
+    one = tl.zeros([256], dtype=tl.float64)
+    other = one
     for block in range(0, chunks, 256):
         index = block + tl.arange(0, 256)
         mask = index < chunks
-        at = sums + (slot + index).to(tl.int64) * 5
-        gg += tl.load(at, mask=mask, other=0.0)
-        xx += tl.load(at + 1, mask=mask, other=0.0)
-        xm += tl.load(at + 2, mask=mask, other=0.0)
-        mm += tl.load(at + 3, mask=mask, other=0.0)
-    return tl.sum(gg, axis=0), tl.sum(xx, axis=0), tl.sum(xm, axis=0), tl.sum(mm, axis=0)
+        at = sums + (slot + index).to(tl.int64) * 7
+        one += tl.load(at, mask=mask, other=0.0)
+        other += tl.load(at + 1, mask=mask, other=0.0)
+    return tl.sum(one, axis=0), tl.sum(other, axis=0)

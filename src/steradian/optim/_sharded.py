@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from steradian.groups import Layout
 from steradian.optim._rows import RowSet
 
-__all__ = ["per_row", "row_set"]
+__all__ = ["count_rows", "per_row", "row_set"]
 
 
 def _stays_whole(param: Tensor, layout: Layout) -> bool:
@@ -34,6 +34,14 @@ def per_row(param: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     rows = layout.size(param.shape)[0]
     placements = param.placements if _stays_whole(param, layout) else [Replicate()] * param.device_mesh.ndim
     return zeros(rows, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
+
+
+def count_rows(params: list[Tensor], layout: Layout) -> int:
+    """How many rows `row_set` has."""
+    param = params[0]
+    assert isinstance(param, DTensor), "the parameters of a joint set are all sharded"
+    whole = all(_stays_whole(each, layout) for each in params)
+    return layout.size((param.to_local() if whole else param).shape)[0]
 
 
 def row_set(layout: Layout, params: list[Tensor], states: list[dict[str, Any]], *, fresh: bool = False) -> RowSet:
