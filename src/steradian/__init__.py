@@ -3,6 +3,7 @@
 from steradian import equivalence, geometry, groups, image, optim, phenomena, scheme
 from steradian.discovery import find_groups
 from steradian.groups import Groups
+from steradian.watch import watch
 
 __version__ = "0.1.0"
 
@@ -17,4 +18,5 @@ __all__ = [
     "optim",
     "phenomena",
     "scheme",
+    "watch",
 ]

@@ -44,6 +44,7 @@ def test_telemetry_is_the_image_of_the_step_as_read(make: Make) -> None:
             torch.testing.assert_close(told[:, 0], torch.ones_like(told[:, 0]) if on_sphere else image.radius)
             torch.testing.assert_close(told[:, 1], image.angle, rtol=1e-7, atol=1e-12)
             torch.testing.assert_close(told[:, 2], image.effective_lr, rtol=1e-7, atol=1e-12)
+            torch.testing.assert_close(told[:, 6], image.radial, rtol=1e-7, atol=1e-12)
             _, reached = geometry.split(Layout(rows).rows(p.detach()))
             torch.testing.assert_close(image.next_direction, reached, rtol=1e-7, atol=1e-10)
 

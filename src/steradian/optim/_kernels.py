@@ -233,12 +233,14 @@ def _tile(
     if EMIT:
         # y − (⟨x,y⟩/⟨x,x⟩)x, entry by entry: its square from the sums would cancel for small angles.
         slope = tl.where(xx > 0, xy / tl.where(xx > 0, xx, 1.0), 0.0)[:, None]
-        across = tl.zeros([R, S], dtype=C)
+        across, inward = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
         for k in tl.static_range(K):
             across += (ys[k] - slope * xs[k]) * (ys[k] - slope * xs[k])
-        out = emitted.to(tl.pointer_type(C)) + (row + rows) * 6
+            inward += xs[k] * (start * xs[k] - ys[k])
+        out = emitted.to(tl.pointer_type(C)) + (row + rows) * 7
+        radial = tl.sum(inward, axis=1) / tl.where(there, start * xx, 1.0)
         pace_e = share1 * pace / mean_divisor
-        _emit(out, alive, xx, yy, xy, hh, xh, tl.sqrt(tl.sum(across, axis=1)), there, pace_e, start, C)
+        _emit(out, alive, xx, yy, xy, hh, xh, tl.sqrt(tl.sum(across, axis=1)), radial, there, pace_e, start, C)
 
 
 @triton.jit
@@ -256,7 +258,7 @@ def _angle(across, along):
 
 
 @triton.jit
-def _emit(out, alive, xx, yy, xy, hh, xh, across, there, pace, start, C: tl.constexpr):
+def _emit(out, alive, xx, yy, xy, hh, xh, across, radial, there, pace, start, C: tl.constexpr):
     """The numbers of `TELEMETRY` for each row; h is the gradient alone, without L2."""
     largest, _smallest, _steepest = _limits(C)
     radius, slope = tl.sqrt(xx), tl.sqrt(hh)
@@ -270,6 +272,7 @@ def _emit(out, alive, xx, yy, xy, hh, xh, across, there, pace, start, C: tl.cons
     inclined = there & (hh > 0) & (hh <= largest)
     defect = tl.abs(xh) / tl.where(inclined, radius * slope, 1.0)
     tl.store(out + 5, tl.where(inclined, defect, 0.0).to(C), mask=alive)
+    tl.store(out + 6, tl.where(there & (tl.abs(radial) <= largest), radial, 0.0).to(C), mask=alive)
 
 
 @triton.jit
@@ -400,11 +403,12 @@ def apply_long_rows(
             v_at = tl.load(line + 3).to(tl.pointer_type(C)) + row
             tl.store(v_at, (v * tl.where((flags & _C) != 0, shrink, 1.0)).to(C))
             if EMIT:
-                out = tl.load(emitted + index).to(tl.pointer_type(C)) + row * 6
+                out = tl.load(emitted + index).to(tl.pointer_type(C)) + row * 7
                 hh, xh = _added(sums + 5, slot, chunks)
                 across = tl.sqrt(tl.maximum(mm - xm * xm / tl.where(xx > 0, xx, 1.0), 0.0)) * s
                 pace_e = share1 * pace / (tl.sqrt(v) / root + eps)
-                _emit(out, row >= 0, xx, yy, xy, hh, xh, across, there, pace_e, start, C)
+                radial = (start - kept_x + s * xm / tl.where(xx > 0, xx, 1.0)) / start
+                _emit(out, row >= 0, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
         factor = _sign_and_scale(flags, grad_scale, SCALED, C)
         cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
         at, mask = row.to(tl.int64) * d + cols, cols < d

@@ -94,11 +94,12 @@ def emit(
     pace: Tensor,
     start: float | Tensor = 1.0,
     end: Tensor | None = None,
+    inward: Tensor | None = None,
 ) -> None:
     """Leave the numbers of `TELEMETRY` for the step from x to y.
 
-    The effective rate A/(1 − A⟨c,u⟩) of x' = x − η a ⊘ b (Section 2.4) is (η/b̄)/⟨x,x'⟩. Rate and defect are 0 for
-    a row that has no direction, the rate also where b̄ is 0 and the defect where the gradient is.
+    The effective rate A/(1 − A⟨c,u⟩) of x' = x − η a ⊘ b (Section 2.4) is (η/b̄)/⟨x,x'⟩. Rate, defect and radial
+    part are 0 for a row that has no direction, the rate also where b̄ is 0 and the defect where the gradient is.
 
     Args:
         rows: the rows.
@@ -109,6 +110,7 @@ def emit(
         pace: η/b̄.
         start: 1 − ηδ, what a decoupled decay δ leaves of x before the step.
         end: where the row lands, if that is elsewhere on the ray of y.
+        inward: A⟨c,u⟩, if y does not lie on the straight line of the step.
     """
     assert rows.telemetry is not None, "telemetry is off"
     gone = Motion.of(x, y).gone
@@ -118,7 +120,10 @@ def emit(
     defect = dot(x / radius, gradient / slope).abs_()
     defect.masked_fill_(gone | geometry.collapsed(slope) | ~torch.isfinite(slope), 0)
     next_radius = geometry.norm(y if end is None else end)
-    columns = [radius, geometry.angle(x, y), rate, next_radius, slope, defect]
+    # x − x' before the product: 1 − ⟨x,x'⟩/⟨x,x⟩ would keep no digit of a small radial part.
+    radial = dot(x, start * x - y) / (start * dot(x, x)) if inward is None else inward
+    radial.masked_fill_(gone | ~torch.isfinite(radial), 0)
+    columns = [radius, geometry.angle(x, y), rate, next_radius, slope, defect, radial]
     rows.telemetry[piece] = torch.cat(columns, dim=1)
 
 
@@ -352,7 +357,7 @@ def adamg(rows: RowSet, group: Options) -> None:
         if rows.telemetry is not None:
             # tan θ = η^e‖c^⊥‖ with c = m/(1−β1) defines the effective rate of a step along a geodesic too.
             turned = pace if group["retraction"] else pace * (theta.tan() / theta).masked_fill_(theta == 0, 1)
-            emit(rows, piece, u, y, g, pace=(1 - beta1) * turned * dot(u, y))
+            emit(rows, piece, u, y, g, pace=(1 - beta1) * turned * dot(u, y), inward=dot(u, delta).neg_())
         x[piece] = y
     rows.write("param", x)
     rows.write("exp_avg", m)

@@ -49,7 +49,7 @@ class RowSet:
         n: number of rows.
         d: numbers in a row, over all parameters.
         dtype: what rows are computed in.
-        telemetry: where the step leaves the numbers of `TELEMETRY` for each row, (n, 6); None: nowhere.
+        telemetry: where the step leaves the numbers of `TELEMETRY` for each row, (n, 7); None: nowhere.
         scale: what gradients are divided by when they are read; None: nothing.
         finish: to be called when the rows have been stepped.
     """

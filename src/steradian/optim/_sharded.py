@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from steradian.groups import Layout
 from steradian.optim._rows import RowSet
 
-__all__ = ["count_rows", "per_row", "row_set"]
+__all__ = ["count_rows", "part", "per_row", "row_set"]
 
 
 def _stays_whole(param: Tensor, layout: Layout) -> bool:
@@ -26,6 +26,12 @@ def _stays_whole(param: Tensor, layout: Layout) -> bool:
         isinstance(placement, Replicate) or (isinstance(placement, Shard) and placement.dim == 0 and slices)
         for placement in param.placements
     )
+
+
+def part(tensor: Tensor, layout: Layout) -> Tensor:
+    """What this rank holds of a sharded tensor, or the whole tensor where its rows lie on several ranks."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local() if _stays_whole(tensor, layout) else tensor.full_tensor()
 
 
 def per_row(param: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:

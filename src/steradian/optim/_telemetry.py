@@ -9,12 +9,12 @@ from steradian.optim._rows import arithmetic
 
 __all__ = ["TELEMETRY", "Telemetry"]
 
-TELEMETRY = ("radius", "angle", "effective_lr", "next_radius", "gradient_norm", "defect")
-"""The columns: r, the angle between x and x', η^e, r', ‖∇L(x)‖ and |cos(x, ∇L(x))|."""
+TELEMETRY = ("radius", "angle", "effective_lr", "next_radius", "gradient_norm", "defect", "radial")
+"""The columns: r, the angle between x and x', η^e, r', ‖∇L(x)‖, |cos(x, ∇L(x))| and A⟨c,u⟩."""
 
 
 class Telemetry(Mapping[Tensor, Tensor]):
-    """The numbers of `TELEMETRY` for every row in its last step: (n, 6) under each parameter.
+    """The numbers of `TELEMETRY` for every row in its last step: (n, 7) under each parameter.
 
     The first parameter of a joint set stands for the set, and a sharded parameter has the rows that this rank
     steps. All rows of one device and dtype lie in one tensor, so that one copy takes them away; what is found under
@@ -22,7 +22,7 @@ class Telemetry(Mapping[Tensor, Tensor]):
     until a param group is added. A parameter that takes no step keeps its last numbers, at first zeros.
 
     Attributes:
-        buffers: the tensors, (N, 6), one for each device and dtype.
+        buffers: the tensors, (N, 7), one for each device and dtype.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["Store"]
 
@@ -32,20 +35,32 @@ class Store:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, kind: str, columns: Mapping[str, Sequence[Any]]) -> Path:
-        """Write one part of a kind: "part", "rows" or "path"."""
+    def add(self, kind: str, columns: Mapping[str, Sequence[Any]], *, number: int | None = None) -> None:
+        """Write one part of a kind ("part", "rows" or "path"); a number names the part that it replaces."""
         import pyarrow as pa
-        from pyarrow import parquet
 
         arrays = {}
         for name, values in columns.items():
             array = pa.array(values)
             arrays[name] = array.dictionary_encode() if pa.types.is_string(array.type) else array
-        numbers = [int(file.stem.split("-")[1]) for file in self.folder.glob(f"{kind}-*.parquet")]
-        path = self.folder / f"{kind}-{max(numbers, default=-1) + 1:05d}.parquet"
-        with _complete(path) as unfinished:
-            parquet.write_table(pa.table(arrays), unfinished, compression="zstd")
-        return path
+        self._write(kind, pa.table(arrays), number)
+
+    def add_table(self, kind: str, table: "pd.DataFrame") -> None:
+        """Write a pandas table as one part of a kind."""
+        import pyarrow as pa
+
+        self._write(kind, pa.Table.from_pandas(table, preserve_index=False), None)
+
+    def next_number(self, kind: str) -> int:
+        """The number that a new part of a kind gets."""
+        return max((int(file.stem.split("-")[1]) for file in self.folder.glob(f"{kind}-*.parquet")), default=-1) + 1
+
+    def _write(self, kind: str, table: Any, number: int | None) -> None:
+        from pyarrow import parquet
+
+        number = self.next_number(kind) if number is None else number
+        with _complete(self.folder / f"{kind}-{number:05d}.parquet") as unfinished:
+            parquet.write_table(table, unfinished, compression="zstd")
 
     def describe(self, about: Mapping[str, Any]) -> None:
         """Write run.json."""

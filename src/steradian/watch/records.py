@@ -57,6 +57,7 @@ QUANTITIES = {
     "l2_memory": Quantity("(b2) L2 memory", "(b2)", "turn by past points in the L2 term, radians"),
     "radius_ratio": Quantity("(c) Radius ratio", "(c)", "turn by the ratios of radii r_k/r_i, radians"),
     "defect": Quantity("Invariance defect", "|cos(x, ∇L)|", "0 for an invariant row; the normalization's ε shows here"),
+    "gradient_norm": Quantity("Gradient norm", "‖∇L(x)‖", "the norm of the row's gradient, without weight decay"),
     "collapsed": Quantity("Collapsed rows", "", "1 for a row whose radius is too small for a direction, else 0"),
     "equilibrium_radius": Quantity("Equilibrium radius", "r*", "the radius at which growth and decay balance"),
     "equilibrium_angle": Quantity("Equilibrium angle", "θ*", "the angle per step at that radius, in radians"),

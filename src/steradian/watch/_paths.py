@@ -1,0 +1,47 @@
+"""Directions of chosen rows over time, ever more rarely, so that a long training keeps no more than a short one."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from steradian.watch._followed import Followed
+from steradian.watch._handover import Handover
+
+__all__ = ["Paths"]
+
+_POINTS = 512
+_LONGEST = 2**14
+
+
+class Paths:
+    """Rows whose directions are kept.
+
+    Args:
+        followed: all followed rows.
+        chosen: {group: [row, …]}. None: the first row of the first, the middle and the last group.
+    """
+
+    def __init__(self, followed: Sequence[Followed], chosen: Mapping[str, Sequence[int]] | None) -> None:
+        by_name = {entry.name: entry for entry in followed}
+        self.stride, self.points = 1, 0
+        if chosen is None:
+            usual = [entry for entry in followed if entry.rows and entry.size <= _LONGEST]
+            places = {0, len(usual) // 2, len(usual) - 1} if usual else set()
+            self.chosen = [(usual[k], 0) for k in sorted(places)]
+            return
+        for name, rows in chosen.items():
+            for row in rows:
+                if not 0 <= row < by_name[name].rows:
+                    raise ValueError(f"paths: {name} has rows 0 to {by_name[name].rows - 1}, got {row}")
+        self.chosen = [(by_name[name], row) for name, rows in chosen.items() for row in rows]
+
+    @torch.no_grad()
+    def follow(self, step: int, handover: Handover) -> None:
+        """Keep where the rows are after this step, if it is its turn."""
+        if not self.chosen or handover.observations % self.stride:
+            return
+        for entry, row in self.chosen:
+            handover.path(step, entry.name, row, entry.cut(entry.params)[row].to(torch.float32, copy=True))
+        self.points += 1
+        if self.points >= _POINTS:
+            self.stride, self.points = 2 * self.stride, _POINTS // 2
