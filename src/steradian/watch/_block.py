@@ -1,8 +1,8 @@
 """A block of observed steps on the host: what sinks get, and the one table made from it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +12,20 @@ from steradian.watch.records import COLUMNS, PATH_COLUMNS, ROW_COLUMNS, STATISTI
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Alert", "Block"]
+__all__ = ["Alert", "Block", "Columns", "Words", "path_columns"]
 
 ONE_NUMBER = frozenset({"lr"})
 """Quantities of a group that are the same in all of its rows."""
+
+
+class Words(NamedTuple):
+    """A column of words: which of the names each entry is."""
+
+    codes: NDArray[Any]
+    names: list[str]
+
+
+Columns = dict[str, NDArray[Any] | Words | list[NDArray[Any]]]
 
 
 @dataclass(frozen=True)
@@ -64,52 +74,62 @@ class Block:
     rows: list[tuple[int, str, NDArray[Any]]] = field(default_factory=list)
     paths: list[tuple[int, str, int, NDArray[Any]]] = field(default_factory=list)
 
-    def table(self) -> "pd.DataFrame":
+    def columns(self) -> "Columns":
         """The columns run, step, group, quantity, statistic, value."""
-        import pandas as pd
-
-        mean = STATISTICS.index("mean")
-        there = np.broadcast_to(self.active[:, None, :, None], self.values.shape).copy()
+        shape, mean = self.values.shape, STATISTICS.index("mean")
+        there = np.broadcast_to(self.active[:, None, :, None], shape).copy()
         for k, quantity in enumerate(self.quantities):
             if quantity in ONE_NUMBER:
                 there[:, k, :, :mean] = there[:, k, :, mean + 1 :] = False
-        s, q, g, t = np.nonzero(there)
         names = list(dict.fromkeys(name for _, name, _ in self.logged))
+        code = {name: len(self.quantities) + k for k, name in enumerate(names)}
         extra = len(self.logged)
-        quantities, groups = [*self.quantities, *names], [*self.groups, ""]
-        codes = {name: len(self.quantities) + k for k, name in enumerate(names)}
-        more = np.array([codes[name] for _, name, _ in self.logged], dtype=int)
-        columns = {
-            "run": _words(np.zeros(len(s) + extra, dtype=int), [self.run]),
-            "step": np.concatenate([self.steps[s], np.array([step for step, _, _ in self.logged], dtype=np.int64)]),
-            "group": _words(np.concatenate([g, np.full(extra, len(self.groups))]), groups),
-            "quantity": _words(np.concatenate([q, more]), _distinct(quantities)),
-            "statistic": _words(np.concatenate([t, np.full(extra, mean)]), list(STATISTICS)),
-            "value": np.concatenate(
-                [self.values[there].astype(float), np.array([value for _, _, value in self.logged], dtype=float)]
-            ),
-        }
-        return pd.DataFrame({name: columns[name] for name in COLUMNS})
 
-    def row_table(self) -> "pd.DataFrame":
-        """The columns run, step, group, quantity, row, value."""
+        def spread(axis: int, more: Any) -> NDArray[Any]:
+            along = np.arange(shape[axis], dtype=np.int16).reshape([-1 if k == axis else 1 for k in range(4)])
+            return np.concatenate([np.broadcast_to(along, shape)[there], np.asarray(more, dtype=np.int16)])
+
+        steps = np.broadcast_to(self.steps[:, None, None, None], shape)[there]
+        found: Columns = {
+            "run": Words(np.zeros(len(steps) + extra, dtype=np.int16), [self.run]),
+            "step": np.concatenate([steps, np.array([step for step, _, _ in self.logged], dtype=np.int64)]),
+            "group": Words(spread(2, [len(self.groups)] * extra), [*self.groups, ""]),
+            "quantity": Words(
+                spread(1, [code[name] for _, name, _ in self.logged]), _distinct([*self.quantities, *names])
+            ),
+            "statistic": Words(spread(3, [mean] * extra), list(STATISTICS)),
+            "value": np.concatenate([self.values[there].astype(float), np.array([v for *_, v in self.logged], float)]),
+        }
+        return {name: found[name] for name in COLUMNS}
+
+    def row_columns(self) -> "Columns":
+        """The columns run, step, group, quantity, row, value of single rows."""
+        counts = [values.size for *_, values in self.rows]
+        groups = list(dict.fromkeys(group for _, group, _ in self.rows))
+        places = [np.indices(values.shape, dtype=np.int32) for *_, values in self.rows]
+        found: Columns = {
+            "run": Words(np.zeros(sum(counts), dtype=np.int16), [self.run]),
+            "step": np.repeat(np.array([step for step, *_ in self.rows], dtype=np.int64), counts),
+            "group": Words(
+                np.repeat(np.array([groups.index(g) for _, g, _ in self.rows], dtype=np.int16), counts), groups
+            ),
+            "quantity": Words(np.concatenate([at[0].ravel() for at in places]), list(self.quantities)),
+            "row": np.concatenate([at[1].ravel() for at in places]),
+            "value": np.concatenate([values.ravel() for *_, values in self.rows]).astype(float),
+        }
+        return {name: found[name] for name in ROW_COLUMNS}
+
+    def table(self) -> "pd.DataFrame":
+        """The one table, for pandas."""
         import pandas as pd
 
-        parts: list[dict[str, Any]] = []
-        for step, group, values in self.rows:
-            q, row = (index.ravel() for index in np.indices(values.shape))
-            parts.append({"step": np.full(q.size, step), "group": group, "q": q, "row": row, "value": values.ravel()})
-        count = [part["q"].size for part in parts]
-        groups = list(dict.fromkeys(part["group"] for part in parts))
-        columns = {
-            "run": _words(np.zeros(sum(count), dtype=int), [self.run]),
-            "step": _joined(part["step"] for part in parts),
-            "group": _words(np.repeat([groups.index(part["group"]) for part in parts], count).astype(int), groups),
-            "quantity": _words(_joined(part["q"] for part in parts), list(self.quantities)),
-            "row": _joined(part["row"] for part in parts),
-            "value": _joined(part["value"] for part in parts).astype(float),
+        made = {
+            name: pd.Categorical.from_codes(column.codes, pd.Index(column.names))
+            if isinstance(column, Words)
+            else column
+            for name, column in self.columns().items()
         }
-        return pd.DataFrame({name: columns[name] for name in ROW_COLUMNS})
+        return pd.DataFrame(made)
 
     def scalars(self, k: int, statistics: Sequence[str]) -> dict[str, float]:
         """The k-th step as a flat dict, "radius/conv1.weight/median": what loggers take."""
@@ -135,27 +155,17 @@ class Block:
         }
 
 
-def path_columns(run: str, paths: Sequence[tuple[int, str, int, NDArray[Any]]]) -> Mapping[str, Sequence[Any]]:
-    """Directions of rows, one list of numbers each."""
-    columns: dict[str, list[Any]] = {
-        "run": [run] * len(paths),
-        "step": [step for step, *_ in paths],
-        "group": [group for _, group, *_ in paths],
-        "row": [row for _, _, row, _ in paths],
+def path_columns(run: str, paths: Sequence[tuple[int, str, int, NDArray[Any]]]) -> "Columns":
+    """The columns run, step, group, row, direction: directions of rows, one list of numbers each."""
+    groups = list(dict.fromkeys(group for _, group, *_ in paths))
+    found: Columns = {
+        "run": Words(np.zeros(len(paths), dtype=np.int16), [run]),
+        "step": np.array([step for step, *_ in paths], dtype=np.int64),
+        "group": Words(np.array([groups.index(group) for _, group, *_ in paths], dtype=np.int16), groups),
+        "row": np.array([row for _, _, row, _ in paths], dtype=np.int32),
         "direction": [direction.astype(np.float32) for *_, direction in paths],
     }
-    return {name: columns[name] for name in PATH_COLUMNS}
-
-
-def _words(codes: NDArray[Any], names: list[str]) -> "pd.Categorical[str]":
-    import pandas as pd
-
-    return pd.Categorical.from_codes(codes.astype(np.int32), pd.Index(names))
-
-
-def _joined(parts: Any) -> NDArray[Any]:
-    found = list(parts)
-    return np.concatenate(found) if found else np.zeros(0, dtype=int)
+    return {name: found[name] for name in PATH_COLUMNS}
 
 
 def _distinct(names: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor, Replicate
 
 from steradian.watch._followed import Followed
-from steradian.watch._reduce import reduce_rows
+from steradian.watch._reduce import Reduction
 
 __all__ = ["Merge"]
 
@@ -72,4 +72,4 @@ class Merge:
             start += width
         stacked = torch.from_numpy(np.concatenate(list(whole.values()), axis=2))
         together_active = np.logical_or.reduce([share[1] for share in shares])
-        return reduce_rows(stacked, spans).numpy(), together_active, whole
+        return Reduction(spans)(stacked).numpy(), together_active, whole

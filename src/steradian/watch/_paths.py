@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
-from steradian.watch._followed import Followed
+from steradian.watch._followed import Followed, part
 from steradian.watch._handover import Handover
 
 __all__ = ["Paths"]
@@ -41,7 +42,16 @@ class Paths:
         if not self.chosen or handover.observations % self.stride:
             return
         for entry, row in self.chosen:
-            handover.path(step, entry.name, row, entry.cut(entry.params)[row].to(torch.float32, copy=True))
+            handover.path(step, entry.name, row, _row(entry, row).to(torch.float32, copy=True))
         self.points += 1
         if self.points >= _POINTS:
             self.stride, self.points = 2 * self.stride, _POINTS // 2
+
+
+def _row(entry: Followed, row: int) -> Tensor:
+    """One row as a vector; of a slice of dimension 0 in the order of memory, which needs no copy of the others."""
+    if len(entry.params) > 1 or entry.layout.spec != "filter":
+        return entry.cut(entry.params)[row]
+    here = part(entry.params[0], entry.layout)[row]
+    order = sorted(range(here.ndim), key=here.stride().__getitem__, reverse=True)
+    return here.permute(order).reshape(-1)

@@ -4,10 +4,11 @@ A source writes a few numbers per row for each step that is observed, on the dev
 Everything else follows from these numbers and is computed for many steps at once, when they are handed over.
 """
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from steradian.image import ImageStep, image_step, observed_step
 from steradian.optim import TELEMETRY
 from steradian.optim._base import RowOptimizer
 from steradian.optim._rows import arithmetic
+from steradian.optim._telemetry import Telemetry
 from steradian.phenomena import Memory
 from steradian.scheme import Reader, Step, Taken, UnreadableOptimizerError, reader_of
 from steradian.watch._followed import Followed, part
 
-__all__ = ["PHENOMENA", "Source", "source_of"]
+__all__ = ["PHENOMENA", "Quantities", "Source", "of_image", "placed", "source_of"]
 
 PHENOMENA = ("gradient_memory", "l2_memory", "radius_ratio")
 """The phenomena that need the steps before; the deformation (a) shows in one step."""
@@ -38,11 +40,13 @@ class Source(ABC):
         columns: the names of the numbers.
         missing: quantities that this source cannot give, and why.
         each_step: it must see every step, also those that are not recorded.
+        dtype: what the numbers are kept in; None: what rows are computed in.
     """
 
     columns: tuple[str, ...]
     missing: dict[str, str]
     each_step: bool = False
+    dtype: torch.dtype | None = None
 
     def open(self) -> None:  # noqa: B027
         """Called when observation begins."""
@@ -76,7 +80,20 @@ def source_of(optimizer: Optimizer, followed: Sequence[Followed], *, phenomena: 
         reader = reader_of(optimizer)
     except UnreadableOptimizerError as error:
         return Seen(optimizer, followed, reader=None, why=str(error))
+    if not phenomena and sweeps(optimizer, followed):
+        from steradian.watch._sweep import Swept
+
+        return Swept(optimizer, followed)
     return Seen(optimizer, followed, reader=reader, phenomena=bool(phenomena))
+
+
+def sweeps(optimizer: Optimizer, followed: Sequence[Followed]) -> bool:
+    """Whether a GPU can read these rows in one launch."""
+    if followed[0].device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from steradian.watch._sweep import can_sweep
+
+    return can_sweep(optimizer, followed)
 
 
 def of_image(image: ImageStep) -> Quantities:
@@ -102,10 +119,13 @@ class Told(Source):
 
     def __init__(self, optimizer: RowOptimizer, followed: Sequence[Followed]) -> None:
         order = {id(param): k for k, param in enumerate(_params(optimizer))}
-        self.followed = _placed(followed, key=lambda f: order[id(f.params[0])])
+        self.followed = placed(followed, key=lambda f: order[id(f.params[0])])
         self.optimizer = optimizer
         self.turned_on = False
-        self._decays = torch.cat([torch.full((entry.rows,), _decoupled(entry)) for entry in self.followed])
+        self._buffers: tuple[Tensor, ...] | None = None
+        self._rows: list[tuple[Tensor, slice]] = []
+        decays = [torch.full((entry.rows,), _decoupled(entry)) for entry in self.followed]
+        self._decays = torch.cat(decays).to(followed[0].device, dtype_of(followed))
         why = "this optimizer's telemetry does not hold it; pass phenomena=True to measure it from the weights"
         self.missing = dict.fromkeys(("deformation", *PHENOMENA), why)
 
@@ -115,19 +135,24 @@ class Told(Source):
             self.optimizer.emit()
             out.fill_(float("nan"))
             return
-        told = [(entry, telemetry.get(entry.params[0])) for entry in self.followed]
-        parts = [(entry, rows) for entry, rows in told if rows is not None and entry.rows]
-        if len(parts) == len(self.followed):
-            buffer = _one_buffer([rows for _, rows in parts])
-            if buffer is not None:
-                out.copy_(buffer)
-                return
-        for entry, rows in parts:
-            out[entry.span].copy_(rows)
+        if telemetry.buffers is not self._buffers:
+            self._buffers, self._rows = telemetry.buffers, self._find(telemetry)
+        for rows, span in self._rows:
+            out[span].copy_(rows)
+
+    def _find(self, telemetry: Telemetry) -> list[tuple[Tensor, slice]]:
+        """Where the telemetry of the followed rows lies: one tensor and its place, if nothing lies between them."""
+        found = [(entry, *telemetry.place(entry.params[0])) for entry in self.followed]
+        behind = all(one[1] == other[1] and one[2].stop == other[2].start for one, other in pairwise(found))
+        if found and behind:
+            _, buffer, first = found[0]
+            whole = telemetry.buffers[buffer][first.start : found[-1][2].stop]
+            return [(whole, slice(0, len(whole)))]
+        return [(telemetry[entry.params[0]], entry.span) for entry in self.followed]
 
     def quantities(self, values: Tensor, rates: Tensor) -> Quantities:
         told = dict(zip(self.columns, values.unbind(-1), strict=True))
-        start = told["radius"] * (1 - rates * self._decays.to(rates))
+        start = told["radius"] * (1 - rates * self._decays)
         along = start * (1 - told["radial"])
         image = ImageStep(
             radius=told["radius"],
@@ -150,20 +175,6 @@ class Told(Source):
     def close(self) -> None:
         if self.turned_on:
             self.optimizer.emit(False)
-
-
-def _one_buffer(parts: Sequence[Tensor]) -> Tensor | None:
-    """Views that lie behind each other in one memory, as one tensor."""
-    first = parts[0]
-    where = first.storage_offset()
-    for tensor in parts:
-        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-        if tensor.storage_offset() != where or not tensor.is_contiguous():
-            return None
-        where += tensor.numel()
-    rows = sum(len(tensor) for tensor in parts)
-    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
 @dataclass(eq=False)
@@ -208,7 +219,7 @@ class Seen(Source):
         self.reader = reader
         index = {id(group): k for k, group in enumerate(optimizer.param_groups)}
         kind = lambda f: (index[id(f.options)], f.size, str(f.dtype))  # noqa: E731
-        self.batches = [Batch(list(members)) for _, members in groupby(_placed(followed, key=kind), key=kind)]
+        self.batches = [Batch(list(members)) for _, members in groupby(placed(followed, key=kind), key=kind)]
         self.memories: dict[int, Memory] = {}
         self.phenomena = phenomena and reader is not None
         self.each_step = self.phenomena
@@ -249,7 +260,9 @@ class Seen(Source):
 
     def _look(self, members: list[Followed], points: Tensor) -> list[Tensor]:
         """The numbers of `columns` for the rows of some members of a batch."""
-        now = torch.cat([member.cut(member.params) for member in members])
+        # Torch's optimizers are read from the point before the step alone.
+        apart = self.reader is None or isinstance(self.optimizer, RowOptimizer)
+        now = torch.cat([member.cut(member.params) for member in members]) if apart else points
         slope = torch.cat([member.cut(_gradients(member)) for member in members])
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is not None and isinstance(self.optimizer, RowOptimizer):  # torch's fused steps write p.grad, ours not
@@ -274,16 +287,14 @@ class Seen(Source):
         if step is not None:
             assert image.scale is not None
             found["scale"] = image.scale
-            found["deformation"] = geometry.angle(image.tangential, geometry.tangent(step.a, image.direction)).squeeze(
-                -1
-            )
+            found["deformation"] = _deformation(image, step.a, found["tangential"])
             if self.phenomena:
                 found |= self._remember(members, points, gradient, step)
         return [found[name] for name in self.columns]
 
     def _taken(self, members: list[Followed], points: Tensor, now: Tensor, gradient: Tensor) -> Taken:
         """The rows of several parameters as one: what a reader gets."""
-        param = now.clone() if now is points else now
+        param = now.detach()
         param.grad = gradient.to(param.dtype)
         states = [[self.optimizer.state.get(param, {}) for param in member.params] for member in members]
         first, per_row = states[0][0], getattr(self.optimizer, "_row_state", ())
@@ -334,6 +345,18 @@ class Seen(Source):
         return of_image(image) | told | {"defect": defect, "gradient_norm": length, "lr": seen["rate"]}
 
 
+def _deformation(image: ImageStep, a: Tensor, length: Tensor) -> Tensor:
+    """(a): the angle between c^⊥, along (a ⊘ b)^⊥, and a^⊥ (Section 4.1), with few passes over the rows.
+
+    With e the unit vector of the former it is atan2 of what a^⊥ has across e and along e.
+    """
+    across = a - geometry.dot(a, image.direction) * image.direction
+    share = geometry.dot(across, image.tangential) / length.masked_fill(length == 0, 1).square().unsqueeze(-1)
+    across = across.addcmul_(share, image.tangential, value=-1)
+    turned = torch.atan2(geometry.norm(across).squeeze(-1), share.squeeze(-1) * length)
+    return turned.masked_fill(length == 0, 0)
+
+
 def _decoupled(entry: Followed) -> float:
     """The decoupled decay δ of the rows of one of our optimizers."""
     decay, options = float(entry.options.get("weight_decay", 0)), entry.options
@@ -346,7 +369,7 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _placed(followed: Sequence[Followed], *, key: Callable[[Followed], Any]) -> list[Followed]:
+def placed(followed: Sequence[Followed], *, key: Callable[[Followed], Any]) -> list[Followed]:
     """The rows in the order in which a source writes them, each told its place."""
     ordered, start = sorted(followed, key=key), 0
     for entry in ordered:

@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steradian.watch._followed import Followed
-from steradian.watch._reduce import reduce_rows
+from steradian.watch._reduce import Reduction
 from steradian.watch._sources import Source, dtype_of, source_of
 from steradian.watch.equilibrium import Balance, balance_of
 
 __all__ = ["Station"]
 
 _NUMBERS = 2**24
-_STEPS = 64
+_STEPS = 256
 _FORGET = 0.99
 
 
@@ -35,7 +35,8 @@ class Station:
         self.optimizer = optimizer
         self.source: Source = source_of(optimizer, followed, phenomena=phenomena)
         self.followed = sorted(followed, key=lambda entry: entry.start)
-        self.device, dtype = followed[0].device, dtype_of(followed)
+        self.device = followed[0].device
+        dtype = self.source.dtype or dtype_of(followed)
         self.rows = sum(entry.rows for entry in followed)
         width = len(self.source.columns)
         self.steps = max(1, min(_STEPS, _NUMBERS // max(1, self.rows * width)))
@@ -43,17 +44,17 @@ class Station:
         self.scratch = torch.zeros(self.rows if self.source.each_step else 0, width, dtype=dtype, device=self.device)
         self.options = list({id(entry.options): entry.options for entry in followed}.values())
         self.rates = torch.zeros(self.steps, len(self.options), dtype=dtype, device=self.device)
-        self.host_rates = torch.zeros(self.steps, len(self.options), dtype=dtype)
+        self.host_rates = [[0.0] * len(self.options) for _ in range(self.steps)]
         self.skips = torch.zeros(self.steps, 2, device=self.device)
         self.skipped = torch.zeros((), device=self.device)
-        self.column = torch.tensor(
-            [k for entry in self.followed for k in [self._option(entry)] for _ in range(entry.rows)],
-            dtype=torch.long,
-            device=self.device,
-        )
+        counts = torch.tensor([entry.rows for entry in self.followed])
+        places = [self._option(entry) for entry in self.followed]
+        self.column = torch.repeat_interleave(torch.tensor(places), counts).to(self.device)
+        self.group = torch.repeat_interleave(torch.arange(len(counts)), counts).to(self.device)
         self.balances = [balance_of(optimizer, entry.options, entry.size) for entry in self.followed]
-        self.slopes = torch.zeros(2, self.rows, dtype=dtype, device=self.device)
-        self.spans = [entry.span for entry in self.followed]
+        self.balance = Balance.of_rows(self.balances, counts, device=self.device, dtype=dtype_of(followed))
+        self.slopes = torch.zeros(2, self.rows, dtype=dtype_of(followed), device=self.device)
+        self.reduced = Reduction([entry.span for entry in self.followed], device=self.device)
         self.may_skip = False
 
     def _option(self, entry: Followed) -> int:
@@ -82,9 +83,9 @@ class Station:
             rate = options.get("lr", float("nan"))
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
-                self.host_rates[slot, k] = 0
+                self.host_rates[slot][k] = 0.0
             else:
-                self.host_rates[slot, k] = float(rate)
+                self.host_rates[slot][k] = float(rate)
         if self.may_skip:
             found = getattr(self.optimizer, "found_inf", None)
             now = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
@@ -99,24 +100,26 @@ class Station:
             active: (steps, groups), on the host.
         """
         values = self.values[:count]
-        rates = self.rates[:count] + self.host_rates[:count].to(self.device, non_blocking=True)
+        rates = self.rates[:count] + self._sent(torch.tensor(self.host_rates[:count], dtype=self.rates.dtype))
         found = self.source.quantities(values, rates[:, self.column])
-        there = active.to(self.device)[:, self._group_of_rows()] if not bool(active.all()) else None
+        there = self._sent(active)[:, self.group] if not bool(active.all()) else None
         if self.may_skip:
             went = (self.skips[:count, 0] == 0)[:, None].expand(count, self.rows)
             there = went if there is None else there & went
         found |= self._equilibria(found, there)
         self._quantities = tuple(found)
         rows = torch.stack(list(found.values()), dim=1)
-        return reduce_rows(rows, self.spans), rows
+        return self.reduced(rows), rows
 
-    def _group_of_rows(self) -> Tensor:
-        counts = torch.tensor([entry.rows for entry in self.followed])
-        return torch.repeat_interleave(torch.arange(len(self.followed)), counts).to(self.device)
+    def _sent(self, values: Tensor) -> Tensor:
+        """On the device, without the host waiting for what is in the queue there."""
+        if self.device.type != "cuda":
+            return values.to(self.device)
+        return values.pin_memory().to(self.device, non_blocking=True)
 
     def _equilibria(self, found: dict[str, Tensor], there: Tensor | None) -> dict[str, Tensor]:
         """Where growth and decay balance, from the mean of ‖∇L(u)‖² over about the last hundred observations."""
-        if all(isinstance(balance, str) for balance in self.balances):
+        if self.balance is None:
             return {}
         slope = (found["radius"] * found["gradient_norm"]) ** 2
         use = slope.isfinite() if there is None else slope.isfinite() & there
@@ -128,11 +131,7 @@ class Station:
         weight = weights @ use.to(slope.dtype) + fading * self.slopes[1]
         self.slopes = torch.stack([total[-1], weight[-1]])
         mean = (total / weight.clamp(min=1e-30)).sqrt()
-        radius, angle = (torch.full_like(mean, float("nan")) for _ in range(2))
-        for entry, balance in zip(self.followed, self.balances, strict=True):
-            if isinstance(balance, Balance):
-                here = balance(found["lr"][:, entry.span], mean[:, entry.span])
-                radius[:, entry.span], angle[:, entry.span] = here
+        radius, angle = self.balance(found["lr"], mean)
         return {"equilibrium_radius": radius, "equilibrium_angle": angle}
 
     def missing(self) -> dict[str, Any]:

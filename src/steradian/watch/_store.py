@@ -2,12 +2,11 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pandas as pd
+from steradian.watch._block import Columns, Words
 
 __all__ = ["Store"]
 
@@ -35,32 +34,24 @@ class Store:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, kind: str, columns: Mapping[str, Sequence[Any]], *, number: int | None = None) -> None:
+    def add(self, kind: str, columns: Columns, *, number: int | None = None) -> None:
         """Write one part of a kind ("part", "rows" or "path"); a number names the part that it replaces."""
         import pyarrow as pa
+        from pyarrow import parquet
 
-        arrays = {}
-        for name, values in columns.items():
-            array = pa.array(values)
-            arrays[name] = array.dictionary_encode() if pa.types.is_string(array.type) else array
-        self._write(kind, pa.table(arrays), number)
-
-    def add_table(self, kind: str, table: "pd.DataFrame") -> None:
-        """Write a pandas table as one part of a kind."""
-        import pyarrow as pa
-
-        self._write(kind, pa.Table.from_pandas(table, preserve_index=False), None)
+        arrays = {
+            name: pa.DictionaryArray.from_arrays(column.codes, column.names)
+            if isinstance(column, Words)
+            else pa.array(column)
+            for name, column in columns.items()
+        }
+        number = self.next_number(kind) if number is None else number
+        with _complete(self.folder / f"{kind}-{number:05d}.parquet") as unfinished:
+            parquet.write_table(pa.table(arrays), unfinished, compression="zstd")
 
     def next_number(self, kind: str) -> int:
         """The number that a new part of a kind gets."""
         return max((int(file.stem.split("-")[1]) for file in self.folder.glob(f"{kind}-*.parquet")), default=-1) + 1
-
-    def _write(self, kind: str, table: Any, number: int | None) -> None:
-        from pyarrow import parquet
-
-        number = self.next_number(kind) if number is None else number
-        with _complete(self.folder / f"{kind}-{number:05d}.parquet") as unfinished:
-            parquet.write_table(table, unfinished, compression="zstd")
 
     def describe(self, about: Mapping[str, Any]) -> None:
         """Write run.json."""

@@ -127,10 +127,18 @@ def _collapsed(block: Block) -> Iterator[Alert]:
 
 
 def _defect(block: Block) -> Iterator[Alert]:
-    text = (
-        "the gradient is not across the rows (|cos(x, ∇L)| = {0:.2g} in the median): the ε of its normalization matters"
-    )
-    yield from _above(block, "defect", "median", _LARGE_DEFECT, "defect", text)
+    if not _has(block, "defect"):
+        return
+    defect = _get(block, "defect", "median")
+    for g, group in enumerate(block.groups):
+        often = (defect[:, g] > _LARGE_DEFECT) & block.active[:, g]
+        if often.sum() > len(often) / 2:
+            k = int(np.flatnonzero(often)[0])
+            text = (
+                f"the gradient is not across the rows (|cos(x, ∇L)| = {defect[k, g]:.2g} in the median): the ε of its "
+                "normalization matters, or the gradient is so small that it is rounding"
+            )
+            yield Alert(int(block.steps[k]), group, "defect", text)
 
 
 def _not_finite(block: Block) -> Iterator[Alert]:

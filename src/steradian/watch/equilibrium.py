@@ -24,7 +24,8 @@ learning rate schedule for deep learning* (2020); Wan et al., *Spherical motion 
 Jaggi, *Rotational equilibrium* (2024), for the first two; the others follow in the same way.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +40,49 @@ __all__ = ["Balance", "balance_of"]
 
 @dataclass(frozen=True)
 class Balance:
-    """Where the rows of a group come to rest under their settings.
+    """Where the rows of a group come to rest: r = (gain·η·γ^power)^(1/root), θ² = pace·η, or θ = pace·η/r.
 
     Attributes:
-        radius: (rate, γ) → the radius.
-        turn: (rate, radius) → the angle per step at this radius.
-        decay: λ.
+        gain: the factor under the root.
+        power: of γ = ‖∇L(u)‖.
+        root: 4 for SGD, 2 for Adam with decoupled decay, 3 with coupled.
+        pace: the factor of the angle.
+        free: the angle is √(pace·η) whatever the radius (SGD); otherwise pace·η/r.
+
+    All may be tensors with one number per row.
     """
 
-    radius: Callable[[Tensor, Tensor], Tensor]
-    turn: Callable[[Tensor, Tensor], Tensor]
-    decay: float
+    gain: float | Tensor
+    power: float | Tensor
+    root: float | Tensor
+    pace: float | Tensor
+    free: bool | Tensor
 
     def __call__(self, rate: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
         """Radius and angle in equilibrium, from the rate η and γ = ‖∇L(u)‖."""
-        radius = self.radius(rate, slope)
-        return radius, self.turn(rate, radius)
+        gain, power, root, pace, free = (
+            torch.as_tensor(value, device=slope.device)
+            for value in (self.gain, self.power, self.root, self.pace, self.free)
+        )
+        radius = (gain * rate * slope**power) ** (1 / root)
+        steady = pace * rate / radius.masked_fill(radius == 0, math.inf)
+        return radius, torch.where(free, (pace * rate).sqrt(), steady)
+
+    @staticmethod
+    def of_rows(
+        balances: "Sequence[Balance | str]", rows: Tensor, *, device: torch.device, dtype: torch.dtype
+    ) -> "Balance | None":
+        """One balance for all rows of several groups, NaN where a group has none; None where no group has one."""
+        known = [balance if isinstance(balance, Balance) else None for balance in balances]
+        if not any(known):
+            return None
+
+        def column(name: str) -> Tensor:
+            missing = False if name == "free" else math.nan
+            values = torch.tensor([missing if balance is None else getattr(balance, name) for balance in known])
+            return torch.repeat_interleave(values, rows).to(device, torch.bool if name == "free" else dtype)
+
+        return Balance(*(column(name) for name in ("gain", "power", "root", "pace", "free")))
 
 
 def balance_of(optimizer: Optimizer, options: Mapping[str, Any], size: int) -> Balance | str:
@@ -97,13 +125,8 @@ def _sgd(options: Mapping[str, Any], decay: float, *, carried: bool) -> Balance:
     # How often λx enters: through the momentum, or once, twice with Nesterov.
     held = 1 / (1 - beta) if not carried else 1 + beta * bool(options.get("nesterov"))
 
-    def radius(rate: Tensor, slope: Tensor) -> Tensor:
-        return (rate * damped * slope**2 * whole / (2 * decay * held)) ** 0.25
-
-    def turn(rate: Tensor, r: Tensor) -> Tensor:
-        return (rate * damped * 2 * decay * held * squares / whole) ** 0.5 * torch.ones_like(r)
-
-    return Balance(radius, turn, decay)
+    gain, pace = damped * whole / (2 * decay * held), damped * 2 * decay * held * squares / whole
+    return Balance(gain, power=2, root=4, pace=pace, free=True)
 
 
 def _adam(beta1: float, decay: float, size: int, *, decoupled: bool, carried: bool) -> Balance:
@@ -111,12 +134,7 @@ def _adam(beta1: float, decay: float, size: int, *, decoupled: bool, carried: bo
     growth = single if carried else 1.0
     held = (1 - beta1) if carried and not decoupled else 1.0
 
-    def radius(rate: Tensor, slope: Tensor) -> Tensor:
-        if decoupled:
-            return (rate * size * growth / (2 * decay)) ** 0.5 * torch.ones_like(slope)
-        return (rate * slope * size**0.5 * growth / (2 * decay * held)) ** (1 / 3)
-
-    def turn(rate: Tensor, r: Tensor) -> Tensor:
-        return torch.where(r > 0, rate * (size * single) ** 0.5 / torch.where(r > 0, r, 1), 0)
-
-    return Balance(radius, turn, decay)
+    pace = (size * single) ** 0.5
+    if decoupled:
+        return Balance(size * growth / (2 * decay), power=0, root=2, pace=pace, free=False)
+    return Balance(size**0.5 * growth / (2 * decay * held), power=1, root=3, pace=pace, free=False)

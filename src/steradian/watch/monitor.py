@@ -135,6 +135,7 @@ class Watch:
         self._all_names |= {id(p): name for e in self.followed for name, p in zip(e.names, e.params, strict=True)}
         self._calls: int | None = None
         self._looking = self._begun = False
+        self._cuda = any(station.device.type == "cuda" for station in self.stations)
         self._blocks: list[Block] = []
         self._last: Block | None = None
         self._handles: list[Any] = []
@@ -220,7 +221,7 @@ class Watch:
             self._after()
 
     def _before(self) -> None:
-        if _capturing() or not self.running:
+        if (self._cuda and torch.cuda.is_current_stream_capturing()) or not self.running:
             return
         if self._calls is None:
             self._calls = self._first_step()
@@ -231,7 +232,7 @@ class Watch:
                 station.source.before()
 
     def _after(self) -> None:
-        if _capturing() or not self._begun:
+        if not self._begun:
             return
         assert self._calls is not None
         self._begun = False
@@ -280,8 +281,12 @@ class Watch:
             for sink in self.sinks:
                 with self._guarded(fatal=False):
                     sink.write(block)
-            for alert in self._alerts.look(block):
-                logger.warning("%s: %s", self.run, alert)
+            alerts = self._alerts.look(block)
+            for kind in dict.fromkeys(alert.kind for alert in alerts):
+                same = [alert for alert in alerts if alert.kind == kind]
+                others = f" (and {len(same) - 1} more groups)" if len(same) > 1 else ""
+                logger.warning("%s: %s%s", self.run, same[0], others)
+            for alert in alerts:
                 for sink in self.sinks:
                     with self._guarded(fatal=False):
                         sink.alert(alert)
@@ -402,10 +407,6 @@ def _rank() -> int:
     return (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _device_name(device: torch.device) -> str:

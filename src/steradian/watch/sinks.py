@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from steradian.watch._block import Alert, Block, path_columns
+from steradian.watch._block import Alert, Block, Columns, path_columns
 from steradian.watch._store import Store
 from steradian.watch.records import STATISTICS
 
@@ -61,9 +61,9 @@ class Folder:
 
     def write(self, block: Block) -> None:
         """Hand a block to the thread."""
-        self._tasks.put(lambda: self.store.add_table("part", block.table()))
+        self._tasks.put(lambda: self.store.add("part", block.columns()))
         if block.rows:
-            self._tasks.put(lambda: self.store.add_table("rows", block.row_table()))
+            self._tasks.put(lambda: self.store.add("rows", block.row_columns()))
         if block.paths:
             columns = self._thinned(block)
             self._tasks.put(lambda: self.store.add("path", columns, number=self._path_number))
@@ -118,7 +118,7 @@ class Folder:
                 self._lost += 1
             self._unsaved.pop(0)
 
-    def _thinned(self, block: Block) -> Mapping[str, Sequence[Any]]:
+    def _thinned(self, block: Block) -> Columns:
         """All points of the paths so far, every second one dropped whenever a path has 512."""
         for step, group, row, direction in block.paths:
             points = self._path.setdefault((group, row), [])
