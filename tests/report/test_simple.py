@@ -1,4 +1,4 @@
-"""The page: self-contained, complete or absent, and open to a browser."""
+"""The first page of the demo: self-contained, complete or absent."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from steradian.report.figures import over_steps
-from steradian.report.page import Run, write_page
+from steradian.report.simple import Run, write_page
 from steradian.watch.records import Records
 
 
