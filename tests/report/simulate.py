@@ -1,11 +1,12 @@
 """A small training on spheres in numpy alone, recorded as `watch` would: runs for the page's tests and pictures."""
 
+from pathlib import Path
+
 import numpy as np
 
 from steradian.watch._store import Store
 from steradian.watch.records import QUANTITIES
 
-PHENOMENA = ("deformation", "gradient_memory", "l2_memory", "radius_ratio")
 LAYERS = {
     "conv1.weight": (16, 27),
     "layer1.0.conv1.weight": (16, 144),
@@ -34,7 +35,7 @@ def turn(one, two):
 
 
 def train(kind, n, d, *, steps, rate, decay, seed):
-    """Every quantity per step and row, {name: (steps, n)}; directions of two rows, (steps, 2, d); the loss, (steps,)."""
+    """Every quantity per step and row, {name: (steps, n)}; directions of two rows, (steps, 2, d); the loss."""
     data = np.random.default_rng(seed)
     x = data.normal(size=(n, d)) / np.sqrt(d) * (1 + seed % 3)
     goal = data.normal(size=(n, d))
@@ -98,76 +99,72 @@ def train(kind, n, d, *, steps, rate, decay, seed):
 
 
 def write(
-    folder, kind, *, name=None, layers=LAYERS, steps=300, rate=None, seed=0, every_rows=30, only=None, paths=True
+    folder, kind, *, name=None, layers=LAYERS, steps=300, seed=0, every_rows=30, only=None, paths=True, alerts=()
 ):
     """Train every layer and write the run's folder; `only`: the quantities to record."""
-    store = Store(folder)
-    rate = rate or {"SGD": 0.05, "Adam": 0.01, "Ours": 0.01}[kind]
-    decay, name = 5e-3, name or kind
+    rate, decay, name = {"SGD": 0.05, "Adam": 0.01, "Ours": 0.01}[kind], 5e-3, name or kind
     kept = set(QUANTITIES) if only is None else set(only)
-    loss = 0.0
+    parts, losses = {"part": [], "rows": [], "path": []}, []
     for i, (group, (n, d)) in enumerate(layers.items()):
-        found, path, part = train(kind, n, d, steps=steps, rate=rate, decay=decay, seed=seed + i)
-        loss = loss + part / len(layers)
+        found, path, loss = train(kind, n, d, steps=steps, rate=rate, decay=decay, seed=seed + i)
         found = {quantity: of for quantity, of in found.items() if quantity in kept}
-        store.add("part", table(name, group, found))
-        store.add("rows", rows(name, group, found, every_rows))
-        if paths:
-            store.add("path", directions(name, group, path))
-    merge(store, loss, name)
-    missing = {q: "this optimizer cannot be read; only two points are known" for q in QUANTITIES if q not in kept}
-    store.describe(
-        {
-            "run": name,
-            "started": "2025-01-31T12:00:00+00:00",
-            "every": 1,
-            "optimizer": {
-                "name": f"torch.optim.{kind}" if kind != "Ours" else "steradian.optim.Adam",
-                "groups": [
-                    {"lr": rate, "weight_decay": decay, "betas": [0.9, 0.99]},
-                    {"lr": rate, "weight_decay": 0.0},
-                ],
-            },
-            "groups": [
-                {
-                    "name": group,
-                    "names": [group],
-                    "layout": "filter",
-                    "rows": n,
-                    "size": d,
-                    "reason": group.replace("conv", "bn").replace(".weight", "") + ": BatchNorm2d",
-                    "defect": 1.3e-6 * (1 + i),
-                }
-                for i, (group, (n, d)) in enumerate(layers.items())
-            ],
-            "rest": ["head.weight", "head.bias"],
-            "missing": missing,
-            "config": {"epochs": 30, "batch": 128, "seed": seed, "data": "noise <on> spheres"},
-            "environment": {"python": "3.12", "torch": "2.11", "device": "cpu"},
-        }
-    )
-    return folder
+        losses.append(loss)
+        parts["part"].append(table(name, group, found))
+        parts["rows"].append(rows(name, group, found, every_rows))
+        parts["path"].append(directions(name, group, path))
+    parts["part"].append(whole(name, "loss", np.mean(losses, axis=0)))
+    store = Store(folder)
+    for part, tables in parts.items():
+        if part == "part" or (paths if part == "path" else every_rows):
+            store.add(part, joined(tables))
+    for alert in alerts:
+        store.alert(alert)
+    store.describe(about(kind, name, layers, rate, decay, kept))
+    return Path(folder)
 
 
-def merge(store, loss, name):
-    """Parts are in order of steps, so the layers' tables become one part; the loss goes with them."""
-    import pyarrow as pa
-    from pyarrow import parquet
+def about(kind, name, layers, rate, decay, kept):
+    return {
+        "run": name,
+        "started": "2025-01-31T12:00:00+00:00",
+        "every": 1,
+        "optimizer": {
+            "name": f"torch.optim.{kind}" if kind != "Ours" else "steradian.optim.Adam",
+            "groups": [{"lr": rate, "weight_decay": decay, "betas": [0.9, 0.99]}, {"lr": rate, "weight_decay": 0.0}],
+        },
+        "groups": [
+            {
+                "name": group,
+                "names": [group],
+                "layout": "filter",
+                "rows": n,
+                "size": d,
+                "reason": group.replace("conv", "bn").replace(".weight", "") + ": BatchNorm2d",
+                "defect": 1.3e-6 * (1 + i),
+            }
+            for i, (group, (n, d)) in enumerate(layers.items())
+        ],
+        "rest": ["head.weight", "head.bias"],
+        "missing": {q: "this optimizer cannot be read, only two points are known" for q in set(QUANTITIES) - kept},
+        "config": {"epochs": 30, "batch": 128, "data": "noise <on> spheres"},
+        "environment": {"python": "3.12", "torch": "2.11", "device": "cpu"},
+    }
 
-    for kind in ("part", "rows", "path"):
-        files = sorted(store.folder.glob(f"{kind}-*.parquet"))
-        whole = [parquet.read_table(file) for file in files]
-        for file in files:
-            file.unlink()
-        if kind == "part":
-            steps = len(loss)
-            columns = {"run": [name] * steps, "step": np.arange(steps), "group": [""] * steps}
-            columns |= {"quantity": ["loss"] * steps, "statistic": ["mean"] * steps, "value": loss}
-            store.add("part", columns)
-            whole.append(parquet.read_table(store.folder / "part-00000.parquet"))
-        if whole:
-            joined = pa.concat_tables(whole).unify_dictionaries()
-            parquet.write_table(joined, store.folder / f"{kind}-00000.parquet")
+
+def joined(tables):
+    """The tables of all layers in one part: of two parts with the same step, the later one would count."""
+    columns = {column: [table[column] for table in tables] for column in tables[0]}
+    return {
+        column: np.concatenate(of) if isinstance(of[0], np.ndarray) else [value for part in of for value in part]
+        for column, of in columns.items()
+    }
+
+
+def whole(run, quantity, values):
+    """A quantity of the run as a whole."""
+    count = len(values)
+    words = {"run": run, "group": "", "quantity": quantity, "statistic": "mean"}
+    return {"step": np.arange(count), "value": values, **{column: [word] * count for column, word in words.items()}}
 
 
 def table(run, group, found):
@@ -176,7 +173,7 @@ def table(run, group, found):
         steps = np.arange(len(values))
         quantiles = np.quantile(values, [0, 0.1, 0.5, 0.9, 1], axis=1)
         of = dict(zip(("min", "q10", "median", "q90", "max"), quantiles, strict=True), mean=values.mean(1))
-        for statistic, line in of.items() if quantity != "lr" else [("mean", of["mean"])]:
+        for statistic, line in [("mean", of["mean"])] if quantity == "lr" else of.items():
             parts["quantity"] += [quantity] * len(steps)
             parts["statistic"] += [statistic] * len(steps)
             parts["step"].append(steps)
@@ -197,9 +194,9 @@ def rows(run, group, found, every):
     steps, names, numbers, values = [], [], [], []
     for quantity in ("radius", "effective_lr", "angle", "velocity"):
         if quantity in found:
-            chosen = found[quantity][::every]
+            chosen = found[quantity][:: every or 1]
             n = chosen.shape[1]
-            steps.append(np.repeat(np.arange(len(found[quantity]))[::every], n))
+            steps.append(np.repeat(np.arange(len(found[quantity]))[:: every or 1], n))
             numbers.append(np.tile(np.arange(n), len(chosen)))
             values.append(chosen.ravel())
             names += [quantity] * chosen.size

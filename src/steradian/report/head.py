@@ -57,7 +57,7 @@ def _card(i: int, run: PageRun) -> str:
         if run.about.get(key)
     )
     started = run.about.get("started")
-    when = f'<p class="when">started {escape(started)}</p>' if started else ""
+    when = f'<p class="when">started {escape(str(started).replace("T", " ")[:16])}</p>' if started else ""
     name = escape(optimizer.get("name") or "optimizer not named")
     return (
         f'<article class="card run" style="--run: var(--run-{i % 7})"><h3>{escape(run.name)}</h3>'
@@ -70,8 +70,8 @@ def _ends(run: PageRun) -> dict[str, str]:
     result = {}
     for quantity, label in (
         ("lr", "Nominal rate, end"),
-        ("effective_lr", "Effective rate"),
-        ("angle", "Angle per step"),
+        ("effective_lr", "Effective rate, end"),
+        ("angle", "Angle per step, end"),
     ):
         of = run.lines.values.get(quantity, {})
         lines = [line.get("median", line.get("mean")) for group, line in of.items() if group]

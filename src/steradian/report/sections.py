@@ -56,9 +56,9 @@ SECTIONS = (
         "Effective rate and angle per step",
         "Section 2.4, Table 1",
         "A filter followed by a normalization layer can be rescaled without changing the network, so only its "
-        "direction trains, on a unit sphere. The rate of that training is not the one in your settings: it also depends on the "
-        "filter's radius and, for Adam, on its second moment. Layers whose effective rates are far apart do not "
-        "learn at the same speed, whatever the settings say.",
+        "direction trains, on a unit sphere. The rate of that training is not the one in your settings: it also "
+        "depends on the filter's radius and, for Adam, on its second moment. Layers whose effective rates are far "
+        "apart do not learn at the same speed, whatever the settings say.",
         (
             Figure(
                 "effective-rate",

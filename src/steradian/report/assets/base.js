@@ -43,7 +43,10 @@ const runDash = (run) => ["solid", "dash", "dot", "dashdot"][Math.floor(run / 7)
 
 // Viridis: even steps of lightness, from the first layer to the last.
 const VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"];
-const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+const channels = (hex) => {
+  const full = hex.length === 4 ? [...hex].map((digit) => digit + digit).join("").slice(1) : hex;
+  return [1, 3, 5].map((i) => parseInt(full.slice(i, i + 2), 16));
+};
 function viridis(t) {
   const at = Math.min(Math.max(t, 0), 1) * (VIRIDIS.length - 1), i = Math.min(Math.floor(at), VIRIDIS.length - 2);
   const one = channels(VIRIDIS[i]), two = channels(VIRIDIS[i + 1]);
@@ -56,10 +59,23 @@ function depth(t) {
 function layerColour(group) {
   return depth(data.groups.length > 1 ? data.groups.indexOf(group) / (data.groups.length - 1) : 0.4);
 }
+// One colour on its way to another, opaque, so that pieces of a line may overlap.
+function mixed(colour, ground, share) {
+  const one = channels(colour), two = channels(ground);
+  return `rgb(${one.map((value, i) => Math.round(share * value + (1 - share) * two[i])).join(",")})`;
+}
 function faded(colour, alpha) {
   const of = colour.startsWith("#") ? channels(colour) : colour.match(/\d+/g);
   return `rgba(${of.join(",")},${alpha})`;
 }
+
+// Names of layers for short places: without an ending that all of them have, and with the end that tells them apart.
+const common = data.groups.length > 1 && data.groups.every((group) => group.endsWith(".weight")) ? ".weight".length : 0;
+function label(group, most) {
+  const name = common ? group.slice(0, -common) : group;
+  return name.length > most ? `…${name.slice(1 - most)}` : name;
+}
+const cut = (text, most) => (text.length > most ? `${text.slice(0, Math.max(most - 1, 3))}…` : text);
 
 const escapeHtml = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 const titleOf = (quantity) => data.quantities[quantity]?.title ?? quantity.replaceAll("_", " ");

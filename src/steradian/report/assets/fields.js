@@ -1,8 +1,4 @@
 // Layer × time, histograms over rows, cosines between runs.
-function tail(text, most) {
-  return text.length > most ? `…${text.slice(1 - most)}` : text;
-}
-
 drawings.heat = (figure, { quantity, statistic }) => {
   const place = figure.querySelector(".plot"), runs = shownRuns().filter((run) => hasQuantity(run, quantity));
   if (!runs.length) return empty(figure, "Nothing to draw for the runs chosen.");
@@ -15,15 +11,15 @@ drawings.heat = (figure, { quantity, statistic }) => {
     if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); if (value > 0) least = Math.min(least, value); }
   const log = low >= 0 && high > 0, deepest = log ? Math.max(Math.log10(least), Math.log10(high) - 8) : low;
   const tall = Math.max(...fields.map(({ groups }) => groups.length));
-  const panels = runs.map((run) => ({ title: escapeHtml(data.runs[run].name), colour: runColour(run) }));
-  const narrow = place.clientWidth < 560, most = narrow ? 12 : 30;
+  const panels = runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
+  const narrow = place.clientWidth < 560, most = narrow ? 14 : 32;
   const layout = frame(place, panels, { columns: 1, together: false, height: Math.min(Math.max(90, 17 * tall), 520) });
-  layout.margin.l = 12 + 7.4 * Math.min(most, Math.max(...data.groups.map((group) => group.length)));
-  layout.margin.r = 78;
+  layout.margin.l = 14 + 7 * Math.max(...data.groups.map((group) => label(group, most).length));
+  layout.margin.r = narrow ? 60 : 78;
   const top = log ? Math.log10(high) : high, ticks = log ? decades(deepest, top) : undefined;
   const traces = fields.map(({ run, groups, values }, i) => {
     const n = i ? i + 1 : "";
-    Object.assign(layout[`yaxis${n}`], { type: "category", autorange: "reversed", tickvals: groups, ticktext: groups.map((group) => tail(group, most)),
+    Object.assign(layout[`yaxis${n}`], { type: "category", autorange: "reversed", tickvals: groups, ticktext: groups.map((group) => label(group, most)),
                                          tickfont: { size: 11.5 }, nticks: 0, title: { text: "" }, showgrid: false });
     return {
       type: "heatmap", x: data.runs[run].steps, y: groups, ...axes(i), colorscale: VIRIDIS.map((colour, k) => [k / (VIRIDIS.length - 1), colour]),
@@ -72,7 +68,7 @@ drawings.histogram = (figure, { "row-quantity": quantity, "row-group": group, "r
     keys.push({ text: `${data.runs[run].name}, step ${steps[i]}`, colour });
   }
   Object.assign(layout.xaxis, { type: found.log ? "log" : "linear", exponentformat: "power", showgrid: true, range: found.log ? [Math.log10(edges[0]), Math.log10(edges.at(-1))] : [edges[0], edges.at(-1)] });
-  if (found.log) Object.assign(layout.xaxis, logTicks(...layout.xaxis.range));
+  if (found.log) Object.assign(layout.xaxis, logTicks(...layout.xaxis.range, place.clientWidth < 560 ? 4 : 9), { tickangle: 0 });
   Object.assign(layout.yaxis, { tickformat: ".0%", range: [0, highest * 1.06] });
   legend(figure, keys);
   note(figure, "");

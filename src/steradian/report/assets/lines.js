@@ -36,7 +36,7 @@ function drawLines(figure, { quantity, statistic = "band", scale = "", bound } =
   if (!found.length) return empty(figure, zero.length ? zeroNote(zero) : "Nothing to draw for the runs and the layer chosen.");
   const overlay = Boolean(state.layer) || data.groups.length === 1;
   const few = overlay || data.groups.length <= 4;
-  const panels = overlay ? [{ title: "" }] : runs.map((run) => ({ title: escapeHtml(data.runs[run].name), colour: runColour(run) }));
+  const panels = overlay ? [{ title: "" }] : runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
   const layout = frame(place, panels, { log, ytitle: axisTitle(quantity), height: overlay ? 320 : 250 });
   const traces = [], rate = quantity === "effective_lr", drawn = new Set();
   for (const { run, group, values } of found) {
@@ -85,7 +85,7 @@ const drawings = {
     const runs = overlay ? all : all.filter((run) => hasQuantity(run, predicted));
     if (!runs.length)
       return all.length ? drawLines(figure, { quantity: measured }) : empty(figure, "Nothing to draw for the runs chosen.");
-    const panels = overlay ? [{ title: "" }] : runs.map((run) => ({ title: escapeHtml(data.runs[run].name), colour: runColour(run) }));
+    const panels = overlay ? [{ title: "" }] : runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
     const ytitle = overlay ? axisTitle(measured) : "measured / predicted";
     const layout = frame(place, panels, { log: true, ytitle, height: overlay ? 320 : 250 }), traces = [];
     runs.forEach((run, i) => {
@@ -121,11 +121,14 @@ const drawings = {
     if (!runs.length) return empty(figure, "Nothing to draw for the runs chosen.");
     const narrow = place.clientWidth < 560, cells = [];
     for (const name of names) for (const run of overlay ? [null] : runs) cells.push({ name, run });
-    const panels = cells.map(({ name, run }) => ({
-      title: run === null ? titleOf(name) : runs.length > 1 ? `${titleOf(name)} · ${escapeHtml(data.runs[run].name)}` : titleOf(name),
-      colour: run === null ? css("--ink") : runColour(run),
-    }));
     const columns = narrow ? 1 : overlay || runs.length === 1 ? 2 : Math.min(runs.length, columnsFor(place, runs.length, 220));
+    // Where every run has its column, its name stands above the column and the phenomenon beside the row.
+    const columned = !overlay && columns === runs.length && columns > 1;
+    const panels = cells.map(({ name, run }, i) => {
+      if (run === null) return { title: titleOf(name) };
+      if (columned) return { title: i < columns ? data.runs[run].name : "", colour: runColour(run), ytitle: `${titleOf(name).replace(") ", ")<br>")}` };
+      return { title: runs.length > 1 ? `${titleOf(name).split(" ")[0]} ${data.runs[run].name}` : titleOf(name), colour: runs.length > 1 ? runColour(run) : undefined };
+    });
     const layout = frame(place, panels, { log: true, columns, height: overlay ? 200 : 150, ytitle: "radians" }), traces = [], zero = [];
     cells.forEach(({ name, run }, i) => {
       for (const own of run === null ? runs : [run])
@@ -152,7 +155,7 @@ const drawings = {
     const place = figure.querySelector(".plot"), runs = shownRuns();
     const names = data.whole.filter((name) => runs.some((run) => line(run, name, "", "mean")));
     if (!names.length) return empty(figure, "Nothing to draw for the runs chosen.");
-    const panels = names.map((name) => ({ title: escapeHtml(name[0].toUpperCase() + titleOf(name).slice(1)) }));
+    const panels = names.map((name) => ({ title: name[0].toUpperCase() + titleOf(name).slice(1) }));
     const layout = frame(place, panels, { together: false, height: 260, columns: columnsFor(place, names.length, 380) }), traces = [];
     names.forEach((name, i) => {
       const lines = runs.map((run) => line(run, name, "", "mean"));

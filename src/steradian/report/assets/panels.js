@@ -16,14 +16,14 @@ function frame(place, panels, { columns, height = 250, log = false, together = t
   const down = Math.ceil(panels.length / across);
   const headed = panels.some((panel) => panel.title);
   const margin = { l: ytitle || !together ? 70 : 54, r: 12, t: headed ? 34 : 12, b: 46 };
-  const gapX = together ? 18 : 62, gapY = headed ? 76 : 52;
+  const gapX = together ? 26 : 62, gapY = panels.some((panel, i) => i >= across && panel.title) ? 76 : 48;
   const inner = place.clientWidth - margin.l - margin.r;
   const total = down * height + (down - 1) * gapY;
   const layout = {
     height: total + margin.t + margin.b, width: place.clientWidth, margin, showlegend: false, shapes: [], annotations: [],
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: FONT, size: 13, color: css("--soft") },
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { family: FONT, color: css("--ink") }, align: "left" },
-    hovermode: "closest", dragmode: "zoom",
+    hovermode: "closest", dragmode: window.matchMedia("(pointer: coarse)").matches ? false : "zoom",  // a finger scrolls
   };
   panels.forEach((panel, i) => {
     const row = Math.floor(i / across), column = i % across, n = i ? i + 1 : "";
@@ -40,7 +40,7 @@ function frame(place, panels, { columns, height = 250, log = false, together = t
                             title: { text: column === 0 || !together ? panel.ytitle ?? ytitle : "", standoff: 8, font: { size: 12.5 } } };
     if (together && i) layout[`yaxis${n}`].matches = "y";
     if (panel.title)
-      layout.annotations.push({ text: `<b>${panel.title}</b>`, xref: `x${n} domain`, yref: `y${n} domain`, x: 0, y: 1,
+      layout.annotations.push({ text: `<b>${escapeHtml(cut(panel.title, Math.floor(wide / 8.4)))}</b>`, xref: `x${n} domain`, yref: `y${n} domain`, x: 0, y: 1,
                                 xanchor: "left", yanchor: "bottom", yshift: 7, showarrow: false,
                                 font: { size: 14, color: panel.colour ?? css("--ink") } });
   });
@@ -95,9 +95,9 @@ function markBound(layout, panel, value, text, log) {
 const axisNames = (layout, letter) => Object.keys(layout).filter((key) => key.startsWith(`${letter}axis`));
 
 // Ticks of a logarithmic axis: powers of ten, or 1, 2, 5 in between where the range is short.
-function logTicks(low, high) {
+function logTicks(low, high, most = 7) {
   if (high - low < 0.7) return {};
-  const every = Math.max(1, Math.ceil((high - low) / 6)), parts = high - low < 2.2 ? [1, 2, 5] : [1], tickvals = [], ticktext = [];
+  const every = Math.max(1, Math.ceil((high - low) / 6)), parts = 3 * (high - low) < most ? [1, 2, 5] : [1], tickvals = [], ticktext = [];
   for (let power = Math.floor(low); power <= Math.ceil(high); power += 1)
     if (power % every === 0)
       for (const part of parts) {

@@ -49,7 +49,7 @@ function circle(parent, at) {
 function paint(svg, paths, until) {
   svg.replaceChildren();
   const shade = element("radialGradient", { id: "ball-shade", cx: "38%", cy: "32%", r: "75%" }, element("defs", {}, svg));
-  element("stop", { offset: "0%", "stop-color": css("--card") }, shade);
+  element("stop", { offset: "0%", "stop-color": css("--sphere-lit") }, shade);
   element("stop", { offset: "100%", "stop-color": css("--sphere") }, shade);
   element("circle", { cx: 300, cy: 300, r: 258 * view.zoom, fill: "url(#ball-shade)", stroke: css("--sphere-edge"), "stroke-width": 1.5 }, svg);
   const grid = element("g", {}, svg);
@@ -67,8 +67,8 @@ function paint(svg, paths, until) {
     if (!own.length) continue;
     for (let i = 0; i + 1 < own.length; i += CHUNK) {
       const part = own.slice(i, i + CHUNK + 1), z = part[Math.floor(part.length / 2)][2];
-      pieces.push({ z, draw: () => element("path", { d: trace(part), fill: "none", stroke: path.colour, "stroke-width": z >= 0 ? 3 : 2, "stroke-linecap": "round",
-                                                     "stroke-linejoin": "round", opacity: (z >= 0 ? 1 : 0.35) * (0.45 + (0.55 * i) / own.length), class: "way" }, svg) });
+      pieces.push({ z, draw: () => element("path", { d: trace(part), fill: "none", stroke: mixed(path.colour, css("--sphere"), (z >= 0 ? 1 : 0.4) * (0.55 + (0.45 * i) / own.length)), "stroke-width": z >= 0 ? 3 : 2, "stroke-linecap": "round",
+                                                     "stroke-linejoin": "round", class: "way" }, svg) });
     }
     const [sx, sy, sz] = own[0], [ex, ey, ez] = own.at(-1);
     pieces.push({ z: sz + 1e-3, draw: () => element("circle", { cx: sx, cy: sy, r: 7, fill: css("--card"), stroke: path.colour, "stroke-width": 3, class: "start" }, svg) });
