@@ -145,7 +145,7 @@ def about(kind, name, layers, rate, decay, kept):
             for i, (group, (n, d)) in enumerate(layers.items())
         ],
         "rest": ["head.weight", "head.bias"],
-        "missing": {q: "this optimizer cannot be read, only two points are known" for q in set(QUANTITIES) - kept},
+        "missing": dict.fromkeys(set(QUANTITIES) - kept, "this optimizer cannot be read, only two points are known"),
         "config": {"epochs": 30, "batch": 128, "data": "noise <on> spheres"},
         "environment": {"python": "3.12", "torch": "2.11", "device": "cpu"},
     }

@@ -11,15 +11,15 @@ __all__ = ["Pack", "unpack"]
 class Pack:
     """Arrays behind each other in one text; each is found again by its offset and its length.
 
-    A number is the upper 24 bits of its float32, rounded: 16 binary digits, a relative error below 1e-5. Three
-    bytes are four characters of base64, so number i is at the characters 4i to 4i + 4, and the browser decodes
-    only what it draws. A number that is not finite is a gap, NaN.
+    A number is the upper 24 bits of its float32, rounded: 16 binary digits, a relative error of at most 2^-16.
+    Three bytes are four characters of base64, so number i is at the characters 4i to 4i + 4, and the browser
+    decodes only what it draws. A number that is not finite is a gap, NaN.
 
     >>> pack = Pack()
     >>> pack.add([1.0, 2.0]), pack.add([0.1])
     (0, 2)
     >>> unpack(pack.text(), 2, 1)
-    array([0.1000061], dtype=float32)
+    array([0.10000038], dtype=float32)
     """
 
     def __init__(self) -> None:
