@@ -8,7 +8,7 @@ from steradian.report.page import report
 from steradian.report.sections import SECTIONS
 from steradian.watch.records import read_run
 
-LAYERS = {"conv1.weight": (8, 9), "layer1.conv.weight": (8, 18), "layer2.conv.weight": (12, 18)}
+LAYERS = {"conv1.weight": (8, 9), "layer1.conv.weight": (8, 18), "layer2.0.downsample.conv.weight": (12, 18)}
 STEPS = 80
 
 
@@ -147,7 +147,7 @@ def test_heat_map_and_bounds_show_what_was_recorded(visit, page_file, runs):
     )
     assert [each["y"] for each in maps] == [list(LAYERS)] * 3
     assert maps[1]["customdata"][2] == pytest.approx(
-        recorded(runs[1], "velocity", "layer2.conv.weight", "max"), rel=2e-5
+        recorded(runs[1], "velocity", "layer2.0.downsample.conv.weight", "max"), rel=2e-5
     )
     # The bounds show the maximum of the absolute value.
     see(tab, "h1")
@@ -181,7 +181,7 @@ def test_histograms_follow_step_layer_and_quantity(visit, page_file):
     assert lines(tab, "histogram") != last
     choose(tab, "histogram", "row-quantity", "radius")
     before = lines(tab, "histogram")
-    choose(tab, "histogram", "row-group", "layer2.conv.weight")
+    choose(tab, "histogram", "row-group", "layer2.0.downsample.conv.weight")
     assert lines(tab, "histogram") != before
 
 

@@ -53,7 +53,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path):
 def test_the_papers_figures_are_named(tmp_path):
     _, text = data_of(report([write(tmp_path / "run")], tmp_path / "page.html"))
     index = text[text.index('id="paper"') :]
-    for name in ("Figure 1", "Figure 2", "Figure 3", "Figures 4 and 5", "Tracking of A_k⟨c_k,u_k⟩", "App. C.1.5"):
+    for name in ("Figure 1", "Figure 2", "Figure 3", "Figures 4 and 5", "Tracking of A<sub>k</sub>⟨c", "App. C.1.5"):
         assert name in index
     for target in re.findall(r'href="#([\w-]+)"', text):
         assert f'id="{target}"' in text
@@ -131,11 +131,16 @@ def test_bad_input_is_refused_in_words(tmp_path):
 
 
 def test_a_large_run_is_a_small_page(tmp_path):
-    folder = stress.write(tmp_path / "run", steps=1000)
+    folder = stress.write(tmp_path / "run", steps=600, parts=2)
     page = report([folder], tmp_path / "page.html")
     assert page.stat().st_size < 15e6
     data, _ = data_of(page)
     assert len(data["runs"][0]["steps"]) <= 490
+
+
+def test_several_large_runs_are_no_larger_page(tmp_path):
+    folders = [stress.write(tmp_path / name, steps=200, rows=10, parts=1, name=name) for name in "abc"]
+    assert report(folders, tmp_path / "page.html").stat().st_size < 15e6
 
 
 def test_more_lines_have_fewer_points(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def test_every_row_is_counted_once_at_the_steps_that_have_all():
 
 
 def test_many_steps_are_thinned_with_the_first_and_the_last():
-    steps = whole_steps(rows(steps=range(200)))
+    steps = whole_steps(rows(steps=range(200))["step"].to_numpy())
     assert len(steps) <= MOST_STEPS
     assert (steps[0], steps[-1]) == (0, 199)
 

@@ -19,7 +19,7 @@ __all__ = ["BUDGET", "PageRun", "block", "load"]
 
 POINTS = 480
 FEWEST_POINTS = 48
-BUDGET = 1_500_000  # numbers in all lines, four characters each
+BUDGET = 1_250_000  # numbers in all lines, four characters each
 HYPOTHESES = ("radial", "velocity", "taylor")
 
 
@@ -83,6 +83,7 @@ def block(runs: Sequence[PageRun]) -> dict[str, Any]:
     points = max(FEWEST_POINTS, min(POINTS, BUDGET // max(count, 1)))
     groups = list(dict.fromkeys(group for run in runs for group in run.groups))
     found = trajectories([run.paths for run in runs])
+    balls = spheres(found)
     data: dict[str, Any] = {
         "statistics": list(STATISTICS),
         "groups": groups,
@@ -120,12 +121,12 @@ def block(runs: Sequence[PageRun]) -> dict[str, Any]:
                     for path in each.paths
                 ],
             }
-            for each in spheres(found)
+            for each in balls
         ],
         "cosines": [
             {"group": group, "row": row, "runs": list(pair), "steps": steps.tolist(), "at": pack.add(cosine)}
-            for (group, row), of in found.items()
-            for pair, (steps, cosine) in cosines(of).items()
+            for group, row in ((each.group, each.row) for each in balls)
+            for pair, (steps, cosine) in cosines(found[group, row]).items()
         ],
     }
     data["pack"] = pack.text()

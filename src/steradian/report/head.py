@@ -1,6 +1,7 @@
 """The static part of the page: runs, alerts, the table of groups, sections with what they lack. HTML, escaped."""
 
 import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -162,7 +163,7 @@ def _short(title: str) -> str:
 def paper_index(shown: Sequence[Section] = SECTIONS) -> str:
     """Where a reader of the paper finds its figures."""
     items = "".join(
-        f'<li><a href="#{figure.id}">{escape(figure.paper)}</a></li>'
+        f'<li><a href="#{figure.id}">{figure.paper}</a></li>'
         for section in shown
         for figure in section.figures
         if figure.paper
@@ -196,7 +197,7 @@ def _figure(figure: Figure, runs: Sequence[PageRun]) -> str:
     controls = "".join(map(_control, figure.controls))
     bound = f' data-bound="{figure.bound[0]}" data-bound-name="{escape(figure.bound[1])}"' if figure.bound else ""
     needs = " ".join(figure.needs)
-    label = escape(figure.title or figure.paper or figure.id) if "<" not in figure.title else figure.id
+    label = re.sub("<.*?>", "", figure.title or figure.paper or figure.id)
     return (
         f'<figure class="figure" id="{figure.id}" data-kind="{figure.kind}" data-needs="{needs}"{bound}>'
         f'<div class="figure-head">{title}<div class="controls">{controls}</div></div>{_verdict(figure, runs)}'

@@ -13,7 +13,8 @@ __all__ = ["Histogram", "histograms", "whole_steps"]
 Floats: TypeAlias = NDArray[np.float64]
 
 BINS = 80
-MOST_STEPS = 24
+MOST_STEPS, FEWEST_STEPS = 24, 4
+BUDGET = 900_000  # counts in all histograms, four characters each
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,18 +36,22 @@ class Histogram:
     counts: dict[int, tuple[list[int], NDArray[np.int64]]]
 
 
-def whole_steps(part: pd.DataFrame) -> list[int]:
-    """The steps at which all rows of a group were recorded, a few of them if there are many.
+def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
+    """The steps at which all rows of a group were recorded.
 
     Args:
-        part: the rows of one group and one quantity. A row that is followed on its own is there at every step, so
-            steps with fewer rows than others do not count.
+        step: of each recorded row of one group and one quantity. A row that is followed on its own is there at every
+            step, so steps with fewer rows than others do not count.
+        most: how many steps at most; of more, some are chosen evenly, the first and the last among them.
+
+    >>> whole_steps(np.array([0, 0, 0, 1, 2, 3, 3, 3]))
+    [0, 3]
     """
-    sizes = part.groupby("step", sort=True)["row"].nunique()
-    steps = sizes.index[sizes.to_numpy() == sizes.max()].to_numpy()
-    if len(steps) > MOST_STEPS:
-        steps = steps[np.unique(np.linspace(0, len(steps) - 1, MOST_STEPS).round().astype(int))]
-    return [int(step) for step in steps]
+    steps, sizes = np.unique(step, return_counts=True)
+    steps = steps[sizes == sizes.max()]
+    if len(steps) > most:
+        steps = steps[np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))]
+    return [int(each) for each in steps]
 
 
 def histograms(runs: Sequence[pd.DataFrame]) -> list[Histogram]:
@@ -56,12 +61,14 @@ def histograms(runs: Sequence[pd.DataFrame]) -> list[Histogram]:
         runs: each run's rows, with the columns `records.ROW_COLUMNS`.
     """
     found: dict[tuple[str, str], dict[int, tuple[list[int], list[Floats]]]] = {}
-    for number, rows in enumerate(runs):
-        for (quantity, group), part in rows.groupby(["quantity", "group"], observed=True, sort=False):
-            steps = whole_steps(part)
-            chosen = part[part["step"].isin(steps)]
-            values = {step: of.to_numpy(float) for step, of in chosen.groupby("step")["value"]}
-            samples = [values[step][np.isfinite(values[step])] for step in steps]
+    parts = [rows.groupby(["quantity", "group"], observed=True, sort=False) for rows in runs]
+    number_of = sum(each.ngroups for each in parts)
+    most = max(FEWEST_STEPS, min(MOST_STEPS, BUDGET // (BINS * max(number_of, 1))))
+    for number, each in enumerate(parts):
+        for (quantity, group), part in each:
+            step, value = part["step"].to_numpy(np.int64), part["value"].to_numpy(float)
+            steps = whole_steps(step, most)
+            samples = [value[(step == each) & np.isfinite(value)] for each in steps]
             if max(map(len, samples)) > 1:
                 found.setdefault((str(quantity), str(group)), {})[number] = (steps, samples)
     return [_histogram(quantity, group, of) for (quantity, group), of in found.items()]

@@ -17,7 +17,7 @@ class Figure:
         title: its heading.
         caption: what is seen, HTML.
         controls: names of its own selectors.
-        paper: the figure of the paper that it corresponds to.
+        paper: the figure of the paper that it corresponds to, HTML.
         bound: a value that is drawn as a line, and its name.
     """
 
@@ -157,8 +157,9 @@ SECTIONS = (
                 ("radial",),
                 "H1: A⟨c,u⟩ &lt; 1",
                 "Maximum of |A<sub>k</sub>⟨c<sub>k</sub>,u<sub>k</sub>⟩|, the share of the radius that a step takes. "
-                "At 1 the step would carry the row through the origin.",
-                paper="“Tracking of A_k⟨c_k,u_k⟩ for SGD-M and Adam”: App. C.1.2",
+                "At 1 the step would carry the row through the origin. Drawn is the absolute value, as in the paper, "
+                "but only positive values can break H1: with negative ones the radius grows.",
+                paper="“Tracking of A<sub>k</sub>⟨c<sub>k</sub>,u<sub>k</sub>⟩ for SGD-M and Adam”: App. C.1.2",
                 bound=(1.0, "H1 fails above 1"),
             ),
             Figure(
@@ -168,7 +169,8 @@ SECTIONS = (
                 "H2: η<sup>e</sup>‖c<sup>⊥</sup>‖ &lt; π",
                 "Maximum of the velocity z = η<sup>e</sup>‖c<sup>⊥</sup>‖. Beyond π a walk along a great circle would "
                 "pass the opposite pole.",
-                paper="“Tracking of η^e_k‖c_k^⊥‖ for SGD-M and Adam”: App. C.1.2",
+                paper="“Tracking of η<sup>e</sup><sub>k</sub>‖c<sub>k</sub><sup>⊥</sup>‖ for SGD-M and Adam”: "
+                "App. C.1.2",
                 bound=(3.141592653589793, "H2 fails above π"),
             ),
             Figure(
@@ -275,7 +277,7 @@ SECTIONS = (
                 "",
                 "",
                 ("quantity", "statistic", "scale"),
-                paper="Radius, ν, ‖c^⊥‖ and all others: Section 2.4, App. C.1.3",
+                paper="Radius, ν, ‖c<sup>⊥</sup>‖ and all others: Section 2.4, App. C.1.3",
             ),
         ),
     ),

@@ -16,7 +16,7 @@ Integers: TypeAlias = NDArray[np.int64]
 
 MOST_POINTS = 300
 MOST_ROWS = 4  # of a group
-MOST_SPHERES = 120
+MOST_SPHERES = 40
 MOST_FITTED = 300  # points from which the principal directions are computed
 
 

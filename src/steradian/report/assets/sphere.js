@@ -1,6 +1,6 @@
 // The sphere: an orthographic view that can be turned, drawn as SVG, so that it needs no WebGL and prints sharp.
 const SVG = "http://www.w3.org/2000/svg";
-const view = { turn: [[1, 0, 0], [0, 1, 0], [0, 0, 1]], zoom: 1, key: "" };
+const view = { turn: [[1, 0, 0], [0, 1, 0], [0, 0, 1]], zoom: 1, middle: [0, 0, 0], key: "" };
 const CHUNK = 6;
 
 const times = (m, v) => m.map((row) => row[0] * v[0] + row[1] * v[1] + row[2] * v[2]);
@@ -22,6 +22,7 @@ function face(paths) {
   view.turn = [x, cross(middle, x), middle];
   rotated(0.42, -0.38);
   view.zoom = 1;
+  view.middle = middle;
 }
 
 function element(name, attributes, parent) {
@@ -31,7 +32,11 @@ function element(name, attributes, parent) {
   return made;
 }
 
-const project = (v) => { const [x, y, z] = times(view.turn, v); return [300 * (1 + 0.86 * view.zoom * x), 300 * (1 - 0.86 * view.zoom * y), z]; };
+// The middle of the path stays where it is when the view is zoomed.
+function project(v) {
+  const [x, y, z] = times(view.turn, v), [mx, my] = times(view.turn, view.middle);
+  return [300 + 258 * (mx + view.zoom * (x - mx)), 300 - 258 * (my + view.zoom * (y - my)), z];
+}
 const trace = (list) => `M${list.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")}`;
 
 // A circle of the graticule, its hidden half fainter.
@@ -51,7 +56,8 @@ function paint(svg, paths, until) {
   const shade = element("radialGradient", { id: "ball-shade", cx: "38%", cy: "32%", r: "75%" }, element("defs", {}, svg));
   element("stop", { offset: "0%", "stop-color": css("--sphere-lit") }, shade);
   element("stop", { offset: "100%", "stop-color": css("--sphere") }, shade);
-  element("circle", { cx: 300, cy: 300, r: 258 * view.zoom, fill: "url(#ball-shade)", stroke: css("--sphere-edge"), "stroke-width": 1.5 }, svg);
+  const [cx, cy] = project([0, 0, 0]);
+  element("circle", { cx, cy, r: 258 * view.zoom, fill: "url(#ball-shade)", stroke: css("--sphere-edge"), "stroke-width": 1.5 }, svg);
   const grid = element("g", {}, svg);
   for (const latitude of [-60, -30, 0, 30, 60]) {
     const r = Math.cos((latitude * Math.PI) / 180), h = Math.sin((latitude * Math.PI) / 180);
