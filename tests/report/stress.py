@@ -45,28 +45,20 @@ def write(folder, *, groups=20, rows=50, steps=10_000, d=64, parts=5, name="stre
         parquet.write_table(pa.table(columns), store.folder / f"part-{part:05d}.parquet")
     every = np.linspace(0, steps - 1, 40).astype(int)
     quantities = [q for q in QUANTITIES if q != "lr"]
-    count = len(every) * rows
-    for number, group in enumerate(names):
-        _add_rows(store, name, group, quantities, every, rows, count, data, number)
+    each, count = len(every) * rows, len(every) * rows * len(quantities)
+    columns = {
+        "run": words([name], count * groups),
+        "step": np.tile(np.repeat(every, rows), len(quantities) * groups),
+        "group": words(names, count),
+        "quantity": pa.DictionaryArray.from_arrays(
+            np.tile(np.repeat(np.arange(len(quantities), dtype=np.int32), each), groups), quantities
+        ),
+        "row": np.tile(np.arange(rows), len(every) * len(quantities) * groups),
+        "value": np.exp(data.normal(-3, 1, count * groups)),
+    }
+    parquet.write_table(pa.table(columns), store.folder / "rows-00000.parquet")
     store.describe({"run": name, "groups": [{"name": g, "rows": rows, "size": d, "layout": "filter"} for g in names]})
     return Path(folder)
-
-
-def _add_rows(store, name, group, quantities, every, rows, count, data, number):
-    """The rows of one group; parts hold all groups, so that none is taken for a resumed training."""
-    columns = {
-        "run": words([name], count * len(quantities)),
-        "step": np.tile(np.repeat(every, rows), len(quantities)),
-        "group": words([group], count * len(quantities)),
-        "quantity": words(quantities, count),
-        "row": np.tile(np.tile(np.arange(rows), len(every)), len(quantities)),
-        "value": np.exp(data.normal(-3, 1, count * len(quantities))),
-    }
-    file = store.folder / "rows-00000.parquet"
-    table = pa.table(columns)
-    if number:
-        table = pa.concat_tables([parquet.read_table(file), table]).unify_dictionaries()
-    parquet.write_table(table, file)
 
 
 def first_paint(page):

@@ -36,28 +36,53 @@ def page_file(runs, tmp_path_factory):
     return report(runs, tmp_path_factory.mktemp("page") / "page.html", title="Three runs")
 
 
-@pytest.fixture
-def visit(browser):
-    """Opens pages; at the end, nothing was complained about and nothing asked for."""
-    contexts, complaints, asked = [], [], []
+class Visits:
+    """Opened pages, and what went wrong in them."""
 
-    def open_page(file, **options):
-        contexts.append(browser.new_context(**options))
-        contexts[-1].set_offline(True)
-        tab = contexts[-1].new_page()
-        tab.on(
-            "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else 0
-        )
-        tab.on("pageerror", lambda error: complaints.append(str(error)))
-        tab.on("request", lambda request: asked.append(request.url))
+    def __init__(self, browser):
+        self.browser, self.contexts, self.complaints, self.asked = browser, [], [], []
+
+    def __call__(self, file, **options):
+        self.contexts.append(self.browser.new_context(**options))
+        self.contexts[-1].set_offline(True)
+        tab = self.contexts[-1].new_page()
+        tab.on("console", lambda message: self.complaints.append(message.text) if message.type != "log" else None)
+        tab.on("pageerror", lambda error: self.complaints.append(str(error)))
+        tab.on("request", lambda request: self.asked.append(request.url))
         tab.goto(file.as_uri())
         return tab
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
-    assert all(url.startswith(("file:", "data:")) for url in asked)
+    def check(self):
+        assert self.complaints == []
+        assert all(url.startswith(("file:", "data:")) for url in self.asked)
+
+    def close(self):
+        for context in self.contexts:
+            context.close()
+
+
+@pytest.fixture
+def visit(browser):
+    visits = Visits(browser)
+    yield visits
+    visits.close()
+    visits.check()
+
+
+@pytest.fixture(scope="module")
+def kept_open(browser, page_file):
+    visits = Visits(browser)
+    yield visits, visits(page_file)
+    visits.close()
+
+
+@pytest.fixture
+def tab(kept_open):
+    """The page with three runs, which these tests share; all layers chosen."""
+    visits, tab = kept_open
+    tab.select_option("#layer", "")
+    yield tab
+    visits.check()
 
 
 def see(tab, figure):
@@ -105,8 +130,7 @@ def test_every_figure_of_every_section_is_drawn(visit, page_file):
             assert shown or tab.locator(f"#{figure.id} .note").inner_text() == "No row collapsed."
 
 
-def test_a_chosen_layer_is_drawn_in_the_colours_of_the_runs(visit, page_file, runs):
-    tab = visit(page_file)
+def test_a_chosen_layer_is_drawn_in_the_colours_of_the_runs(tab, runs):
     see(tab, "effective-rate")
     every = [line for line in lines(tab, "effective-rate") if line["name"] != "nominal rate"]
     assert {line["name"] for line in every} == set(LAYERS)
@@ -122,8 +146,7 @@ def test_a_chosen_layer_is_drawn_in_the_colours_of_the_runs(visit, page_file, ru
     assert rate["y"] == pytest.approx(recorded(runs[0], "lr", "layer1.conv.weight", "mean"), rel=2e-5)
 
 
-def test_selectors_change_quantity_and_statistic(visit, page_file, runs):
-    tab = visit(page_file)
+def test_selectors_change_quantity_and_statistic(tab, runs):
     see(tab, "any")
     for quantity, statistic in (("nu", "q90"), ("angle", "min"), ("radial", "mean")):
         choose(tab, "any", "quantity", quantity)
@@ -137,8 +160,7 @@ def test_selectors_change_quantity_and_statistic(visit, page_file, runs):
     assert tab.evaluate(axis) == "linear"
 
 
-def test_heat_map_and_bounds_show_what_was_recorded(visit, page_file, runs):
-    tab = visit(page_file)
+def test_heat_map_and_bounds_show_what_was_recorded(tab, runs):
     see(tab, "heat-map")
     choose(tab, "heat-map", "quantity", "velocity")
     choose(tab, "heat-map", "statistic", "max")
@@ -159,8 +181,7 @@ def test_heat_map_and_bounds_show_what_was_recorded(visit, page_file, runs):
     assert pytest.approx(3.14159265) in tab.evaluate(heights)
 
 
-def test_a_run_can_be_left_out(visit, page_file):
-    tab = visit(page_file)
+def test_a_run_can_be_left_out(tab):
     see(tab, "angle")
     tab.click("text=SGD-M >> nth=0")
     assert {line["panel"] for line in lines(tab, "angle")} == {"y", "y2"}
@@ -169,8 +190,7 @@ def test_a_run_can_be_left_out(visit, page_file):
     assert {line["panel"] for line in lines(tab, "angle")} == {"y", "y2", "y3"}
 
 
-def test_histograms_follow_step_layer_and_quantity(visit, page_file):
-    tab = visit(page_file)
+def test_histograms_follow_step_layer_and_quantity(tab):
     see(tab, "histogram")
     last = lines(tab, "histogram")
     assert len(last) == 3
@@ -185,8 +205,7 @@ def test_histograms_follow_step_layer_and_quantity(visit, page_file):
     assert lines(tab, "histogram") != before
 
 
-def test_trajectories_turn_zoom_go_back_in_time_and_are_compared(visit, page_file):
-    tab = visit(page_file)
+def test_trajectories_turn_zoom_go_back_in_time_and_are_compared(tab):
     see(tab, "trajectory")
     ball = "#trajectory .plot svg"
     assert tab.locator(f"{ball} .start").count() == 3
@@ -233,8 +252,7 @@ def test_light_dark_and_the_button(visit, page_file):
     assert other.evaluate(ground) == dark[0]
 
 
-def test_selectors_work_from_the_keyboard(visit, page_file):
-    tab = visit(page_file)
+def test_selectors_work_from_the_keyboard(tab):
     tab.focus("#layer")
     tab.keyboard.press("ArrowDown")
     tab.keyboard.press("Enter")

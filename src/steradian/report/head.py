@@ -99,9 +99,8 @@ def alerts(runs: Sequence[PageRun]) -> str:
     for i, run in enumerate(runs):
         for alert in run.alerts.to_dict("records"):
             step, group = alert.get("step"), alert.get("group")
-            where = " · ".join(
-                part for part in (run.name, f"step {step}" if step is not None else "", str(group or "")) if part
-            )
+            when = "" if step is None or step != step else f"step {int(step)}"  # NaN where another alert has a step
+            where = " · ".join(part for part in (run.name, when, str(group or "")) if part)
             lines.append(
                 f'<li style="--run: var(--run-{i % 7})"><b>{escape(alert.get("text") or alert.get("kind"))}</b>'
                 f"<span>{escape(where)}</span></li>"
