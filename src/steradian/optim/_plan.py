@@ -16,7 +16,8 @@ from torch import Tensor
 
 from steradian.optim import _kernels
 from steradian.optim._launch import Launch
-from steradian.optim._rows import RowSet
+from steradian.optim._rows import RowSet, arithmetic
+from steradian.optim._telemetry import TELEMETRY
 
 __all__ = ["DTYPES", "Plan", "setting"]
 
@@ -52,6 +53,12 @@ class Plan:
         kept: where tensors that a graph refers to are put, to live as long as the optimizer.
     """
 
+    items: Tensor
+    long_items: Tensor
+    sums: Tensor
+    emitted: Tensor
+    emitted_of_long_rows: Tensor
+
     def __init__(
         self, work: Sequence[tuple[Options, Sequence[RowSet]]], *, elementwise: bool, kept: list[object]
     ) -> None:
@@ -69,10 +76,7 @@ class Plan:
         self.launches: dict[bool, list[Launch]] = {}
         self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.one, self.zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
-        # Telemetry stays where it is as long as a plan lasts.
-        targets = [rows.telemetry.data_ptr() for _, rows in self.sets if rows.telemetry is not None]
-        self.emitting = bool(targets)
-        self.emitted = self._pinned(torch.tensor(targets or [0])).to(self.device, non_blocking=True)
+        self.emitting = any(rows.telemetry is not None for _, rows in self.sets)
         # One table: a line of eight for each parameter and each group, the rates, and their addresses.
         count, groups = len(self.sets), len(self.groups) + len(self.groups) % 2
         self.parts = [8 * count, 8 * groups, groups, groups]
@@ -126,7 +130,8 @@ class Plan:
             found = found if found_inf is None else self._plain(found_inf)
         if capturing:
             self.in_graph = True
-            self.kept += [self, self.table, self.items, self.long_items, self.sums, scale, found]
+            self.kept += [self, self.table, self.items, self.long_items, self.sums, self.emitted, scale, found]
+            self.kept.append(self.emitted_of_long_rows)
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
             for each in launches:
                 each(scale, found)
@@ -142,14 +147,14 @@ class Plan:
 
     def _launches(self, scaled: bool) -> list[Launch]:
         entries, computed = DTYPES[self.dtype]
-        tables = (self.lines, self.lines_of_groups, self.addresses_of_rates, self.emitted, self.sums)
+        tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
         registers = None if self.elementwise or self.dtype == torch.float64 else REGISTERS
         constants = (self.emitting, scaled, entries, computed)
         made = [
             Launch(
                 _kernels.step_rows,
                 self.items.shape[0],
-                (self.items, *tables),
+                (self.items, *tables, self.emitted, self.sums),
                 (self.finished, len(self.sets)),
                 (self.present, self.elementwise, *constants),
                 {"num_warps": WARPS, "maxnreg": registers},
@@ -157,8 +162,8 @@ class Plan:
         ]
         if self.long_items.shape[0]:
             options = {"num_warps": WARPS}
-            items = self.long_items
-            made.append(Launch(_kernels.apply_long_rows, items.shape[0], (items, *tables), (), constants, options))
+            items = (self.long_items, *tables, self.emitted_of_long_rows, self.sums)
+            made.append(Launch(_kernels.apply_long_rows, items[0].shape[0], items, (), constants, options))
         return made
 
     # The table
@@ -202,6 +207,7 @@ class Plan:
         """Copy the values to the device; a table that a graph reads is left to it."""
         if self.in_graph:
             self._new_table()
+            self.items = torch.empty_like(self.items)
         own = self.rates.data_ptr()
         addresses = [line[1] if line[0] == "address" else own + 8 * k for k, line in enumerate(self.settings)]
         self.values.split(self.parts)[3][: len(addresses)] = torch.tensor(addresses)
@@ -213,6 +219,8 @@ class Plan:
         else:
             source = self._pinned(self.values)
         self.table.copy_(source, non_blocking=True)
+        torch.index_select(self.lines.view(-1, 8), 0, self.param_of_item, out=self.items)
+        self.items += self.offsets
         self.changed = False
 
     def _pinned(self, values: Tensor) -> Tensor:
@@ -221,7 +229,7 @@ class Plan:
     # Programs
 
     def _make_items(self) -> None:
-        """Which program steps which rows."""
+        """Which program steps which rows, as the distance of its line from the line of its parameter."""
         items, long_items, slot = [], [], 0
         for index, kind in sorted(enumerate(self.classes), key=lambda entry: -entry[1]):
             rows = self.sets[index][1]
@@ -236,17 +244,38 @@ class Plan:
                 at_once = LANES // (4 if kind % 2 else 8) // (32 << kind // 10)
                 items.append(_columns(index, torch.arange(0, rows.n, at_once), kind, 0, 0))
         self.present = sum(1 << kind for kind in set(self.classes))
-        self.items = self._pinned(torch.cat(items)).to(self.device, non_blocking=True)
-        long_table = torch.cat(long_items) if long_items else torch.zeros(0, 5, dtype=torch.int32)
-        self.long_items = self._pinned(long_table).to(self.device, non_blocking=True)
+        table = torch.cat(items)
+        params, row, kinds, chunk, slots = table.unbind(1)
+        across = torch.tensor([rows.d for _, rows in self.sets])[params] * row * self.dtype.itemsize
+        numbers = across if self.elementwise else row * arithmetic(self.dtype).itemsize
+        nothing = torch.zeros_like(row)
+        packed = [across, across, across, numbers, nothing, kinds << 32, (chunk << 32) - row, slots << 32]
+        self.offsets = self._sent(torch.stack(packed, dim=1))
+        self.param_of_item = self._sent(params)
+        self.items = torch.empty_like(self.offsets)
+        long_table = torch.cat(long_items) if long_items else torch.zeros(0, 5, dtype=torch.int64)
+        self.long_items = self._sent(long_table.to(torch.int32))
         self.sums = torch.zeros(max(1, 7 * slot), dtype=torch.float64, device=self.device)
+        self.emitted, self.emitted_of_long_rows = self._targets(table), self._targets(long_table)
         self.launches = {}
+
+    def _targets(self, table: Tensor) -> Tensor:
+        """Where each program leaves its telemetry, which stays where it is as long as a plan lasts."""
+        if not self.emitting:
+            return self.zero
+        told = [rows.telemetry for _, rows in self.sets]
+        first = torch.tensor([0 if each is None else each.data_ptr() for each in told])
+        width = len(TELEMETRY) * arithmetic(self.dtype).itemsize
+        return self._sent(first[table[:, 0]] + table[:, 1] * width)
+
+    def _sent(self, values: Tensor) -> Tensor:
+        return self._pinned(values).to(self.device, non_blocking=True)
 
 
 def _columns(*values: int | Tensor) -> Tensor:
     length = max(len(value) for value in values if isinstance(value, Tensor))
     parts = [value if isinstance(value, Tensor) else torch.full((length,), value) for value in values]
-    return torch.stack(parts, dim=1).to(torch.int32)
+    return torch.stack(parts, dim=1)
 
 
 def _class(d: int, *, aligned: bool) -> int:
