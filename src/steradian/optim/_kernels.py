@@ -18,6 +18,8 @@ import triton.language as tl
 __all__ = ["LANES", "apply_long_rows", "step_rows"]
 
 LANES = tl.constexpr(4096)
+# What the cache does with gradients, which a step reads once, and with what it writes ("" for the ordinary).
+READ_ONCE, WRITTEN = tl.constexpr(""), tl.constexpr("")
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 _A, _B, _C = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
@@ -153,7 +155,7 @@ def _tile(
     for k in tl.static_range(K):
         mask = alive[:, None] & (k * S + cols[None, :] < d)
         xs = xs + (tl.load(x_at + at + k * S, mask=mask, other=0.0).to(C),)
-        gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0).to(C),)
+        gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0, eviction_policy=READ_ONCE).to(C),)
         ms = ms + (tl.load(m_at + at + k * S, mask=mask, other=0.0).to(C),)
 
     log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = _settings(
@@ -244,8 +246,8 @@ def _tile(
         if ELEMENTWISE:
             m -= by_y * ys[k]
             tl.store(v_at + at + k * S, (vs[k] * growth[:, None]).to(P), mask=mask)
-        tl.store(x_at + at + k * S, ys[k].to(P), mask=mask)
-        tl.store(m_at + at + k * S, m.to(P), mask=mask)
+        tl.store(x_at + at + k * S, ys[k].to(P), mask=mask, eviction_policy=WRITTEN)
+        tl.store(m_at + at + k * S, m.to(P), mask=mask, eviction_policy=WRITTEN)
 
     if EMIT:
         # y − (⟨x,y⟩/⟨x,x⟩)x, entry by entry: its square from the sums would cancel for small angles.

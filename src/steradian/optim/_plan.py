@@ -231,7 +231,7 @@ class Plan:
     def _make_items(self) -> None:
         """Which program steps which rows, as the distance of its line from the line of its parameter."""
         items, long_items, slot = [], [], 0
-        for index, kind in sorted(enumerate(self.classes), key=lambda entry: -entry[1]):
+        for index, kind in _order(self.classes):
             rows = self.sets[index][1]
             if kind == _CHUNK:
                 chunks = math.ceil(rows.d / LANES)
@@ -270,6 +270,11 @@ class Plan:
 
     def _sent(self, values: Tensor) -> Tensor:
         return self._pinned(values).to(self.device, non_blocking=True)
+
+
+def _order(classes: list[int]) -> list[tuple[int, int]]:
+    """Parameters with their classes in the order in which they are stepped: the long rows first, the crumbs last."""
+    return sorted(enumerate(classes), key=lambda entry: -entry[1])
 
 
 def _columns(*values: int | Tensor) -> Tensor:
