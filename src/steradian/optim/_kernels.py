@@ -283,7 +283,7 @@ def _emit(out, alive, xx, yy, xy, hh, xh, across, there, pace, start, C: tl.cons
     rate = tl.where(there, pace / tl.where(there, start * xy, 1.0), 0.0)
     tl.store(out, radius.to(C), mask=alive)
     tl.store(out + 1, tl.where(there, _angle(across, along), 0.0).to(C), mask=alive)
-    tl.store(out + 2, tl.where(tl.abs(rate) <= largest, rate, 0.0).to(C), mask=alive)
+    tl.store(out + 2, tl.where(tl.abs(pace) <= largest, rate, 0.0).to(C), mask=alive)
     tl.store(out + 3, tl.sqrt(yy).to(C), mask=alive)
     tl.store(out + 4, slope.to(C), mask=alive)
     inclined = there & (hh > 0) & (hh <= largest)
