@@ -1,5 +1,6 @@
 """The contract that every optimizer of the package keeps, and the plumbing that they share."""
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -58,6 +59,7 @@ class RowOptimizer(Optimizer, ABC):
     def __init__(self, params: Params, defaults: Options) -> None:
         self.telemetry = None
         self._remembered: FusedStep | None = None
+        self._in_graphs: list[object] = []
         super().__init__(params, defaults)
 
     # What a subclass gives
@@ -95,7 +97,6 @@ class RowOptimizer(Optimizer, ABC):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step.
 
@@ -107,21 +108,33 @@ class RowOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         self._check_capture()
-        if self._remembered is not None and self._remembered.fits(self):
-            self._remembered.run(self)
-            return loss
+        again = self._compiled_again if torch.compiler.is_compiling() else self._again
+        if not again():
+            with torch.no_grad():
+                self._anew()
+        return loss
+
+    def _again(self) -> bool:
+        """Take the step that is remembered, if it is to be taken again."""
+        if self._remembered is None or not self._remembered.fits(self):
+            return False
+        self._remembered.run(self)
+        return True
+
+    @torch.compiler.disable
+    def _compiled_again(self) -> bool:
+        return self._again()
+
+    def _anew(self) -> None:
         classic, work = self._collect()
-        self._remembered = self._remember(classic, work)
-        if self._remembered is not None:
-            self._remembered.run(self)
-            return loss
+        if self._remember(classic, work):
+            return
         for group, params, states in classic:
             self._step_classic(params, states, group)
         for group, sets in work:
             for rows in sets:
                 self._reference(rows, group)
                 rows.finish()
-        return loss
 
     @torch.compiler.disable
     def _collect(self) -> tuple[Classic, Work]:
@@ -153,17 +166,24 @@ class RowOptimizer(Optimizer, ABC):
                 self._emit_rest(rows, before, group)
 
     @torch.compiler.disable
-    def _remember(self, classic: Classic, work: Work) -> "FusedStep | None":
-        """The step as a plan that is kept while it fits, where the fused step takes at least one group."""
+    def _remember(self, classic: Classic, work: Work) -> bool:
+        """Where the fused step takes at least one group, take the step as one that is kept while it fits."""
+        self._remembered = None
         if not any(self._is_fused(group) for group, _ in work):
-            return None
+            return False
         from steradian.optim._fused import FusedStep
 
-        return FusedStep(self, classic, work)
+        remembered = FusedStep(self, classic, work)
+        remembered.run(self)
+        self._remembered = remembered
+        return True
 
     def _is_fused(self, group: Options) -> bool:
-        """Whether a group asked for the fused step and can have it."""
-        return bool(group.get("fused")) and self._has_fused and fused_available(group["params"])
+        """Whether a group gets the fused step: it asked for it, or left the choice and it works there."""
+        wanted = group.get("fused")
+        if wanted is False or not self._has_fused:
+            return False
+        return fused_available(group["params"]) if wanted else fused_works(group["params"])
 
     def _on_device(self, group: Options) -> bool:
         """Whether a group's step count lives where its parameters are."""
@@ -214,7 +234,10 @@ class RowOptimizer(Optimizer, ABC):
                 )
 
     def _check_capture(self) -> None:
-        if torch.compiler.is_compiling() or not torch.cuda.is_available() or "capturable" not in self.defaults:
+        remembered = self._remembered
+        if torch.compiler.is_compiling() or "capturable" not in self.defaults:
+            return
+        if not (torch.cuda.is_available() if remembered is None else remembered.on_cuda):
             return
         if torch.cuda.is_current_stream_capturing() and not all(g["capturable"] for g in self.param_groups):
             raise RuntimeError(f"to capture {type(self).__name__}.step() in a graph, construct it with capturable=True")
@@ -280,17 +303,19 @@ class RowOptimizer(Optimizer, ABC):
                 source = state_dict["state"][key][name]
                 if name in self._row_state and value.shape != param.shape:
                     value = source.to(param.device, arithmetic(param.dtype))
-                if name == "step" and self._on_device(self._group_of(param)):
-                    value = value.to(param.device)
+                if name == "step":
+                    value = value.to(param.device if self._on_device(self._group_of(param)) else "cpu")
                 state[name] = value.clone() if isinstance(value, Tensor) else value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("telemetry", None)
+        self.__dict__.setdefault("_in_graphs", [])
         self._remembered = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_remembered"}
+        hidden = ("_remembered", "_in_graphs")
+        return {name: value for name, value in super().__getstate__().items() if name not in hidden}
 
 
 def _sets(params: list[Tensor], group: Options) -> list[list[Tensor]]:
@@ -304,13 +329,24 @@ def _count_rows(params: list[Tensor], layout: Layout) -> int:
     return layout.size(params[0].shape)[0]
 
 
+@functools.cache
+def _fused_step() -> ModuleType | None:
+    """`steradian.optim._fused`, where Triton is there."""
+    return None if importlib.util.find_spec("triton") is None else importlib.import_module("steradian.optim._fused")
+
+
 def fused_available(params: Sequence[Tensor]) -> bool:
     """Whether Triton is there and runs on the device of these parameters."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    from steradian.optim._fused import available
+    module = _fused_step()
+    return module is not None and all(module.available(param.device) for param in params)
 
-    return all(available(param.device) for param in params)
+
+def fused_works(params: Sequence[Tensor]) -> bool:
+    """Whether these parameters are on GPUs on which a Triton kernel was seen to run."""
+    if not params or not all(param.is_cuda for param in params):
+        return False
+    module = _fused_step()
+    return module is not None and all(module.works(device) for device in {param.device for param in params})
 
 
 def is_sharded(param: Tensor) -> bool:

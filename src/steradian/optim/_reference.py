@@ -115,7 +115,7 @@ def emit(
     assert rows.telemetry is not None, "telemetry is off"
     gone = Motion.of(x, y).gone
     rate = pace / (start * dot(x, y))
-    rate.masked_fill_(gone | ~torch.isfinite(rate), 0)
+    rate.masked_fill_(gone | ~torch.isfinite(pace), 0)
     radius, slope = geometry.norm(x), geometry.norm(gradient)
     defect = dot(x / radius, gradient / slope).abs_()
     defect.masked_fill_(gone | geometry.collapsed(slope) | ~torch.isfinite(slope), 0)

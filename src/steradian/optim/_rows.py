@@ -51,18 +51,25 @@ class RowSet:
         dtype: what rows are computed in.
         telemetry: where the step leaves the numbers of `TELEMETRY` for each row, (n, 7); None: nowhere.
         scale: what gradients are divided by when they are read; None: nothing.
+        owners: the optimizer's parameters, where `params` are parts or copies of sharded ones.
+        sharded: they are.
+        lasting: the rows are the owners' memory, not copies of it for one step.
+        renew: to be called before the rows are stepped again: takes the owners' new gradients, and says if it could.
         finish: to be called when the rows have been stepped.
     """
 
     telemetry: Tensor | None = None
     scale: Tensor | None = None
+    sharded: bool = False
+    lasting: bool = True
+    renew: Callable[[], bool] = staticmethod(lambda: True)
     finish: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self, layout: Layout, params: list[Tensor], states: list[dict[str, Tensor]], *, fresh: bool = False
     ) -> None:
         self.layout = layout
-        self.params = params
+        self.params = self.owners = params
         self.states = states
         self.fresh = fresh
         sizes = [layout.size(param.shape) for param in params]
