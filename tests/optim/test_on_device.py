@@ -110,6 +110,23 @@ def test_a_graph_keeps_what_it_captured_through_eager_steps() -> None:
     assert_same(one, other)
 
 
+def test_an_eager_step_between_capture_and_replay() -> None:
+    """A capture with gradients elsewhere changes nothing that an eager step with the same gradients relies on."""
+    one, other = (on_device(TABLE["Adam-abc"], capturable=True) for _ in range(2))
+    kept = [[torch.ones_like(p) for p in parameters(one)] for _ in range(2)]
+    for k, gradients in enumerate(kept):
+        for optimizer in (one, other):
+            for p, g in zip(parameters(optimizer), gradients, strict=True):
+                p.grad = g
+        if k:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                one.step()
+            kept[0][0].fill_(7)  # what the table would still point at
+        one.step()
+        other.step()
+    assert_same(one, other)
+
+
 @pytest.mark.parametrize("name", ["Adam-", "Adam-abc", "Adam-bc"])
 def test_a_gradient_scaler_needs_no_reading_back(name: str, no_reading_back: None) -> None:
     one, other = on_device(TABLE[name]), on_device(TABLE[name])

@@ -53,6 +53,7 @@ class Plan:
         kept: where tensors that a graph refers to are put, to live as long as the optimizer.
     """
 
+    promised: bool
     items: Tensor
     long_items: Tensor
     sums: Tensor
@@ -115,7 +116,7 @@ class Plan:
 
     def launch(self, *, grad_scale: Tensor | None, found_inf: Tensor | None, capturing: bool) -> None:
         """Take one step of all rows, after `fits` and `use`."""
-        if self.changed:
+        if self.changed or self.promised:
             self._write(capturing)
         for k, group in enumerate(self.groups):
             if self.settings[k][0] == "copied":
@@ -173,7 +174,7 @@ class Plan:
         self.lines, groups, rates, self.addresses_of_rates = self.table.split(self.parts)
         self.lines_of_groups, self.rates = groups.view(torch.float64), rates.view(torch.float64)
         self.launches = {}
-        self.changed, self.in_graph = True, False
+        self.changed, self.in_graph, self.promised = True, False, False
 
     def _set_addresses(self, addresses: list[Any]) -> None:
         count = len(self.sets)
@@ -221,7 +222,8 @@ class Plan:
         self.table.copy_(source, non_blocking=True)
         torch.index_select(self.lines.view(-1, 8), 0, self.param_of_item, out=self.items)
         self.items += self.offsets
-        self.changed = False
+        # What is captured is not done: until the graph is replayed, the table holds nothing.
+        self.changed, self.promised = False, capturing
 
     def _pinned(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self.device.type == "cuda" else values
@@ -230,6 +232,8 @@ class Plan:
 
     def _make_items(self) -> None:
         """Which program steps which rows, as the distance of its line from the line of its parameter."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("take a step with the same parameters and gradients before one is captured in a graph")
         items, long_items, slot = [], [], 0
         for index, kind in _order(self.classes):
             rows = self.sets[index][1]
