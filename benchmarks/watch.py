@@ -30,7 +30,7 @@ CUDA = DEVICE.type == "cuda"
 
 def ours(groups: Groups) -> torch.optim.Optimizer:
     params = groups.param_groups()
-    return steradian.optim.Adam(params, lr=1e-3, weight_decay=1e-4, without="abc", capturable=CUDA, fused=CUDA or None)
+    return steradian.optim.Adam(params, lr=1e-3, weight_decay=1e-4, without="abc", capturable=CUDA)
 
 
 def fused_adam(groups: Groups) -> torch.optim.Optimizer:
