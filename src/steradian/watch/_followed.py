@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def _from_groups(optimizer: Optimizer, groups: Groups) -> list[Followed]:
         params = [groups.params[name] for name in group.names]
         if all(id(param) in options for param in params):
             made = _followed(group.names, params, Layout(group.layout), options[id(params[0])])
-            made.reason, made.defect = group.reason, group.defect
+            made.reason, made.defect = group.reason, group.defect if isfinite(group.defect) else None
             found.append(made)
     return found
 

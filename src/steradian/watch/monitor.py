@@ -322,6 +322,13 @@ class Watch:
         return summary(self.run, self._last, self.alerts, self.missing)
 
     @property
+    def next_step(self) -> int:
+        """The number of the step that comes next; waits for the device where a gradient scaler may skip steps."""
+        if self._calls is None:
+            return self._first_step()
+        return self._calls - max(int(station.skipped.item()) if station.may_skip else 0 for station in self.stations)
+
+    @property
     def alerts(self) -> list[Alert]:
         """What was said so far."""
         return list(self._alerts.all)
