@@ -1,5 +1,6 @@
 """Writes the folder of a run: Parquet parts and run.json, each complete or not there."""
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -65,10 +66,15 @@ class Store:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
     def alert(self, alert: Mapping[str, Any]) -> None:
-        """Append one line to alerts.jsonl, in one write."""
+        """Append one line to alerts.jsonl, in one write; a line that was not finished before stays alone."""
         line = json.dumps(alert, ensure_ascii=False) + "\n"
-        with open(self.folder / "alerts.jsonl", "ab") as file:
-            file.write(line.encode())
+        with open(self.folder / "alerts.jsonl", "a+b", buffering=0) as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else "\n" + line
+            data = line.encode()
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class _complete:  # noqa: N801 - used like a function
@@ -82,9 +88,10 @@ class _complete:  # noqa: N801 - used like a function
         return self.unfinished
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            with open(self.unfinished, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(self.unfinished, self.path)
-        else:
+        try:
+            if kind is None:
+                with open(self.unfinished, "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(self.unfinished, self.path)
+        finally:
             self.unfinished.unlink(missing_ok=True)
