@@ -14,6 +14,7 @@ Files appear under their names only when they are complete. A training that is r
 from s on again: of two parts that hold the same step, the later one counts.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -166,22 +167,31 @@ def _parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFrame":
     words = [name for name in ("run", "group", "quantity", "statistic") if name in columns]
     tables: list[Any] = []
     begun = None
-    for file in sorted(folder.glob(f"{kind}-*.parquet"), reverse=True):
+    for file in sorted(folder.glob(f"{kind}-*.parquet"), key=_number, reverse=True):
         table = parquet.read_table(file, columns=list(columns), read_dictionary=words)
         if begun is not None:
             table = table.filter(compute.less(table["step"], begun))
         if table.num_rows:
-            first = compute.min(table["step"]).as_py()
-            begun = first if begun is None else min(begun, first)
             tables.append(table)
+        # What is logged comes after its step, and may stand in a later part than the step's own records.
+        first = compute.min(table.filter(compute.not_equal(table["group"].cast("string"), ""))["step"]).as_py()
+        if first is not None:
+            begun = first if begun is None else min(begun, first)
     if not tables:
         return pd.DataFrame({column: [] for column in columns})
     return pa.concat_tables(reversed(tables)).unify_dictionaries().to_pandas()
 
 
+def _number(file: Path) -> int:
+    return int(file.stem.split("-")[1])
+
+
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """Complete lines of a file to which a process may be writing."""
+    """Complete lines of a file to which a process may be writing, or was writing when it was killed."""
     if not file.is_file():
         return []
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines if line]
+    found = []
+    for line in file.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
