@@ -29,7 +29,7 @@ class _Waiting:
     active: NDArray[np.bool_]
     quantities: list[tuple[str, ...]]
     kept: list[int]
-    logged: list[tuple[int, str, float | None]]
+    logged: list[tuple[int, str, float | None, bool]]
     paths: list[tuple[int, str, int]]
 
 
@@ -62,7 +62,7 @@ class Handover:
         self.observations = 0
         self._steps: list[int] = []
         self._active: list[list[bool]] = []
-        self._logged: list[tuple[int, str, float | Tensor]] = []
+        self._logged: list[tuple[int, str, float | Tensor, Tensor | None]] = []
         self._paths: list[tuple[int, str, int, Tensor]] = []
         self._waiting: deque[_Waiting] = deque()
 
@@ -78,11 +78,12 @@ class Handover:
 
     def log(self, step: int, name: str, value: float | Tensor) -> None:
         """A number of the run as a whole."""
-        self._logged.append((step, name, value))
+        skipped = next((station.skipped.clone() for station in self.stations if station.may_skip), None)
+        self._logged.append((step, name, value, skipped))
 
-    def path(self, step: int, group: str, row: int, x: Tensor) -> None:
-        """A row whose direction is kept."""
-        self._paths.append((step, group, row, x))
+    def path(self, group: str, row: int, x: Tensor) -> None:
+        """A row whose direction after the step that was just taken in is kept."""
+        self._paths.append((len(self._steps) - 1, group, row, x))
 
     @property
     def full(self) -> bool:
@@ -103,7 +104,7 @@ class Handover:
         first = self.observations - count
         kept = [k for k in range(count) if self.rows_every > 0 and (first + k) % self.rows_every == 0]
         tensors, quantities = self._reduced(active, kept) if count else ([], [])
-        tensors += [value for _, _, value in self._logged if isinstance(value, Tensor)]
+        tensors += [t for _, _, value, skipped in self._logged for t in (value, skipped) if isinstance(t, Tensor)]
         tensors += [x for *_, x in self._paths]
         self._waiting.append(
             _Waiting(
@@ -112,8 +113,11 @@ class Handover:
                 active,
                 quantities,
                 kept,
-                [(step, name, None if isinstance(v, Tensor) else float(v)) for step, name, v in self._logged],
-                [(step, group, row) for step, group, row, _ in self._paths],
+                [
+                    (step, name, None if isinstance(value, Tensor) else float(value), skipped is not None)
+                    for step, name, value, skipped in self._logged
+                ],
+                [(index, group, row) for index, group, row, _ in self._paths],
             )
         )
         self._steps, self._active, self._logged, self._paths = [], [], [], []
@@ -154,7 +158,8 @@ class Handover:
         steps, went, active = waiting.steps, np.ones(count, dtype=bool), waiting.active
         parts: list[Array] = []
         single: list[tuple[int, str, Array]] = []
-        for station, names in zip(self.stations, waiting.quantities, strict=True):
+        # Without observed steps there are numbers of the run as a whole alone.
+        for station, names in zip(self.stations if count else (), waiting.quantities, strict=True):
             statistics, rows, skips = next(arrays), next(arrays), next(arrays)
             parts.append(_spread(statistics, names, union))
             if len(skips):
@@ -174,8 +179,11 @@ class Handover:
                     for name in whole
                     if k in waiting.kept or name in self.rows
                 ]
-        logged = [(step, name, float(next(arrays)) if v is None else v) for step, name, v in waiting.logged]
-        paths = [(step, group, row, _unit(next(arrays))) for step, group, row in waiting.paths]
+        logged = []
+        for step, name, value, may_skip in waiting.logged:
+            value = float(next(arrays)) if value is None else value
+            logged.append((max(0, step - int(next(arrays)) if may_skip else step), name, value))
+        paths = [(k, group, row, _unit(next(arrays))) for k, group, row in waiting.paths]
         values = np.concatenate(parts, axis=2) if parts else np.zeros((0, len(union), len(self.names), 6))
         place = {name: k for k, name in enumerate(self.names)}
         return Block(
@@ -187,7 +195,7 @@ class Handover:
             active=active[went],
             logged=logged,
             rows=[(int(steps[k]), name, v) for k, name, v in single if went[k] and active[k, place[name]]],
-            paths=paths,
+            paths=[(int(steps[k]), group, row, direction) for k, group, row, direction in paths if went[k]],
         )
 
     def _single(

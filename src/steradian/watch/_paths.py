@@ -37,12 +37,12 @@ class Paths:
         self.chosen = [(by_name[name], row) for name, rows in chosen.items() for row in rows]
 
     @torch.no_grad()
-    def follow(self, step: int, handover: Handover) -> None:
-        """Keep where the rows are after this step, if it is its turn."""
+    def follow(self, handover: Handover) -> None:
+        """Keep where the rows are after the step that was just taken in, if it is its turn."""
         if not self.chosen or handover.observations % self.stride:
             return
         for entry, row in self.chosen:
-            handover.path(step, entry.name, row, _row(entry, row).to(torch.float32, copy=True))
+            handover.path(entry.name, row, _row(entry, row).to(torch.float32, copy=True))
         self.points += 1
         if self.points >= _POINTS:
             self.stride, self.points = 2 * self.stride, _POINTS // 2

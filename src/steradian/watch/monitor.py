@@ -133,6 +133,7 @@ class Watch:
         self._asked_step = step
         self._all_names = {id(p): name for name, p in (groups.params if groups is not None else {}).items()}
         self._all_names |= {id(p): name for e in self.followed for name, p in zip(e.names, e.params, strict=True)}
+        self._param_groups = optimizer.param_groups
         self._calls: int | None = None
         self._looking = self._begun = False
         self._cuda = any(station.device.type == "cuda" for station in self.stations)
@@ -225,6 +226,8 @@ class Watch:
             return
         if self._calls is None:
             self._calls = self._first_step()
+        if self.optimizer.param_groups is not self._param_groups:
+            self._follow_settings()
         self._looking = self._calls % self.every == 0
         self._begun = True
         for station in self.stations:
@@ -242,7 +245,7 @@ class Watch:
                 station.source.after(station.scratch)
         if self._looking:
             self._handover.observe(self._calls)
-            self._paths.follow(self._calls, self._handover)
+            self._paths.follow(self._handover)
         self._calls += 1
         late = not self.sharded and time.monotonic() - self._flushed_at > _SECONDS
         if self._handover.full or (late and not self._handover.empty):
@@ -379,6 +382,15 @@ class Watch:
             if decay:
                 found[entry.name] = 0.0 if isinstance(self.optimizer, optim.AdamG) else decay
         return found
+
+    def _follow_settings(self) -> None:
+        """`load_state_dict` puts new param groups in the place of those that were followed."""
+        before = {id(group): k for k, group in enumerate(self._param_groups)}
+        self._param_groups = self.optimizer.param_groups
+        for station in self.stations:
+            station.options[:] = [self._param_groups[before[id(options)]] for options in station.options]
+            for entry in station.followed:
+                entry.options = self._param_groups[before[id(entry.options)]]
 
     def _first_step(self) -> int:
         """What the optimizer counted so far; this is read once."""
