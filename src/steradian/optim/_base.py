@@ -157,9 +157,18 @@ class RowOptimizer(Optimizer, ABC):
     def _step_classic(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
         seen: list[tuple[RowSet, Tensor]] = []
         if self.telemetry is not None and group.get("rows") is not None:
-            sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
-            seen = [(rows, rows.read("param").clone()) for rows in sets if rows.n and rows.d]
+            seen = self._before_classic(params, group)
         self._step_rest(params, states, group)
+        if seen:
+            self._tell_classic(seen, group)
+
+    @torch.compiler.disable
+    def _before_classic(self, params: list[Tensor], group: Options) -> list[tuple[RowSet, Tensor]]:
+        sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
+        return [(rows, rows.read("param").clone()) for rows in sets if rows.n and rows.d]
+
+    @torch.compiler.disable
+    def _tell_classic(self, seen: list[tuple[RowSet, Tensor]], group: Options) -> None:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for rows, before in seen:
             with rows.scaled(scale, found):
