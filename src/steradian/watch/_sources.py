@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from steradian import geometry
+from steradian.groups import Layout
 from steradian.image import ImageStep, image_step, observed_step
 from steradian.optim import TELEMETRY
 from steradian.optim._base import RowOptimizer
@@ -31,6 +33,9 @@ PHENOMENA = ("gradient_memory", "l2_memory", "radius_ratio")
 """The phenomena that need the steps before; the deformation (a) shows in one step."""
 
 Quantities = dict[str, Tensor]
+
+_LISTENERS: WeakKeyDictionary[RowOptimizer, tuple[int, bool]] = WeakKeyDictionary()
+"""How many watches listen to an optimizer's telemetry, and whether it was off before the first."""
 
 
 class Source(ABC):
@@ -74,7 +79,7 @@ def source_of(optimizer: Optimizer, followed: Sequence[Followed], *, phenomena: 
         followed: rows on one device, in the order of their places.
         phenomena: measure (b1), (b2) and (c) too; None: where the weights are looked at in every step anyway.
     """
-    if isinstance(optimizer, RowOptimizer) and not phenomena:
+    if isinstance(optimizer, RowOptimizer) and not phenomena and all(_tells(entry) for entry in followed):
         return Told(optimizer, followed)
     try:
         reader = reader_of(optimizer)
@@ -94,6 +99,14 @@ def sweeps(optimizer: Optimizer, followed: Sequence[Followed]) -> bool:
     from steradian.watch._sweep import can_sweep
 
     return can_sweep(optimizer, followed)
+
+
+def _tells(entry: Followed) -> bool:
+    """Whether the optimizer knows these rows as such, so that its telemetry holds them."""
+    told = entry.options
+    joint = bool(told.get("joint"))
+    together = len(told["params"]) if joint else 1
+    return told.get("rows") is not None and Layout(told["rows"]) == entry.layout and len(entry.params) == together
 
 
 def of_image(image: ImageStep) -> Quantities:
@@ -121,7 +134,6 @@ class Told(Source):
         order = {id(param): k for k, param in enumerate(_params(optimizer))}
         self.followed = placed(followed, key=lambda f: order[id(f.params[0])])
         self.optimizer = optimizer
-        self.turned_on = False
         self._buffers: tuple[Tensor, ...] | None = None
         self._rows: list[tuple[Tensor, slice]] = []
         decays = [torch.full((entry.rows,), _decoupled(entry)) for entry in self.followed]
@@ -169,11 +181,15 @@ class Told(Source):
         return found | {"defect": told["defect"], "gradient_norm": told["gradient_norm"], "lr": rates}
 
     def open(self) -> None:
-        self.turned_on = self.optimizer.telemetry is None
+        listeners, ours = _LISTENERS.get(self.optimizer, (0, self.optimizer.telemetry is None))
+        _LISTENERS[self.optimizer] = (listeners + 1, ours)
         self.optimizer.emit()
 
     def close(self) -> None:
-        if self.turned_on:
+        listeners, ours = _LISTENERS.pop(self.optimizer)
+        if listeners > 1:
+            _LISTENERS[self.optimizer] = (listeners - 1, ours)
+        elif ours:
             self.optimizer.emit(False)
 
 
@@ -225,9 +241,15 @@ class Seen(Source):
         self.each_step = self.phenomena
         self.columns = ("radius", "start", "inward", "tangential", "gradient_norm", "slope", "rate")
         self.missing = {}
+        # A line search leaves the gradient of another point than the one that the step started from.
+        self.strays = isinstance(optimizer, torch.optim.LBFGS)
         if reader is None:
             lost = ("effective_lr", "direction_norm", "radial", "nu", "deformation", *PHENOMENA)
             self.missing = dict.fromkeys(lost, why)
+            if self.strays:
+                self.missing |= dict.fromkeys(
+                    ("defect", "gradient_norm"), "the gradient left behind is of another point"
+                )
         else:
             self.columns += ("scale", "deformation")
             if self.phenomena:
@@ -342,7 +364,8 @@ class Seen(Source):
         length = seen["gradient_norm"]
         defect = (seen["slope"].abs() / length.masked_fill(length == 0, 1)).clamp(max=1)
         told = {name: seen[name] for name in ("deformation", *PHENOMENA) if name in seen}
-        return of_image(image) | told | {"defect": defect, "gradient_norm": length, "lr": seen["rate"]}
+        slopes = {} if self.strays else {"defect": defect, "gradient_norm": length}
+        return of_image(image) | told | slopes | {"lr": seen["rate"]}
 
 
 def _deformation(image: ImageStep, a: Tensor, length: Tensor) -> Tensor:
