@@ -49,7 +49,8 @@ class Merge:
         Args:
             rows: (steps, quantities, n), this rank's.
             active: (steps, groups).
-            together: all ranks take part; otherwise rank 0 has its own rows alone.
+            together: all ranks take part; otherwise rank 0 has its own rows alone, and groups some of whose rows are
+                elsewhere are left out, since statistics of a part are not those of the whole.
         """
         mine = [
             rows[:, :, entry.span] if own else rows[:, :, :0]
@@ -72,4 +73,7 @@ class Merge:
             start += width
         stacked = torch.from_numpy(np.concatenate(list(whole.values()), axis=2))
         together_active = np.logical_or.reduce([share[1] for share in shares])
+        together_active &= [
+            whole[entry.name].shape[2] == entry.layout.size(entry.params[0].shape)[0] for entry in self.followed
+        ]
         return Reduction(spans)(stacked).numpy(), together_active, whole

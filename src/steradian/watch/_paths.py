@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from steradian.optim._base import is_sharded
 from steradian.watch._followed import Followed, part
 from steradian.watch._handover import Handover
 
@@ -20,16 +21,22 @@ class Paths:
     Args:
         followed: all followed rows.
         chosen: {group: [row, …]}. None: the first row of the first, the middle and the last group.
+        rank: rank 0 keeps the rows that it has; the others take part where rows lie on several ranks.
     """
 
-    def __init__(self, followed: Sequence[Followed], chosen: Mapping[str, Sequence[int]] | None) -> None:
+    def __init__(
+        self, followed: Sequence[Followed], chosen: Mapping[str, Sequence[int]] | None, *, rank: int = 0
+    ) -> None:
         by_name = {entry.name: entry for entry in followed}
         self.stride, self.points = 1, 0
         if chosen is None:
-            usual = [entry for entry in followed if entry.rows and entry.size <= _LONGEST]
+            # Rank 0 alone comes here: it cannot ask the others for rows that lie on several ranks.
+            usual = [entry for entry in followed if entry.rows and entry.size <= _LONGEST and not _gathered(entry)]
             places = {0, len(usual) // 2, len(usual) - 1} if usual else set()
             self.chosen = [(usual[k], 0) for k in sorted(places)]
             return
+        if rank:
+            chosen = {name: rows for name, rows in chosen.items() if _gathered(by_name[name])}
         for name, rows in chosen.items():
             for row in rows:
                 if not 0 <= row < by_name[name].rows:
@@ -55,3 +62,8 @@ def _row(entry: Followed, row: int) -> Tensor:
     here = part(entry.params[0], entry.layout)[row]
     order = sorted(range(here.ndim), key=here.stride().__getitem__, reverse=True)
     return here.permute(order).reshape(-1)
+
+
+def _gathered(entry: Followed) -> bool:
+    """Whether rows lie on several ranks, so that all must take part in looking at one."""
+    return is_sharded(entry.params[0]) and entry.rows == entry.layout.size(entry.params[0].shape)[0]

@@ -39,7 +39,9 @@ class Station:
         dtype = self.source.dtype or dtype_of(followed)
         self.rows = sum(entry.rows for entry in followed)
         width = len(self.source.columns)
-        self.steps = max(1, min(_STEPS, _NUMBERS // max(1, self.rows * width)))
+        # All ranks must hand over at the same steps, however many of the rows each of them has.
+        rows = sum(entry.layout.size(entry.params[0].shape)[0] for entry in followed)
+        self.steps = max(1, min(_STEPS, _NUMBERS // max(1, rows * width)))
         self.values = torch.zeros(self.steps, self.rows, width, dtype=dtype, device=self.device)
         self.scratch = torch.zeros(self.rows if self.source.each_step else 0, width, dtype=dtype, device=self.device)
         self.options = list({id(entry.options): entry.options for entry in followed}.values())
