@@ -2,11 +2,14 @@
 
 import atexit
 import logging
+import os
 import platform
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,7 +131,7 @@ class Watch:
         merge = Merge(self.followed) if self.sharded else None
         self._handover = Handover(self.run, self.stations, rows=frozenset(rows), rows_every=rows_every, merge=merge)
         in_files = any(isinstance(sink, Folder) for sink in self.sinks)
-        self._paths = Paths(self.followed, paths if paths is not None or in_files else {})
+        self._paths = Paths(self.followed, paths if paths is not None or in_files else {}, rank=_rank())
         self._alerts = Alerts(self._decays())
         self._asked_step = step
         self._all_names = {id(p): name for name, p in (groups.params if groups is not None else {}).items()}
@@ -150,19 +153,29 @@ class Watch:
         """Begin to follow; `with watch(…)` does it for you."""
         if self.running:
             raise RuntimeError("this watch is already running")
-        self.running = True
         if self.silent:
+            self.running = True
             return self
+        about = self.about()
+        for k, sink in enumerate(self.sinks):
+            try:
+                sink.open(about)
+            except BaseException:
+                for opened in self.sinks[:k]:
+                    opened.close()
+                raise
         for station in self.stations:
             station.source.open()
-        about = self.about()
-        for sink in self.sinks:
-            sink.open(about)
+        # Dynamo is not to look into the hooks of a compiled step.
+        before, after = torch.compiler.disable(self._before_hook), torch.compiler.disable(self._after_hook)
         self._handles = [
-            self.optimizer.register_step_pre_hook(self._before_hook),
-            self.optimizer.register_step_post_hook(self._after_hook),
+            self.optimizer.register_step_pre_hook(before),
+            self.optimizer.register_step_post_hook(after),
         ]
-        atexit.register(self.stop)
+        self.running = True
+        # Only the hooks hold the watch: it goes with the optimizer that it follows.
+        self._at_exit = partial(_stop_at_exit, weakref.ref(self), os.getpid())
+        atexit.register(self._at_exit)
         return self
 
     def stop(self) -> None:
@@ -173,7 +186,8 @@ class Watch:
         if not self.running:
             return
         self.running = False
-        atexit.unregister(self.stop)
+        if not self.silent:
+            atexit.unregister(self._at_exit)
         for handle in self._handles:
             handle.remove()
         if not self.silent:
@@ -193,14 +207,16 @@ class Watch:
         # Where an exception came up on one rank, the others may never come here.
         self._stop(together=kind is None)
 
+    def __del__(self) -> None:
+        if getattr(self, "running", False):
+            self._stop(together=False)
+
     # What it sees
 
-    @torch.compiler.disable
     def _before_hook(self, *_: Any) -> None:
         with self._guarded():
             self._before()
 
-    @torch.compiler.disable
     def _after_hook(self, *_: Any) -> None:
         with self._guarded():
             self._after()
@@ -260,13 +276,16 @@ class Watch:
             values: by name; tensors with one number are not waited for.
             **named: the same.
         """
-        step = max(0, (self._calls or 0) - 1)
+        step = max(0, (self._first_step() if self._calls is None else self._calls) - 1)
         for name, value in {**(values or {}), **named}.items():
             if isinstance(value, Tensor):
                 if value.numel() != 1:
                     raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
                 value = value.detach().reshape(()).clone()
-            self._handover.log(step, name, value)
+            else:
+                value = float(value)
+            if not self.silent:
+                self._handover.log(step, name, value)
 
     # What it hands over
 
@@ -420,6 +439,13 @@ class Watch:
                 for handle in self._handles:
                     handle.remove()
                 self._begun = False
+
+
+def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
+    """At the end of the process that started it: other ranks may never come here, and forks have their own ends."""
+    still = watch()
+    if still is not None and os.getpid() == process:
+        still._stop(together=False)
 
 
 def _rank() -> int:
