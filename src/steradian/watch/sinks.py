@@ -2,10 +2,14 @@
 
 import logging
 import queue
+import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from steradian.watch._block import Alert, Block, Columns, path_columns
 from steradian.watch._store import Store
@@ -18,6 +22,9 @@ logger = logging.getLogger("steradian")
 _KEPT = 256
 _PATH_POINTS = 512
 _FEW = ("median",)
+_METRICS = 1000
+_FORBIDDEN = re.compile(r"[^-/\w. :]+")
+_WRITTEN: set[Path] = set()
 
 
 class Sink(Protocol):
@@ -54,7 +61,15 @@ class Folder:
         self._path_number = self.store.next_number("path")
 
     def open(self, about: Mapping[str, Any]) -> None:
-        """Write run.json and start the thread."""
+        """Write run.json and start the thread.
+
+        Raises:
+            ValueError: another watch of this process writes to the folder.
+        """
+        place = self.store.folder.resolve()
+        if place in _WRITTEN:
+            raise ValueError(f"to must be a folder of its own for each watch, but another one writes to {place}")
+        _WRITTEN.add(place)
         self._save(lambda: self.store.describe(about))
         self._thread = threading.Thread(target=self._work, name="steradian-watch", daemon=True)
         self._thread.start()
@@ -86,6 +101,7 @@ class Folder:
             self._thread.join()
             self._thread = None
         self._retry()
+        _WRITTEN.discard(self.store.folder.resolve())
         if self._unsaved or self._lost:
             logger.error("%s: %d parts could not be written", self.store.folder, len(self._unsaved) + self._lost)
 
@@ -167,7 +183,10 @@ class Calls:
 
 
 class WandB(Calls):
-    """Weights & Biases: scalars against their own step, so that late records never collide with the run's steps.
+    """Weights & Biases: scalars against their own step, "steradian/step", since records come some steps late.
+
+    W&B counts every log as one step of its own and drops what comes with a smaller number, so log your own numbers
+    without `step=` (with `define_metric` they have an axis too, as Lightning and transformers do it).
 
     Args:
         run: what `wandb.init()` returned.
@@ -193,7 +212,7 @@ class WandB(Calls):
 
 
 class MLflow(Calls):
-    """MLflow: metrics of one run, in one call per step.
+    """MLflow: metrics of one run, a thousand in one call.
 
     Args:
         run_id: the run; None for the active one.
@@ -203,6 +222,7 @@ class MLflow(Calls):
     def __init__(self, run_id: str | None = None, *, statistics: Sequence[str] = _FEW) -> None:
         super().__init__(self._log, statistics=statistics)
         self.run_id = run_id
+        self._metrics: list[Any] = []
 
     def open(self, about: Mapping[str, Any]) -> None:
         """Find the active run."""
@@ -215,11 +235,20 @@ class MLflow(Calls):
             self.run_id = active.info.run_id
 
     def _log(self, values: dict[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        # MLflow's names may not hold every character that a group's name does.
+        self._metrics += [Metric(_FORBIDDEN.sub("_", name), value, now, step) for name, value in values.items()]
+
+    def write(self, block: Block) -> None:
+        """All steps of the block in as few calls as MLflow takes."""
         import mlflow
 
-        # MLflow's names may not hold every character that a group's name does.
-        named = {name.replace(" + ", "+").replace("+", "_"): value for name, value in values.items()}
-        mlflow.log_metrics(named, step=step, run_id=self.run_id)
+        self._metrics = []
+        super().write(block)
+        for start in range(0, len(self._metrics), _METRICS):
+            mlflow.MlflowClient().log_batch(self.run_id, self._metrics[start : start + _METRICS])
 
     def alert(self, alert: Alert) -> None:
         """As a tag of the run."""
@@ -255,8 +284,9 @@ class TensorBoard(Calls):
         super().write(block)
         for step, group, values in block.rows:
             for quantity, row in zip(block.quantities, values, strict=True):
-                if row.size > 1 and quantity != "lr":
-                    self.writer.add_histogram(f"{quantity}/{group}", row, step)
+                finite = row[np.isfinite(row)]
+                if finite.size > 1 and quantity != "lr":
+                    self.writer.add_histogram(f"{quantity}/{group}", finite, step)
 
     def alert(self, alert: Alert) -> None:
         """As a text."""
@@ -270,7 +300,7 @@ class TensorBoard(Calls):
 
 
 def sinks_of(to: Any) -> list[Sink]:
-    """What `to` names: a path, a sink, a SummaryWriter, a W&B run, a callable, or several of them.
+    """What `to` names: a path, a sink, a SummaryWriter, a W&B or MLflow run, a callable, or several of them.
 
     Raises:
         TypeError: it is none of these.
@@ -285,11 +315,13 @@ def sinks_of(to: Any) -> list[Sink]:
         return [TensorBoard(to)]
     if hasattr(to, "define_metric"):
         return [WandB(to)]
+    if hasattr(getattr(to, "info", None), "run_id"):
+        return [MLflow(to.info.run_id)]
     if callable(to):
         return [Calls(to)]
     if isinstance(to, Iterable):
         return [sink for one in to for sink in sinks_of(one)]
     raise TypeError(
-        f"to must be a folder, a callable log(dict, step), a SummaryWriter, a W&B run, a sink, or several of them, "
-        f"got {type(to).__name__}"
+        f"to must be a folder, a callable log(dict, step), a SummaryWriter, a W&B or MLflow run, a sink, or several of "
+        f"them, got {type(to).__name__}"
     )
