@@ -186,7 +186,8 @@ class Told(Source):
         self.optimizer.emit()
 
     def close(self) -> None:
-        listeners, ours = _LISTENERS.pop(self.optimizer)
+        # An optimizer that is being collected is not among them any more, and needs nothing turned off.
+        listeners, ours = _LISTENERS.pop(self.optimizer, (1, False))
         if listeners > 1:
             _LISTENERS[self.optimizer] = (listeners - 1, ours)
         elif ours:

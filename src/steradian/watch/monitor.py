@@ -195,7 +195,8 @@ class Watch:
                 self._handover.send()
                 self._settle(wait=True, together=together)
             for station in self.stations:
-                station.source.close()
+                with self._guarded():
+                    station.source.close()
         for sink in self.sinks:
             with self._guarded():
                 sink.close()
