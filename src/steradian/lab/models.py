@@ -1,8 +1,194 @@
-"""Networks for the lab."""
+"""The paper's networks in their CIFAR forms, with any of its normalizations, and a small one for the demo.
 
-from torch import nn
+Every convolution is followed by its normalization, so each of its filters (BN, IN, WN), blocks of filters (GN) or
+the whole of it (LN) is radially invariant.
+"""
 
-__all__ = ["small_cnn"]
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["MODELS", "NORMS", "WeightNormConv2d", "build", "resnet18", "resnet20", "small_cnn", "vgg16"]
+
+NORMS = ("bn", "bn-no-affine", "wn", "gn", "ln", "in")
+_GROUPS = 8  # of GN, fewer where there are fewer channels
+
+
+class WeightNormConv2d(nn.Conv2d):
+    """A convolution with weights g·v/‖v‖, filter by filter, and a bias (WN).
+
+    `weight` is v, whose length has no effect; `gain` is g.
+    """
+
+    def __init__(self, channels: int, out: int, kernel: int, stride: int, *, gain: float = math.sqrt(2)) -> None:
+        super().__init__(channels, out, kernel, stride, padding=kernel // 2)
+        self.gain = nn.Parameter(torch.full((out, 1, 1, 1), gain))
+        nn.init.zeros_(self.bias)  # type: ignore[arg-type]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution with the normalized weights."""
+        length = torch.linalg.vector_norm(self.weight, dim=(1, 2, 3), keepdim=True)
+        return self._conv_forward(input, self.weight * (self.gain / length), self.bias)
+
+
+def _normalization(norm: str, channels: int) -> nn.Module:
+    """The layer behind a convolution."""
+    if norm in ("bn", "bn-no-affine"):
+        layer = nn.BatchNorm2d(channels, affine=norm == "bn")
+        layer.num_batches_tracked = None  # only an average without momentum needs the count: one kernel less
+        return layer
+    if norm == "in":
+        return nn.InstanceNorm2d(channels, affine=True)
+    if norm in ("gn", "ln"):
+        return nn.GroupNorm(1 if norm == "ln" else math.gcd(_GROUPS, channels), channels)
+    return nn.Identity()
+
+
+def _convolution(norm: str, channels: int, out: int, kernel: int, stride: int = 1, *, branches: int = 1) -> nn.Module:
+    """A convolution for this normalization; `branches` residual branches add up behind it."""
+    if norm == "wn":
+        # Nothing else bounds the sum of the branches: each begins with its share of the variance.
+        return WeightNormConv2d(channels, out, kernel, stride, gain=math.sqrt(2 / branches))
+    layer = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return layer
+
+
+class Block(nn.Module):
+    """Two 3 × 3 convolutions and a shortcut: a projection, or for ResNet20 (He et al.) zeros for new channels."""
+
+    def __init__(self, channels: int, out: int, stride: int, *, norm: str, project: bool, branches: int) -> None:
+        super().__init__()
+        self.conv1 = _convolution(norm, channels, out, 3, stride)
+        self.norm1 = _normalization(norm, out)
+        self.conv2 = _convolution(norm, out, out, 3, branches=branches)
+        self.norm2 = _normalization(norm, out)
+        self.shortcut = nn.Sequential()
+        self.stride, self.added = stride, out - channels
+        if project and (stride > 1 or channels != out):
+            self.shortcut.add_module("conv", _convolution(norm, channels, out, 1, stride, branches=2))
+            self.shortcut.add_module("norm", _normalization(norm, out))
+            self.stride, self.added = 1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One residual step."""
+        h = functional.relu(self.norm1(self.conv1(x)))
+        h = self.norm2(self.conv2(h))
+        x = self.shortcut(x)
+        if self.stride > 1:
+            x = x[:, :, :: self.stride, :: self.stride]
+        if self.added:
+            x = functional.pad(x, (0, 0, 0, 0, 0, self.added))
+        return functional.relu(h + x)
+
+
+class ResNet(nn.Module):
+    """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head."""
+
+    def __init__(
+        self, widths: list[int], blocks: int, *, norm: str, project: bool, channels: int, classes: int, size: int
+    ) -> None:
+        super().__init__()
+        _check_norm(norm)
+        self.conv1 = _convolution(norm, channels, widths[0], 3)
+        self.norm1 = _normalization(norm, widths[0])
+        stages, before, branches = nn.Sequential(), widths[0], blocks * len(widths)
+        for number, width in enumerate(widths):
+            # Maps of 2 × 2 are not halved again: IN and BN need more than one position.
+            stride = 2 if number and size > 2 else 1
+            size //= stride
+            stage = nn.Sequential()
+            for _ in range(blocks):
+                stage.append(Block(before, width, stride, norm=norm, project=project, branches=branches))
+                before, stride = width, 1
+            stages.add_module(f"layer{number + 1}", stage)
+        self.stages = stages
+        self.head = nn.Linear(before, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of a batch of images."""
+        x = functional.relu(self.norm1(self.conv1(x)))
+        return self.head(self.stages(x).mean(dim=(2, 3)))
+
+
+def resnet20(*, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 16) -> nn.Module:
+    """ResNet20 (16-32-64) of He et al. for CIFAR, with shortcuts that have no parameters.
+
+    Args:
+        norm: one of `NORMS`.
+        channels: of the images.
+        classes: outputs.
+        size: height and width of the images.
+        width: channels of the first stage.
+
+    >>> sum(p.numel() for p in resnet20().parameters())
+    269722
+    """
+    widths = [width, 2 * width, 4 * width]
+    return ResNet(widths, 3, norm=norm, project=False, channels=channels, classes=classes, size=size)
+
+
+def resnet18(*, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 64) -> nn.Module:
+    """ResNet18 (64-128-256-512) with a 3 × 3 stem and projected shortcuts; arguments as for `resnet20`.
+
+    >>> sum(p.numel() for p in resnet18().parameters())
+    11173962
+    """
+    widths = [width, 2 * width, 4 * width, 8 * width]
+    return ResNet(widths, 2, norm=norm, project=True, channels=channels, classes=classes, size=size)
+
+
+def vgg16(*, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 64) -> nn.Module:
+    """VGG16 with normalizations and one linear layer; arguments as for `resnet20`.
+
+    >>> sum(p.numel() for p in vgg16().parameters())
+    14724042
+    """
+    _check_norm(norm)
+    stages = [[width] * 2, [2 * width] * 2, [4 * width] * 3, [8 * width] * 3, [8 * width] * 3]
+    model, before = nn.Sequential(), channels
+    for number, widths in enumerate(stages, start=1):
+        stage = nn.Sequential()
+        for k, out in enumerate(widths, start=1):
+            stage.add_module(f"conv{k}", _convolution(norm, before, out, 3))
+            stage.add_module(f"norm{k}", _normalization(norm, out))
+            stage.add_module(f"relu{k}", nn.ReLU())
+            before = out
+        if number == len(stages):
+            stage.add_module("pool", nn.MaxPool2d(2) if size == 2 else nn.AdaptiveAvgPool2d(1))
+        elif size > 2:
+            stage.add_module("pool", nn.MaxPool2d(2))
+            size //= 2
+        model.add_module(f"stage{number}", stage)
+    model.add_module("flatten", nn.Flatten())
+    model.add_module("head", nn.Linear(before, classes))
+    return model
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"ResNet20": resnet20, "ResNet18": resnet18, "VGG16": vgg16}
+"""The builders by the paper's names."""
+
+
+def build(
+    name: str, *, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int | None = None
+) -> nn.Module:
+    """One of `MODELS`; `width` is the first stage's channels, None for the paper's.
+
+    >>> type(build("ResNet20", norm="wn").conv1).__name__
+    'WeightNormConv2d'
+    """
+    if name not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    options = {} if width is None else {"width": width}
+    return MODELS[name](norm=norm, channels=channels, classes=classes, size=size, **options)
+
+
+def _check_norm(norm: str) -> None:
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
 
 
 def small_cnn(classes: int = 10, width: int = 16) -> nn.Sequential:

@@ -1,0 +1,227 @@
+"""Many trainings at once on one device, stopped at any moment and continued where they were.
+
+On a GPU every training has its own stream and its own captured step, and several are in flight. Trainings share
+nothing but the data, which nobody writes, so none depends on its neighbours.
+"""
+
+import io
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steradian.lab.config import Config
+from steradian.lab.data import Resident
+from steradian.lab.progress import Silent, Watcher
+from steradian.lab.results import Result, Store, environment, write_atomically
+from steradian.lab.training import Execution, Training
+
+__all__ = ["Fleet", "prepare_device"]
+
+_BURST = 25  # steps that a training is given before the next one's turn
+_AHEAD = 2  # turns that may wait on the device
+_PAUSE = 2e-4  # seconds before asking the device again
+
+
+def prepare_device(device: torch.device, *, exact: bool) -> None:
+    """Settings of a process that trains a fleet; to be called before CUDA is used.
+
+    Args:
+        device: the device.
+        exact: float32 is to be float32: no tf32 and no choice of algorithms by their speed.
+    """
+    if device.type != "cuda":
+        return
+    # By default streams share eight hardware queues, and work of one waits behind another's.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    torch.backends.cudnn.benchmark = not exact
+    with warnings.catch_warnings():  # torch may prefer another spelling of the same setting
+        warnings.simplefilter("ignore")
+        torch.backends.cudnn.allow_tf32 = not exact
+
+
+@dataclass
+class Fleet:
+    """A study on one device: trainings that are finished, under way, and waiting.
+
+    Args:
+        data: by name, the data sets that the trainings need, on one device.
+        store: where results go.
+        work: folder for checkpoints and, with `keep_weights`, for final weights.
+        size: how many trainings are in flight.
+        execution: how they are carried out.
+        every: seconds between checkpoints of a training, which are written when an epoch ends.
+        keep_weights: keep the weights of finished trainings; others can start from them.
+        watcher: told what happens.
+        clock: seconds, for tests.
+    """
+
+    data: Mapping[str, Resident]
+    store: Store
+    work: Path
+    size: int = 8
+    execution: Execution = field(default_factory=Execution)
+    every: float = 300.0
+    keep_weights: bool = False
+    watcher: Watcher = field(default_factory=Silent)
+    clock: Callable[[], float] = time.monotonic
+
+    def run(self, configs: Sequence[Config], *, seconds: float | None = None) -> bool:
+        """Train what is not finished yet.
+
+        Args:
+            configs: the trainings; those in the store are not repeated, those with a checkpoint go on from it.
+            seconds: stop at the last epoch that ends before, with a checkpoint; None: until all is finished.
+
+        Returns:
+            Whether everything is finished.
+        """
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+        done = self.store.keys()
+        waiting = [config for config in dict.fromkeys(configs) if config.key not in done]
+        self._check(waiting)
+        self._deadline = None if seconds is None else self.clock() + seconds
+        self._flying: list[_Flight] = []
+        self._accounted = self.clock()
+        with self.watcher:
+            self.watcher.begin(len(configs), len(configs) - len(waiting))
+            while waiting or self._flying:
+                while waiting and len(self._flying) < self.size and not self._late(0.0):
+                    self._flying.append(self._start(waiting.pop(0)))
+                if all(flight.held for flight in self._flying):  # or the time is over before the first could start
+                    for flight in self._flying:
+                        self._checkpoint(flight)
+                    return False
+                moved = [self._advance(flight) for flight in list(self._flying)]
+                if not any(moved):
+                    time.sleep(_PAUSE)
+        return True
+
+    # What happens to a training in flight
+
+    def _advance(self, flight: "_Flight") -> bool:
+        """Give a training more work, or read its epoch's figures; returns whether there was anything to do."""
+        training = flight.training
+        pending = training.queue.pending()
+        if flight.held or pending >= (1 if flight.evaluating else _AHEAD):
+            return False
+        if not flight.evaluating:
+            if not training.take(_BURST):
+                training.end_epoch()
+                flight.evaluating = True
+            return True
+        training.collect()
+        flight.evaluating = False
+        self._account()
+        self.watcher.epoch(training)
+        now = self.clock()
+        if training.finished:
+            self._finish(flight)
+        elif self._late(now - flight.began):
+            flight.held = True
+        elif now - flight.saved > self.every:
+            self._checkpoint(flight)
+        flight.began = now
+        return True
+
+    def _account(self) -> None:
+        """Share the time since the last call among the trainings in flight."""
+        now = self.clock()
+        for flight in self._flying:
+            flight.seconds += (now - self._accounted) / len(self._flying)
+        self._accounted = now
+
+    def _late(self, epoch: float) -> bool:
+        """Whether another epoch of so many seconds might end after the deadline."""
+        return self._deadline is not None and self.clock() + 1.2 * epoch >= self._deadline
+
+    def _start(self, config: Config) -> "_Flight":
+        weights = None if config.start is None else self._weights(config.start)
+        training = Training(config, self.data[config.data], execution=self.execution, weights=weights)
+        flight = _Flight(training, began=self.clock(), saved=self.clock())
+        saved = _read(self._checkpoint_path(config))
+        if saved is not None:
+            training.load(saved["training"])
+            flight.seconds = saved["seconds"]
+        return flight
+
+    def _finish(self, flight: "_Flight") -> None:
+        training = flight.training
+        config = training.config
+        if self.keep_weights and not training.diverged:
+            _write(self._weights_path(config.key), training.weights())
+        where = environment(training.data.device)
+        result = Result(config, training.curves, training.diverged, training.collapsed(), flight.seconds, where)
+        self.store.add([result])
+        # Only now: killed in between, the study finds the result and not a training without its checkpoint.
+        self._checkpoint_path(config).unlink(missing_ok=True)
+        self._flying.remove(flight)
+        self.watcher.finished(training)
+
+    def _checkpoint(self, flight: "_Flight") -> None:
+        if flight.training.epoch:
+            state = {"training": flight.training.state(), "seconds": flight.seconds}
+            _write(self._checkpoint_path(flight.training.config), state)
+        flight.saved = self.clock()
+
+    # Files
+
+    def _check(self, configs: Sequence[Config]) -> None:
+        missing = {config.data for config in configs} - set(self.data)
+        if missing:
+            raise ValueError(f"data must hold {', '.join(sorted(missing))}, got {', '.join(self.data) or 'nothing'}")
+        for start in {config.start for config in configs if config.start is not None}:
+            if not self._weights_path(start).exists():
+                raise ValueError(f"no weights of {start} under {self.work}: train it first, with keep_weights=True")
+
+    def _checkpoint_path(self, config: Config) -> Path:
+        return self.work / "checkpoints" / f"{config.key}.pt"
+
+    def _weights_path(self, key: str) -> Path:
+        return self.work / "weights" / f"{key}.pt"
+
+    def _weights(self, key: str) -> dict[str, Tensor]:
+        return torch.load(self._weights_path(key), map_location="cpu", weights_only=True)
+
+
+@dataclass
+class _Flight:
+    """A training in flight.
+
+    Attributes:
+        training: the training.
+        began: when its epoch began.
+        saved: when its last checkpoint was written.
+        seconds: its share of the device's time.
+        evaluating: the epoch's end is in the queue.
+        held: it waits at the end of an epoch, since the time is over.
+    """
+
+    training: Training
+    began: float
+    saved: float
+    seconds: float = 0.0
+    evaluating: bool = False
+    held: bool = False
+
+
+def _write(path: Path, content: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+def _read(path: Path) -> Any:
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove it to train this one from its start") from error
