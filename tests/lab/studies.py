@@ -10,7 +10,7 @@ from steradian.lab.fleet import Fleet
 from steradian.lab.results import Store
 
 CONFIG = Config(
-    model="ResNet20",
+    model="VGG16",
     data="digits",
     method="Adam w/o (abc)",
     lr=1e-3,

@@ -181,7 +181,7 @@ sys.path.insert(0, {tests!r})
 from lab.studies import few, fleet, methods, without_discovery
 without_discovery()  # which is not what is killed here
 data = few(train=60, test=20)
-configs = methods("Adam", "AdamG†", "Adam w/o (abc)", "SGD-M", epochs=6)
+configs = methods("Adam", "AdamG†", "Adam w/o (abc)", "SGD-M", epochs=5)
 for folder in sys.stdin:  # a fresh process for each line, without importing everything again
     child = os.fork()
     if not child:

@@ -158,12 +158,24 @@ class Training:
         """Put up to so many steps of the epoch into the queue; returns how many are left."""
         if not self._begun:
             self.begin_epoch()
-        if "step" not in self._launch:
-            self._taken += self._prepare()
         count = min(most, self.steps - self._taken)
-        self._launch["step"](count)
         self._taken += count
+        if count and "step" not in self._launch:
+            count -= self._prepare()
+        if count:
+            self._launch["step"](count)
         self.queue.mark()
+        return self.steps - self._taken
+
+    def take_plainly(self) -> int:
+        """Take one step that is not replayed and wait for it, so that the optimizers' state can be read after it."""
+        if not self._begun:
+            self.begin_epoch()
+        with self.queue.here():
+            self._step()
+        self._taken += 1
+        self.queue.mark()
+        self.queue.wait()
         return self.steps - self._taken
 
     def end_epoch(self) -> None:
@@ -230,11 +242,12 @@ class Training:
             # Compiling, choosing algorithms and making buffers happens in steps that are then undone.
             kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
             states = [_copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
+            at, totals = self._at.clone(), self._totals.clone()
             for _ in range(2):
                 self._step()
+                self._at.copy_(at)
             self._restore(kept, states)
-            self._at.zero_()
-            self._totals.zero_()
+            self._totals.copy_(totals)
             # The training's own first step: the optimizers make their state and tables, which a capture must find.
             self._step()
         self._launch["step"] = self._launcher(self._step, together=self.execution.together)

@@ -1,32 +1,14 @@
-"""The command line, thin: it parses, calls, and prints errors in one line."""
+"""Commands that look at a model: demo and inspect."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
-try:
-    import typer
-except ImportError:  # the library works without its command line
-    sys.exit("steradian: the command line needs the extra 'lab': pip install 'steradian[lab]'")
-
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from steradian.cli import app
 from steradian.discovery import find_groups
-
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    help="Find the spheres a normalized network trains on, and see what optimizers do on them.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-@app.callback()
-def steradian() -> None:
-    """Commands of Steradian."""
 
 
 @app.command()
@@ -67,12 +49,3 @@ def inspect(
     model = load_model(target)
     groups = find_groups(model, *map(example_input, input))
     typer.echo(groups.explain(explain) if explain else str(groups))
-
-
-def main() -> None:
-    """Run the command line; an expected error is one line on stderr and exit code 1."""
-    try:
-        app()
-    except (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError) as error:
-        Console(stderr=True).print(f"steradian: {error}", style="red", markup=False, soft_wrap=True)
-        sys.exit(1)

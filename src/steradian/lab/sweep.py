@@ -1,0 +1,5 @@
+"""A study over many machines."""
+
+
+def sweep(*a: object, **k: object) -> None:
+    """Todo."""
