@@ -1,5 +1,6 @@
 """Trainings and fleets: against a plain loop, alone and among others, killed, late and diverging."""
 
+import contextlib
 import math
 import os
 import signal
@@ -39,7 +40,7 @@ def test_a_training_is_the_plain_loop(data):
         optimizer.param_groups[0]["lr"] = config.lr * (1.0 if epoch == 0 else 0.1)
         mean = 0.0
         for codes in data.plan(config.seed, epoch, config.batch_size):
-            images, labels = data.batch(torch.from_numpy(codes))
+            images, [labels] = data.batch(torch.from_numpy(codes)[None])
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(twin(images), labels)
             loss.backward()
@@ -52,7 +53,8 @@ def test_a_training_is_the_plain_loop(data):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
     twin.eval()
     for part in ("validation", "test"):
-        images, labels, _ = data.chunk(part, torch.tensor([0]), data.counts[part])
+        start, end = data.spans[part]
+        images, labels, _ = data.chunk(torch.tensor([start]), torch.tensor([end]), end - start)
         hits = (twin(images).argmax(1) == labels).double().mean().item()
         assert math.isclose(training.curves[f"{part}_accuracy"][-1], 100 * hits)
 
@@ -92,6 +94,36 @@ def test_only_rows_differ_between_adam_and_its_variants(data):
         assert moved
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_member_goes_on_alone_and_with_others(data, method):
+    """States of members are states of single trainings, and the other way round."""
+    configs = [replace(config, seed=seed) for seed in (0, 1) for config in methods(method, epochs=2)]
+    together, alone = Training(configs, data), Training(configs[1], data)
+    together.run_epoch()
+    alone.load(together.state(1))
+    again = Training(configs[::-1], data)
+    again.load(together.state(1), together.state(0))
+    for training in (together, alone, again):
+        training.run_epoch()
+    for name, tensor in alone.weights().items():
+        torch.testing.assert_close(together.weights(1)[name], tensor, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(again.weights(0)[name], tensor, rtol=1e-3, atol=1e-4)
+    assert alone.epoch == 2
+    with pytest.raises(ValueError, match="differ by their seed alone"):
+        Training([configs[0], replace(configs[1], lr=0.5)], data)
+
+
+def test_seeds_carried_out_as_one_give_the_results_of_each(tmp_path, data):
+    configs = [replace(c, seed=seed) for c in methods("Adam", "Adam w/o (abc)", epochs=2) for seed in range(3)]
+    apart = fleet(tmp_path / "apart", data, size=6)
+    together = fleet(tmp_path / "together", data, size=6, execution=Execution(members=2))
+    assert [len(squad) for squad in together._squads(configs)] == [2, 1, 2, 1]
+    assert apart.run(configs)
+    assert together.run(configs)
+    for key, expected in curves(apart.store).items():
+        np.testing.assert_allclose(curves(together.store)[key]["train_loss"], expected["train_loss"], rtol=1e-3)
+
+
 def test_a_run_in_a_fleet_is_the_run_alone(tmp_path, data):
     configs = [replace(c, seed=seed) for seed in (0, 1) for c in methods("Adam", "AdamG†", "Adam w/o (abc)", "SGD-M")]
     together = fleet(tmp_path / "together", data, size=8)
@@ -113,7 +145,7 @@ def test_finished_trainings_are_not_repeated_and_the_rest_is_queued(tmp_path, da
     start = Fleet._start
     monkeypatch.setattr(Fleet, "_start", lambda self, config: started.append(config) or start(self, config))
     assert study.run([*configs, *configs])
-    assert started == configs[2:]
+    assert started == [configs[2:]]
     assert len(study.store.results()) == 3
     assert study.run(configs)
     assert len(started) == 1
@@ -155,7 +187,7 @@ def test_training_goes_on_from_kept_weights(tmp_path, data):
     study = fleet(tmp_path, data, keep_weights=True)
     study.run([CONFIG])
     tuned = replace(CONFIG, method="SGD", lr=1e-3, epochs=1, milestones=(), start=CONFIG.key)
-    started = study._start(tuned).training
+    started = study._start([tuned]).training
     kept = torch.load(tmp_path / "work" / "weights" / f"{CONFIG.key}.pt", weights_only=True)
     assert all(torch.equal(kept[name], tensor) for name, tensor in started.weights().items())
     assert study.run([tuned])
@@ -182,6 +214,7 @@ from lab.studies import few, fleet, methods, without_discovery
 without_discovery()  # which is not what is killed here
 data = few(train=60, test=20)
 configs = methods("Adam", "AdamG†", "Adam w/o (abc)", "SGD-M", epochs=5)
+print("ready", flush=True)
 for folder in sys.stdin:  # a fresh process for each line, without importing everything again
     child = os.fork()
     if not child:
@@ -201,6 +234,7 @@ class Starter:
         self.process = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
 
     def __enter__(self):
+        assert self.process.stdout.readline() == "ready\n"
         return self
 
     def __exit__(self, *_):
@@ -212,25 +246,26 @@ class Starter:
         child = int(self.process.stdout.readline())
         if kill_after is not None:
             time.sleep(kill_after)
-            os.kill(child, signal.SIGKILL)  # a child that has ended is still waited for, or is gone
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         return int(self.process.stdout.readline()) == 0
 
 
 def test_a_study_killed_ten_times_gives_the_same_result(tmp_path):
-    random, kills = np.random.default_rng(), 0
+    random, kills, study = np.random.default_rng(), 0, 0
     with Starter() as starter:
         began = time.monotonic()
         assert starter.run(tmp_path / "whole")
         whole = time.monotonic() - began
         while kills < 10:
-            # Anywhere: in a step, in an evaluation, in a write. What is left gets shorter, and so does the wait.
-            left = 4 - len(Store(tmp_path / "killed" / "results.json").results())
-            assert not starter.run(tmp_path / "killed", kill_after=random.uniform(0.05, 0.15) * whole * left / 4)
-            kills += 1
-        assert starter.run(tmp_path / "killed")
-    stores = [Store(tmp_path / name / "results.json") for name in ("whole", "killed")]
-    assert curves(stores[0]) == curves(stores[1])
-    assert len(stores[0].results()) == 4
+            # Anywhere: in a step, in an evaluation, in a write. A study that came to its end is followed by another.
+            ended = starter.run(tmp_path / f"killed {study}", kill_after=random.uniform(0.05, 0.3) * whole)
+            kills, study = kills + (not ended), study + ended
+        assert starter.run(tmp_path / f"killed {study}")
+    expected = curves(Store(tmp_path / "whole" / "results.json"))
+    assert len(expected) == 4
+    for number in range(study + 1):
+        assert curves(Store(tmp_path / f"killed {number}" / "results.json")) == expected
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

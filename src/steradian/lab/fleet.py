@@ -85,15 +85,16 @@ class Fleet:
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
         done = self.store.keys()
-        waiting = [config for config in dict.fromkeys(configs) if config.key not in done]
-        self._check(waiting)
+        left = [config for config in dict.fromkeys(configs) if config.key not in done]
+        self._check(left)
+        waiting = self._squads(left)
         self._deadline = None if seconds is None else self.clock() + seconds
         self._flying: list[_Flight] = []
         self._accounted = self.clock()
         with self.watcher:
-            self.watcher.begin(len(configs), len(configs) - len(waiting))
+            self.watcher.begin(len(configs), len(configs) - len(left))
             while waiting or self._flying:
-                while waiting and len(self._flying) < self.size and not self._late(0.0):
+                while waiting and self._aloft() < self.size and not self._late(0.0):
                     self._flying.append(self._start(waiting.pop(0)))
                 if all(flight.held for flight in self._flying):  # or the time is over before the first could start
                     for flight in self._flying:
@@ -120,7 +121,8 @@ class Fleet:
         training.collect()
         flight.evaluating = False
         self._account()
-        self.watcher.epoch(training)
+        for each in training.members:
+            self.watcher.epoch(each)
         now = self.clock()
         if training.finished:
             self._finish(flight)
@@ -134,41 +136,64 @@ class Fleet:
     def _account(self) -> None:
         """Share the time since the last call among the trainings in flight."""
         now = self.clock()
+        share = (now - self._accounted) / self._aloft()
         for flight in self._flying:
-            flight.seconds += (now - self._accounted) / len(self._flying)
+            flight.seconds = [seconds + share for seconds in flight.seconds]
         self._accounted = now
 
     def _late(self, epoch: float) -> bool:
         """Whether another epoch of so many seconds might end after the deadline."""
         return self._deadline is not None and self.clock() + 1.2 * epoch >= self._deadline
 
-    def _start(self, config: Config) -> "_Flight":
-        weights = None if config.start is None else self._weights(config.start)
-        training = Training(config, self.data[config.data], execution=self.execution, weights=weights)
-        flight = _Flight(training, began=self.clock(), saved=self.clock())
-        saved = _read(self._checkpoint_path(config))
-        if saved is not None:
-            training.load(saved["training"])
-            flight.seconds = saved["seconds"]
+    def _aloft(self) -> int:
+        return sum(len(flight.training.members) for flight in self._flying)
+
+    def _squads(self, configs: Sequence[Config]) -> list[list[Config]]:
+        """Trainings that differ by their seed alone and have come equally far, as many together as may be."""
+        alike: dict[tuple[str, int], list[Config]] = {}
+        most = min(self.execution.members, self.size)
+        made: list[list[Config]] = []
+        for config in configs:
+            saved = self._saved(config) if most > 1 else None
+            squad = alike.get(kind := (config.setting, saved["training"]["epoch"] if saved else 0))
+            if squad is None or len(squad) >= most:
+                squad = alike[kind] = []
+                made.append(squad)
+            squad.append(config)
+        return made
+
+    def _start(self, configs: Sequence[Config]) -> "_Flight":
+        first = configs[0]
+        weights = None if first.start is None else self._weights(first.start)
+        training = Training(configs, self.data[first.data], execution=self.execution, weights=weights)
+        flight = _Flight(training, began=self.clock(), saved=self.clock(), seconds=[0.0] * len(configs))
+        saved = [state for config in configs if (state := self._saved(config)) is not None]
+        if len(saved) == len(configs):
+            training.load(*(state["training"] for state in saved))
+            flight.seconds = [state["seconds"] for state in saved]
         return flight
 
     def _finish(self, flight: "_Flight") -> None:
         training = flight.training
-        config = training.config
-        if self.keep_weights and not training.diverged:
-            _write(self._weights_path(config.key), training.weights())
         where = environment(training.data.device)
-        result = Result(config, training.curves, training.diverged, training.collapsed(), flight.seconds, where)
-        self.store.add([result])
+        facts = zip(training.members, training.collapsed(), flight.seconds, strict=True)
+        results = [Result(m.config, m.curves, m.diverged, gone, seconds, where) for m, gone, seconds in facts]
+        if self.keep_weights:
+            for number, each in enumerate(training.members):
+                if not each.diverged:
+                    _write(self._weights_path(each.config.key), training.weights(number))
+        self.store.add(results)
         # Only now: killed in between, the study finds the result and not a training without its checkpoint.
-        self._checkpoint_path(config).unlink(missing_ok=True)
+        for each in training.members:
+            self._checkpoint_path(each.config).unlink(missing_ok=True)
+            self.watcher.finished(each)
         self._flying.remove(flight)
-        self.watcher.finished(training)
 
     def _checkpoint(self, flight: "_Flight") -> None:
-        if flight.training.epoch:
-            state = {"training": flight.training.state(), "seconds": flight.seconds}
-            _write(self._checkpoint_path(flight.training.config), state)
+        for number, each in enumerate(flight.training.members):
+            if flight.training.epoch:
+                state = {"training": flight.training.state(number), "seconds": flight.seconds[number]}
+                _write(self._checkpoint_path(each.config), state)
         flight.saved = self.clock()
 
     # Files
@@ -180,6 +205,16 @@ class Fleet:
         for start in {config.start for config in configs if config.start is not None}:
             if not self._weights_path(start).exists():
                 raise ValueError(f"no weights of {start} under {self.work}: train it first, with keep_weights=True")
+
+    def _saved(self, config: Config) -> Any:
+        """The checkpoint of a training; None where it has none."""
+        path = self._checkpoint_path(config)
+        if not path.exists():
+            return None
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{path} cannot be read ({error}); remove it to train this one from its start") from error
 
     def _checkpoint_path(self, config: Config) -> Path:
         return self.work / "checkpoints" / f"{config.key}.pt"
@@ -199,7 +234,7 @@ class _Flight:
         training: the training.
         began: when its epoch began.
         saved: when its last checkpoint was written.
-        seconds: its share of the device's time.
+        seconds: each member's share of the device's time.
         evaluating: the epoch's end is in the queue.
         held: it waits at the end of an epoch, since the time is over.
     """
@@ -207,7 +242,7 @@ class _Flight:
     training: Training
     began: float
     saved: float
-    seconds: float = 0.0
+    seconds: list[float]
     evaluating: bool = False
     held: bool = False
 
@@ -216,12 +251,3 @@ def _write(path: Path, content: Any) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     write_atomically(path, buffer.getvalue())
-
-
-def _read(path: Path) -> Any:
-    if not path.exists():
-        return None
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read ({error}); remove it to train this one from its start") from error

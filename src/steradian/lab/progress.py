@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from steradian.lab.training import Training
+    from steradian.lab.training import Member
 
 __all__ = ["Lines", "Shown", "Silent", "Watcher", "watcher_for"]
 
@@ -32,10 +32,10 @@ class Watcher:
     def begin(self, trainings: int, finished: int) -> None:
         """A study begins; so many of its trainings are finished already."""
 
-    def epoch(self, training: "Training") -> None:
+    def epoch(self, training: "Member") -> None:
         """A training has finished an epoch."""
 
-    def finished(self, training: "Training") -> None:
+    def finished(self, training: "Member") -> None:
         """A training is finished."""
 
 
@@ -67,7 +67,7 @@ class Shown(Watcher):
         """Remember how many there are."""
         self._total, self._done = trainings, finished
 
-    def epoch(self, training: "Training") -> None:
+    def epoch(self, training: "Member") -> None:
         """A new line for the training."""
         config, now = training.config, self.clock()
         first, from_epoch = self._seen.setdefault(config.key, (now, training.epoch))
@@ -75,7 +75,7 @@ class Shown(Watcher):
         left = (now - first) / gone * (config.epochs - training.epoch) if gone else None
         self._rows[config.key] = _row(training, "" if left is None else _duration(left))
 
-    def finished(self, training: "Training") -> None:
+    def finished(self, training: "Member") -> None:
         """Take the line away."""
         self._done += 1
         self._rows.pop(training.config.key, None)
@@ -101,13 +101,13 @@ class Lines(Watcher):
         self._total, self._done = trainings, finished
         self._say(f"{finished} of {trainings} trainings were finished before")
 
-    def epoch(self, training: "Training") -> None:
+    def epoch(self, training: "Member") -> None:
         """Say where a training is, rarely."""
         if self.clock() - self._said > 30:
             self._say("  ".join(_row(training, "")))
             self._said = self.clock()
 
-    def finished(self, training: "Training") -> None:
+    def finished(self, training: "Member") -> None:
         """Say what came of it."""
         self._done += 1
         self._say(f"{self._done} of {self._total}  " + "  ".join(_row(training, "")))
@@ -121,7 +121,7 @@ def watcher_for(console: Console) -> Watcher:
     return Shown(console) if console.is_terminal else Lines(console)
 
 
-def _row(training: "Training", left: str) -> tuple[str, ...]:
+def _row(training: "Member", left: str) -> tuple[str, ...]:
     config, curves = training.config, training.curves
     return (
         f"{config.model} {config.norm} {config.data} {config.method} seed {config.seed}",

@@ -99,7 +99,7 @@ def track_study(
             )
             tracks.add(records)
             took = time.monotonic() - started
-            facts = (training.diverged, training.collapsed(), took, environment(where))
+            facts = (training.diverged, training.collapsed()[0], took, environment(where))
             store.add([Result(config, training.curves, *facts)])
     return tracks
 

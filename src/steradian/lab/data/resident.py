@@ -47,6 +47,7 @@ class Resident:
 
     Attributes:
         counts: number of images by part: "train", "validation", "test".
+        spans: where validation and test lie among the images that are held out.
         views: ways in which an image can be cropped and flipped.
     """
 
@@ -67,15 +68,13 @@ class Resident:
         if not 0 < validation < 1:
             raise ValueError(f"validation must be a share in (0, 1), got {validation}")
         kept, held = _parted(data.train, validation)
-        parts = {"train": kept, "validation": held, "test": data.test}
-        self.counts = {name: len(part) for name, part in parts.items()}
-        self.labels = {name: torch.from_numpy(part.labels).to(self.device) for name, part in parts.items()}
-        self.pixels = {
-            name: torch.from_numpy(self._padded(part.pixels) if name == "train" else part.pixels)
-            .reshape(len(part), -1)
-            .to(self.device)
-            for name, part in parts.items()
-        }
+        held_images = np.concatenate([held.pixels, data.test.pixels]).reshape(len(held) + len(data.test), -1)
+        self.counts = {"train": len(kept), "validation": len(held), "test": len(data.test)}
+        self.spans = {"validation": (0, len(held)), "test": (len(held), len(held_images))}
+        self.train_pixels = torch.from_numpy(self._padded(kept.pixels)).reshape(len(kept), -1).to(self.device)
+        self.train_labels = torch.from_numpy(kept.labels).to(self.device)
+        self.held_pixels = torch.from_numpy(held_images).to(self.device)
+        self.held_labels = torch.from_numpy(np.concatenate([held.labels, data.test.labels])).to(self.device)
         mean, spread = _moments(kept.pixels)
         self.mean = torch.tensor(mean, dtype=torch.float32, device=self.device)
         self.scale = torch.tensor(1 / np.maximum(spread, 1e-6), dtype=torch.float32, device=self.device)
@@ -87,22 +86,27 @@ class Resident:
         return epoch_plan(seed, epoch, images=self.counts["train"], batch=batch, views=self.views)
 
     def batch(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, C, S, S), channels last in memory, and labels (B,) of a line of the plan."""
+        """Images (B, M·C, S, S), channels last in memory, and labels (M, B), of a line of the plans of M members."""
         image, view = codes // self.views, codes % self.views
-        pixels = self.pixels["train"]
-        index = image[:, None] * pixels.shape[1] + self.windows[view]
-        return self._normalized(pixels.view(-1)[index]), self.labels["train"][image]
+        index = image.t()[:, :, None] * self.train_pixels.shape[1] + self.windows[view.t()]
+        return self._normalized(self.train_pixels.view(-1)[index]), self.train_labels[image]
 
-    def chunk(self, part: str, start: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Images, labels and which of them exist, from position `start` of a part, without augmentation."""
+    def chunk(self, start: Tensor, end: Tensor, length: int, members: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """Images that are held out, the same for all members, from `start`, without augmentation.
+
+        Returns:
+            Images (length, M·C, S, S), labels (length,), and which of them lie before `end`.
+        """
         at = start + torch.arange(length, device=self.device)
-        there = at < self.counts[part]
-        at = at.clamp(max=self.counts[part] - 1)
-        return self._normalized(self.pixels[part][at]), self.labels[part][at], there
+        there = at < end
+        at = torch.minimum(at, end - 1)
+        pixels = self.held_pixels[at][:, None].expand(-1, members, -1)
+        return self._normalized(pixels), self.held_labels[at], there
 
     def _normalized(self, pixels: Tensor) -> Tensor:
-        images = pixels.view(-1, self.size, self.size, self.channels)
-        return ((images.to(torch.float32) - self.mean) * self.scale).permute(0, 3, 1, 2)
+        images = pixels.unflatten(2, (self.size, self.size, self.channels))
+        images = (images.to(torch.float32) - self.mean) * self.scale
+        return images.permute(0, 2, 3, 1, 4).flatten(3).permute(0, 3, 1, 2)
 
     def _padded(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         # Black, as zeros before the normalization: what random crops of image files give.
