@@ -15,13 +15,15 @@ import pytest
 import torch
 
 from steradian.lab.config import METHODS
-from steradian.lab.fleet import Fleet
+from steradian.lab.fleet import Fleet, prepare_device
+from steradian.lab.launch import Plain
 from steradian.lab.results import Result, Store
 from steradian.lab.training import Execution, Training
 
 from lab.studies import CONFIG, curves, few, fleet, methods
 
 CUDA = torch.cuda.is_available()
+KINDS = ["SGD-M", "AdamG†", "Adam w/o (abc)", "AdaGradG", "AdaGrad"]  # one of each kind of state
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def test_only_rows_differ_between_adam_and_its_variants(data):
         assert moved
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", KINDS)
 def test_a_member_goes_on_alone_and_with_others(data, method):
     """States of members are states of single trainings, and the other way round."""
     configs = [replace(config, seed=seed) for seed in (0, 1) for config in methods(method, epochs=2)]
@@ -268,23 +270,103 @@ def test_a_study_killed_ten_times_gives_the_same_result(tmp_path):
         assert curves(Store(tmp_path / f"killed {number}" / "results.json")) == expected
 
 
+@pytest.mark.parametrize("method", KINDS)
+def test_preparing_a_capture_leaves_no_trace_and_moves_no_memory(data, method, monkeypatch):
+    """All that a capture needs but the graph: steps are rehearsed and undone, also in the middle of an epoch."""
+    monkeypatch.setattr(Training, "_launcher", lambda self, work, together=1: Plain(work))
+    configs = [replace(config, seed=seed) for seed in (0, 1) for config in methods(method, epochs=2)]
+    plain, prepared = Training(configs, data), Training(configs, data)
+    prepared.execution = replace(prepared.execution, captured=True)
+    for training in (plain, prepared):
+        training.take_plainly()
+        training.take(2)
+    where = _addresses(prepared)
+    for _ in range(2):
+        plain.run_epoch()
+        prepared.run_epoch()
+    assert _addresses(prepared) == where
+    for one, other in zip(plain.members, prepared.members, strict=True):
+        assert one.curves["train_loss"] == other.curves["train_loss"]
+        assert one.curves["test_accuracy"] == other.curves["test_accuracy"]
+    again = Training(configs, data)
+    again.execution = prepared.execution
+    middle = Training(configs, data)
+    middle.run_epoch()
+    again.load(middle.state(0), middle.state(1))
+    again.run_epoch()
+    assert again.curves["train_loss"] == plain.curves["train_loss"]
+
+
+def _addresses(training):
+    states = [state for optimizer in training.optimizers for state in optimizer.state.values()]
+    tensors = [*training.model.state_dict().values(), *(t for state in states for t in state.values() if t.ndim)]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.fixture
+def exact():
+    """float32 on a GPU, the same every time."""
+    flags = torch.backends.cudnn
+    before = flags.benchmark, flags.deterministic
+    prepare_device(torch.device("cuda"), exact=True)
+    yield
+    flags.benchmark, flags.deterministic = before
+
+
+def steps(config, data, count, **execution):
+    training = Training(config, data, execution=Execution(**execution))
+    while count:
+        training.take(1)
+        count -= 1
+    torch.cuda.synchronize()
+    return training
+
+
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_a_run_in_a_fleet_is_the_run_alone_and_the_run_not_captured(tmp_path, compiled):
+def test_on_a_gpu_a_run_in_a_fleet_is_the_run_alone(exact, compiled):
     data = few("cuda", train=1000, test=100)
     configs = [replace(c, seed=s) for s in (0, 1) for c in methods("Adam", "AdamG†", "Adam w/o (abc)", "SGD-M")]
-    execution = Execution(compiled=compiled)
-    fellows = [Training(replace(c, epochs=1), data, execution=execution) for c in configs]
+    fellows = [Training(config, data, execution=Execution(compiled=compiled)) for config in configs]
     for _ in range(10):
         for training in fellows:
             training.take(5)
     torch.cuda.synchronize()
     for training in fellows:
-        alone = Training(training.config, data, execution=execution)
-        plain = Training(training.config, data, execution=replace(execution, captured=False))
-        for other in (alone, plain):
-            for _ in range(50):
-                other.take(1)
-            torch.cuda.synchronize()
-            for name, tensor in training.weights().items():
-                torch.testing.assert_close(other.weights()[name], tensor, rtol=1e-5, atol=1e-5)
+        alone = steps(training.config, data, 50, compiled=compiled).weights()
+        for name, tensor in training.weights().items():
+            torch.testing.assert_close(alone[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("method", METHODS)
+def test_on_a_gpu_replayed_steps_are_the_plain_steps(exact, method):
+    """Over a few steps, since plain steps round otherwise: the optimizers are not the fused ones."""
+    data = few("cuda", train=1000, test=100)
+    configs = [replace(config, seed=seed) for seed in (0, 1) for config in methods(method)]
+    plain = steps(configs[1], data, 5, captured=False, fused=False, channels_last=False)
+    for training in (
+        steps(configs[1], data, 5),
+        steps(configs[::-1], data, 5),
+        steps(configs[1], data, 5, together=2),
+        steps(configs[1], data, 5, fused=False),
+    ):
+        for name, tensor in training.weights().items():
+            torch.testing.assert_close(tensor, plain.weights()[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_on_a_gpu_a_study_in_sittings_is_the_study_in_one(exact, tmp_path):
+    data = few("cuda", train=400, test=100)
+    configs = [replace(c, seed=s) for s in (0, 1) for c in methods("Adam", "Adam w/o (abc)", epochs=4)]
+    whole, parts = fleet(tmp_path / "whole", data), fleet(tmp_path / "parts", data)
+    assert whole.run(configs)
+    ticks = iter(range(10**9))
+    parts.clock = lambda: float(next(ticks))
+    sittings = 1
+    while not parts.run(configs, seconds=40):
+        sittings += 1
+        assert sittings < 50
+    assert sittings > 1
+    for key, expected in curves(whole.store).items():
+        np.testing.assert_allclose(curves(parts.store)[key]["train_loss"], expected["train_loss"], rtol=1e-4)

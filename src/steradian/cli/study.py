@@ -62,6 +62,7 @@ def reproduce(
     methods: Annotated[list[str] | None, typer.Option(help='e.g. "Adam w/o (ab)"; once for each.')] = None,
     seconds: Seconds = None,
     size: Size = None,
+    members: Annotated[int, typer.Option(min=1, help="Seeds of one setting carried out as one network.")] = 1,
     device: Device = None,
     engine: Annotated[str, typer.Option(help="local, or ray for many machines.")] = "local",
     address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; none: one is started here.")] = None,
@@ -92,8 +93,9 @@ def reproduce(
     elif engine == "ray":
         _sweep(configs, name, root=root, address=address, size=size)
     elif engine == "local":
-        how = {"seconds": seconds, "size": size, "compiled": compiled, "fused": fused}
-        _carry_out(configs, name, root=root, device=device, table=recipe != "grid", **how)  # type: ignore[arg-type]
+        how = {"compiled": compiled, "fused": fused, "members": members}
+        limits = {"seconds": seconds, "size": size}
+        _carry_out(configs, name, root=root, device=device, table=recipe != "grid", **limits, **how)  # type: ignore[arg-type]
     else:
         raise ValueError(f"engine must be local or ray, got {engine!r}")
 
@@ -108,6 +110,7 @@ def _carry_out(
     size: int | None = None,
     compiled: bool | None = None,
     fused: bool | None = None,
+    members: int = 1,
     table: bool = True,
 ) -> None:
     from steradian.lab.progress import watcher_for
@@ -115,13 +118,14 @@ def _carry_out(
     from steradian.lab.training import Execution
 
     where, console = pick_device(device), Console()
-    execution = Execution(compiled=where.type == "cuda" if compiled is None else compiled, fused=fused)
+    on_gpu = where.type == "cuda"
+    execution = Execution(compiled=on_gpu if compiled is None else compiled, fused=fused, members=members)
     study = Study(name)
     finished = study.run(
         configs,
         roots=_roots(configs, root),
         device=where,
-        size=size,
+        size=size or (None if on_gpu else members),
         seconds=seconds,
         execution=execution,
         watcher=watcher_for(console),

@@ -34,13 +34,15 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
 
     Args:
         device: the device.
-        exact: float32 is to be float32: no tf32 and no choice of algorithms by their speed.
+        exact: float32 is to be float32, and the same every time: no tf32, no algorithms that add in any order, and
+            none chosen by their speed.
     """
     if device.type != "cuda":
         return
     # By default streams share eight hardware queues, and work of one waits behind another's.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     torch.backends.cudnn.benchmark = not exact
+    torch.backends.cudnn.deterministic = exact
     with warnings.catch_warnings():  # torch may prefer another spelling of the same setting
         warnings.simplefilter("ignore")
         torch.backends.cudnn.allow_tf32 = not exact
