@@ -1,8 +1,254 @@
-"""Networks for the lab."""
+"""The paper's networks in their CIFAR forms, with any of its normalizations, and a small one for the demo.
 
-from torch import nn
+Every convolution is followed by its normalization, so each of its filters (BN, IN, WN), blocks of filters (GN) or
+the whole of it (LN) is radially invariant.
 
-__all__ = ["small_cnn"]
+With `members` above 1 a builder makes that many networks of one kind as one: their channels lie side by side and
+never mix (grouped convolutions), so each computes what it would alone. Every tensor is the members' tensors, stacked
+along dimension 0; images hold the members' channels side by side, and the logits come as (members, batch, classes).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["MODELS", "NORMS", "WeightNormConv2d", "build", "resnet18", "resnet20", "small_cnn", "vgg16"]
+
+NORMS = ("bn", "bn-no-affine", "wn", "gn", "ln", "in")
+_GROUPS = 8  # of GN, fewer where there are fewer channels
+
+
+class WeightNormConv2d(nn.Conv2d):
+    """A convolution with weights g·v/‖v‖, filter by filter, and a bias (WN).
+
+    `weight` is v, whose length has no effect; `gain` is g.
+    """
+
+    def __init__(
+        self, channels: int, out: int, kernel: int, stride: int, *, gain: float = math.sqrt(2), groups: int = 1
+    ) -> None:
+        super().__init__(channels, out, kernel, stride, padding=kernel // 2, groups=groups)
+        self.gain = nn.Parameter(torch.full((out, 1, 1, 1), gain))
+        nn.init.zeros_(self.bias)  # type: ignore[arg-type]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution with the normalized weights."""
+        length = torch.linalg.vector_norm(self.weight, dim=(1, 2, 3), keepdim=True)
+        return self._conv_forward(input, self.weight * (self.gain / length), self.bias)
+
+
+class Heads(nn.Module):
+    """One linear layer for each member, (batch, members · features) → (members, batch, classes)."""
+
+    def __init__(self, features: int, classes: int, members: int) -> None:
+        super().__init__()
+        self.members = members
+        self.weight = nn.Parameter(torch.zeros(members * classes, features))
+        self.bias = nn.Parameter(torch.zeros(members * classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of each member."""
+        inputs = x.unflatten(1, (self.members, -1)).transpose(0, 1)
+        weight = self.weight.unflatten(0, (self.members, -1)).transpose(1, 2)
+        return torch.baddbmm(self.bias.view(self.members, 1, -1), inputs, weight)
+
+
+def _head(features: int, classes: int, members: int) -> nn.Module:
+    return nn.Linear(features, classes) if members == 1 else Heads(features, classes, members)
+
+
+def _normalization(norm: str, channels: int, members: int) -> nn.Module:
+    """The layer behind a convolution, of so many channels for each member."""
+    total = members * channels
+    if norm in ("bn", "bn-no-affine"):
+        layer = nn.BatchNorm2d(total, affine=norm == "bn")
+        layer.num_batches_tracked = None  # only an average without momentum needs the count: one kernel less
+        return layer
+    if norm == "in":
+        return nn.InstanceNorm2d(total, affine=True)
+    if norm in ("gn", "ln"):
+        return nn.GroupNorm(members * (1 if norm == "ln" else math.gcd(_GROUPS, channels)), total)
+    return nn.Identity()
+
+
+def _convolution(
+    norm: str, channels: int, out: int, kernel: int, stride: int = 1, *, branches: int = 1, members: int
+) -> nn.Module:
+    """A convolution for this normalization; `branches` residual branches add up behind it."""
+    channels, out = members * channels, members * out
+    if norm == "wn":
+        # Nothing else bounds the sum of the branches: each begins with its share of the variance.
+        return WeightNormConv2d(channels, out, kernel, stride, gain=math.sqrt(2 / branches), groups=members)
+    layer = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, groups=members, bias=False)
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return layer
+
+
+class Block(nn.Module):
+    """Two 3 × 3 convolutions and a shortcut: a projection, or for ResNet20 (He et al.) zeros for new channels."""
+
+    def __init__(
+        self, channels: int, out: int, stride: int, *, norm: str, project: bool, branches: int, members: int
+    ) -> None:
+        super().__init__()
+        self.conv1 = _convolution(norm, channels, out, 3, stride, members=members)
+        self.norm1 = _normalization(norm, out, members)
+        self.conv2 = _convolution(norm, out, out, 3, branches=branches, members=members)
+        self.norm2 = _normalization(norm, out, members)
+        self.shortcut = nn.Sequential()
+        self.stride, self.added, self.members = stride, out - channels, members
+        if project and (stride > 1 or channels != out):
+            self.shortcut.add_module("conv", _convolution(norm, channels, out, 1, stride, branches=2, members=members))
+            self.shortcut.add_module("norm", _normalization(norm, out, members))
+            self.stride, self.added = 1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One residual step."""
+        h = functional.relu(self.norm1(self.conv1(x)))
+        h = self.norm2(self.conv2(h))
+        x = self.shortcut(x)
+        if self.stride > 1:
+            x = x[:, :, :: self.stride, :: self.stride]
+        if self.added and self.members == 1:
+            x = functional.pad(x, (0, 0, 0, 0, 0, self.added))
+        elif self.added:
+            x = functional.pad(x.unflatten(1, (self.members, -1)), (0, 0, 0, 0, 0, self.added)).flatten(1, 2)
+        return functional.relu(h + x)
+
+
+class ResNet(nn.Module):
+    """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head."""
+
+    def __init__(
+        self,
+        widths: list[int],
+        blocks: int,
+        *,
+        norm: str,
+        project: bool,
+        channels: int,
+        classes: int,
+        size: int,
+        members: int,
+    ) -> None:
+        super().__init__()
+        _check_norm(norm)
+        self.conv1 = _convolution(norm, channels, widths[0], 3, members=members)
+        self.norm1 = _normalization(norm, widths[0], members)
+        stages, before = nn.Sequential(), widths[0]
+        shared = {"norm": norm, "project": project, "branches": blocks * len(widths), "members": members}
+        for number, width in enumerate(widths):
+            # Maps of 2 × 2 are not halved again: IN and BN need more than one position.
+            stride = 2 if number and size > 2 else 1
+            size //= stride
+            stage = nn.Sequential()
+            for _ in range(blocks):
+                stage.append(Block(before, width, stride, **shared))  # type: ignore[arg-type]
+                before, stride = width, 1
+            stages.add_module(f"layer{number + 1}", stage)
+        self.stages = stages
+        self.head = _head(before, classes, members)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of a batch of images."""
+        x = functional.relu(self.norm1(self.conv1(x)))
+        return self.head(self.stages(x).mean(dim=(2, 3)))
+
+
+def resnet20(
+    *, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 16, members: int = 1
+) -> nn.Module:
+    """ResNet20 (16-32-64) of He et al. for CIFAR, with shortcuts that have no parameters.
+
+    Args:
+        norm: one of `NORMS`.
+        channels: of the images.
+        classes: outputs.
+        size: height and width of the images.
+        width: channels of the first stage.
+        members: networks in one.
+
+    >>> sum(p.numel() for p in resnet20().parameters())
+    269722
+    """
+    widths = [width, 2 * width, 4 * width]
+    kind = {"norm": norm, "channels": channels, "classes": classes, "size": size, "members": members}
+    return ResNet(widths, 3, project=False, **kind)  # type: ignore[arg-type]
+
+
+def resnet18(
+    *, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 64, members: int = 1
+) -> nn.Module:
+    """ResNet18 (64-128-256-512) with a 3 × 3 stem and projected shortcuts; arguments as for `resnet20`.
+
+    >>> sum(p.numel() for p in resnet18().parameters())
+    11173962
+    """
+    widths = [width, 2 * width, 4 * width, 8 * width]
+    kind = {"norm": norm, "channels": channels, "classes": classes, "size": size, "members": members}
+    return ResNet(widths, 2, project=True, **kind)  # type: ignore[arg-type]
+
+
+def vgg16(
+    *, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 64, members: int = 1
+) -> nn.Module:
+    """VGG16 with normalizations and one linear layer; arguments as for `resnet20`.
+
+    >>> sum(p.numel() for p in vgg16().parameters())
+    14724042
+    """
+    _check_norm(norm)
+    stages = [[width] * 2, [2 * width] * 2, [4 * width] * 3, [8 * width] * 3, [8 * width] * 3]
+    model, before = nn.Sequential(), channels
+    for number, widths in enumerate(stages, start=1):
+        stage = nn.Sequential()
+        for k, out in enumerate(widths, start=1):
+            stage.add_module(f"conv{k}", _convolution(norm, before, out, 3, members=members))
+            stage.add_module(f"norm{k}", _normalization(norm, out, members))
+            stage.add_module(f"relu{k}", nn.ReLU())
+            before = out
+        if number == len(stages):
+            stage.add_module("pool", nn.MaxPool2d(2) if size == 2 else nn.AdaptiveAvgPool2d(1))
+        elif size > 2:
+            stage.add_module("pool", nn.MaxPool2d(2))
+            size //= 2
+        model.add_module(f"stage{number}", stage)
+    model.add_module("flatten", nn.Flatten())
+    model.add_module("head", _head(before, classes, members))
+    return model
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"ResNet20": resnet20, "ResNet18": resnet18, "VGG16": vgg16}
+"""The builders by the paper's names."""
+
+
+def build(
+    name: str,
+    *,
+    norm: str = "bn",
+    channels: int = 3,
+    classes: int = 10,
+    size: int = 32,
+    width: int | None = None,
+    members: int = 1,
+) -> nn.Module:
+    """One of `MODELS`; `width` is the first stage's channels, None for the paper's.
+
+    >>> type(build("ResNet20", norm="wn").conv1).__name__
+    'WeightNormConv2d'
+    """
+    if name not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    options = {} if width is None else {"width": width}
+    return MODELS[name](norm=norm, channels=channels, classes=classes, size=size, members=members, **options)
+
+
+def _check_norm(norm: str) -> None:
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
 
 
 def small_cnn(classes: int = 10, width: int = 16) -> nn.Sequential:

@@ -12,9 +12,8 @@ from plotly.offline import get_plotlyjs
 
 from steradian.report import head
 from steradian.report.build import PageRun, block, load
-from steradian.report.simple import Run, write_page
 
-__all__ = ["Run", "report", "write_page"]
+__all__ = ["report"]
 
 SCRIPTS = ("base.js", "panels.js", "lines.js", "fields.js", "sphere.js", "main.js")
 

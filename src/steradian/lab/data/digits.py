@@ -1,4 +1,4 @@
-"""Data for the lab, whole in memory."""
+"""The digits as normalized tensors, for the demo."""
 
 from dataclasses import dataclass
 

@@ -1,0 +1,46 @@
+"""Commands on data: pack and check."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from steradian.cli import app
+
+data = typer.Typer(help="Data sets: pack them to carry them elsewhere.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+Name = Annotated[str, typer.Argument(help="digits, cifar10, cifar100, svhn, or a name for a folder of images.")]
+Root = Annotated[Path | None, typer.Option(help="Folder of the archives, of images, or packed. None: the hub.")]
+
+
+@data.command()
+def pack(
+    name: Name,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
+    root: Root = None,
+) -> None:
+    """Write a data set in the packed form: WebP mosaics without loss, labels, and checksums.
+
+    Example: steradian data pack digits --out data/digits
+    """
+    from steradian.lab.data import load
+    from steradian.lab.data import pack as write
+
+    write(load(name, root), out, source=f"{name} from {root or 'its default source'}")
+    Console().print(f"The packed data: {out}", highlight=False, soft_wrap=True)
+
+
+@data.command()
+def check(name: Name, root: Root = None) -> None:
+    """Read a data set, its checksums verified, and say what it holds.
+
+    Example: steradian data check cifar10 --root data/cifar10
+    """
+    from steradian.lab.data import load
+
+    found = load(name, root)
+    size = f"{found.train.size} × {found.train.size} × {found.train.channels}"
+    counts = f"{len(found.train)} training and {len(found.test)} test images of {size}"
+    typer.echo(f"{found.name}: {counts}, {len(found.classes)} classes")

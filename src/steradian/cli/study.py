@@ -1,0 +1,175 @@
+"""Commands that train: train and reproduce."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from steradian.cli import app
+from steradian.cli.show import print_table
+
+if TYPE_CHECKING:
+    from steradian.lab.config import Config
+
+Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
+Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, original archives, or images.")]
+Seconds = Annotated[float | None, typer.Option(help="Stop at a checkpoint when this time is over; run again to go on.")]
+Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at once.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
+Compiled = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the networks.")]
+Fused = Annotated[bool | None, typer.Option("--fused/--no-fused", help="Take the fused optimizer steps.")]
+Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Option(help="ResNet20, ResNet18 or VGG16.")] = "ResNet20",
+    norm: Annotated[str, typer.Option(help="bn, bn-no-affine, wn, gn, ln or in.")] = "bn",
+    data: Annotated[str, typer.Option(help="Data set.")] = "digits",
+    root: Root = None,
+    method: Annotated[str, typer.Option(help='e.g. "Adam w/o (ab)".')] = "Adam w/o (ab)",
+    lr: Annotated[float | None, typer.Option(help="Rate; the paper's by default.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="The paper's by default.")] = None,
+    epochs: Annotated[int, typer.Option(min=1)] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    device: Device = None,
+    study: Name = None,
+) -> None:
+    """Train one network by one method and store the result.
+
+    Example: steradian train --model ResNet20 --data digits --method "Adam w/o (ab)" --epochs 5
+    """
+    from dataclasses import replace
+
+    from steradian.lab.recipes import accuracy_tables
+
+    configs = accuracy_tables(norm=norm, data=data, columns=[model], methods=[method], epochs=epochs, seeds=seeds)
+    changes = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if value is not None}
+    configs = [replace(config, **changes) for config in configs]  # type: ignore[arg-type]
+    _carry_out(configs, study or f"train-{configs[0].setting}", root=root, device=device)
+
+
+@app.command()
+def reproduce(
+    recipe: Annotated[str, typer.Argument(help="tables, tables-no-affine, curves, hypotheses, trajectories or grid.")],
+    data: Data = None,
+    root: Root = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Fewer than the paper's; milestones scale.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many.")] = None,
+    columns: Annotated[list[str] | None, typer.Option(help='e.g. "ResNet20 cifar10"; once for each.')] = None,
+    methods: Annotated[list[str] | None, typer.Option(help='e.g. "Adam w/o (ab)"; once for each.')] = None,
+    seconds: Seconds = None,
+    size: Size = None,
+    members: Annotated[int, typer.Option(min=1, help="Seeds of one setting carried out as one network.")] = 1,
+    device: Device = None,
+    engine: Annotated[str, typer.Option(help="local, or ray for many machines.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; none: one is started here.")] = None,
+    compiled: Compiled = None,
+    fused: Fused = None,
+    study: Name = None,
+) -> None:
+    """Carry out the trainings behind a table or a figure of the paper, and show what came out.
+
+    Finished trainings are never repeated: after an interruption, the same command goes on.
+
+    Example: steradian reproduce tables --data digits --epochs 3 --seeds 2
+    """
+    from steradian.lab.recipes import RECIPES
+    from steradian.lab.study import study_name
+
+    scale = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
+    options = {name: value for name, value in scale.items() if value}
+    if recipe == "trajectories":
+        _trajectories(options, root=root, device=device, seconds=seconds, study=study)
+        return
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
+    configs = RECIPES[recipe](**options)
+    name = study or study_name(recipe, configs)
+    if recipe == "hypotheses":
+        _tracked(configs, name, root=root, device=device, seconds=seconds)
+    elif engine == "ray":
+        _sweep(configs, name, root=root, address=address, size=size)
+    elif engine == "local":
+        how = {"compiled": compiled, "fused": fused, "members": members}
+        limits = {"seconds": seconds, "size": size}
+        _carry_out(configs, name, root=root, device=device, table=recipe != "grid", **limits, **how)  # type: ignore[arg-type]
+    else:
+        raise ValueError(f"engine must be local or ray, got {engine!r}")
+
+
+def _carry_out(
+    configs: Sequence["Config"],
+    name: str,
+    *,
+    root: Path | None,
+    device: str | None,
+    seconds: float | None = None,
+    size: int | None = None,
+    compiled: bool | None = None,
+    fused: bool | None = None,
+    members: int = 1,
+    table: bool = True,
+) -> None:
+    from steradian.lab.progress import watcher_for
+    from steradian.lab.study import Study, pick_device
+    from steradian.lab.training import Execution
+
+    where, console = pick_device(device), Console()
+    on_gpu = where.type == "cuda"
+    execution = Execution(compiled=on_gpu if compiled is None else compiled, fused=fused, members=members)
+    study = Study(name)
+    finished = study.run(
+        configs,
+        roots=_roots(configs, root),
+        device=where,
+        size=size or (None if on_gpu else members),
+        seconds=seconds,
+        execution=execution,
+        watcher=watcher_for(console),
+    )
+    if table:
+        keys = {config.key for config in configs}
+        print_table([result for result in study.store.results() if result.config.key in keys], console)
+    console.print(f"The results: {study.store.path}", highlight=False, soft_wrap=True)
+    if not finished:
+        console.print("The time is over before the end: the same command goes on from here.")
+
+
+def _sweep(configs: Sequence["Config"], name: str, *, root: Path | None, address: str | None, size: int | None) -> None:
+    from steradian.lab.study import Study
+    from steradian.lab.sweep import sweep
+
+    study, console = Study(name), Console()
+    sweep(configs, study, engine="ray", address=address, roots=_roots(configs, root), size=size or 8)
+    print_table(study.store.results(), console)
+
+
+def _tracked(
+    configs: Sequence["Config"], name: str, *, root: Path | None, device: str | None, seconds: float | None
+) -> None:
+    from steradian.lab.tracks import track_study
+
+    finished = track_study(configs, name, roots=_roots(configs, root), device=device, seconds=seconds)
+    Console().print(f"The records: {finished.path}", highlight=False, soft_wrap=True)
+
+
+def _trajectories(
+    options: dict[str, Any], *, root: Path | None, device: str | None, seconds: float | None, study: str | None
+) -> None:
+    from steradian.lab.tracks import trajectory_study
+
+    done = trajectory_study(options, study, root=root, device=device, seconds=seconds)
+    Console().print(f"The records: {done.path}", highlight=False, soft_wrap=True)
+
+
+def _roots(configs: Sequence["Config"], root: Path | None) -> dict[str, Path]:
+    """The given folder for the one data set that the trainings need."""
+    if root is None:
+        return {}
+    names = {config.data for config in configs}
+    if len(names) > 1:
+        raise ValueError(f"root is the folder of one data set; choose one with --data, not {', '.join(sorted(names))}")
+    return {names.pop(): root}

@@ -1,0 +1,141 @@
+"""One training as plain data, with a key that names it for ever."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any, Self
+
+__all__ = ["METHODS", "PRECISIONS", "Config"]
+
+METHODS = (
+    "SGD-M",
+    "Adam",
+    "AdamW†",
+    "AdamG†",
+    "Adam w/o (a)",
+    "Adam w/o (ab)",
+    "Adam w/o (abc)",
+    "SGD",
+    "AdaGradG",
+    "AdaGrad",
+)
+"""Rows of the paper's tables, SGD-M, and the three schemes of Section 3.3."""
+PRECISIONS = ("bf16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What one training is: everything its result depends on, save the machine.
+
+    Attributes:
+        model: one of `models.MODELS`.
+        data: name of the data set.
+        method: one of `METHODS`.
+        lr: rate on the rows (of all parameters, where `rest_lr` is None).
+        norm: one of `models.NORMS`.
+        weight_decay: λ.
+        betas: β1 and β2 of Adam and its variants.
+        momentum: of SGD-M.
+        rest_lr: rate of the parameters without rows; None: `lr`.
+        epochs: how long.
+        milestones: epochs before which the rate is multiplied by `gamma`.
+        gamma: that factor.
+        batch_size: images in a batch.
+        seed: of initialization, order and augmentation.
+        precision: "bf16" (autocast) or "float32".
+        width: channels of the first stage; None: the paper's.
+        start: key of the finished training whose weights this one starts from; None: a fresh network.
+
+    >>> Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3).key
+    'resnet20-bn-cifar10-adam-s0-...'
+    """
+
+    model: str
+    data: str
+    method: str
+    lr: float
+    norm: str = "bn"
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    momentum: float = 0.9
+    rest_lr: float | None = None
+    epochs: int = 405
+    milestones: tuple[int, ...] = (135, 225, 315)
+    gamma: float = 0.1
+    batch_size: int = 128
+    seed: int = 0
+    precision: str = "bf16"
+    width: int | None = None
+    start: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "milestones", tuple(self.milestones))
+        _check(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
+        _check(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
+        _check(self.epochs >= 1, "epochs", self.epochs, "at least 1")
+        _check(self.batch_size >= 2, "batch_size", self.batch_size, "at least 2")
+        _check(self.seed >= 0, "seed", self.seed, "at least 0")
+        _check(self.lr > 0, "lr", self.lr, "positive")
+        _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+
+    @property
+    def key(self) -> str:
+        """A readable name that differs wherever two configurations do."""
+        # Fields at their defaults are left out, so that a field added later changes no key. Defaults stay as they are.
+        told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        words = f"{self.model} {self.norm} {self.data} {self.method} s{self.seed}".lower()
+        return re.sub(r"[^a-z0-9]+", "-", words).strip("-") + "-" + digest[:8]
+
+    @property
+    def column(self) -> str:
+        """Network and data: where the training stands in a table."""
+        return f"{self.model} {self.data}"
+
+    @property
+    def setting(self) -> str:
+        """The key without the seed: trainings that differ by their seed alone share it."""
+        return replace(self, seed=0).key
+
+    def rate_factor(self, epoch: int) -> float:
+        """What the rate is multiplied by in an epoch, counted from 0.
+
+        >>> config = Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3)
+        >>> config.rate_factor(134), config.rate_factor(135)
+        (1.0, 0.1)
+        """
+        return self.gamma ** sum(epoch >= milestone for milestone in self.milestones)
+
+    def scaled(self, epochs: int) -> Self:
+        """The same training over another number of epochs, its milestones at the same shares of it.
+
+        >>> Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3).scaled(9).milestones
+        (3, 5, 7)
+        """
+        return replace(self, epochs=epochs, milestones=tuple(round(m * epochs / self.epochs) for m in self.milestones))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: a field is unknown or missing.
+        """
+        known = {f.name for f in fields(cls)}
+        needed = {f.name for f in fields(cls) if f.default is MISSING}
+        wrong = sorted((set(values) - known) | (needed - set(values)))
+        if wrong:
+            raise ValueError(f"a configuration has unknown or missing fields: {', '.join(wrong)}")
+        return cls(**values)
+
+
+def _check(fine: bool, name: str, value: object, expected: str) -> None:
+    if not fine:
+        raise ValueError(f"{name} must be {expected}, got {value!r}")

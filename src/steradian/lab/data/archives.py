@@ -1,0 +1,183 @@
+"""The original archives of CIFAR and SVHN, checked by their published MD5; pickles are read without running them."""
+
+import hashlib
+import pickle
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steradian.lab.data.images import DataSet, Images
+
+__all__ = ["CHECKSUMS", "find_archive", "read_archive", "unpickle"]
+
+CHECKSUMS = {
+    "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
+    "cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85",
+    "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
+    "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
+}
+"""MD5 of each file, as its authors publish it."""
+
+_FILES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz", "svhn": "train_32x32.mat"}
+
+
+def find_archive(name: str, root: Path) -> bool:
+    """Whether a folder holds the original files of a data set."""
+    return name in _FILES and (root / _FILES[name]).is_file()
+
+
+def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] = CHECKSUMS) -> DataSet:
+    """CIFAR-10, CIFAR-100 or SVHN from the files that their authors distribute.
+
+    Args:
+        name: "cifar10", "cifar100" or "svhn".
+        root: the folder that holds them.
+        checksums: MD5 of each file.
+    """
+    if name == "svhn":
+        return _svhn(root, checksums)
+    path = _checked(root / _FILES[name], checksums)
+    with tarfile.open(path) as archive:
+        if name == "cifar10":
+            batches = [_member(archive, f"cifar-10-batches-py/data_batch_{k}") for k in range(1, 6)]
+            test = _member(archive, "cifar-10-batches-py/test_batch")
+            names = _member(archive, "cifar-10-batches-py/batches.meta")[b"label_names"]
+            label = b"labels"
+        else:
+            batches = [_member(archive, "cifar-100-python/train")]
+            test = _member(archive, "cifar-100-python/test")
+            names = _member(archive, "cifar-100-python/meta")[b"fine_label_names"]
+            label = b"fine_labels"
+    train = Images(
+        np.concatenate([_cifar_pixels(batch[b"data"]) for batch in batches]),
+        np.concatenate([np.asarray(batch[label], dtype=np.int64) for batch in batches]),
+    )
+    checked = Images(_cifar_pixels(test[b"data"]), np.asarray(test[label], dtype=np.int64))
+    return DataSet(name, train, checked, tuple(word.decode() for word in names))
+
+
+def unpickle(content: bytes) -> Any:
+    """Read a pickle of plain containers and uint8 arrays, and refuse everything else.
+
+    Nothing named in the pickle is imported or called: the three names that numpy writes are answered with stand-ins
+    that only collect shape and bytes.
+
+    >>> unpickle(pickle.dumps({"data": np.arange(3, dtype=np.uint8)}))["data"]
+    array([0, 1, 2], dtype=uint8)
+    """
+    import io
+
+    return _arrays(_Reader(io.BytesIO(content), encoding="bytes").load())
+
+
+class _Dtype:
+    """Stands in for numpy.dtype."""
+
+    def __init__(self, code: object, *_: object) -> None:
+        self.code = code
+
+    def __setstate__(self, _: object) -> None:
+        pass
+
+
+class _Array:
+    """Stands in for numpy.ndarray: what its pickle says of it."""
+
+    state: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.state = state
+
+    def read(self) -> NDArray[np.uint8]:
+        _version, shape, dtype, fortran, content = self.state
+        if not isinstance(dtype, _Dtype) or dtype.code not in ("u1", b"u1") or fortran:
+            raise ValueError("a pickled array must hold uint8 in C order")
+        return np.frombuffer(_bytes(content), dtype=np.uint8).reshape(shape)
+
+
+def _reconstruct(*_: object) -> _Array:
+    return _Array()
+
+
+def _encode(text: str | bytes, _encoding: object) -> bytes:
+    """Stands in for _codecs.encode, by which Python 3 writes bytes in old protocols."""
+    return _bytes(text)
+
+
+def _frombuffer(content: object, dtype: object, shape: object, order: object) -> _Array:
+    """Stands in for numpy's way of writing arrays in protocol 5."""
+    array = _Array()
+    array.state = (1, shape, dtype, order not in ("C", b"C"), content)
+    return array
+
+
+def _bytes(content: object) -> bytes:
+    if isinstance(content, str):
+        return content.encode("latin1")
+    if isinstance(content, bytes | bytearray):
+        return bytes(content)
+    raise ValueError(f"a pickled array must hold bytes, got {type(content).__name__}")
+
+
+class _Reader(pickle.Unpickler):
+    """An unpickler that knows four names and imports nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in of a name that numpy writes."""
+        module = module.replace("numpy._core", "numpy.core")
+        known = {
+            ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+            ("numpy.core.numeric", "_frombuffer"): _frombuffer,
+            ("numpy", "ndarray"): _Array,
+            ("numpy", "dtype"): _Dtype,
+            ("_codecs", "encode"): _encode,
+        }
+        if (module, name) not in known:
+            raise ValueError(f"the pickle names {module}.{name}: only plain containers and arrays are read")
+        return known[module, name]
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, _Array):
+        return value.read()
+    if isinstance(value, dict):
+        return {key: _arrays(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_arrays(each) for each in value)
+    return value
+
+
+def _member(archive: tarfile.TarFile, name: str) -> dict[bytes, Any]:
+    file = archive.extractfile(name)
+    if file is None:
+        raise ValueError(f"{name} is not a file in the archive")
+    return unpickle(file.read())
+
+
+def _cifar_pixels(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+
+
+def _svhn(root: Path, checksums: Mapping[str, str]) -> DataSet:
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise ImportError("SVHN's .mat files need scipy: pip install 'steradian[lab]'") from error
+    splits = []
+    for file in ("train_32x32.mat", "test_32x32.mat"):
+        content = loadmat(_checked(root / file, checksums))
+        pixels = np.ascontiguousarray(content["X"].transpose(3, 0, 1, 2))
+        splits.append(Images(pixels, content["y"].reshape(-1).astype(np.int64) % 10))  # the digit 0 is labelled 10
+    return DataSet("svhn", splits[0], splits[1], tuple(map(str, range(10))))
+
+
+def _checked(path: Path, checksums: Mapping[str, str]) -> Path:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if found != checksums[path.name]:
+        raise ValueError(f"{path} is damaged or not the original: MD5 {found}, expected {checksums[path.name]}")
+    return path

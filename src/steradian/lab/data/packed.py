@@ -1,0 +1,119 @@
+"""The packed form: WebP mosaics without loss, labels as .npy, and a meta.json with SHA-256 of every file."""
+
+import hashlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steradian.lab.data.images import DataSet, Images
+
+__all__ = ["is_packed", "pack", "read_packed"]
+
+_SIDE = 100  # tiles along a mosaic
+_LARGEST = 16_383  # pixels along a WebP image
+
+
+def is_packed(root: Path) -> bool:
+    """Whether a folder holds the packed form."""
+    return (root / "meta.json").is_file()
+
+
+def pack(data: DataSet, root: Path, *, source: str = "", effort: int = 4) -> None:
+    """Write a data set in the packed form, `meta.json` last, so that a folder that has one is complete.
+
+    Args:
+        data: the data set.
+        root: the folder, made where missing.
+        source: where the data came from, in words.
+        effort: WebP's effort from 0 (fast) to 6 (small).
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    side = min(_SIDE, _LARGEST // data.train.size)
+    splits: dict[str, Any] = {}
+    sums: dict[str, str] = {}
+    for name, images in (("train", data.train), ("test", data.test)):
+        files = {}
+        for k, start in enumerate(range(0, len(images), side * side)):
+            files[f"{name}-{k}.webp"] = _webp(_mosaic(images.pixels[start : start + side * side], side), effort)
+        labels = io.BytesIO()
+        np.save(labels, images.labels.astype(np.uint8 if len(data.classes) <= 256 else np.uint16))
+        mosaics = list(files)
+        files[f"{name}-labels.npy"] = labels.getvalue()
+        for file, content in files.items():
+            _write(root / file, content)
+            sums[file] = hashlib.sha256(content).hexdigest()
+        splits[name] = {"images": mosaics, "labels": f"{name}-labels.npy", "count": len(images)}
+    meta = {
+        "name": data.name,
+        "tile": data.train.size,
+        "channels": data.train.channels,
+        "mosaic": [side, side],
+        "classes": list(data.classes),
+        "splits": splits,
+        "sha256": sums,
+        "source": source,
+    }
+    _write(root / "meta.json", json.dumps(meta, indent=1).encode())
+
+
+def read_packed(root: Path) -> DataSet:
+    """Read the packed form, every file checked against its SHA-256.
+
+    Raises:
+        ValueError: a file is not what `meta.json` says.
+    """
+    meta = json.loads((root / "meta.json").read_text())
+    splits = {name: _read_split(root, meta, split) for name, split in meta["splits"].items()}
+    return DataSet(meta["name"], splits["train"], splits["test"], tuple(meta["classes"]))
+
+
+def _read_split(root: Path, meta: dict[str, Any], split: dict[str, Any]) -> Images:
+    from PIL import Image
+
+    tile, (rows, columns), channels = meta["tile"], meta["mosaic"], meta.get("channels", 3)
+    parts = []
+    for file in split["images"]:
+        with Image.open(io.BytesIO(_checked(root, file, meta))) as picture:
+            mosaic = np.asarray(picture.convert("RGB"))
+        tiles = mosaic.reshape(mosaic.shape[0] // tile, tile, columns, tile, 3).swapaxes(1, 2)
+        parts.append(tiles.reshape(-1, tile, tile, 3)[: rows * columns, ..., :channels])
+    pixels = np.concatenate(parts)[: split["count"]]
+    labels = np.load(io.BytesIO(_checked(root, split["labels"], meta)), allow_pickle=False)
+    return Images(np.ascontiguousarray(pixels), labels.astype(np.int64))
+
+
+def _checked(root: Path, file: str, meta: dict[str, Any]) -> bytes:
+    if Path(file).name != file:
+        raise ValueError(f"{root / 'meta.json'}: {file!r} must be a name in the same folder")
+    content = (root / file).read_bytes()
+    if hashlib.sha256(content).hexdigest() != meta["sha256"].get(file):
+        raise ValueError(f"{root / file} is damaged: its SHA-256 is not the one in meta.json")
+    return content
+
+
+def _mosaic(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+    """Tiles in rows of `side`, the last row filled up with black."""
+    count, tile = pixels.shape[:2]
+    rows = -(-count // side)
+    full = np.zeros((rows * side, tile, tile, 3), dtype=np.uint8)
+    full[:count] = pixels
+    return full.reshape(rows, side, tile, tile, 3).swapaxes(1, 2).reshape(rows * tile, side * tile, 3)
+
+
+def _webp(mosaic: NDArray[np.uint8], effort: int) -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.fromarray(mosaic).save(out, "WEBP", lossless=True, exact=True, method=effort)
+    return out.getvalue()
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    os.replace(part, path)

@@ -1,0 +1,141 @@
+"""A data set whole on the device: batches are cropped, flipped and normalized there by one gather.
+
+Batch k of epoch e of seed s is a pure function of (s, e, k), whoever asks for it and in whatever order.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from steradian.lab.data.images import DataSet, Images
+
+__all__ = ["AUGMENT", "Resident", "epoch_plan"]
+
+AUGMENT: dict[str, tuple[int, bool]] = {"digits": (1, False), "svhn": (4, False)}
+"""Padding of the random crop, and whether to flip. A digit in a mirror is another sign, so those are not flipped."""
+_USUAL = (4, True)
+
+
+def epoch_plan(seed: int, epoch: int, *, images: int, batch: int, views: int) -> NDArray[np.int64]:
+    """Which image in which view stands where in an epoch: codes image·views + view, (steps, batch).
+
+    The numbers come from Philox with the key (seed, epoch). Images that do not fill a batch are left out, others in
+    each epoch.
+
+    >>> epoch_plan(0, 3, images=10, batch=4, views=1).shape
+    (2, 4)
+    """
+    if batch > images:
+        raise ValueError(f"batch must be at most the {images} images there are, got {batch}")
+    random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+    steps = images // batch
+    order = random.permutation(images)[: steps * batch]
+    codes = order * views + random.integers(views, size=steps * batch)
+    return codes.reshape(steps, batch).astype(np.int64)
+
+
+class Resident:
+    """Training, validation and test images on one device, as uint8.
+
+    Args:
+        data: the data set.
+        device: where to keep it.
+        validation: share of the training images that is set aside, the same ones for every seed of a run.
+        pad: padding of the random crop; None: as usual for this data set.
+        flip: flip half of the images; None: as usual for this data set.
+
+    Attributes:
+        counts: number of images by part: "train", "validation", "test".
+        spans: where validation and test lie among the images that are held out.
+        views: ways in which an image can be cropped and flipped.
+    """
+
+    def __init__(
+        self,
+        data: DataSet,
+        device: torch.device | str = "cpu",
+        *,
+        validation: float = 0.05,
+        pad: int | None = None,
+        flip: bool | None = None,
+    ) -> None:
+        usual = AUGMENT.get(data.name, _USUAL)
+        self.name, self.device = data.name, torch.device(device)
+        self.pad = usual[0] if pad is None else pad
+        self.flip = usual[1] if flip is None else flip
+        self.size, self.channels, self.classes = data.train.size, data.train.channels, len(data.classes)
+        if not 0 < validation < 1:
+            raise ValueError(f"validation must be a share in (0, 1), got {validation}")
+        kept, held = _parted(data.train, validation)
+        held_images = np.concatenate([held.pixels, data.test.pixels]).reshape(len(held) + len(data.test), -1)
+        self.counts = {"train": len(kept), "validation": len(held), "test": len(data.test)}
+        self.spans = {"validation": (0, len(held)), "test": (len(held), len(held_images))}
+        self.train_pixels = torch.from_numpy(self._padded(kept.pixels)).reshape(len(kept), -1).to(self.device)
+        self.train_labels = torch.from_numpy(kept.labels).to(self.device)
+        self.held_pixels = torch.from_numpy(held_images).to(self.device)
+        self.held_labels = torch.from_numpy(np.concatenate([held.labels, data.test.labels])).to(self.device)
+        mean, spread = _moments(kept.pixels)
+        self.mean = torch.tensor(mean, dtype=torch.float32, device=self.device)
+        self.scale = torch.tensor(1 / np.maximum(spread, 1e-6), dtype=torch.float32, device=self.device)
+        self.windows = torch.from_numpy(self._windows()).to(self.device)
+        self.views = len(self.windows)
+
+    def plan(self, seed: int, epoch: int, batch: int) -> NDArray[np.int64]:
+        """`epoch_plan` of the training images."""
+        return epoch_plan(seed, epoch, images=self.counts["train"], batch=batch, views=self.views)
+
+    def batch(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Images (B, M·C, S, S), channels last in memory, and labels (M, B), of a line of the plans of M members."""
+        image, view = codes // self.views, codes % self.views
+        index = image.t()[:, :, None] * self.train_pixels.shape[1] + self.windows[view.t()]
+        return self._normalized(self.train_pixels.view(-1)[index]), self.train_labels[image]
+
+    def chunk(self, start: Tensor, end: Tensor, length: int, members: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """Images that are held out, the same for all members, from `start`, without augmentation.
+
+        Returns:
+            Images (length, M·C, S, S), labels (length,), and which of them lie before `end`.
+        """
+        at = start + torch.arange(length, device=self.device)
+        there = at < end
+        at = torch.minimum(at, end - 1)
+        pixels = self.held_pixels[at][:, None].expand(-1, members, -1)
+        return self._normalized(pixels), self.held_labels[at], there
+
+    def _normalized(self, pixels: Tensor) -> Tensor:
+        images = pixels.unflatten(2, (self.size, self.size, self.channels))
+        images = (images.to(torch.float32) - self.mean) * self.scale
+        return images.permute(0, 2, 3, 1, 4).flatten(3).permute(0, 3, 1, 2)
+
+    def _padded(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        # Black, as zeros before the normalization: what random crops of image files give.
+        return np.pad(pixels, ((0, 0), (self.pad, self.pad), (self.pad, self.pad), (0, 0)))
+
+    def _windows(self) -> NDArray[np.int64]:
+        """For each view, where its pixels lie in a padded image, (views, S·S·C)."""
+        size, wide = self.size, self.size + 2 * self.pad
+        places = np.arange(wide * wide * self.channels).reshape(wide, wide, self.channels)
+        views = []
+        for down in range(2 * self.pad + 1):
+            for right in range(2 * self.pad + 1):
+                window = places[down : down + size, right : right + size]
+                views += [window, window[:, ::-1]] if self.flip else [window]
+        return np.stack([view.reshape(-1) for view in views]).astype(np.int64)
+
+
+def _parted(train: Images, share: float) -> tuple[Images, Images]:
+    """Training and validation images, by a fixed shuffle."""
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train))
+    held = max(1, round(share * len(train)))
+    kept, out = np.sort(order[held:]), np.sort(order[:held])
+    return Images(train.pixels[kept], train.labels[kept]), Images(train.pixels[out], train.labels[out])
+
+
+def _moments(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean and spread of each channel, from its histogram: no copy of the images in floating point."""
+    values = np.arange(256)
+    counts = np.stack([np.bincount(pixels[..., c].reshape(-1), minlength=256) for c in range(pixels.shape[-1])])
+    share = counts / counts.sum(axis=1, keepdims=True)
+    mean = share @ values
+    return mean, np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1))

@@ -1,0 +1,126 @@
+"""Where data comes from: digits that are always there, a folder in one of three forms, or the hub."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steradian.lab.data.archives import find_archive, read_archive
+from steradian.lab.data.images import DataSet, Images
+from steradian.lab.data.packed import is_packed, read_packed
+
+__all__ = ["NAMES", "load"]
+
+NAMES = ("digits", "cifar10", "cifar100", "svhn")
+"""The data sets that have a name; any other name is an image folder."""
+
+_HUB = {
+    "cifar10": ("uoft-cs/cifar10", "plain_text", "img", "label"),
+    "cifar100": ("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
+    "svhn": ("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
+}
+_PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm"}
+
+
+def load(name: str, root: Path | str | None = None) -> DataSet:
+    """A data set as arrays.
+
+    Args:
+        name: one of `NAMES`, or any name for a folder of images.
+        root: a folder with the packed form, with the original archives, or with images as
+            train/CLASS/FILE and test/CLASS/FILE. None: data/NAME where that exists; otherwise digits come with
+            scikit-learn and the others from the hub, through `datasets`.
+
+    >>> data = load("digits")
+    >>> data.train.pixels.shape, len(data.test)
+    ((1438, 8, 8, 1), 359)
+    """
+    folder = Path(root) if root is not None else Path("data") / name
+    if folder.is_dir():
+        return _from_folder(name, folder)
+    if root is not None:
+        raise ValueError(f"root must be a folder, got {str(root)!r}")
+    if name == "digits":
+        return _digits()
+    if name in _HUB:
+        return _from_hub(name)
+    raise ValueError(f"data must be one of {', '.join(NAMES)}, or come with the folder of its images, got {name!r}")
+
+
+def _from_folder(name: str, root: Path) -> DataSet:
+    if is_packed(root):
+        data = read_packed(root)
+        if name in NAMES and data.name != name:
+            raise ValueError(f"{root} holds {data.name}, not {name}")
+        return data
+    if find_archive(name, root):
+        return read_archive(name, root)
+    if (root / "train").is_dir() and (root / "test").is_dir():
+        return _from_images(name, root)
+    raise ValueError(f"{root} has neither meta.json, nor the archives of {name}, nor the folders train and test")
+
+
+def _digits() -> DataSet:
+    """scikit-learn's digits; every fifth one, after a fixed shuffle, is kept for the test."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the digits come with scikit-learn: pip install 'steradian[lab]'") from error
+    raw = load_digits()
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(raw.target))
+    pixels = (raw.images[order, :, :, None] * 15).astype(np.uint8)
+    labels = raw.target[order].astype(np.int64)
+    kept = len(labels) * 4 // 5 + 1
+    train, test = Images(pixels[:kept], labels[:kept]), Images(pixels[kept:], labels[kept:])
+    return DataSet("digits", train, test, tuple(map(str, range(10))))
+
+
+def _from_images(name: str, root: Path) -> DataSet:
+    classes = sorted(path.name for path in (root / "train").iterdir() if path.is_dir())
+    if not classes:
+        raise ValueError(f"{root / 'train'} must have one folder for each class")
+    splits = [_read_pictures(root / split, classes) for split in ("train", "test")]
+    return DataSet(name, splits[0], splits[1], classes)
+
+
+def _read_pictures(root: Path, classes: list[str]) -> Images:
+    from PIL import Image
+
+    unknown = [path.name for path in root.iterdir() if path.is_dir() and path.name not in classes]
+    if unknown:
+        raise ValueError(f"{root} has classes that train has not: {', '.join(unknown)}")
+    pixels: list[NDArray[np.uint8]] = []
+    labels: list[int] = []
+    for label, each in enumerate(classes):
+        for path in sorted((root / each).glob("*")):
+            if path.suffix.lower() not in _PICTURES:
+                continue
+            with Image.open(path) as picture:
+                array = np.asarray(picture.convert("RGB"))
+            if array.shape[0] != array.shape[1] or (pixels and array.shape != pixels[0].shape):
+                raise ValueError(f"images must be square and of one size, got {array.shape[:2]} in {path}")
+            pixels.append(array)
+            labels.append(label)
+    if not pixels:
+        raise ValueError(f"no images under {root}")
+    return Images(np.stack(pixels), np.asarray(labels, dtype=np.int64))
+
+
+def _from_hub(name: str) -> DataSet:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"{name} is neither in data/{name} nor can it come from the hub: pip install datasets, "
+            "or give the folder of the archives or of the packed form as root"
+        ) from error
+    repository, config, image, label = _HUB[name]
+    raw: Any = datasets.load_dataset(repository, config)
+    splits = [_read_hub(raw[split], image, label) for split in ("train", "test")]
+    return DataSet(name, splits[0], splits[1], tuple(raw["train"].features[label].names))
+
+
+def _read_hub(rows: Any, image: str, label: str) -> Images:
+    pixels = np.stack([np.asarray(row[image].convert("RGB"), dtype=np.uint8) for row in rows])
+    return Images(pixels, np.asarray(rows[label], dtype=np.int64))

@@ -1,0 +1,192 @@
+"""The trainings behind each table and figure of the paper, as functions that return them.
+
+Each scales: fewer epochs keep the milestones at their shares, and seeds, columns and methods can be left out. On
+digits the same networks are narrow and take 8 × 8 images, for a CPU.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+
+from steradian.lab import paper
+from steradian.lab.config import Config
+
+__all__ = [
+    "RECIPES",
+    "TABLE_METHODS",
+    "accuracy_tables",
+    "columns_of",
+    "curves",
+    "grid",
+    "hypotheses",
+    "pretraining",
+    "trajectories",
+]
+
+TABLE_METHODS = tuple(paper.ACCURACY["bn"])
+"""Rows of our tables: the paper's six and SGD-M."""
+
+_DIGITS = {"width": 8, "batch_size": 64, "precision": "float32"}
+
+
+def columns_of(data: str | None = None, columns: Sequence[str] | None = None) -> list[tuple[str, str]]:
+    """Network and data of the chosen columns.
+
+    Args:
+        data: one data set; "digits" puts the three networks on digits. None: all of the paper's.
+        columns: names such as "ResNet20 cifar10" or "ResNet20"; None: all.
+
+    >>> columns_of("cifar10", ["ResNet20"]), columns_of("digits")
+    ([('ResNet20', 'cifar10')], [('ResNet20', 'digits'), ('ResNet18', 'digits'), ('VGG16', 'digits')])
+    """
+    every = list(paper.COLUMNS)
+    if data is not None and data not in {name for _, name in every}:
+        every = [(model, data) for model in ("ResNet20", "ResNet18", "VGG16")]
+    elif data is not None:
+        every = [column for column in every if column[1] == data]
+    if not columns:
+        return every
+    chosen = [c for c in every if c[0] in columns or " ".join(c) in columns]
+    known = {name for model, where in every for name in (model, f"{model} {where}")}
+    unknown = [name for name in columns if name not in known]
+    if unknown:
+        raise ValueError(f"columns must be among {', '.join(' '.join(c) for c in every)}, got {', '.join(unknown)}")
+    return chosen
+
+
+def accuracy_tables(
+    *,
+    norm: str = "bn",
+    data: str | None = None,
+    columns: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    epochs: int = 405,
+    seeds: int = 5,
+) -> list[Config]:
+    """tab:results (norm "bn") and tab:results2 ("bn-no-affine"): every method at its best hyper-parameters.
+
+    Data sets that the paper does not have take the hyper-parameters of CIFAR-10.
+    """
+    chosen = _methods(methods, TABLE_METHODS)
+    made = []
+    # Seeds come first, so that what is finished early is a whole table with fewer of them.
+    for seed, column, method in product(range(seeds), columns_of(data, columns), chosen):
+        best = paper.BEST[method][_papers(column)]
+        config = _config(column, method, paper.LEARNING_RATE[method], norm=norm, seed=seed)
+        config = replace(config, weight_decay=best.weight_decay, betas=(0.9, best.beta2))
+        made.append(config.scaled(epochs))
+    return made
+
+
+def curves(
+    *,
+    data: str | None = None,
+    columns: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    epochs: int = 405,
+    seeds: int = 5,
+) -> list[Config]:
+    """fig:loss_comparison, fig:acc_comparison and those of App. D.4: the trainings of tab:results, by epoch."""
+    return accuracy_tables(data=data, columns=columns, methods=methods, epochs=epochs, seeds=seeds)
+
+
+def hypotheses(
+    *,
+    data: str | None = "cifar10",
+    columns: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    epochs: int = 405,
+    seeds: int = 1,
+) -> list[Config]:
+    """The figures on H1, H2 and fig:taylor: trainings to be tracked, with SGD-M, Adam and SGD."""
+    chosen = _methods(methods, ("SGD-M", "Adam", "SGD"))
+    made = []
+    for seed, column, method in product(range(seeds), columns_of(data, columns or ["ResNet20"]), chosen):
+        tabled = "SGD-M" if method == "SGD" else method
+        best = paper.BEST[tabled][_papers(column)]
+        config = _config(column, method, paper.LEARNING_RATE[tabled], seed=seed)
+        made.append(replace(config, weight_decay=best.weight_decay, betas=(0.9, best.beta2)).scaled(epochs))
+    return made
+
+
+def pretraining(
+    *,
+    data: str | None = "cifar10",
+    columns: Sequence[str] | None = None,
+    norms: Sequence[str] = ("bn", "bn-no-affine", "wn"),
+    epochs: int = 200,
+    seeds: int = 1,
+) -> list[Config]:
+    """App. C.1.6: the networks that the trajectories start from, trained by SGD with momentum."""
+    made = []
+    for seed, column, norm in product(range(seeds), columns_of(data, columns or ["ResNet20"]), norms):
+        config = replace(_config(column, "SGD-M", 0.1, norm=norm, seed=seed), weight_decay=1e-4)
+        made.append(replace(config, epochs=200, milestones=(80, 120, 160)).scaled(epochs))
+    return made
+
+
+def trajectories(starts: Iterable[Config], *, epochs: int = 1, methods: Sequence[str] | None = None) -> list[Config]:
+    """fig:track_adamgradg_sgd: SGD, AdaGradG and AdaGrad from each trained network, over the same batches.
+
+    SGD has rate 1e-2 and L2 1e-3, AdaGradG what Theorem 4 makes of it, AdaGrad (Adam without momentum) rate 1e-3;
+    parameters without rows get SGD in all three. float32, since what is compared are trajectories.
+    """
+    rates = {"SGD": 1e-2, "AdaGradG": 1e-2, "AdaGrad": 1e-3}
+    made = []
+    for start, method in product(starts, _methods(methods, tuple(rates))):
+        kept = replace(start, method=method, start=start.key, precision="float32", epochs=epochs, milestones=())
+        made.append(replace(kept, lr=rates[method], rest_lr=1e-2, weight_decay=1e-3, betas=(0.9, 0.999)))
+    return made
+
+
+def grid(
+    *,
+    data: str | None = "cifar10",
+    columns: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    epochs: int = 405,
+    seeds: int = 1,
+) -> list[Config]:
+    """The grid search of App. D.3: learning rate × weight decay × β2, for each method and column."""
+    made = []
+    for seed, column, method in product(range(seeds), columns_of(data, columns), _methods(methods, TABLE_METHODS)):
+        beta2s = (0.99,) if method == "SGD-M" else paper.GRID["beta2"]
+        for lr, decay, beta2 in product(paper.GRID["lr"], paper.GRID["weight_decay"], beta2s):
+            config = replace(_config(column, method, lr, seed=seed), weight_decay=decay, betas=(0.9, beta2))
+            made.append(config.scaled(epochs))
+    return made
+
+
+RECIPES: dict[str, Callable[..., list[Config]]] = {
+    "tables": accuracy_tables,
+    "tables-no-affine": lambda **options: accuracy_tables(norm="bn-no-affine", **options),
+    "curves": curves,
+    "hypotheses": hypotheses,
+    "grid": grid,
+}
+"""Recipes that a fleet carries out as they are; `trajectories` needs a trained network first."""
+
+
+def _config(column: tuple[str, str], method: str, lr: float, **more: object) -> Config:
+    model, data = column
+    sized = _DIGITS if data == "digits" else {}
+    return Config(model=model, data=data, method=method, lr=lr, **sized, **more)  # type: ignore[arg-type]
+
+
+def _papers(column: tuple[str, str]) -> tuple[str, str]:
+    return column if column in paper.COLUMNS else (column[0], "cifar10")
+
+
+def _methods(methods: Sequence[str] | None, known: tuple[str, ...]) -> list[str]:
+    """The chosen methods; a dagger may be left out.
+
+    >>> _methods(["AdamW"], ("Adam", "AdamW†"))
+    ['AdamW†']
+    """
+    if not methods:
+        return list(known)
+    by_name = {name.rstrip("†"): name for name in known} | {name: name for name in known}
+    unknown = [name for name in methods if name not in by_name]
+    if unknown:
+        raise ValueError(f"methods must be among {', '.join(known)}, got {', '.join(unknown)}")
+    return [by_name[name] for name in methods]

@@ -1,0 +1,171 @@
+"""Results of trainings: one JSON file per study, written whole or not at all, and mergeable."""
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from steradian.lab.config import Config
+
+__all__ = ["Result", "Store", "environment", "write_atomically"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one training.
+
+    Attributes:
+        config: the training.
+        curves: one number per epoch under each name of `training.CURVES`.
+        diverged: its loss stopped being a number; it was ended there.
+        collapsed: rows that had no direction at the end.
+        seconds: its share of the device's time: time during which n trainings ran counts 1/n.
+        environment: hardware, versions and commit.
+    """
+
+    config: Config
+    curves: Mapping[str, list[float]]
+    diverged: bool = False
+    collapsed: int = 0
+    seconds: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def best_epoch(self) -> int:
+        """The first epoch, from 0, with the best validation accuracy."""
+        accuracies = self.curves["validation_accuracy"]
+        return accuracies.index(max(accuracies))
+
+    @property
+    def accuracy(self) -> float:
+        """Test accuracy in percent at the best validation epoch, as the authors report it; NaN if it diverged."""
+        return float("nan") if self.diverged else self.curves["test_accuracy"][self.best_epoch]
+
+    @property
+    def final_accuracy(self) -> float:
+        """Test accuracy in percent after the last epoch; NaN if it diverged."""
+        return float("nan") if self.diverged else self.curves["test_accuracy"][-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; what can be recomputed is written too, for readers without this library."""
+        reached = {} if self.diverged else {"accuracy": self.accuracy, "final_accuracy": self.final_accuracy}
+        return {
+            "key": self.config.key,
+            "config": self.config.to_dict(),
+            "diverged": self.diverged,
+            "collapsed": self.collapsed,
+            **reached,
+            "best_epoch": None if self.diverged else self.best_epoch,
+            "seconds": self.seconds,
+            "environment": dict(self.environment),
+            "curves": {name: [_short(value) for value in values] for name, values in self.curves.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`."""
+        curves = {
+            name: [float("nan") if value is None else value for value in curve]
+            for name, curve in values["curves"].items()
+        }
+        return cls(
+            Config.from_dict(values["config"]),
+            curves,
+            values["diverged"],
+            values["collapsed"],
+            values["seconds"],
+            values["environment"],
+        )
+
+
+class Store:
+    """The results of a study in one JSON file, a line for each training.
+
+    Args:
+        path: the file; it need not exist.
+
+    >>> Store(Path("no-such-file.json")).results()
+    []
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    def results(self) -> list[Result]:
+        """Everything stored, ordered by key."""
+        if not self.path.exists():
+            return []
+        try:
+            rows = json.loads(self.path.read_text())["runs"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} is not a file of results: {error}") from error
+        return [Result.from_dict(row) for row in rows]
+
+    def keys(self) -> set[str]:
+        """Keys of all finished trainings."""
+        return {result.config.key for result in self.results()}
+
+    def add(self, results: Iterable[Result]) -> None:
+        """Add results, those of the same training replaced; other processes may do so at the same time."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self.path.with_name(f".{self.path.name}.lock")):
+            merged = {result.config.key: result for result in [*self.results(), *results]}
+            lines = [json.dumps(merged[key].to_dict(), ensure_ascii=False) for key in sorted(merged)]
+            text = '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
+            write_atomically(self.path, text.encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that at every moment, power cuts included, the old or the new one is there, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a training ran on."""
+    from steradian import __version__
+
+    gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "steradian": __version__,
+        "commit": _commit(),
+    }
+
+
+@lru_cache(maxsize=1)
+def _commit() -> str:
+    """The commit of the source tree, "" where it is not one."""
+    call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(call, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _short(value: float) -> float | None:
+    """Seven digits are more than a curve has; JSON has no NaN."""
+    return float(f"{value:.7g}") if abs(value) < float("inf") else None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

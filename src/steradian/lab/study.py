@@ -1,0 +1,114 @@
+"""A study from start to end: where its files are, its data on a device, and who carries it out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from steradian.lab.config import Config
+from steradian.lab.data import Resident, load
+from steradian.lab.fleet import Fleet, prepare_device
+from steradian.lab.progress import Silent, Watcher
+from steradian.lab.results import Store
+from steradian.lab.training import Execution
+
+__all__ = ["Study", "pick_device", "study_name"]
+
+RESULTS, RUNS = Path("results"), Path("runs")
+
+
+def pick_device(name: str | None = None) -> torch.device:
+    """A device by name; None: the GPU where there is one."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda is not there: this machine or this torch has no GPU")
+    return device
+
+
+def study_name(recipe: str, configs: Sequence[Config]) -> str:
+    """A name for the files: the column where there is only one, the recipe and the data otherwise.
+
+    >>> one = Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3)
+    >>> study_name("tables", [one])
+    'resnet20-cifar10'
+    """
+    columns = {config.column for config in configs}
+    if len(columns) == 1 and recipe in ("tables", "curves"):
+        return columns.pop().replace(" ", "-").lower()
+    data = sorted({config.data for config in configs})
+    return f"{recipe}-{'-'.join(data)}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Where a study keeps its files.
+
+    Attributes:
+        name: of the study.
+        results: folder of results, kept in the repository.
+        runs: folder of checkpoints and weights, not kept.
+    """
+
+    name: str
+    results: Path = RESULTS
+    runs: Path = RUNS
+
+    @property
+    def store(self) -> Store:
+        """The results."""
+        return Store(self.results / f"{self.name}.json")
+
+    @property
+    def work(self) -> Path:
+        """Folder of checkpoints and weights."""
+        return self.runs / self.name
+
+    def run(
+        self,
+        configs: Sequence[Config],
+        *,
+        roots: Mapping[str, Path] | None = None,
+        device: torch.device | None = None,
+        size: int | None = None,
+        seconds: float | None = None,
+        execution: Execution | None = None,
+        keep_weights: bool = False,
+        every: float = 300.0,
+        watcher: Watcher | None = None,
+    ) -> bool:
+        """Train what is not finished yet, on one device; returns whether everything is.
+
+        Args:
+            configs: the trainings.
+            roots: folder of each data set, by name; others are looked for where `data.load` does.
+            device: where; None: the GPU where there is one.
+            size: trainings in flight; None: 32 on a GPU, 1 on a CPU.
+            seconds: stop, with checkpoints, when this time is over.
+            execution: how; None: captured, compiled and fused on a GPU.
+            keep_weights: keep the weights of finished trainings.
+            every: seconds between checkpoints.
+            watcher: told what happens.
+        """
+        device = device or pick_device()
+        gpu = device.type == "cuda"
+        prepare_device(device, exact=any(config.precision == "float32" for config in configs))
+        done = self.store.keys()
+        needed = sorted({config.data for config in configs if config.key not in done})
+        data = {name: Resident(load(name, (roots or {}).get(name)), device) for name in needed}
+        fleet = Fleet(
+            data,
+            self.store,
+            self.work,
+            size=size or (32 if gpu else 1),
+            execution=execution or Execution(compiled=gpu),
+            every=every,
+            keep_weights=keep_weights,
+            watcher=watcher or Silent(),
+        )
+        return fleet.run(configs, seconds=seconds)

@@ -1,0 +1,124 @@
+"""A study over many machines: fleets as units of work, here or on a Ray cluster, results in one store.
+
+A worker that dies is started again and goes on from its checkpoints, where its folder can be seen; a driver that is
+killed finds on its next start what had arrived. Finished trainings are never repeated.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from steradian.lab.config import Config
+from steradian.lab.progress import Silent, Watcher
+from steradian.lab.results import Result
+from steradian.lab.study import Study, pick_device
+
+__all__ = ["sweep", "units"]
+
+
+def sweep(
+    configs: Sequence[Config],
+    study: Study,
+    *,
+    engine: str = "local",
+    address: str | None = None,
+    roots: Mapping[str, Path] | None = None,
+    size: int = 8,
+    retries: int = 3,
+    every: float = 300.0,
+    watcher: Watcher | None = None,
+) -> bool:
+    """Carry out a study, fleet by fleet; returns whether everything is finished.
+
+    Args:
+        configs: the trainings.
+        study: where results and checkpoints go; on a cluster, workers keep their checkpoints in the same folder of
+            their own file system.
+        engine: "local", or "ray".
+        address: of an existing Ray cluster; None: one is started on this machine.
+        roots: folders of the data, by name, as the workers see them.
+        size: trainings in a fleet.
+        retries: how often a fleet whose worker died is started again.
+        every: seconds between checkpoints.
+        watcher: told what happens, for the local engine.
+    """
+    folders = {name: Path(root).absolute() for name, root in (roots or {}).items()}
+    if engine == "local":
+        return study.run(configs, roots=folders, size=size, every=every, watcher=watcher or Silent())
+    if engine != "ray":
+        raise ValueError(f"engine must be local or ray, got {engine!r}")
+    return _on_ray(configs, study, address, folders, size, retries, every)
+
+
+def units(configs: Sequence[Config], size: int) -> list[list[Config]]:
+    """The trainings cut into fleets: one network and data set in each, so that what is compiled is shared.
+
+    >>> made = [Config(model=m, data="digits", method="Adam", lr=1e-3) for m in ("VGG16", "ResNet20", "VGG16")]
+    >>> [[config.model for config in unit] for unit in units(made, 2)]
+    [['VGG16', 'VGG16'], ['ResNet20']]
+    """
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    kinds: dict[tuple[str, str, str], list[Config]] = {}
+    for config in configs:
+        kinds.setdefault((config.model, config.norm, config.data), []).append(config)
+    return [kind[k : k + size] for kind in kinds.values() for k in range(0, len(kind), size)]
+
+
+def _on_ray(
+    configs: Sequence[Config],
+    study: Study,
+    address: str | None,
+    roots: Mapping[str, Path],
+    size: int,
+    retries: int,
+    every: float,
+) -> bool:
+    ray = _ray()
+    started = not ray.is_initialized()
+    if started:
+        quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+        ray.init(address=address, **({} if address else quiet))
+    try:
+        done = study.store.keys()
+        left = [config for config in dict.fromkeys(configs) if config.key not in done]
+        gpus = ray.cluster_resources().get("GPU", 0)
+        needs = {"num_gpus": 1} if gpus else {"num_cpus": 1}
+        # Ray itself starts a task again whose worker died; an error in the task is an error of the study.
+        work = ray.remote(**needs, max_retries=retries)(_work)
+        waiting = []
+        for unit in units(left, size):
+            plain = [config.to_dict() for config in unit]
+            folders = {name: str(root) for name, root in roots.items()}
+            waiting.append(work.remote(plain, str(study.work.absolute()), folders, every))
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1)
+            for unit_results in ray.get(ready):
+                study.store.add(Result.from_dict(values) for values in unit_results)
+    finally:
+        if started:
+            ray.shutdown()
+    return {config.key for config in configs} <= study.store.keys()
+
+
+def _work(configs: list[dict[str, Any]], folder: str, roots: dict[str, str], every: float) -> list[dict[str, Any]]:
+    """What a worker does: a fleet with a store of its own, which a second start finds."""
+    unit = [Config.from_dict(values) for values in configs]
+    name = hashlib.sha256("".join(sorted(config.key for config in unit)).encode()).hexdigest()[:12]
+    study = Study(f"fleet-{name}", Path(folder), Path(folder))
+    study.work.mkdir(parents=True, exist_ok=True)
+    (study.work / "worker").write_text(str(os.getpid()))
+    paths = {key: Path(root) for key, root in roots.items()}
+    study.run(unit, roots=paths, device=pick_device(), size=len(unit), every=every)
+    return [result.to_dict() for result in study.store.results()]
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("many machines need Ray: pip install 'steradian[scale]'") from error
+    return ray

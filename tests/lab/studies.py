@@ -1,0 +1,59 @@
+"""Small studies that the tests of the lab share."""
+
+from dataclasses import replace
+
+from steradian.groups import Group, Groups
+from steradian.lab import networks
+from steradian.lab.config import Config
+from steradian.lab.data import DataSet, Images, Resident, load
+from steradian.lab.fleet import Fleet
+from steradian.lab.results import Store
+
+CONFIG = Config(
+    model="VGG16",
+    data="digits",
+    method="Adam w/o (abc)",
+    lr=1e-3,
+    weight_decay=1e-4,
+    epochs=3,
+    milestones=(2,),
+    batch_size=16,
+    precision="float32",
+    width=4,
+)
+
+
+def few(device="cpu", train=120, test=40):
+    """A corner of the digits, so that an epoch is a moment."""
+    whole = load("digits")
+    cut = DataSet(
+        "digits",
+        Images(whole.train.pixels[:train], whole.train.labels[:train]),
+        Images(whole.test.pixels[:test], whole.test.labels[:test]),
+        whole.classes,
+    )
+    return Resident(cut, device, validation=0.2)
+
+
+def fleet(tmp_path, data, **options):
+    return Fleet({"digits": data}, Store(tmp_path / "results.json"), tmp_path / "work", **options)
+
+
+def curves(store):
+    return {result.config.key: result.curves for result in store.results()}
+
+
+def methods(*names, **changes):
+    rates = {"SGD-M": 0.1, "AdamG†": 0.01, "SGD": 0.1, "AdaGradG": 0.1}
+    return [replace(CONFIG, method=name, lr=rates.get(name, 1e-3), **changes) for name in names]
+
+
+def without_discovery():
+    """Take every filter of every convolution for a row, as BN has it, without proving it again."""
+
+    def rows(*kind):
+        params = dict(networks._built(*kind).named_parameters())
+        filters = {name: p for name, p in params.items() if p.ndim == 4}
+        return Groups(params, [Group((n,), "filter", len(p), p[0].numel(), "bn", 0.0) for n, p in filters.items()])
+
+    networks._rows = rows

@@ -1,0 +1,69 @@
+"""Configurations and the paper's figures: keys that last, milestones that scale, tables copied right."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from steradian.lab import paper
+from steradian.lab.config import METHODS, Config
+
+CONFIG = Config(model="ResNet20", data="cifar10", method="Adam w/o (ab)", lr=1e-3, weight_decay=1.25e-4)
+
+
+def test_a_key_names_one_configuration_for_ever():
+    assert CONFIG.key == "resnet20-bn-cifar10-adam-w-o-ab-s0-d46507fc"  # results refer to it
+    assert Config.from_dict(json.loads(json.dumps(CONFIG.to_dict()))) == CONFIG
+    others = [
+        replace(CONFIG, **{name: value})
+        for name, value in {"seed": 1, "lr": 2e-3, "betas": (0.9, 0.999), "milestones": (1,), "width": 8}.items()
+    ]
+    assert len({CONFIG.key, *(other.key for other in others)}) == 6
+    assert [other.setting == CONFIG.setting for other in others] == [True, False, False, False, False]
+
+
+def test_the_rate_falls_at_milestones():
+    factors = [CONFIG.rate_factor(epoch) for epoch in range(405)]
+    assert [factors.index(f) for f in sorted(set(factors), reverse=True)] == [0, 135, 225, 315]
+    assert math.isclose(factors[-1], 1e-3)
+    assert CONFIG.scaled(81).milestones == (27, 45, 63)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"method": "Adam w/o (b)"}, "method must be one of"),
+        ({"precision": "fp8"}, "precision must be one of"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"seed": -1}, "seed must be at least 0"),
+    ],
+)
+def test_bad_settings_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        replace(CONFIG, **change)
+    with pytest.raises(ValueError, match="unknown or missing fields: colour, model"):
+        Config.from_dict({"colour": 1, "data": "digits", "method": "Adam", "lr": 1.0})
+
+
+def test_the_papers_tables_are_whole():
+    for norm, rows in (("bn", 7), ("bn-no-affine", 6)):
+        table = paper.ACCURACY[norm]
+        assert len(table) == rows
+        assert set(table) <= set(METHODS)
+        assert all(tuple(row) == paper.COLUMNS for row in table.values())
+        for column in paper.COLUMNS:  # as the text says, (ab) or (abc) is the best of the Adam variants
+            best = max((m for m in table if m != "SGD-M"), key=lambda m: table[m][column].mean)
+            assert best in ("Adam w/o (ab)", "Adam w/o (abc)")
+    assert set(paper.BEST) == set(paper.LEARNING_RATE) == set(paper.ACCURACY["bn"])
+
+
+def test_best_values_are_on_the_grid_that_the_paper_printed_rounded():
+    for method, row in paper.BEST.items():
+        assert paper.LEARNING_RATE[method] in paper.GRID["lr"]
+        for setting in row.values():
+            assert setting.weight_decay in paper.GRID["weight_decay"]
+            assert setting.beta2 in paper.GRID["beta2"]
+    assert paper.BEST["Adam w/o (a)"][("ResNet20", "cifar10")].weight_decay == 1e-3 / 32  # printed as 0.31e-4
+    assert len(paper.GRID["weight_decay"]) == 8

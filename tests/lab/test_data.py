@@ -1,0 +1,251 @@
+"""Data: every source gives the same arrays, damage is noticed, pickles run nothing, batches are pure functions."""
+
+import hashlib
+import io
+import json
+import pickle
+import sys
+import tarfile
+import types
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.io import savemat
+
+from steradian.lab.data import DataSet, Images, Resident, epoch_plan, load, pack
+from steradian.lab.data.archives import read_archive, unpickle
+
+RANDOM = np.random.default_rng(0)
+
+
+def images(count, size=32, channels=3, classes=10):
+    return Images(
+        RANDOM.integers(0, 256, (count, size, size, channels), dtype=np.uint8), RANDOM.integers(0, classes, count)
+    )
+
+
+def data(name="cifar10", train=12, test=5, **kind):
+    names = [f"class {k}" for k in range(10)]
+    return DataSet(name, images(train, **kind), images(test, **kind), names)
+
+
+def assert_same(one, other):
+    for split in ("train", "test"):
+        np.testing.assert_array_equal(getattr(one, split).pixels, getattr(other, split).pixels)
+        np.testing.assert_array_equal(getattr(one, split).labels, getattr(other, split).labels)
+    assert list(one.classes) == list(other.classes)
+
+
+@pytest.mark.parametrize("kind", [{"size": 32}, {"size": 8, "channels": 1}, {"size": 7, "train": 10_050}])
+def test_packed_data_come_back_exactly(tmp_path, kind):
+    before = data("mine", **kind)
+    pack(before, tmp_path, effort=0)
+    assert_same(load("mine", tmp_path), before)
+
+
+def test_packed_data_notice_damage_and_strange_names(tmp_path):
+    pack(data(), tmp_path, effort=0)
+    with pytest.raises(ValueError, match="holds cifar10, not svhn"):
+        load("svhn", tmp_path)
+    labels = tmp_path / "test-labels.npy"
+    labels.write_bytes(labels.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(ValueError, match=r"test-labels\.npy is damaged"):
+        load("cifar10", tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    meta["splits"]["train"]["labels"] = "../labels.npy"
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="must be a name in the same folder"):
+        load("cifar10", tmp_path)
+
+
+def md5(path):
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def cifar_archive(path, name, protocol):
+    """An archive as the authors made theirs: pickled dictionaries of bytes with one row per image."""
+    made = data(name, train=10, test=4)
+
+    def rows(split):
+        return split.pixels.transpose(0, 3, 1, 2).reshape(len(split), -1)
+
+    if name == "cifar10":
+        folder, label = "cifar-10-batches-py", b"labels"
+        parts = [Images(made.train.pixels[k : k + 2], made.train.labels[k : k + 2]) for k in range(0, 10, 2)]
+        files = {f"data_batch_{k}": part for k, part in enumerate(parts, start=1)} | {"test_batch": made.test}
+        names = {"batches.meta": {b"label_names": [c.encode() for c in made.classes]}}
+    else:
+        folder, label = "cifar-100-python", b"fine_labels"
+        files = {"train": made.train, "test": made.test}
+        names = {"meta": {b"fine_label_names": [c.encode() for c in made.classes]}}
+    contents = {f: {b"data": rows(s), label: s.labels.tolist()} for f, s in files.items()} | names
+    with tarfile.open(path, "w:gz") as archive:
+        for file, content in contents.items():
+            packed = pickle.dumps(content, protocol=protocol)
+            info = tarfile.TarInfo(f"{folder}/{file}")
+            info.size = len(packed)
+            archive.addfile(info, io.BytesIO(packed))
+    return made
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_original_archives_are_read(tmp_path, name, protocol):
+    path = tmp_path / f"cifar-{name[5:]}-python.tar.gz"
+    made = cifar_archive(path, name, protocol)
+    assert_same(read_archive(name, tmp_path, checksums={path.name: md5(path)}), made)
+    with pytest.raises(ValueError, match="is damaged or not the original"):
+        load(name, tmp_path)
+
+
+def test_svhn_is_read(tmp_path):
+    made = data("svhn")
+    sums = {}
+    for split, file in (("train", "train_32x32.mat"), ("test", "test_32x32.mat")):
+        part = getattr(made, split)
+        labels = np.where(part.labels == 0, 10, part.labels)[:, None]
+        savemat(tmp_path / file, {"X": part.pixels.transpose(1, 2, 3, 0), "y": labels})
+        sums[file] = md5(tmp_path / file)
+    read = read_archive("svhn", tmp_path, checksums=sums)
+    for split in ("train", "test"):
+        np.testing.assert_array_equal(getattr(read, split).pixels, getattr(made, split).pixels)
+        np.testing.assert_array_equal(getattr(read, split).labels, getattr(made, split).labels)
+
+
+class Harmful:
+    def __init__(self, call, *arguments):
+        self.answer = (call, arguments)
+
+    def __reduce__(self):
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "harmful",
+    [Harmful(print, "ran"), Harmful(eval, "1/0"), Harmful(getattr, "x", "y"), np.arange(3), np.array([None])],
+    ids=["print", "eval", "getattr", "int64", "objects"],
+)
+def test_pickles_run_nothing_and_hold_nothing_but_bytes(harmful, capsys):
+    with pytest.raises(ValueError, match="pickle"):
+        unpickle(pickle.dumps({"data": harmful}))
+    assert capsys.readouterr().out == ""
+
+
+def test_an_image_folder_is_read(tmp_path):
+    made = data("mine", size=6)
+    for split in ("train", "test"):
+        for name in made.classes:
+            (tmp_path / split / name).mkdir(parents=True)
+        part = getattr(made, split)
+        for k, label in enumerate(part.labels):
+            Image.fromarray(part.pixels[k]).save(tmp_path / split / f"class {label}" / f"{k:03d}.png")
+    read = load("mine", tmp_path)
+    order = np.argsort(made.train.labels, kind="stable")
+    np.testing.assert_array_equal(read.train.pixels, made.train.pixels[order])
+    np.testing.assert_array_equal(read.train.labels, made.train.labels[order])
+    Image.fromarray(np.zeros((5, 6, 3), dtype=np.uint8)).save(tmp_path / "test" / "class 0" / "odd.png")
+    with pytest.raises(ValueError, match="square and of one size"):
+        load("mine", tmp_path)
+
+
+def test_the_hub_is_asked_where_there_is_no_folder(monkeypatch, tmp_path):
+    """A stand-in for the `datasets` package, which is imported only here."""
+    made, asked = data(), []
+
+    class Rows(list):
+        features = {"label": types.SimpleNamespace(names=list(made.classes))}  # noqa: RUF012
+
+        def __getitem__(self, key):
+            return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
+    def rows(part):
+        pairs = zip(part.pixels, part.labels, strict=True)
+        return Rows({"img": Image.fromarray(p), "label": int(label)} for p, label in pairs)
+
+    def load_dataset(*arguments):
+        asked.append(arguments)
+        return {"train": rows(made.train), "test": rows(made.test)}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert_same(load("cifar10"), made)
+    assert asked == [("uoft-cs/cifar10", "plain_text")]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        load("cifar10")
+    with pytest.raises(ValueError, match="data must be one of digits, cifar10"):
+        load("flowers")
+    with pytest.raises(ValueError, match="root must be a folder"):
+        load("cifar10", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="neither meta"):
+        load("cifar10", tmp_path)
+
+
+def test_batches_are_crops_and_mirror_images():
+    """Against cutting and flipping the padded image by hand."""
+    resident = Resident(data(train=40, size=8), validation=0.25, pad=2)
+    assert resident.counts == {"train": 30, "validation": 10, "test": 5}
+    assert resident.views == 5 * 5 * 2
+    plan = resident.plan(seed=3, epoch=1, batch=15)
+    assert sorted(plan.reshape(-1) // resident.views) == list(range(30))
+    for codes in plan:
+        batch, [labels] = resident.batch(torch.from_numpy(codes)[None])
+        assert batch.is_contiguous(memory_format=torch.channels_last)
+        for k, code in enumerate(codes.tolist()):
+            image, view = divmod(code, resident.views)
+            place, mirrored = divmod(view, 2)
+            down, right = divmod(place, 5)
+            padded = resident.train_pixels[image].view(12, 12, 3)
+            cut = padded[down : down + 8, right : right + 8]
+            cut = cut.flip(1) if mirrored else cut
+            normalized = (cut.float() - resident.mean) * resident.scale
+            torch.testing.assert_close(batch[k], normalized.permute(2, 0, 1))
+            assert labels[k] == resident.train_labels[image]
+
+
+def test_training_pixels_are_centred_and_of_unit_spread():
+    made = data(train=200, size=4)
+    resident = Resident(made, validation=0.1, pad=0, flip=False)
+    codes = torch.arange(resident.counts["train"])
+    batch, _ = resident.batch(codes[None])
+    torch.testing.assert_close(batch.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch.std(dim=(0, 2, 3), correction=0), torch.ones(3), atol=1e-5, rtol=0)
+
+
+def test_chunks_cover_each_part_once():
+    made = data(train=16, test=7, size=4)
+    resident = Resident(made, validation=0.25)
+    seen = {}
+    for part, (start, end) in resident.spans.items():
+        seen[part] = []
+        for at in range(start, end, 3):
+            pixels, labels, there = resident.chunk(torch.tensor([at]), torch.tensor([end]), 3)
+            assert pixels.shape == (3, 3, 4, 4)
+            seen[part] += labels[there].tolist()
+    assert seen["test"] == made.test.labels.tolist()
+    assert sorted(seen["validation"] + resident.train_labels.tolist()) == sorted(made.train.labels.tolist())
+
+
+def test_members_see_their_own_batches_side_by_side():
+    resident = Resident(data(train=40, size=8), validation=0.25, pad=2)
+    codes = torch.from_numpy(np.stack([resident.plan(seed, 0, 6)[0] for seed in range(3)]))
+    images, labels = resident.batch(codes)
+    assert images.shape == (6, 9, 8, 8)
+    for m, line in enumerate(codes):
+        alone, [its] = resident.batch(line[None])
+        torch.testing.assert_close(images[:, 3 * m : 3 * m + 3], alone, rtol=0, atol=0)
+        assert torch.equal(labels[m], its)
+    span = [torch.tensor([k]) for k in resident.spans["test"]]
+    together, alone = resident.chunk(*span, 4, members=2)[0], resident.chunk(*span, 4)[0]
+    assert torch.equal(together, torch.cat([alone, alone], dim=1))
+
+
+def test_plans_depend_on_seed_and_epoch_alone():
+    kind = {"images": 100, "batch": 10, "views": 4}
+    np.testing.assert_array_equal(epoch_plan(1, 2, **kind), epoch_plan(1, 2, **kind))
+    different = {epoch_plan(s, e, **kind).tobytes() for s in range(4) for e in range(4)}
+    assert len(different) == 16
+    with pytest.raises(ValueError, match="batch must be at most"):
+        epoch_plan(0, 0, images=5, batch=6, views=1)

@@ -1,0 +1,372 @@
+"""Trainings and fleets: against a plain loop, alone and among others, killed, late and diverging."""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from steradian.lab.config import METHODS
+from steradian.lab.fleet import Fleet, prepare_device
+from steradian.lab.launch import Plain
+from steradian.lab.results import Result, Store
+from steradian.lab.training import Execution, Training
+
+from lab.studies import CONFIG, curves, few, fleet, methods
+
+CUDA = torch.cuda.is_available()
+KINDS = ["SGD-M", "AdamG†", "Adam w/o (abc)", "AdaGradG", "AdaGrad"]  # one of each kind of state
+
+
+@pytest.fixture(scope="module")
+def data():
+    return few()
+
+
+def test_a_training_is_the_plain_loop(data):
+    """Against torch.optim.Adam written out, batch by batch."""
+    config = replace(CONFIG, method="Adam", epochs=2, milestones=(1,))
+    training = Training(config, data)
+    twin = Training(config, data).model
+    optimizer = torch.optim.Adam(twin.parameters(), config.lr, config.betas, weight_decay=config.weight_decay)
+    losses = []
+    for epoch in range(2):
+        optimizer.param_groups[0]["lr"] = config.lr * (1.0 if epoch == 0 else 0.1)
+        mean = 0.0
+        for codes in data.plan(config.seed, epoch, config.batch_size):
+            images, [labels] = data.batch(torch.from_numpy(codes)[None])
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(twin(images), labels)
+            loss.backward()
+            optimizer.step()
+            mean += loss.item()
+        losses.append(mean / training.steps)
+        training.run_epoch()
+    np.testing.assert_allclose(training.curves["train_loss"], losses, rtol=1e-6)
+    for p, q in zip(training.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    twin.eval()
+    for part in ("validation", "test"):
+        start, end = data.spans[part]
+        images, labels, _ = data.chunk(torch.tensor([start]), torch.tensor([end]), end - start)
+        hits = (twin(images).argmax(1) == labels).double().mean().item()
+        assert math.isclose(training.curves[f"{part}_accuracy"][-1], 100 * hits)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_goes_on_from_its_state_and_treats_the_rest_alike(data, method):
+    [config] = methods(method, epochs=2)
+    whole, first = Training(config, data), Training(config, data)
+    whole.run_epoch()
+    whole.run_epoch()
+    first.run_epoch()
+    state = first.state()
+    first.run_epoch()  # a state shares no memory with the training that gave it
+    second = Training(config, data)
+    second.load(state)
+    second.run_epoch()
+    assert second.curves == whole.curves == first.curves
+    assert whole.finished
+    assert not whole.diverged
+    assert all(torch.equal(p, q) for p, q in zip(whole.weights().values(), second.weights().values(), strict=True))
+
+
+def test_only_rows_differ_between_adam_and_its_variants(data):
+    """After one step from the same start, whatever has no rows is where Adam put it."""
+    made = {}
+    for config in methods("Adam", "AdamW†", "AdamG†", "Adam w/o (a)", "Adam w/o (ab)", "Adam w/o (abc)"):
+        training = Training(config, data)
+        training.take(1)
+        made[config.method] = training
+    adam = made.pop("Adam")
+    for method, training in made.items():
+        for name in training.groups.rest:
+            torch.testing.assert_close(training.groups.params[name], adam.groups.params[name], msg=f"{method} {name}")
+        moved = [
+            n for n in training.groups.layouts if not torch.equal(training.groups.params[n], adam.groups.params[n])
+        ]
+        assert moved
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_member_goes_on_alone_and_with_others(data, method):
+    """States of members are states of single trainings, and the other way round."""
+    configs = [replace(config, seed=seed) for seed in (0, 1) for config in methods(method, epochs=2)]
+    together, alone = Training(configs, data), Training(configs[1], data)
+    together.run_epoch()
+    alone.load(together.state(1))
+    again = Training(configs[::-1], data)
+    again.load(together.state(1), together.state(0))
+    for training in (together, alone, again):
+        training.run_epoch()
+    for name, tensor in alone.weights().items():
+        torch.testing.assert_close(together.weights(1)[name], tensor, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(again.weights(0)[name], tensor, rtol=1e-3, atol=1e-4)
+    assert alone.epoch == 2
+    with pytest.raises(ValueError, match="differ by their seed alone"):
+        Training([configs[0], replace(configs[1], lr=0.5)], data)
+
+
+def test_seeds_carried_out_as_one_give_the_results_of_each(tmp_path, data):
+    configs = [replace(c, seed=seed) for c in methods("Adam", "Adam w/o (abc)", epochs=2) for seed in range(3)]
+    apart = fleet(tmp_path / "apart", data, size=6)
+    together = fleet(tmp_path / "together", data, size=6, execution=Execution(members=2))
+    assert [len(squad) for squad in together._squads(configs)] == [2, 1, 2, 1]
+    assert apart.run(configs)
+    assert together.run(configs)
+    for key, expected in curves(apart.store).items():
+        np.testing.assert_allclose(curves(together.store)[key]["train_loss"], expected["train_loss"], rtol=1e-3)
+
+
+def test_a_run_in_a_fleet_is_the_run_alone(tmp_path, data):
+    configs = [replace(c, seed=seed) for seed in (0, 1) for c in methods("Adam", "AdamG†", "Adam w/o (abc)", "SGD-M")]
+    together = fleet(tmp_path / "together", data, size=8)
+    assert together.run(configs)
+    for config in configs[:3]:
+        alone = Training(config, data)
+        while not alone.finished:
+            alone.run_epoch()
+        rounded = Result.from_dict(Result(config, alone.curves).to_dict()).curves
+        assert curves(together.store)[config.key] == rounded
+
+
+def test_finished_trainings_are_not_repeated_and_the_rest_is_queued(tmp_path, data, monkeypatch):
+    configs = methods("Adam", "SGD-M", "Adam w/o (a)", epochs=1)
+    study = fleet(tmp_path, data, size=1)
+    assert study.run(configs[:2])
+    before = study.store.path.read_bytes()
+    started = []
+    start = Fleet._start
+    monkeypatch.setattr(Fleet, "_start", lambda self, config: started.append(config) or start(self, config))
+    assert study.run([*configs, *configs])
+    assert started == [configs[2:]]
+    assert len(study.store.results()) == 3
+    assert study.run(configs)
+    assert len(started) == 1
+    assert before != study.store.path.read_bytes()
+    assert not list((tmp_path / "work" / "checkpoints").glob("*"))
+
+
+def test_time_that_is_over_stops_at_a_checkpoint(tmp_path, data):
+    """With a clock of its own: every question takes a second, so a budget is a number of epochs."""
+    ticks = iter(range(10**9))
+    configs = methods("Adam", "Adam w/o (abc)", epochs=5)
+    study = fleet(tmp_path, data, clock=lambda: float(next(ticks)))
+    sittings = 1
+    while not study.run(configs, seconds=30):
+        saved = list((tmp_path / "work" / "checkpoints").glob("*.pt"))
+        assert saved
+        sittings += 1
+        assert sittings < 20
+    assert sittings > 1
+    whole = fleet(tmp_path / "whole", data)
+    whole.run(configs)
+    assert curves(study.store) == curves(whole.store)
+
+
+def test_a_diverging_run_is_recorded_and_stops_nobody(tmp_path, data):
+    [wild] = methods("SGD", epochs=3)
+    wild, calm = replace(wild, lr=1e30, norm="wn"), CONFIG
+    study = fleet(tmp_path, data)
+    assert study.run([wild, calm])
+    found = {result.config.key: result for result in study.store.results()}
+    assert found[wild.key].diverged
+    assert len(found[wild.key].curves["train_loss"]) < 3 or math.isnan(found[wild.key].curves["train_loss"][-1])
+    assert math.isnan(found[wild.key].accuracy)
+    assert not found[calm.key].diverged
+    assert len(found[calm.key].curves["train_loss"]) == 3
+
+
+def test_training_goes_on_from_kept_weights(tmp_path, data):
+    study = fleet(tmp_path, data, keep_weights=True)
+    study.run([CONFIG])
+    tuned = replace(CONFIG, method="SGD", lr=1e-3, epochs=1, milestones=(), start=CONFIG.key)
+    started = study._start([tuned]).training
+    kept = torch.load(tmp_path / "work" / "weights" / f"{CONFIG.key}.pt", weights_only=True)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in started.weights().items())
+    assert study.run([tuned])
+    with pytest.raises(ValueError, match="no weights of nobody"):
+        study.run([replace(tuned, start="nobody")])
+
+
+def test_wrong_use_is_said(tmp_path, data):
+    with pytest.raises(ValueError, match="size must be at least 1"):
+        fleet(tmp_path, data, size=0).run([CONFIG])
+    with pytest.raises(ValueError, match="data must hold cifar10, got digits"):
+        fleet(tmp_path, data).run([replace(CONFIG, data="cifar10")])
+    with pytest.raises(ValueError, match="belongs to another training"):
+        Training(CONFIG, data).load(Training(replace(CONFIG, seed=1), data).state())
+    with pytest.raises(ValueError, match="captured must be None or False on a CPU"):
+        Training(CONFIG, data, execution=Execution(captured=True))
+
+
+STUDY = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from lab.studies import few, fleet, methods, without_discovery
+without_discovery()  # which is not what is killed here
+data = few(train=60, test=20)
+configs = methods("Adam", "AdamG†", "Adam w/o (abc)", "SGD-M", epochs=5)
+print("ready", flush=True)
+for folder in sys.stdin:  # a fresh process for each line, without importing everything again
+    child = os.fork()
+    if not child:
+        fleet(Path(folder.strip()), data, size=3, every=0.0).run(configs)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+class Starter:
+    """Starts processes that carry out the study in a folder."""
+
+    def __init__(self):
+        code = STUDY.format(tests=str(Path(__file__).parent.parent))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+
+    def __enter__(self):
+        assert self.process.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(self, *_):
+        self.process.communicate(timeout=60)
+
+    def run(self, folder, *, kill_after=None):
+        """Whether the study came to its end before it was killed."""
+        print(folder, file=self.process.stdin, flush=True)
+        child = int(self.process.stdout.readline())
+        if kill_after is not None:
+            time.sleep(kill_after)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        return int(self.process.stdout.readline()) == 0
+
+
+def test_a_study_killed_ten_times_gives_the_same_result(tmp_path):
+    random, kills, study = np.random.default_rng(), 0, 0
+    with Starter() as starter:
+        began = time.monotonic()
+        assert starter.run(tmp_path / "whole")
+        whole = time.monotonic() - began
+        while kills < 10:
+            # Anywhere: in a step, in an evaluation, in a write. A study that came to its end is followed by another.
+            ended = starter.run(tmp_path / f"killed {study}", kill_after=random.uniform(0.05, 0.3) * whole)
+            kills, study = kills + (not ended), study + ended
+        assert starter.run(tmp_path / f"killed {study}")
+    expected = curves(Store(tmp_path / "whole" / "results.json"))
+    assert len(expected) == 4
+    for number in range(study + 1):
+        assert curves(Store(tmp_path / f"killed {number}" / "results.json")) == expected
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_preparing_a_capture_leaves_no_trace_and_moves_no_memory(data, method, monkeypatch):
+    """All that a capture needs but the graph: steps are rehearsed and undone, also in the middle of an epoch."""
+    monkeypatch.setattr(Training, "_launcher", lambda self, work, together=1: Plain(work))
+    configs = [replace(config, seed=seed) for seed in (0, 1) for config in methods(method, epochs=2)]
+    plain, prepared = Training(configs, data), Training(configs, data)
+    prepared.execution = replace(prepared.execution, captured=True)
+    for training in (plain, prepared):
+        training.take_plainly()
+        training.take(2)
+    where = _addresses(prepared)
+    for _ in range(2):
+        plain.run_epoch()
+        prepared.run_epoch()
+    assert _addresses(prepared) == where
+    for one, other in zip(plain.members, prepared.members, strict=True):
+        assert one.curves["train_loss"] == other.curves["train_loss"]
+        assert one.curves["test_accuracy"] == other.curves["test_accuracy"]
+    again = Training(configs, data)
+    again.execution = prepared.execution
+    middle = Training(configs, data)
+    middle.run_epoch()
+    again.load(middle.state(0), middle.state(1))
+    again.run_epoch()
+    assert again.curves["train_loss"] == plain.curves["train_loss"]
+
+
+def _addresses(training):
+    states = [state for optimizer in training.optimizers for state in optimizer.state.values()]
+    tensors = [*training.model.state_dict().values(), *(t for state in states for t in state.values() if t.ndim)]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.fixture
+def exact():
+    """float32 on a GPU, the same every time."""
+    flags = torch.backends.cudnn
+    before = flags.benchmark, flags.deterministic
+    prepare_device(torch.device("cuda"), exact=True)
+    yield
+    flags.benchmark, flags.deterministic = before
+
+
+def steps(config, data, count, **execution):
+    training = Training(config, data, execution=Execution(**execution))
+    while count:
+        training.take(1)
+        count -= 1
+    torch.cuda.synchronize()
+    return training
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_a_run_in_a_fleet_is_the_run_alone(exact, compiled):
+    data = few("cuda", train=1000, test=100)
+    configs = [replace(c, seed=s) for s in (0, 1) for c in methods("Adam", "AdamG†", "Adam w/o (abc)", "SGD-M")]
+    fellows = [Training(config, data, execution=Execution(compiled=compiled)) for config in configs]
+    for _ in range(10):
+        for training in fellows:
+            training.take(5)
+    torch.cuda.synchronize()
+    for training in fellows:
+        alone = steps(training.config, data, 50, compiled=compiled).weights()
+        for name, tensor in training.weights().items():
+            torch.testing.assert_close(alone[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("method", METHODS)
+def test_on_a_gpu_replayed_steps_are_the_plain_steps(exact, method):
+    """Over a few steps, since plain steps round otherwise: the optimizers are not the fused ones."""
+    data = few("cuda", train=1000, test=100)
+    configs = [replace(config, seed=seed) for seed in (0, 1) for config in methods(method)]
+    plain = steps(configs[1], data, 5, captured=False, fused=False, channels_last=False)
+    for training in (
+        steps(configs[1], data, 5),
+        steps(configs[::-1], data, 5),
+        steps(configs[1], data, 5, together=2),
+        steps(configs[1], data, 5, fused=False),
+    ):
+        for name, tensor in training.weights().items():
+            torch.testing.assert_close(tensor, plain.weights()[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_on_a_gpu_a_study_in_sittings_is_the_study_in_one(exact, tmp_path):
+    data = few("cuda", train=400, test=100)
+    configs = [replace(c, seed=s) for s in (0, 1) for c in methods("Adam", "Adam w/o (abc)", epochs=4)]
+    whole, parts = fleet(tmp_path / "whole", data), fleet(tmp_path / "parts", data)
+    assert whole.run(configs)
+    ticks = iter(range(10**9))
+    parts.clock = lambda: float(next(ticks))
+    sittings = 1
+    while not parts.run(configs, seconds=40):
+        sittings += 1
+        assert sittings < 50
+    assert sittings > 1
+    for key, expected in curves(whole.store).items():
+        np.testing.assert_allclose(curves(parts.store)[key]["train_loss"], expected["train_loss"], rtol=1e-4)

@@ -1,0 +1,102 @@
+"""The paper's networks: their standard sizes, and the rows that each normalization gives them."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from steradian import find_groups
+from steradian.lab.config import Config
+from steradian.lab.models import MODELS, NORMS, WeightNormConv2d, build
+from steradian.lab.networks import fill, member, network, stack
+
+
+def convolutions(model):
+    return {name + ".weight": m for name, m in model.named_modules() if isinstance(m, torch.nn.Conv2d)}
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "layers"),
+    # He et al. give 0.27 million; the other two are 11.17 and 14.72 million with this stem and one linear layer.
+    [("ResNet20", 269_722, 19), ("ResNet18", 11_173_962, 20), ("VGG16", 14_724_042, 13)],
+)
+def test_the_standard_networks_have_their_known_sizes(name, parameters, layers):
+    model = build(name)
+    assert count(model) == parameters
+    assert len(convolutions(model)) == layers
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+    assert count(build(name, norm="bn-no-affine")) < parameters
+    assert build(name, classes=100)(torch.randn(2, 3, 32, 32)).shape == (2, 100)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_convolution_has_the_rows_of_its_normalization(name, norm):
+    torch.manual_seed(0)
+    model = build(name, norm=norm, channels=1, size=8, width=8)
+    groups = find_groups(model, torch.randn(8, 1, 8, 8))
+    expected = {}
+    for weight, layer in convolutions(model).items():
+        blocks = math.gcd(8, layer.out_channels)
+        spec = {"gn": "filter" if blocks == layer.out_channels else blocks, "ln": "tensor"}.get(norm, "filter")
+        expected[weight] = spec
+    assert groups.layouts == expected
+    assert not groups.joint
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_networks_that_are_one_are_the_networks_alone(name, norm):
+    """Logits and gradients of three as one, in float64, where nothing but mathematics can differ."""
+    torch.manual_seed(0)
+    kind = {"norm": norm, "channels": 2, "size": 8, "width": 8, "classes": 5}
+    alone = [build(name, **kind).double() for _ in range(3)]
+    images = torch.randn(3, 6, 2, 8, 8, dtype=torch.float64)
+    together = build(name, **kind, members=3).double()
+    fill(together, stack([single.state_dict() for single in alone]))
+    logits = together(images.transpose(0, 1).flatten(1, 2))
+    cotangents = torch.randn_like(logits)
+    (logits * cotangents).sum().backward()
+    gradients = {parameter: p.grad for parameter, p in together.named_parameters()}
+    for number, single in enumerate(alone):
+        own = single(images[number])
+        torch.testing.assert_close(logits[number], own)
+        (own * cotangents[number]).sum().backward()
+        for parameter, gradient in member(gradients, number, 3).items():
+            torch.testing.assert_close(gradient, single.get_parameter(parameter).grad, rtol=1e-7, atol=1e-9)
+        for buffer, value in member(dict(together.named_buffers()), number, 3).items():
+            torch.testing.assert_close(value, single.get_buffer(buffer))
+
+
+@pytest.mark.parametrize("norm", ["bn", "gn", "ln"])
+def test_the_rows_of_networks_that_are_one_are_their_rows(norm):
+    """What the members' layouts say of the stacked tensors, found again by discovery."""
+    config = Config(model="VGG16", data="digits", method="Adam", lr=1e-3, norm=norm, width=8)
+    data = SimpleNamespace(channels=1, classes=10, size=8)
+    model, groups = network([config, replace(config, seed=1)], data)
+    found = find_groups(model, torch.randn(8, 2, 8, 8))
+    assert {g.names: (g.rows, g.size) for g in found.groups} == {g.names: (g.rows, g.size) for g in groups.groups}
+
+
+def test_weight_norm_has_weights_of_length_gain():
+    layer = WeightNormConv2d(3, 4, 3, 1)
+    with torch.no_grad():
+        layer.gain.copy_(torch.arange(1.0, 5.0).view(4, 1, 1, 1))
+    # A picture with one lit pixel reads the weights off the output.
+    picture = torch.zeros(3, 3, 5, 5)
+    picture[torch.arange(3), torch.arange(3), 2, 2] = 1
+    read = layer(picture)[:, :, 1:4, 1:4].detach()
+    torch.testing.assert_close(read.pow(2).sum(dim=(0, 2, 3)).sqrt(), torch.arange(1.0, 5.0))
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="model must be one of ResNet20"):
+        build("ResNet21")
+    with pytest.raises(ValueError, match="norm must be one of bn"):
+        build("VGG16", norm="batch")

@@ -1,0 +1,120 @@
+"""The command line: every command explains itself with an example, works, and says in one line what is wrong."""
+
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from steradian.cli import main
+from steradian.lab.results import Store
+
+COMMANDS = ["demo", "inspect", "train", "reproduce", "table", "figure", "report", "data pack", "data check", "bench"]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run the command line in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["steradian", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as done:
+            code = done.code
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=code or 0, out=out, err=err)
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_an_example(call, command):
+    done = call(*command.split(), "--help")
+    assert done.code == 0
+    assert f"Example: steradian {command}" in done.out
+
+
+def test_the_commands_are_these(call):
+    shown = call("--help").out
+    assert all(command.split()[0] in shown for command in COMMANDS)
+
+
+def test_python_m_steradian_is_the_command_line():
+    call = [sys.executable, "-m", "steradian", "reproduce", "nothing"]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("steradian: recipe must be one of tables")
+    assert "Traceback" not in done.stderr
+
+
+def test_inspect_prints_the_rows(call):
+    target = "steradian.lab.models:small_cnn"
+    done = call("inspect", target, "--input", "8x1x8x8")
+    assert done.code == 0
+    assert re.search(r"block2\.conv\.weight +filter +32 × 144 +block2\.bn", done.out)
+    assert "head.weight" in call("inspect", target, "--input", "8x1x8x8", "--explain", "head.weight").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("inspect nothing --input 2x3", "package.module:factory"),
+        ("inspect no_such_module:x --input 2x3", "no_such_module"),
+        ("inspect steradian.lab.models:nothing --input 2x3", "has no 'nothing'"),
+        ("inspect steradian.lab.models:small_cnn --input 2by3", "8x3x32x32"),
+        ("inspect steradian.lab.models:small_cnn --input 2x3", "model raised"),
+        ("reproduce tables --data flowers", "data must be one of"),
+        ("reproduce tables --data digits --columns ResNet50", "columns must be among"),
+        ("reproduce tables --data digits --engine slurm", "engine must be local or ray"),
+        ("reproduce tables --root .", "root is the folder of one data set"),
+        ("train --device tpu9", "device must be cpu, cuda"),
+        ("train --method Lion", "methods must be among"),
+        ("table nothing", "no results of 'nothing'"),
+        ("figure nothing loss -o x.svg", "no results of 'nothing'"),
+        ("figure nothing pie -o x.svg", "kind must be one of loss, accuracy"),
+        ("figure nothing hypotheses -o x.svg", "nothing to show"),
+        ("data check cifar10 --root nowhere", "root must be a folder"),
+        ("bench nothing", "no benchmark 'nothing'"),
+    ],
+)
+def test_errors_are_one_line(call, arguments, words):
+    done = call(*arguments.split())
+    assert done.code == 1
+    assert words in done.err
+    assert done.err.startswith("steradian: ")
+    assert len(done.err.strip().splitlines()) == 1
+
+
+def test_the_demo_needs_a_folder_it_can_write(call, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = call("demo", "--epochs", "1", "--out", tmp_path / "file")
+    assert done.code == 1
+    assert done.err.startswith("steradian: ")
+
+
+def test_training_a_table_and_a_figure(call, tmp_path):
+    chosen = ["--columns", "VGG16", "--methods", "Adam", "--methods", "AdamW"]
+    done = call("reproduce", "tables", "--data", "digits", "--epochs", 1, "--seeds", 1, *chosen)
+    assert done.code == 0, done.err
+    assert "AdamW†" in done.out
+    assert "by one seed, which says nothing" in done.out
+    results = Store(tmp_path / "results" / "vgg16-digits.json").results()
+    assert {r.config.method for r in results} == {"Adam", "AdamW†"}
+    again = call("reproduce", "tables", "--data", "digits", "--epochs", 1, "--seeds", 1, *chosen)
+    assert "2 of 2 trainings were finished before" in again.out
+    assert "| Adam |" in call("table", "vgg16-digits", "--markdown").out
+    assert call("figure", "vgg16-digits", "loss", "-o", "loss.svg").code == 0
+    assert (tmp_path / "loss.svg").read_text().startswith("<svg")
+    stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)
+    assert "The time is over" in stopped.out
+
+
+def test_data_are_packed_and_checked(call):
+    assert call("data", "pack", "digits", "--out", "packed").code == 0
+    done = call("data", "check", "digits", "--root", "packed")
+    assert done.out == "digits: 1438 training and 359 test images of 8 × 8 × 1, 10 classes\n"
