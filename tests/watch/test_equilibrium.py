@@ -170,7 +170,7 @@ def flat_digits():
     return train.images.flatten(1), train.labels
 
 
-def trained(name, data, *, steps=2700, batch=32):
+def trained(name, data, *, steps=2100, batch=32):
     """The table of a training at a constant rate, its last third, by group."""
     kind, rows, rest = TRAINED[name]
     inputs, labels = data

@@ -196,18 +196,16 @@ def test_our_optimizers(name, network):
     check(seen, twins, steps=range(13), missing=PHENOMENA)
 
 
-@pytest.mark.parametrize("network", ["BN", "GN"])
 @pytest.mark.parametrize(
     "name", marked(MORE_OF_TORCH, NOT_ITS_WEIGHTS, {"SGD dampened", "SGD Nesterov", "SGD ascending"})
 )
-def test_other_settings_of_torchs_optimizers(name, network):
-    check(*train(build(network), MORE_OF_TORCH[name]), steps=range(13))
+def test_other_settings_of_torchs_optimizers(name):
+    check(*train(build("GN"), MORE_OF_TORCH[name]), steps=range(13))
 
 
-@pytest.mark.parametrize("network", ["BN", "LN"])
 @pytest.mark.parametrize("name", MORE_OF_OURS)
-def test_other_settings_of_our_optimizers(name, network):
-    check(*train(build(network), MORE_OF_OURS[name]), steps=range(13), missing=PHENOMENA)
+def test_other_settings_of_our_optimizers(name):
+    check(*train(build("GN"), MORE_OF_OURS[name]), steps=range(13), missing=PHENOMENA)
 
 
 @pytest.mark.parametrize("network", ["BN", "GN", "LN", "WN"])
@@ -271,6 +269,7 @@ def test_a_normalization_whose_epsilon_matters(case):
     "case", [TORCH["SGD-M"], TORCH["AdamW"], OURS["Adam without 'abc'"]], ids=["SGD-M", "AdamW", "Adam without 'abc'"]
 )
 def test_single_precision(case):
+    """float32 has 6e-8; (b1) and (c) are angles of 1e-4 between directions that are summed over many steps."""
     torch.manual_seed(1)
     seen, twins = train(NETWORKS["BN"].build(), case)
     missing = PHENOMENA & set(seen.missing)
