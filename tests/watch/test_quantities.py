@@ -101,16 +101,8 @@ MORE_OF_OURS = {
 }
 
 
-NOT_ITS_WEIGHTS = pytest.mark.xfail(
-    strict=True, reason="(b1), (b2), (c) are measured with the weights β^(k−i) and +∇L, which this step does not have"
-)
-NOT_ITS_MOMENTUM = pytest.mark.xfail(
-    strict=True, reason="(b1), (b2), (c) are measured of Adam's or SGD's momentum, which this step does not have"
-)
-
-
-def marked(cases, mark, names):
-    return [pytest.param(name, marks=mark if name in names else ()) for name in cases]
+OTHER_WEIGHTS = {"SGD dampened", "SGD Nesterov"}
+"""(b1), (b2) and (c) are defined for a momentum whose weights are β^(k−i)."""
 
 
 def schedule(k):
@@ -144,7 +136,7 @@ def train(model, case, *, steps=13, groups=None, settings=None, rates=schedule, 
     return seen, twins
 
 
-def check(seen, twins, *, steps, missing=frozenset(), rtol=1e-7, floor=0.0):
+def check(seen, twins, *, steps, missing=frozenset(), unchecked=frozenset(), rtol=1e-7, floor=0.0):
     """All statistics of all quantities at these steps, and nothing else."""
     table = seen.records()
     found = {
@@ -169,7 +161,8 @@ def check(seen, twins, *, steps, missing=frozenset(), rtol=1e-7, floor=0.0):
     wrong = [
         f"{key}: recorded {found[key]:.12g}, twin {number:.12g}"
         for key, number in expected.items()
-        if not abs(found[key] - number) <= rtol * abs(number) + max(floor, FLOORS.get(key[2], 1e-15))
+        if key[2] not in unchecked
+        and not abs(found[key] - number) <= rtol * abs(number) + max(floor, FLOORS.get(key[2], 1e-15))
     ]
     assert not wrong, f"{len(wrong)} of {len(expected)} differ:\n" + "\n".join(wrong[:20])
 
@@ -196,11 +189,10 @@ def test_our_optimizers(name, network):
     check(seen, twins, steps=range(13), missing=PHENOMENA)
 
 
-@pytest.mark.parametrize(
-    "name", marked(MORE_OF_TORCH, NOT_ITS_WEIGHTS, {"SGD dampened", "SGD Nesterov", "SGD ascending"})
-)
+@pytest.mark.parametrize("name", MORE_OF_TORCH)
 def test_other_settings_of_torchs_optimizers(name):
-    check(*train(build("GN"), MORE_OF_TORCH[name]), steps=range(13))
+    missing = PHENOMENA - {"deformation"} if name in OTHER_WEIGHTS else set()
+    check(*train(build("GN"), MORE_OF_TORCH[name]), steps=range(13), missing=missing)
 
 
 @pytest.mark.parametrize("name", MORE_OF_OURS)
@@ -225,9 +217,11 @@ def test_our_optimizers_every_third_step(name):
     check(*train(build("GN"), OURS[name], every=3), steps=range(0, 13, 3), missing=PHENOMENA)
 
 
-@pytest.mark.parametrize("name", marked(OURS, NOT_ITS_MOMENTUM, OURS.keys() - {"Adam without ''", "Adam without 'a'"}))
+@pytest.mark.parametrize("name", OURS)
 def test_phenomena_of_our_optimizers(name):
-    check(*train(build("BN"), OURS[name], phenomena=True), steps=range(13))
+    """Of a momentum that moves with its rows only (a) can be measured: the others are neutralized."""
+    missing = set() if name in {"Adam without ''", "Adam without 'a'"} else PHENOMENA - {"deformation"}
+    check(*train(build("BN"), OURS[name], phenomena=True), steps=range(13), missing=missing)
 
 
 @pytest.mark.parametrize("case", [TORCH["AdamW"], OURS["Adam without 'ab'"]], ids=["AdamW", "Adam without 'ab'"])
@@ -312,28 +306,26 @@ def test_an_optimizer_that_cannot_be_read_is_observed(kind):
     check(seen, twins, steps=range(13))
 
 
-TELLS_PRODUCTS = pytest.mark.xfail(
-    strict=True, reason="‖c^⊥‖ and ν are divided out of telemetry, and are NaN where the effective rate is 0"
-)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        TORCH["SGD-M"],
-        TORCH["AdamW"],
-        pytest.param(OURS["SGD without 'bc'"], marks=TELLS_PRODUCTS),
-        pytest.param(OURS["Adam without 'abc'"], marks=TELLS_PRODUCTS),
-    ],
-    ids=["SGD-M", "AdamW", "SGD without 'bc'", "Adam without 'abc'"],
-)
+@pytest.mark.parametrize("case", [TORCH["SGD-M"], TORCH["AdamW"]], ids=["SGD-M", "AdamW"])
 def test_a_rate_of_zero(case):
     """A warm-up that begins at 0: the step goes nowhere, but c and ν are what they are."""
     seen, twins = train(build("BN"), case, steps=3, rates=lambda k: k / 4)
     check(seen, twins, steps=range(3), missing=PHENOMENA & set(seen.missing))
 
 
-@pytest.mark.xfail(strict=True, reason="torch's step over lists adds the momentum to p.grad, which is read after it")
+@pytest.mark.parametrize("name", ["SGD without 'bc'", "Adam without 'abc'"])
+def test_a_rate_of_zero_of_our_optimizers(name):
+    """Telemetry holds the product η^e‖c^⊥‖ and η^e: where these are 0, ‖c^⊥‖ and ν are not known."""
+    unknown = {"direction_norm", "nu"}
+    seen, twins = train(build("BN"), OURS[name], steps=3, rates=lambda k: k / 4)
+    table = seen.records()
+    at_zero = table[(table["step"] == 0) & table["quantity"].isin(unknown)]
+    assert len(at_zero)
+    assert at_zero["value"].isna().all()
+    assert not table[(table["step"] > 0) & table["quantity"].isin(unknown)]["value"].isna().any()
+    check(seen, twins, steps=range(3), missing=PHENOMENA & set(seen.missing), unchecked=unknown)
+
+
 def test_nesterov_over_lists():
     case = sgd(momentum=0.8, nesterov=True, l2=0.0)
     seen, twins = train(build("BN"), replace(case, options={**case.options, "foreach": True}), phenomena=False)
@@ -342,13 +334,7 @@ def test_nesterov_over_lists():
 
 @pytest.mark.parametrize(
     "case",
-    [
-        TORCH["AdamW"],
-        pytest.param(
-            OURS["Adam without 'abc', decoupled"],
-            marks=pytest.mark.xfail(strict=True, reason="the decay of the first step is taken for that of all"),
-        ),
-    ],
+    [TORCH["AdamW"], OURS["Adam without 'abc', decoupled"]],
     ids=["AdamW", "Adam without 'abc'"],
 )
 def test_a_weight_decay_that_is_scheduled(case):
@@ -372,7 +358,6 @@ class ScheduledDecay:
         return replace(self.twin, decay=self.decays[row.now]).quantities(row)
 
 
-@pytest.mark.xfail(strict=True, reason="load_state_dict makes new param groups, and the old ones are still read")
 @pytest.mark.parametrize("name", ["SGD-M", "AdamW"])
 def test_a_state_that_is_loaded_while_watched(name):
     model = build("BN")
@@ -447,7 +432,7 @@ def test_rows_that_collapse_and_rows_that_cross_the_origin(kind):
         assert [found[quantity][name] for name in STATISTICS] == pytest.approx(numbers, rel=1e-7, abs=1e-12), quantity
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, pytest.param(optim.SGD, marks=TELLS_PRODUCTS)])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])
 def test_a_collapsed_row_leaves_the_statistics_of_the_others(kind):
     for quantity, numbers in step_over_the_origin(kind).items():
         if quantity not in EQUILIBRIUM:

@@ -7,7 +7,7 @@ from torch import Tensor
 from steradian.groups import Layout
 from steradian.scheme import reader_of
 from steradian.watch._followed import Followed
-from steradian.watch._sources import Seen
+from steradian.watch._sources import Seen, decoupled
 from steradian.watch._station import Station
 from steradian.watch._sweep import Swept, can_sweep
 
@@ -68,7 +68,8 @@ def test_a_sweep_sees_what_is_read(make) -> None:
         seen.after(reference[step])
         rates[step] = optimizer.param_groups[0]["lr"]
         optimizer.param_groups[0]["lr"] *= 0.7
-    found, expected = swept.quantities(out, rates), seen.quantities(reference, rates.float())
+    decays = torch.full_like(rates, decoupled(optimizer.param_groups[0]))
+    found, expected = swept.quantities(out, rates, decays), seen.quantities(reference, rates.float(), decays.float())
     assert set(found) == set(expected)
     places = {entry.name: entry.span for entry in others}
     for name, values in found.items():

@@ -57,6 +57,8 @@ class Handover:
         self.stations = stations
         self.followed = [entry for station in stations for entry in station.followed]
         self.names = tuple(entry.name for entry in self.followed)
+        self._params = [param for entry in self.followed for param in entry.params]
+        self._all = [True] * len(self.followed)
         self.rows, self.rows_every = rows, rows_every
         self.merge = merge
         self.observations = 0
@@ -73,7 +75,8 @@ class Handover:
         for station in self.stations:
             station.observe(len(self._steps))
         self._steps.append(step)
-        self._active.append([entry.active for entry in self.followed])
+        usual = all(param.grad is not None for param in self._params)
+        self._active.append(self._all if usual else [entry.active for entry in self.followed])
         self.observations += 1
 
     def log(self, step: int, name: str, value: float | Tensor) -> None:

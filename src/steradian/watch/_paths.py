@@ -29,6 +29,7 @@ class Paths:
     ) -> None:
         by_name = {entry.name: entry for entry in followed}
         self.stride, self.points = 1, 0
+        self._views: dict[int, tuple[int, Tensor]] = {}
         if chosen is None:
             # Rank 0 alone comes here: it cannot ask the others for rows that lie on several ranks.
             usual = [entry for entry in followed if entry.rows and entry.size <= _LONGEST and not _gathered(entry)]
@@ -48,11 +49,23 @@ class Paths:
         """Keep where the rows are after the step that was just taken in, if it is its turn."""
         if not self.chosen or handover.observations % self.stride:
             return
-        for entry, row in self.chosen:
-            handover.path(entry.name, row, _row(entry, row).to(torch.float32, copy=True))
+        for k, (entry, row) in enumerate(self.chosen):
+            handover.path(entry.name, row, self._where(k, entry, row).to(torch.float32, copy=True))
         self.points += 1
         if self.points >= _POINTS:
             self.stride, self.points = 2 * self.stride, _POINTS // 2
+
+    def _where(self, k: int, entry: Followed, row: int) -> Tensor:
+        """The row as it is now: a view that is kept as long as the weights stay in their memory."""
+        address = entry.params[0].data_ptr()
+        known = self._views.get(k)
+        if known is not None and known[0] == address:
+            return known[1]
+        here = _row(entry, row)
+        base = part(entry.params[0], entry.layout)
+        if here.untyped_storage().data_ptr() == base.untyped_storage().data_ptr() and len(entry.params) == 1:
+            self._views[k] = (address, here)
+        return here
 
 
 def _row(entry: Followed, row: int) -> Tensor:

@@ -6,8 +6,8 @@ Everything else follows from these numbers and is computed for many steps at onc
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,10 +27,12 @@ from steradian.phenomena import Memory
 from steradian.scheme import Reader, Step, Taken, UnreadableOptimizerError, reader_of
 from steradian.watch._followed import Followed, part
 
-__all__ = ["PHENOMENA", "Quantities", "Source", "of_image", "placed", "source_of"]
+__all__ = ["PHENOMENA", "UNMEASURED", "Quantities", "Source", "decoupled", "of_image", "placed", "source_of"]
 
 PHENOMENA = ("gradient_memory", "l2_memory", "radius_ratio")
 """The phenomena that need the steps before; the deformation (a) shows in one step."""
+
+UNMEASURED = "it needs every step and five tensors of the size of the weights: pass phenomena=True"
 
 Quantities = dict[str, Tensor]
 
@@ -64,8 +66,14 @@ class Source(ABC):
         """Called after a step: write the numbers of the active rows to `out`, (n, columns)."""
 
     @abstractmethod
-    def quantities(self, values: Tensor, rates: Tensor) -> Quantities:
-        """Every quantity, (steps, n), from the numbers of many steps, (steps, n, columns), and their rates."""
+    def quantities(self, values: Tensor, rates: Tensor, decays: Tensor) -> Quantities:
+        """Every quantity, (steps, n), from the numbers of many steps, (steps, n, columns).
+
+        Args:
+            values: the numbers.
+            rates: the rate of each row in each step.
+            decays: its decoupled decay.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Called when nothing more will be observed."""
@@ -136,8 +144,6 @@ class Told(Source):
         self.optimizer = optimizer
         self._buffers: tuple[Tensor, ...] | None = None
         self._rows: list[tuple[Tensor, slice]] = []
-        decays = [torch.full((entry.rows,), _decoupled(entry)) for entry in self.followed]
-        self._decays = torch.cat(decays).to(followed[0].device, dtype_of(followed))
         why = "this optimizer's telemetry does not hold it; pass phenomena=True to measure it from the weights"
         self.missing = dict.fromkeys(("deformation", *PHENOMENA), why)
 
@@ -162,9 +168,9 @@ class Told(Source):
             return [(whole, slice(0, len(whole)))]
         return [(telemetry[entry.params[0]], entry.span) for entry in self.followed]
 
-    def quantities(self, values: Tensor, rates: Tensor) -> Quantities:
+    def quantities(self, values: Tensor, rates: Tensor, decays: Tensor) -> Quantities:
         told = dict(zip(self.columns, values.unbind(-1), strict=True))
-        start = told["radius"] * (1 - rates * self._decays)
+        start = told["radius"] * (1 - rates * decays)
         along = start * (1 - told["radial"])
         image = ImageStep(
             radius=told["radius"],
@@ -178,6 +184,9 @@ class Told(Source):
         # The image is that of a rate of 1, so its ν is that of the step over the rate.
         found = of_image(image)
         found |= {"nu": found["nu"] * rates, "radial": told["radial"], "angle": told["angle"]}
+        # Of a row without a direction the telemetry has no rate to divide by.
+        for name in ("nu", "direction_norm"):
+            found[name] = found[name].masked_fill(image.collapsed, 0)
         return found | {"defect": told["defect"], "gradient_norm": told["gradient_norm"], "lr": rates}
 
     def open(self) -> None:
@@ -200,6 +209,7 @@ class Batch:
 
     members: list[Followed]
     points: Tensor | None = None
+    slopes: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def span(self) -> slice:
@@ -238,7 +248,8 @@ class Seen(Source):
         kind = lambda f: (index[id(f.options)], f.size, str(f.dtype))  # noqa: E731
         self.batches = [Batch(list(members)) for _, members in groupby(placed(followed, key=kind), key=kind)]
         self.memories: dict[int, Memory] = {}
-        self.phenomena = phenomena and reader is not None
+        other = next((why for why in map(_other_momentum, followed) if why), "") if reader is not None else ""
+        self.phenomena = phenomena and reader is not None and not other
         self.each_step = self.phenomena
         self.columns = ("radius", "start", "inward", "tangential", "gradient_norm", "slope", "rate")
         self.missing = {}
@@ -256,13 +267,17 @@ class Seen(Source):
             if self.phenomena:
                 self.columns += PHENOMENA
             else:
-                reason = "it needs every step and five tensors of the size of the weights: pass phenomena=True"
-                self.missing = dict.fromkeys(PHENOMENA, reason)
+                self.missing = dict.fromkeys(PHENOMENA, other or UNMEASURED)
 
     @torch.no_grad()
     def before(self) -> None:
         for batch in self.batches:
             batch.points = torch.cat([member.cut(member.params) for member in batch.members])
+            batch.slopes = {}
+            if batch.members[0].options.get("nesterov") and type(self.optimizer).__module__.startswith("torch."):
+                # Torch's step over lists adds the momentum to p.grad; with a closure there is no gradient yet.
+                known = [member for member in batch.members if member.active]
+                batch.slopes = {id(member): member.cut(_gradients(member)).clone() for member in known}
 
     @torch.no_grad()
     def after(self, out: Tensor) -> None:
@@ -273,20 +288,22 @@ class Seen(Source):
                 continue
             if len(members) < len(batch.members):
                 points = batch.rows_of(members, points)
-            values = torch.stack([value.to(out.dtype) for value in self._look(members, points)], dim=1)
+            values = torch.stack([value.to(out.dtype) for value in self._look(members, points, batch.slopes)], dim=1)
             if len(members) == len(batch.members):
                 out[batch.span] = values
             else:
                 for member, part in zip(members, values.split([m.rows for m in members]), strict=True):
                     out[member.span] = part
-            batch.points = None
+            batch.points, batch.slopes = None, {}
 
-    def _look(self, members: list[Followed], points: Tensor) -> list[Tensor]:
+    def _look(self, members: list[Followed], points: Tensor, slopes: dict[int, Tensor]) -> list[Tensor]:
         """The numbers of `columns` for the rows of some members of a batch."""
         # Torch's optimizers are read from the point before the step alone.
         apart = self.reader is None or isinstance(self.optimizer, RowOptimizer)
         now = torch.cat([member.cut(member.params) for member in members]) if apart else points
-        slope = torch.cat([member.cut(_gradients(member)) for member in members])
+        known = [slopes.get(id(member)) for member in members]
+        pairs = zip(members, known, strict=True)
+        slope = torch.cat([member.cut(_gradients(member)) if each is None else each for member, each in pairs])
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is not None and isinstance(self.optimizer, RowOptimizer):  # torch's fused steps write p.grad, ours not
             slope = slope / scale.to(slope)
@@ -312,7 +329,8 @@ class Seen(Source):
             found["scale"] = image.scale
             found["deformation"] = _deformation(image, step.a, found["tangential"])
             if self.phenomena:
-                found |= self._remember(members, points, gradient, step)
+                downhill = -gradient if members[0].options.get("maximize") else gradient
+                found |= self._remember(members, points, downhill, step)
         return [found[name] for name in self.columns]
 
     def _taken(self, members: list[Followed], points: Tensor, now: Tensor, gradient: Tensor) -> Taken:
@@ -351,7 +369,7 @@ class Seen(Source):
                 found[name].append(getattr(effects, name).angle)
         return {name: torch.cat(parts) for name, parts in found.items()}
 
-    def quantities(self, values: Tensor, rates: Tensor) -> Quantities:
+    def quantities(self, values: Tensor, rates: Tensor, decays: Tensor) -> Quantities:
         seen = dict(zip(self.columns, values.unbind(-1), strict=True))
         image = ImageStep(
             radius=seen["radius"],
@@ -381,9 +399,20 @@ def _deformation(image: ImageStep, a: Tensor, length: Tensor) -> Tensor:
     return turned.masked_fill(length == 0, 0)
 
 
-def _decoupled(entry: Followed) -> float:
-    """The decoupled decay δ of the rows of one of our optimizers."""
-    decay, options = float(entry.options.get("weight_decay", 0)), entry.options
+def _other_momentum(entry: Followed) -> str:
+    """Why the sums behind (b1), (b2) and (c) are not those of this momentum; empty where they are."""
+    options = entry.options
+    if options.get("nesterov") or (options.get("momentum") and options.get("dampening")):
+        return "its momentum does not weight past gradients by β^(k−i) (Nesterov, dampening)"
+    if options.get("rows") is not None and set(options.get("without", "")) & set("bc"):
+        return "this optimizer's momentum moves with its rows, which neutralizes it"
+    return ""
+
+
+def decoupled(options: Mapping[str, Any]) -> float:
+    """The decoupled decay δ that a param group's rows take: AdamW's, and that of our optimizers."""
+    decay = options.get("weight_decay", 0)
+    decay = float(decay.item() if isinstance(decay, Tensor) and decay.device.type == "cpu" else decay)
     if "wd_ratio" in options:
         return decay * float(options["wd_ratio"])
     return decay if options.get("decoupled_weight_decay") else 0.0

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from steradian.watch._followed import Followed
 from steradian.watch._reduce import Reduction
-from steradian.watch._sources import Source, dtype_of, source_of
+from steradian.watch._sources import Source, decoupled, dtype_of, source_of
 from steradian.watch.equilibrium import Balance, balance_of
 
 __all__ = ["Station"]
@@ -46,18 +46,24 @@ class Station:
         self.scratch = torch.zeros(self.rows if self.source.each_step else 0, width, dtype=dtype, device=self.device)
         self.options = list({id(entry.options): entry.options for entry in followed}.values())
         self.rates = torch.zeros(self.steps, len(self.options), dtype=dtype, device=self.device)
-        self.host_rates = [[0.0] * len(self.options) for _ in range(self.steps)]
+        # On the host: rates that are numbers, and decoupled decays.
+        self.settings = [[(0.0, 0.0)] * len(self.options) for _ in range(self.steps)]
         self.skips = torch.zeros(self.steps, 2, device=self.device)
         self.skipped = torch.zeros((), device=self.device)
-        counts = torch.tensor([entry.rows for entry in self.followed])
+        self.counts = counts = torch.tensor([entry.rows for entry in self.followed])
         places = [self._option(entry) for entry in self.followed]
         self.column = torch.repeat_interleave(torch.tensor(places), counts).to(self.device)
         self.group = torch.repeat_interleave(torch.arange(len(counts)), counts).to(self.device)
-        self.balances = [balance_of(optimizer, entry.options, entry.size) for entry in self.followed]
-        self.balance = Balance.of_rows(self.balances, counts, device=self.device, dtype=dtype_of(followed))
+        self._find_balances()
         self.slopes = torch.zeros(2, self.rows, dtype=dtype_of(followed), device=self.device)
         self.reduced = Reduction([entry.span for entry in self.followed], device=self.device)
         self.may_skip = False
+
+    def _find_balances(self) -> None:
+        """The equilibria under the present settings; schedules of weight decay and β change them."""
+        self.balances = [balance_of(self.optimizer, entry.options, entry.size) for entry in self.followed]
+        dtype = dtype_of(self.followed)
+        self.balance = Balance.of_rows(self.balances, self.counts, device=self.device, dtype=dtype)
 
     def _option(self, entry: Followed) -> int:
         return next(k for k, options in enumerate(self.options) if options is entry.options)
@@ -85,9 +91,8 @@ class Station:
             rate = options.get("lr", float("nan"))
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
-                self.host_rates[slot][k] = 0.0
-            else:
-                self.host_rates[slot][k] = float(rate)
+                rate = 0.0
+            self.settings[slot][k] = (float(rate), decoupled(options))
         if self.may_skip:
             found = getattr(self.optimizer, "found_inf", None)
             now = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
@@ -102,12 +107,16 @@ class Station:
             active: (steps, groups), on the host.
         """
         values = self.values[:count]
-        rates = self.rates[:count] + self._sent(torch.tensor(self.host_rates[:count], dtype=self.rates.dtype))
-        found = self.source.quantities(values, rates[:, self.column])
+        settings = self._sent(torch.tensor(self.settings[:count], dtype=self.rates.dtype))
+        rates = self.rates[:count] + settings[..., 0]
+        found = self.source.quantities(values, rates[:, self.column], settings[..., 1][:, self.column])
         there = self._sent(active)[:, self.group] if not bool(active.all()) else None
         if self.may_skip:
             went = (self.skips[:count, 0] == 0)[:, None].expand(count, self.rows)
             there = went if there is None else there & went
+        now = [balance_of(self.optimizer, entry.options, entry.size) for entry in self.followed]
+        if now != self.balances:
+            self._find_balances()
         found |= self._equilibria(found, there)
         self._quantities = tuple(found)
         rows = torch.stack(list(found.values()), dim=1)

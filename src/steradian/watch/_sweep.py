@@ -13,7 +13,7 @@ from steradian.image import ImageStep
 from steradian.scheme import UnreadableOptimizerError, reader_of
 from steradian.watch._followed import Followed, part
 from steradian.watch._kernel import SUMS, sweep_rows
-from steradian.watch._sources import PHENOMENA, Quantities, Source, of_image, placed
+from steradian.watch._sources import PHENOMENA, UNMEASURED, Quantities, Source, of_image, placed
 
 __all__ = ["Swept", "can_sweep"]
 
@@ -82,11 +82,8 @@ class Swept(Source):
         self._sizes = torch.cat([torch.full((e.rows,), float(e.size)) for e in self.followed]).to(self.device)
         self._one = torch.ones(1, device=self.device)
         self._counts: dict[float, Tensor] = {}
-        decays = [torch.full((e.rows,), _decoupled(e), dtype=torch.float64) for e in self.followed]
-        self._decays = torch.cat(decays).to(self.device)
         self._items()
-        reason = "it needs every step and five tensors of the size of the weights: pass phenomena=True"
-        self.missing = dict.fromkeys(PHENOMENA, reason)
+        self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
 
     def _items(self) -> None:
         """Which program sweeps which piece of which row; long rows are cut, and their pieces added up."""
@@ -171,7 +168,7 @@ class Swept(Source):
     def _pinned(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self.device.type == "cuda" else values
 
-    def quantities(self, values: Tensor, rates: Tensor) -> Quantities:
+    def quantities(self, values: Tensor, rates: Tensor, decays: Tensor) -> Quantities:
         sums = dict(zip(self.columns, values.unbind(-1), strict=True))
         radius = sums["xx"].sqrt()
         safe = radius.masked_fill(radius == 0, 1)
@@ -182,7 +179,7 @@ class Swept(Source):
         # What collapsed is a matter of the dtype that rows are computed in.
         image = ImageStep(
             radius=radius.float(),
-            start=(radius * (1 - rates * self._decays)).float(),
+            start=(radius * (1 - rates * decays)).float(),
             direction=torch.ones_like(radius).unsqueeze(-1),
             inward=inward.float(),
             tangential=across.sqrt().float().unsqueeze(-1),
@@ -197,8 +194,3 @@ class Swept(Source):
             "lr": rates,
         }
         return of_image(image) | {name: value.float() for name, value in found.items()}
-
-
-def _decoupled(entry: Followed) -> float:
-    decay = entry.options.get("weight_decay", 0)
-    return float(decay) if entry.options.get("decoupled_weight_decay") else 0.0
