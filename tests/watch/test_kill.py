@@ -116,15 +116,15 @@ def test_alerts_that_were_cut_short_are_skipped(tmp_path):
 def disk(monkeypatch):
     """A disk that is full while `disk["full"]`; files are begun and cannot be finished."""
     state = {"full": False, "attempts": 0}
-    write = Store._write
+    add = Store.add
 
-    def failing(self, kind, table, number):
+    def failing(self, kind, columns, *, number=None):
         state["attempts"] += 1
         if state["full"]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, kind, table, number)
+        add(self, kind, columns, number=number)
 
-    monkeypatch.setattr(Store, "_write", failing)
+    monkeypatch.setattr(Store, "add", failing)
     return state
 
 
