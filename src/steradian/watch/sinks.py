@@ -52,7 +52,7 @@ class Folder:
 
     def __init__(self, path: str | Path) -> None:
         self.store = Store(path)
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._unsaved: list[Callable[[], None]] = []
         self._lost = 0
@@ -88,10 +88,10 @@ class Folder:
         self._tasks.put(lambda: self.store.alert(vars(alert)))
 
     def drain(self) -> None:
-        """Wait until everything handed over so far is written."""
+        """Wait until everything handed over so far is written, or could not be."""
         if self._thread is not None:
             done = threading.Event()
-            self._tasks.put(done.set)
+            self._tasks.put(done)
             done.wait()
 
     def close(self) -> None:
@@ -107,7 +107,10 @@ class Folder:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._save(task)
+            if isinstance(task, threading.Event):
+                task.set()
+            else:
+                self._save(task)
 
     def _save(self, task: Callable[[], None]) -> None:
         self._unsaved.append(task)
