@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
+from steradian.lab import training as lab_training
 from steradian.lab.config import METHODS
 from steradian.lab.fleet import Fleet, prepare_device
 from steradian.lab.launch import Plain
@@ -124,6 +126,26 @@ def test_seeds_carried_out_as_one_give_the_results_of_each(tmp_path, data):
     assert together.run(configs)
     for key, expected in curves(apart.store).items():
         np.testing.assert_allclose(curves(together.store)[key]["train_loss"], expected["train_loss"], rtol=1e-3)
+
+
+def test_networks_of_one_kind_share_what_was_compiled(data, monkeypatch):
+    """Traced by torch.compile and run without code generation: the same figures, and one trace for all."""
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(lab_training, "_compiled", lambda work: torch.compile(work, backend=backend, dynamic=False))
+    for config in methods("Adam", "SGD-M", "Adam w/o (abc)", epochs=1):
+        plain, compiled = Training(config, data), Training(config, data, execution=Execution(compiled=True))
+        plain.run_epoch()
+        compiled.run_epoch()
+        for name, values in plain.curves.items():
+            np.testing.assert_allclose(compiled.curves[name], values, rtol=1e-3, err_msg=name)
+        assert len(traced) == 3  # a step, and an evaluation for each of two lengths
+    torch._dynamo.reset()
 
 
 def test_a_run_in_a_fleet_is_the_run_alone(tmp_path, data):

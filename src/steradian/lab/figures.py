@@ -126,16 +126,16 @@ def _layout(chart: Chart) -> dict[str, Any]:
 
 
 def hypotheses_figure(table: "pd.DataFrame") -> list[Chart]:
-    """The figures of App. C.1.2 and fig:taylor: the largest A⟨c,u⟩, z and z² over all filters, by step."""
-    wanted = {"radial": "A⟨c,u⟩ (H1: below 1)", "velocity": "z (H2: below π)", "taylor": "z² (Taylor variable)"}
+    """The figures of App. C.1.2 and fig:taylor: the largest |A⟨c,u⟩|, z and z² over all filters, by step."""
+    wanted = {"radial": "|A⟨c,u⟩| (H1: below 1)", "velocity": "z (H2: below π)", "taylor": "z² (Taylor variable)"}
     charts = []
     for quantity, title in wanted.items():
-        rows = table[(table["quantity"] == quantity) & (table["statistic"] == "max")]
-        largest = rows.groupby(["run", "step"], sort=True)["value"].max()
+        rows = table[(table["quantity"] == quantity) & table["statistic"].isin(["min", "max"])]
+        largest = rows.assign(value=rows["value"].abs()).groupby(["run", "step"], sort=True)["value"].max()
         lines = []
         for run in dict.fromkeys(rows["run"]):
             series = largest[run]
-            lines.append(Line(str(run), [float(step) for step in series.index], series.abs().tolist()))
+            lines.append(Line(str(run), [float(step) for step in series.index], series.tolist()))
         charts.append(Chart(title, "step", "largest over all filters", lines, logarithmic=True))
     return charts
 

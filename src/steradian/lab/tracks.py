@@ -111,7 +111,7 @@ def trajectory_study(
     root: Path | None = None,
     device: str | None = None,
     seconds: float | None = None,
-    points: int = 200,
+    points: int = 100,
     folder: Path = RESULTS,
     runs: Path = Path("runs"),
 ) -> Tracks:
