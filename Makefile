@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint unit format bench setup clean
+.PHONY: demo test lint unit chromium format bench setup clean
 
 setup: $(READY)
 
@@ -24,8 +24,15 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-unit: setup
+unit: setup chromium
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+chromium:  ## the browser in which the page is tested, where it may be installed; without it those tests are skipped
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  timeout 240 sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium' \
+	    </dev/null >/dev/null 2>&1 ; } || \
+	  echo 'No Chromium here and none could be installed: the tests of the page in a browser will be skipped.'
 
 format: setup
 	$(BIN)/ruff format .

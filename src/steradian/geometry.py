@@ -58,6 +58,9 @@ def norm(q: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
         if _ordinary(length):
             return length
+    if q.dtype == torch.float32 and q.device.type == "cuda":
+        # The squares of all float32 numbers are normal float64 numbers: one pass, no scale needed.
+        return torch.linalg.vector_norm(q, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
     scale = _scale(q)
     return scale * torch.linalg.vector_norm(q / scale, dim=-1, keepdim=True)
 

@@ -138,6 +138,10 @@ class Memory:
     Call `update` once per step with the point and gradient that the step starts from. A row that has no
     direction adds nothing to the sums on the sphere.
 
+    Args:
+        rows: how the parameter is cut into rows.
+        check: raise on NaN and infinite entries; it synchronizes with the device.
+
     >>> memory = Memory()
     >>> x, g = torch.tensor([[3.0, 4.0]]), torch.tensor([[-4.0, 3.0]])
     >>> memory.update(x, g, beta=0.9)
@@ -145,24 +149,38 @@ class Memory:
     ([[-20.0, 15.0]], [[0.6000000238418579, 0.800000011920929]])
     """
 
-    def __init__(self, rows: Spec = "filter") -> None:
+    def __init__(self, rows: Spec = "filter", *, check: bool = True) -> None:
         self.layout = Layout(rows)
+        self._check = check
         self._sums: dict[str, Tensor] = {}
         self._r: Tensor
         self._u: Tensor
 
     @torch.no_grad()
     def update(
-        self, x: Tensor | Sequence[Tensor], gradient: Tensor | Sequence[Tensor], *, beta: float | Tensor
+        self,
+        x: Tensor | Sequence[Tensor],
+        gradient: Tensor | Sequence[Tensor],
+        *,
+        beta: float | Tensor,
+        skip: Tensor | None = None,
     ) -> None:
-        """Take in the point x_k and ∇L(x_k), without L2; β may differ from step to step."""
+        """Take in the point x_k and ∇L(x_k), without L2; β may differ from step to step.
+
+        Args:
+            x: the point that the step starts from.
+            gradient: the gradient there.
+            beta: the momentum factor β.
+            skip: one number; where it is not 0, the step did not happen and nothing is remembered.
+        """
         point, slope = (self._rows(value, name) for value, name in ((x, "x"), (gradient, "gradient")))
         if point.shape != slope.shape:
             raise ValueError(
                 f"x and gradient must have the same shape, got {tuple(point.shape)} and {tuple(slope.shape)}"
             )
-        r, u = geometry.split(point)
-        geometry.check_finite(geometry.norm(slope), "gradient")
+        r, u = geometry.split(point, check=self._check)
+        if self._check:
+            geometry.check_finite(geometry.norm(slope), "gradient")
         terms = {
             "gradients": slope,
             "points": point,
@@ -171,12 +189,13 @@ class Memory:
             "directions": u,
         }
         if not self._sums:
-            self._sums = {name: term.clone() for name, term in terms.items()}
+            before = {name: torch.zeros_like(term) for name, term in terms.items()}
         else:
-            self._sums["transported"] = geometry.transport(self._sums["transported"], self._u, u)
-            for name, term in terms.items():
-                self._sums[name].mul_(beta).add_(term)
-        self._r, self._u = r, u
+            before = {**self._sums, "transported": geometry.transport(self._sums["transported"], self._u, u)}
+        sums = {name: before[name] * beta + term for name, term in terms.items()}
+        if skip is not None:  # x has not moved, so what was transported is still where it was
+            sums = {name: torch.where(skip.reshape(()) != 0, before[name], value) for name, value in sums.items()}
+        self._sums, self._r, self._u = sums, r, u
 
     @property
     def c_grad(self) -> Tensor:

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 
 from steradian.geometry import as_float
 
-__all__ = ["Step", "UnreadableOptimizerError", "read_step", "register"]
+__all__ = ["Reader", "Step", "Taken", "UnreadableOptimizerError", "read_step", "reader_of", "register"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def read_step(optimizer: Optimizer, param: Tensor, *, before: Tensor | None = No
     >>> step.a.tolist(), step.b.tolist(), step.lr, step.beta
     ([1.0, 2.0], [1.0, 1.0], 0.1, 0.9)
     """
-    reader = _reader_of(optimizer)
+    reader = reader_of(optimizer)
     as_float(param, "param")
     if before is not None and before.shape != param.shape:
         raise ValueError(f"before must have the parameter's shape {tuple(param.shape)}, got {tuple(before.shape)}")
@@ -153,7 +153,12 @@ def read_step(optimizer: Optimizer, param: Tensor, *, before: Tensor | None = No
     raise ValueError(f"the parameter of shape {tuple(param.shape)} is not one of the optimizer's parameters")
 
 
-def _reader_of(optimizer: Optimizer) -> Reader:
+def reader_of(optimizer: Optimizer) -> Reader:
+    """The function that reads this optimizer's steps.
+
+    Raises:
+        UnreadableOptimizerError: there is none.
+    """
     if not isinstance(optimizer, Optimizer):
         raise UnreadableOptimizerError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     # torch wraps `step` in every class it instantiates; below the wrapping, a subclass either keeps the

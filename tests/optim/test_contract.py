@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+import shutil
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -418,6 +419,32 @@ def test_compiled_step(make: Make) -> None:
         compiled()
         other.step()
     assert_same(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_step_by_the_default_backend() -> None:
+    one, other = (TABLE["Adam-abc"](groups(torch.float64, radial_alone=True)[:1]) for _ in range(2))
+    train(one, 1)
+    train(other, 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(one.step)
+    for k in range(1, 3):
+        set_gradients(one, k)
+        set_gradients(other, k)
+        compiled()
+        other.step()
+    assert_same(one, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", sorted(TABLE.keys() - CLASSIC))
+def test_a_step_count_that_stays_a_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator and in a compiled step: the bias corrections keep float64's digits."""
+    one, other = (TABLE[name](groups(torch.float64, radial_alone=True)) for _ in range(2))
+    train(other)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    train(one)
+    monkeypatch.undo()
+    assert_same(one, other, rtol=1e-13, atol=1e-14)
 
 
 def test_gradient_scaler(make: Make) -> None:

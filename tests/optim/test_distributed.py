@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "Adam a, decoupled": lambda groups: optim.Adam(
         groups, lr=0.02, weight_decay=0.5, without="a", decoupled_weight_decay=True
     ),
+    "Adam abc, fused": lambda groups: optim.Adam(groups, lr=0.02, weight_decay=0.05, without="abc", fused=True),
     "SGD bc": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.05, without="bc"),
     "AdamP": lambda groups: optim.AdamP(groups, lr=0.02),
     "AdamG": lambda groups: optim.AdamG(groups, lr=0.02),
@@ -149,9 +150,18 @@ def test_ddp(kind):
     run(ddp, 2, kind)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in OPTIMIZERS), ("Adam abc", 3), ("SGD bc", 3)])
+PLAIN = [kind for kind in OPTIMIZERS if not kind.endswith("fused")]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in PLAIN), ("Adam abc", 3), ("SGD bc", 3)])
 def test_fsdp2_with_uneven_shards(kind, ranks):
     run(fsdp, ranks, kind)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="fused on a CPU needs Triton's interpreter")
+@pytest.mark.parametrize("task", [fsdp, crossing])
+def test_the_fused_step_of_sharded_rows(task):
+    run(task, 2, "Adam abc, fused")
 
 
 @pytest.mark.parametrize("kind", ["Adam abc"])

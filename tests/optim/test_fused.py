@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from steradian.optim import Adam
+from steradian.optim import Adam, _base, _launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SUBSETS = ["a", "ab", "abc", "ac", "b", "bc", "c"]
@@ -195,14 +195,39 @@ def test_a_loaded_or_copied_state_goes_on():
             torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
-def test_emission_equals_the_references():
-    made = pair([*SHAPES, (2, 5000)], without="abc", weight_decay=0.1)
+@pytest.mark.parametrize(
+    ("without", "shapes", "scale"),
+    [("abc", [*SHAPES, (2, 5000)], None), ("abc", [(3, 64), (2, 5000)], 64.0), ("bc", SHAPES[:5], None)],
+)
+def test_emission_equals_the_references(without, shapes, scale):
+    made = pair(shapes, without=without, weight_decay=0.1)
     for _, optimizer in made:
         optimizer.emit()
-    run(made, 3)
+    run(made, 2)
     (reference, one), (fused, two) = made
+    if scale is not None:
+        two.grad_scale = torch.full((1,), scale, device=DEVICE)
+        for q in fused:
+            q.grad *= scale
+        two.step()
+        one.step()
     for p, q in zip(reference, fused, strict=True):
         torch.testing.assert_close(two.telemetry[q], one.telemetry[p], rtol=2e-4, atol=1e-6)
+
+
+def test_a_step_that_a_scaler_skips_tells_nothing():
+    x, whole = parameters([(4, 6), (3, 5)])
+    groups = [{"params": [x], "rows": "filter", "without": "abc"}, {"params": [whole], "rows": "filter", "without": ""}]
+    optimizer = Adam(groups, fused=True)
+    optimizer.emit()
+    run([([x, whole], optimizer)], 1)
+    before = {p: told.clone() for p, told in optimizer.telemetry.items()}
+    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=DEVICE), torch.ones((), device=DEVICE)
+    x.grad, whole.grad = torch.ones_like(x), torch.ones_like(whole)
+    optimizer.step()
+    for p, told in before.items():
+        assert told[:, :2].gt(0).all()
+        torch.testing.assert_close(optimizer.telemetry[p], told, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("angle", [1e-7, 1e-3, 0.5, 1.5, 3.0, 3.1415])
@@ -254,3 +279,101 @@ def test_collapsed_and_extreme_rows(without):
         tensors = [x.detach(), *optimizer.state[x].values()]
         assert all(t.isfinite().all() for t in tensors)
     torch.testing.assert_close(x.detach()[:1], alone.detach(), rtol=1e-6, atol=1e-7)
+
+
+# Which step is taken ----------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_the_default_is_the_reference():
+    [x] = [torch.nn.Parameter(torch.randn(3, 5))]
+    optimizer = Adam([{"params": [x], "rows": "filter"}], without="abc")
+    x.grad = torch.ones_like(x)
+    optimizer.step()
+    assert optimizer._remembered is None
+    assert not optimizer._step_supports_amp_scaling
+
+
+def test_the_default_is_fused_where_that_works_and_falls_back_set_by_set(monkeypatch):
+    monkeypatch.setattr(_base, "fused_works", lambda params: True)
+    made = []
+    for fused in (False, None):
+        params = parameters([(4, 6), (4, 3, 2), (5,)])
+        groups = [
+            {"params": params[:1], "rows": "filter"},
+            {"params": params[1:2], "rows": ("axis", 1)},
+            {"params": params[2:]},
+        ]
+        made.append((params, Adam(groups, lr=0.02, without="abc", fused=fused)))
+    run(made, 3)
+    assert_alike(made, 2e-5)
+    (_, one), (fused, two) = made
+    assert (one._remembered, one._step_supports_amp_scaling) == (None, False)
+    assert two._step_supports_amp_scaling
+    [plan] = two._remembered.plans
+    assert [param is fused[0] for param in plan.params] == [True]
+    assert [rows.params[0] is fused[1] for _, sets in two._remembered.left for rows in sets] == [True]
+
+
+def test_rows_that_are_not_fused_obey_a_scaler_too():
+    """Where no row is fused at all, the step still is what the scaler was told."""
+    made = pair([(4, 3, 2)], rows=("axis", 1), without="abc")
+    run(made, 1)
+    two = made[1][1]
+    two.grad_scale = torch.full((), 8.0, device=DEVICE)
+    for p, q in zip(*(params for params, _ in made), strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.full_like(q, 8.0)
+    for _, optimizer in made:
+        optimizer.step()
+    assert_alike(made, 3e-6)
+
+
+def test_a_table_that_a_graph_reads_is_left_to_it():
+    made = pair([(4, 6)], without="abc")
+    run(made, 2)
+    [plan] = made[1][1]._remembered.plans
+    table, values = plan.table, plan.table.clone()
+    plan.in_graph = True
+    run(made, 1, seed=7)
+    if plan.table is table:  # the new gradient lies where the old one did
+        made[1][1].param_groups[0]["lr"] = made[0][1].param_groups[0]["lr"] = 0.5
+        run(made, 1, seed=8)
+    assert plan.table is not table
+    torch.testing.assert_close(table, values, rtol=0, atol=0)
+    assert_alike(made, 3e-6)
+
+
+def test_what_a_graph_only_promised_to_write_is_written_by_the_next_step():
+    made = pair([(4, 6)], without="abc", capturable=True)
+    run(made, 1)
+    [plan] = made[1][1]._remembered.plans
+    plan.changed = True
+    plan._write(capturing=True)
+    plan.table.zero_(), plan.items.zero_()  # as a capture leaves them
+    plan.in_graph = True
+    table = plan.table
+    for _, optimizer in made:
+        optimizer.step()
+    assert plan.table is not table
+    assert_alike(made, 3e-6)
+
+
+def test_a_compiled_kernel_gets_what_triton_got(monkeypatch):
+    calls = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: calls.append((grid, arguments))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: (calls.append((grid, arguments, options)), Compiled())[1]
+
+    monkeypatch.setattr(_launch.triton.compiler, "CompiledKernel", Compiled)
+    table, scale, found, counter = (torch.zeros(2) for _ in range(4))
+    launch = _launch.Launch(Kernel(), 5, (table,), (counter, 3), ("constant",), {"num_warps": 8})
+    launch(scale, found)
+    launch(found, scale)
+    assert [grid for grid, *_ in calls] == [(5,), (5, 1, 1)]
+    assert calls[0][1:] == ((table, scale, found, counter, 3, "constant"), {"num_warps": 8})
+    addresses = [tensor.data_ptr() for tensor in (table, found, scale, counter)]
+    assert calls[1][1] == (*addresses, 3, "constant")

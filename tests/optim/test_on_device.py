@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from optim.table import RATE, TABLE, Make, assert_same, groups, parameters, set_gradients, train
+from steradian import optim
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -82,6 +83,74 @@ def test_captured_step_is_the_eager_one(make: Make) -> None:
     assert_same(one, other)
 
 
+def test_a_graph_keeps_what_it_captured_through_eager_steps() -> None:
+    """Eager steps with gradients elsewhere and another rate leave a graph's addresses and rate alone."""
+    made = [on_device(TABLE["Adam-abc"], capturable=True, lr=0.25) for _ in range(2)]
+    one, other = made
+    for optimizer in made:
+        train(optimizer, 2)
+    set_gradients(one, 2)
+    static = [p.grad for p in parameters(one)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one.step()
+    for k, rate in ((3, 0.5), (4, 0.25), (5, 0.125), (6, 0.25)):
+        for optimizer in made:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        set_gradients(other, k)
+        if rate == 0.25:
+            for p, g, q in zip(parameters(one), static, parameters(other), strict=True):
+                p.grad = g.copy_(q.grad)
+            graph.replay()
+        else:
+            set_gradients(one, k)
+            one.step()
+        other.step()
+    assert_same(one, other)
+
+
+def test_an_eager_step_between_capture_and_replay() -> None:
+    """A capture with gradients elsewhere changes nothing that an eager step with the same gradients relies on."""
+    one, other = (on_device(TABLE["Adam-abc"], capturable=True) for _ in range(2))
+    kept = [[torch.ones_like(p) for p in parameters(one)] for _ in range(2)]
+    for k, gradients in enumerate(kept):
+        for optimizer in (one, other):
+            for p, g in zip(parameters(optimizer), gradients, strict=True):
+                p.grad = g
+        if k:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                one.step()
+            kept[0][0].fill_(7)  # what the table would still point at
+        one.step()
+        other.step()
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("name", ["Adam-", "Adam-abc", "Adam-bc"])
+def test_a_gradient_scaler_needs_no_reading_back(name: str, no_reading_back: None) -> None:
+    one, other = on_device(TABLE[name]), on_device(TABLE[name])
+    assert one._step_supports_amp_scaling
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**4)
+    scale = scaler.scale(torch.ones((), device="cuda"))
+    for k in range(3):
+        set_gradients(one, k)
+        set_gradients(other, k)
+        for p in parameters(one):
+            p.grad *= scale
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if k else "default")
+        scaler.step(one)
+        torch.cuda.set_sync_debug_mode("default")
+        other.step()
+        scaler.update(2.0**4)
+    assert_same(one, other, rtol=1e-6, atol=1e-7)
+    set_gradients(one, 9)
+    parameters(one)[0].grad[0] = torch.inf
+    scaler.step(one)
+    assert_same(one, other, rtol=1e-6, atol=1e-7)
+
+
 def test_capture_without_capturable_is_refused(make: Make) -> None:
     if not counts(make):
         pytest.skip("counts no steps")
@@ -104,3 +173,26 @@ def test_state_moves_to_another_device(make: Make) -> None:
     train(other, 3, start=3)
     for p, q in zip(parameters(one), parameters(other), strict=True):
         torch.testing.assert_close(p, q.cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_state_moves_to_the_host(make: Make) -> None:
+    """Also the step count, which a fused step keeps on the device."""
+    one, other = on_device(make), make(groups())
+    train(one)
+    with torch.no_grad():
+        for p, q in zip(parameters(one), parameters(other), strict=True):
+            q.copy_(p)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    for q in parameters(other):
+        assert not any(value.is_cuda for value in other.state[q].values())
+    train(one, 3, start=3)
+    train(other, 3, start=3)
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        torch.testing.assert_close(p.cpu(), q, rtol=1e-4, atol=1e-5)
+
+
+def test_the_fused_step_is_the_default(make: Make) -> None:
+    optimizer = on_device(make)
+    train(optimizer, 1)
+    fused = isinstance(optimizer, optim.Adam) and bool(optimizer.param_groups[0]["without"])
+    assert (optimizer._remembered is not None) == fused

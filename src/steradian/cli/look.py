@@ -16,20 +16,20 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("demo"),
     epochs: Annotated[int, typer.Option(min=1, help="Epochs per method.")] = 30,
 ) -> None:
-    """Find the spheres of a small BN network, train it on digits, map every step to them, and write a page.
+    """Find the spheres of a small BN network, train it on digits with three optimizers, watch them, write a page.
 
     Example: steradian demo --out demo
     """
     from steradian.lab import demo as lab_demo
 
     results = lab_demo.run(out, epochs=epochs)
-    table = Table("method", "test accuracy", "largest error of the identity", "seconds")
-    for r in results:
-        error = "" if r.worst_error is None else f"{r.worst_error:.1e}"
-        table.add_row(r.name, f"{100 * r.accuracy:.1f} %", error, f"{r.seconds:.1f}")
+    typer.echo(f"The spheres that find_groups proved:\n\n{results[0].groups}\n")
+    for result in results:
+        typer.echo(result.watch.summary() + "\n")
+    table = Table("method", "test accuracy", "seconds, every step watched")
+    for result in results:
+        table.add_row(result.name, f"{100 * result.accuracy:.1f} %", f"{result.seconds:.1f}")
     console = Console()
-    console.print("The spheres that find_groups proved:\n")
-    typer.echo(str(results[0].groups) + "\n")
     console.print(table)
     console.print(f"The page: {out / 'index.html'}")
 

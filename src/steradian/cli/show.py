@@ -71,7 +71,7 @@ def report(
     """
     from steradian.report import page
 
-    page.report(runs, out)  # type: ignore[attr-defined, unused-ignore]
+    page.report(runs, out)
     Console().print(f"The page: {out}", highlight=False, soft_wrap=True)
 
 

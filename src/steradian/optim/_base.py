@@ -1,5 +1,6 @@
 """The contract that every optimizer of the package keeps, and the plumbing that they share."""
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -13,12 +14,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Layout
+from steradian.optim._checks import check
 from steradian.optim._rows import RowSet, arithmetic
+from steradian.optim._telemetry import Telemetry
 
 if TYPE_CHECKING:
     from steradian.optim._fused import FusedStep
 
-__all__ = ["Classic", "Options", "Params", "RowOptimizer", "Work", "check", "check_betas", "check_rate"]
+__all__ = ["Classic", "Options", "Params", "RowOptimizer", "Work"]
 
 Options = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -45,11 +48,10 @@ class RowOptimizer(Optimizer, ABC):
     `_check`, `_new_state` and `_step_rest`.
 
     Attributes:
-        telemetry: after `emit()`, radius, angle and effective rate of every row in the last step, (n, 3), under
-            the parameter (the first one of a joint set). Each step overwrites the same memory.
+        telemetry: after `emit()`, what the last step did to every row (`Telemetry`).
     """
 
-    telemetry: dict[Tensor, Tensor] | None
+    telemetry: Telemetry | None
 
     _has_fused: ClassVar[bool] = False
     _row_state: ClassVar[frozenset[str]] = frozenset()
@@ -57,6 +59,7 @@ class RowOptimizer(Optimizer, ABC):
     def __init__(self, params: Params, defaults: Options) -> None:
         self.telemetry = None
         self._remembered: FusedStep | None = None
+        self._in_graphs: list[object] = []
         super().__init__(params, defaults)
 
     # What a subclass gives
@@ -94,7 +97,6 @@ class RowOptimizer(Optimizer, ABC):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step.
 
@@ -106,27 +108,41 @@ class RowOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         self._check_capture()
-        if self._remembered is not None and self._remembered.fits(self):
-            self._remembered.run(self)
-            return loss
+        again = self._compiled_again if torch.compiler.is_compiling() else self._again
+        if not again():
+            with torch.no_grad():
+                self._anew()
+        return loss
+
+    def _again(self) -> bool:
+        """Take the step that is remembered, if it is to be taken again."""
+        if self._remembered is None or not self._remembered.fits(self):
+            return False
+        self._remembered.run(self)
+        return True
+
+    @torch.compiler.disable
+    def _compiled_again(self) -> bool:
+        return self._again()
+
+    def _anew(self) -> None:
         classic, work = self._collect()
-        self._remembered = self._remember(classic, work)
-        if self._remembered is not None:
-            self._remembered.run(self)
-            return loss
+        if self._remember(classic, work):
+            return
         for group, params, states in classic:
             self._step_classic(params, states, group)
         for group, sets in work:
             for rows in sets:
                 self._reference(rows, group)
                 rows.finish()
-        return loss
 
     @torch.compiler.disable
     def _collect(self) -> tuple[Classic, Work]:
         """What has a gradient: parameters for the classic update, and row sets."""
         for group in self.param_groups:
             self._check_gradients(group)
+        if self.telemetry is not None:
+            self.telemetry.cover(self._row_counts())
         classic: Classic = []
         work: Work = []
         for group in self.param_groups:
@@ -139,26 +155,44 @@ class RowOptimizer(Optimizer, ABC):
         return classic, work
 
     def _step_classic(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        seen = []
+        seen: list[tuple[RowSet, Tensor]] = []
         if self.telemetry is not None and group.get("rows") is not None:
-            sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
-            seen = [(rows, rows.read("param").clone()) for rows in sets if rows.n and rows.d]
+            seen = self._before_classic(params, group)
         self._step_rest(params, states, group)
-        for rows, before in seen:
-            self._emit_rest(rows, before, group)
+        if seen:
+            self._tell_classic(seen, group)
 
     @torch.compiler.disable
-    def _remember(self, classic: Classic, work: Work) -> "FusedStep | None":
-        """The step as a plan that is kept while it fits, where the fused step takes at least one group."""
+    def _before_classic(self, params: list[Tensor], group: Options) -> list[tuple[RowSet, Tensor]]:
+        sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
+        return [(rows, rows.read("param").clone()) for rows in sets if rows.n and rows.d]
+
+    @torch.compiler.disable
+    def _tell_classic(self, seen: list[tuple[RowSet, Tensor]], group: Options) -> None:
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for rows, before in seen:
+            with rows.scaled(scale, found):
+                self._emit_rest(rows, before, group)
+
+    @torch.compiler.disable
+    def _remember(self, classic: Classic, work: Work) -> bool:
+        """Where the fused step takes at least one group, take the step as one that is kept while it fits."""
+        self._remembered = None
         if not any(self._is_fused(group) for group, _ in work):
-            return None
+            return False
         from steradian.optim._fused import FusedStep
 
-        return FusedStep(self, classic, work)
+        remembered = FusedStep(self, classic, work)
+        remembered.run(self)
+        self._remembered = remembered
+        return True
 
     def _is_fused(self, group: Options) -> bool:
-        """Whether a group asked for the fused step and can have it."""
-        return bool(group.get("fused")) and self._has_fused and fused_available(group["params"])
+        """Whether a group gets the fused step: it asked for it, or left the choice and it works there."""
+        wanted = group.get("fused")
+        if wanted is False or not self._has_fused:
+            return False
+        return fused_available(group["params"]) if wanted else fused_works(group["params"])
 
     def _on_device(self, group: Options) -> bool:
         """Whether a group's step count lives where its parameters are."""
@@ -168,20 +202,25 @@ class RowOptimizer(Optimizer, ABC):
         return next(group for group in self.param_groups if any(param is other for other in group["params"]))
 
     def _row_sets(self, params: list[Tensor], group: Options, layout: Layout, *, classic: bool = False) -> list[RowSet]:
-        sets = [params] if group.get("joint") else [[param] for param in params]
-        return [self._row_set(members, group, layout, classic) for members in sets]
+        return [self._row_set(members, group, layout, classic) for members in _sets(params, group)]
 
     def _row_set(self, params: list[Tensor], group: Options, layout: Layout, classic: bool) -> RowSet:
         fresh = not any(self.state.get(param) for param in params)
         states = [self._state_of(param, group, None if classic else layout) for param in params]
-        first = params[0]
         make = sharding().row_set if any(is_sharded(param) for param in params) else RowSet
         rows = make(layout, params, states, fresh=fresh)
         if self.telemetry is not None:
-            if first not in self.telemetry:
-                self.telemetry[first] = torch.zeros(rows.n, 3, dtype=rows.dtype, device=first.device)
-            rows.telemetry = self.telemetry[first]
+            rows.telemetry = self.telemetry[group["params"][0] if group.get("joint") else params[0]]
         return rows
+
+    def _row_counts(self) -> list[tuple[Tensor, int]]:
+        """The parameters that telemetry stands under, with the number of rows that are stepped here."""
+        counts = []
+        for group in self.param_groups:
+            if group.get("rows") is not None:
+                layout = Layout(group["rows"])
+                counts += [(params[0], _count_rows(params, layout)) for params in _sets(group["params"], group)]
+        return counts
 
     def _state_of(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[param]
@@ -204,7 +243,10 @@ class RowOptimizer(Optimizer, ABC):
                 )
 
     def _check_capture(self) -> None:
-        if torch.compiler.is_compiling() or not torch.cuda.is_available() or "capturable" not in self.defaults:
+        remembered = self._remembered
+        if torch.compiler.is_compiling() or "capturable" not in self.defaults:
+            return
+        if not (torch.cuda.is_available() if remembered is None else remembered.on_cuda):
             return
         if torch.cuda.is_current_stream_capturing() and not all(g["capturable"] for g in self.param_groups):
             raise RuntimeError(f"to capture {type(self).__name__}.step() in a graph, construct it with capturable=True")
@@ -212,12 +254,16 @@ class RowOptimizer(Optimizer, ABC):
     # Telemetry
 
     def emit(self, on: bool = True) -> None:
-        """Start, or stop, leaving radius, angle and effective rate of every row in `telemetry`.
+        """Start, or stop, leaving the numbers of `TELEMETRY` in `telemetry`, for every row of every step.
 
         It lasts as long as this object: it is not part of the state, and a copy starts without it.
         """
-        self.telemetry = {} if on else None
+        if on == (self.telemetry is not None):
+            return
         self._remembered = None
+        self.telemetry = Telemetry() if on else None
+        if self.telemetry is not None:
+            self.telemetry.cover(self._row_counts())
 
     # Groups and state
 
@@ -230,6 +276,8 @@ class RowOptimizer(Optimizer, ABC):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if self.telemetry is not None:
+            self.telemetry.cover(self._row_counts())
 
     def _check_group(self, group: Options) -> None:
         self._check(group)
@@ -264,26 +312,50 @@ class RowOptimizer(Optimizer, ABC):
                 source = state_dict["state"][key][name]
                 if name in self._row_state and value.shape != param.shape:
                     value = source.to(param.device, arithmetic(param.dtype))
-                if name == "step" and self._on_device(self._group_of(param)):
-                    value = value.to(param.device)
+                if name == "step":
+                    value = value.to(param.device if self._on_device(self._group_of(param)) else "cpu")
                 state[name] = value.clone() if isinstance(value, Tensor) else value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("telemetry", None)
+        self.__dict__.setdefault("_in_graphs", [])
         self._remembered = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_remembered"}
+        hidden = ("_remembered", "_in_graphs")
+        return {name: value for name, value in super().__getstate__().items() if name not in hidden}
+
+
+def _sets(params: list[Tensor], group: Options) -> list[list[Tensor]]:
+    """The parameters that are cut into rows together."""
+    return [params] if group.get("joint") and params else [[param] for param in params]
+
+
+def _count_rows(params: list[Tensor], layout: Layout) -> int:
+    if any(is_sharded(param) for param in params):
+        return int(sharding().count_rows(params, layout))
+    return layout.size(params[0].shape)[0]
+
+
+@functools.cache
+def _fused_step() -> ModuleType | None:
+    """`steradian.optim._fused`, where Triton is there."""
+    return None if importlib.util.find_spec("triton") is None else importlib.import_module("steradian.optim._fused")
 
 
 def fused_available(params: Sequence[Tensor]) -> bool:
     """Whether Triton is there and runs on the device of these parameters."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    from steradian.optim._fused import available
+    module = _fused_step()
+    return module is not None and all(module.available(param.device) for param in params)
 
-    return all(available(param.device) for param in params)
+
+def fused_works(params: Sequence[Tensor]) -> bool:
+    """Whether these parameters are on GPUs on which a Triton kernel was seen to run."""
+    if not params or not all(param.is_cuda for param in params):
+        return False
+    module = _fused_step()
+    return module is not None and all(module.works(device) for device in {param.device for param in params})
 
 
 def is_sharded(param: Tensor) -> bool:
@@ -315,36 +387,3 @@ def per_row(param: Tensor, layout: Layout) -> Tensor:
     if is_sharded(param):
         return sharding().per_row(param, layout, arithmetic(param.dtype))
     return torch.zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype), device=param.device)
-
-
-# Checks of settings
-
-
-def check(fine: bool, name: str, value: object, expected: str) -> None:
-    """Raise a ValueError that names the argument, the value and what would be right."""
-    if not fine:
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-
-
-def check_rate(group: Options, name: str = "lr") -> None:
-    """A number ≥ 0, or a tensor with one."""
-    value = group[name]
-    if isinstance(value, Tensor):
-        check(value.numel() == 1, name, value, "a number or a tensor with one number")
-    else:
-        check_number(group, name)
-
-
-def check_number(group: Options, name: str, *, below: float = float("inf")) -> None:
-    """A number ≥ 0, finite, below a bound."""
-    value = group[name]
-    fine = isinstance(value, int | float) and 0 <= value < below
-    check(fine, name, value, "a number ≥ 0" if below == float("inf") else f"a number in [0, {below:g})")
-
-
-def check_betas(group: Options) -> None:
-    """Two numbers in [0, 1)."""
-    betas = group["betas"]
-    fine = isinstance(betas, list | tuple) and len(betas) == 2
-    fine = fine and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
-    check(fine, "betas", betas, "two numbers in [0, 1)")

@@ -5,8 +5,9 @@ them, waste few lanes; a program steps as many rows as fill LANES/4 lanes with o
 addresses). Rows that no tile holds are cut into chunks of LANES: the first kernel leaves the sums of each chunk, the
 second adds them up and applies the step. Arithmetic is `_reference.adam`'s, in float32 (float64 for float64).
 
-Tables (see `_fused`): `lines` has one line of int64 per parameter (addresses of x, gradient, m, v and step count;
-d; n; settings line), `settings` one line of float64 per group, `rates` the address of each group's rate.
+Tables (see `_plan`): `lines` has one line of int64 per parameter (addresses of x, gradient, m, v and step count;
+d; n; settings line), `settings` one line of float64 per group, `rates` the address of each group's rate. `items` has
+a line for each program, at the address of its first row, so that a program reads its data after one look-up.
 """
 
 import os
@@ -17,6 +18,8 @@ import triton.language as tl
 __all__ = ["LANES", "apply_long_rows", "step_rows"]
 
 LANES = tl.constexpr(4096)
+# What the cache does with gradients, which a step reads once, and with what it writes ("" for the ordinary).
+READ_ONCE, WRITTEN = tl.constexpr(""), tl.constexpr("")
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 _A, _B, _C = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
@@ -116,33 +119,49 @@ def _divided(v, usable, pace, root, eps):
 
 
 @triton.jit
+def _first(at):
+    """A number that every program begins with: worth keeping in the cache through a step that streams by."""
+    return tl.load(at, eviction_policy="evict_last")
+
+
+@triton.jit
+def _low(packed):
+    return (packed & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _high(packed):
+    return (packed >> 32).to(tl.int32)
+
+
+@triton.jit
 def _tile(
-    line, row, emitted, settings, rates, grad_scale,
+    item, d, emitted, settings, rates, grad_scale,
     R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, ELEMENTWISE: tl.constexpr,
     EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One step of the rows [row, row + R) of one parameter, each in K pieces of S lanes."""
-    n, d = tl.load(line + 6).to(tl.int32), tl.load(line + 5).to(tl.int32)
+    """One step of up to R rows of d numbers of one parameter, each in K pieces of S lanes."""
     if ALIGNED:
         d = (d // 4) * 4  # tells the compiler that rows begin at multiples of 16 bytes
-    first = row.to(tl.int64) * d
-    x_at = tl.load(line).to(tl.pointer_type(P)) + first
-    g_at = tl.load(line + 1).to(tl.pointer_type(P)) + first
-    m_at = tl.load(line + 2).to(tl.pointer_type(P)) + first
+    x_at = _first(item).to(tl.pointer_type(P))
+    g_at = _first(item + 1).to(tl.pointer_type(P))
+    m_at = _first(item + 2).to(tl.pointer_type(P))
     if ALIGNED:
         x_at, g_at, m_at = tl.multiple_of(x_at, 16), tl.multiple_of(g_at, 16), tl.multiple_of(m_at, 16)
     rows, cols = tl.arange(0, R), tl.arange(0, S)
-    alive = (row + rows) < n
+    alive = rows < _low(_first(item + 6))
     at = rows[:, None] * d + cols[None, :]
     xs, gs, ms = (), (), ()
     for k in tl.static_range(K):
         mask = alive[:, None] & (k * S + cols[None, :] < d)
         xs = xs + (tl.load(x_at + at + k * S, mask=mask, other=0.0).to(C),)
-        gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0).to(C),)
+        gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0, eviction_policy=READ_ONCE).to(C),)
         ms = ms + (tl.load(m_at + at + k * S, mask=mask, other=0.0).to(C),)
 
-    log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = _settings(settings, rates, tl.load(line + 7), C)
-    step = tl.load(tl.load(line + 4).to(tl.pointer_type(tl.float32))).to(C) + 1.0
+    log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = _settings(
+        settings, rates, _low(_first(item + 7)), C
+    )
+    step = tl.load(_first(item + 4).to(tl.pointer_type(tl.float32))).to(C) + 1.0
     pace, root = _bias_corrections(step, log_beta1, log_beta2, rate)
     decoupled, transported = (flags & _DECOUPLED) != 0, (flags & _B) != 0
     start = tl.where(decoupled, 1.0 - rate * decay, 1.0).to(C)
@@ -158,6 +177,12 @@ def _tile(
         squares += g * g
     gg = tl.sum(squares, axis=1)
     usable = gg <= largest
+    if EMIT:
+        ahh, axh = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        for k in tl.static_range(K):
+            ahh += (gs[k] * factor) * (gs[k] * factor)
+            axh += xs[k] * (gs[k] * factor)
+        hh, xh = tl.sum(ahh, axis=1), tl.sum(axh, axis=1)
     moments = ()
     for k in tl.static_range(K):
         target = gs[k] * factor + inside * xs[k]
@@ -165,7 +190,7 @@ def _tile(
 
     ys, vs = (), ()
     if ELEMENTWISE:
-        v_at = tl.load(line + 3).to(tl.pointer_type(P)) + first
+        v_at = _first(item + 3).to(tl.pointer_type(P))
         tops, spread = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
         for k in tl.static_range(K):
             mask = alive[:, None] & (k * S + cols[None, :] < d)
@@ -181,7 +206,7 @@ def _tile(
         top = tl.max(tops, axis=1)
         mean_divisor = tl.sqrt(tl.sum(spread, axis=1) / d)
     else:
-        v_at = tl.load(line + 3).to(tl.pointer_type(C)) + row.to(tl.int64)
+        v_at = _first(item + 3).to(tl.pointer_type(C))
         top = tl.load(v_at + rows, mask=alive, other=0.0)
         top = tl.where(usable, top + share2 * (tl.minimum(gg / d, largest) - top), top)
         mean_divisor = tl.sqrt(top) / root + eps
@@ -221,18 +246,20 @@ def _tile(
         if ELEMENTWISE:
             m -= by_y * ys[k]
             tl.store(v_at + at + k * S, (vs[k] * growth[:, None]).to(P), mask=mask)
-        tl.store(x_at + at + k * S, ys[k].to(P), mask=mask)
-        tl.store(m_at + at + k * S, m.to(P), mask=mask)
+        tl.store(x_at + at + k * S, ys[k].to(P), mask=mask, eviction_policy=WRITTEN)
+        tl.store(m_at + at + k * S, m.to(P), mask=mask, eviction_policy=WRITTEN)
 
     if EMIT:
         # y − (⟨x,y⟩/⟨x,x⟩)x, entry by entry: its square from the sums would cancel for small angles.
         slope = tl.where(xx > 0, xy / tl.where(xx > 0, xx, 1.0), 0.0)[:, None]
-        across = tl.zeros([R, S], dtype=C)
+        across, inward = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
         for k in tl.static_range(K):
             across += (ys[k] - slope * xs[k]) * (ys[k] - slope * xs[k])
-        out = emitted.to(tl.pointer_type(C)) + (row + rows) * 3
+            inward += xs[k] * (start * xs[k] - ys[k])
+        out = emitted.to(tl.pointer_type(C)) + rows * 7
+        radial = tl.sum(inward, axis=1) / tl.where(there, start * xx, 1.0)
         pace_e = share1 * pace / mean_divisor
-        _emit(out, alive, xx, xy, tl.sqrt(tl.sum(across, axis=1)), there, pace_e, start, C)
+        _emit(out, alive, xx, yy, xy, hh, xh, tl.sqrt(tl.sum(across, axis=1)), radial, there, pace_e, start, C)
 
 
 @triton.jit
@@ -250,37 +277,50 @@ def _angle(across, along):
 
 
 @triton.jit
-def _emit(out, alive, xx, xy, across, there, pace, start, C: tl.constexpr):
-    """Radius, angle and effective rate of each row."""
-    radius = tl.sqrt(xx)
+def _emit(out, alive, xx, yy, xy, hh, xh, across, radial, there, pace, start, C: tl.constexpr):
+    """The numbers of `TELEMETRY` for each row; h is the gradient alone, without L2."""
+    largest, _smallest, _steepest = _limits(C)
+    radius, slope = tl.sqrt(xx), tl.sqrt(hh)
     along = tl.where(there, xy / tl.where(there, radius, 1.0), 1.0)
     rate = tl.where(there, pace / tl.where(there, start * xy, 1.0), 0.0)
     tl.store(out, radius.to(C), mask=alive)
     tl.store(out + 1, tl.where(there, _angle(across, along), 0.0).to(C), mask=alive)
-    tl.store(out + 2, rate.to(C), mask=alive)
+    tl.store(out + 2, tl.where(tl.abs(pace) <= largest, rate, 0.0).to(C), mask=alive)
+    tl.store(out + 3, tl.sqrt(yy).to(C), mask=alive)
+    tl.store(out + 4, slope.to(C), mask=alive)
+    inclined = there & (hh > 0) & (hh <= largest)
+    defect = tl.abs(xh) / tl.where(inclined, radius * slope, 1.0)
+    tl.store(out + 5, tl.where(inclined, defect, 0.0).to(C), mask=alive)
+    tl.store(out + 6, tl.where(there & (tl.abs(radial) <= largest), radial, 0.0).to(C), mask=alive)
 
 
 @triton.jit
-def _leave_sums(line, row, chunk, slot, sums, settings, rates, grad_scale,
-                SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """⟨g,g⟩, ⟨x,x⟩, ⟨x,m⟩, ⟨m,m⟩ of one chunk of a long row, with m as it will be; and v before the step."""
-    d = tl.load(line + 5)
-    _l1, _l2, share1, _s2, _eps, decay, flags, _rate = _settings(settings, rates, tl.load(line + 7), C)
+def _leave_sums(item, d, sums, settings, rates, grad_scale,
+                EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """⟨g,g⟩, ⟨x,x⟩, ⟨x,m⟩, ⟨m,m⟩ of one chunk of a long row, with m as it will be; and v before the step.
+
+    For telemetry also ⟨h,h⟩ and ⟨x,h⟩ of the gradient alone, without L2.
+    """
+    chunk, last = _high(_first(item + 6)), _first(item + 7)
+    _l1, _l2, share1, _s2, _eps, decay, flags, _rate = _settings(settings, rates, _low(last), C)
     l2 = tl.where((flags & _DECOUPLED) != 0, 0.0, decay).to(C)
     factor = _sign_and_scale(flags, grad_scale, SCALED, C)
-    cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
-    at, mask = row.to(tl.int64) * d + cols, cols < d
-    x = tl.load(tl.load(line).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
-    g = tl.load(tl.load(line + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
-    m = tl.load(tl.load(line + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
+    at = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
+    mask = at < d
+    x = tl.load(_first(item).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
+    g = tl.load(_first(item + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
+    m = tl.load(_first(item + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
     gl = g + l2 * x
     m = m + share1.to(C) * (tl.where((flags & _B) != 0, g, gl) - m)
-    out = sums + slot.to(tl.int64) * 5
+    out = sums + (last >> 32) * 7
     tl.store(out, tl.sum(gl * gl, axis=0).to(tl.float64))
     tl.store(out + 1, tl.sum(x * x, axis=0).to(tl.float64))
     tl.store(out + 2, tl.sum(x * m, axis=0).to(tl.float64))
     tl.store(out + 3, tl.sum(m * m, axis=0).to(tl.float64))
-    tl.store(out + 4, tl.load(tl.load(line + 3).to(tl.pointer_type(C)) + row).to(tl.float64))
+    tl.store(out + 4, tl.load(_first(item + 3).to(tl.pointer_type(C))).to(tl.float64))
+    if EMIT:
+        tl.store(out + 5, tl.sum(g * g, axis=0).to(tl.float64))
+        tl.store(out + 6, tl.sum(x * g, axis=0).to(tl.float64))
 
 
 @triton.jit
@@ -306,14 +346,13 @@ def step_rows(
 ):  # fmt: skip
     """One step of all rows that a tile holds, and the sums of the chunks of all longer ones.
 
-    `items` has four int32 per program: parameter, first row, class, and for a chunk its number and slot in one.
-    CLASSES is a bit per class that occurs, so that no other code is compiled.
+    `items` has a line of eight int64 per program: what `lines` has, at the first row of the program; with d its
+    class, with n (the rows that are left) the number of a chunk, with the settings line the slot of a chunk, in the
+    upper halves. CLASSES is a bit per class that occurs, so that no other code is compiled.
     """
-    item = items + tl.program_id(0).to(tl.int64) * 5
-    # Every program begins with these: they are worth keeping in the cache through a step that streams by.
-    index = tl.load(item, eviction_policy="evict_last").to(tl.int64)
-    row, kind = tl.load(item + 1, eviction_policy="evict_last"), tl.load(item + 2, eviction_policy="evict_last")
-    line = lines + index * 8
+    item = items + tl.program_id(0).to(tl.int64) * 8
+    shape = _first(item + 5)
+    kind, d = _high(shape), shape & 0xFFFFFFFF
     skipped = False
     if SCALED:
         skipped = tl.load(found_inf) != 0.0
@@ -327,13 +366,12 @@ def step_rows(
                     R: tl.constexpr = LANES // (4 if k % 2 == 1 else 8) // S
                     target = emitted
                     if EMIT:
-                        target = tl.load(emitted + index)
-                    _tile(line, row, target, settings, rates, grad_scale, R, S, 1 + (k // 2) % 5, k % 2 == 1,
+                        target = tl.load(emitted + tl.program_id(0))
+                    _tile(item, d.to(tl.int32), target, settings, rates, grad_scale, R, S, 1 + (k // 2) % 5, k % 2 == 1,
                           ELEMENTWISE, EMIT, SCALED, P, C)  # fmt: skip
         if (CLASSES >> 60) & 1:
             if kind == 60:
-                _leave_sums(line, row, tl.load(item + 3), tl.load(item + 4), sums, settings, rates, grad_scale,
-                            SCALED, P, C)  # fmt: skip
+                _leave_sums(item, d, sums, settings, rates, grad_scale, EMIT, SCALED, P, C)
         _count(lines, entries, finished, 1024)
 
 
@@ -356,8 +394,9 @@ def apply_long_rows(
         skipped = tl.load(found_inf) != 0.0
     if not skipped:
         line = lines + index * 8
-        gg, xx, xm, mm = _added(sums, slot, chunks)
-        v = tl.load(sums + slot.to(tl.int64) * 5 + 4)
+        gg, xx = _added(sums, slot, chunks)
+        xm, mm = _added(sums + 2, slot, chunks)
+        v = tl.load(sums + slot.to(tl.int64) * 7 + 4)
         d = tl.load(line + 5)
         wide: tl.constexpr = tl.float64
         log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = _settings(
@@ -381,9 +420,12 @@ def apply_long_rows(
             v_at = tl.load(line + 3).to(tl.pointer_type(C)) + row
             tl.store(v_at, (v * tl.where((flags & _C) != 0, shrink, 1.0)).to(C))
             if EMIT:
-                out = tl.load(emitted + index).to(tl.pointer_type(C)) + row * 3
+                out = tl.load(emitted + tl.program_id(0)).to(tl.pointer_type(C))
+                hh, xh = _added(sums + 5, slot, chunks)
                 across = tl.sqrt(tl.maximum(mm - xm * xm / tl.where(xx > 0, xx, 1.0), 0.0)) * s
-                _emit(out, row >= 0, xx, xy, across, there, share1 * pace / (tl.sqrt(v) / root + eps), start, C)
+                pace_e = share1 * pace / (tl.sqrt(v) / root + eps)
+                radial = (start - kept_x + s * xm / tl.where(xx > 0, xx, 1.0)) / start
+                _emit(out, row >= 0, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
         factor = _sign_and_scale(flags, grad_scale, SCALED, C)
         cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
         at, mask = row.to(tl.int64) * d + cols, cols < d
@@ -400,15 +442,13 @@ def apply_long_rows(
 
 @triton.jit
 def _added(sums, slot, chunks):
-    """The four sums of a row, over its chunks."""
-    gg = tl.zeros([256], dtype=tl.float64)
-    xx, xm, mm = gg, gg, gg
+    """Two neighbouring sums of a row, over its chunks."""
+    one = tl.zeros([256], dtype=tl.float64)
+    other = one
     for block in range(0, chunks, 256):
         index = block + tl.arange(0, 256)
         mask = index < chunks
-        at = sums + (slot + index).to(tl.int64) * 5
-        gg += tl.load(at, mask=mask, other=0.0)
-        xx += tl.load(at + 1, mask=mask, other=0.0)
-        xm += tl.load(at + 2, mask=mask, other=0.0)
-        mm += tl.load(at + 3, mask=mask, other=0.0)
-    return tl.sum(gg, axis=0), tl.sum(xx, axis=0), tl.sum(xm, axis=0), tl.sum(mm, axis=0)
+        at = sums + (slot + index).to(tl.int64) * 7
+        one += tl.load(at, mask=mask, other=0.0)
+        other += tl.load(at + 1, mask=mask, other=0.0)
+    return tl.sum(one, axis=0), tl.sum(other, axis=0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from steradian import geometry
 from steradian.geometry import dot
-from steradian.optim._rows import RowSet
+from steradian.optim._rows import RowSet, exact
 
 __all__ = ["Motion", "adagradg", "adam", "adamg", "adamp", "emit", "emit_adam", "emit_sgd", "rate_of", "sgd"]
 
@@ -84,23 +84,47 @@ def carry(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> 
     m.copy_(torch.where(motion.gone | ~torch.isfinite(dot(moved, moved)), m, moved))
 
 
-def emit(rows: RowSet, piece: slice, x: Tensor, y: Tensor, pace: Tensor, start: float | Tensor = 1.0) -> None:
-    """Leave radius, angle and effective rate of the step from x to y in the telemetry.
+def emit(
+    rows: RowSet,
+    piece: slice,
+    x: Tensor,
+    y: Tensor,
+    gradient: Tensor,
+    *,
+    pace: Tensor,
+    start: float | Tensor = 1.0,
+    end: Tensor | None = None,
+    inward: Tensor | None = None,
+) -> None:
+    """Leave the numbers of `TELEMETRY` for the step from x to y.
 
-    The effective rate A/(1 − A⟨c,u⟩) of x' = x − η a ⊘ b (Section 2.4) is (η/b̄)/⟨x,x'⟩. It is 0 for a row that
-    has no direction.
+    The effective rate A/(1 − A⟨c,u⟩) of x' = x − η a ⊘ b (Section 2.4) is (η/b̄)/⟨x,x'⟩. Rate, defect and radial
+    part are 0 for a row that has no direction, the rate also where b̄ is 0 and the defect where the gradient is.
 
     Args:
         rows: the rows.
         piece: which of them.
         x: before the step.
         y: after it.
+        gradient: ∇L(x), whatever its sign.
         pace: η/b̄.
         start: 1 − ηδ, what a decoupled decay δ leaves of x before the step.
+        end: where the row lands, if that is elsewhere on the ray of y.
+        inward: A⟨c,u⟩, if y does not lie on the straight line of the step.
     """
     assert rows.telemetry is not None, "telemetry is off"
-    rate = (pace / (start * dot(x, y))).masked_fill_(Motion.of(x, y).gone, 0)
-    rows.telemetry[piece] = torch.cat([geometry.norm(x), geometry.angle(x, y), rate], dim=1)
+    gone = Motion.of(x, y).gone
+    rate = pace / (start * dot(x, y))
+    rate.masked_fill_(gone | ~torch.isfinite(pace), 0)
+    radius, slope = geometry.norm(x), geometry.norm(gradient)
+    defect = dot(x / radius, gradient / slope).abs_()
+    defect.masked_fill_(gone | geometry.collapsed(slope) | ~torch.isfinite(slope), 0)
+    next_radius = geometry.norm(y if end is None else end)
+    # x − x' before the product: 1 − ⟨x,x'⟩/⟨x,x⟩ would keep no digit of a small radial part.
+    radial = dot(x, start * x - y) / (start * dot(x, x)) if inward is None else inward
+    radial.masked_fill_(gone | ~torch.isfinite(radial), 0)
+    columns = [radius, geometry.angle(x, y), rate, next_radius, slope, defect, radial]
+    rows.telemetry[piece] = torch.cat(columns, dim=1)
 
 
 def rate_of(group: Options) -> float | Tensor:
@@ -175,17 +199,17 @@ def _adam(
         if "c" in without:
             v.mul_(motion.shrink)
     if rows.telemetry is not None:
-        emit(rows, piece, x, y, (1 - beta1) * pace / _mean_square(divisor).sqrt_(), start)
+        emit(rows, piece, x, y, gradient, pace=(1 - beta1) * pace / _mean_square(divisor).sqrt_(), start=start)
     x.copy_(y)
 
 
 def emit_adam(rows: RowSet, before: Tensor, group: Options) -> None:
     """Telemetry of rows that took torch's Adam step, from v as it left it."""
-    step, (beta1, beta2) = rows.states[0]["step"].to(torch.float64), group["betas"]
+    step, (beta1, beta2) = exact(rows.states[0]["step"]), group["betas"]
     divisor = (rows.read("exp_avg_sq").sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
     pace = rate_of(group) * (1 - beta1) / (1 - beta1**step) / _mean_square(divisor).sqrt_()
     start = 1 - rate_of(group) * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
-    emit(rows, slice(None), before, rows.read("param"), pace, start)
+    emit(rows, slice(None), before, rows.read("param"), rows.read("grad"), pace=pace, start=start)
 
 
 def _moved(x: Tensor, kept: float | Tensor, m: Tensor, s: float | Tensor) -> Tensor:
@@ -235,13 +259,13 @@ def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], gro
     else:
         m.mul_(motion.shrink.sqrt())
     if rows.telemetry is not None:
-        emit(rows, piece, x, y, _sgd_pace(group))
+        emit(rows, piece, x, y, gradient, pace=_sgd_pace(group))
     x.copy_(y)
 
 
 def emit_sgd(rows: RowSet, before: Tensor, group: Options) -> None:
     """Telemetry of rows that took torch's SGD step."""
-    emit(rows, slice(None), before, rows.read("param"), _sgd_pace(group))
+    emit(rows, slice(None), before, rows.read("param"), rows.read("grad"), pace=_sgd_pace(group))
 
 
 def _sgd_pace(group: Options) -> Tensor:
@@ -292,9 +316,10 @@ def adagradg(rows: RowSet, group: Options) -> None:
         usable = torch.isfinite(v_next)
         pace = torch.where(usable & (v[piece] > 0), rate_of(group) / v[piece].sqrt(), 0)
         y = u - pace * torch.where(usable, g, 0)
+        landed = _landed(u, y)
         if rows.telemetry is not None:
-            emit(rows, piece, u, y, pace)
-        x[piece] = _landed(u, y)
+            emit(rows, piece, u, y, g, pace=pace, end=landed)
+        x[piece] = landed
         v[piece] = torch.where(usable, v_next, v[piece])
     rows.write("param", x)
     rows.share("sum")
@@ -332,7 +357,7 @@ def adamg(rows: RowSet, group: Options) -> None:
         if rows.telemetry is not None:
             # tan θ = η^e‖c^⊥‖ with c = m/(1−β1) defines the effective rate of a step along a geodesic too.
             turned = pace if group["retraction"] else pace * (theta.tan() / theta).masked_fill_(theta == 0, 1)
-            emit(rows, piece, u, y, (1 - beta1) * turned * dot(u, y))
+            emit(rows, piece, u, y, g, pace=(1 - beta1) * turned * dot(u, y), inward=dot(u, delta).neg_())
         x[piece] = y
     rows.write("param", x)
     rows.write("exp_avg", m)
@@ -368,7 +393,7 @@ def adamp(rows: RowSet, group: Options) -> None:
         q -= dot(q, unit) * unit
         y = at * kept - q * pace
         if rows.telemetry is not None:
-            emit(rows, piece, at, y, (1 - beta1) * pace / _mean_square(divisor).sqrt_(), kept)
+            emit(rows, piece, at, y, g, pace=(1 - beta1) * pace / _mean_square(divisor).sqrt_(), start=kept)
         at.copy_(y)
     for name, value in (("param", x), ("exp_avg", m), ("exp_avg_sq", v)):
         rows.write(name, value)

@@ -8,6 +8,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
 from steradian.optim._reference import rate_of
+from steradian.optim._rows import exact
 
 __all__ = ["adam", "adamp", "sgd"]
 
@@ -104,7 +105,7 @@ def adamp(params: list[Tensor], states: States, group: Options) -> None:
     lr = rate_of(group)
     for param, gradient, state in zip(params, _gradients(params), states, strict=True):
         state["step"] += 1
-        step = state["step"].item() if state["step"].device.type == "cpu" else state["step"]
+        step = state["step"].item() if state["step"].device.type == "cpu" else exact(state["step"])
         g = -gradient if group["maximize"] else gradient
         m, v = state["exp_avg"], state["exp_avg_sq"]
         m.lerp_(g, 1 - beta1)

@@ -1,13 +1,14 @@
 """What an optimizer steps on: the rows of one parameter, or of several together, with gradients and state."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from steradian.groups import Layout
 
-__all__ = ["RowSet", "arithmetic"]
+__all__ = ["RowSet", "arithmetic", "exact"]
 
 # Entries of the rows that one pass of a step works on, on a CPU: two megabytes in float32 stay in its cache.
 _IN_CACHE = 2**19
@@ -20,6 +21,14 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
     (torch.float32, torch.float64)
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def exact(step: Tensor) -> Tensor:
+    """A step count in which 1 − β^t keeps its digits: float64, where the device has it.
+
+    It is kept in float32, as torch does; there 1 − 0.999^t has five digits.
+    """
+    return step if step.device.type == "mps" else step.to(torch.float64)
 
 
 class RowSet:
@@ -40,20 +49,27 @@ class RowSet:
         n: number of rows.
         d: numbers in a row, over all parameters.
         dtype: what rows are computed in.
-        telemetry: where the step leaves radius, angle and effective rate of each row, (n, 3); None: nowhere.
+        telemetry: where the step leaves the numbers of `TELEMETRY` for each row, (n, 7); None: nowhere.
         scale: what gradients are divided by when they are read; None: nothing.
+        owners: the optimizer's parameters, where `params` are parts or copies of sharded ones.
+        sharded: they are.
+        lasting: the rows are the owners' memory, not copies of it for one step.
+        renew: to be called before the rows are stepped again: takes the owners' new gradients, and says if it could.
         finish: to be called when the rows have been stepped.
     """
 
     telemetry: Tensor | None = None
     scale: Tensor | None = None
+    sharded: bool = False
+    lasting: bool = True
+    renew: Callable[[], bool] = staticmethod(lambda: True)
     finish: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self, layout: Layout, params: list[Tensor], states: list[dict[str, Tensor]], *, fresh: bool = False
     ) -> None:
         self.layout = layout
-        self.params = params
+        self.params = self.owners = params
         self.states = states
         self.fresh = fresh
         sizes = [layout.size(param.shape) for param in params]
@@ -103,7 +119,7 @@ class RowSet:
         for state in self.states:
             state["step"] += 1
         step = self.states[0]["step"]
-        return step if torch.compiler.is_compiling() or step.device.type != "cpu" else step.item()
+        return exact(step) if torch.compiler.is_compiling() or step.device.type != "cpu" else step.item()
 
     def pieces(self) -> Iterator[slice]:
         """Ranges of rows to work on one after the other: on a CPU what its cache holds, elsewhere all at once."""
@@ -112,6 +128,27 @@ class RowSet:
             at_once = max(1, _IN_CACHE // max(1, self.d))
         for start in range(0, self.n if self.d else 0, max(1, at_once)):
             yield slice(start, start + at_once)
+
+    @contextmanager
+    def scaled(self, scale: Tensor | None, found: Tensor | None) -> Iterator[None]:
+        """Within it gradients are read unscaled; after it all is as before if the step was to be skipped.
+
+        Args:
+            scale: a gradient scaler's scale; None: gradients are not scaled.
+            found: its verdict, 1 for a step to be skipped, which is not read back; None: none is.
+        """
+        if scale is None and found is None:
+            yield
+            return
+        self.scale = scale
+        tensors = [*self.params, *(value for state in self.states for value in state.values())]
+        tensors += [] if self.telemetry is None else [self.telemetry]
+        before = [tensor.detach().clone() for tensor in tensors]
+        yield
+        self.scale = None
+        for tensor, old in zip(tensors, before, strict=True):
+            if found is not None:
+                tensor.copy_(torch.where(found.reshape(()).to(tensor.device) != 0, old, tensor))
 
     def _tensors(self, name: str) -> list[Tensor]:
         if name == "param":

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from steradian.groups import Layout
 from steradian.optim._rows import RowSet
 
-__all__ = ["per_row", "row_set"]
+__all__ = ["count_rows", "part", "per_row", "row_set"]
 
 
 def _stays_whole(param: Tensor, layout: Layout) -> bool:
@@ -28,6 +28,12 @@ def _stays_whole(param: Tensor, layout: Layout) -> bool:
     )
 
 
+def part(tensor: Tensor, layout: Layout) -> Tensor:
+    """What this rank holds of a sharded tensor, or the whole tensor where its rows lie on several ranks."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local() if _stays_whole(tensor, layout) else tensor.full_tensor()
+
+
 def per_row(param: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     """One zero for each row: sharded as the parameter's dimension 0 is, or on every rank where rows cross them."""
     assert isinstance(param, DTensor)
@@ -36,12 +42,23 @@ def per_row(param: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     return zeros(rows, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
 
 
+def count_rows(params: list[Tensor], layout: Layout) -> int:
+    """How many rows `row_set` has."""
+    param = params[0]
+    assert isinstance(param, DTensor), "the parameters of a joint set are all sharded"
+    whole = all(_stays_whole(each, layout) for each in params)
+    return layout.size((param.to_local() if whole else param).shape)[0]
+
+
 def row_set(layout: Layout, params: list[Tensor], states: list[dict[str, Any]], *, fresh: bool = False) -> RowSet:
     """The rows of sharded parameters that this rank steps: those it holds, or all where rows cross ranks."""
     pairs = list(zip(params, states, strict=True))
     if all(_stays_whole(param, layout) for param in params):
         parts = [_local(param, state) for param, state in pairs]
-        return RowSet(layout, [part for part, _ in parts], [state for _, state in parts], fresh=fresh)
+        rows = RowSet(layout, [part for part, _ in parts], [state for _, state in parts], fresh=fresh)
+        rows.owners, rows.sharded = params, True
+        rows.renew = lambda: all(_renew(part, param) for part, param in zip(rows.params, params, strict=True))
+        return rows
     wholes = [_gathered(param, state) for param, state in pairs]
     rows = RowSet(layout, [full for full, _, _ in wholes], [state for _, state, _ in wholes], fresh=fresh)
 
@@ -49,20 +66,34 @@ def row_set(layout: Layout, params: list[Tensor], states: list[dict[str, Any]], 
         for _, _, put_one_back in wholes:
             put_one_back()
 
+    rows.owners, rows.sharded, rows.lasting = params, True, False
     rows.finish = put_back
     return rows
 
 
 def _local(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """The part of a parameter, with its gradient, and of its state that this rank holds, sharing their memory."""
-    gradient = param.grad
     assert isinstance(param, DTensor), "the parameters of a joint set are all sharded"
+    part = param.to_local().detach()
+    part.grad = _local_gradient(param)
+    return part, {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def _local_gradient(param: DTensor) -> Tensor:
+    gradient = param.grad
     assert isinstance(gradient, DTensor), "a sharded parameter has a sharded gradient"
     if gradient.placements != param.placements:
         gradient = gradient.redistribute(placements=param.placements)
-    part = param.to_local().detach()
-    part.grad = gradient.to_local().detach()
-    return part, {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
+    return gradient.to_local().detach()
+
+
+def _renew(part: Tensor, param: Tensor) -> bool:
+    """Give a part the new gradient of its parameter; False if there is none or the parameter lies elsewhere now."""
+    assert isinstance(param, DTensor)
+    if param.grad is None or param.to_local().data_ptr() != part.data_ptr():
+        return False
+    part.grad = _local_gradient(param)
+    return True
 
 
 def _gathered(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any], Callable[[], None]]:

@@ -10,7 +10,8 @@ from steradian import geometry
 from steradian.equivalence import adagradg_from_sgd
 from steradian.groups import Layout
 from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer, check, check_number, check_rate, per_row
+from steradian.optim._base import Options, Params, RowOptimizer, per_row
+from steradian.optim._checks import check, check_number, check_rate
 
 __all__ = ["AdaGradG"]
 

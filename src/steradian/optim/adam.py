@@ -4,18 +4,8 @@ from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import _reference, _rest
-from steradian.optim._base import (
-    Options,
-    Params,
-    RowOptimizer,
-    check,
-    check_betas,
-    check_number,
-    check_rate,
-    like,
-    per_row,
-    step_count,
-)
+from steradian.optim._base import Options, Params, RowOptimizer, like, per_row, step_count
+from steradian.optim._checks import check, check_betas, check_number, check_rate
 from steradian.optim._rows import RowSet
 
 __all__ = ["Adam", "AdamS", "AdamSRT"]
@@ -36,7 +26,7 @@ class Adam(RowOptimizer):
     "ab" and "abc" are the paper's; all eight subsets work. The step of "ab" and "abc" is along m, so the transport
     is the paper's T; where the element-wise division stays ("b", "bc") it is the general isometry. r is the radius
     before any decay. `without=""`, and every parameter whose group has no rows, gets `torch.optim.Adam`'s update,
-    bit for bit.
+    bit for bit: its default one, and its fused one where the step is fused.
 
     Decay is coupled (L2), as in the paper. AdamW† of the paper, decoupled on rows alone, is a matter of groups:
     give the groups with rows `decoupled_weight_decay=True`.
@@ -54,8 +44,9 @@ class Adam(RowOptimizer):
         decoupled_weight_decay: x ← (1−ηλ)x instead of the L2 term.
         maximize: ascend.
         capturable: keep the step count on the device, for graphs.
-        fused: True for the fused step: Triton kernels, on a GPU. Otherwise the reference. Experimental: the kernels
-            are checked in Triton's interpreter, and on a GPU for parameters of one tile shape at a time.
+        fused: None for the fused step (Triton kernels, and torch's for parameters without rows) where there is an
+            NVIDIA GPU that they run on; rows that they do not take get the plain one. False for the plain step.
+            True to have an error where it cannot be fused.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(8, 3))

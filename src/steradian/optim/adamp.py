@@ -4,16 +4,8 @@ from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import _reference, _rest
-from steradian.optim._base import (
-    Options,
-    Params,
-    RowOptimizer,
-    check_betas,
-    check_number,
-    check_rate,
-    like,
-    step_count,
-)
+from steradian.optim._base import Options, Params, RowOptimizer, like, step_count
+from steradian.optim._checks import check_betas, check_number, check_rate
 
 __all__ = ["AdamP"]
 

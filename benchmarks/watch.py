@@ -1,0 +1,151 @@
+"""What watching costs: a training step of ResNet18 at batch 128, watched against unwatched, in one run.
+
+    python benchmarks/watch.py [--steps 100] [--batch 128]
+
+Our Adam without (abc) observed in every step, torch's fused Adam in every tenth and in every one; eager and, on a GPU,
+captured in a CUDA graph. Watched and unwatched trainings take turns, and the median over the turns counts. Prints a
+table and writes results/bench-watch-DEVICE.json.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+import steradian
+from steradian.groups import Groups
+
+from harness import Table, write
+from models import resnet18
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+Make = Callable[[Groups], torch.optim.Optimizer]
+CUDA = DEVICE.type == "cuda"
+
+
+def ours(groups: Groups) -> torch.optim.Optimizer:
+    params = groups.param_groups()
+    return steradian.optim.Adam(params, lr=1e-3, weight_decay=1e-4, without="abc", capturable=CUDA)
+
+
+def fused_adam(groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups.param_groups(), lr=1e-3, weight_decay=1e-4, fused=True, capturable=CUDA)
+
+
+CASES: dict[str, tuple[Make, int]] = {
+    'Adam, without="abc", every=1': (ours, 1),
+    "torch.optim.Adam, fused, every=10": (fused_adam, 10),
+    "torch.optim.Adam, fused, every=1": (fused_adam, 1),
+}
+
+
+class Training:
+    """A training whose step can be timed, watched or not, eager or captured."""
+
+    def __init__(self, make: Make, layouts: Groups, batch: int, *, every: int | None, captured: bool) -> None:
+        torch.manual_seed(0)
+        self.model = resnet18().to(DEVICE, memory_format=torch.channels_last)
+        params = dict(self.model.named_parameters())
+        self.groups = Groups(params, layouts.groups)
+        self.optimizer = make(self.groups)
+        self.images = torch.randn(batch, 3, 32, 32, device=DEVICE).to(memory_format=torch.channels_last)
+        self.labels = torch.randint(10, (batch,), device=DEVICE)
+        self.watch = None
+        if every is not None:
+            folder = tempfile.mkdtemp()
+            self.watch = steradian.watch(self.optimizer, self.groups, every=every, to=folder, phenomena=False).start()
+        for _ in range(3):
+            self.eager_step()
+        self.graph = self._capture() if captured else None
+
+    def eager_step(self) -> None:
+        """Forward, backward, step."""
+        self.optimizer.zero_grad(set_to_none=False)
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
+            loss = nn.functional.cross_entropy(self.model(self.images), self.labels)
+        loss.backward()
+        self.optimizer.step()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.eager_step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.eager_step()
+        return graph
+
+    def run(self, steps: int) -> float:
+        """Milliseconds per step."""
+        if CUDA:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            if self.graph is None:
+                self.eager_step()
+            elif self.watch is None:
+                self.graph.replay()
+            else:
+                with self.watch.around():
+                    self.graph.replay()
+        if CUDA:
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - started) / steps
+
+    def stop(self) -> None:
+        """End the watch, and say so if it failed."""
+        if self.watch is not None:
+            self.watch.stop()
+            if self.watch.error is not None:
+                raise self.watch.error
+
+
+@contextmanager
+def memory() -> Iterator[Callable[[], float]]:
+    """MiB taken on the device since the block began."""
+    before = torch.cuda.memory_allocated() if CUDA else 0
+    yield lambda: ((torch.cuda.memory_allocated() if CUDA else 0) - before) / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100 if CUDA else 4)
+    parser.add_argument("--batch", type=int, default=128 if CUDA else 16)
+    parser.add_argument("--turns", type=int, default=7 if CUDA else 3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    layouts = steradian.find_groups(resnet18(), torch.randn(4, 3, 32, 32))
+    table = Table("optimizer", "step", "unwatched ms", "watched ms", "ratio", "watch MiB")
+    for name, (make, every) in CASES.items():
+        for captured in (False, True) if CUDA else (False,):
+            plain = Training(make, layouts, options.batch, every=None, captured=captured)
+            with memory() as taken:
+                watched = Training(make, layouts, options.batch, every=every, captured=captured)
+                both = taken()
+            with memory() as taken:
+                again = Training(make, layouts, options.batch, every=None, captured=captured)
+                alone = taken()
+            del again
+            plain.run(options.steps // 2)
+            watched.run(options.steps // 2)
+            turns = [(plain.run(options.steps), watched.run(options.steps)) for _ in range(options.turns)]
+            watched.stop()
+            ratio = statistics.median(after / before for before, after in turns)
+            before, after = (statistics.median(times) for times in zip(*turns, strict=True))
+            kind = "captured" if captured else "eager"
+            table.add(name, kind, before, after, ratio, both - alone)
+            print(table.rows[-1], flush=True)
+            del plain, watched
+    write(f"bench-watch-{DEVICE.type if not CUDA else 'gpu'}", table, batch=options.batch, steps=options.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Tables and launches of the fused step for parameters of one dtype on one device.
+
+A `Plan` knows where everything lies and which program steps which rows. A step compares addresses and settings with
+what the table holds, copies the table where something changed (pinned and asynchronous, so the host never waits), and
+launches. Everything that a step needs from the host lies in one table, so there is one copy.
+"""
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from steradian.optim import _kernels
+from steradian.optim._launch import Launch
+from steradian.optim._rows import RowSet, arithmetic
+from steradian.optim._telemetry import TELEMETRY
+
+__all__ = ["DTYPES", "Plan", "setting"]
+
+Options = Mapping[str, Any]
+
+LANES = int(_kernels.LANES.value)
+WARPS = 8
+# Three programs on a multiprocessor instead of two, at the price of a few spilled numbers in long rows.
+REGISTERS = 80
+DTYPES = {
+    torch.float32: (tl.float32, tl.float32),
+    torch.bfloat16: (tl.bfloat16, tl.float32),
+    torch.float16: (tl.float16, tl.float32),
+    torch.float64: (tl.float64, tl.float64),
+}
+_FLAGS = {"a": 1, "b": 2, "c": 4}
+_CHUNK = 60
+_CAPTURES = 8
+_ADDRESS, _STRIDE, _DTYPE, _GRAD = (
+    Tensor.data_ptr,
+    Tensor.stride,
+    operator.attrgetter("dtype"),
+    operator.attrgetter("grad"),
+)
+
+
+class Plan:
+    """The step of all rows of parameters of one dtype on one device.
+
+    Args:
+        work: param groups with the row sets that are to be stepped.
+        elementwise: the second moments are element-wise ("a" is not among the letters).
+        kept: where tensors that a graph refers to are put, to live as long as the optimizer.
+    """
+
+    promised: bool
+    items: Tensor
+    long_items: Tensor
+    sums: Tensor
+    emitted: Tensor
+    emitted_of_long_rows: Tensor
+
+    def __init__(
+        self, work: Sequence[tuple[Options, Sequence[RowSet]]], *, elementwise: bool, kept: list[object]
+    ) -> None:
+        self.groups = [group for group, _ in work]
+        self.sets = [(line, rows) for line, (_, sets) in enumerate(work) for rows in sets]
+        self.params = [rows.params[0] for _, rows in self.sets]
+        self.device, self.dtype = self.params[0].device, self.params[0].dtype
+        self.elementwise = elementwise
+        self.kept = kept
+        strides = [param.stride() for param in self.params]
+        self.expected: list[object] = [*strides, *strides, *[self.dtype] * len(self.params)]
+        self.seen: list[object] = []
+        self.settings: list[tuple[Any, ...]] = []
+        self.classes: list[int] = []
+        self.launches: dict[bool, list[Launch]] = {}
+        self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.one, self.zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
+        self.emitting = any(rows.telemetry is not None for _, rows in self.sets)
+        # One table: a line of eight for each parameter and each group, the rates, and their addresses.
+        count, groups = len(self.sets), len(self.groups) + len(self.groups) % 2
+        self.parts = [8 * count, 8 * groups, groups, groups]
+        self.values = torch.zeros(sum(self.parts), dtype=torch.int64)
+        self._new_table()
+        # A graph reads its source at every replay, and no memory can be pinned while it is captured.
+        spare = _CAPTURES if any(group.get("capturable") for group in self.groups) else 0
+        self.spare = [self._pinned(torch.zeros_like(self.values)) for _ in range(spare)]
+
+    # What may have changed
+
+    def fits(self) -> bool:
+        """Look at parameters and gradients as they are now; False if the plan was made for others."""
+        params, count = self.params, 2 * len(self.params)
+        gradients = list(map(_GRAD, params))
+        try:
+            seen = [*map(_ADDRESS, params), *map(_ADDRESS, gradients), *map(_STRIDE, params), *map(_STRIDE, gradients)]
+            seen += map(_DTYPE, gradients)
+        except (TypeError, RuntimeError):  # one is None, or sparse
+            return False
+        if seen == self.seen:
+            return True
+        if seen[count:] != self.expected or any(p.dtype != self.dtype or p.device != self.device for p in params):
+            return False
+        self.seen = seen
+        self._set_addresses(seen[:count])
+        return True
+
+    def use(self, settings: list[tuple[Any, ...]]) -> None:
+        """Take the settings of the groups (`setting`) as they are now."""
+        if settings != self.settings:
+            self.settings = settings
+            self._set_settings()
+
+    # The step
+
+    def launch(self, *, grad_scale: Tensor | None, found_inf: Tensor | None, capturing: bool) -> None:
+        """Take one step of all rows, after `fits` and `use`."""
+        if self.changed or self.promised:
+            self._write(capturing)
+        for k, group in enumerate(self.groups):
+            if self.settings[k][0] == "copied":
+                self.rates[k : k + 1].copy_(group["lr"].reshape(1), non_blocking=True)
+        scaled = grad_scale is not None or found_inf is not None
+        launches = self.launches.get(scaled)
+        if launches is None:
+            launches = self.launches[scaled] = self._launches(scaled)
+        scale, found = self.one, self.zero
+        if scaled:
+            scale = scale if grad_scale is None else self._plain(grad_scale)
+            found = found if found_inf is None else self._plain(found_inf)
+        if capturing:
+            self.in_graph = True
+            self.kept += [self, self.table, self.items, self.long_items, self.sums, self.emitted, scale, found]
+            self.kept.append(self.emitted_of_long_rows)
+        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+            for each in launches:
+                each(scale, found)
+        else:
+            with torch.cuda.device(self.device):
+                for each in launches:
+                    each(scale, found)
+
+    def _plain(self, number: Tensor) -> Tensor:
+        """A gradient scaler's number as the kernels are compiled for it."""
+        number = number.to(self.device, torch.float32)
+        return number if number.data_ptr() % 16 == 0 else number.clone()
+
+    def _launches(self, scaled: bool) -> list[Launch]:
+        entries, computed = DTYPES[self.dtype]
+        tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
+        registers = None if self.elementwise or self.dtype == torch.float64 else REGISTERS
+        constants = (self.emitting, scaled, entries, computed)
+        made = [
+            Launch(
+                _kernels.step_rows,
+                self.items.shape[0],
+                (self.items, *tables, self.emitted, self.sums),
+                (self.finished, len(self.sets)),
+                (self.present, self.elementwise, *constants),
+                {"num_warps": WARPS, "maxnreg": registers},
+            )
+        ]
+        if self.long_items.shape[0]:
+            options = {"num_warps": WARPS}
+            items = (self.long_items, *tables, self.emitted_of_long_rows, self.sums)
+            made.append(Launch(_kernels.apply_long_rows, items[0].shape[0], items, (), constants, options))
+        return made
+
+    # The table
+
+    def _new_table(self) -> None:
+        self.table = torch.zeros_like(self.values, device=self.device)
+        self.lines, groups, rates, self.addresses_of_rates = self.table.split(self.parts)
+        self.lines_of_groups, self.rates = groups.view(torch.float64), rates.view(torch.float64)
+        self.launches = {}
+        self.changed, self.in_graph, self.promised = True, False, False
+
+    def _set_addresses(self, addresses: list[Any]) -> None:
+        count = len(self.sets)
+        lines, classes = [], []
+        for k, (group, rows) in enumerate(self.sets):
+            moments = [rows.states[0][name].data_ptr() for name in ("exp_avg", "exp_avg_sq", "step")]
+            where = [addresses[k], addresses[count + k], *moments]
+            lines.append([*where, rows.d, rows.n, group])
+            aligned = rows.d % 4 == 0 and rows.d * self.dtype.itemsize % 16 == 0
+            aligned = aligned and all(address % 16 == 0 for address in where[:3])
+            classes.append(_class(rows.d, aligned=aligned))
+        self.values[: 8 * count] = torch.tensor(lines).flatten()
+        self.changed = True
+        if classes != self.classes:
+            self.classes = classes
+            self._make_items()
+
+    def _set_settings(self) -> None:
+        lines, rates = [], []
+        for kind, rate, beta1, beta2, eps, decay, decoupled, maximize, without in self.settings:
+            logs = [math.log(beta) if beta else -math.inf for beta in (beta1, beta2)]
+            flags = sum(_FLAGS[letter] for letter in without) + 8 * bool(decoupled) + 16 * bool(maximize)
+            lines.append([*logs, 1 - beta1, 1 - beta2, eps, decay, flags, kind == "address"])
+            rates.append(rate if kind == "number" else 0.0)
+        _, groups, numbers, _ = self.values.view(torch.float64).split(self.parts)
+        groups[: 8 * len(lines)] = torch.tensor(lines, dtype=torch.float64).flatten()
+        numbers[: len(rates)] = torch.tensor(rates, dtype=torch.float64)
+        self.changed = True
+
+    def _write(self, capturing: bool) -> None:
+        """Copy the values to the device; a table that a graph reads is left to it."""
+        if self.in_graph:
+            self._new_table()
+            self.items = torch.empty_like(self.items)
+        own = self.rates.data_ptr()
+        addresses = [line[1] if line[0] == "address" else own + 8 * k for k, line in enumerate(self.settings)]
+        self.values.split(self.parts)[3][: len(addresses)] = torch.tensor(addresses)
+        if capturing:
+            if not self.spare:
+                raise RuntimeError(f"more than {_CAPTURES} graphs changed what this optimizer steps on")
+            source = self.spare.pop().copy_(self.values)
+            self.kept.append(source)
+        else:
+            source = self._pinned(self.values)
+        self.table.copy_(source, non_blocking=True)
+        torch.index_select(self.lines.view(-1, 8), 0, self.param_of_item, out=self.items)
+        self.items += self.offsets
+        # What is captured is not done: until the graph is replayed, the table holds nothing.
+        self.changed, self.promised = False, capturing
+
+    def _pinned(self, values: Tensor) -> Tensor:
+        return values.pin_memory() if self.device.type == "cuda" else values
+
+    # Programs
+
+    def _make_items(self) -> None:
+        """Which program steps which rows, as the distance of its line from the line of its parameter."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("take a step with the same parameters and gradients before one is captured in a graph")
+        items, long_items, slot = [], [], 0
+        for index, kind in _order(self.classes):
+            rows = self.sets[index][1]
+            if kind == _CHUNK:
+                chunks = math.ceil(rows.d / LANES)
+                row = torch.arange(rows.n).repeat_interleave(chunks)
+                chunk = torch.arange(chunks).repeat(rows.n)
+                items.append(_columns(index, row, kind, chunk, slot + row * chunks + chunk))
+                long_items.append(_columns(index, row, slot + row * chunks, chunks, chunk))
+                slot += rows.n * chunks
+            else:
+                at_once = LANES // (4 if kind % 2 else 8) // (32 << kind // 10)
+                items.append(_columns(index, torch.arange(0, rows.n, at_once), kind, 0, 0))
+        self.present = sum(1 << kind for kind in set(self.classes))
+        table = torch.cat(items)
+        params, row, kinds, chunk, slots = table.unbind(1)
+        across = torch.tensor([rows.d for _, rows in self.sets])[params] * row * self.dtype.itemsize
+        numbers = across if self.elementwise else row * arithmetic(self.dtype).itemsize
+        nothing = torch.zeros_like(row)
+        packed = [across, across, across, numbers, nothing, kinds << 32, (chunk << 32) - row, slots << 32]
+        self.offsets = self._sent(torch.stack(packed, dim=1))
+        self.param_of_item = self._sent(params)
+        self.items = torch.empty_like(self.offsets)
+        long_table = torch.cat(long_items) if long_items else torch.zeros(0, 5, dtype=torch.int64)
+        self.long_items = self._sent(long_table.to(torch.int32))
+        self.sums = torch.zeros(max(1, 7 * slot), dtype=torch.float64, device=self.device)
+        self.emitted, self.emitted_of_long_rows = self._targets(table), self._targets(long_table)
+        self.launches = {}
+
+    def _targets(self, table: Tensor) -> Tensor:
+        """Where each program leaves its telemetry, which stays where it is as long as a plan lasts."""
+        if not self.emitting:
+            return self.zero
+        told = [rows.telemetry for _, rows in self.sets]
+        first = torch.tensor([0 if each is None else each.data_ptr() for each in told])
+        width = len(TELEMETRY) * arithmetic(self.dtype).itemsize
+        return self._sent(first[table[:, 0]] + table[:, 1] * width)
+
+    def _sent(self, values: Tensor) -> Tensor:
+        return self._pinned(values).to(self.device, non_blocking=True)
+
+
+def _order(classes: list[int]) -> list[tuple[int, int]]:
+    """Parameters with their classes in the order in which they are stepped: the long rows first, the crumbs last."""
+    return sorted(enumerate(classes), key=lambda entry: -entry[1])
+
+
+def _columns(*values: int | Tensor) -> Tensor:
+    length = max(len(value) for value in values if isinstance(value, Tensor))
+    parts = [value if isinstance(value, Tensor) else torch.full((length,), value) for value in values]
+    return torch.stack(parts, dim=1)
+
+
+def _class(d: int, *, aligned: bool) -> int:
+    """The tile of a row: 10·log2(S/32) + 2(K − 1) for K ≤ 5 pieces of S lanes, + 1 for rows at 16 bytes.
+
+    S is at most 1,024, and 512 for rows at odd addresses; longer rows are cut into chunks.
+    """
+    for k in range(6 if aligned else 5):
+        lanes = 32 << k
+        if d <= 5 * lanes:
+            return 10 * k + 2 * (math.ceil(d / lanes) - 1) + aligned
+    return _CHUNK
+
+
+def setting(group: Options, device: torch.device) -> tuple[Any, ...]:
+    """What a plan holds of a group: the rate as a number, an address, or to be copied; and the rest."""
+    lr = group["lr"]
+    if type(lr) is float:
+        kind, rate = "number", lr
+    elif not isinstance(lr, Tensor) or lr.device.type == "cpu":
+        kind, rate = "number", float(lr)
+    elif lr.dtype == torch.float32 and lr.device == device:
+        kind, rate = "address", lr.data_ptr()
+    else:
+        kind, rate = "copied", 0.0
+    decay, decoupled = group["weight_decay"], group["decoupled_weight_decay"]
+    return (kind, rate, *group["betas"], group["eps"], decay, decoupled, group["maximize"], group["without"])

@@ -1,0 +1,70 @@
+"""What a step tells about every row, and the memory that it leaves it in."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from steradian.optim._rows import arithmetic
+
+__all__ = ["TELEMETRY", "Telemetry"]
+
+TELEMETRY = ("radius", "angle", "effective_lr", "next_radius", "gradient_norm", "defect", "radial")
+"""The columns: r, the angle between x and x', η^e, r', ‖∇L(x)‖, |cos(x, ∇L(x))| and A⟨c,u⟩."""
+
+
+class Telemetry(Mapping[Tensor, Tensor]):
+    """The numbers of `TELEMETRY` for every row in its last step: (n, 7) under each parameter.
+
+    The first parameter of a joint set stands for the set, and a sharded parameter has the rows that this rank
+    steps. All rows of one device and dtype lie in one tensor, so that one copy takes them away; what is found under
+    a parameter is a part of it. The memory is overwritten by every step and stays where it is, also in a graph,
+    until a param group is added. A parameter that takes no step keeps its last numbers, at first zeros.
+
+    Attributes:
+        buffers: the tensors, (N, 7), one for each device and dtype.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: tuple[Tensor, ...] = ()
+        self._counts: list[tuple[Tensor, int, torch.device, torch.dtype]] = []
+        self._places: dict[Tensor, tuple[int, slice]] = {}
+        self._views: dict[Tensor, Tensor] = {}
+
+    def __getitem__(self, param: Tensor) -> Tensor:
+        return self._views[param]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def place(self, param: Tensor) -> tuple[int, slice]:
+        """Which of the buffers holds the rows of a parameter, and where in it."""
+        return self._places[param]
+
+    def cover(self, counts: Sequence[tuple[Tensor, int]]) -> None:
+        """Have room for these parameters with their numbers of rows; nothing moves where there is room already."""
+        wanted = [(param, n, param.device, arithmetic(param.dtype)) for param, n in counts]
+        if len(wanted) == len(self._counts) and all(
+            one[0] is other[0] and one[1:] == other[1:] for one, other in zip(wanted, self._counts, strict=True)
+        ):
+            return
+        before = self._views
+        kinds = list(dict.fromkeys((device, dtype) for _, _, device, dtype in wanted))
+        sizes = [0] * len(kinds)
+        self._places = {}
+        for param, n, device, dtype in wanted:
+            at = kinds.index((device, dtype))
+            self._places[param] = (at, slice(sizes[at], sizes[at] + n))
+            sizes[at] += n
+        self.buffers = tuple(
+            torch.zeros(size, len(TELEMETRY), device=device, dtype=dtype)
+            for size, (device, dtype) in zip(sizes, kinds, strict=True)
+        )
+        self._views = {param: self.buffers[at][rows] for param, (at, rows) in self._places.items()}
+        for param, old in before.items():
+            if param in self._views and self._views[param].shape == old.shape:
+                self._views[param].copy_(old)
+        self._counts = wanted

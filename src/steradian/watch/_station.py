@@ -1,0 +1,145 @@
+"""The numbers of observed steps on one device, until they are reduced there and sent to the host in one transfer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from steradian.watch._followed import Followed
+from steradian.watch._reduce import Reduction
+from steradian.watch._sources import Source, dtype_of, source_of
+from steradian.watch.equilibrium import Balance, balance_of
+
+__all__ = ["Station"]
+
+_NUMBERS = 2**24
+_STEPS = 256
+_FORGET = 0.99
+
+
+class Station:
+    """Observed steps of the rows on one device.
+
+    Args:
+        optimizer: the optimizer.
+        followed: its rows on this device.
+        phenomena: as for `watch`.
+
+    Attributes:
+        steps: how many observations it holds before it must be emptied.
+    """
+
+    def __init__(self, optimizer: Optimizer, followed: Sequence[Followed], *, phenomena: bool | None) -> None:
+        self.optimizer = optimizer
+        self.source: Source = source_of(optimizer, followed, phenomena=phenomena)
+        self.followed = sorted(followed, key=lambda entry: entry.start)
+        self.device = followed[0].device
+        dtype = self.source.dtype or dtype_of(followed)
+        self.rows = sum(entry.rows for entry in followed)
+        width = len(self.source.columns)
+        # All ranks must hand over at the same steps, however many of the rows each of them has.
+        rows = sum(entry.layout.size(entry.params[0].shape)[0] for entry in followed)
+        self.steps = max(1, min(_STEPS, _NUMBERS // max(1, rows * width)))
+        self.values = torch.zeros(self.steps, self.rows, width, dtype=dtype, device=self.device)
+        self.scratch = torch.zeros(self.rows if self.source.each_step else 0, width, dtype=dtype, device=self.device)
+        self.options = list({id(entry.options): entry.options for entry in followed}.values())
+        self.rates = torch.zeros(self.steps, len(self.options), dtype=dtype, device=self.device)
+        self.host_rates = [[0.0] * len(self.options) for _ in range(self.steps)]
+        self.skips = torch.zeros(self.steps, 2, device=self.device)
+        self.skipped = torch.zeros((), device=self.device)
+        counts = torch.tensor([entry.rows for entry in self.followed])
+        places = [self._option(entry) for entry in self.followed]
+        self.column = torch.repeat_interleave(torch.tensor(places), counts).to(self.device)
+        self.group = torch.repeat_interleave(torch.arange(len(counts)), counts).to(self.device)
+        self.balances = [balance_of(optimizer, entry.options, entry.size) for entry in self.followed]
+        self.balance = Balance.of_rows(self.balances, counts, device=self.device, dtype=dtype_of(followed))
+        self.slopes = torch.zeros(2, self.rows, dtype=dtype_of(followed), device=self.device)
+        self.reduced = Reduction([entry.span for entry in self.followed], device=self.device)
+        self.may_skip = False
+
+    def _option(self, entry: Followed) -> int:
+        return next(k for k, options in enumerate(self.options) if options is entry.options)
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """The names of what it gives, in order."""
+        return self._quantities
+
+    _quantities: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def note_skip(self) -> None:
+        """Count a step that a gradient scaler may have skipped, on the device."""
+        found = getattr(self.optimizer, "found_inf", None)
+        if found is not None:
+            self.may_skip = True
+            self.skipped += (found.reshape(()).to(self.skipped) != 0).to(self.skipped)
+
+    @torch.no_grad()
+    def observe(self, slot: int) -> None:
+        """Take in the step that was just made."""
+        self.source.after(self.values[slot])
+        for k, options in enumerate(self.options):
+            rate = options.get("lr", float("nan"))
+            if isinstance(rate, Tensor) and rate.device.type != "cpu":
+                self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
+                self.host_rates[slot][k] = 0.0
+            else:
+                self.host_rates[slot][k] = float(rate)
+        if self.may_skip:
+            found = getattr(self.optimizer, "found_inf", None)
+            now = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
+            self.skips[slot] = torch.stack([now, self.skipped])
+
+    @torch.no_grad()
+    def reduce(self, count: int, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Statistics (steps, quantities, groups, 6) of the first observations, and all rows of them.
+
+        Args:
+            count: how many observations there are.
+            active: (steps, groups), on the host.
+        """
+        values = self.values[:count]
+        rates = self.rates[:count] + self._sent(torch.tensor(self.host_rates[:count], dtype=self.rates.dtype))
+        found = self.source.quantities(values, rates[:, self.column])
+        there = self._sent(active)[:, self.group] if not bool(active.all()) else None
+        if self.may_skip:
+            went = (self.skips[:count, 0] == 0)[:, None].expand(count, self.rows)
+            there = went if there is None else there & went
+        found |= self._equilibria(found, there)
+        self._quantities = tuple(found)
+        rows = torch.stack(list(found.values()), dim=1)
+        return self.reduced(rows), rows
+
+    def _sent(self, values: Tensor) -> Tensor:
+        """On the device, without the host waiting for what is in the queue there."""
+        if self.device.type != "cuda":
+            return values.to(self.device)
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+    def _equilibria(self, found: dict[str, Tensor], there: Tensor | None) -> dict[str, Tensor]:
+        """Where growth and decay balance, from the mean of ‖∇L(u)‖² over about the last hundred observations."""
+        if self.balance is None:
+            return {}
+        slope = (found["radius"] * found["gradient_norm"]) ** 2
+        use = slope.isfinite() if there is None else slope.isfinite() & there
+        count = len(slope)
+        lag = torch.arange(count, device=self.device)
+        weights = torch.tril(_FORGET ** (lag[:, None] - lag[None, :]).clamp(min=0).to(slope.dtype))
+        fading = _FORGET ** (lag + 1).to(slope.dtype)[:, None]
+        total = weights @ torch.where(use, slope, 0) + fading * self.slopes[0]
+        weight = weights @ use.to(slope.dtype) + fading * self.slopes[1]
+        self.slopes = torch.stack([total[-1], weight[-1]])
+        mean = (total / weight.clamp(min=1e-30)).sqrt()
+        radius, angle = self.balance(found["lr"], mean)
+        return {"equilibrium_radius": radius, "equilibrium_angle": angle}
+
+    def missing(self) -> dict[str, Any]:
+        """What is not recorded, and why."""
+        why = {balance for balance in self.balances if isinstance(balance, str)}
+        if len(why) and all(isinstance(balance, str) for balance in self.balances):
+            reason = "; ".join(sorted(why))
+            return {**self.source.missing, "equilibrium_radius": reason, "equilibrium_angle": reason}
+        return dict(self.source.missing)

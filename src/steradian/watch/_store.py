@@ -1,0 +1,97 @@
+"""Writes the folder of a run: Parquet parts and run.json, each complete or not there."""
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from steradian.watch._block import Columns, Words
+
+__all__ = ["Store"]
+
+
+class Store:
+    """The folder of one run, to which parts are added.
+
+    A run that is already there is continued: new parts get the next numbers.
+
+    Args:
+        folder: made if it is not there.
+
+    Raises:
+        ImportError: pandas or pyarrow is missing.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                "recording to a folder needs pyarrow and pandas: pip install 'steradian[lab]'; "
+                "a callable log(dict, step) needs neither"
+            ) from error
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, kind: str, columns: Columns, *, number: int | None = None) -> None:
+        """Write one part of a kind ("part", "rows" or "path"); a number names the part that it replaces."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        arrays = {
+            name: pa.DictionaryArray.from_arrays(column.codes, column.names)
+            if isinstance(column, Words)
+            else pa.array(column)
+            for name, column in columns.items()
+        }
+        number = self.next_number(kind) if number is None else number
+        with _complete(self.folder / f"{kind}-{number:05d}.parquet") as unfinished:
+            parquet.write_table(pa.table(arrays), unfinished, compression="zstd")
+
+    def next_number(self, kind: str) -> int:
+        """The number that a new part of a kind gets."""
+        return max((int(file.stem.split("-")[1]) for file in self.folder.glob(f"{kind}-*.parquet")), default=-1) + 1
+
+    def describe(self, about: Mapping[str, Any]) -> None:
+        """Write run.json."""
+        text = json.dumps(about, indent=1, ensure_ascii=False, default=str)
+        with _complete(self.folder / "run.json") as unfinished:
+            unfinished.write_text(text + "\n", encoding="utf-8")
+
+    def about(self) -> dict[str, Any] | None:
+        """What run.json says, if it is there."""
+        file = self.folder / "run.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def alert(self, alert: Mapping[str, Any]) -> None:
+        """Append one line to alerts.jsonl, in one write; a line that was not finished before stays alone."""
+        line = json.dumps(alert, ensure_ascii=False) + "\n"
+        with open(self.folder / "alerts.jsonl", "a+b", buffering=0) as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else "\n" + line
+            data = line.encode()
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class _complete:  # noqa: N801 - used like a function
+    """A path to write to; it gets its name when the block ends well, and is removed when not."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+
+    def __enter__(self) -> Path:
+        return self.unfinished
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                with open(self.unfinished, "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(self.unfinished, self.path)
+        finally:
+            self.unfinished.unlink(missing_ok=True)
