@@ -10,6 +10,7 @@ import numpy as np
 from steradian.lab.charts import COLOURS, Chart, Line, svg
 from steradian.lab.config import METHODS
 from steradian.lab.results import Result, write_atomically
+from steradian.watch.records import QUANTITIES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,6 +21,7 @@ __all__ = [
     "accuracy_figure",
     "hypotheses_figure",
     "loss_figure",
+    "phenomena_figure",
     "trajectories_figure",
     "write_figure",
 ]
@@ -153,7 +155,20 @@ def trajectories_figure(table: "pd.DataFrame") -> list[Chart]:
     return charts
 
 
+def phenomena_figure(table: "pd.DataFrame") -> list[Chart]:
+    """Section 4.1 in figures: the median turn by (a), (b1), (b2) and (c) over the filters of each layer, by step."""
+    charts = []
+    for quantity in ("deformation", "gradient_memory", "l2_memory", "radius_ratio"):
+        rows = table[(table["quantity"] == quantity) & (table["statistic"] == "median")]
+        lines = []
+        for group, series in rows.groupby("group", sort=False):
+            lines.append(Line(str(group), series["step"].astype(float).tolist(), series["value"].tolist()))
+        charts.append(Chart(QUANTITIES[quantity].title, "step", "turn (rad), median", lines, logarithmic=True))
+    return charts
+
+
 TRACK_FIGURES: dict[str, Callable[["pd.DataFrame"], list[Chart]]] = {
     "hypotheses": hypotheses_figure,
+    "phenomena": phenomena_figure,
     "trajectories": trajectories_figure,
 }

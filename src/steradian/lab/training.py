@@ -191,7 +191,8 @@ class Training:
         if count and "step" not in self._launch:
             count -= self._prepare()
         if count:
-            self._launch["step"](count)
+            with self.queue.here():
+                self._launch["step"](count)
         self.queue.mark()
         return self.steps - self._taken
 
