@@ -5,6 +5,7 @@
 A fleet of N is N trainings in flight; M members are M seeds of one setting carried out as one network, so that N/M
 graphs are captured. Methods go round: Adam, AdamW†, w/o (a), (ab), (abc), SGD-M. Both sides train with bf16 autocast,
 channels last, batch 128, crops and flips; the evaluation is not part of it. Without --data the images are random.
+--check compares the weights of trainings in a fleet with those of the same trainings alone.
 Prints a table and writes results/bench-fleet.json, again after every network; no measurement is begun after --seconds.
 """
 
@@ -110,7 +111,7 @@ def make_fleet(
     return made
 
 
-def measure(fleet: list[Training], steps: int) -> float:
+def measure(fleet: list[Training], steps: int, *, warm: int | None = None) -> float:
     """Milliseconds per training and step, all in flight."""
     device = fleet[0].data.device
     runs = sum(len(training.members) for training in fleet)
@@ -128,7 +129,7 @@ def measure(fleet: list[Training], steps: int) -> float:
                 left[id(training)] -= burst
         wait(device)
 
-    go(steps // 4)
+    go(steps // 4 if warm is None else warm)
     began = time.perf_counter()
     go(steps)
     return 1e3 * (time.perf_counter() - began) / (steps * runs)
@@ -146,6 +147,37 @@ def random_images() -> DataSet:
         return Images(random.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8), random.integers(0, 10, count))
 
     return DataSet("cifar10", some(50_000), some(10_000), [str(k) for k in range(10)])
+
+
+def check(name: str, data: Resident, args: argparse.Namespace) -> None:
+    """Fleet against single, float32, 50 steps: largest difference of any weight, for every method."""
+    args.precision = "float32"
+    prepare_device(args.device, exact=True)
+    methods = [*METHODS, "AdamG†", "Adam w/o (ab)"]
+    table = Table("network", "method", "seed", "fleet of 8 − alone", "replayed − plain, 5 steps", "2 members − alone")
+    fleet = make_fleet(name, data, 8, 1, methods, args)
+    measure(fleet, 40, warm=50 - 40 - fleet[0]._taken)
+    for training in fleet:
+        config = training.config
+
+        def alone(configs: object, count: int, execution: Execution) -> dict[str, torch.Tensor]:
+            other = Training(configs, data, execution=execution)  # type: ignore[arg-type]
+            while other._taken < count:
+                other.take(1)
+            wait(args.device)
+            return other.weights()
+
+        same = Execution(compiled=args.compile, fused=None if args.fused else False)
+        plainly = replace(same, captured=False, fused=False, compiled=False)
+        far = difference(training.weights(), alone(config, training._taken, same))
+        few = difference(alone(config, 5, same), alone(config, 5, plainly))
+        two = difference(alone([config, replace(config, seed=99)], 5, same), alone(config, 5, same))
+        table.add(name, config.method, config.seed, far, few, two)
+    write("fleet-check", table, steps=fleet[0]._taken, compiled=args.compile, fused=args.fused)
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[key] - other[key]).abs().max()) for key in one)
 
 
 def profile(training: Training) -> None:
@@ -180,6 +212,7 @@ def main() -> None:
     parser.add_argument("--no-fused", dest="fused", action="store_false")
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the plain loop out")
     parser.add_argument("--option", nargs="*", default=[], help="settings of torch._inductor.config, NAME=1")
+    parser.add_argument("--check", action="store_true", help="compare weights instead: results/fleet-check.json")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     parser.add_argument("--name", default="bench-fleet", help="of the file in results/")
     args = parser.parse_args()
@@ -194,6 +227,10 @@ def main() -> None:
         setattr(inductor, key, type(getattr(inductor, key))(int(value)))
     images = load("cifar10", args.data) if args.data else random_images()
     data = Resident(images, args.device)
+    if args.check:
+        for name in args.models:
+            check(name, data, args)
+        return
     facts = {"batch": args.batch, "precision": args.precision, "steps": args.steps, "options": args.option}
     facts |= {"compiled": args.compile, "fused": args.fused, "together": args.together}
     table = Table("network", "way", "in flight", "members", "ms per run and step", "× plain loop", "setup s")

@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
+from steradian.lab import compiling
 from steradian.lab.config import METHODS
 from steradian.lab.fleet import Fleet, prepare_device
 from steradian.lab.launch import Plain
@@ -124,6 +126,30 @@ def test_seeds_carried_out_as_one_give_the_results_of_each(tmp_path, data):
     assert together.run(configs)
     for key, expected in curves(apart.store).items():
         np.testing.assert_allclose(curves(together.store)[key]["train_loss"], expected["train_loss"], rtol=1e-3)
+
+
+def test_trainings_of_one_kind_share_what_was_compiled(data, monkeypatch):
+    """Traced by torch.compile and run without code generation: the same figures, and nothing is traced twice."""
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiling, "compiled", lambda work: torch.compile(work, backend=backend, dynamic=False))
+    shapes = len({tuple(p.shape) for p in Training(CONFIG, data).model.parameters() if p.ndim == 4})
+    # The first time a step and an evaluation for each of two lengths; a step on rows for each shape.
+    for config, expected in zip(methods("Adam", "SGD-M", "AdamG†", epochs=1), (3, 3, 3 + shapes), strict=True):
+        for seed in (0, 1):
+            config = replace(config, seed=seed)
+            plain, compiled = Training(config, data), Training(config, data, execution=Execution(compiled=True))
+            plain.run_epoch()
+            compiled.run_epoch()
+            for name, values in plain.curves.items():
+                np.testing.assert_allclose(compiled.curves[name], values, rtol=1e-3, err_msg=name)
+            assert len(traced) == expected
+    torch._dynamo.reset()
 
 
 def test_a_run_in_a_fleet_is_the_run_alone(tmp_path, data):

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from steradian.lab import paper
+from steradian.lab.figures import phenomena_figure
 from steradian.lab.recipes import RECIPES, accuracy_tables, grid, pretraining, trajectories
 from steradian.lab.tracking import compare_trajectories, track_hypotheses
 from steradian.lab.tracks import Tracks, track_study, trajectory_study
 from steradian.lab.training import Training
+from steradian.report.page import report
 
 from lab.studies import CONFIG, few, methods
 
@@ -108,8 +110,12 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     before = tracks.path.read_bytes()
     assert track_study(configs, "small", device="cpu", folder=tmp_path).path.read_bytes() == before
     assert Tracks(tracks.path).runs() == {configs[0].key}
-    monkeypatch.setattr("steradian.lab.tracks.pretraining", lambda **_: [replace(CONFIG, method="SGD-M", epochs=1)])
     where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs"}
+    watched = track_study(methods("Adam", epochs=1), "seen", watched=True, points=3, **where).table()
+    assert {"deformation", "gradient_memory", "l2_memory", "radius_ratio"} <= set(watched["quantity"])
+    assert [len(chart.lines) for chart in phenomena_figure(watched)] == [13] * 4
+    report([tmp_path / "runs" / "seen" / "watched" / methods("Adam", epochs=1)[0].key], tmp_path / "page.html")
+    monkeypatch.setattr("steradian.lab.tracks.pretraining", lambda **_: [replace(CONFIG, method="SGD-M", epochs=1)])
     made = trajectory_study({"tuning": 1}, "paths", points=2, **where)
     assert made.finished
     assert set(made.table()["quantity"]) == {"cosine"}

@@ -39,7 +39,7 @@ def table(
 @app.command()
 def figure(
     study: Annotated[str, typer.Argument(help="Name of a study in results/.")],
-    kind: Annotated[str, typer.Argument(help="loss, accuracy, hypotheses or trajectories.")],
+    kind: Annotated[str, typer.Argument(help="loss, accuracy, hypotheses, phenomena or trajectories.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="An .svg, or an .html that can be zoomed.")],
     folder: Folder = Path("results"),
 ) -> None:

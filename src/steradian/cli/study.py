@@ -53,7 +53,9 @@ def train(
 
 @app.command()
 def reproduce(
-    recipe: Annotated[str, typer.Argument(help="tables, tables-no-affine, curves, hypotheses, trajectories or grid.")],
+    recipe: Annotated[
+        str, typer.Argument(help="tables, tables-no-affine, curves, hypotheses, phenomena, trajectories, grid.")
+    ],
     data: Data = None,
     root: Root = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Fewer than the paper's; milestones scale.")] = None,
@@ -88,8 +90,9 @@ def reproduce(
         raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
     configs = RECIPES[recipe](**options)
     name = study or study_name(recipe, configs)
-    if recipe == "hypotheses":
-        _tracked(configs, name, root=root, device=device, seconds=seconds)
+    if recipe in ("hypotheses", "phenomena"):
+        watched = recipe == "phenomena"
+        _tracked(configs, name, watched=watched, root=root, device=device, seconds=seconds)
     elif engine == "ray":
         _sweep(configs, name, root=root, address=address, size=size)
     elif engine == "local":
@@ -148,12 +151,19 @@ def _sweep(configs: Sequence["Config"], name: str, *, root: Path | None, address
 
 
 def _tracked(
-    configs: Sequence["Config"], name: str, *, root: Path | None, device: str | None, seconds: float | None
+    configs: Sequence["Config"],
+    name: str,
+    *,
+    watched: bool,
+    root: Path | None,
+    device: str | None,
+    seconds: float | None,
 ) -> None:
     from steradian.lab.tracks import track_study
 
-    finished = track_study(configs, name, roots=_roots(configs, root), device=device, seconds=seconds)
-    Console().print(f"The records: {finished.path}", highlight=False, soft_wrap=True)
+    roots = _roots(configs, root)
+    done = track_study(configs, name, watched=watched, roots=roots, device=device, seconds=seconds)
+    Console().print(f"The records: {done.path}", highlight=False, soft_wrap=True)
 
 
 def _trajectories(

@@ -9,7 +9,7 @@ __all__ = ["Chart", "Line", "svg"]
 
 # Okabe and Ito's colours, told apart by readers of any eyesight, and their order.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
-_WIDTH, _HEIGHT = 460, 320
+_WIDTH, _HEIGHT, _ACROSS = 460, 320, 2
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 44
 
 
@@ -47,26 +47,26 @@ class Chart:
 
 
 def svg(charts: Sequence[Chart]) -> str:
-    """Charts side by side, with one legend below."""
+    """Charts two by two, with one legend below."""
     names = list(dict.fromkeys(line.name for chart in charts for line in chart.lines))
     colours = {name: COLOURS[k % len(COLOURS)] for k, name in enumerate(names)}
-    width = _WIDTH * len(charts)
+    width, drawn = _WIDTH * min(_ACROSS, len(charts)), _HEIGHT * math.ceil(len(charts) / _ACROSS)
     legend, legend_height = _legend(names, colours, width)
-    body = [_chart(chart, colours, k * _WIDTH) for k, chart in enumerate(charts)]
-    height = _HEIGHT + legend_height
+    body = [_chart(chart, colours, k % _ACROSS * _WIDTH, k // _ACROSS * _HEIGHT) for k, chart in enumerate(charts)]
+    height = drawn + legend_height
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             'font-family="sans-serif" font-size="12">',
             f'<rect width="{width}" height="{height}" fill="white"/>',
             *body,
-            f'<g transform="translate(0 {_HEIGHT})">{legend}</g>',
+            f'<g transform="translate(0 {drawn})">{legend}</g>',
             "</svg>",
         ]
     )
 
 
-def _chart(chart: Chart, colours: dict[str, str], offset: float) -> str:
+def _chart(chart: Chart, colours: dict[str, str], left: float, top: float) -> str:
     scale = _Scale(chart)
     marks = [f'<text x="{_LEFT}" y="18" font-weight="bold">{html.escape(chart.title)}</text>']
     for value in scale.x_ticks:
@@ -83,7 +83,7 @@ def _chart(chart: Chart, colours: dict[str, str], offset: float) -> str:
     marks.append(f"<text {turned}>{html.escape(chart.y_title)}</text>")
     for line in chart.lines:
         marks += _marks(line, scale, colours[line.name])
-    return f'<g transform="translate({offset} 0)">' + "\n".join(marks) + "</g>"
+    return f'<g transform="translate({left} {top})">' + "\n".join(marks) + "</g>"
 
 
 def _marks(line: Line, scale: "_Scale", colour: str) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from steradian.lab.charts import COLOURS, Chart, Line, svg
 from steradian.lab.config import METHODS
 from steradian.lab.results import Result, write_atomically
+from steradian.watch.records import QUANTITIES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,6 +21,7 @@ __all__ = [
     "accuracy_figure",
     "hypotheses_figure",
     "loss_figure",
+    "phenomena_figure",
     "trajectories_figure",
     "write_figure",
 ]
@@ -126,16 +128,16 @@ def _layout(chart: Chart) -> dict[str, Any]:
 
 
 def hypotheses_figure(table: "pd.DataFrame") -> list[Chart]:
-    """The figures of App. C.1.2 and fig:taylor: the largest A⟨c,u⟩, z and z² over all filters, by step."""
-    wanted = {"radial": "A⟨c,u⟩ (H1: below 1)", "velocity": "z (H2: below π)", "taylor": "z² (Taylor variable)"}
+    """The figures of App. C.1.2 and fig:taylor: the largest |A⟨c,u⟩|, z and z² over all filters, by step."""
+    wanted = {"radial": "|A⟨c,u⟩| (H1: below 1)", "velocity": "z (H2: below π)", "taylor": "z² (Taylor variable)"}
     charts = []
     for quantity, title in wanted.items():
-        rows = table[(table["quantity"] == quantity) & (table["statistic"] == "max")]
-        largest = rows.groupby(["run", "step"], sort=True)["value"].max()
+        rows = table[(table["quantity"] == quantity) & table["statistic"].isin(["min", "max"])]
+        largest = rows.assign(value=rows["value"].abs()).groupby(["run", "step"], sort=True)["value"].max()
         lines = []
         for run in dict.fromkeys(rows["run"]):
             series = largest[run]
-            lines.append(Line(str(run), [float(step) for step in series.index], series.abs().tolist()))
+            lines.append(Line(str(run), [float(step) for step in series.index], series.tolist()))
         charts.append(Chart(title, "step", "largest over all filters", lines, logarithmic=True))
     return charts
 
@@ -153,7 +155,20 @@ def trajectories_figure(table: "pd.DataFrame") -> list[Chart]:
     return charts
 
 
+def phenomena_figure(table: "pd.DataFrame") -> list[Chart]:
+    """Section 4.1 in figures: the median turn by (a), (b1), (b2) and (c) over the filters of each layer, by step."""
+    charts = []
+    for quantity in ("deformation", "gradient_memory", "l2_memory", "radius_ratio"):
+        rows = table[(table["quantity"] == quantity) & (table["statistic"] == "median")]
+        lines = []
+        for group, series in rows.groupby("group", sort=False):
+            lines.append(Line(str(group), series["step"].astype(float).tolist(), series["value"].tolist()))
+        charts.append(Chart(QUANTITIES[quantity].title, "step", "turn (rad), median", lines, logarithmic=True))
+    return charts
+
+
 TRACK_FIGURES: dict[str, Callable[["pd.DataFrame"], list[Chart]]] = {
     "hypotheses": hypotheses_figure,
+    "phenomena": phenomena_figure,
     "trajectories": trajectories_figure,
 }

@@ -5,7 +5,6 @@ nothing but the data, which nobody writes, so none depends on its neighbours.
 """
 
 import io
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ _PAUSE = 2e-4  # seconds before asking the device again
 
 
 def prepare_device(device: torch.device, *, exact: bool) -> None:
-    """Settings of a process that trains a fleet; to be called before CUDA is used.
+    """Settings of a process that trains a fleet.
 
     Args:
         device: the device.
@@ -39,8 +38,6 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
     """
     if device.type != "cuda":
         return
-    # By default streams share eight hardware queues, and work of one waits behind another's.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     torch.backends.cudnn.benchmark = not exact
     torch.backends.cudnn.deterministic = exact
     with warnings.catch_warnings():  # torch may prefer another spelling of the same setting

@@ -1,5 +1,6 @@
 """How a piece of device work is repeated: by calling it, or by replaying a CUDA graph of it."""
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,10 +57,18 @@ class Captured:
 
     def _capture(self, work: Callable[[], None], times: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # Other trainings go on meanwhile: only this thread's calls are held to the rules of a capture.
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            for _ in range(times):
-                work()
+        collecting = gc.isenabled()
+        gc.disable()  # what is freed during a capture must not be the memory of others
+        try:
+            with torch.cuda.stream(self.stream):
+                # Other trainings go on meanwhile: only this thread's calls are held to the rules of a capture.
+                graph.capture_begin(capture_error_mode="thread_local")
+                for _ in range(times):
+                    work()
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
         return graph
 
 

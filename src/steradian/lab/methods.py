@@ -7,12 +7,16 @@ from torch.optim import Optimizer
 
 from steradian import optim
 from steradian.groups import Groups
+from steradian.lab import compiling
 from steradian.lab.config import Config
+from steradian.optim._base import RowOptimizer
 
 __all__ = ["optimizers", "set_rates"]
 
 
-def optimizers(config: Config, groups: Groups, *, captured: bool = False, fused: bool = False) -> list[Optimizer]:
+def optimizers(
+    config: Config, groups: Groups, *, captured: bool = False, fused: bool = False, compiled: bool = False
+) -> list[Optimizer]:
     """The optimizers of a training, each for its own parameters.
 
     Parameters without rows are trained by plain Adam with the same rate and L2 (`rest_lr` for AdamG), so that only
@@ -23,9 +27,12 @@ def optimizers(config: Config, groups: Groups, *, captured: bool = False, fused:
         groups: the rows of its network.
         captured: the step will be captured in a graph: rates become tensors on the device.
         fused: use the fused steps.
+        compiled: compile the steps on rows that have no fused form: a few kernels per parameter instead of forty.
     """
     made = _build(config, groups, captured, fused)
     for optimizer in made:
+        if compiled and isinstance(optimizer, RowOptimizer):
+            optimizer._reference = compiling.compiled(type(optimizer)._reference)  # type: ignore[method-assign]
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])
             if captured:

@@ -19,6 +19,7 @@ __all__ = [
     "curves",
     "grid",
     "hypotheses",
+    "phenomena",
     "pretraining",
     "trajectories",
 ]
@@ -109,6 +110,20 @@ def hypotheses(
     return made
 
 
+def phenomena(
+    *,
+    data: str | None = "cifar10",
+    columns: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    epochs: int = 405,
+    seeds: int = 1,
+) -> list[Config]:
+    """Section 4.1, measured: trainings to be watched step by step, with Adam."""
+    chosen = _methods(methods, TABLE_METHODS) if methods else ["Adam"]
+    wanted = {"data": data, "columns": columns or ["ResNet20"], "epochs": epochs, "seeds": seeds}
+    return accuracy_tables(methods=chosen, **wanted)  # type: ignore[arg-type]
+
+
 def pretraining(
     *,
     data: str | None = "cifar10",
@@ -162,9 +177,10 @@ RECIPES: dict[str, Callable[..., list[Config]]] = {
     "tables-no-affine": lambda **options: accuracy_tables(norm="bn-no-affine", **options),
     "curves": curves,
     "hypotheses": hypotheses,
+    "phenomena": phenomena,
     "grid": grid,
 }
-"""Recipes that a fleet carries out as they are; `trajectories` needs a trained network first."""
+"""Recipes by name; `trajectories` is not among them, since it needs a trained network first."""
 
 
 def _config(column: tuple[str, str], method: str, lr: float, **more: object) -> Config:

@@ -1,5 +1,6 @@
 """A study from start to end: where its files are, its data on a device, and who carries it out."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ RESULTS, RUNS = Path("results"), Path("runs")
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """A device by name; None: the GPU where there is one."""
+    """A device by name; None: the GPU where there is one. To be called before CUDA is used."""
+    # By default streams share eight hardware queues, and the work of one waits behind another's.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -5,7 +5,7 @@ is called within the noise; with one seed nothing is said.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,12 +54,14 @@ class Table:
         cells: ours, by column and method, each in the order of the paper.
         papers: the paper's, where it has them.
         epochs: of the trainings, by column.
+        times: what each column took and where, in words.
     """
 
     norm: str
     cells: dict[tuple[str, str], dict[str, Cell]]
     papers: dict[tuple[str, str], dict[str, Cell]]
     epochs: dict[tuple[str, str], int]
+    times: dict[tuple[str, str], str]
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Headings and lines."""
@@ -83,7 +85,8 @@ class Table:
         said = []
         for column, ours in self.cells.items():
             where = f"{' '.join(column)} {self.norm}, {self.epochs[column]} epochs"
-            said += [f"{where}: {text}" for text in (_order(ours), _against(ours, self.papers.get(column, {}))) if text]
+            texts = [_order(ours), _against(ours, self.papers.get(column, {})), self.times[column]]
+            said += [f"{where}: {text}" for text in texts if text]
         return said
 
     def markdown(self) -> str:
@@ -122,7 +125,8 @@ def accuracy_table(results: Iterable[Result], *, norm: str = "bn") -> Table:
                 )
             cells[column][method] = Cell.of(result.accuracy for result in found)
             epochs[column] = found[0].config.epochs
-    return Table(norm, cells, {column: _papers(norm, column) for column in cells}, epochs)
+    times = {column: _time([r for found in grouped[column].values() for r in found]) for column in cells}
+    return Table(norm, cells, {column: _papers(norm, column) for column in cells}, epochs, times)
 
 
 def welch_p(one: Cell, other: Cell) -> float | None:
@@ -167,6 +171,13 @@ def _papers(norm: str, column: tuple[str, str]) -> dict[str, Cell]:
         method: Cell(figure.mean, math.nan if figure.spread is None else figure.spread, _PAPERS_SEEDS)
         for method, figure in found.items()
     }
+
+
+def _time(results: Sequence[Result]) -> str:
+    """The device time of some trainings together, and the devices."""
+    devices = sorted({result.environment.get("device", "an unknown device") for result in results})
+    seconds = sum(result.seconds for result in results)
+    return f"{len(results)} trainings took {seconds / 3600:.2f} hours of {', '.join(devices)}"
 
 
 def _papers_text(cell: Cell | None) -> str:

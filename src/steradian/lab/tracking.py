@@ -4,7 +4,11 @@ These are the experiments of App. C.1.2 and C.1.5, and of Section 3.3. Between t
 replayed like in any fleet.
 """
 
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +22,13 @@ from steradian.lab.config import Config
 from steradian.lab.data import Resident
 from steradian.lab.training import Execution, Training
 from steradian.scheme import read_step
+from steradian.watch.monitor import watch
 from steradian.watch.records import Records
 
-__all__ = ["chosen_filters", "compare_trajectories", "track_hypotheses"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["chosen_filters", "compare_trajectories", "track_hypotheses", "watch_training"]
 
 Told = Callable[[Training], object]
 
@@ -85,6 +93,46 @@ def _recorded_step(training: Training, records: Records, number: int) -> int:
 
 def _owner(optimizers: Sequence[Optimizer], param: Tensor) -> Optimizer:
     return next(o for o in optimizers if any(param is p for group in o.param_groups for p in group["params"]))
+
+
+def watch_training(
+    config: Config,
+    data: Resident,
+    folder: Path,
+    *,
+    points: int = 400,
+    execution: Execution | None = None,
+    tell: Told = lambda _: None,
+) -> tuple[Training, "pd.DataFrame"]:
+    """Train with every step followed by `watch`, the phenomena of Section 4.1 among what it records.
+
+    Steps are not replayed, since a replayed step calls no hooks.
+
+    Args:
+        config: the training.
+        data: its data.
+        folder: where the run is recorded, anew; `steradian report` makes a page of it.
+        points: how many steps to record.
+        execution: how to train.
+        tell: called after every epoch.
+
+    Returns:
+        The finished training and the table of its run, whose name is the training's key.
+    """
+    plainly = replace(execution or Execution(), captured=False)
+    training = Training(config, data, execution=plainly)
+    [optimizer] = training.optimizers
+    shutil.rmtree(folder, ignore_errors=True)
+    every = max(1, config.epochs * training.steps // points)
+    kept = {"run": config.key, "config": config.to_dict(), "rows_every": 0}
+    with watch(optimizer, training.groups, every=every, phenomena=True, to=folder, **kept) as seen:
+        while not training.finished:
+            training.run_epoch()
+            seen.log({name: values[-1] for name, values in training.curves.items()})
+            tell(training)
+    if seen.error is not None:
+        raise RuntimeError(f"watching {config.key} failed: {seen.error}") from seen.error
+    return training, seen.records()
 
 
 def chosen_filters(training: Training, *, each: int = 3, seed: int = 0) -> dict[str, list[int]]:

@@ -15,10 +15,10 @@ from steradian.lab.data import Resident, load
 from steradian.lab.fleet import prepare_device
 from steradian.lab.recipes import pretraining, trajectories
 from steradian.lab.results import Result, Store, environment, write_atomically
-from steradian.lab.study import RESULTS, Study, pick_device
-from steradian.lab.tracking import compare_trajectories, track_hypotheses
+from steradian.lab.study import RESULTS, RUNS, Study, pick_device
+from steradian.lab.tracking import compare_trajectories, track_hypotheses, watch_training
 from steradian.lab.training import Execution
-from steradian.watch.records import COLUMNS, Records
+from steradian.watch.records import COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,11 +43,11 @@ class Tracks:
         """Keys of the recorded runs."""
         return set(self.table()["run"])
 
-    def add(self, records: Records) -> None:
+    def add(self, added: "pd.DataFrame") -> None:
         """Add the table of a run."""
         import pandas as pd
 
-        tables = [table for table in (self.table(), records.table()) if len(table)]
+        tables = [table for table in (self.table(), added) if len(table)]
         buffer = io.BytesIO()
         pd.concat(tables, ignore_index=True).to_parquet(buffer, compression="zstd")
         write_atomically(self.path, buffer.getvalue())
@@ -57,22 +57,27 @@ def track_study(
     configs: Sequence[Config],
     name: str,
     *,
+    watched: bool = False,
     roots: Mapping[str, Path] | None = None,
     device: str | None = None,
     seconds: float | None = None,
     points: int = 400,
     folder: Path = RESULTS,
+    runs: Path = RUNS,
 ) -> Tracks:
-    """Track trainings one after the other, as `track_hypotheses` does; their curves are stored too.
+    """Track trainings one after the other; their curves are stored too.
 
     Args:
         configs: the trainings.
         name: of the study: folder/NAME.json and folder/NAME-tracks.parquet.
+        watched: follow every step with `watch`, which measures the phenomena, as `watch_training` does; otherwise
+            look at some steps alone, as `track_hypotheses` does.
         roots: folders of the data, by name.
         device: where.
         seconds: start no further training when this time is over.
         points: steps to record in each.
         folder: where the files go.
+        runs: where the folders of watched runs go, of which `steradian report` makes a page.
     """
     where, began = pick_device(device), time.monotonic()
     prepare_device(where, exact=any(config.precision == "float32" for config in configs))
@@ -80,26 +85,24 @@ def track_study(
     done = tracks.runs() & store.keys()
     data: dict[str, Resident] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        for config in configs:
-            if config.key in done:
-                continue
+        for config in [config for config in configs if config.key not in done]:
             if seconds is not None and time.monotonic() - began > seconds:
                 tracks.finished = False
                 break
             if config.data not in data:
                 data[config.data] = Resident(load(config.data, (roots or {}).get(config.data)), where)
             task = progress.add_task(config.key, total=config.epochs)
+            options: dict[str, Any] = {"points": points, "execution": Execution(compiled=where.type == "cuda")}
+            options["tell"] = lambda _, task=task: progress.advance(task)
             started = time.monotonic()
-            training, records = track_hypotheses(
-                config,
-                data[config.data],
-                points=points,
-                execution=Execution(compiled=where.type == "cuda"),
-                tell=lambda _, task=task: progress.advance(task),  # type: ignore[misc]
-            )
-            tracks.add(records)
-            took = time.monotonic() - started
-            facts = (training.diverged, training.collapsed()[0], took, environment(where))
+            if watched:
+                to = runs / name / "watched" / config.key
+                training, table = watch_training(config, data[config.data], to, **options)
+            else:
+                training, records = track_hypotheses(config, data[config.data], **options)
+                table = records.table()
+            tracks.add(table)
+            facts = (training.diverged, training.collapsed()[0], time.monotonic() - started, environment(where))
             store.add([Result(config, training.curves, *facts)])
     return tracks
 
@@ -111,9 +114,9 @@ def trajectory_study(
     root: Path | None = None,
     device: str | None = None,
     seconds: float | None = None,
-    points: int = 200,
+    points: int = 100,
     folder: Path = RESULTS,
-    runs: Path = Path("runs"),
+    runs: Path = RUNS,
 ) -> Tracks:
     """Section 3.3: train the networks that are missing, then compare SGD, AdaGradG and AdaGrad from each of them.
 
@@ -149,5 +152,5 @@ def trajectory_study(
             tracks.finished = False
             break
         weights = torch.load(study.work / "weights" / f"{start.key}.pt", weights_only=True)
-        tracks.add(compare_trajectories(schemes, data, weights, points=points))
+        tracks.add(compare_trajectories(schemes, data, weights, points=points).table())
     return tracks

@@ -8,7 +8,6 @@ code runs as a plain loop.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn import functional
 
 from steradian import geometry
 from steradian.groups import Layout
+from steradian.lab import compiling
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
 from steradian.lab.launch import Captured, Launcher, Plain, Queue
@@ -36,7 +36,7 @@ class Execution:
 
     Attributes:
         captured: replay the step as a CUDA graph; None: on a GPU.
-        compiled: compile the network with torch.compile.
+        compiled: compile the network, and steps that have no fused form, with torch.compile.
         fused: take the fused optimizer steps; None: on a GPU.
         members: how many trainings that differ by their seed alone are carried out as one network.
         together: steps in one launch of a graph.
@@ -117,8 +117,9 @@ class Training:
         self._launch: dict[str, Launcher] = {}
         self._next_plan: Tensor | None = None
         self._taken, self._begun = 0, False
-        self._loss = _compiled(_losses) if self.execution.compiled else _losses
-        self._verdict = _compiled(_verdicts) if self.execution.compiled else _verdicts
+        compiled = self.execution.compiled
+        self._loss = compiling.compiled(_losses) if compiled else _losses
+        self._verdict = compiling.compiled(_verdicts) if compiled else _verdicts
         with self.queue.here():
             self._build(weights)
 
@@ -133,7 +134,8 @@ class Training:
         self.model = model
         self.groups = replace(groups, params=dict(model.named_parameters()))
         captured, fused = bool(self.execution.captured), bool(self.execution.fused)
-        self.optimizers = optimizers(self.config, self.groups, captured=captured, fused=fused)
+        how = {"captured": captured, "fused": fused, "compiled": self.execution.compiled}
+        self.optimizers = optimizers(self.config, self.groups, **how)
         plan, totals, pinned = (self.steps, count, self.config.batch_size), (len(PARTS), 2, count), captured
         self._codes = torch.zeros(plan, dtype=torch.int64, device=device)
         self._at, self._chunk_at, self._chunk_end = torch.zeros(3, 1, dtype=torch.int64, device=device).unbind()
@@ -189,7 +191,8 @@ class Training:
         if count and "step" not in self._launch:
             count -= self._prepare()
         if count:
-            self._launch["step"](count)
+            with self.queue.here():
+                self._launch["step"](count)
         self.queue.mark()
         return self.steps - self._taken
 
@@ -373,10 +376,3 @@ def _verdicts(
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(members, -1)
     hits = (logits.argmax(dim=2) == targets) & there
     return torch.stack([(losses * there).sum(dim=1).double(), hits.sum(dim=1).double()])
-
-
-@lru_cache(maxsize=2)
-def _compiled(work: Callable[..., Any]) -> Callable[..., Any]:
-    # One compiled function for all trainings: networks of one kind share what was compiled.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(work, dynamic=False)
