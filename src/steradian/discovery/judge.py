@@ -76,7 +76,7 @@ def _judge_effects(survey: Survey, effective: list[str], findings: Findings) -> 
     for name in survey.prober.trainable:
         shape = survey.shape(name)
         share = max(reading.share(name) for reading in (survey.own, *survey.near))
-        if name not in effective and not survey.prober.own[name].is_complex():
+        if name not in effective and not survey.prober.parameters[name].is_complex():
             findings.no_effect[name] = f"effect {share:.1e} of the largest"
         elif share < _VANISHING and (not is_matrix(shape) or math.prod(shape) == shape[0]):
             findings.no_effect[name] = f"effect {share:.1e} of the largest: what a normalization's ε lets through"

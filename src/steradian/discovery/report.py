@@ -39,7 +39,7 @@ def _group(survey: Survey, finding: Finding, verified: Verified) -> Group:
     sums, floor = _sums(survey, finding)
     seen = sums[1].sqrt() > 10 * floor
     cosine = sums[0].abs() / (sums[2] * sums[3]).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
-    size = sum(math.prod(survey.prober.own[name].shape) for name in finding.names) // finding.rows
+    size = sum(math.prod(survey.shape(name)) for name in finding.names) // finding.rows
     reasons = [verified.reasons.get(name, UNKNOWN) for name in finding.names]
     return Group(
         names=finding.names,

@@ -1,7 +1,7 @@
 """The probes in their order, the candidates among the parameters, and the measures that a verdict needs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from .layouts import (
     pair_keys,
     partial_cut,
 )
-from .points import Point, is_matrix, random_point, scale
-from .probe import Key, Noise, Prober, Reading, Table
+from .points import Point, is_matrix
+from .probe import Key, Prober, Reading, Table
 from .structure import Trace
 
 __all__ = ["Stand", "Survey", "cancels", "joined_tables"]
@@ -47,7 +47,7 @@ class Survey:
         own: the reading at the model's own point.
         near: readings at random points.
         far: readings at random points with grown candidates.
-        ground: the last of the near probes.
+        ground: the first of the near probes.
         map: a trace whose graph leads from parameters to modules.
     """
 
@@ -67,15 +67,16 @@ class Survey:
     def look_near(self) -> None:
         """Random points of ordinary scale; candidates are what is balanced up to ε."""
         for _ in range(_NEAR):
-            trace = Trace()
+            # One look at the modules and the graph is enough.
+            trace = Trace(graph=True) if self.ground is None else None
             seed = self._next_seed()
             point = self._draw(seed)
             reading = self._probe(seed, point, trace)
             if reading is None:
                 continue
             self.near.append(reading)
-            self.ground = Stand(reading, point, seed, trace)
-            if trace.graph is not None and self.map.graph is None:
+            if trace is not None and trace.graph is not None:
+                self.ground = Stand(reading, point, seed, trace)
                 self.map, self.proposals = trace, propose(trace.graph)
         if not self.near:
             # The model bears no other point than its own.
@@ -100,7 +101,7 @@ class Survey:
         base = self._draw(seed)
         for growth in GROWTH:
             trace = Trace()
-            point = scale(base, {name: 1 + (growth - 1) * share for name, share in self._growing.items()})
+            point = base.scaled({name: 1 + (growth - 1) * share for name, share in self._growing.items()})
             reading = self._probe(seed, point, trace, pairs)
             if reading is not None:
                 self.far.append(Stand(reading, point, seed, trace))
@@ -113,15 +114,14 @@ class Survey:
         return any(grown.effect(name) < _LOST * min(r.effect(name) for r in self.near) for name in self._growing)
 
     def _draw(self, seed: int) -> Point:
-        own = self.prober.own
-        return {**own, **random_point({name: own[name] for name in self.prober.trainable}, Noise(1000 + seed))}
+        return replace(self.prober.own, seed=1000 + seed)
 
     def _next_seed(self) -> int:
         self._seed += 1
         return self._seed
 
     def _probe(
-        self, seed: int, point: Point, trace: Trace, pairs: Mapping[str, Sequence[Key]] | None = None
+        self, seed: int, point: Point, trace: Trace | None, pairs: Mapping[str, Sequence[Key]] | None = None
     ) -> Reading | None:
         """One reading; None if the model does not bear the point."""
         try:
@@ -175,7 +175,7 @@ class Survey:
         if found is not None and len(found[1]) * 8 >= found[0]:
             share = torch.zeros(found[0])
             share[found[1]] = 1.0
-            share = share.repeat_interleave(shape[0] // found[0]).to(self.prober.own[name].device)
+            share = share.repeat_interleave(shape[0] // found[0]).to(self.prober.parameters[name].device)
             self._growing[name] = share.reshape(-1, *[1] * (len(shape) - 1))
 
     def _pairs(self) -> dict[str, list[Key]]:
@@ -206,7 +206,7 @@ class Survey:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter."""
-        return tuple(self.prober.own[name].shape)
+        return self.prober.shapes[name]
 
     def effective(self) -> list[str]:
         """Real trainable parameters with an effect that is not rounding."""
@@ -214,7 +214,7 @@ class Survey:
         return [
             name
             for name in self.prober.trainable
-            if not self.prober.own[name].is_complex()
+            if not self.prober.parameters[name].is_complex()
             and any(reading.share(name) > noise for reading in (self.own, *self.near))
         ]
 

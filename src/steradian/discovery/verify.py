@@ -1,11 +1,13 @@
 """f(ρx) = f(x): all rows found are scaled at once by random factors, and the outputs must not move."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from .judge import Finding, Findings
-from .points import Factors, Point, scale
-from .probe import Noise, Prober
+from .points import Factors, Noise
+from .probe import Prober
 from .structure import UNKNOWN, Absorbers, Trace
 from .survey import Stand, Survey
 
@@ -63,13 +65,15 @@ class _Checker:
         return self.passing(tested[:half], known, stand) + self.passing(tested[half:], known, stand)
 
     def _holds(self, tested: list[Finding], known: tuple[Finding, ...], stand: Stand) -> bool:
-        trace, point, scaled = Trace(), stand.point, [*known, *tested]
+        trace, scaled = Trace(), [*known, *tested]
         self._draw += 1
         grown = stand is self.survey.far[-1]
-        for number, finding in enumerate(scaled):
-            point = scale(point, row_factors(finding, point, seed=1000 * self._draw + number, grown=grown))
+        factors = [
+            row_factors(finding, self.prober.parameters, seed=1000 * self._draw + number, grown=grown)
+            for number, finding in enumerate(scaled)
+        ]
         try:
-            reading = self.prober.read(point, seed=stand.seed, recorder=trace, backward=False)
+            reading = self.prober.read(stand.point.scaled(*factors), seed=stand.seed, recorder=trace, backward=False)
         except Exception:  # a point that the model does not bear proves nothing
             return False
         same = self._tolerance(scaled, grown=grown)
@@ -88,7 +92,7 @@ class _Checker:
         return max(least, min(10 * max(defects), _MOST_BY_EPSILON))
 
 
-def row_factors(finding: Finding, point: Point, *, seed: int, grown: bool) -> Factors:
+def row_factors(finding: Finding, parameters: Mapping[str, Tensor], *, seed: int, grown: bool) -> Factors:
     """A random ρ per row, spread over the entries of its parameters.
 
     At a grown point it lies between 1/2 and 2 and not near 1. At one of ordinary scale it lies between 4 and 16:
@@ -98,13 +102,13 @@ def row_factors(finding: Finding, point: Point, *, seed: int, grown: bool) -> Fa
     exponent = 0.5 + 0.5 * torch.rand(finding.rows, generator=generator, dtype=torch.float64)
     down = torch.rand(finding.rows, generator=generator) < 0.5
     rho = torch.where(down & grown, -exponent, exponent if grown else 4 * exponent).exp2()
-    factors: Factors = {}
+    factors: dict[str, Tensor] = {}
     for name, cut in zip(finding.names, finding.cuts, strict=True):
-        tensor, factor = point[name], rho.reshape(cut)
+        tensor, factor = parameters[name], rho.reshape(cut)
         for dim, blocks in enumerate(cut):
             if blocks > 1:
                 factor = factor.repeat_interleave(tensor.shape[dim] // blocks, dim)
-        factors[name] = factor.to(tensor.device, tensor.dtype)
+        factors[name] = factor.to(tensor.device)
     return factors
 
 
