@@ -15,6 +15,7 @@ from .layouts import (
     imbalance,
     pair_keys,
     partial_cut,
+    slices_balanced,
 )
 from .points import Point, is_matrix
 from .probe import Key, Prober, Reading, Table
@@ -59,6 +60,7 @@ class Survey:
         self.map = Trace()
         self._growing: dict[str, float | torch.Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
         self._together: set[str] = set()
+        self._invariant: dict[str, bool] = {}
         self.proposals = Proposals()
         self._seed = 0
 
@@ -91,7 +93,11 @@ class Survey:
         """
         self._grow()
         if self._starved() and self.prober.left >= 2 * len(GROWTH):
-            sure = {name for name in self._growing if name in self._together or self._balanced_near(name, _SURE)}
+            sure = {
+                name
+                for name in self._growing
+                if name in self._together or self._balanced_near(name, _SURE) or self._slices_balanced_near(name)
+            }
             self._growing = {name: share for name, share in self._growing.items() if name in sure}
             self._grow()
 
@@ -126,6 +132,8 @@ class Survey:
         """One reading; None if the model does not bear the point."""
         try:
             reading = self.prober.read(point, seed=seed, pairs=pairs, recorder=trace)
+        except torch.OutOfMemoryError:  # says nothing about the point
+            raise
         except Exception:  # a probe is no place to fail: the next one comes without noise on the inputs
             reading = None
         if reading is None or not reading.finite:
@@ -140,7 +148,7 @@ class Survey:
         names = self.effective()
         sets = self.vanishing(self.near, [loose] * len(self.near), names)
         self._together = {names[i] for s in sets for i in s}
-        single = [name for name in names if name not in self._together and self._balanced_near(name)]
+        single = [name for name in names if name not in self._together and self._invariant_near(name)]
         # Of a gain or a bias only a fact can be learned: it grows where that is next to certain.
         single = [name for name in single if is_matrix(self.shape(name)) or self._balanced_near(name, _SURE)]
         self._growing = dict.fromkeys([*single, *self._together], 1.0)
@@ -150,6 +158,16 @@ class Survey:
 
     def _balanced_near(self, name: str, share: float = 1.0) -> bool:
         return all(self.balance(reading, name) <= share * self.prober.precision.loose for reading in self.near)
+
+    def _slices_balanced_near(self, name: str) -> bool:
+        shape = self.shape(name)
+        return is_matrix(shape) and slices_balanced(shape, self._near_trial(name))
+
+    def _invariant_near(self, name: str) -> bool:
+        """Whether a parameter may be invariant by itself, as a whole or slice by slice."""
+        if name not in self._invariant:
+            self._invariant[name] = self._balanced_near(name) or self._slices_balanced_near(name)
+        return self._invariant[name]
 
     def vanishing(self, readings: Sequence[Reading], allowed: Sequence[float], names: list[str]) -> list[Indices]:
         """Sets of parameters whose sums vanish because their parts cancel.
@@ -164,7 +182,7 @@ class Survey:
                 if len(indices) > 1 and bool((set_imbalance(M, sizes, indices) <= allowed).all()):
                     found.append(indices)
                     break
-        place = [i for i, name in enumerate(names) if not self._balanced_near(name)]
+        place = [i for i, name in enumerate(names) if not self._invariant_near(name)]
         sought = zero_sums(M[:, place], sizes[:, place], allowed, larger=_LARGER_SETS)
         return [s for s in {*found, *(tuple(place[i] for i in s) for s in sought)} if cancels(M, s)]
 
@@ -232,7 +250,7 @@ class Survey:
         near = [self._evidence(reading, names, precision.loose) for reading in self.near]
         readings = zip(self.far_readings(), self.far_tolerances(), strict=True)
         far = [self._evidence(reading, names, tolerance) for reading, tolerance in readings]
-        return Trial(near, far, precision.settled, precision.flat)
+        return Trial(near, far, precision.settled, precision.flat, precision.resolution)
 
     def _evidence(self, reading: Reading, names: Sequence[str], tolerance: float) -> Evidence:
         floor = max(self.floor(reading, name) for name in names)

@@ -1,11 +1,12 @@
 """f(ρx) = f(x): all rows found are scaled at once by random factors, and the outputs must not move."""
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from .judge import Finding, Findings
+from .judge import Finding, Findings, row_sums
 from .points import Factors, Noise
 from .probe import Prober
 from .structure import UNKNOWN, Absorbers, Trace
@@ -14,7 +15,9 @@ from .survey import Stand, Survey
 __all__ = ["Verified", "row_factors", "verify"]
 
 _LEAST_BY_EPSILON, _MOST_BY_EPSILON = 1e-3, 0.03
-"""Between these, outputs may move at ordinary scale as far as the defect of the rows explains it."""
+"""Between these, outputs may move at ordinary scale as far as the defect of the worst row explains it."""
+_MOST_PREDICTED = 0.3
+"""Up to this, as far as the derivatives along all rows say together: in a deep model, what ε does adds up."""
 
 
 class Verified:
@@ -74,6 +77,8 @@ class _Checker:
         ]
         try:
             reading = self.prober.read(stand.point.scaled(*factors), seed=stand.seed, recorder=trace, backward=False)
+        except torch.OutOfMemoryError:  # says nothing about the rows
+            raise
         except Exception:  # a point that the model does not bear proves nothing
             return False
         same = self._tolerance(scaled, grown=grown)
@@ -89,7 +94,23 @@ class _Checker:
         """What ε does to a row, it does to the outputs when that row is scaled."""
         least = self.prober.precision.same if grown else max(self.prober.precision.same, _LEAST_BY_EPSILON)
         defects = [finding.remaining if grown else finding.natural for finding in scaled]
-        return max(least, min(10 * max(defects), _MOST_BY_EPSILON))
+        by_defect = max(least, min(10 * max(defects), _MOST_BY_EPSILON))
+        return by_defect if grown else max(by_defect, min(3 * self._predicted(scaled), _MOST_PREDICTED))
+
+    def _predicted(self, scaled: list[Finding]) -> float:
+        """How far ⟨∇L, x⟩ says that the outputs move when ε loses its weight, relative to their spread.
+
+        dL/d log ρ falls from D = ⟨∇L, x⟩ with 1/ρ², so that growing changes L by D/2. L is the outputs' product with
+        a normal vector, which changes about as much as they do. Rows may act together or each for itself, and the
+        parameters of a deep model together.
+        """
+        moves = []
+        for reading in self.survey.near:
+            radial = [row_sums(self.survey, reading, finding)[0][0] for finding in scaled]
+            change = sum(max(abs(float(D.sum())), float(D.norm())) for D in radial) / 2
+            spread = math.hypot(*(_spread(t[torch.isfinite(t)]) for t in reading.outputs))
+            moves.append(change / spread if spread else 0.0)
+        return max(moves)
 
 
 def row_factors(finding: Finding, parameters: Mapping[str, Tensor], *, seed: int, grown: bool) -> Factors:
@@ -126,7 +147,17 @@ def _relative(a: Tensor, b: Tensor) -> float:
     if a.numel() == 0 or not bool(finite.any()):
         return 0.0
     a, b = a[finite], b[finite]
-    spread = (a - a.mean()).abs().square().sum().sqrt()
-    spread = spread if bool(spread > 1e-9 * a.abs().max()) else a.abs().square().sum().sqrt()
-    moved = float((a - b).abs().square().sum().sqrt())
-    return moved / float(spread) if float(spread) else moved
+    spread, moved = _spread(a), _norm(a - b)
+    return moved / spread if spread else moved
+
+
+def _spread(a: Tensor) -> float:
+    """‖a − its mean‖, or ‖a‖ where all entries are the same."""
+    if a.numel() == 0:
+        return 0.0
+    spread = _norm(a - a.mean())
+    return spread if spread > 1e-9 * float(a.abs().max()) else _norm(a)
+
+
+def _norm(a: Tensor) -> float:
+    return float(a.abs().square().sum().sqrt())
