@@ -1,176 +1,189 @@
 """Every timm architecture through find_groups: rows per family, errors, and agreement with hand labels.
 
-    python benchmarks/timm_survey.py --seconds 240 --workers 8
+    python benchmarks/timm_survey.py --seconds 560 --workers 14
 
-Runs where timm is installed. Begins with the smallest architecture of every family, then goes on by size until the
-time is up; results/timm.json keeps what is done, and a later run continues from it. Models of more than 2 GB are
-left out.
+Runs where timm is installed. Weighs all architectures, leaves those out whose parameters take more than 2 GB, and
+inspects the others: the hand-labelled first, then the lightest of every family, then the rest by weight. The file
+keeps what is done, and a later run continues from it; what failed is tried again.
 """
 
 import argparse
 import json
-import multiprocessing
 import os
-import queue
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import steradian
+from pool import Pool
+from timm_models import LABELS, LIMIT, inspect, weigh
 
 from harness import RESULTS, environment
 
-OUT = RESULTS / "timm.json"
-LIMIT = 2 * 2**30
+Records = dict[str, dict[str, Any]]
 
 
-def is_weight(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 4 and name.endswith("weight")
+def setup() -> None:
+    import warnings
 
-
-# family → (architecture, which parameters are rows, by hand)
-LABELS: dict[str, tuple[str, Callable[[str, tuple[int, ...]], bool]]] = {
-    # Every convolution is followed by BN; the classifier by nothing.
-    "resnet": ("resnet18", is_weight),
-    "vgg_bn": ("vgg11_bn", lambda name, shape: is_weight(name, shape) and name.startswith("features")),
-    "densenet": ("densenet121", is_weight),
-    "regnet": ("regnetx_002", is_weight),
-    # The squeeze-and-excite convolutions feed a gate.
-    "efficientnet": ("efficientnet_b0", lambda name, shape: is_weight(name, shape) and ".se." not in name),
-    # LN over the channels behind the stem and behind every depthwise convolution, each with its bias.
-    "convnext": ("convnext_atto", lambda name, shape: name.startswith("stem.0.") or ".conv_dw." in name),
-    # Weight standardization makes every convolution's filters rows; the gates have plain ones.
-    "nfnet": ("nf_resnet26", is_weight),
-    # Pre-norm: what writes to the residual stream is invariant only together, model-wide.
-    "vit": ("vit_tiny_patch16_224", lambda name, shape: False),
-    "mixer": ("mixer_s32_224", lambda name, shape: False),
-    # Swin normalizes its patch embedding by itself.
-    "swin": ("swin_tiny_patch4_window7_224", lambda name, shape: name.startswith("patch_embed.proj.")),
-}
-
-
-def inspect(name: str, device: str) -> dict[str, object]:
-    import timm
-
-    record: dict[str, object] = {"architecture": name}
-    started = time.perf_counter()
-    try:
-        torch.manual_seed(0)
-        model = timm.create_model(name, pretrained=False)
-        size = tuple(model.default_cfg["input_size"])
-        model = model.to(device)
-        groups = steradian.find_groups(model, torch.randn(4, *size, device=device))
-        found = set(groups.layouts)
-        record.update(
-            parameters=sum(p.numel() for p in model.parameters()),
-            rows=sum(group.rows for group in groups.groups),
-            radial=len(found),
-            joint=len(groups.joint),
-            facts=len(groups.facts),
-            rest=len(groups.rest),
-            share=sum(p.numel() for n, p in model.named_parameters() if n in found)
-            / sum(p.numel() for p in model.parameters()),
-            passes=list(groups.passes),
-        )
-        for family, (architecture, label) in LABELS.items():
-            if architecture == name:
-                expected = {n for n, p in model.named_parameters() if label(n, tuple(p.shape))}
-                record.update(labels=family, missed=sorted(expected - found), extra=sorted(found - expected))
-    except Exception as error:
-        record["error"] = f"{type(error).__name__}: {error}"[:300]
-    record["seconds"] = round(time.perf_counter() - started, 2)
-    return record
-
-
-def order() -> Iterator[str]:
-    """Labelled architectures, then one of each family, then the rest; the names alone tell, nothing is built."""
-    import timm
-
-    yield from (architecture for architecture, _ in LABELS.values())
-    modules = timm.list_modules()
-    by_module = {module: sorted(timm.list_models(module=module), key=len) for module in modules}
-    for names in by_module.values():
-        yield from names[:1]
-    for names in by_module.values():
-        yield from names[1:]
-
-
-def work(tasks: "multiprocessing.Queue[str]", done: "multiprocessing.Queue[dict[str, object]]", device: str) -> None:
     torch.set_num_threads(1)
-    while True:
-        try:
-            name = tasks.get(timeout=1)
-        except queue.Empty:
-            return
-        done.put(inspect(name, device))
+    warnings.simplefilter("ignore")
 
 
-def too_large(name: str) -> bool:
+def families() -> dict[str, str]:
+    """Architecture → the module of timm that defines it."""
     import timm
 
-    try:
-        with torch.device("meta"):
-            model = timm.create_model(name, pretrained=False)
-        return sum(p.numel() * p.element_size() for p in model.parameters()) > LIMIT
-    except Exception:
-        return False
+    return {name: module for module in timm.list_modules() for name in timm.list_models(module=module)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=240)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    # What failed is tried again: it may have been the memory that the workers share.
-    records = json.loads(OUT.read_text())["architectures"] if OUT.exists() else []
-    records = [record for record in records if "error" not in record]
-    known = {record["architecture"] for record in records}
-    deadline = time.monotonic() + options.seconds
-    context = multiprocessing.get_context("spawn")
-    tasks, done = context.Queue(), context.Queue()
-    names = [name for name in dict.fromkeys(order()) if name not in known]
-    workers = [context.Process(target=work, args=(tasks, done, device), daemon=True) for _ in range(options.workers)]
-    for worker in workers:
-        worker.start()
-    given = 0
-    while time.monotonic() < deadline and (given < len(names) or given > len(records) - len(known)):
-        while given < len(names) and tasks.qsize() < options.workers:
-            if not too_large(names[given]):
-                tasks.put(names[given])
-            given += 1
-        try:
-            records.append(done.get(timeout=2))
-        except queue.Empty:
-            if not any(worker.is_alive() for worker in workers):
-                break
-            continue
-        if len(records) % 20 == 0:
-            save(records, device)
-    for worker in workers:
-        worker.terminate()
-    save(records, device)
-    report(records)
+def order(records: Records, family: dict[str, str]) -> Iterator[str]:
+    """Labelled architectures, then the lightest of each family, then the second lightest, and so on."""
+    yield from (name for names, _ in LABELS.values() for name in names.split() if name in family)
+    by_family: dict[str, list[str]] = {}
+    for name in sorted(family, key=lambda n: records[n].get("bytes", 0)):
+        by_family.setdefault(family[name], []).append(name)
+    for names in zip_longest(*by_family.values()):
+        yield from (name for name in names if name is not None)
 
 
-def save(records: list[dict[str, object]], device: str) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    part = Path(f"{OUT}.part")
-    part.write_text(json.dumps({"environment": environment(), "device": device, "architectures": records}, indent=1))
-    os.replace(part, OUT)
+class Survey:
+    """The records, the file that holds them, and the time that is left."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.out: Path = options.out
+        self.records: Records = {}
+        if self.out.exists():
+            known = json.loads(self.out.read_text())["architectures"]
+            self.records = {record["architecture"]: record for record in known}
+        self.family = families()
+        self.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.until = time.monotonic() + options.seconds
+        self.only: list[str] = options.only
+        self.most_bytes = options.gigabytes * 2**30
+        self.pool = Pool(
+            options.workers, setup, preload=["torch", "timm", "steradian", "timm_models"], limit=options.limit
+        )
+        self._saved = time.monotonic()
+
+    def run(self) -> None:
+        """Weigh, inspect, and inspect again with a smaller batch what did not fit into the memory."""
+        # A list of builtin names beats a scan of each module for the parent's time.
+        new = [name for name in self.family if not {"bytes", "unbuilt"} & set(self.records.get(name, {}))]
+        for (_, (name,)), weight in self.pool.run(((weigh, (name,)) for name in new), until=self.until):
+            self.records[name] = {"architecture": name, "family": self.family[name]} | (
+                {"unbuilt": weight} if isinstance(weight, str) else weight
+            )
+            self._progress(f"weighed {len(self.records)} of {len(self.family)}")
+        self._inspect(self._open(), batch=4)
+        tight = [name for name in self._open() if self.records[name].get("memory")]
+        self._inspect(tight, batch=2, most=2)
+        self.pool.close()
+        self.save()
+
+    def _open(self) -> list[str]:
+        """What is to be inspected and has not been."""
+        return [
+            name
+            for name in dict.fromkeys(order(self.records, self.family))
+            if self.wanted(name) and "rows" not in self.records[name]
+        ]
+
+    def wanted(self, name: str) -> bool:
+        """Whether an architecture builds and is light enough."""
+        record = self.records.get(name, {})
+        chosen = not self.only or any(part in name for part in self.only)
+        return chosen and record.get("bytes", LIMIT + 1) <= min(LIMIT, self.most_bytes)
+
+    def _inspect(self, names: list[str], *, batch: int, most: int | None = None) -> None:
+        tasks = ((inspect, (name, self.device, batch)) for name in names)
+        for done, ((_, (name, *_)), result) in enumerate(self.pool.run(tasks, until=self.until, most=most), 1):
+            kept = {
+                key: self.records[name][key] for key in ("architecture", "family", "tensors", "parameters", "bytes")
+            }
+            self.records[name] = kept | ({"error": result} if isinstance(result, str) else result)
+            if "error" in self.records[name]:
+                print(f"{name}: {self.records[name]['error']}", flush=True)
+            self._progress(f"{done} of {len(names)}, {max(0, self.until - time.monotonic()):.0f} s left, {name}")
+
+    def _progress(self, text: str) -> None:
+        if time.monotonic() - self._saved > 10:
+            print(text, flush=True)
+            self.save()
+            self._saved = time.monotonic()
+
+    def save(self) -> None:
+        """Write the file in one piece."""
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(f"{self.out}.part")
+        records = [self.records[name] for name in sorted(self.records)]
+        facts = {"environment": environment(), "timm": _timm_version(), "families": self.counts()}
+        lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+        part.write_text(json.dumps(facts, indent=1)[:-2] + f',\n "architectures": [\n{lines}\n]}}\n')
+        os.replace(part, self.out)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Per family: architectures, those that did not build, were too large or failed, and what was found."""
+        table: dict[str, dict[str, int]] = {}
+        for record in self.records.values():
+            row = table.setdefault(record["family"], dict.fromkeys(COLUMNS, 0))
+            row["architectures"] += 1
+            row["unbuilt"] += "unbuilt" in record
+            row["too large"] += record.get("bytes", 0) > LIMIT
+            row["inspected"] += "rows" in record
+            row["errors"] += "error" in record
+            for key in ("rows", "radial", "joint", "facts"):
+                row[key] += record.get(key, 0)
+        return dict(sorted(table.items()))
 
 
-def report(records: list[dict[str, object]]) -> None:
+COLUMNS = ("architectures", "unbuilt", "too large", "inspected", "errors", "rows", "radial", "joint", "facts")
+
+
+def _timm_version() -> str:
+    import timm
+
+    return timm.__version__
+
+
+def report(survey: Survey) -> bool:
+    """Print what there is; whether nothing failed and every label agrees."""
+    print(f"{'family':32}" + "".join(f"{column:>14}" for column in COLUMNS))
+    for family, row in survey.counts().items():
+        print(f"{family:32}" + "".join(f"{row[column]:14}" for column in COLUMNS))
+    records = list(survey.records.values())
+    done = [record for record in records if "rows" in record]
     failed = [record for record in records if "error" in record]
-    print(f"{len(records)} architectures, {len(failed)} errors")
-    for record in failed[:20]:
-        print(" ", record["architecture"], record["error"])
-    for record in records:
-        if "labels" in record:
-            print(record["labels"], record["architecture"], "missed", record["missed"], "extra", record["extra"])
+    left = [record for record in records if not {"rows", "error", "unbuilt"} & set(record) and record["bytes"] <= LIMIT]
+    seconds = [record["seconds"] for record in done]
+    if seconds:
+        print(f"seconds per architecture: median {statistics.median(seconds):.1f}, most {max(seconds):.1f}")
+    for record in failed:
+        print(f"failed: {record['architecture']}: {record['error']}")
+    wrong = [record for record in done if record.get("missed") or record.get("extra")]
+    for record in (record for record in done if "labels" in record):
+        print(record["labels"], record["architecture"], "missed", record["missed"], "extra", record["extra"])
+    print(f"{len(done)} inspected, {len(failed)} failed, {len(left)} left, {len(wrong)} labels disagree")
+    return not failed and not wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=560)
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one architecture")
+    parser.add_argument("--device", default="")
+    parser.add_argument("--out", type=Path, default=RESULTS / "timm.json")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="most bytes of parameters")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names")
+    survey = Survey(parser.parse_args())
+    survey.run()
+    return 0 if report(survey) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

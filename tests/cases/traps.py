@@ -24,6 +24,13 @@ def _noisy_gain(m: nn.Module, x: Tensor) -> Tensor:
     return m.bn(y * (1 + 0.3 * torch.randn_like(y))).tanh()
 
 
+def _steep(activation: nn.Module) -> nn.Module:
+    """A convolution ten times larger than usual, an activation, BN."""
+    conv = nn.Conv2d(3, 16, 3, bias=False)
+    nn.init.normal_(conv.weight, std=2.0)
+    return net(conv=conv, act=activation, bn=nn.BatchNorm2d(16), tanh=nn.Tanh(), head=nn.Conv2d(16, 2, 1))
+
+
 CASES = [
     case(
         "detached_length",  # the values do not change with the radius, but the gradient is not tangent
@@ -38,6 +45,13 @@ CASES = [
         ),
         vectors,
     ),
+    case(
+        "gelu_nearly_relu_before_bn",  # with large weights a smooth activation is homogeneous up to some percent
+        lambda: _steep(nn.GELU()),
+        images,
+    ),
+    case("silu_nearly_relu_before_bn", lambda: _steep(nn.SiLU()), images),
+    case("hardswish_nearly_relu_before_bn", lambda: _steep(nn.Hardswish()), images),
     case(
         "frozen_statistics",
         lambda: net(conv=nn.Conv2d(3, 5, 3, bias=False), bn=FrozenBatchNorm(5), act=nn.Tanh(), head=nn.Conv2d(5, 2, 1)),

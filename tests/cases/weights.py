@@ -33,6 +33,22 @@ def _standardized(w: Tensor) -> Tensor:
     return (w - w.mean((1, 2, 3), keepdim=True)) / w.std((1, 2, 3), keepdim=True)
 
 
+class _Standardized(nn.Module):
+    """With an ε of some percent of the variance, as where filters have thousands of inputs."""
+
+    eps = 2e-3
+
+    def forward(self, w: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(w, (1, 2, 3), keepdim=True)
+        return (w - mean) / (variance + self.eps).sqrt()
+
+
+def _standardized_conv(inputs: int, outputs: int) -> nn.Module:
+    conv = nn.Conv2d(inputs, outputs, 3)
+    nn.init.normal_(conv.weight, std=0.2)
+    return parametrize.register_parametrization(conv, "weight", _Standardized())
+
+
 def _weighted(function, *shape: int) -> Custom:
     return Custom(lambda m, x: functional.linear(x, function(m.w)).tanh(), w=parameter(*shape))
 
@@ -137,6 +153,20 @@ CASES = [
         ),
         images,
         rows={"weight": "filter"},
+    ),
+    case(
+        "weight_standardization_with_large_epsilon",
+        lambda: net(
+            a=_standardized_conv(3, 16),
+            relu=nn.ReLU(),
+            b=_standardized_conv(16, 8),
+            act=nn.Tanh(),
+        ),
+        images,
+        rows={
+            "a.parametrizations.weight.original": "filter",
+            "b.parametrizations.weight.original": "filter",
+        },
     ),
     case("weight_centered", lambda: _weighted(lambda w: w - w.mean(1, keepdim=True), 5, 6), vectors),
     case(

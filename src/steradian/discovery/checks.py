@@ -39,6 +39,7 @@ def first_pass(prober: Prober, inputs: Any) -> Reading:
     Raises:
         ValueError: inputs on another device, NaN outputs, or no output that depends on a parameter.
         RuntimeError: the model raised, chained from what it raised.
+        torch.OutOfMemoryError: as the model raised it.
     """
     if any(t.is_meta for t in tensors_in(inputs)):
         raise ValueError("an input is on the meta device and has no values; pass tensors with values")
@@ -58,6 +59,9 @@ def first_pass(prober: Prober, inputs: Any) -> Reading:
 def _attempt(prober: Prober, inputs: Any) -> Reading:
     try:
         return prober.read(prober.own, seed=0)
+    except torch.OutOfMemoryError as error:
+        error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
+        raise
     except Exception:  # whatever the model cannot do in float64, its own types decide
         try:
             prober.use(None)

@@ -44,6 +44,7 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         TypeError: model is not an eager `nn.Module`.
         ValueError: no parameters, inputs on the wrong device, NaN outputs, no differentiable output.
         RuntimeError: the model raises on these inputs.
+        torch.OutOfMemoryError: a pass in float64 does not fit into the device's memory.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))

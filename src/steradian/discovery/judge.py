@@ -5,14 +5,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..groups import Spec
 from .joint import Indices, minimal, set_imbalance
-from .layouts import Cut, falls, finest, natural, partial_cut, remaining, to_spec
+from .layouts import Cut, block_sums, falls, finest, natural, partial_cut, remaining, to_spec
 from .points import is_matrix
-from .survey import Survey, cancels
+from .probe import Reading
+from .survey import Survey, cancels, joined_tables
 
-__all__ = ["Finding", "Findings", "judge"]
+__all__ = ["Finding", "Findings", "judge", "row_sums"]
 
 _VANISHING = 1e-4
 
@@ -41,6 +43,17 @@ class Finding:
     def rows(self) -> int:
         """Number of rows."""
         return math.prod(self.cuts[0])
+
+
+def row_sums(survey: Survey, reading: Reading, finding: Finding) -> tuple[Tensor, float]:
+    """The sums of `Table` per row in one probe, and the effect below which they say nothing."""
+    floor = max(survey.floor(reading, name) for name in finding.names)
+    tables, cut = joined_tables(reading, finding.names), finding.cuts[0]
+    if sum(blocks > 1 for blocks in cut) > 1:
+        # The table of a pair of dimensions is made for grown points only; here one of them has to do.
+        widest = max(range(len(cut)), key=lambda i: cut[i])
+        cut = tuple(blocks if i == widest else 1 for i, blocks in enumerate(cut))
+    return block_sums(tables, cut).reshape(4, -1), floor
 
 
 @dataclass
@@ -76,7 +89,7 @@ def _judge_effects(survey: Survey, effective: list[str], findings: Findings) -> 
     for name in survey.prober.trainable:
         shape = survey.shape(name)
         share = max(reading.share(name) for reading in (survey.own, *survey.near))
-        if name not in effective and not survey.prober.own[name].is_complex():
+        if name not in effective and not survey.prober.parameters[name].is_complex():
             findings.no_effect[name] = f"effect {share:.1e} of the largest"
         elif share < _VANISHING and (not is_matrix(shape) or math.prod(shape) == shape[0]):
             findings.no_effect[name] = f"effect {share:.1e} of the largest: what a normalization's ε lets through"

@@ -31,11 +31,17 @@ __all__ = [
     "pair_keys",
     "partial_cut",
     "remaining",
+    "slices_balanced",
     "to_spec",
 ]
 
 GROWTH = (32.0, 1024.0)
 """Factors by which candidates grow."""
+
+_MOST_NATURAL = 4
+"""How many times the tolerance of near probes a typical one of many rows may have, all of which fall as ε's do."""
+_MANY = 8
+"""Slices that must agree to speak for their parameter."""
 
 Cut = tuple[int, ...]
 """Number of blocks along each dimension."""
@@ -65,12 +71,14 @@ class Trial:
         far: two growths of one more point, the smaller first; may be empty.
         settled: a defect above this must fall from one growth to the other as ε's does.
         flat: largest defect that may stay as it is, where growth has no effect on it.
+        resolution: largest rounding error of an imbalance.
     """
 
     near: Sequence[Evidence]
     far: Sequence[Evidence] = ()
     settled: float = 0.0
     flat: float = 0.0
+    resolution: float = 0.0
 
     def evidence(self, key: Key) -> list[Evidence]:
         """The probes that have a table of these dimensions."""
@@ -93,12 +101,32 @@ def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
     return after <= torch.clamp(typical * (GROWTH[0] / GROWTH[1]) ** 1.5, min=settled)
 
 
+def obeys(before: Tensor, after: Tensor, resolution: float) -> Tensor:
+    """Whether a defect, with its sign, is divided by the square of the growth, as ε's is to first order, row by row.
+
+    An activation such as GELU, which grows into ReLU, loses its defect at the same pace on the average over many
+    units, but each row at its own.
+
+    Args:
+        before: Σ g·x / √Σ(g·x)² at the smaller growth.
+        after: the same at the larger growth of the same point, with the same cotangents.
+        resolution: largest rounding error of such a number.
+    """
+    power = (GROWTH[1] / GROWTH[0]) ** 2
+    typical = torch.maximum(before.abs(), before.abs().median())
+    return (power * after - before).abs() <= typical / 16 + power * resolution
+
+
 def imbalance(sums: Tensor, floor: float) -> Tensor:
     """|Σ g·x| / √Σ(g·x)² per block: of order 1 where nothing cancels, ε/σ² under a normalization.
 
     Unlike |cos(x, ∇L)| it does not shrink with the number of entries, so it separates long rows too.
     """
-    return sums[0].abs() / (sums[1].sqrt() + floor)
+    return _signed_imbalance(sums, floor).abs()
+
+
+def _signed_imbalance(sums: Tensor, floor: float) -> Tensor:
+    return sums[0] / (sums[1].sqrt() + floor)
 
 
 def cut_key(cut: Cut) -> Key:
@@ -122,10 +150,14 @@ def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
     is all there is to it. Pairs of dimensions are tried where their table is there (see `pair_keys`).
     """
     whole = (1,) * len(shape)
-    if not _holds(whole, trial):
+    if not bool(_balanced(whole, trial).all()):
         return None
     alone = {i: _most_blocks(shape, i, trial) for i in range(len(shape)) if shape[i] > 1}
-    found = [whole, *(_cut(len(shape), {i: g}) for i, g in alone.items() if g > 1)]
+    found = [_cut(len(shape), {i: g}) for i, g in alone.items() if g > 1]
+    if _holds(whole, trial):
+        found.append(whole)
+    if not found:
+        return None
     for i, j in combinations([i for i, g in alone.items() if g > 1], 2):
         if all((i, j) in e.tables for e in trial.far or trial.near):
             found += _finest_pair(shape, (i, alone[i]), (j, alone[j]), trial)
@@ -140,6 +172,28 @@ def pair_keys(shape: Sequence[int], trial: Trial) -> list[Key]:
     return list(combinations(able, 2)) if math.prod(shape) > 4 else []
 
 
+def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
+    """Whether the slices along some dimension are so often balanced that it cannot be chance.
+
+    Where the rows are small, ε leaves a defect of several percent: too much to tell one row by, but not hundreds.
+    A defect that ε leaves is spread like a normal variable, so that hardly any is four times the typical one.
+    """
+    for dim, size in enumerate(shape):
+        if size >= _MANY and math.prod(shape) > size:
+            cut = _cut(len(shape), {dim: size})
+            if all(_mostly_balanced(block_sums(e.tables, cut), e) for e in trial.near):
+                return True
+    return False
+
+
+def _mostly_balanced(sums: Tensor, evidence: Evidence) -> bool:
+    defects = imbalance(sums, evidence.floor)[sums[1].sqrt() > 10 * evidence.floor].sort().values
+    if len(defects) < _MANY:
+        return False
+    high = defects[int(0.98 * (len(defects) - 1))]
+    return bool(defects[len(defects) // 2] <= 2 * evidence.tolerance) and bool(high <= 8 * evidence.tolerance)
+
+
 def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | None:
     """Blocks of dimension 0 of which some are invariant and others not: (blocks, the invariant ones).
 
@@ -150,7 +204,7 @@ def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | N
     for blocks in _divisors(shape[0]) if shape else ():
         if 1 < blocks <= shape[0] // 2:
             good = _good_blocks(_cut(len(shape), {0: blocks}), trial).nonzero().flatten().tolist()
-            if 0 < len(good) < blocks and (best is None or len(good) * best[0] > len(best[1]) * blocks):
+            if good and (best is None or len(good) * best[0] > len(best[1]) * blocks):
                 best = blocks, good
     return best
 
@@ -200,26 +254,32 @@ def _finest_pair(shape: Sequence[int], first: tuple[int, int], second: tuple[int
 
 
 def _good_blocks(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks with an effect that is balanced in every probe."""
-    return _balanced(cut, trial) & _seen(cut, trial)
+    """Blocks with an effect in every probe that is balanced; none where the others are nearly balanced too."""
+    seen = torch.stack(_speaking(cut, trial)).all(0)
+    good, last = _balanced(cut, trial) & seen, trial.evidence(cut_key(cut))[-1]
+    others = imbalance(block_sums(last.tables, cut), last.floor)[seen & ~good]
+    clear = len(others) > 0 and bool(others.median() > trial.near[0].tolerance)
+    return good if clear else torch.zeros_like(good)
 
 
 def _holds(cut: Cut, trial: Trial) -> bool:
     if not bool(_balanced(cut, trial).all()):
         return False
-    # What grows invariant, as GELU grows into ReLU, shows at ordinary scale.
-    if trial.far and natural(cut, trial)[0] > max(e.tolerance for e in trial.near):
+    # What grows invariant, as GELU grows into ReLU, shows at ordinary scale; of many rows, in how the defects fall.
+    most = max(e.tolerance for e in trial.near) * (_MOST_NATURAL if math.prod(cut) >= _MANY else 1)
+    if trial.far and natural(cut, trial)[0] > most:
         return False
     # A cut is evidence only if two of its rows speak: one row that does is no finer than the whole.
     return int(_seen(cut, trial).sum()) >= min(2, math.prod(cut))
 
 
 def _balanced(cut: Cut, trial: Trial) -> Tensor:
-    far = [imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far]
-    if not far:
+    if not trial.far:
         return torch.stack([_within(cut, e, e.tolerance) for e in trial.near]).all(0)
+    signed = [_signed_imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far]
+    far = [d.abs() for d in signed]
     good = torch.stack([d <= e.tolerance for d, e in zip(far, trial.far, strict=True)]).all(0)
-    good &= falls(far[0], far[-1], trial.settled)
+    good &= falls(far[0], far[-1], trial.settled) & obeys(signed[0], signed[-1], trial.resolution)
     if bool(good.all()) or cut_key(cut) not in trial.near[0].tables:
         return good
     # Where another normalization undoes the growth, ε keeps its weight; then the defect stays as it was.
@@ -249,5 +309,9 @@ def _within(cut: Cut, evidence: Evidence, tolerance: float) -> Tensor:
 
 
 def _seen(cut: Cut, trial: Trial) -> Tensor:
-    probes = trial.evidence(cut_key(cut))
-    return torch.stack([block_sums(e.tables, cut)[1].sqrt() > 10 * e.floor for e in probes]).any(0)
+    return torch.stack(_speaking(cut, trial)).any(0)
+
+
+def _speaking(cut: Cut, trial: Trial) -> list[Tensor]:
+    """Per probe, the blocks that have an effect."""
+    return [block_sums(e.tables, cut)[1].sqrt() > 10 * e.floor for e in trial.evidence(cut_key(cut))]

@@ -6,18 +6,69 @@ with one nonzero entry cannot show two terms that cancel. So every parameter is 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-__all__ = ["Factors", "Point", "is_matrix", "random_point", "scale"]
+__all__ = ["Factors", "Noise", "Point", "chunks", "is_matrix"]
 
-Point = dict[str, Tensor]
-Factors = dict[str, float | Tensor]
-Generator = Callable[[torch.device], torch.Generator]
+Factors = Mapping[str, float | Tensor]
 
 _SPREAD = 0.5
+_CHUNK_CPU, _CHUNK_GPU = 2**17, 2**25
+
+
+class Noise:
+    """One generator per device, all from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, device: torch.device) -> torch.Generator:
+        """The generator of a device."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device=device).manual_seed(self.seed)
+        return self._generators[device]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point by its recipe: it is made anew, one parameter at a time, wherever it is needed.
+
+    A model may take half of the device's memory, and a survey remembers several points of it.
+
+    Attributes:
+        parameters: the model's own.
+        seed: of the noise that trainable parameters are moved by; None leaves them where they are.
+        factors: what each parameter is multiplied by afterwards, broadcasting against it.
+    """
+
+    parameters: Mapping[str, Tensor]
+    seed: int | None = None
+    factors: Mapping[str, Sequence[float | Tensor]] = field(default_factory=dict)
+
+    def scaled(self, *factors: Factors) -> "Point":
+        """The point with some parameters multiplied."""
+        merged = {name: list(of_name) for name, of_name in self.factors.items()}
+        for more in factors:
+            for name, factor in more.items():
+                merged.setdefault(name, []).append(factor)
+        return replace(self, factors=merged)
+
+    @torch.no_grad()
+    def write(self, leaves: Mapping[str, Tensor]) -> None:
+        """Bring the leaves to this point."""
+        noise = Noise(self.seed) if self.seed is not None else None
+        for name, parameter in self.parameters.items():
+            leaf = leaves[name]
+            leaf.copy_(parameter)
+            if noise is not None and parameter.requires_grad and leaf.numel():
+                _move(torch.view_as_real(leaf) if leaf.is_complex() else leaf, noise(leaf.device))
+            for factor in self.factors.get(name, ()):
+                leaf.mul_(factor)
 
 
 def is_matrix(shape: torch.Size | tuple[int, ...]) -> bool:
@@ -29,34 +80,38 @@ def is_matrix(shape: torch.Size | tuple[int, ...]) -> bool:
     return sum(size > 1 for size in shape) >= 2
 
 
-def random_point(own: Mapping[str, Tensor], generator: Generator) -> Point:
-    """A point near the model's own, with entries of ordinary size and no exact zeros."""
-    return {name: _move(tensor, generator(tensor.device)) for name, tensor in own.items()}
+def chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor in slices along dimension 0 that fit into the caches of a CPU, or are no burden to a GPU."""
+    most = _CHUNK_GPU if tensor.is_cuda else _CHUNK_CPU
+    if tensor.ndim == 0 or tensor.numel() <= most:
+        return (tensor,)
+    return tensor.split(max(1, most * tensor.shape[0] // tensor.numel()))
 
 
-def _move(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    if tensor.is_complex():
-        return torch.view_as_complex(_move(torch.view_as_real(tensor), generator))
-    if tensor.numel() == 0:
-        return tensor.clone()
-    # Uniform numbers in float32: any spread will do, and they are drawn for every parameter of the model.
-    dtype = torch.float32 if tensor.dtype == torch.float64 else tensor.dtype
-    noise = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    noise = noise.uniform_(-math.sqrt(3), math.sqrt(3), generator=generator).to(tensor.dtype)
-    size = tensor.square().mean().sqrt()
+def _move(tensor: Tensor, generator: torch.Generator) -> None:
+    """Move a tensor to near where it was, with entries of ordinary size and no exact zeros.
+
+    Nothing here asks a tensor for its value: on a GPU that would wait for it, once per parameter and point.
+    """
+    size = torch.linalg.vector_norm(tensor) / math.sqrt(tensor.numel())
     if is_matrix(tensor.shape):
         least = 1 / math.sqrt(tensor.numel() / tensor.shape[0])
-        lift = torch.where(size > 0, (least / size).clamp(min=1, max=1e30), torch.zeros_like(size))
-        return (tensor * lift + torch.clamp(size, min=least) * noise) / math.sqrt(2)
-    least = 0.1 if bool(size > 0) else 0.5
-    lifted = tensor * (least / size).clamp(min=1, max=1e30) if bool(size > 0) else tensor
-    if bool((tensor <= 0).any()):
-        # A bias: it must not keep a unit of ReLU dead at every point.
-        return lifted + size.clamp(min=least) * noise
-    # Positive all over, so it may stand under a root or a logarithm: it stays positive.
-    return lifted * (1 + _SPREAD * torch.tanh(noise))
+        lift = torch.where(size > 0, (least / size).clamp(min=1, max=1e30), 0) / math.sqrt(2)
+        spread = size.clamp(min=least) / math.sqrt(2)
+        for part in chunks(tensor):
+            part.mul_(lift).add_(_uniform(part, generator).mul_(spread))
+        return
+    noise = _uniform(tensor, generator)
+    smallest = torch.where(size > 0, 0.1, 0.5).to(size.dtype)
+    lifted = tensor * torch.where(size > 0, (smallest / size).clamp(min=1, max=1e30), 1)
+    # Positive all over, it may stand under a root or a logarithm: it stays positive. Otherwise it is a bias, which
+    # must not keep a unit of ReLU dead at every point.
+    positive = lifted * (1 + _SPREAD * torch.tanh(noise))
+    tensor.copy_(torch.where((tensor > 0).all(), positive, lifted + torch.maximum(size, smallest) * noise))
 
 
-def scale(point: Mapping[str, Tensor], factors: Mapping[str, float | Tensor]) -> Point:
-    """The point with some parameters multiplied; a factor broadcasts against its parameter."""
-    return {name: tensor * factors[name] if name in factors else tensor for name, tensor in point.items()}
+def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform numbers of variance 1, drawn in float32: any spread will do, and every parameter needs them."""
+    dtype = torch.float32 if like.dtype == torch.float64 else like.dtype
+    noise = torch.empty(like.shape, dtype=dtype, device=like.device)
+    return noise.uniform_(-math.sqrt(3), math.sqrt(3), generator=generator).to(like.dtype)

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from .graph import graph_nodes
-from .points import Point
+from .points import Noise, Point, chunks
 from .sandbox import Leaves, as_dtype, make_leaves, quiet, swapped, unwrap
 from .values import floating, map_inputs, name_inputs, perturb, tensors_in
 
-__all__ = ["BUDGET", "Key", "Noise", "Precision", "Prober", "Reading", "Recorder", "Table"]
+__all__ = ["BUDGET", "Key", "Precision", "Prober", "Reading", "Recorder", "Table"]
 
 BUDGET = 12
 """Most passes through the model, with or without a backward one."""
+
+_WIDE = (torch.float64, torch.complex128, torch.complex64)
 
 Key = tuple[int, ...]
 Table = Tensor
@@ -41,6 +43,7 @@ class Precision:
         settled: imbalance after that growth which needs no explanation; a larger one must have fallen as ε's does.
         flat: imbalance that may stay, where another normalization undoes the growth.
         same: relative change of outputs that counts as none.
+        resolution: largest rounding error of an imbalance.
     """
 
     dtype: torch.dtype | None
@@ -50,30 +53,21 @@ class Precision:
     settled: float
     flat: float
     same: float
+    resolution: float
 
 
 def precision_of(dtype: torch.dtype | None, parameters: Sequence[Tensor]) -> Precision:
     """The thresholds for a probe in dtype (None: the parameters' own types)."""
     eps = max(torch.finfo(dtype or p.dtype).eps for p in parameters)
     if eps < 1e-12:
-        return Precision(dtype, noise=1e-10, loose=0.05, strict=1e-4, settled=1e-6, flat=1e-2, same=1e-5)
+        return Precision(
+            dtype, noise=1e-10, loose=0.05, strict=1e-4, settled=1e-6, flat=1e-2, same=1e-5, resolution=1e-9
+        )
     if eps < 1e-6:
-        return Precision(dtype, noise=1e-5, loose=0.05, strict=1e-2, settled=3e-4, flat=1e-2, same=1e-2)
-    return Precision(dtype, noise=1e-2, loose=0.2, strict=0.1, settled=0.1, flat=0.1, same=0.1)
-
-
-class Noise:
-    """One generator per device, all from one seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def __call__(self, device: torch.device) -> torch.Generator:
-        """The generator of a device."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device=device).manual_seed(self.seed)
-        return self._generators[device]
+        return Precision(
+            dtype, noise=1e-5, loose=0.05, strict=1e-2, settled=3e-4, flat=1e-2, same=1e-2, resolution=1e-3
+        )
+    return Precision(dtype, noise=1e-2, loose=0.2, strict=0.1, settled=0.1, flat=0.1, same=0.1, resolution=0.1)
 
 
 class Recorder(Protocol):
@@ -132,13 +126,16 @@ class Prober:
     """Runs a model at points of its parameter space and reads inner products off.
 
     Attributes:
-        own: the model's own parameters in the arithmetic of the probes.
+        own: the model's own point.
+        shapes: of all parameters.
         forwards, backwards: passes made so far.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> None:
         self.model = model
-        self.trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.parameters = dict(model.named_parameters())
+        self.trainable = [name for name, p in self.parameters.items() if p.requires_grad]
+        self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.training = training
         self.forwards = self.backwards = 0
         self._args, self._kwargs = args, kwargs
@@ -149,7 +146,7 @@ class Prober:
         """Choose the arithmetic."""
         self.precision = precision_of(dtype, [p for p in self.model.parameters() if floating(p)])
         self._leaves: Leaves = make_leaves(self.model, dtype)
-        self.own: Point = {name: leaf.detach().clone() for name, leaf in self._leaves.items()}
+        self.own = Point(self.parameters)
 
     @property
     def left(self) -> int:
@@ -162,7 +159,7 @@ class Prober:
 
     def read(
         self,
-        point: Mapping[str, Tensor],
+        point: Point,
         *,
         seed: int,
         pairs: Mapping[str, Sequence[Key]] | None = None,
@@ -171,10 +168,8 @@ class Prober:
     ) -> Reading:
         """One pass at a point. Seed 0 takes the inputs as given; any other adds its noise to them."""
         precision, noise = self.precision, Noise(seed)
-        with quiet(precision.dtype), torch.no_grad():
-            for name, leaf in self._leaves.items():
-                leaf.copy_(point[name])
-                leaf.grad = None
+        with torch.inference_mode(False), torch.no_grad():
+            point.write(self._leaves)
         with (
             quiet(precision.dtype),
             swapped(self.model, self._leaves, dtype=precision.dtype, training=self.training),
@@ -226,41 +221,64 @@ class Prober:
             leaf = self._leaves[name]
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             grad = grad.to_dense() if grad.is_sparse else grad
-            reading.tables[name] = _tables(grad, leaf.detach(), pairs.get(name, ()))
+            grad, point = (t if t.dtype in _WIDE else t.double() for t in (grad, leaf.detach()))
+            reading.tables[name] = _tables(grad, point, pairs.get(name, ()))
             leaf.grad = None
+        reading.tables = _to_host(reading.tables)
         reading.peak = max((reading.effect(name) for name in self.trainable), default=0.0)
         reading.steepest = max((reading.slope(name) for name in self.trainable), default=0.0)
 
 
 def _tables(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
+    """The sums of `Table`."""
     if g.is_complex():
         g, x = torch.view_as_real(g), torch.view_as_real(x)
-    g, x = g.double(), x.double()
-    product = g * x
-    terms = [product, product.square(), g.square(), x.square()]
     keys: list[Key] = [(), *((i,) for i in range(x.ndim) if x.shape[i] > 1), *pairs]
-    parts = [_Part(term) for term in terms]
-    return {key: torch.stack([part.sum_to(key) for part in parts]).cpu() for key in keys}
+    split = chunks(x)
+    # One room for the terms of all chunks: fresh memory costs more than the arithmetic.
+    terms = torch.empty(4, *split[0].shape, dtype=torch.float64, device=x.device)
+    parts = [_chunk_tables(*chunk, terms, keys) for chunk in zip(chunks(g), split, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        key: torch.cat([p[key] for p in parts], dim=1) if 0 in key else torch.stack([p[key] for p in parts]).sum(0)
+        for key in keys
+    }
 
 
-class _Part:
-    """Sums of a tensor over all dimensions but some, each from the smallest partial sum that has them.
+def _chunk_tables(g: Tensor, x: Tensor, room: Tensor, keys: Sequence[Key]) -> dict[Key, Table]:
+    """Each sum from the smallest partial sum that has the dimensions of its key.
 
     Passes over the whole tensor are what costs: one over the dimensions behind the first two, which lie together
     in memory, and one over the first two.
     """
+    terms = room[:, : x.shape[0]] if x.ndim else room
+    torch.mul(g, x, out=terms[0])
+    for term, factor in zip(terms[1:], (terms[0], g, x), strict=True):
+        torch.mul(factor, factor, out=term)
+    outer = terms.flatten(3).sum(3) if x.ndim > 2 else terms
+    inner = terms.flatten(1, 2).sum(1) if x.ndim > 2 else None
 
-    def __init__(self, term: Tensor) -> None:
-        self.term = term
-        self.outer = term.flatten(2).sum(2) if term.ndim > 2 else term
-        self.inner = term.flatten(0, 1).sum(0) if term.ndim > 2 else None
-
-    def sum_to(self, key: Key) -> Tensor:
-        """The sum over all dimensions but those of the key."""
-        term, first = self.term, 0
+    def sum_to(key: Key) -> Table:
+        source, first = terms, 0
         if all(i < 2 for i in key):
-            term = self.outer
-        elif self.inner is not None and all(i >= 2 for i in key):
-            term, first = self.inner, 2
-        others = [i for i in range(term.ndim) if i + first not in key]
-        return term.sum(others) if others else term
+            source = outer
+        elif inner is not None and all(i >= 2 for i in key):
+            source, first = inner, 2
+        others = [i + 1 for i in range(source.ndim - 1) if i + first not in key]
+        return source.sum(others) if others else source.clone()
+
+    return {key: sum_to(key) for key in keys}
+
+
+def _to_host(tables: dict[str, dict[Key, Table]]) -> dict[str, dict[Key, Table]]:
+    """The same tables in the host's memory, moved in one piece per device: a GPU is waited for once, not per table."""
+    places = [(name, key) for name, of_name in tables.items() for key in of_name]
+    moved: dict[tuple[str, Key], Table] = {}
+    for device in {tables[name][key].device for name, key in places}:
+        here = [(name, key) for name, key in places if tables[name][key].device == device]
+        shapes = [tables[name][key].shape for name, key in here]
+        flat = torch.cat([tables[name][key].flatten() for name, key in here]).cpu()
+        parts = flat.split([shape.numel() for shape in shapes])
+        moved |= {place: part.reshape(shape) for place, part, shape in zip(here, parts, shapes, strict=True)}
+    return {name: {key: moved[name, key] for key in of_name} for name, of_name in tables.items()}

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ..groups import Group, Groups
-from .judge import Finding
-from .layouts import block_sums, imbalance
-from .probe import Reading
+from .judge import Finding, row_sums
+from .layouts import imbalance
 from .structure import UNKNOWN
-from .survey import Survey, joined_tables
+from .survey import Survey
 from .verify import Verified
 
 __all__ = ["assemble"]
@@ -39,7 +38,7 @@ def _group(survey: Survey, finding: Finding, verified: Verified) -> Group:
     sums, floor = _sums(survey, finding)
     seen = sums[1].sqrt() > 10 * floor
     cosine = sums[0].abs() / (sums[2] * sums[3]).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
-    size = sum(math.prod(survey.prober.own[name].shape) for name in finding.names) // finding.rows
+    size = sum(math.prod(survey.shape(name)) for name in finding.names) // finding.rows
     reasons = [verified.reasons.get(name, UNKNOWN) for name in finding.names]
     return Group(
         names=finding.names,
@@ -56,25 +55,15 @@ def _group(survey: Survey, finding: Finding, verified: Verified) -> Group:
 def _sums(survey: Survey, finding: Finding) -> tuple[Tensor, float]:
     """The sums per row at the model's own point, or at a random one where its own says nothing."""
     for reading in (survey.own, *survey.near):
-        sums, floor = _row_sums(survey, reading, finding)
+        sums, floor = row_sums(survey, reading, finding)
         if bool((sums[1].sqrt() > 10 * floor).any()):
             break
     return sums, floor
 
 
-def _row_sums(survey: Survey, reading: Reading, finding: Finding) -> tuple[Tensor, float]:
-    floor = max(survey.floor(reading, name) for name in finding.names)
-    tables, cut = joined_tables(reading, finding.names), finding.cuts[0]
-    if sum(blocks > 1 for blocks in cut) > 1:
-        # The table of a pair of dimensions is made for grown points only; here one of them has to do.
-        widest = max(range(len(cut)), key=lambda i: cut[i])
-        cut = tuple(blocks if i == widest else 1 for i, blocks in enumerate(cut))
-    return block_sums(tables, cut).reshape(4, -1), floor
-
-
 def _unseen(survey: Survey, finding: Finding) -> int:
     seen = [
-        sums[1].sqrt() > 10 * floor for sums, floor in (_row_sums(survey, reading, finding) for reading in survey.near)
+        sums[1].sqrt() > 10 * floor for sums, floor in (row_sums(survey, reading, finding) for reading in survey.near)
     ]
     return int((~torch.stack(seen).any(0)).sum())
 

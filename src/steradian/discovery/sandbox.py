@@ -36,10 +36,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A private copy in the dtype of the probe; integers and booleans keep theirs."""
-    copy = tensor.detach().clone()
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
-        return copy
-    return copy.to(dtype.to_complex() if tensor.is_complex() else dtype)
+        return tensor.detach().clone()
+    return tensor.detach().to(dtype.to_complex() if tensor.is_complex() else dtype, copy=True)
 
 
 def make_leaves(model: nn.Module, dtype: torch.dtype | None) -> Leaves:

@@ -5,6 +5,8 @@ same call before: a module whose input changed and whose output did not is what 
 autograd graph then leads from a parameter to the nearest such module.
 """
 
+import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +22,9 @@ __all__ = ["UNKNOWN", "Absorbers", "Trace"]
 
 UNKNOWN = "no known layer"
 
+Fingerprint = tuple[float, float]
+"""Norm and sum of a tensor, the sum divided by the root of the number of entries."""
+
 
 @dataclass
 class Call:
@@ -32,8 +37,10 @@ class Call:
     composite: bool
     start: int
     end: int = -1
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
+    went_in: list[int] = field(default_factory=list)
+    came_out: list[int] = field(default_factory=list)
+    inputs: list[Fingerprint] = field(default_factory=list)
+    outputs: list[Fingerprint] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -46,14 +53,16 @@ class Call:
 
 
 class Trace:
-    """Records the calls of all modules in one forward pass, and the autograd graph behind the outputs."""
+    """Records the calls of all modules in one forward pass, and, if asked, the autograd graph behind the outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, graph: bool = False) -> None:
+        self._wants_graph = graph
         self.calls: list[Call] = []
         self.graph: Graph | None = None
         self._open: list[int] = []
         self._counts: dict[str, int] = {}
         self._innermost: dict[int, int | None] = {}
+        self._prints = _Prints()
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -69,8 +78,13 @@ class Trace:
                 handle.remove()
 
     def finish(self, outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> None:
-        """Keep the graph."""
-        self.graph = read_graph(outputs, leaves)
+        """Keep the graph and read the fingerprints."""
+        if self._wants_graph:
+            self.graph = read_graph(outputs, leaves)
+        values = self._prints.read()
+        for call in self.calls:
+            call.inputs = [values[i] for i in call.went_in]
+            call.outputs = [values[i] for i in call.came_out]
 
     def _enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -79,7 +93,7 @@ class Trace:
             parent = self._open[-1] if self._open else None
             composite = not name or any(True for _ in module.children())
             call = Call(name, _kind(module), count, parent, composite, torch._C._autograd._get_sequence_nr())
-            call.inputs = _fingerprints((args, kwargs))
+            call.went_in = self._prints.take((args, kwargs))
             self._open.append(len(self.calls))
             self.calls.append(call)
 
@@ -89,7 +103,7 @@ class Trace:
         if self._open:
             call = self.calls[self._open.pop()]
             call.end = torch._C._autograd._get_sequence_nr()
-            call.outputs = _fingerprints(output)
+            call.came_out = self._prints.take(output)
 
     def innermost(self, sequence: int) -> int | None:
         """The innermost call during which a node of the graph was made."""
@@ -111,25 +125,56 @@ def _kind(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("Parametrized")
 
 
-@torch.no_grad()
-def _fingerprints(value: Any) -> list[Tensor]:
-    prints = []
-    for tensor in tensors_in(value):
-        if floating(tensor) and tensor.numel():
-            flat = (
-                torch.nan_to_num(tensor.detach().abs() if tensor.is_complex() else tensor.detach()).flatten().double()
-            )
-            prints.append(torch.stack([flat.norm(), flat.sum() / flat.numel() ** 0.5]).cpu())
-    return prints
+class _Prints:
+    """Fingerprints of the tensors of one pass, each taken once and all read at the end.
+
+    The output of one module is the input of the next, and of the one around it. On a GPU, reading a value waits
+    for it, so that is left for when the pass is over.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[Tensor] = []
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+
+    @torch.no_grad()
+    def take(self, value: Any) -> list[int]:
+        """The numbers under which the fingerprints of the tensors in a value will be found."""
+        return [self._number(t) for t in tensors_in(value) if floating(t) and t.numel()]
+
+    def _number(self, tensor: Tensor) -> int:
+        known = self._known.get(id(tensor))
+        version = tensor._version
+        if known is None or known[0]() is not tensor or known[1] != version:
+            known = weakref.ref(tensor), version, len(self._taken)
+            self._known[id(tensor)] = known
+            self._taken.append(_fingerprint(tensor.detach()))
+        return known[2]
+
+    def read(self) -> list[Fingerprint]:
+        """All fingerprints, by number."""
+        values: list[Fingerprint] = [(0.0, 0.0)] * len(self._taken)
+        for device in {t.device for t in self._taken}:
+            here = [i for i, t in enumerate(self._taken) if t.device == device]
+            for i, (norm, total) in zip(here, torch.stack([self._taken[i] for i in here]).tolist(), strict=True):
+                values[i] = norm, total
+        self._taken, self._known = [], {}
+        return values
 
 
-def _difference(before: list[Tensor], after: list[Tensor]) -> float:
+def _fingerprint(tensor: Tensor) -> Tensor:
+    flat = torch.nan_to_num(tensor.abs() if tensor.is_complex() else tensor).flatten().double()
+    return torch.stack([torch.linalg.vector_norm(flat), flat.sum() / flat.numel() ** 0.5])
+
+
+def _difference(before: list[Fingerprint], after: list[Fingerprint]) -> float:
     if len(before) != len(after):
         return float("inf")
-    tiny = torch.finfo(torch.float64).tiny
-    return max(
-        (float((a - b).abs().max() / (a[0].abs() + tiny)) for a, b in zip(before, after, strict=True)), default=0
-    )
+    return max((_relative(a, b) for a, b in zip(before, after, strict=True)), default=0.0)
+
+
+def _relative(before: Fingerprint, after: Fingerprint) -> float:
+    change = max(abs(a - b) for a, b in zip(before, after, strict=True))
+    return change / (before[0] + sys.float_info.min)
 
 
 class Absorbers:

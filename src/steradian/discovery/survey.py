@@ -1,7 +1,7 @@
 """The probes in their order, the candidates among the parameters, and the measures that a verdict needs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ from .layouts import (
     imbalance,
     pair_keys,
     partial_cut,
+    slices_balanced,
 )
-from .points import Point, is_matrix, random_point, scale
-from .probe import Key, Noise, Prober, Reading, Table
+from .points import Point, is_matrix
+from .probe import Key, Prober, Reading, Table
 from .structure import Trace
 
 __all__ = ["Stand", "Survey", "cancels", "joined_tables"]
@@ -47,7 +48,7 @@ class Survey:
         own: the reading at the model's own point.
         near: readings at random points.
         far: readings at random points with grown candidates.
-        ground: the last of the near probes.
+        ground: the first of the near probes.
         map: a trace whose graph leads from parameters to modules.
     """
 
@@ -59,6 +60,7 @@ class Survey:
         self.map = Trace()
         self._growing: dict[str, float | torch.Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
         self._together: set[str] = set()
+        self._invariant: dict[str, bool] = {}
         self.proposals = Proposals()
         self._seed = 0
 
@@ -67,15 +69,16 @@ class Survey:
     def look_near(self) -> None:
         """Random points of ordinary scale; candidates are what is balanced up to ε."""
         for _ in range(_NEAR):
-            trace = Trace()
+            # One look at the modules and the graph is enough.
+            trace = Trace(graph=True) if self.ground is None else None
             seed = self._next_seed()
             point = self._draw(seed)
             reading = self._probe(seed, point, trace)
             if reading is None:
                 continue
             self.near.append(reading)
-            self.ground = Stand(reading, point, seed, trace)
-            if trace.graph is not None and self.map.graph is None:
+            if trace is not None and trace.graph is not None:
+                self.ground = Stand(reading, point, seed, trace)
                 self.map, self.proposals = trace, propose(trace.graph)
         if not self.near:
             # The model bears no other point than its own.
@@ -90,7 +93,11 @@ class Survey:
         """
         self._grow()
         if self._starved() and self.prober.left >= 2 * len(GROWTH):
-            sure = {name for name in self._growing if name in self._together or self._balanced_near(name, _SURE)}
+            sure = {
+                name
+                for name in self._growing
+                if name in self._together or self._balanced_near(name, _SURE) or self._slices_balanced_near(name)
+            }
             self._growing = {name: share for name, share in self._growing.items() if name in sure}
             self._grow()
 
@@ -100,7 +107,7 @@ class Survey:
         base = self._draw(seed)
         for growth in GROWTH:
             trace = Trace()
-            point = scale(base, {name: 1 + (growth - 1) * share for name, share in self._growing.items()})
+            point = base.scaled({name: 1 + (growth - 1) * share for name, share in self._growing.items()})
             reading = self._probe(seed, point, trace, pairs)
             if reading is not None:
                 self.far.append(Stand(reading, point, seed, trace))
@@ -113,19 +120,20 @@ class Survey:
         return any(grown.effect(name) < _LOST * min(r.effect(name) for r in self.near) for name in self._growing)
 
     def _draw(self, seed: int) -> Point:
-        own = self.prober.own
-        return {**own, **random_point({name: own[name] for name in self.prober.trainable}, Noise(1000 + seed))}
+        return replace(self.prober.own, seed=1000 + seed)
 
     def _next_seed(self) -> int:
         self._seed += 1
         return self._seed
 
     def _probe(
-        self, seed: int, point: Point, trace: Trace, pairs: Mapping[str, Sequence[Key]] | None = None
+        self, seed: int, point: Point, trace: Trace | None, pairs: Mapping[str, Sequence[Key]] | None = None
     ) -> Reading | None:
         """One reading; None if the model does not bear the point."""
         try:
             reading = self.prober.read(point, seed=seed, pairs=pairs, recorder=trace)
+        except torch.OutOfMemoryError:  # says nothing about the point
+            raise
         except Exception:  # a probe is no place to fail: the next one comes without noise on the inputs
             reading = None
         if reading is None or not reading.finite:
@@ -140,7 +148,7 @@ class Survey:
         names = self.effective()
         sets = self.vanishing(self.near, [loose] * len(self.near), names)
         self._together = {names[i] for s in sets for i in s}
-        single = [name for name in names if name not in self._together and self._balanced_near(name)]
+        single = [name for name in names if name not in self._together and self._invariant_near(name)]
         # Of a gain or a bias only a fact can be learned: it grows where that is next to certain.
         single = [name for name in single if is_matrix(self.shape(name)) or self._balanced_near(name, _SURE)]
         self._growing = dict.fromkeys([*single, *self._together], 1.0)
@@ -150,6 +158,16 @@ class Survey:
 
     def _balanced_near(self, name: str, share: float = 1.0) -> bool:
         return all(self.balance(reading, name) <= share * self.prober.precision.loose for reading in self.near)
+
+    def _slices_balanced_near(self, name: str) -> bool:
+        shape = self.shape(name)
+        return is_matrix(shape) and slices_balanced(shape, self._near_trial(name))
+
+    def _invariant_near(self, name: str) -> bool:
+        """Whether a parameter may be invariant by itself, as a whole or slice by slice."""
+        if name not in self._invariant:
+            self._invariant[name] = self._balanced_near(name) or self._slices_balanced_near(name)
+        return self._invariant[name]
 
     def vanishing(self, readings: Sequence[Reading], allowed: Sequence[float], names: list[str]) -> list[Indices]:
         """Sets of parameters whose sums vanish because their parts cancel.
@@ -164,7 +182,7 @@ class Survey:
                 if len(indices) > 1 and bool((set_imbalance(M, sizes, indices) <= allowed).all()):
                     found.append(indices)
                     break
-        place = [i for i, name in enumerate(names) if not self._balanced_near(name)]
+        place = [i for i, name in enumerate(names) if not self._invariant_near(name)]
         sought = zero_sums(M[:, place], sizes[:, place], allowed, larger=_LARGER_SETS)
         return [s for s in {*found, *(tuple(place[i] for i in s) for s in sought)} if cancels(M, s)]
 
@@ -175,7 +193,7 @@ class Survey:
         if found is not None and len(found[1]) * 8 >= found[0]:
             share = torch.zeros(found[0])
             share[found[1]] = 1.0
-            share = share.repeat_interleave(shape[0] // found[0]).to(self.prober.own[name].device)
+            share = share.repeat_interleave(shape[0] // found[0]).to(self.prober.parameters[name].device)
             self._growing[name] = share.reshape(-1, *[1] * (len(shape) - 1))
 
     def _pairs(self) -> dict[str, list[Key]]:
@@ -206,7 +224,7 @@ class Survey:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter."""
-        return tuple(self.prober.own[name].shape)
+        return self.prober.shapes[name]
 
     def effective(self) -> list[str]:
         """Real trainable parameters with an effect that is not rounding."""
@@ -214,7 +232,7 @@ class Survey:
         return [
             name
             for name in self.prober.trainable
-            if not self.prober.own[name].is_complex()
+            if not self.prober.parameters[name].is_complex()
             and any(reading.share(name) > noise for reading in (self.own, *self.near))
         ]
 
@@ -232,7 +250,7 @@ class Survey:
         near = [self._evidence(reading, names, precision.loose) for reading in self.near]
         readings = zip(self.far_readings(), self.far_tolerances(), strict=True)
         far = [self._evidence(reading, names, tolerance) for reading, tolerance in readings]
-        return Trial(near, far, precision.settled, precision.flat)
+        return Trial(near, far, precision.settled, precision.flat, precision.resolution)
 
     def _evidence(self, reading: Reading, names: Sequence[str], tolerance: float) -> Evidence:
         floor = max(self.floor(reading, name) for name in names)

@@ -1,18 +1,23 @@
 """f(ρx) = f(x): all rows found are scaled at once by random factors, and the outputs must not move."""
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from .judge import Finding, Findings
-from .points import Factors, Point, scale
-from .probe import Noise, Prober
+from .judge import Finding, Findings, row_sums
+from .points import Factors, Noise
+from .probe import Prober
 from .structure import UNKNOWN, Absorbers, Trace
 from .survey import Stand, Survey
 
 __all__ = ["Verified", "row_factors", "verify"]
 
 _LEAST_BY_EPSILON, _MOST_BY_EPSILON = 1e-3, 0.03
-"""Between these, outputs may move at ordinary scale as far as the defect of the rows explains it."""
+"""Between these, outputs may move at ordinary scale as far as the defect of the worst row explains it."""
+_MOST_PREDICTED = 0.3
+"""Up to this, as far as the derivatives along all rows say together: in a deep model, what ε does adds up."""
 
 
 class Verified:
@@ -63,13 +68,17 @@ class _Checker:
         return self.passing(tested[:half], known, stand) + self.passing(tested[half:], known, stand)
 
     def _holds(self, tested: list[Finding], known: tuple[Finding, ...], stand: Stand) -> bool:
-        trace, point, scaled = Trace(), stand.point, [*known, *tested]
+        trace, scaled = Trace(), [*known, *tested]
         self._draw += 1
         grown = stand is self.survey.far[-1]
-        for number, finding in enumerate(scaled):
-            point = scale(point, row_factors(finding, point, seed=1000 * self._draw + number, grown=grown))
+        factors = [
+            row_factors(finding, self.prober.parameters, seed=1000 * self._draw + number, grown=grown)
+            for number, finding in enumerate(scaled)
+        ]
         try:
-            reading = self.prober.read(point, seed=stand.seed, recorder=trace, backward=False)
+            reading = self.prober.read(stand.point.scaled(*factors), seed=stand.seed, recorder=trace, backward=False)
+        except torch.OutOfMemoryError:  # says nothing about the rows
+            raise
         except Exception:  # a point that the model does not bear proves nothing
             return False
         same = self._tolerance(scaled, grown=grown)
@@ -85,10 +94,26 @@ class _Checker:
         """What ε does to a row, it does to the outputs when that row is scaled."""
         least = self.prober.precision.same if grown else max(self.prober.precision.same, _LEAST_BY_EPSILON)
         defects = [finding.remaining if grown else finding.natural for finding in scaled]
-        return max(least, min(10 * max(defects), _MOST_BY_EPSILON))
+        by_defect = max(least, min(10 * max(defects), _MOST_BY_EPSILON))
+        return by_defect if grown else max(by_defect, min(3 * self._predicted(scaled), _MOST_PREDICTED))
+
+    def _predicted(self, scaled: list[Finding]) -> float:
+        """How far ⟨∇L, x⟩ says that the outputs move when ε loses its weight, relative to their spread.
+
+        dL/d log ρ falls from D = ⟨∇L, x⟩ with 1/ρ², so that growing changes L by D/2. L is the outputs' product with
+        a normal vector, which changes about as much as they do. Rows may act together or each for itself, and the
+        parameters of a deep model together.
+        """
+        moves = []
+        for reading in self.survey.near:
+            radial = [row_sums(self.survey, reading, finding)[0][0] for finding in scaled]
+            change = sum(max(abs(float(D.sum())), float(D.norm())) for D in radial) / 2
+            spread = math.hypot(*(_spread(t[torch.isfinite(t)]) for t in reading.outputs))
+            moves.append(change / spread if spread else 0.0)
+        return max(moves)
 
 
-def row_factors(finding: Finding, point: Point, *, seed: int, grown: bool) -> Factors:
+def row_factors(finding: Finding, parameters: Mapping[str, Tensor], *, seed: int, grown: bool) -> Factors:
     """A random ρ per row, spread over the entries of its parameters.
 
     At a grown point it lies between 1/2 and 2 and not near 1. At one of ordinary scale it lies between 4 and 16:
@@ -98,13 +123,13 @@ def row_factors(finding: Finding, point: Point, *, seed: int, grown: bool) -> Fa
     exponent = 0.5 + 0.5 * torch.rand(finding.rows, generator=generator, dtype=torch.float64)
     down = torch.rand(finding.rows, generator=generator) < 0.5
     rho = torch.where(down & grown, -exponent, exponent if grown else 4 * exponent).exp2()
-    factors: Factors = {}
+    factors: dict[str, Tensor] = {}
     for name, cut in zip(finding.names, finding.cuts, strict=True):
-        tensor, factor = point[name], rho.reshape(cut)
+        tensor, factor = parameters[name], rho.reshape(cut)
         for dim, blocks in enumerate(cut):
             if blocks > 1:
                 factor = factor.repeat_interleave(tensor.shape[dim] // blocks, dim)
-        factors[name] = factor.to(tensor.device, tensor.dtype)
+        factors[name] = factor.to(tensor.device)
     return factors
 
 
@@ -122,7 +147,17 @@ def _relative(a: Tensor, b: Tensor) -> float:
     if a.numel() == 0 or not bool(finite.any()):
         return 0.0
     a, b = a[finite], b[finite]
-    spread = (a - a.mean()).abs().square().sum().sqrt()
-    spread = spread if bool(spread > 1e-9 * a.abs().max()) else a.abs().square().sum().sqrt()
-    moved = float((a - b).abs().square().sum().sqrt())
-    return moved / float(spread) if float(spread) else moved
+    spread, moved = _spread(a), _norm(a - b)
+    return moved / spread if spread else moved
+
+
+def _spread(a: Tensor) -> float:
+    """‖a − its mean‖, or ‖a‖ where all entries are the same."""
+    if a.numel() == 0:
+        return 0.0
+    spread = _norm(a - a.mean())
+    return spread if spread > 1e-9 * float(a.abs().max()) else _norm(a)
+
+
+def _norm(a: Tensor) -> float:
+    return float(a.abs().square().sum().sqrt())
