@@ -130,8 +130,9 @@ def on_gpu(names: list[str]) -> None:
                 continue
             try:
                 optimizer = build(params, **options)
-                batch = 2 if size > 5e8 else 20
-                eager = events_ms(optimizer.step, repeats=15, batch=batch)
+                # Those that cannot be captured take tens of milliseconds, so a few of their steps tell.
+                batch = 20 if capture and size < 5e8 else 2
+                eager = events_ms(optimizer.step, repeats=15 if capture else 7, batch=batch)
                 replay = events_ms(captured(optimizer.step), repeats=15, batch=batch) if capture else float("nan")
             except ImportError:
                 continue
