@@ -7,7 +7,8 @@ from torch import Tensor
 from steradian.groups import Layout
 from steradian.scheme import reader_of
 from steradian.watch._followed import Followed
-from steradian.watch._sources import Seen, decoupled
+from steradian.watch._seen import Seen
+from steradian.watch._source import decoupled
 from steradian.watch._station import Station
 from steradian.watch._sweep import Swept, can_sweep
 

@@ -2,7 +2,7 @@
 
 With q = a ⊘ b, in float64 whatever the dtype of the rows: ⟨x,x⟩, ⟨b,b⟩, ⟨q,x⟩, ⟨q,q⟩, ⟨g,g⟩, ⟨g,x⟩, ⟨a,x⟩, ⟨a,a⟩
 and ⟨a,q⟩.
-Everything that `_sources.Seen` measures in one step follows from them. The readings of a and b are those of `scheme`:
+Everything that `_seen.Seen` measures in one step follows from them. The readings of a and b are those of `scheme`:
 a = m/(1−β1) and b = (1−β1^t)/(1−β1)·(√(v/(1−β2^t)) + ε) for Adam, a = m/(1−τ) and b = 1/(1−τ) for SGD with momentum.
 """
 

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from steradian.watch._followed import Followed
 from steradian.watch._reduce import Reduction
-from steradian.watch._sources import Source, decoupled, dtype_of, source_of
+from steradian.watch._source import Source, decoupled, dtype_of
+from steradian.watch._sources import source_of
 from steradian.watch.equilibrium import Balance, balance_of
 
 __all__ = ["Station"]

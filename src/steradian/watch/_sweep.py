@@ -1,4 +1,4 @@
-"""The same as `_sources.Seen` for torch's Adam, AdamW and SGD on a GPU: a snapshot and one sweep over all rows."""
+"""The same as `_seen.Seen` for torch's Adam, AdamW and SGD on a GPU: a snapshot and one sweep over all rows."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from steradian.image import ImageStep
 from steradian.scheme import UnreadableOptimizerError, reader_of
 from steradian.watch._followed import Followed, part
 from steradian.watch._kernel import SUMS, sweep_rows
-from steradian.watch._sources import PHENOMENA, UNMEASURED, Quantities, Source, of_image, placed
+from steradian.watch._source import PHENOMENA, UNMEASURED, Quantities, Source, of_image, placed
 
 __all__ = ["Swept", "can_sweep"]
 
