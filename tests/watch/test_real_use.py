@@ -61,56 +61,6 @@ def test_accumulated_gradients_are_one_step(kind):
     assert_same_records(seen.records(), plain(kind, 4))
 
 
-SCALED = {
-    "not called": lambda groups: torch.optim.Adam(groups, lr=0.05, weight_decay=0.01),
-    "torch fused": lambda groups: torch.optim.Adam(groups, lr=0.05, weight_decay=0.01, fused=True),
-    "ours fused": lambda groups: st.optim.Adam(groups, lr=0.05, weight_decay=0.01, without="abc", fused=True),
-    "ours reference": lambda groups: st.optim.Adam(groups, lr=0.05, weight_decay=0.01, without="abc", fused=False),
-}
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("kind", SCALED)
-def test_steps_that_a_scaler_skips_leave_no_record_and_are_not_counted(kind, every, tmp_path):
-    params = rows((4, 5), (3, 5), dtype=torch.float32)
-    optimizer = SCALED[kind](groups_of(params))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10**6)
-    infinite = (0, 3, 4)
-    made = []
-    with watch(optimizer, every=every, phenomena=False, to=tmp_path / "run", paths={"w": [0]}) as seen:
-        for step in range(8):
-            set_gradients(params, len(made))
-            slopes = [param.grad.clone() for param in params]
-            optimizer.zero_grad()
-            loss = sum((g * p).sum() for g, p in zip(slopes, params, strict=True))
-            scaler.scale(loss * (math.inf if step in infinite else 1)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            if step not in infinite:
-                made.append(step)
-                seen.log(loss=step)
-        assert seen.next_step == len(made)
-    assert seen.error is None
-    found = read_run(tmp_path / "run")
-
-    twins = rows((4, 5), (3, 5), dtype=torch.float32)
-    twin = SCALED[kind](groups_of(twins))
-    with watch(twin, phenomena=False) as expected:
-        train(twin, twins, len(made))
-    here, there = (series(table, "radius") for table in (found.table, expected.records()))
-    if every == 1:
-        assert list(here) == list(range(len(made)))
-    assert set(here) <= set(there)
-    assert len(here)
-    for quantity in ("radius", "angle", "effective_lr", "gradient_norm"):
-        whole = series(expected.records(), quantity)
-        for step, value in series(found.table, quantity).items():
-            assert value == pytest.approx(whole[step], rel=1e-4), (quantity, step)
-    assert series(found.table, "loss", "", "mean") == {k: float(step) for k, step in enumerate(made)}
-    assert found.paths["step"].tolist() == list(here)
-    assert not any(alert.kind == "not finite" for alert in seen.alerts)
-
-
 def test_a_closure_is_part_of_its_step():
     model = NETWORKS["BN"].build().double()
     groups = st.find_groups(model, torch.randn(8, 2, 6, 6, dtype=torch.float64))
