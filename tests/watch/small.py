@@ -14,9 +14,9 @@ OPTIMIZERS = {
 }
 
 
-def rows(*shapes, seed=0, dtype=torch.float64):
+def rows(*shapes, seed=0, dtype=torch.float64, device="cpu"):
     generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes]
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype).to(device)) for shape in shapes]
 
 
 def groups_of(params, names=("w", "v", "s", "t")):
