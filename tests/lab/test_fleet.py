@@ -329,6 +329,27 @@ def _addresses(training):
     return [tensor.data_ptr() for tensor in tensors]
 
 
+def test_fused_steps_stay_fused_and_are_the_reference(data):
+    """With channels last, from a fresh state and from one that was saved with channels first."""
+    config = replace(methods("Adam w/o (abc)", epochs=2)[0], batch_size=48)
+    configs = [config, replace(config, seed=1)]
+    reference = Training(configs, data)
+    reference.run_epoch()
+    fused = Training(configs, data, execution=Execution(fused=True, channels_last=True))
+    fused.run_epoch()
+    loaded = Training(configs, data, execution=Execution(fused=True, channels_last=True))
+    loaded.load(reference.state(0), reference.state(1))
+    reference.run_epoch()
+    fused.run_epoch()
+    loaded.run_epoch()
+    for training in (fused, loaded):
+        step = training.optimizers[0]._remembered
+        assert not step.left
+        assert sum(len(plan.params) for plan in step.plans) == 13
+        for name, tensor in reference.weights(1).items():
+            torch.testing.assert_close(training.weights(1)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
 @pytest.fixture
 def exact():
     """float32 on a GPU, the same every time."""
