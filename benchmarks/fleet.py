@@ -97,7 +97,7 @@ def make_fleet(
 ) -> list[Training]:
     """Trainings that are captured and have taken their first steps."""
     execution = Execution(compiled=args.compile, fused=None if args.fused else False, together=args.together)
-    execution = replace(execution, lanes=args.lanes)
+    execution = replace(execution, lanes=args.lanes, captured=None if args.capture else False)
     made = []
     for k in range(count // members):
         method = methods[k % len(methods)]
@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--no-capture", dest="capture", action="store_false")
     parser.add_argument("--no-fused", dest="fused", action="store_false")
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the plain loop out")
     parser.add_argument("--option", nargs="*", default=[], help="settings of torch._inductor.config, NAME=1")
@@ -234,7 +235,13 @@ def main() -> None:
             check(name, data, args)
         return
     facts = {"batch": args.batch, "precision": args.precision, "steps": args.steps, "options": args.option}
-    facts |= {"compiled": args.compile, "fused": args.fused, "together": args.together, "lanes": args.lanes}
+    facts |= {
+        "compiled": args.compile,
+        "fused": args.fused,
+        "together": args.together,
+        "lanes": args.lanes,
+        "captured": args.capture,
+    }
     table = Table("network", "way", "in flight", "members", "ms per run and step", "× plain loop", "setup s")
     for name in args.models:
         plain = float("nan")

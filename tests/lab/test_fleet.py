@@ -1,8 +1,10 @@
 """Trainings and fleets: against a plain loop, alone and among others, killed, late and diverging."""
 
 import contextlib
+import io
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch._dynamo.backends.debugging import aot_eager
 
 from steradian.lab import compiling
 from steradian.lab.config import METHODS
 from steradian.lab.fleet import Fleet, prepare_device
 from steradian.lab.launch import Plain
+from steradian.lab.progress import Lines, Shown
 from steradian.lab.results import Result, Store
 from steradian.lab.training import Execution, Training
 
@@ -196,6 +200,28 @@ def test_time_that_is_over_stops_at_a_checkpoint(tmp_path, data):
     whole = fleet(tmp_path / "whole", data)
     whole.run(configs)
     assert curves(study.store) == curves(whole.store)
+
+
+def test_progress_tells_epoch_loss_accuracy_and_time_left(tmp_path, data):
+    clock = iter(range(10**9))
+    told = {}
+    for kind in (Shown, Lines):
+        console = Console(file=io.StringIO(), force_terminal=kind is Shown, width=160)
+        watcher = kind(console, clock=lambda: 40.0 * next(clock))
+        fleet(tmp_path / kind.__name__, data, watcher=watcher).run(methods("Adam", "SGD-M", epochs=4))
+        if kind is Shown:
+            first = Training(methods("Adam")[0], data)
+            watcher.begin(3, 1)
+            for _ in range(2):
+                first.run_epoch()
+                watcher.epoch(first.members[0])
+            console.print(watcher._render())
+        told[kind] = console.file.getvalue()
+    assert "3 trainings finished" in told[Shown]
+    row = next(line for line in told[Shown].splitlines() if "Adam seed 0" in line and "2/3" in line)
+    assert re.search(r"2/3 +\d+\.\d{3} +[\d.]+ +[\d.]+ +0:40 min", row)
+    assert re.search(r"2 of 2 .*4/4", told[Lines])
+    assert re.search(r"VGG16 bn digits Adam seed 0  [123]/4", told[Lines])
 
 
 def test_a_diverging_run_is_recorded_and_stops_nobody(tmp_path, data):
