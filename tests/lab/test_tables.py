@@ -13,6 +13,7 @@ from steradian.lab import paper
 from steradian.lab.charts import Chart, Line, svg
 from steradian.lab.config import Config
 from steradian.lab.figures import FIGURES, hypotheses_figure, trajectories_figure, write_figure
+from steradian.lab.grids import grid_rows, is_grid, search
 from steradian.lab.results import Result, Store
 from steradian.lab.tables import Cell, accuracy_table, student_p, welch_p
 from steradian.lab.training import CURVES
@@ -104,6 +105,27 @@ def test_a_table_does_not_mix_settings_norms_or_fine_tuning():
     results = [result(), result(norm="bn-no-affine", reached=80.0), result(start="something", reached=1.0)]
     assert accuracy_table(results).cells[paper.COLUMNS[0]]["Adam"].mean == 90.0
     assert accuracy_table(results, norm="bn-no-affine").cells[paper.COLUMNS[0]]["Adam"].mean == 80.0
+
+
+def test_a_grid_is_searched_by_validation_accuracy_alone():
+    def tried(decay, validation, test, seed=0, diverged=False):
+        made = result("Adam w/o (a)", seed, diverged=diverged, weight_decay=decay)
+        if diverged:
+            return made
+        curves = made.curves | {"validation_accuracy": [1.0, validation], "test_accuracy": [2.0, test]}
+        return replace(made, curves=curves)
+
+    results = [tried(1e-3, 70.0, 99.0), tried(1e-4, 80.0, 60.0), tried(1e-4, 82.0, 64.0, seed=1)]
+    results += [tried(1e-2, 0.0, 0.0, diverged=True), result("SGD-M", reached=92.0)]
+    first, second = search(results)
+    assert (first.config.method, second.config.method) == ("SGD-M", "Adam w/o (a)")
+    assert (second.config.weight_decay, second.validation, second.accuracy) == (1e-4, 81.0, 62.0)
+    assert (second.seeds, second.points, second.diverged) == (2, 3, 1)
+    assert is_grid(results)
+    assert not is_grid(results[1:3])
+    line = grid_rows(results)[1][1]
+    assert line[2:4] == ["0.001, 0.0001, 0.99", "0.001, 3.125e-05, 0.99"]
+    assert line[-1] == "3 (1 diverged)"
 
 
 def test_one_seed_says_nothing():

@@ -100,7 +100,7 @@ def reproduce(
     elif engine == "local":
         how = {"compiled": compiled, "captured": captured, "fused": fused, "members": members}
         limits = {"seconds": seconds, "size": size}
-        _carry_out(configs, name, root=root, device=device, table=recipe != "grid", **limits, **how)  # type: ignore[arg-type]
+        _carry_out(configs, name, root=root, device=device, **limits, **how)  # type: ignore[arg-type]
     else:
         raise ValueError(f"engine must be local or ray, got {engine!r}")
 
@@ -117,7 +117,6 @@ def _carry_out(
     captured: bool | None = None,
     fused: bool | None = None,
     members: int = 1,
-    table: bool = True,
 ) -> None:
     from steradian.lab.progress import watcher_for
     from steradian.lab.study import Study, pick_device
@@ -137,9 +136,8 @@ def _carry_out(
         execution=execution,
         watcher=watcher_for(console),
     )
-    if table:
-        keys = {config.key for config in configs}
-        print_table([result for result in study.store.results() if result.config.key in keys], console)
+    keys = {config.key for config in configs}
+    print_table([result for result in study.store.results() if result.config.key in keys], console)
     console.print(f"The results: {study.store.path}", highlight=False, soft_wrap=True)
     if not finished:
         console.print("The time is over before the end: the same command goes on from here.")
