@@ -97,6 +97,7 @@ def make_fleet(
 ) -> list[Training]:
     """Trainings that are captured and have taken their first steps."""
     execution = Execution(compiled=args.compile, fused=None if args.fused else False, together=args.together)
+    execution = replace(execution, lanes=args.lanes, captured=None if args.capture else False)
     made = []
     for k in range(count // members):
         method = methods[k % len(methods)]
@@ -123,8 +124,8 @@ def measure(fleet: list[Training], steps: int, *, warm: int | None = None) -> fl
                 if not left[id(training)] or training.queue.pending() >= AHEAD:
                     continue
                 burst = min(BURST, left[id(training)])
-                if training.steps - training._taken < burst:
-                    training._begun = False  # the next epoch, without an evaluation
+                if training.left < burst:
+                    training.begin_epoch()  # once more, without an evaluation
                 training.take(burst)
                 left[id(training)] -= burst
         wait(device)
@@ -156,24 +157,24 @@ def check(name: str, data: Resident, args: argparse.Namespace) -> None:
     methods = [*METHODS, "AdamG†", "Adam w/o (ab)"]
     table = Table("network", "method", "seed", "fleet of 8 − alone", "replayed − plain, 5 steps", "2 members − alone")
     fleet = make_fleet(name, data, 8, 1, methods, args)
-    measure(fleet, 40, warm=50 - 40 - fleet[0]._taken)
+    measure(fleet, 40, warm=10 - (fleet[0].steps - fleet[0].left))
     for training in fleet:
         config = training.config
 
         def alone(configs: object, count: int, execution: Execution) -> dict[str, torch.Tensor]:
             other = Training(configs, data, execution=execution)  # type: ignore[arg-type]
-            while other._taken < count:
+            for _ in range(count):
                 other.take(1)
             wait(args.device)
             return other.weights()
 
         same = Execution(compiled=args.compile, fused=None if args.fused else False)
         plainly = replace(same, captured=False, fused=False, compiled=False)
-        far = difference(training.weights(), alone(config, training._taken, same))
+        far = difference(training.weights(), alone(config, 50, same))
         few = difference(alone(config, 5, same), alone(config, 5, plainly))
         two = difference(alone([config, replace(config, seed=99)], 5, same), alone(config, 5, same))
         table.add(name, config.method, config.seed, far, few, two)
-    write("fleet-check", table, steps=fleet[0]._taken, compiled=args.compile, fused=args.fused)
+    write("fleet-check", table, steps=50, compiled=args.compile, fused=args.fused)
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -205,10 +206,12 @@ def main() -> None:
     parser.add_argument("--width", type=int)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--together", type=int, default=1, help="steps in one launch of a graph")
+    parser.add_argument("--lanes", type=int, help="input channels are filled up to a multiple of it; 8 on a GPU")
     parser.add_argument("--data", type=Path, help="folder of CIFAR-10, packed or as archives")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--no-capture", dest="capture", action="store_false")
     parser.add_argument("--no-fused", dest="fused", action="store_false")
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the plain loop out")
     parser.add_argument("--option", nargs="*", default=[], help="settings of torch._inductor.config, NAME=1")
@@ -232,7 +235,13 @@ def main() -> None:
             check(name, data, args)
         return
     facts = {"batch": args.batch, "precision": args.precision, "steps": args.steps, "options": args.option}
-    facts |= {"compiled": args.compile, "fused": args.fused, "together": args.together}
+    facts |= {
+        "compiled": args.compile,
+        "fused": args.fused,
+        "together": args.together,
+        "lanes": args.lanes,
+        "captured": args.capture,
+    }
     table = Table("network", "way", "in flight", "members", "ms per run and step", "× plain loop", "setup s")
     for name in args.models:
         plain = float("nan")

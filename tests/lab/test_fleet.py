@@ -1,8 +1,10 @@
 """Trainings and fleets: against a plain loop, alone and among others, killed, late and diverging."""
 
 import contextlib
+import io
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch._dynamo.backends.debugging import aot_eager
 
 from steradian.lab import compiling
 from steradian.lab.config import METHODS
 from steradian.lab.fleet import Fleet, prepare_device
 from steradian.lab.launch import Plain
+from steradian.lab.progress import Lines, Shown
 from steradian.lab.results import Result, Store
 from steradian.lab.training import Execution, Training
 
@@ -198,6 +202,28 @@ def test_time_that_is_over_stops_at_a_checkpoint(tmp_path, data):
     assert curves(study.store) == curves(whole.store)
 
 
+def test_progress_tells_epoch_loss_accuracy_and_time_left(tmp_path, data):
+    clock = iter(range(10**9))
+    told = {}
+    for kind in (Shown, Lines):
+        console = Console(file=io.StringIO(), force_terminal=kind is Shown, width=160)
+        watcher = kind(console, clock=lambda: 40.0 * next(clock))
+        fleet(tmp_path / kind.__name__, data, watcher=watcher).run(methods("Adam", "SGD-M", epochs=4))
+        if kind is Shown:
+            first = Training(methods("Adam")[0], data)
+            watcher.begin(3, 1)
+            for _ in range(2):
+                first.run_epoch()
+                watcher.epoch(first.members[0])
+            console.print(watcher._render())
+        told[kind] = console.file.getvalue()
+    assert "3 trainings finished" in told[Shown]
+    row = next(line for line in told[Shown].splitlines() if "Adam seed 0" in line and "2/3" in line)
+    assert re.search(r"2/3 +\d+\.\d{3} +[\d.]+ +[\d.]+ +0:40 min", row)
+    assert re.search(r"2 of 2 .*4/4", told[Lines])
+    assert re.search(r"VGG16 bn digits Adam seed 0  [123]/4", told[Lines])
+
+
 def test_a_diverging_run_is_recorded_and_stops_nobody(tmp_path, data):
     [wild] = methods("SGD", epochs=3)
     wild, calm = replace(wild, lr=1e30, norm="wn"), CONFIG
@@ -327,6 +353,27 @@ def _addresses(training):
     states = [state for optimizer in training.optimizers for state in optimizer.state.values()]
     tensors = [*training.model.state_dict().values(), *(t for state in states for t in state.values() if t.ndim)]
     return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_fused_steps_stay_fused_and_are_the_reference(data):
+    """With channels last, from a fresh state and from one that was saved with channels first."""
+    config = replace(methods("Adam w/o (abc)", epochs=2)[0], batch_size=48)
+    configs = [config, replace(config, seed=1)]
+    reference = Training(configs, data)
+    reference.run_epoch()
+    fused = Training(configs, data, execution=Execution(fused=True, channels_last=True))
+    fused.run_epoch()
+    loaded = Training(configs, data, execution=Execution(fused=True, channels_last=True))
+    loaded.load(reference.state(0), reference.state(1))
+    reference.run_epoch()
+    fused.run_epoch()
+    loaded.run_epoch()
+    for training in (fused, loaded):
+        step = training.optimizers[0]._remembered
+        assert not step.left
+        assert sum(len(plan.params) for plan in step.plans) == 13
+        for name, tensor in reference.weights(1).items():
+            torch.testing.assert_close(training.weights(1)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture

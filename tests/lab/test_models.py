@@ -1,5 +1,6 @@
 """The paper's networks: their standard sizes, and the rows that each normalization gives them."""
 
+import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 
 from steradian import find_groups
 from steradian.lab.config import Config
-from steradian.lab.models import MODELS, NORMS, WeightNormConv2d, build
+from steradian.lab.models import MODELS, NORMS, Convolution, WeightNormConv2d, build
 from steradian.lab.networks import fill, member, network, stack
 
 
@@ -93,6 +94,22 @@ def test_weight_norm_has_weights_of_length_gain():
     picture[torch.arange(3), torch.arange(3), 2, 2] = 1
     read = layer(picture)[:, :, 1:4, 1:4].detach()
     torch.testing.assert_close(read.pow(2).sum(dim=(0, 2, 3)).sqrt(), torch.arange(1.0, 5.0))
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("norm", ["bn", "wn"])
+def test_zeros_beside_the_input_channels_change_nothing(norm, members):
+    torch.manual_seed(0)
+    plain = build("VGG16", norm=norm, size=8, width=4, members=members).double()
+    filled = copy.deepcopy(plain)
+    for layer in filled.modules():
+        if isinstance(layer, Convolution):
+            layer.lanes = 8
+    images = torch.randn(6, 3 * members, 8, 8, dtype=torch.float64)
+    for model in (plain, filled):
+        model(images).square().sum().backward()
+    for p, q in zip(plain.parameters(), filled.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_unknown_names_are_refused():

@@ -13,6 +13,7 @@ from steradian.lab import paper
 from steradian.lab.charts import Chart, Line, svg
 from steradian.lab.config import Config
 from steradian.lab.figures import FIGURES, hypotheses_figure, trajectories_figure, write_figure
+from steradian.lab.grids import grid_rows, is_grid, search
 from steradian.lab.results import Result, Store
 from steradian.lab.tables import Cell, accuracy_table, student_p, welch_p
 from steradian.lab.training import CURVES
@@ -106,6 +107,27 @@ def test_a_table_does_not_mix_settings_norms_or_fine_tuning():
     assert accuracy_table(results, norm="bn-no-affine").cells[paper.COLUMNS[0]]["Adam"].mean == 80.0
 
 
+def test_a_grid_is_searched_by_validation_accuracy_alone():
+    def tried(decay, validation, test, seed=0, diverged=False):
+        made = result("Adam w/o (a)", seed, diverged=diverged, weight_decay=decay)
+        if diverged:
+            return made
+        curves = made.curves | {"validation_accuracy": [1.0, validation], "test_accuracy": [2.0, test]}
+        return replace(made, curves=curves)
+
+    results = [tried(1e-3, 70.0, 99.0), tried(1e-4, 80.0, 60.0), tried(1e-4, 82.0, 64.0, seed=1)]
+    results += [tried(1e-2, 0.0, 0.0, diverged=True), result("SGD-M", reached=92.0)]
+    first, second = search(results)
+    assert (first.config.method, second.config.method) == ("SGD-M", "Adam w/o (a)")
+    assert (second.config.weight_decay, second.validation, second.accuracy) == (1e-4, 81.0, 62.0)
+    assert (second.seeds, second.points, second.diverged) == (2, 3, 1)
+    assert is_grid(results)
+    assert not is_grid(results[1:3])
+    line = grid_rows(results)[1][1]
+    assert line[2:4] == ["0.001, 0.0001, 0.99", "0.001, 3.125e-05, 0.99"]
+    assert line[-1] == "3 (1 diverged)"
+
+
 def test_one_seed_says_nothing():
     table = accuracy_table([result("Adam"), result("AdamW†", reached=91.0)])
     assert "by one seed, which says nothing" in table.statements()[0]
@@ -114,9 +136,11 @@ def test_one_seed_says_nothing():
 @pytest.mark.parametrize("kind", FIGURES)
 def test_figures_show_every_method_with_its_seeds(tmp_path, kind):
     results = [result(m, s) for m in ("Adam", "AdamG†") for s in (0, 1)] + [result("SGD-M", diverged=True)]
-    charts = FIGURES[kind](results)
+    assert len(FIGURES[kind](results)) == 1  # four epochs need no zoom
+    long = [replace(r, curves={name: 5 * values for name, values in r.curves.items()}) for r in results]
+    charts = FIGURES[kind](long)
     assert [line.name for line in charts[0].lines] == ["Adam (2)", "AdamG† (2)"]
-    assert charts[1].x_range is not None
+    assert [chart.x_range is not None for chart in charts] == [False, True]
     write_figure(charts, tmp_path / "f.svg")
     write_figure(charts, tmp_path / "f.html")
     texts = [element.text for element in ET.parse(tmp_path / "f.svg").iter() if element.tag.endswith("text")]

@@ -76,9 +76,17 @@ def report(
 
 
 def print_table(results: "Sequence[Result]", console: Console) -> None:
-    """Print one table for each normalization, and what its figures say."""
+    """Print one table for each normalization and what its figures say, or the best points of a grid."""
+    from steradian.lab.grids import grid_rows, is_grid
     from steradian.lab.tables import RULE, accuracy_table
 
+    if is_grid(results):
+        heads, lines = grid_rows(results)
+        found = Table(*heads, title="best of the grid, by validation accuracy")
+        for line in lines:
+            found.add_row(*line)
+        console.print(found)
+        return
     for norm in dict.fromkeys(result.config.norm for result in results):
         made = accuracy_table(results, norm=norm)
         heads, lines = made.rows()

@@ -19,6 +19,7 @@ Seconds = Annotated[float | None, typer.Option(help="Stop at a checkpoint when t
 Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at once.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Compiled = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the networks.")]
+Captured = Annotated[bool | None, typer.Option("--capture/--no-capture", help="Replay steps as CUDA graphs.")]
 Fused = Annotated[bool | None, typer.Option("--fused/--no-fused", help="Take the fused optimizer steps.")]
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 
@@ -69,6 +70,7 @@ def reproduce(
     engine: Annotated[str, typer.Option(help="local, or ray for many machines.")] = "local",
     address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; none: one is started here.")] = None,
     compiled: Compiled = None,
+    captured: Captured = None,
     fused: Fused = None,
     study: Name = None,
 ) -> None:
@@ -96,9 +98,9 @@ def reproduce(
     elif engine == "ray":
         _sweep(configs, name, root=root, address=address, size=size)
     elif engine == "local":
-        how = {"compiled": compiled, "fused": fused, "members": members}
+        how = {"compiled": compiled, "captured": captured, "fused": fused, "members": members}
         limits = {"seconds": seconds, "size": size}
-        _carry_out(configs, name, root=root, device=device, table=recipe != "grid", **limits, **how)  # type: ignore[arg-type]
+        _carry_out(configs, name, root=root, device=device, **limits, **how)  # type: ignore[arg-type]
     else:
         raise ValueError(f"engine must be local or ray, got {engine!r}")
 
@@ -112,9 +114,9 @@ def _carry_out(
     seconds: float | None = None,
     size: int | None = None,
     compiled: bool | None = None,
+    captured: bool | None = None,
     fused: bool | None = None,
     members: int = 1,
-    table: bool = True,
 ) -> None:
     from steradian.lab.progress import watcher_for
     from steradian.lab.study import Study, pick_device
@@ -122,7 +124,8 @@ def _carry_out(
 
     where, console = pick_device(device), Console()
     on_gpu = where.type == "cuda"
-    execution = Execution(compiled=on_gpu if compiled is None else compiled, fused=fused, members=members)
+    chosen = on_gpu if compiled is None else compiled
+    execution = Execution(compiled=chosen, captured=captured, fused=fused, members=members)
     study = Study(name)
     finished = study.run(
         configs,
@@ -133,9 +136,8 @@ def _carry_out(
         execution=execution,
         watcher=watcher_for(console),
     )
-    if table:
-        keys = {config.key for config in configs}
-        print_table([result for result in study.store.results() if result.config.key in keys], console)
+    keys = {config.key for config in configs}
+    print_table([result for result in study.store.results() if result.config.key in keys], console)
     console.print(f"The results: {study.store.path}", highlight=False, soft_wrap=True)
     if not finished:
         console.print("The time is over before the end: the same command goes on from here.")

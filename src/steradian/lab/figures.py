@@ -27,6 +27,9 @@ __all__ = [
 ]
 
 
+_WORTH_A_ZOOM = 12  # epochs
+
+
 def loss_figure(results: Iterable[Result]) -> list[Chart]:
     """fig:loss_comparison: mean training loss by epoch, and the last quarter of the epochs."""
     return _by_epoch(results, "train_loss", "training loss", logarithmic=True, zoom=lambda n: (0.75 * n, n))
@@ -76,7 +79,9 @@ def _by_epoch(
         lines = [_line(method, [r.curves[curve] for r in by_method[method]]) for method in ordered]
         whole = Chart(" ".join(kind), "epoch", title, lines, logarithmic)
         longest = max(len(line.x) for line in lines)
-        charts += [whole, Chart("zoom", "epoch", title, lines, logarithmic, zoom(longest))]
+        charts.append(whole)
+        if longest >= _WORTH_A_ZOOM:
+            charts.append(Chart("zoom", "epoch", title, lines, logarithmic, zoom(longest)))
     return charts
 
 
@@ -148,7 +153,8 @@ def trajectories_figure(table: "pd.DataFrame") -> list[Chart]:
     for run in dict.fromkeys(table["run"]):
         rows = table[(table["run"] == run) & (table["statistic"] == "mean") & table["group"].str.endswith("]")]
         lines = []
-        for group, series in rows.groupby("group", sort=False):
+        # In the order of the names AdaGradG comes last, and is seen above AdaGrad.
+        for group, series in rows.groupby("group", sort=True):
             method = str(group).split(": ", 1)[0]
             lines.append(Line(method, series["step"].astype(float).tolist(), series["value"].tolist()))
         charts.append(Chart(str(run), "step", "cosine with SGD", lines))

@@ -15,13 +15,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "NORMS", "WeightNormConv2d", "build", "resnet18", "resnet20", "small_cnn", "vgg16"]
+__all__ = ["MODELS", "NORMS", "Convolution", "WeightNormConv2d", "build", "resnet18", "resnet20", "small_cnn", "vgg16"]
 
 NORMS = ("bn", "bn-no-affine", "wn", "gn", "ln", "in")
 _GROUPS = 8  # of GN, fewer where there are fewer channels
 
 
-class WeightNormConv2d(nn.Conv2d):
+class Convolution(nn.Conv2d):
+    """A convolution that can fill up its input channels with zeros, for kernels that take so many at once.
+
+    Attributes:
+        lanes: input channels of each group are filled up to a multiple of it; 1: they are left as they are.
+    """
+
+    lanes: int = 1
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        each = self.in_channels // self.groups
+        zeros = (0, 0, 0, 0, 0, -each % self.lanes)
+        if zeros[-1]:
+            weight = functional.pad(weight, zeros)
+            if self.groups > 1:
+                input = functional.pad(input.unflatten(1, (self.groups, each)), zeros).flatten(1, 2)
+            else:
+                input = functional.pad(input, zeros)
+        return super()._conv_forward(input, weight, bias)
+
+
+class WeightNormConv2d(Convolution):
     """A convolution with weights g·v/‖v‖, filter by filter, and a bias (WN).
 
     `weight` is v, whose length has no effect; `gain` is g.
@@ -82,7 +103,7 @@ def _convolution(
     if norm == "wn":
         # Nothing else bounds the sum of the branches: each begins with its share of the variance.
         return WeightNormConv2d(channels, out, kernel, stride, gain=math.sqrt(2 / branches), groups=members)
-    layer = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, groups=members, bias=False)
+    layer = Convolution(channels, out, kernel, stride, padding=kernel // 2, groups=members, bias=False)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return layer
 

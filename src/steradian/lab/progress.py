@@ -49,10 +49,10 @@ class Shown(Watcher):
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console or Console()
         self.clock = clock
-        self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=2, transient=True)
         self._rows: dict[str, tuple[str, ...]] = {}
         self._seen: dict[str, tuple[float, int]] = {}
         self._total = self._done = 0
+        self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=2, transient=True)
 
     def __enter__(self) -> Self:
         self._live.start()

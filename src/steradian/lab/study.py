@@ -91,7 +91,7 @@ class Study:
             configs: the trainings.
             roots: folder of each data set, by name; others are looked for where `data.load` does.
             device: where; None: the GPU where there is one.
-            size: trainings in flight; None: 32 on a GPU, 1 on a CPU.
+            size: trainings in flight; None: 40 on a GPU, 1 on a CPU.
             seconds: stop, with checkpoints, when this time is over.
             execution: how; None: captured, compiled and fused on a GPU.
             keep_weights: keep the weights of finished trainings.
@@ -108,7 +108,7 @@ class Study:
             data,
             self.store,
             self.work,
-            size=size or (32 if gpu else 1),
+            size=size or (40 if gpu else 1),
             execution=execution or Execution(compiled=gpu),
             every=every,
             keep_weights=keep_weights,

@@ -21,6 +21,7 @@ from steradian.lab.config import Config
 from steradian.lab.data import Resident
 from steradian.lab.launch import Captured, Launcher, Plain, Queue
 from steradian.lab.methods import optimizers, set_rates
+from steradian.lab.models import Convolution
 from steradian.lab.networks import fill, load_states, member, network, stack
 
 __all__ = ["CURVES", "Execution", "Member", "Training"]
@@ -42,6 +43,8 @@ class Execution:
         together: steps in one launch of a graph.
         chunk: images that are evaluated at once.
         channels_last: keep weights and images with channels last in memory; None: on a GPU.
+        lanes: fill up the input channels of convolutions, with zeros, to a multiple of it; None: 8 on a GPU, whose
+            matrix units take so many at once, and 1 elsewhere.
     """
 
     captured: bool | None = None
@@ -51,14 +54,16 @@ class Execution:
     together: int = 1
     chunk: int = 500
     channels_last: bool | None = None
+    lanes: int | None = None
 
     def on(self, device: torch.device) -> "Execution":
         """With everything that depends on the device decided."""
         gpu = device.type == "cuda"
         if self.captured and not gpu:
             raise ValueError("captured must be None or False on a CPU, got True")
-        choose = {name: gpu for name in ("captured", "fused", "channels_last") if getattr(self, name) is None}
-        return replace(self, **choose)
+        usual = {"captured": gpu, "fused": gpu, "channels_last": gpu, "lanes": 8 if gpu else 1}
+        chosen: dict[str, Any] = {name: value for name, value in usual.items() if getattr(self, name) is None}
+        return replace(self, **chosen)
 
 
 @dataclass
@@ -131,6 +136,9 @@ class Training:
         model.to(device)
         if self.execution.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for layer in model.modules():
+            if isinstance(layer, Convolution):
+                layer.lanes = self.execution.lanes or 1
         self.model = model
         self.groups = replace(groups, params=dict(model.named_parameters()))
         captured, fused = bool(self.execution.captured), bool(self.execution.fused)
@@ -182,11 +190,16 @@ class Training:
             self._totals.zero_()
         self._taken, self._begun = 0, True
 
+    @property
+    def left(self) -> int:
+        """Steps of this epoch that have not been put into the queue."""
+        return self.steps - self._taken if self._begun else self.steps
+
     def take(self, most: int) -> int:
         """Put up to so many steps of the epoch into the queue; returns how many are left."""
         if not self._begun:
             self.begin_epoch()
-        count = min(most, self.steps - self._taken)
+        count = min(most, self.left)
         self._taken += count
         if count and "step" not in self._launch:
             count -= self._prepare()
@@ -194,7 +207,7 @@ class Training:
             with self.queue.here():
                 self._launch["step"](count)
         self.queue.mark()
-        return self.steps - self._taken
+        return self.left
 
     def take_plainly(self) -> int:
         """Take one step that is not replayed and wait for it, so that the optimizers' state can be read after it."""
@@ -205,7 +218,7 @@ class Training:
         self._taken += 1
         self.queue.mark()
         self.queue.wait()
-        return self.steps - self._taken
+        return self.left
 
     def end_epoch(self) -> None:
         """Put the evaluation into the queue, and prepare the next plan while it is busy."""

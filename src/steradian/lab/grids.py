@@ -1,0 +1,89 @@
+"""The best point of a grid search, chosen by validation accuracy alone, beside the paper's."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from steradian.lab import paper
+from steradian.lab.config import METHODS, Config
+from steradian.lab.results import Result
+
+__all__ = ["Best", "grid_rows", "is_grid", "search"]
+
+
+@dataclass(frozen=True)
+class Best:
+    """What a grid search found for one method in one column.
+
+    Attributes:
+        config: the best setting, with its first seed.
+        validation: its mean best validation accuracy over seeds, in percent.
+        accuracy: its mean test accuracy at those epochs.
+        seeds: how many.
+        points: settings that were tried.
+        diverged: how many of them diverged with every seed.
+    """
+
+    config: Config
+    validation: float
+    accuracy: float
+    seeds: int
+    points: int
+    diverged: int
+
+
+def is_grid(results: Iterable[Result]) -> bool:
+    """Whether some method was trained with several settings in one column."""
+    settings: dict[tuple[str, str, str], set[str]] = {}
+    for result in results:
+        config = result.config
+        settings.setdefault((config.column, config.norm, config.method), set()).add(config.setting)
+    return any(len(found) > 1 for found in settings.values())
+
+
+def search(results: Iterable[Result]) -> list[Best]:
+    """The best setting of each method in each column; the test set has no part in the choice."""
+    kinds: dict[tuple[str, str, str], dict[str, list[Result]]] = {}
+    for result in results:
+        config = result.config
+        kind = kinds.setdefault((config.column, config.norm, config.method), {})
+        kind.setdefault(config.setting, []).append(result)
+    found = []
+    for settings in kinds.values():
+        kept = {key: [r for r in runs if not r.diverged] for key, runs in settings.items()}
+        alive = {key: runs for key, runs in kept.items() if runs}
+        if alive:
+            best = max(alive.values(), key=_validation)
+            accuracy = fmean(result.accuracy for result in best)
+            lost = len(settings) - len(alive)
+            found.append(Best(best[0].config, _validation(best), accuracy, len(best), len(settings), lost))
+    return sorted(found, key=lambda b: (b.config.column, b.config.norm, METHODS.index(b.config.method)))
+
+
+def grid_rows(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines of a table of `search`."""
+    heads = ["column", "method", "best: η, λ, β2", "paper: η, λ, β2", "validation", "test", "seeds", "points"]
+    lines = []
+    for best in search(results):
+        config = best.config
+        lost = f" ({best.diverged} diverged)" if best.diverged else ""
+        ours = _setting(config.lr, config.weight_decay, config.betas[1])
+        figures = [f"{best.validation:.2f}", f"{best.accuracy:.2f}", str(best.seeds), f"{best.points}{lost}"]
+        lines.append([f"{config.column} {config.norm}", config.method, ours, _papers(config), *figures])
+    return heads, lines
+
+
+def _validation(results: Sequence[Result]) -> float:
+    return fmean(max(result.curves["validation_accuracy"]) for result in results)
+
+
+def _papers(config: Config) -> str:
+    column = (config.model, config.data)
+    if config.method not in paper.BEST or column not in paper.BEST[config.method]:
+        return ""
+    best = paper.BEST[config.method][column]
+    return _setting(paper.LEARNING_RATE[config.method], best.weight_decay, best.beta2)
+
+
+def _setting(lr: float, decay: float, beta2: float) -> str:
+    return f"{lr:g}, {decay:g}, {beta2:g}"
