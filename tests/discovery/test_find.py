@@ -167,6 +167,21 @@ class TestErrors:
         with pytest.raises(ValueError, match="NaN"):
             find_groups(nn.Linear(3, 3), torch.full((2, 3), torch.nan))
 
+    def test_out_of_memory_is_no_verdict(self):
+        """Neither the model's own types nor another point are tried: the caller is told."""
+
+        for calls in (0, 2, 6):
+            model, left = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh()), [None] * calls
+
+            def fail(*_: object, left: list[None] = left) -> None:
+                if not left:
+                    raise torch.OutOfMemoryError("too large")
+                left.pop()
+
+            model[2].register_forward_hook(fail)
+            with pytest.raises(torch.OutOfMemoryError, match="too large"):
+                find_groups(model, torch.randn(16, 6))
+
     def test_the_model_raises(self):
         with pytest.raises(RuntimeError, match=r"raised RuntimeError.*call the model") as caught:
             find_groups(nn.Linear(3, 3), torch.randn(2, 4))
@@ -293,6 +308,26 @@ class TestScale:
 
         for share in (1.0, 0.1, 0.01):
             assert find_groups(Sum(share), torch.randn(16, 6)).layouts == {}
+
+    @pytest.mark.parametrize("seed", [10, 23, 34, 36, 57, 58])
+    def test_a_dead_unit_hides_no_branch(self, seed: int):
+        """One branch normalizes, the other does not, and the only unit of ReLU on its way is dead at most points."""
+
+        class Branches(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.norm = nn.Linear(6, 3, bias=False), nn.LayerNorm(3)
+                self.gate, self.out = nn.Linear(3, 1), nn.Linear(1, 3)
+                nn.init.constant_(self.gate.bias, -4.0)
+
+            def forward(self, x: Tensor) -> Tensor:
+                h = self.fc(x)
+                return self.norm(h).tanh() + self.out(self.gate(h).relu()).tanh()
+
+        torch.manual_seed(seed)
+        groups = find_groups(Branches(), torch.randn(6, 6))
+        assert groups.layouts == {}
+        assert groups.facts == []
 
     def test_rows_without_tokens_are_counted(self):
         model = nn.Sequential(nn.Embedding(20, 6), nn.LayerNorm(6), nn.Tanh())

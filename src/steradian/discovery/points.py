@@ -96,18 +96,18 @@ def _move(tensor: Tensor, generator: torch.Generator) -> None:
     size = torch.linalg.vector_norm(tensor) / math.sqrt(tensor.numel())
     if is_matrix(tensor.shape):
         least = 1 / math.sqrt(tensor.numel() / tensor.shape[0])
-        lift = torch.where(size > 0, (least / size).clamp(min=1, max=1e30), 0) / math.sqrt(2)
+        lift = (least / size).clamp(min=1, max=1e30) * (size > 0) / math.sqrt(2)
         spread = size.clamp(min=least) / math.sqrt(2)
         for part in chunks(tensor):
             part.mul_(lift).add_(_uniform(part, generator).mul_(spread))
         return
     noise = _uniform(tensor, generator)
-    smallest = torch.where(size > 0, 0.1, 0.5).to(size.dtype)
-    lifted = tensor * torch.where(size > 0, (smallest / size).clamp(min=1, max=1e30), 1)
+    smallest = 0.5 - 0.4 * (size > 0)
+    lifted = tensor * (smallest / size).clamp(min=1, max=1e30)
     # Positive all over, it may stand under a root or a logarithm: it stays positive. Otherwise it is a bias, which
     # must not keep a unit of ReLU dead at every point.
     positive = lifted * (1 + _SPREAD * torch.tanh(noise))
-    tensor.copy_(torch.where((tensor > 0).all(), positive, lifted + torch.maximum(size, smallest) * noise))
+    tensor.copy_(torch.where((tensor > 0).all(), positive, lifted + size.clamp(min=smallest) * noise))
 
 
 def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -24,6 +24,9 @@ from .structure import Trace
 __all__ = ["Stand", "Survey", "cancels", "joined_tables"]
 
 _NEAR = 3
+_REVIVALS = 2
+_RESERVE = 4
+"""Passes that the second growth and the verification need."""
 _LARGER_SETS = 0.03
 _PART = 0.01
 _LEAST_SHARE = 0.03
@@ -61,6 +64,7 @@ class Survey:
         self._growing: dict[str, float | torch.Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
         self._together: set[str] = set()
         self._invariant: dict[str, bool] = {}
+        self._revived: Stand | None = None
         self.proposals = Proposals()
         self._seed = 0
 
@@ -80,14 +84,38 @@ class Survey:
             if trace is not None and trace.graph is not None:
                 self.ground = Stand(reading, point, seed, trace)
                 self.map, self.proposals = trace, propose(trace.graph)
+        for _ in range(_REVIVALS):
+            self._revive()
         if not self.near:
             # The model bears no other point than its own.
             self.near = [self.own]
         self._choose_candidates()
 
+    def _revive(self) -> None:
+        """One more probe, in which what was silent speaks.
+
+        Behind a unit of ReLU that is dead at every point lies a part of the model that nobody has seen, and what
+        feeds it may look invariant. Where the parameters of such a unit change their sign, it is alive.
+        """
+        if self.ground is None or self.map.graph is None:
+            return
+        silent = [
+            name
+            for name in self.prober.trainable
+            if all(reading.slope(name) == 0 for reading in self.near) and self.map.graph.leaf_node(name) is not None
+        ]
+        if silent:
+            stand = self._revived or self.ground
+            point = stand.point.scaled(dict.fromkeys(silent, -1.0))
+            reading = self._probe(stand.seed, point, None)
+            if reading is not None:
+                self.near.append(reading)
+                self._revived = Stand(reading, point, stand.seed, stand.trace)
+
     def look_far(self) -> None:
         """One random point with the candidates grown by two factors: how a defect falls tells where it is from.
 
+        What is silent there and was not before is given the other sign, as in `_revive`.
         A parameter that was balanced by chance may saturate the model when it grows, and nothing is seen behind
         it. Then the candidates that are least balanced stay as they are in a second try.
         """
@@ -102,15 +130,22 @@ class Survey:
             self._grow()
 
     def _grow(self) -> None:
-        self.far = []
         pairs, seed = self._pairs(), self._next_seed()
         base = self._draw(seed)
-        for growth in GROWTH:
-            trace = Trace()
-            point = base.scaled({name: 1 + (growth - 1) * share for name, share in self._growing.items()})
-            reading = self._probe(seed, point, trace, pairs)
-            if reading is not None:
-                self.far.append(Stand(reading, point, seed, trace))
+        first = self._grown(base, seed, GROWTH[0], pairs)
+        spoke = [name for name in self.prober.trainable if any(reading.slope(name) for reading in self.near)]
+        silent = [name for name in spoke if first and first.reading.slope(name) == 0]
+        if silent and self.prober.left > _RESERVE:
+            base = base.scaled(dict.fromkeys(silent, -1.0))
+            first = self._grown(base, seed, GROWTH[0], pairs)
+        stands = first, self._grown(base, seed, GROWTH[1], pairs)
+        self.far = [stand for stand in stands if stand is not None]
+
+    def _grown(self, base: Point, seed: int, growth: float, pairs: Mapping[str, Sequence[Key]]) -> Stand | None:
+        trace = Trace()
+        point = base.scaled({name: 1 + (growth - 1) * share for name, share in self._growing.items()})
+        reading = self._probe(seed, point, trace, pairs)
+        return None if reading is None else Stand(reading, point, seed, trace)
 
     def _starved(self) -> bool:
         """Whether a candidate has lost its effect, which the growth of a row does not change."""
