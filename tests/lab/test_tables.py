@@ -92,7 +92,7 @@ def test_a_table_shows_ours_beside_the_papers_and_says_what_is_noise():
     order, distance, took = table.statements()
     assert took.endswith("11 trainings took 0.00 hours of x")
     p = stats.ttest_ind(ours["Adam w/o (ab)"], ours["Adam w/o (abc)"], equal_var=False).pvalue
-    assert f"within the noise of it: Adam w/o (abc) (p = {p:.2f})" in order
+    assert f"within the noise of it: Adam w/o (abc) (p = {p:.2g})" in order
     assert "Adam (p" not in order
     assert "Adam -0.88" in distance
     assert "SGD-M +0.11" in distance

@@ -114,9 +114,10 @@ def accuracy_table(results: Iterable[Result], *, norm: str = "bn") -> Table:
         if config.norm == norm and config.start is None:
             grouped.setdefault((config.model, config.data), {}).setdefault(config.method, []).append(result)
     order = {column: k for k, column in enumerate(paper.COLUMNS)}
+    models = list(dict.fromkeys(model for model, _ in paper.COLUMNS))
     cells: dict[tuple[str, str], dict[str, Cell]] = {}
     epochs: dict[tuple[str, str], int] = {}
-    for column in sorted(grouped, key=lambda c: (order.get(c, len(order)), c)):
+    for column in sorted(grouped, key=lambda c: (order.get(c, len(order)), c[1], models.index(c[0]))):
         cells[column] = {}
         for method, found in grouped[column].items():
             if len({result.config.setting for result in found}) > 1:
@@ -198,7 +199,7 @@ def _order(ours: dict[str, Cell]) -> str:
         if method != best and p is None:
             unknown.append(method)
         elif method != best and p is not None and p >= LEVEL:
-            near.append(f"{method} (p = {p:.2f})")
+            near.append(f"{method} (p = {p:.2g})")
     text = f"{best} has the best mean of the Adam variants, {variants[best].mean:.2f}; "
     text += f"within the noise of it: {', '.join(near)}" if near else "none is within the noise of it"
     return f"{best} is highest, by one seed, which says nothing" if unknown and not near else text
