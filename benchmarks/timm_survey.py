@@ -24,6 +24,9 @@ from timm_models import LABELS, LIMIT, inspect, weigh
 
 from harness import RESULTS, environment
 
+HEAVY, MOST_HEAVY = 2**29, 6
+"""Bytes of parameters above which only so many architectures are inspected at a time."""
+
 Records = dict[str, dict[str, Any]]
 
 
@@ -72,16 +75,17 @@ class Survey:
 
     def run(self) -> None:
         """Weigh, inspect, and inspect again with a smaller batch what did not fit into the memory."""
-        # A list of builtin names beats a scan of each module for the parent's time.
         new = [name for name in self.family if not {"bytes", "unbuilt"} & set(self.records.get(name, {}))]
         for (_, (name,)), weight in self.pool.run(((weigh, (name,)) for name in new), until=self.until):
             self.records[name] = {"architecture": name, "family": self.family[name]} | (
                 {"unbuilt": weight} if isinstance(weight, str) else weight
             )
             self._progress(f"weighed {len(self.records)} of {len(self.family)}")
-        self._inspect(self._open(), batch=4)
-        tight = [name for name in self._open() if self.records[name].get("memory")]
-        self._inspect(tight, batch=2, most=2)
+        waiting = self._open()
+        heavy = [name for name in waiting if self.records[name]["bytes"] > HEAVY]
+        self._inspect([name for name in waiting if name not in heavy], batch=4)
+        self._inspect(heavy, batch=4, most=MOST_HEAVY)
+        self._inspect([name for name in self._open() if self.records[name].get("memory")], batch=2, most=2)
         self.pool.close()
         self.save()
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..groups import Spec
+from .defects import falls
 from .joint import Indices, minimal, set_imbalance
-from .layouts import Cut, block_sums, falls, finest, natural, partial_cut, remaining, to_spec
+from .layouts import Cut, block_sums, finest, natural, partial_cut, remaining, to_spec
 from .points import is_matrix
 from .probe import Reading
 from .survey import Survey, cancels, joined_tables

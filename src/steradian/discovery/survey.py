@@ -6,20 +6,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from .defects import GROWTH, imbalance
 from .graph import Proposals, members, propose
 from .joint import Indices, Matrix, set_imbalance, zero_sums
-from .layouts import (
-    GROWTH,
-    Evidence,
-    Trial,
-    imbalance,
-    pair_keys,
-    partial_cut,
-    slices_balanced,
-)
+from .layouts import Evidence, Trial, pair_keys, partial_cut, slices_balanced
 from .points import Point, is_matrix
-from .probe import Key, Prober, Reading, Table
+from .probe import Prober, Reading
 from .structure import Trace
+from .tables import Key, Table
 
 __all__ = ["Stand", "Survey", "cancels", "joined_tables"]
 
