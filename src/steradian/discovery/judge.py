@@ -89,7 +89,7 @@ def judge(survey: Survey) -> Findings:
 def _judge_effects(survey: Survey, effective: list[str], findings: Findings) -> None:
     for name in survey.prober.trainable:
         shape = survey.shape(name)
-        share = max(reading.share(name) for reading in (survey.own, *survey.near))
+        share = max(reading.share(name) for reading in (survey.own, *survey.near) if reading.noise == survey.own.noise)
         if name not in effective and not survey.prober.parameters[name].is_complex():
             findings.no_effect[name] = f"effect {share:.1e} of the largest"
         elif share < _VANISHING and (not is_matrix(shape) or math.prod(shape) == shape[0]):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..groups import Spec
-from .defects import falls, imbalance, obeys, signed_imbalance
+from .defects import MANY, falls, imbalance, obeys, signed_imbalance
 from .tables import Key, Table
 
 __all__ = [
@@ -35,8 +35,6 @@ __all__ = [
 
 _MOST_NATURAL = 4
 """How many times the tolerance of near probes a typical one of many rows may have, all of which fall as ε's do."""
-_MANY = 8
-"""Slices that must agree to speak for their parameter."""
 
 Cut = tuple[int, ...]
 """Number of blocks along each dimension."""
@@ -130,7 +128,7 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
     A defect that ε leaves is spread like a normal variable, so that hardly any is four times the typical one.
     """
     for dim, size in enumerate(shape):
-        if size >= _MANY and math.prod(shape) > size:
+        if size >= MANY and math.prod(shape) > size:
             cut = _cut(len(shape), {dim: size})
             if all(_mostly_balanced(block_sums(e.tables, cut), e) for e in trial.near):
                 return True
@@ -139,7 +137,7 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
 
 def _mostly_balanced(sums: Tensor, evidence: Evidence) -> bool:
     defects = imbalance(sums, evidence.floor)[sums[1].sqrt() > 10 * evidence.floor].sort().values
-    if len(defects) < _MANY:
+    if len(defects) < MANY:
         return False
     high = defects[int(0.98 * (len(defects) - 1))]
     return bool(defects[len(defects) // 2] <= 2 * evidence.tolerance) and bool(high <= 8 * evidence.tolerance)
@@ -217,7 +215,7 @@ def _holds(cut: Cut, trial: Trial) -> bool:
     if not bool(_balanced(cut, trial).all()):
         return False
     # What grows invariant, as GELU grows into ReLU, shows at ordinary scale; of many rows, in how the defects fall.
-    most = max(e.tolerance for e in trial.near) * (_MOST_NATURAL if math.prod(cut) >= _MANY else 1)
+    most = max(e.tolerance for e in trial.near) * (_MOST_NATURAL if math.prod(cut) >= MANY else 1)
     if trial.far and natural(cut, trial)[0] > most:
         return False
     # A cut is evidence only if two of its rows speak: one row that does is no finer than the whole.

@@ -84,9 +84,11 @@ class Reading:
         outputs: the floating-point outputs.
         peak: the largest effect ‖g ⊙ x‖ of any parameter.
         steepest: the largest slope ‖g‖ of any parameter.
+        noise: as in the `Precision` of its arithmetic.
     """
 
     outputs: list[Tensor]
+    noise: float
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
     peak: float = 0.0
     steepest: float = 0.0
@@ -139,9 +141,14 @@ class Prober:
 
     def use(self, dtype: torch.dtype | None) -> None:
         """Choose the arithmetic."""
-        self.precision = precision_of(dtype, [p for p in self.model.parameters() if floating(p)])
-        self._leaves: Leaves = make_leaves(self.model, dtype)
+        self._exact = self._quick = self._arithmetic(dtype)
+        self.precision = self._exact[0]
+        if dtype is not None and all(p.dtype == torch.float32 for p in self.parameters.values()):
+            self._quick = self._arithmetic(None)
         self.own = Point(self.parameters)
+
+    def _arithmetic(self, dtype: torch.dtype | None) -> tuple[Precision, Leaves]:
+        return precision_of(dtype, [p for p in self.parameters.values() if floating(p)]), make_leaves(self.model, dtype)
 
     @property
     def left(self) -> int:
@@ -160,33 +167,45 @@ class Prober:
         pairs: Mapping[str, Sequence[Key]] | None = None,
         recorder: Recorder | None = None,
         backward: bool = True,
+        quick: bool = False,
     ) -> Reading:
-        """One pass at a point. Seed 0 takes the inputs as given; any other adds its noise to them."""
-        precision, noise = self.precision, Noise(seed)
-        with torch.inference_mode(False), torch.no_grad():
-            point.write(self._leaves)
-        with (
-            quiet(precision.dtype),
-            swapped(self.model, self._leaves, dtype=precision.dtype, training=self.training),
-        ):
+        """One pass at a point.
+
+        Args:
+            point: where the parameters stand.
+            seed: 0 takes the inputs as given; any other adds its noise to them.
+            pairs: pairs of dimensions to tabulate, by parameter.
+            recorder: looks on.
+            backward: whether to take derivatives.
+            quick: in the model's own float32, which some devices compute many times faster.
+        """
+        precision, leaves = self._quick if quick else self._exact
+        noise = Noise(seed)
+        with torch.inference_mode(False):
+            point.write(leaves)
+        for leaf in leaves.values():
+            leaf.grad = None
+        with quiet(precision.dtype), swapped(self.model, leaves, dtype=precision.dtype, training=self.training):
             torch.manual_seed(seed)
-            args, kwargs = self._inputs(noise, noisy=self._noisy and seed != 0)
+            args, kwargs = self._inputs(noise, precision.dtype, noisy=self._noisy and seed != 0)
             self.forwards += 1
             with recorder.watching(self.model) if recorder else nullcontext():
                 result = unwrap(self.model)(*args, **kwargs)
             outputs = [t for t in tensors_in(result) if floating(t)]
             if recorder:
-                recorder.finish(outputs, self._leaves)
-            reading = Reading([t.detach().clone() for t in outputs])
+                recorder.finish(outputs, leaves)
+            reading = Reading([t.detach().clone() for t in outputs], precision.noise)
             if backward:
-                self._backward([t for t in outputs if t.requires_grad], noise)
+                self._backward([t for t in outputs if t.requires_grad], leaves, noise)
         if backward:
-            self._tabulate(reading, pairs or {})
+            self._tabulate(reading, leaves, pairs or {})
         return reading
 
-    def _inputs(self, noise: Noise, *, noisy: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _inputs(
+        self, noise: Noise, dtype: torch.dtype | None, *, noisy: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def change(tensor: Tensor, name: str) -> Tensor:
-            fresh = as_dtype(tensor, self.precision.dtype)
+            fresh = as_dtype(tensor, dtype)
             fresh = perturb(fresh, name, noise) if noisy else fresh
             return fresh.requires_grad_(tensor.requires_grad)
 
@@ -194,7 +213,7 @@ class Prober:
         args = tuple(map_inputs(value, change, name) for value, name in zip(self._args, names, strict=True))
         return args, {name: map_inputs(value, change, name) for name, value in self._kwargs.items()}
 
-    def _backward(self, outputs: list[Tensor], noise: Noise) -> None:
+    def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise) -> None:
         if not outputs:
             return
         self.backwards += 1
@@ -208,12 +227,12 @@ class Prober:
             # Reentrant checkpointing refuses `inputs`; the leaves are private, so nothing else is touched.
             torch.autograd.backward(outputs, cotangents)
         else:
-            leaves = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
-            torch.autograd.backward(outputs, cotangents, inputs=leaves)
+            wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+            torch.autograd.backward(outputs, cotangents, inputs=wanted)
 
-    def _tabulate(self, reading: Reading, pairs: Mapping[str, Sequence[Key]]) -> None:
+    def _tabulate(self, reading: Reading, leaves: Leaves, pairs: Mapping[str, Sequence[Key]]) -> None:
         for name in self.trainable:
-            leaf = self._leaves[name]
+            leaf = leaves[name]
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             grad = grad.to_dense() if grad.is_sparse else grad
             reading.tables[name] = tabulate(grad, leaf.detach(), pairs.get(name, ()))
