@@ -48,7 +48,7 @@ def order(records: Records, family: dict[str, str]) -> Iterator[str]:
     """Labelled architectures, then the lightest of each family, then the second lightest, and so on."""
     yield from (name for names, _ in LABELS.values() for name in names.split() if name in family)
     by_family: dict[str, list[str]] = {}
-    for name in sorted(family, key=lambda n: records[n].get("bytes", 0)):
+    for name in sorted(family, key=lambda n: records.get(n, {}).get("bytes", 0)):
         by_family.setdefault(family[name], []).append(name)
     for names in zip_longest(*by_family.values()):
         yield from (name for name in names if name is not None)
@@ -60,9 +60,10 @@ class Survey:
     def __init__(self, options: argparse.Namespace) -> None:
         self.out: Path = options.out
         self.records: Records = {}
-        if self.out.exists():
-            known = json.loads(self.out.read_text())["architectures"]
-            self.records = {record["architecture"]: record for record in known}
+        known = next((path for path in (self.out, options.resume) if path.exists()), None)
+        if known is not None:
+            records = json.loads(known.read_text())["architectures"]
+            self.records = {record["architecture"]: record for record in records}
         self.family = families()
         self.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.until = time.monotonic() + options.seconds
@@ -182,6 +183,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=120, help="seconds for one architecture")
     parser.add_argument("--device", default="")
     parser.add_argument("--out", type=Path, default=RESULTS / "timm.json")
+    parser.add_argument("--resume", type=Path, default=RESULTS / "timm.json", help="read where --out is not there yet")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="most bytes of parameters")
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     survey = Survey(parser.parse_args())
