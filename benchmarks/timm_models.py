@@ -65,7 +65,7 @@ def build(name: str, device: str, **options: Any) -> nn.Module:
     try:
         with torch.device(device):
             return timm.create_model(name, pretrained=False, **options).to(device)
-    except (NotImplementedError, TypeError, RuntimeError):
+    except Exception:
         # Some compute on the host while they are built.
         return timm.create_model(name, pretrained=False, **options).to("cpu" if device == "meta" else device)
 

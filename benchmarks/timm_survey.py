@@ -24,6 +24,9 @@ from timm_models import LABELS, LIMIT, inspect, weigh
 
 from harness import RESULTS, environment
 
+HEAVY, MOST_HEAVY = 2**29, 6
+"""Bytes of parameters above which only so many architectures are inspected at a time."""
+
 Records = dict[str, dict[str, Any]]
 
 
@@ -45,7 +48,7 @@ def order(records: Records, family: dict[str, str]) -> Iterator[str]:
     """Labelled architectures, then the lightest of each family, then the second lightest, and so on."""
     yield from (name for names, _ in LABELS.values() for name in names.split() if name in family)
     by_family: dict[str, list[str]] = {}
-    for name in sorted(family, key=lambda n: records[n].get("bytes", 0)):
+    for name in sorted(family, key=lambda n: records.get(n, {}).get("bytes", 0)):
         by_family.setdefault(family[name], []).append(name)
     for names in zip_longest(*by_family.values()):
         yield from (name for name in names if name is not None)
@@ -57,9 +60,10 @@ class Survey:
     def __init__(self, options: argparse.Namespace) -> None:
         self.out: Path = options.out
         self.records: Records = {}
-        if self.out.exists():
-            known = json.loads(self.out.read_text())["architectures"]
-            self.records = {record["architecture"]: record for record in known}
+        known = next((path for path in (self.out, options.resume) if path.exists()), None)
+        if known is not None:
+            records = json.loads(known.read_text())["architectures"]
+            self.records = {record["architecture"]: record for record in records}
         self.family = families()
         self.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.until = time.monotonic() + options.seconds
@@ -72,16 +76,17 @@ class Survey:
 
     def run(self) -> None:
         """Weigh, inspect, and inspect again with a smaller batch what did not fit into the memory."""
-        # A list of builtin names beats a scan of each module for the parent's time.
         new = [name for name in self.family if not {"bytes", "unbuilt"} & set(self.records.get(name, {}))]
         for (_, (name,)), weight in self.pool.run(((weigh, (name,)) for name in new), until=self.until):
             self.records[name] = {"architecture": name, "family": self.family[name]} | (
                 {"unbuilt": weight} if isinstance(weight, str) else weight
             )
             self._progress(f"weighed {len(self.records)} of {len(self.family)}")
-        self._inspect(self._open(), batch=4)
-        tight = [name for name in self._open() if self.records[name].get("memory")]
-        self._inspect(tight, batch=2, most=2)
+        waiting = self._open()
+        heavy = [name for name in waiting if self.records[name]["bytes"] > HEAVY]
+        self._inspect([name for name in waiting if name not in heavy], batch=4)
+        self._inspect(heavy, batch=4, most=MOST_HEAVY)
+        self._inspect([name for name in self._open() if self.records[name].get("memory")], batch=2, most=2)
         self.pool.close()
         self.save()
 
@@ -178,6 +183,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=120, help="seconds for one architecture")
     parser.add_argument("--device", default="")
     parser.add_argument("--out", type=Path, default=RESULTS / "timm.json")
+    parser.add_argument("--resume", type=Path, default=RESULTS / "timm.json", help="read where --out is not there yet")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="most bytes of parameters")
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     survey = Survey(parser.parse_args())

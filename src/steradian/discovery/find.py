@@ -1,9 +1,10 @@
 """find_groups: from a model and a batch to its rows, in at most twelve passes.
 
 1. One pass at the model's own point: it finds errors out and measures the defect at the model's own ε.
-2. Three passes at random points: what is balanced there, up to what ε may do, is a candidate.
-3. Two passes with the candidates 32 and 1024 times larger. A defect that comes from a normalization's ε falls
-   with the square of that factor, any other does not: this is the line between "invariant up to ε" and "not
+2. Three passes at random points: what is balanced there, up to what ε may do, is a candidate. Where parts of the
+   model are silent in all of them, up to two more.
+3. Two passes with the candidates 32 and 1024 times larger. The defect that a normalization's ε leaves a row is
+   divided by the square of that factor, any other is not: this is the line between "invariant up to ε" and "not
    invariant".
 4. Two forward passes with random factors on all rows found: f(ρx) = f(x).
 """

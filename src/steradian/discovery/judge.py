@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..groups import Spec
+from .defects import falls
 from .joint import Indices, minimal, set_imbalance
-from .layouts import Cut, block_sums, falls, finest, natural, partial_cut, remaining, to_spec
+from .layouts import Cut, block_sums, finest, natural, partial_cut, remaining, to_spec
 from .points import is_matrix
 from .probe import Reading
 from .survey import Survey, cancels, joined_tables
@@ -88,7 +89,7 @@ def judge(survey: Survey) -> Findings:
 def _judge_effects(survey: Survey, effective: list[str], findings: Findings) -> None:
     for name in survey.prober.trainable:
         shape = survey.shape(name)
-        share = max(reading.share(name) for reading in (survey.own, *survey.near))
+        share = max(reading.share(name) for reading in (survey.own, *survey.near) if reading.noise == survey.own.noise)
         if name not in effective and not survey.prober.parameters[name].is_complex():
             findings.no_effect[name] = f"effect {share:.1e} of the largest"
         elif share < _VANISHING and (not is_matrix(shape) or math.prod(shape) == shape[0]):

@@ -15,18 +15,16 @@ import torch
 from torch import Tensor
 
 from ..groups import Spec
-from .probe import Key, Table
+from .defects import MANY, falls, imbalance, obeys, signed_imbalance
+from .tables import Key, Table
 
 __all__ = [
-    "GROWTH",
     "Cut",
     "Evidence",
     "Trial",
     "block_sums",
     "cut_key",
-    "falls",
     "finest",
-    "imbalance",
     "natural",
     "pair_keys",
     "partial_cut",
@@ -35,13 +33,8 @@ __all__ = [
     "to_spec",
 ]
 
-GROWTH = (32.0, 1024.0)
-"""Factors by which candidates grow."""
-
 _MOST_NATURAL = 4
 """How many times the tolerance of near probes a typical one of many rows may have, all of which fall as ε's do."""
-_MANY = 8
-"""Slices that must agree to speak for their parameter."""
 
 Cut = tuple[int, ...]
 """Number of blocks along each dimension."""
@@ -83,50 +76,6 @@ class Trial:
     def evidence(self, key: Key) -> list[Evidence]:
         """The probes that have a table of these dimensions."""
         return [e for e in (*self.near, *self.far) if key in e.tables]
-
-
-def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
-    """Whether a defect fell as one that comes from ε, with the square of the growth, or is settled anyway.
-
-    Growing a row by ρ divides ε/σ² by ρ². What competes with the row otherwise, such as another branch added
-    before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5.
-
-    Args:
-        before: imbalances at the smaller growth.
-        after: imbalances at the larger growth of the same point, with the same cotangents.
-        settled: imbalance that needs no explanation.
-    """
-    # The median helps a row out whose defect happened to be small before.
-    typical = torch.maximum(before, before.median())
-    return after <= torch.clamp(typical * (GROWTH[0] / GROWTH[1]) ** 1.5, min=settled)
-
-
-def obeys(before: Tensor, after: Tensor, resolution: float) -> Tensor:
-    """Whether a defect, with its sign, is divided by the square of the growth, as ε's is to first order, row by row.
-
-    An activation such as GELU, which grows into ReLU, loses its defect at the same pace on the average over many
-    units, but each row at its own.
-
-    Args:
-        before: Σ g·x / √Σ(g·x)² at the smaller growth.
-        after: the same at the larger growth of the same point, with the same cotangents.
-        resolution: largest rounding error of such a number.
-    """
-    power = (GROWTH[1] / GROWTH[0]) ** 2
-    typical = torch.maximum(before.abs(), before.abs().median())
-    return (power * after - before).abs() <= typical / 16 + power * resolution
-
-
-def imbalance(sums: Tensor, floor: float) -> Tensor:
-    """|Σ g·x| / √Σ(g·x)² per block: of order 1 where nothing cancels, ε/σ² under a normalization.
-
-    Unlike |cos(x, ∇L)| it does not shrink with the number of entries, so it separates long rows too.
-    """
-    return _signed_imbalance(sums, floor).abs()
-
-
-def _signed_imbalance(sums: Tensor, floor: float) -> Tensor:
-    return sums[0] / (sums[1].sqrt() + floor)
 
 
 def cut_key(cut: Cut) -> Key:
@@ -179,7 +128,7 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
     A defect that ε leaves is spread like a normal variable, so that hardly any is four times the typical one.
     """
     for dim, size in enumerate(shape):
-        if size >= _MANY and math.prod(shape) > size:
+        if size >= MANY and math.prod(shape) > size:
             cut = _cut(len(shape), {dim: size})
             if all(_mostly_balanced(block_sums(e.tables, cut), e) for e in trial.near):
                 return True
@@ -188,7 +137,7 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
 
 def _mostly_balanced(sums: Tensor, evidence: Evidence) -> bool:
     defects = imbalance(sums, evidence.floor)[sums[1].sqrt() > 10 * evidence.floor].sort().values
-    if len(defects) < _MANY:
+    if len(defects) < MANY:
         return False
     high = defects[int(0.98 * (len(defects) - 1))]
     return bool(defects[len(defects) // 2] <= 2 * evidence.tolerance) and bool(high <= 8 * evidence.tolerance)
@@ -266,7 +215,7 @@ def _holds(cut: Cut, trial: Trial) -> bool:
     if not bool(_balanced(cut, trial).all()):
         return False
     # What grows invariant, as GELU grows into ReLU, shows at ordinary scale; of many rows, in how the defects fall.
-    most = max(e.tolerance for e in trial.near) * (_MOST_NATURAL if math.prod(cut) >= _MANY else 1)
+    most = max(e.tolerance for e in trial.near) * (_MOST_NATURAL if math.prod(cut) >= MANY else 1)
     if trial.far and natural(cut, trial)[0] > most:
         return False
     # A cut is evidence only if two of its rows speak: one row that does is no finer than the whole.
@@ -276,7 +225,7 @@ def _holds(cut: Cut, trial: Trial) -> bool:
 def _balanced(cut: Cut, trial: Trial) -> Tensor:
     if not trial.far:
         return torch.stack([_within(cut, e, e.tolerance) for e in trial.near]).all(0)
-    signed = [_signed_imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far]
+    signed = [signed_imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far]
     far = [d.abs() for d in signed]
     good = torch.stack([d <= e.tolerance for d, e in zip(far, trial.far, strict=True)]).all(0)
     good &= falls(far[0], far[-1], trial.settled) & obeys(signed[0], signed[-1], trial.resolution)

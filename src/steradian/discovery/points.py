@@ -17,7 +17,7 @@ __all__ = ["Factors", "Noise", "Point", "chunks", "is_matrix"]
 Factors = Mapping[str, float | Tensor]
 
 _SPREAD = 0.5
-_CHUNK_CPU, _CHUNK_GPU = 2**17, 2**25
+_CHUNK_CPU, _CHUNK_GPU = 2**17, 2**23
 
 
 class Noise:

@@ -15,20 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from .graph import graph_nodes
-from .points import Noise, Point, chunks
+from .points import Noise, Point
 from .sandbox import Leaves, as_dtype, make_leaves, quiet, swapped, unwrap
+from .tables import Key, Table, tabulate, to_host
 from .values import floating, map_inputs, name_inputs, perturb, tensors_in
 
-__all__ = ["BUDGET", "Key", "Precision", "Prober", "Reading", "Recorder", "Table"]
+__all__ = ["BUDGET", "Precision", "Prober", "Reading", "Recorder"]
 
 BUDGET = 12
 """Most passes through the model, with or without a backward one."""
-
-_WIDE = (torch.float64, torch.complex128, torch.complex64)
-
-Key = tuple[int, ...]
-Table = Tensor
-"""Sums over all dimensions but those of its key of [g·x, (g·x)², g², x²], stacked in this order."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +84,11 @@ class Reading:
         outputs: the floating-point outputs.
         peak: the largest effect ‖g ⊙ x‖ of any parameter.
         steepest: the largest slope ‖g‖ of any parameter.
+        noise: as in the `Precision` of its arithmetic.
     """
 
     outputs: list[Tensor]
+    noise: float
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
     peak: float = 0.0
     steepest: float = 0.0
@@ -144,9 +141,16 @@ class Prober:
 
     def use(self, dtype: torch.dtype | None) -> None:
         """Choose the arithmetic."""
-        self.precision = precision_of(dtype, [p for p in self.model.parameters() if floating(p)])
-        self._leaves: Leaves = make_leaves(self.model, dtype)
+        self._exact = self._quick = self._arithmetic(dtype)
+        self.precision = self._exact[0]
+        # On a GPU, float32 may mean TF32, whose ten bits are too few to tell an effect from rounding.
+        plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.parameters.values())
+        if dtype is not None and plain:
+            self._quick = self._arithmetic(None)
         self.own = Point(self.parameters)
+
+    def _arithmetic(self, dtype: torch.dtype | None) -> tuple[Precision, Leaves]:
+        return precision_of(dtype, [p for p in self.parameters.values() if floating(p)]), make_leaves(self.model, dtype)
 
     @property
     def left(self) -> int:
@@ -165,33 +169,45 @@ class Prober:
         pairs: Mapping[str, Sequence[Key]] | None = None,
         recorder: Recorder | None = None,
         backward: bool = True,
+        quick: bool = False,
     ) -> Reading:
-        """One pass at a point. Seed 0 takes the inputs as given; any other adds its noise to them."""
-        precision, noise = self.precision, Noise(seed)
-        with torch.inference_mode(False), torch.no_grad():
-            point.write(self._leaves)
-        with (
-            quiet(precision.dtype),
-            swapped(self.model, self._leaves, dtype=precision.dtype, training=self.training),
-        ):
+        """One pass at a point.
+
+        Args:
+            point: where the parameters stand.
+            seed: 0 takes the inputs as given; any other adds its noise to them.
+            pairs: pairs of dimensions to tabulate, by parameter.
+            recorder: looks on.
+            backward: whether to take derivatives.
+            quick: in the model's own float32, if it is on the CPU, which convolves in it several times faster.
+        """
+        precision, leaves = self._quick if quick else self._exact
+        noise = Noise(seed)
+        with torch.inference_mode(False):
+            point.write(leaves)
+        for leaf in leaves.values():
+            leaf.grad = None
+        with quiet(precision.dtype), swapped(self.model, leaves, dtype=precision.dtype, training=self.training):
             torch.manual_seed(seed)
-            args, kwargs = self._inputs(noise, noisy=self._noisy and seed != 0)
+            args, kwargs = self._inputs(noise, precision.dtype, noisy=self._noisy and seed != 0)
             self.forwards += 1
             with recorder.watching(self.model) if recorder else nullcontext():
                 result = unwrap(self.model)(*args, **kwargs)
             outputs = [t for t in tensors_in(result) if floating(t)]
             if recorder:
-                recorder.finish(outputs, self._leaves)
-            reading = Reading([t.detach().clone() for t in outputs])
+                recorder.finish(outputs, leaves)
+            reading = Reading([t.detach().clone() for t in outputs], precision.noise)
             if backward:
-                self._backward([t for t in outputs if t.requires_grad], noise)
+                self._backward([t for t in outputs if t.requires_grad], leaves, noise)
         if backward:
-            self._tabulate(reading, pairs or {})
+            self._tabulate(reading, leaves, pairs or {})
         return reading
 
-    def _inputs(self, noise: Noise, *, noisy: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _inputs(
+        self, noise: Noise, dtype: torch.dtype | None, *, noisy: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def change(tensor: Tensor, name: str) -> Tensor:
-            fresh = as_dtype(tensor, self.precision.dtype)
+            fresh = as_dtype(tensor, dtype)
             fresh = perturb(fresh, name, noise) if noisy else fresh
             return fresh.requires_grad_(tensor.requires_grad)
 
@@ -199,7 +215,7 @@ class Prober:
         args = tuple(map_inputs(value, change, name) for value, name in zip(self._args, names, strict=True))
         return args, {name: map_inputs(value, change, name) for name, value in self._kwargs.items()}
 
-    def _backward(self, outputs: list[Tensor], noise: Noise) -> None:
+    def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise) -> None:
         if not outputs:
             return
         self.backwards += 1
@@ -213,72 +229,16 @@ class Prober:
             # Reentrant checkpointing refuses `inputs`; the leaves are private, so nothing else is touched.
             torch.autograd.backward(outputs, cotangents)
         else:
-            leaves = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
-            torch.autograd.backward(outputs, cotangents, inputs=leaves)
+            wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+            torch.autograd.backward(outputs, cotangents, inputs=wanted)
 
-    def _tabulate(self, reading: Reading, pairs: Mapping[str, Sequence[Key]]) -> None:
+    def _tabulate(self, reading: Reading, leaves: Leaves, pairs: Mapping[str, Sequence[Key]]) -> None:
         for name in self.trainable:
-            leaf = self._leaves[name]
+            leaf = leaves[name]
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             grad = grad.to_dense() if grad.is_sparse else grad
-            grad, point = (t if t.dtype in _WIDE else t.double() for t in (grad, leaf.detach()))
-            reading.tables[name] = _tables(grad, point, pairs.get(name, ()))
+            reading.tables[name] = tabulate(grad, leaf.detach(), pairs.get(name, ()))
             leaf.grad = None
-        reading.tables = _to_host(reading.tables)
+        reading.tables = to_host(reading.tables)
         reading.peak = max((reading.effect(name) for name in self.trainable), default=0.0)
         reading.steepest = max((reading.slope(name) for name in self.trainable), default=0.0)
-
-
-def _tables(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
-    """The sums of `Table`."""
-    if g.is_complex():
-        g, x = torch.view_as_real(g), torch.view_as_real(x)
-    keys: list[Key] = [(), *((i,) for i in range(x.ndim) if x.shape[i] > 1), *pairs]
-    split = chunks(x)
-    # One room for the terms of all chunks: fresh memory costs more than the arithmetic.
-    terms = torch.empty(4, *split[0].shape, dtype=torch.float64, device=x.device)
-    parts = [_chunk_tables(*chunk, terms, keys) for chunk in zip(chunks(g), split, strict=True)]
-    if len(parts) == 1:
-        return parts[0]
-    return {
-        key: torch.cat([p[key] for p in parts], dim=1) if 0 in key else torch.stack([p[key] for p in parts]).sum(0)
-        for key in keys
-    }
-
-
-def _chunk_tables(g: Tensor, x: Tensor, room: Tensor, keys: Sequence[Key]) -> dict[Key, Table]:
-    """Each sum from the smallest partial sum that has the dimensions of its key.
-
-    Passes over the whole tensor are what costs: one over the dimensions behind the first two, which lie together
-    in memory, and one over the first two.
-    """
-    terms = room[:, : x.shape[0]] if x.ndim else room
-    torch.mul(g, x, out=terms[0])
-    for term, factor in zip(terms[1:], (terms[0], g, x), strict=True):
-        torch.mul(factor, factor, out=term)
-    outer = terms.flatten(3).sum(3) if x.ndim > 2 else terms
-    inner = terms.flatten(1, 2).sum(1) if x.ndim > 2 else None
-
-    def sum_to(key: Key) -> Table:
-        source, first = terms, 0
-        if all(i < 2 for i in key):
-            source = outer
-        elif inner is not None and all(i >= 2 for i in key):
-            source, first = inner, 2
-        others = [i + 1 for i in range(source.ndim - 1) if i + first not in key]
-        return source.sum(others) if others else source.clone()
-
-    return {key: sum_to(key) for key in keys}
-
-
-def _to_host(tables: dict[str, dict[Key, Table]]) -> dict[str, dict[Key, Table]]:
-    """The same tables in the host's memory, moved in one piece per device: a GPU is waited for once, not per table."""
-    places = [(name, key) for name, of_name in tables.items() for key in of_name]
-    moved: dict[tuple[str, Key], Table] = {}
-    for device in {tables[name][key].device for name, key in places}:
-        here = [(name, key) for name, key in places if tables[name][key].device == device]
-        shapes = [tables[name][key].shape for name, key in here]
-        flat = torch.cat([tables[name][key].flatten() for name, key in here]).cpu()
-        parts = flat.split([shape.numel() for shape in shapes])
-        moved |= {place: part.reshape(shape) for place, part, shape in zip(here, parts, shapes, strict=True)}
-    return {name: {key: moved[name, key] for key in of_name} for name, of_name in tables.items()}

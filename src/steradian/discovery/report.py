@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..groups import Group, Groups
+from .defects import imbalance
 from .judge import Finding, row_sums
-from .layouts import imbalance
 from .structure import UNKNOWN
 from .survey import Survey
 from .verify import Verified

@@ -6,20 +6,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from .defects import GROWTH, imbalance
 from .graph import Proposals, members, propose
 from .joint import Indices, Matrix, set_imbalance, zero_sums
-from .layouts import (
-    GROWTH,
-    Evidence,
-    Trial,
-    imbalance,
-    pair_keys,
-    partial_cut,
-    slices_balanced,
-)
+from .layouts import Evidence, Trial, pair_keys, partial_cut, slices_balanced
 from .points import Point, is_matrix
-from .probe import Key, Prober, Reading, Table
+from .probe import Prober, Reading
 from .structure import Trace
+from .tables import Key, Table
 
 __all__ = ["Stand", "Survey", "cancels", "joined_tables"]
 
@@ -77,7 +71,8 @@ class Survey:
             trace = Trace(graph=True) if self.ground is None else None
             seed = self._next_seed()
             point = self._draw(seed)
-            reading = self._probe(seed, point, trace)
+            # Whether something is balanced up to some percent needs no float64.
+            reading = self._probe(seed, point, trace, quick=trace is None)
             if reading is None:
                 continue
             self.near.append(reading)
@@ -162,11 +157,17 @@ class Survey:
         return self._seed
 
     def _probe(
-        self, seed: int, point: Point, trace: Trace | None, pairs: Mapping[str, Sequence[Key]] | None = None
+        self,
+        seed: int,
+        point: Point,
+        trace: Trace | None,
+        pairs: Mapping[str, Sequence[Key]] | None = None,
+        *,
+        quick: bool = False,
     ) -> Reading | None:
         """One reading; None if the model does not bear the point."""
         try:
-            reading = self.prober.read(point, seed=seed, pairs=pairs, recorder=trace)
+            reading = self.prober.read(point, seed=seed, pairs=pairs, recorder=trace, quick=quick)
         except torch.OutOfMemoryError:  # says nothing about the point
             raise
         except Exception:  # a probe is no place to fail: the next one comes without noise on the inputs
@@ -263,17 +264,16 @@ class Survey:
 
     def effective(self) -> list[str]:
         """Real trainable parameters with an effect that is not rounding."""
-        noise = self.prober.precision.noise
         return [
             name
             for name in self.prober.trainable
             if not self.prober.parameters[name].is_complex()
-            and any(reading.share(name) > noise for reading in (self.own, *self.near))
+            and any(reading.share(name) > reading.noise for reading in (self.own, *self.near))
         ]
 
     def floor(self, reading: Reading, name: str) -> float:
         """The effect below which a row of this parameter says nothing."""
-        return self.prober.precision.noise * max(reading.effect(name), 1e-3 * reading.peak)
+        return reading.noise * max(reading.effect(name), 1e-3 * reading.peak)
 
     def _near_trial(self, name: str) -> Trial:
         loose = self.prober.precision.loose

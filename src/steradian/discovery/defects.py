@@ -1,0 +1,58 @@
+"""How far a row is from invariance, and whether a normalization's ε is the reason: that falls as the row grows."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["GROWTH", "MANY", "falls", "imbalance", "obeys", "signed_imbalance"]
+
+MANY = 8
+"""Rows that must agree to exclude chance."""
+GROWTH = (32.0, 1024.0)
+"""Factors by which candidates grow."""
+
+
+def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
+    """Whether a defect fell as one that comes from ε, with the square of the growth, or is settled anyway.
+
+    Growing a row by ρ divides ε/σ² by ρ². What competes with the row otherwise, such as another branch added
+    before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5.
+
+    Args:
+        before: imbalances at the smaller growth.
+        after: imbalances at the larger growth of the same point, with the same cotangents.
+        settled: imbalance that needs no explanation.
+    """
+    # The median helps a row out whose defect happened to be small before.
+    typical = torch.maximum(before, before.median())
+    return after <= torch.clamp(typical * (GROWTH[0] / GROWTH[1]) ** 1.5, min=settled)
+
+
+def obeys(before: Tensor, after: Tensor, resolution: float) -> Tensor:
+    """Whether a defect, with its sign, is divided by the square of the growth, as ε's is to first order, row by row.
+
+    An activation such as GELU, which grows into ReLU, loses its defect at the same pace on the average over many
+    units, but each row at its own.
+
+    Args:
+        before: Σ g·x / √Σ(g·x)² at the smaller growth.
+        after: the same at the larger growth of the same point, with the same cotangents.
+        resolution: largest rounding error of such a number.
+    """
+    power = (GROWTH[1] / GROWTH[0]) ** 2
+    typical = torch.maximum(before.abs(), before.abs().median())
+    # A unit of ReLU that changes sides on the way disturbs a row; few rows may agree by chance.
+    slack = 4 if before.numel() >= MANY else 16
+    return (power * after - before).abs() <= typical / slack + power * resolution
+
+
+def imbalance(sums: Tensor, floor: float) -> Tensor:
+    """|Σ g·x| / √Σ(g·x)² per block: of order 1 where nothing cancels, ε/σ² under a normalization.
+
+    Unlike |cos(x, ∇L)| it does not shrink with the number of entries, so it separates long rows too.
+    """
+    return signed_imbalance(sums, floor).abs()
+
+
+def signed_imbalance(sums: Tensor, floor: float) -> Tensor:
+    """The same with its sign."""
+    return sums[0] / (sums[1].sqrt() + floor)
