@@ -7,6 +7,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
 # Without a GPU the kernels run in Triton's interpreter; it must be chosen before Triton is imported.
 if not torch.cuda.is_available():
