@@ -50,6 +50,19 @@ CASES = [
         lambda: _steep(nn.GELU()),
         images,
     ),
+    case(
+        "gelu_mixer_before_bn",  # weight and bias balance each other up to what GELU is not ReLU
+        lambda: net(
+            stem=nn.Conv2d(3, 16, 2, stride=2),
+            act1=nn.GELU(),
+            bn1=nn.BatchNorm2d(16),
+            depthwise=nn.Conv2d(16, 16, 3, padding=1, groups=16),
+            act2=nn.GELU(),
+            bn2=nn.BatchNorm2d(16),
+            head=nn.Conv2d(16, 2, 1),
+        ),
+        images,
+    ),
     case("silu_nearly_relu_before_bn", lambda: _steep(nn.SiLU()), images),
     case("hardswish_nearly_relu_before_bn", lambda: _steep(nn.Hardswish()), images),
     case(

@@ -28,7 +28,7 @@ def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
 
 
 def obeys(before: Tensor, after: Tensor, resolution: float) -> Tensor:
-    """Whether a defect, with its sign, is divided by the square of the growth, as ε's is to first order, row by row.
+    """Whether a defect, with its sign, is divided by the square of the growth, as ε's is to first order, in most rows.
 
     An activation such as GELU, which grows into ReLU, loses its defect at the same pace on the average over many
     units, but each row at its own.
@@ -40,9 +40,14 @@ def obeys(before: Tensor, after: Tensor, resolution: float) -> Tensor:
     """
     power = (GROWTH[1] / GROWTH[0]) ** 2
     typical = torch.maximum(before.abs(), before.abs().median())
-    # A unit of ReLU that changes sides on the way disturbs a row; few rows may agree by chance.
-    slack = 4 if before.numel() >= MANY else 16
-    return (power * after - before).abs() <= typical / slack + power * resolution
+    many = before.numel() >= MANY
+    # Few rows may agree by chance.
+    obeying = (power * after - before).abs() <= typical / (4 if many else 16) + power * resolution
+    telling = before.abs() > power * resolution
+    if many and bool(telling.any()) and float(obeying[telling].double().mean()) >= 0.5:
+        # Units of ReLU that change sides on the way disturb rows that are seldom active. Most rows speak for all.
+        return torch.ones_like(obeying)
+    return obeying
 
 
 def imbalance(sums: Tensor, floor: float) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["minimal", "set_imbalance", "zero_sums"]
+__all__ = ["minimal", "set_imbalance", "signed_set_imbalance", "zero_sums"]
 
 Matrix = NDArray[np.float64]
 Indices = tuple[int, ...]
@@ -35,9 +35,14 @@ def set_imbalance(M: Matrix, sizes: Matrix, indices: Sequence[int]) -> Matrix:
     >>> set_imbalance(M, abs(M), (0, 1)).round(3).tolist()
     [0.0, 1.414]
     """
+    return np.abs(signed_set_imbalance(M, sizes, indices))
+
+
+def signed_set_imbalance(M: Matrix, sizes: Matrix, indices: Sequence[int]) -> Matrix:
+    """The same with its sign."""
     chosen = list(indices)
     size = np.sqrt(np.square(sizes[:, chosen]).sum(1))
-    result: Matrix = np.abs(M[:, chosen].sum(1)) / np.where(size > 0, size, 1)
+    result: Matrix = M[:, chosen].sum(1) / np.where(size > 0, size, 1)
     return result
 
 

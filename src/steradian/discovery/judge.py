@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..groups import Spec
-from .defects import falls
-from .joint import Indices, minimal, set_imbalance
+from .defects import GROWTH, falls, obeys
+from .joint import Indices, minimal, set_imbalance, signed_set_imbalance
 from .layouts import Cut, block_sums, finest, natural, partial_cut, remaining, to_spec
 from .points import is_matrix
 from .probe import Reading
@@ -78,8 +78,8 @@ def judge(survey: Survey) -> Findings:
     joint = _joint_sets(survey, names)
     together = {names[i] for indices in joint for i in indices}
     single = {name for name in names if name not in together and _judge_single(survey, name, findings)}
-    for indices in joint:
-        _judge_joint(survey, tuple(names[i] for i in indices), findings)
+    for indices, by_epsilon in joint.items():
+        _judge_joint(survey, tuple(names[i] for i in indices), findings, by_epsilon=by_epsilon)
     for name in names:
         if is_matrix(survey.shape(name)) and name not in single and name not in together:
             _judge_blocks(survey, name, findings)
@@ -109,32 +109,33 @@ def _judge_single(survey: Survey, name: str, findings: Findings) -> bool:
     return True
 
 
-def _joint_sets(survey: Survey, names: list[str]) -> list[Indices]:
-    """Minimal sets whose sums vanish as ε's do, in every probe."""
+def _joint_sets(survey: Survey, names: list[str]) -> dict[Indices, bool]:
+    """Minimal sets whose sums vanish in every probe and fall, and whether the sum alone tells that ε is the cause."""
     # The last probe goes first: it is the most telling one to sort sums by.
     readings, allowed = survey.far_readings()[::-1], survey.far_tolerances()[::-1]
     sets = survey.vanishing(readings, allowed, names)
     near, far = survey.matrices(survey.near, names), survey.matrices(readings, names)
     # The two growths of one point cancel alike, so that one of them speaks for both.
     loose, independent = survey.prober.precision.loose, np.concatenate([near[0], far[0][:1]])
-    return [
-        s
-        for s in minimal(s for s in sets if _falls(survey, torch.tensor(set_imbalance(*far, s))))
+    precision, sums = survey.prober.precision, {s: torch.tensor(signed_set_imbalance(*far, s)) for s in sets}
+    falling = [s for s, d in sums.items() if bool(falls(d[-1:].abs(), d[:1].abs(), precision.settled))]
+    return {
+        s: len(sums[s]) < len(GROWTH) or bool(obeys(sums[s][-1:], sums[s][:1], precision.resolution))
+        for s in minimal(falling)
         if bool((set_imbalance(*near, s) <= loose).all()) and cancels(independent, s)
-    ]
+    }
 
 
-def _falls(survey: Survey, defects: torch.Tensor) -> bool:
-    return bool(falls(defects[-1:], defects[:1], survey.prober.precision.settled))
-
-
-def _judge_joint(survey: Survey, names: tuple[str, ...], findings: Findings) -> None:
+def _judge_joint(survey: Survey, names: tuple[str, ...], findings: Findings, *, by_epsilon: bool) -> None:
     shapes = [survey.shape(name) for name in names]
     dims = min(map(len, shapes))
     common = [shapes[0][k] if len({shape[k] for shape in shapes}) == 1 else 1 for k in range(dims)]
     flat = (*common, sum(map(math.prod, shapes)) // math.prod(common))
     trial = survey.far_trial(*names)
-    cut = (finest(flat, trial) or (1,) * len(flat))[:dims]
+    found = finest(flat, trial)
+    if found is None and not by_epsilon:
+        return
+    cut = (found or (1,) * len(flat))[:dims]
     cuts = tuple((*cut, *[1] * (len(shape) - dims)) for shape in shapes)
     taken = {name for finding in findings.rows for name in finding.names}
     weights = _parallel(survey, names) and any(map(is_matrix, shapes)) and not taken & set(names)

@@ -99,7 +99,7 @@ def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
     is all there is to it. Pairs of dimensions are tried where their table is there (see `pair_keys`).
     """
     whole = (1,) * len(shape)
-    if not bool(_balanced(whole, trial).all()):
+    if not bool(_small(whole, trial).all()):
         return None
     alone = {i: _most_blocks(shape, i, trial) for i in range(len(shape)) if shape[i] > 1}
     found = [_cut(len(shape), {i: g}) for i, g in alone.items() if g > 1]
@@ -223,19 +223,32 @@ def _holds(cut: Cut, trial: Trial) -> bool:
 
 
 def _balanced(cut: Cut, trial: Trial) -> Tensor:
+    good = _small(cut, trial)
+    if len(trial.far) < 2 or not bool(good.any()):
+        return good
+    before, after = (signed_imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far)
+    # What is settled at both growths needs no explanation: a row of little effect has rounding of its own.
+    settled = torch.maximum(before.abs(), after.abs()) <= trial.settled
+    return good & (settled | obeys(before, after, trial.resolution) | _still(cut, trial))
+
+
+def _small(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks whose imbalance is within its tolerance in every probe that decides, and falls as they grow."""
     if not trial.far:
         return torch.stack([_within(cut, e, e.tolerance) for e in trial.near]).all(0)
-    signed = [signed_imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far]
-    far = [d.abs() for d in signed]
+    far = [imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far]
     good = torch.stack([d <= e.tolerance for d, e in zip(far, trial.far, strict=True)]).all(0)
-    # What is settled at every growth needs no explanation: a row of little effect has rounding of its own.
-    settled = torch.stack(far).amax(0) <= trial.settled
-    good &= falls(far[0], far[-1], trial.settled) & (settled | obeys(signed[0], signed[-1], trial.resolution))
-    if bool(good.all()) or cut_key(cut) not in trial.near[0].tables:
-        return good
-    # Where another normalization undoes the growth, ε keeps its weight; then the defect stays as it was.
-    still = torch.stack([_within(cut, e, trial.flat) for e in trial.evidence(cut_key(cut))]).all(0)
-    return good | (still & (far[-1] > far[0] / 4))
+    good &= falls(far[0], far[-1], trial.settled)
+    return good if bool(good.all()) else good | _still(cut, trial)
+
+
+def _still(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks whose defect stays as it was: where another normalization undoes the growth, ε keeps its weight."""
+    before, after = (imbalance(block_sums(trial.far[i].tables, cut), trial.far[i].floor) for i in (0, -1))
+    if cut_key(cut) not in trial.near[0].tables:
+        return torch.zeros_like(after, dtype=torch.bool)
+    within = torch.stack([_within(cut, e, trial.flat) for e in trial.evidence(cut_key(cut))]).all(0)
+    return within & (after > before / 4)
 
 
 def natural(cut: Cut, trial: Trial) -> tuple[float, float]:
