@@ -68,6 +68,8 @@ def plain_loop(name: str, data: DataSet, args: argparse.Namespace) -> float:
         num_workers=args.workers,
         pin_memory=pinned,
         persistent_workers=args.workers > 0,
+        # A worker forked from a process that uses CUDA dies as soon as it frees one of its parent's tensors.
+        multiprocessing_context="spawn" if args.workers else None,
     )
 
     def batches() -> Iterator[list[torch.Tensor]]:

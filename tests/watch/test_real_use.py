@@ -482,3 +482,15 @@ def test_what_goes_wrong_inside_does_not_stop_the_training(caplog):
     assert isinstance(seen.error, TypeError)
     assert len([record for record in caplog.records if "the watch ends" in record.message]) == 1
     assert list(series(seen.records(), "angle")) == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "ours"])
+def test_groups_are_told_in_the_order_of_the_model(kind):
+    """Whatever order they are looked at in."""
+    params = rows((3, 9), (4, 2), (2, 5), (3, 7))
+    optimizer = OPTIMIZERS[kind](groups_of(params))
+    with watch(optimizer) as seen:
+        train(optimizer, params, 2)
+    assert [group["name"] for group in seen.about()["groups"]] == ["w", "v", "s", "t"]
+    assert list(seen.latest()) == ["w", "v", "s", "t"]
+    assert [line.split()[0] for line in seen.summary().splitlines()[2:6]] == ["w", "v", "s", "t"]

@@ -19,14 +19,17 @@ _COLUMNS = (
 )
 
 
-def summary(run: str, block: Block | None, alerts: Sequence[Alert], missing: Mapping[str, str]) -> str:
-    """A table of the last step, one line per group; medians over rows where nothing else is said."""
+def summary(
+    run: str, block: Block | None, order: Sequence[str], alerts: Sequence[Alert], missing: Mapping[str, str]
+) -> str:
+    """A table of the last step, one line per group in this order; medians over rows where nothing else is said."""
     if block is None or not len(block.steps):
         return f"{run}: nothing observed yet"
     last = block.at(-1)
     columns = [column for column in _COLUMNS if column[1] in block.quantities]
     lines = [["group", *(title for title, _, _ in columns)]]
-    for group, found in last.items():
+    for group in (name for name in order if name in last):
+        found = last[group]
         lines.append([group, *(f"{found[quantity][statistic]:.3g}" for _, quantity, statistic in columns)])
     widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
     text = [f"{run}, step {int(block.steps[-1])}"]

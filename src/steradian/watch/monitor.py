@@ -111,7 +111,7 @@ class Watch:
         self.every = every
         self.config = dict(config or {})
         self.followed = follow(optimizer, groups)
-        self.names = tuple(entry.name for entry in self.followed)
+        self.names = self._order = tuple(entry.name for entry in self.followed)
         self._check_names("rows", rows)
         self._check_names("paths", paths or ())
         self.sharded = any(is_sharded(param) for entry in self.followed for param in entry.params)
@@ -336,13 +336,14 @@ class Watch:
         """The last observed step: group → quantity → statistic → value."""
         if self.running:
             self.flush()
-        return self._last.at(-1) if self._last is not None else {}
+        found = self._last.at(-1) if self._last is not None else {}
+        return {name: found[name] for name in self._order if name in found}
 
     def summary(self) -> str:
         """The last observed step and the alerts, for a person."""
         if self.running:
             self.flush()
-        return summary(self.run, self._last, self.alerts, self.missing)
+        return summary(self.run, self._last, self._order, self.alerts, self.missing)
 
     @property
     def next_step(self) -> int:
@@ -373,7 +374,7 @@ class Watch:
                 "name": f"{kind.__module__}.{kind.__qualname__}",
                 "groups": settings_of(self.optimizer, self._all_names),
             },
-            "groups": [entry.about() for entry in self.followed],
+            "groups": [entry.about() for entry in sorted(self.followed, key=lambda e: self._order.index(e.name))],
             "rest": sorted(names),
             "missing": self.missing,
             "config": self.config,
