@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steradian.watch._block import Block
-from steradian.watch._merge import Merge
 from steradian.watch._station import Station
 from steradian.watch._transfer import Transfer
+
+if TYPE_CHECKING:
+    from steradian.watch._merge import Merge
 
 __all__ = ["Handover"]
 
@@ -51,7 +53,7 @@ class Handover:
         *,
         rows: frozenset[str],
         rows_every: int,
-        merge: Merge | None,
+        merge: "Merge | None",
     ) -> None:
         self.run = run
         self.stations = stations

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from steradian.groups import Groups
 from steradian.optim._base import RowOptimizer, is_sharded
 from steradian.watch._block import Alert, Block
-from steradian.watch._followed import follow, settings_of
+from steradian.watch._followed import Followed, follow, settings_of
 from steradian.watch._handover import Handover
-from steradian.watch._merge import Merge
 from steradian.watch._paths import Paths
 from steradian.watch._station import Station
 from steradian.watch._summary import summary
@@ -31,6 +30,8 @@ from steradian.watch.sinks import Folder, sinks_of
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from steradian.watch._merge import Merge
 
 __all__ = ["Watch", "watch"]
 
@@ -128,7 +129,7 @@ class Watch:
         ]
         self.followed = [entry for station in self.stations for entry in station.followed]
         self.names = tuple(entry.name for entry in self.followed)
-        merge = Merge(self.followed) if self.sharded else None
+        merge = _merge(self.followed) if self.sharded else None
         self._handover = Handover(self.run, self.stations, rows=frozenset(rows), rows_every=rows_every, merge=merge)
         in_files = any(isinstance(sink, Folder) for sink in self.sinks)
         self._paths = Paths(self.followed, paths if paths is not None or in_files else {}, rank=_rank())
@@ -318,7 +319,10 @@ class Watch:
 
     def records(self) -> "pd.DataFrame":
         """Everything recorded so far: run, step, group, quantity, statistic, value."""
-        import pandas as pd
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError("records() needs pandas: pip install 'steradian[lab]'; latest() does not") from error
 
         if self.running:
             self.flush()
@@ -448,6 +452,13 @@ def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
     still = watch()
     if still is not None and os.getpid() == process:
         still._stop(together=False)
+
+
+def _merge(followed: Sequence[Followed]) -> "Merge":
+    """What brings sharded rows together; imported where rows are sharded, since not every torch has what it needs."""
+    from steradian.watch._merge import Merge
+
+    return Merge(followed)
 
 
 def _rank() -> int:
