@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint unit chromium format bench setup clean
+.PHONY: demo docs test lint unit chromium format bench setup clean
 
 setup: $(READY)
 
@@ -15,6 +15,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: setup  ## train, map every step to the sphere, write demo/index.html
 	$(BIN)/python -m steradian demo --out demo
+
+docs: setup  ## the documentation, build/docs/index.html; it opens without network
+	$(BIN)/python -m sphinx -W --keep-going docs build/docs
 
 test: lint unit  ## everything that CI runs
 

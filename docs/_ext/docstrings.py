@@ -1,0 +1,73 @@
+"""Docstrings are Markdown with Google's sections; for autodoc their tables, bars and code become reStructuredText."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from sphinx.application import Sphinx
+
+ROW = re.compile(r"^\s*\|.*\|\s*$")
+RULE = re.compile(r"^\s*\|[\s:|-]+\|\s*$")
+CODE = re.compile(r"(`[^`]*`)")
+_kept: dict[str, list[str] | None] = {}
+
+
+def translated(lines: list[str]) -> Iterator[str]:
+    """The lines of a docstring in reStructuredText.
+
+    Args:
+        lines: Google's sections are field lists already.
+    """
+    k = 0
+    while k < len(lines):
+        if ROW.match(lines[k]) and k + 1 < len(lines) and RULE.match(lines[k + 1]):
+            end = k + 2
+            while end < len(lines) and ROW.match(lines[end]):
+                end += 1
+            yield from _table([lines[k], *lines[k + 2 : end]])
+            k = end
+        else:
+            yield lines[k] if lines[k].lstrip().startswith((">>>", "...")) else _text(lines[k])
+            k += 1
+
+
+def _table(rows: list[str]) -> Iterator[str]:
+    indent = " " * (len(rows[0]) - len(rows[0].lstrip()))
+    yield from ("", f"{indent}.. list-table::", f"{indent}   :header-rows: 1", "")
+    for row in rows:
+        for k, cell in enumerate(row.strip().strip("|").split("|")):
+            yield f"{indent}   {'  ' if k else '* '}- {_text(cell.strip())}".rstrip()
+    yield ""
+
+
+def _text(line: str) -> str:
+    """A line whose bars are bars, not substitutions, and whose code may be followed by a letter."""
+    parts = CODE.split(line)
+    for k in range(0, len(parts), 2):
+        ended = k > 0 and parts[k][:1].isalnum()
+        parts[k] = ("\\ " if ended else "") + parts[k].replace("|", r"\|")
+    return "".join(parts)
+
+
+def _keep(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Of an attribute napoleon would take whatever stands before a colon for its type."""
+    _kept[name] = list(lines) if what in ("attribute", "data", "property") else None
+
+
+def _process(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    lines[:] = list(translated(_kept.pop(name, None) or lines))
+
+
+def _signature(
+    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """A default that a dataclass makes anew each time is written "…", which can be parsed."""
+    return (signature and signature.replace("<factory>", "...")), returned
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Translate after napoleon, which makes field lists of Google's sections."""
+    app.connect("autodoc-process-docstring", _keep, priority=400)
+    app.connect("autodoc-process-docstring", _process, priority=600)
+    app.connect("autodoc-process-signature", _signature)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,66 @@
+"""The site is built without a warning, whole, and needs nothing from elsewhere."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pages import PAGES, ROOT
+
+pytest.importorskip("sphinx")
+
+ELSEWHERE = re.compile(r"""(?:src|href)=["'](?:https?:)?//|@import|url\((?!["']?(?:data:|#))""")
+LINKS = [
+    ("theory/image.html", "../api/image.html#steradian.image.image_step"),
+    ("theory/image.html", "../api/image.html#steradian.image.ImageStep.h1"),
+    ("theory/equivalence.html", "../api/optim.html#steradian.optim.AdaGradG.from_sgd"),
+    ("discovery.html", "api/discovery.html#steradian.discovery.find_groups"),
+    ("api/image.html", "scheme.html#steradian.scheme.read_step"),
+]
+
+
+def test_the_site(tmp_path):
+    """One test, so that the site is built once, whichever process takes it."""
+    site = build(tmp_path)
+    every_page_is_there(site)
+    nothing_is_loaded_from_elsewhere(site)
+    formulas_are_mathml_and_their_font_comes_along(site)
+    code_that_names_something_public_is_a_link_to_it(site)
+
+
+def build(folder):
+    """References, formulas and docstrings of every page must be in order."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(folder / "doctrees")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    site = folder / "html"
+    done = subprocess.run([*command, str(ROOT / "docs"), str(site)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return site
+
+
+def every_page_is_there(site):
+    for page in PAGES:
+        if page.is_relative_to(ROOT / "docs"):
+            assert (site / page.relative_to(ROOT / "docs")).with_suffix(".html").is_file(), page
+
+
+def nothing_is_loaded_from_elsewhere(site):
+    for file in [*site.rglob("*.html"), *(site / "_static").rglob("*.css")]:
+        text = re.sub(r"<a\b[^>]*>", "", file.read_text(encoding="utf-8"))
+        found = ELSEWHERE.search(text)
+        assert found is None, f"{file.name}: {text[found.start() - 40 : found.end() + 60]}"
+
+
+def formulas_are_mathml_and_their_font_comes_along(site):
+    page = (site / "theory" / "image.html").read_text(encoding="utf-8")
+    assert page.count("<math") > 50
+    assert "$$" not in page
+    style = (site / "_static" / "mathematics.css").read_text(encoding="utf-8")
+    assert 'url("data:font/woff;base64,' in style
+
+
+def code_that_names_something_public_is_a_link_to_it(site):
+    for page, target in LINKS:
+        assert f'href="{target}"' in (site / page).read_text(encoding="utf-8"), (page, target)
