@@ -25,6 +25,7 @@ extensions = [
 ]
 exclude_patterns = ["_*"]
 nitpicky = True
+smartquotes_action = "D"  # dashes, but no quotes: "filter" and x' are code and mathematics
 
 # Pages are Markdown that also reads well where it is not built.
 myst_enable_extensions = ["dollarmath"]
@@ -60,3 +61,4 @@ html_theme_options = {
     "dark_css_variables": {"color-brand-primary": "#6cc4e4", "color-brand-content": "#6cc4e4"},
 }
 pygments_style = "default"
+pygments_dark_style = "github-dark"

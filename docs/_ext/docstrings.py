@@ -1,7 +1,11 @@
 """Docstrings are Markdown with Google's sections; for autodoc their tables, bars and code become reStructuredText."""
 
+import ast
+import importlib
+import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -9,6 +13,7 @@ from sphinx.application import Sphinx
 ROW = re.compile(r"^\s*\|.*\|\s*$")
 RULE = re.compile(r"^\s*\|[\s:|-]+\|\s*$")
 CODE = re.compile(r"(`[^`]*`)")
+AUTOMODULE = re.compile(r"^\.\. automodule:: (\S+)\n(?!   :no-members:)", re.MULTILINE)
 _kept: dict[str, list[str] | None] = {}
 
 
@@ -65,8 +70,27 @@ def _signature(
     return (signature and signature.replace("<factory>", "...")), returned
 
 
+def _in_source_order(app: Sphinx) -> None:
+    """Autodoc follows `__all__`, which is sorted by the alphabet; a reader follows the source."""
+    for page in Path(app.srcdir).glob("api/*.md"):
+        for name in AUTOMODULE.findall(page.read_text(encoding="utf-8")):
+            module = importlib.import_module(name)
+            tree = ast.parse(inspect.getsource(module))
+            places = {name: k for k, node in enumerate(tree.body) for name in _defined(node)}
+            module.__all__ = sorted(module.__all__, key=lambda name: places.get(name, len(places)))
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """The names that a statement gives to a module."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Translate after napoleon, which makes field lists of Google's sections."""
+    app.connect("builder-inited", _in_source_order)
     app.connect("autodoc-process-docstring", _keep, priority=400)
     app.connect("autodoc-process-docstring", _process, priority=600)
     app.connect("autodoc-process-signature", _signature)

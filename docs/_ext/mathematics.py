@@ -7,11 +7,12 @@ Delimiters grow by `\bigl` and its kin, or by `\left` for round and square ones;
 """
 
 import base64
+import importlib.util
 import io
-import re
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 from docutils import nodes
 from docutils.utils.math import MathError
@@ -46,12 +47,14 @@ RANGES = (
     (0x1D400, 0x1D7FF),  # letters in italics, bold, script
 )
 
+NAMESPACE = "http://www.w3.org/1998/Math/MathML"
 TALLEST = 2400
 """Height of the largest delimiter, in thousandths of the font's size: browsers reserve the width of the widest one."""
 
 SIGNS = (".", ",", ";", ":", ")", "?")
-FENCES = re.compile(r"<mo>([‖|⟨⟩])</mo>")
-APPLIED = re.compile(r"<mo>&ApplyFunction;</mo>(\s*)(?!\s|<mo stretchy=\"false\">\()")
+FENCES = set("‖|⟨⟩{}")
+ACCENTS = set("~ˆˉ¯ˇ˙¨")
+APPLY = "\u2061"  # stands between a function and its argument, unseen
 
 
 def mathml(tex: str, *, block: bool) -> str:
@@ -60,16 +63,42 @@ def mathml(tex: str, *, block: bool) -> str:
     Raises:
         MathError: docutils does not know something in it.
     """
-    found = tex2mathml(tex.replace("'", r"\prime "), as_block=block)
-    # A prime is drawn raised; as a superscript it would be raised twice.
-    found = found.replace("<mo>′</mo>", '<mo lspace="0" rspace="0">′</mo>')
-    # Bars and angles without a size keep that of their line; a browser would stretch them over their neighbours.
-    found = FENCES.sub(r'<mo stretchy="false">\1</mo>', found)
-    found = found.replace("<mi>∇</mi>", '<mi mathvariant="normal">∇</mi>')
-    found = found.replace('<mo stretchy="false">/</mo>', '<mo lspace="0.06em" rspace="0.06em" stretchy="false">/</mo>')
-    # arctan z, but arctan(z)
-    found = APPLIED.sub(r'<mspace width="0.1667em"></mspace>\1', found)
-    return found.replace("<mo>&ApplyFunction;</mo>", "")
+    # The font draws a prime raised; as a superscript it would be raised twice.
+    text = tex2mathml(tex.replace("'", r"\prime "), as_block=block).replace("&ApplyFunction;", APPLY)
+    root = ElementTree.fromstring(text.replace(f' xmlns="{NAMESPACE}"', ""))
+    for element in root.iter():
+        for place, child in enumerate(element):
+            if child.tag == "mo":
+                _space(child, element[place + 1] if place + 1 < len(element) else None)
+            elif child.tag == "mi" and child.text == "∇":
+                child.set("mathvariant", "normal")
+            elif child.tag in ("munderover", "msup"):
+                element[place] = _accented(child)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _space(sign: Element, after: Element | None) -> None:
+    if sign.text in FENCES and not sign.attrib:
+        # Without a size of its own it keeps that of the line; a browser would stretch it over its neighbours.
+        sign.set("stretchy", "false")
+    elif sign.text == "/":
+        sign.attrib.update(lspace="0.06em", rspace="0.06em")
+    elif sign.text == APPLY and (after is None or after.text != "("):  # arctan z, but arctan(z)
+        sign.tag, sign.text = "mspace", None
+        sign.set("width", "0.1667em")
+
+
+def _accented(scripts: Element) -> Element:
+    """The letter with its accent, and the scripts behind it; docutils sets a subscript under such a letter."""
+    under = scripts[0] if scripts.tag == "msup" else scripts
+    if under.tag != "munderover" or under[2].text not in ACCENTS:
+        return scripts
+    letter = Element("mover", accent="true")
+    letter.extend([under[0], under[2]])
+    made = Element("msub" if under is scripts else "msubsup")
+    made.extend([letter, under[1], *([] if under is scripts else [scripts[1]])])
+    made.tail = scripts.tail
+    return made
 
 
 def _visit(self: HTML5Translator, node: nodes.math | nodes.math_block, *, block: bool) -> None:
@@ -114,13 +143,15 @@ class Punctuation(SphinxPostTransform):
 def font() -> bytes:
     """The letters and signs that formulas are made of, out of the font that the package ziamath brings, as WOFF."""
     options = subset.Options(flavor="woff", layout_features=["*"], hinting=False, notdef_outline=True)
-    whole = subset.load_font(str(files("ziamath") / "fonts" / FONT), options)
-    _even_out(whole)
-    cut = subset.Subsetter(options)
-    cut.populate(unicodes=[code for first, last in RANGES for code in range(first, last + 1)])
-    cut.subset(whole)
+    package = importlib.util.find_spec("ziamath")  # found, not imported: its font is all that is wanted
+    assert package is not None, "the extra 'docs' has the package ziamath"
     made = io.BytesIO()
-    subset.save_font(whole, made, options)
+    with subset.load_font(str(Path(package.origin or "").parent / "fonts" / FONT), options) as whole:
+        _even_out(whole)
+        cut = subset.Subsetter(options)
+        cut.populate(unicodes=[code for first, last in RANGES for code in range(first, last + 1)])
+        cut.subset(whole)
+        subset.save_font(whole, made, options)
     return made.getvalue()
 
 

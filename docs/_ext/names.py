@@ -56,8 +56,11 @@ def _target(domain: PythonDomain, name: str, here: str) -> tuple[str, ObjectEntr
     parts = here.split(".")
     candidates += [".".join([*parts[:k], name]) for k in range(len(parts), 1, -1)]
     for candidate in candidates:
-        if candidate in domain.objects:
-            return candidate, domain.objects[candidate]
+        entry = domain.objects.get(candidate)
+        # `groups` is rather a variable than the module; `watch` is what users call.
+        if entry is not None and (entry.objtype != "module" or "." in name or name == "watch"):
+            return candidate, entry
+    name = name.removeprefix("steradian.")  # where it is found may not be where it is at home
     if not DISTINCT.match(name):
         return None
     same = [
@@ -65,7 +68,11 @@ def _target(domain: PythonDomain, name: str, here: str) -> tuple[str, ObjectEntr
         for full, entry in domain.objects.items()
         if full.endswith(f".{name}") and not entry.aliased and ("." in name or entry.objtype in TOP)
     ]
-    return same[0] if len(same) == 1 else None
+    if same:
+        return same[0] if len(same) == 1 else None
+    # A field of a class stands in the description of the class.
+    owner, _, field = name.rpartition(".")
+    return _target(domain, owner, here) if owner and field.islower() else None
 
 
 def _places(above: list[nodes.Node]) -> Iterator[str]:

@@ -68,6 +68,10 @@ def norm(q: Tensor) -> Tensor:
 def tangent(q: Tensor, u: Tensor) -> Tensor:
     """Part of q tangent to the sphere at u, q^⊥ = q − ⟨q,u⟩u (Section 2.1).
 
+    Args:
+        q: any rows.
+        u: unit rows.
+
     >>> tangent(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])).tolist()
     [0.0, 2.0]
     """
@@ -96,6 +100,10 @@ def log(u: Tensor, p: Tensor) -> Tensor:
     ‖w‖ is the angle between u and p. At p = −u every direction is a shortest one; the coordinate axis least
     aligned with u is taken, so that exp(u, log(u, p)) = p holds there too.
 
+    Args:
+        u: unit rows.
+        p: unit rows.
+
     >>> log(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])).tolist()
     [0.0, 1.5707963705062866]
     """
@@ -111,6 +119,11 @@ def transport(a: Tensor, u: Tensor, p: Tensor) -> Tensor:
     accurate up to the antipode. The paper's T(a) = ⟨u,p⟩a − ⟨a,p⟩u agrees with it only for a in that plane;
     it shrinks what is orthogonal to it by cos θ. The radial part of a is not transported (T(u) = 0).
 
+    Args:
+        a: rows to transport, whose part tangent at u counts.
+        u: unit rows where they are.
+        p: unit rows where they go.
+
     >>> a, u, p = torch.tensor([[0.0, 0.3, 2.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     >>> transport(a, u, p).round(decimals=6).tolist()
     [-0.30000001192092896, 0.0, 2.0]
@@ -125,8 +138,12 @@ def transport(a: Tensor, u: Tensor, p: Tensor) -> Tensor:
 def angle(u: Tensor, p: Tensor) -> Tensor:
     """Angle between rows in [0, π], last dimension kept: 2 atan2(‖u/‖u‖ − p/‖p‖‖, ‖u/‖u‖ + p/‖p‖‖).
 
-    Accurate near 0 and near π, where acos loses half of the digits. Rows need not be unit; a collapsed row
-    has the angle 0 to every other.
+    Accurate near 0 and near π, where acos loses half of the digits. A collapsed row has the angle 0 to every
+    other.
+
+    Args:
+        u: rows, of any length.
+        p: rows, of any length.
 
     >>> round(angle(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-6])).item(), 12)
     1e-06

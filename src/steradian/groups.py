@@ -103,7 +103,14 @@ class Layout:
         return tensor.reshape(cut).permute(_blocks_first(len(counts))).reshape(size)
 
     def restore(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
-        """The inverse of `rows`: (n, d) back to a tensor of this shape.
+        """The inverse of `rows`: (n, d) back to a tensor.
+
+        Args:
+            rows: as `rows` cuts them.
+            shape: of the tensor.
+
+        Raises:
+            ValueError: a tensor of this shape has other rows.
 
         >>> x = torch.randn(4, 6, 3)
         >>> layout = Layout(("axis", 1))
@@ -125,6 +132,9 @@ class Layout:
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Rows that span several tensors: row i is row i of each, one behind the other.
 
+        Raises:
+            ValueError: no tensor, or tensors that are cut into different numbers of rows.
+
         >>> weight, bias = torch.zeros(8, 3), torch.zeros(8)
         >>> Layout(4).join([weight, bias]).shape
         torch.Size([4, 8])
@@ -138,7 +148,19 @@ class Layout:
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def part(self, rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The inverse of `join`: joint rows back to tensors of these shapes."""
+        """The inverse of `join`: joint rows back to tensors.
+
+        Args:
+            rows: as `join` makes them.
+            shapes: of the tensors, in their order.
+
+        Raises:
+            ValueError: the rows are not as long as those of such tensors together.
+
+        >>> weight, bias = Layout(4).part(torch.zeros(4, 8), [(8, 3), (8,)])
+        >>> weight.shape, bias.shape
+        (torch.Size([8, 3]), torch.Size([8]))
+        """
         widths = [self.size(shape)[1] for shape in shapes]
         if rows.ndim != 2 or rows.shape[1] != sum(widths):
             raise ValueError(f"joint rows of {sum(widths)} numbers are needed, got {tuple(rows.shape)}")

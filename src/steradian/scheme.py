@@ -37,7 +37,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a reader gets: the parameter after a step, and what the optimizer holds about it."""
+    """What a reader gets: the parameter after a step, and what the optimizer holds about it.
+
+    Attributes:
+        param: the parameter, with its gradient.
+        group: its param group, with the settings of the step.
+        state: the optimizer's state of it.
+        before: the parameter before the step, where `read_step` was given it.
+    """
 
     param: Tensor
     group: Mapping[str, Any]
@@ -92,6 +99,7 @@ class Taken:
 
 
 Reader = Callable[[Taken], Step]
+"""Reads the step that an optimizer just took; `register` makes it known."""
 _readers: dict[type[Optimizer], Reader] = {}
 
 
@@ -103,6 +111,16 @@ def register(kind: type[Optimizer]) -> Callable[[Reader], Reader]:
     """Decorator: this function reads the steps of this class of optimizer.
 
     It also reads subclasses that keep the class's `step`.
+
+    >>> class Halved(torch.optim.SGD):
+    ...     def step(self, closure=None):
+    ...         for group in self.param_groups:
+    ...             for param in group["params"]:
+    ...                 param.data -= 0.5 * group["lr"] * param.grad
+    >>> @register(Halved)
+    ... def read_halved(taken: Taken) -> Step:
+    ...     gradient = taken.gradient()
+    ...     return Step(a=gradient, b=torch.full_like(gradient, 2), lr=taken.setting("lr"))
     """
 
     def add(reader: Reader) -> Reader:

@@ -23,6 +23,7 @@ METHODS = (
 )
 """Rows of the paper's tables, SGD-M, and the three schemes of Section 3.3."""
 PRECISIONS = ("bf16", "float32")
+"""Of forward and backward passes: autocast to bfloat16, or float32 throughout."""
 
 
 @dataclass(frozen=True, kw_only=True)

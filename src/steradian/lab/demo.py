@@ -28,12 +28,21 @@ METHODS: dict[str, Callable[[Groups], Optimizer]] = {
     "Adam": lambda groups: torch.optim.Adam(groups.param_groups(), lr=1e-2, weight_decay=5e-4),
     "Adam without (abc)": lambda groups: optim.Adam(groups.param_groups(), lr=1e-2, weight_decay=5e-4, without="abc"),
 }
+"""How each method makes its optimizer from the rows of the network."""
 BATCH = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """One watched training."""
+    """One watched training.
+
+    Attributes:
+        name: of the method.
+        groups: the rows that were found.
+        watch: what was seen.
+        accuracy: on the test split, as a share.
+        seconds: that it took.
+    """
 
     name: str
     groups: Groups
@@ -43,7 +52,13 @@ class Result:
 
 
 def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
-    """Train with each method, record each run under `out`/runs, and write `out`/index.html."""
+    """Train with each method, watched, and write the page.
+
+    Args:
+        out: folder; the runs are recorded under out/runs, and the page is out/index.html.
+        epochs: of each training.
+        seed: of weights, split and batches.
+    """
     train_split, test_split = digits(seed=seed)
     results, folders = [], []
     out.mkdir(parents=True, exist_ok=True)
@@ -70,7 +85,17 @@ def train(
     seed: int = 0,
     tick: Callable[[], object] = lambda: None,
 ) -> Result:
-    """One training, every step recorded in a folder."""
+    """One training, every step recorded in a folder.
+
+    Args:
+        name: one of `METHODS`.
+        train_split: what it learns from.
+        test_split: what its accuracy is measured on.
+        folder: for the run.
+        epochs: how many; the rate falls to a tenth after 6/10 and 17/20 of them.
+        seed: of weights and batches.
+        tick: called after every step.
+    """
     torch.manual_seed(seed)
     model = small_cnn()
     groups = find_groups(model, train_split.images[:BATCH])

@@ -18,6 +18,7 @@ from torch.nn import functional
 __all__ = ["MODELS", "NORMS", "Convolution", "WeightNormConv2d", "build", "resnet18", "resnet20", "small_cnn", "vgg16"]
 
 NORMS = ("bn", "bn-no-affine", "wn", "gn", "ln", "in")
+"""Normalizations that every network can have."""
 _GROUPS = 8  # of GN, fewer where there are fewer channels
 
 
@@ -256,7 +257,19 @@ def build(
     width: int | None = None,
     members: int = 1,
 ) -> nn.Module:
-    """One of `MODELS`; `width` is the first stage's channels, None for the paper's.
+    """One of `MODELS` by its name.
+
+    Args:
+        name: the paper's name of it.
+        norm: as for `resnet20`, and so are the others.
+        channels: of the images.
+        classes: number of classes.
+        size: of the images.
+        width: channels of the first stage; None: the paper's.
+        members: networks in one.
+
+    Raises:
+        ValueError: there is no such network or normalization.
 
     >>> type(build("ResNet20", norm="wn").conv1).__name__
     'WeightNormConv2d'

@@ -17,6 +17,7 @@ from steradian.lab.results import Result
 __all__ = ["LEVEL", "Cell", "Table", "accuracy_table", "student_p", "welch_p"]
 
 LEVEL = 0.05
+"""Below this p a difference of means is not called noise."""
 _PAPERS_SEEDS = 5
 
 

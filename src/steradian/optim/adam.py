@@ -31,8 +31,8 @@ class Adam(RowOptimizer):
     Decay is coupled (L2), as in the paper. AdamW† of the paper, decoupled on rows alone, is a matter of groups:
     give the groups with rows `decoupled_weight_decay=True`.
 
-    A row that has no direction before or after a step (see `_reference.Motion`) keeps its m and v as they are. A
-    row whose ‖g‖² overflows takes no step. Neither touches other rows, and none becomes NaN.
+    A row that has no direction before or after a step keeps its m and v as they are. A row whose ‖g‖² overflows takes
+    no step. Neither touches other rows, and none becomes NaN.
 
     Args:
         params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).

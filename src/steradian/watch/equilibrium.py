@@ -86,7 +86,15 @@ class Balance:
 
 
 def balance_of(optimizer: Optimizer, options: Mapping[str, Any], size: int) -> Balance | str:
-    """The equilibrium of rows of `size` numbers under these settings, or why there is none to tell.
+    """The equilibrium of rows under these settings, or why there is none to tell.
+
+    Args:
+        optimizer: torch's or our SGD, Adam or AdamW; of any other nothing is told.
+        options: the param group of the rows.
+        size: the number d of entries in a row.
+
+    Returns:
+        A function of the rate and of γ = ‖∇L(u)‖ that gives radius and angle; or words for a person.
 
     >>> x = torch.nn.Parameter(torch.ones(1, 8))
     >>> adamw = torch.optim.AdamW([x], lr=0.1, weight_decay=0.05)

@@ -225,10 +225,9 @@ class Watch:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around a step that calls no hooks: the replay of a CUDA graph.
+        """Around a step that calls no hooks: `with watch.around(): graph.replay()` for a captured step.
 
-        >>> # with watch.around():
-        >>> #     graph.replay()
+        Start the watch before the capture, so that what it needs is captured too.
         """
         if self.silent or not self.running:
             yield

@@ -30,14 +30,22 @@ if TYPE_CHECKING:
 __all__ = ["COLUMNS", "QUANTITIES", "STATISTICS", "Quantity", "RecordedRun", "Records", "read_run", "statistics"]
 
 COLUMNS = ("run", "step", "group", "quantity", "statistic", "value")
+"""Of the table."""
 ROW_COLUMNS = ("run", "step", "group", "quantity", "row", "value")
 PATH_COLUMNS = ("run", "step", "group", "row", "direction")
 ALERT_COLUMNS = ("step", "group", "kind", "text")
 STATISTICS = ("min", "q10", "median", "q90", "max", "mean")
+"""Over the rows of a group."""
 
 
 class Quantity(NamedTuple):
-    """How a recorded quantity is called and what it is."""
+    """How a recorded quantity is called and what it is.
+
+    Attributes:
+        title: for headings.
+        symbol: in the paper's letters; empty where it has none.
+        meaning: in words.
+    """
 
     title: str
     symbol: str
@@ -97,7 +105,13 @@ class Records:
     rows: list[tuple[str, int, str, str, str, float]] = field(default_factory=list)
 
     def add(self, step: int, group: str, quantities: Mapping[str, ArrayLike]) -> None:
-        """Reduce each quantity over the rows of a group to its statistics."""
+        """Reduce each quantity over the rows of a group to its statistics.
+
+        Args:
+            step: the number of the step.
+            group: the group's name.
+            quantities: by name, one number for each row.
+        """
         for quantity, values in quantities.items():
             for statistic, value in statistics(values).items():
                 self.rows.append((self.run, step, group, quantity, statistic, value))
