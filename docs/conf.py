@@ -56,6 +56,7 @@ html_title = "Steradian"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_search_summary = False  # it would fetch pages, which a browser refuses on a site opened from disk
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b5d7a", "color-brand-content": "#0b5d7a"},
     "dark_css_variables": {"color-brand-primary": "#6cc4e4", "color-brand-content": "#6cc4e4"},

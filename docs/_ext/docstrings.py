@@ -77,7 +77,7 @@ def _in_source_order(app: Sphinx) -> None:
             module = importlib.import_module(name)
             tree = ast.parse(inspect.getsource(module))
             places = {name: k for k, node in enumerate(tree.body) for name in _defined(node)}
-            module.__all__ = sorted(module.__all__, key=lambda name: places.get(name, len(places)))
+            vars(module)["__all__"] = sorted(module.__all__, key=lambda name: places.get(name, len(places)))
 
 
 def _defined(node: ast.stmt) -> list[str]:

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+from html import unescape
+from urllib.parse import unquote
 
 import pytest
 
@@ -12,6 +14,7 @@ from pages import PAGES, ROOT
 pytest.importorskip("sphinx")
 
 ELSEWHERE = re.compile(r"""(?:src|href)=["'](?:https?:)?//|@import|url\((?!["']?(?:data:|#))""")
+LINK = re.compile(r'<a\b[^>]*\bhref="([^"]*)"')
 LINKS = [
     ("theory/image.html", "../api/image.html#steradian.image.image_step"),
     ("theory/image.html", "../api/image.html#steradian.image.ImageStep.h1"),
@@ -28,6 +31,7 @@ def test_the_site(tmp_path):
     nothing_is_loaded_from_elsewhere(site)
     formulas_are_mathml_and_their_font_comes_along(site)
     code_that_names_something_public_is_a_link_to_it(site)
+    every_link_leads_somewhere(site)
 
 
 def build(folder):
@@ -64,3 +68,16 @@ def formulas_are_mathml_and_their_font_comes_along(site):
 def code_that_names_something_public_is_a_link_to_it(site):
     for page, target in LINKS:
         assert f'href="{target}"' in (site / page).read_text(encoding="utf-8"), (page, target)
+
+
+def every_link_leads_somewhere(site):
+    pages = {file: file.read_text(encoding="utf-8") for file in site.rglob("*.html")}
+    places = {file: {unescape(place) for place in re.findall(r'\bid="([^"]*)"', text)} for file, text in pages.items()}
+    for file, text in pages.items():
+        for link in set(LINK.findall(text)):
+            path, _, place = unquote(unescape(link)).partition("#")
+            if ":" in path:
+                continue
+            target = (file.parent / path).resolve() if path else file
+            assert target.exists(), f"{file.name}: {link}"
+            assert not place or target not in places or place in places[target], f"{file.name}: {link}"

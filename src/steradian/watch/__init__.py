@@ -7,10 +7,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from steradian.groups import Groups
-from steradian.watch._block import Alert
+from steradian.watch._block import Alert, Block
 from steradian.watch.monitor import Watch, watch
 
-__all__ = ["Alert", "Watch", "watch"]
+__all__ = ["Alert", "Block", "Watch", "watch"]
 
 
 class _CallableModule(ModuleType):

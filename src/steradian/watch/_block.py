@@ -50,7 +50,7 @@ class Alert:
 
 @dataclass(eq=False)
 class Block:
-    """Some observed steps of a run.
+    """Some observed steps of a run, as sinks get them.
 
     Attributes:
         run: the run's name.
