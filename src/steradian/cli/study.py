@@ -21,6 +21,7 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Compiled = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the networks.")]
 Captured = Annotated[bool | None, typer.Option("--capture/--no-capture", help="Replay steps as CUDA graphs.")]
 Fused = Annotated[bool | None, typer.Option("--fused/--no-fused", help="Take the fused optimizer steps.")]
+_OVER = "The time is over before the end: the same command goes on from here."
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 
 
@@ -72,6 +73,9 @@ def reproduce(
     compiled: Compiled = None,
     captured: Captured = None,
     fused: Fused = None,
+    points: Annotated[int | None, typer.Option(min=2, help="Steps that are recorded, where steps are.")] = None,
+    phenomena: Annotated[bool, typer.Option("--phenomena", help="hypotheses: measure (a) to (c) too.")] = False,
+    tuning: Annotated[int, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = 10,
     study: Name = None,
 ) -> None:
     """Carry out the trainings behind a table or a figure of the paper, and show what came out.
@@ -85,16 +89,18 @@ def reproduce(
 
     scale = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
     options = {name: value for name, value in scale.items() if value}
+    tracking: dict[str, Any] = {"device": device, "seconds": seconds} | ({"points": points} if points else {})
     if recipe == "trajectories":
-        _trajectories(options, root=root, device=device, seconds=seconds, study=study)
+        _trajectories(options, study, root=root, tuning=tuning, **tracking)
         return
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
     configs = RECIPES[recipe](**options)
     name = study or study_name(recipe, configs)
     if recipe in ("hypotheses", "phenomena"):
-        watched = recipe == "phenomena"
-        _tracked(configs, name, watched=watched, root=root, device=device, seconds=seconds)
+        measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
+        measured = measured if phenomena or recipe == "phenomena" else set()
+        _tracked(configs, name, root=root, phenomena=measured, size=size, **tracking)
     elif engine == "ray":
         _sweep(configs, name, root=root, address=address, size=size)
     elif engine == "local":
@@ -140,7 +146,7 @@ def _carry_out(
     print_table([result for result in study.store.results() if result.config.key in keys], console)
     console.print(f"The results: {study.store.path}", highlight=False, soft_wrap=True)
     if not finished:
-        console.print("The time is over before the end: the same command goes on from here.")
+        console.print(_OVER)
 
 
 def _sweep(configs: Sequence["Config"], name: str, *, root: Path | None, address: str | None, size: int | None) -> None:
@@ -152,29 +158,31 @@ def _sweep(configs: Sequence["Config"], name: str, *, root: Path | None, address
     print_table(study.store.results(), console)
 
 
-def _tracked(
-    configs: Sequence["Config"],
-    name: str,
-    *,
-    watched: bool,
-    root: Path | None,
-    device: str | None,
-    seconds: float | None,
-) -> None:
+def _tracked(configs: Sequence["Config"], name: str, *, root: Path | None, **options: Any) -> None:
+    from steradian.lab.progress import watcher_for
+    from steradian.lab.study import RESULTS
     from steradian.lab.tracks import track_study
 
-    roots = _roots(configs, root)
-    done = track_study(configs, name, watched=watched, roots=roots, device=device, seconds=seconds)
-    Console().print(f"The records: {done.path}", highlight=False, soft_wrap=True)
+    console = Console()
+    finished = track_study(configs, name, roots=_roots(configs, root), watcher=watcher_for(console), **options)
+    _recorded(RESULTS / f"{name}-tracks.parquet", finished, console)
 
 
-def _trajectories(
-    options: dict[str, Any], *, root: Path | None, device: str | None, seconds: float | None, study: str | None
-) -> None:
+def _trajectories(options: dict[str, Any], study: str | None, **more: Any) -> None:
+    from steradian.lab.progress import watcher_for
     from steradian.lab.tracks import trajectory_study
 
-    done = trajectory_study(options, study, root=root, device=device, seconds=seconds)
-    Console().print(f"The records: {done.path}", highlight=False, soft_wrap=True)
+    if options.pop("methods", None):
+        raise ValueError("trajectories compare SGD, AdaGradG and AdaGrad: there are no methods to choose")
+    console = Console()
+    tracks, finished = trajectory_study(options, study, watcher=watcher_for(console), **more)
+    _recorded(tracks.path, finished, console)
+
+
+def _recorded(path: Path, finished: bool, console: Console) -> None:
+    console.print(f"The records: {path}", highlight=False, soft_wrap=True)
+    if not finished:
+        console.print(_OVER)
 
 
 def _roots(configs: Sequence["Config"], root: Path | None) -> dict[str, Path]:
