@@ -23,12 +23,16 @@ __all__ = ["chosen_filters", "compare_trajectories"]
 
 
 def chosen_filters(training: Training, *, each: int = 3, seed: int = 0) -> dict[str, list[int]]:
-    """So many filters of every parameter that has rows, drawn once for all schemes."""
+    """So many filters of every block of a network, by parameter, drawn once for all schemes."""
     random = np.random.Generator(np.random.Philox(key=seed))
-    chosen = {}
+    blocks: dict[str, list[tuple[str, int]]] = {}
     for group in training.groups.groups:
-        picked = random.choice(group.rows, size=min(each, group.rows), replace=False)
-        chosen[group.names[0]] = sorted(picked.tolist())
+        name = group.names[0]
+        blocks.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(group.rows))
+    chosen: dict[str, list[int]] = {}
+    for filters in blocks.values():
+        for k in sorted(random.choice(len(filters), size=min(each, len(filters)), replace=False).tolist()):
+            chosen.setdefault(filters[k][0], []).append(filters[k][1])
     return chosen
 
 
@@ -54,7 +58,7 @@ def compare_trajectories(
     Returns:
         A table with the quantity "cosine" after so many steps, whose run is the key of the reference. Statistics over
         the filters of the group "METHOD: PARAMETER" and over those of the whole network, "METHOD: all filters"; for
-        three filters of every parameter the group "METHOD: PARAMETER[FILTER]" with the statistic "mean".
+        three filters of every block the group "METHOD: PARAMETER[FILTER]" with the statistic "mean".
     """
     trainings = [Training(config, data, execution=execution, weights=weights) for config in configs]
     steps, done = trainings[0].steps, 0
@@ -108,7 +112,7 @@ def _table(trainings: Sequence[Training], steps: Sequence[int], seen: NDArray[np
         for group, start, end in zip(groups, ends[:-1], ends[1:], strict=True):
             name = group.names[0]
             blocks[f"{method}: {name}"] = values[:, None, start:end]
-            for k in filters[name]:
+            for k in filters.get(name, []):
                 cosines = {"step": steps, "value": values[:, start + k]}
                 words = {"run": run, "group": f"{method}: {name}[{k}]", "quantity": "cosine", "statistic": "mean"}
                 singles.append(pd.DataFrame({**cosines, **words}))

@@ -122,7 +122,12 @@ class Tracked(Training):
             self.deliver(self)
 
     def table(self) -> "pd.DataFrame":
-        """What was recorded: statistics over the living rows of each group, and over the groups `LIVING` and `ALL`."""
+        """What was recorded: statistics over the living rows of each group, and over the groups `LIVING` and `ALL`.
+
+        The quantity "living" of `ALL` has 1 for each row that lives and 0 for the others.
+        """
+        import pandas as pd
+
         names = ["+".join(group.names) for batch in self.batches for group in batch]
         rows = [group.rows for batch in self.batches for group in batch]
         order = {"+".join(group.names): k for k, group in enumerate(self.groups.groups)}
@@ -133,7 +138,12 @@ class Tracked(Training):
         spans = sorted(zip(names, ends[:-1], ends[1:], strict=True), key=lambda span: order[span[0]])
         blocks = {name: (values * living)[:, :, start:end] for name, start, end in spans}
         blocks |= {LIVING: values * living, ALL: values}
-        return statistics_table(self.config.key, self._steps, self.quantities, blocks)
+        share = np.isfinite(living).astype(np.float32)
+        parts = [
+            statistics_table(self.config.key, self._steps, self.quantities, blocks),
+            statistics_table(self.config.key, self._steps, ["living"], {ALL: share}),
+        ]
+        return pd.concat(parts, ignore_index=True)
 
     # Recording
 

@@ -68,7 +68,14 @@ class Tracks:
         joined = pa.Table.from_pandas(pd.concat(tables, ignore_index=True), schema=_schema(), preserve_index=False)
         buffer = io.BytesIO()
         metadata = {_ABOUT: json.dumps(runs, ensure_ascii=False).encode()}
-        parquet.write_table(joined.replace_schema_metadata(metadata), buffer, compression="zstd", compression_level=9)
+        parquet.write_table(
+            joined.replace_schema_metadata(metadata),
+            buffer,
+            compression="zstd",
+            compression_level=9,
+            use_dictionary=[name for name in COLUMNS if name != "value"],
+            use_byte_stream_split=["value"],
+        )
         write_atomically(self.path, buffer.getvalue())
 
 
