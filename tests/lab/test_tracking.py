@@ -70,7 +70,7 @@ def test_tracking_changes_nothing_and_sees_what_watch_sees(data, method):
     steps = recorded_steps(2 * plain.steps, POINTS)
     assert sorted(set(table["step"])) == steps
     assert list(dict.fromkeys(table["group"])) == [*plain.groups.layouts, LIVING, ALL]
-    assert set(table["quantity"]) == {*SEEN, *PHENOMENA}
+    assert set(table["quantity"]) == {*SEEN, *PHENOMENA, "living"}
     found, expected = by_place(table), watched(config, data)
     shared = found.index.intersection(expected.index)
     assert len(shared) == len(steps) * 13 * len(SEEN + PHENOMENA) * 6
@@ -139,7 +139,8 @@ def test_adagradg_stays_with_sgd_and_adagrad_does_not(data):
     schemes = trajectories([start.config], epochs=3)
     table = compare_trajectories(schemes, data, start.weights(), points=5)
     assert table["step"].min() == 1
-    last = table[table["step"] == 3 * start.steps]
+    assert set(table["quantity"]) == {"cosine", "angle"}
+    last = table[(table["step"] == 3 * start.steps) & (table["quantity"] == "cosine")]
     lost = {}
     for name in ("AdaGradG", "AdaGrad"):
         own = last[last["group"].str.startswith(f"{name}: ") & last["statistic"].isin(["min", "mean"])]
@@ -175,7 +176,7 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr("steradian.lab.tracks.pretraining", lambda **_: [start])
     made, done = trajectory_study({}, "paths", tuning=1, points=2, **where)
     assert done
-    assert set(made.table()["quantity"]) == {"cosine"}
+    assert set(made.table()["run"]) == made.runs() == {trajectories([start], epochs=1)[0].key}
     weights = tmp_path / "runs" / "paths" / "weights" / f"{start.key}.pt"
     weights.unlink()
     assert trajectory_study({}, "paths", tuning=1, **where) == (made, True)

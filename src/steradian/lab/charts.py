@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from steradian.lab.colours import Colour, usual
-from steradian.lab.scales import Scale, label
+from steradian.lab.scales import Scale
 
 __all__ = ["Chart", "Figure", "Line", "Paint", "Ramp", "svg"]
 
@@ -55,7 +55,7 @@ class Chart:
         logarithmic: the vertical axis.
         x_range: part of the horizontal axis that is shown; None: all.
         y_range: part of the vertical axis that is shown; None: what the lines need.
-        marks: levels to compare with, and what they are.
+        marks: levels to compare with, which are shown unless there is a `y_range`, and what they are.
     """
 
     title: str
@@ -161,19 +161,19 @@ class Paint:
                 seen.add(line.name)
                 stroke = _stroke(line, 1.2 if line.thin else 3)
                 sample = f'<path d="M0 -4h20" class="s{self.number(line)}" {stroke}/>'
-                yield f'{sample}<text x="26">{html.escape(line.name)}</text>', 46 + round(6.6 * len(line.name))
+                yield f'{sample}<text x="26">{html.escape(line.name)}</text>', 46 + round(6.1 * len(line.name))
         if self.ramp is not None:
             first, last, start = (
                 html.escape(self.ramp.first),
                 html.escape(self.ramp.last),
-                8 + round(6.6 * len(self.ramp.first)),
+                8 + round(6.1 * len(self.ramp.first)),
             )
             bars = "".join(
                 f'<rect x="{start + 7 * k}" y="-10" width="7" height="10" class="f{self.numbers[colour]}"/>'
                 for k, colour in enumerate(self.ramp.colours)
             )
             end = start + 7 * len(self.ramp.colours) + 8
-            yield f'<text>{first}</text>{bars}<text x="{end}">{last}</text>', end + 26 + round(6.6 * len(last))
+            yield f'<text>{first}</text>{bars}<text x="{end}">{last}</text>', end + 26 + round(6.1 * len(last))
 
 
 def _legend(entries: Sequence[tuple[str, int]], room: float, *, below: bool) -> tuple[str, int]:
@@ -191,16 +191,14 @@ def _chart(chart: Chart, paint: Paint, left: float, top: float) -> str:
     wide, high = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
     across, up = _scales(chart, wide, high)
     made = [f'<text x="{_LEFT}" y="20" font-weight="bold" font-size="13">{html.escape(chart.title)}</text>']
-    for value in across.ticks():
+    for value, text in across.ticks():
         x = _LEFT + across(value)
         made.append(f'<path d="M{x:.1f} {_TOP}v{high}" class="grid"/>')
-        made.append(f'<text x="{x:.1f}" y="{_TOP + high + 17}" text-anchor="middle">{label(value)}</text>')
-    for value in up.ticks():
+        made.append(f'<text x="{x:.1f}" y="{_TOP + high + 17}" text-anchor="middle">{text}</text>')
+    for value, text in up.ticks():
         y = _TOP + up(value)
         made.append(f'<path d="M{_LEFT} {y:.1f}h{wide}" class="grid"/>')
-        made.append(
-            f'<text x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{label(value, power=chart.logarithmic)}</text>'
-        )
+        made.append(f'<text x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     made.append(f'<path d="M{_LEFT} {_TOP}v{high}h{wide}" class="axis" fill="none"/>')
     made.append(
         f'<text x="{_LEFT + wide / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{html.escape(chart.x_title)}</text>'
@@ -244,6 +242,7 @@ def _scales(chart: Chart, wide: float, high: float) -> tuple[Scale, Scale]:
     ]
     if chart.y_range is not None:
         return across, Scale(*chart.y_range, high, 0, logarithmic=chart.logarithmic)
+    ys += [level for level, _ in chart.marks]
     return across, Scale.around(ys, high, 0, logarithmic=chart.logarithmic)
 
 

@@ -56,9 +56,9 @@ def compare_trajectories(
         tell: called after every epoch of the last scheme.
 
     Returns:
-        A table with the quantity "cosine" after so many steps, whose run is the key of the reference. Statistics over
-        the filters of the group "METHOD: PARAMETER" and over those of the whole network, "METHOD: all filters"; for
-        three filters of every block the group "METHOD: PARAMETER[FILTER]" with the statistic "mean".
+        A table of "cosine" and "angle" after so many steps, whose run is the key of the reference. Statistics over the
+        filters of the group "METHOD: PARAMETER" and over those of the whole network, "METHOD: all filters"; for three
+        filters of every block the cosine, in the group "METHOD: PARAMETER[FILTER]" with the statistic "mean".
     """
     trainings = [Training(config, data, execution=execution, weights=weights) for config in configs]
     steps, done = trainings[0].steps, 0
@@ -71,7 +71,7 @@ def compare_trajectories(
             left = min(training.take(count) for training in trainings)
             done += count
             if done == wanted[len(seen)]:
-                seen.append(_cosines(trainings))
+                seen.append(_angles(trainings))
         for training in trainings:
             training.end_epoch()
         for training in trainings:
@@ -80,12 +80,12 @@ def compare_trajectories(
     return _table(trainings, wanted[: len(seen)], np.stack(seen))
 
 
-def _cosines(trainings: Sequence[Training]) -> NDArray[np.float64]:
+def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
     """Of each scheme but the first with the first, over all filters of the network, (schemes − 1, filters)."""
     for training in trainings:
         training.queue.wait()
     reference, *others = (_directions(training) for training in trainings)
-    found = [[geometry.dot(u, p).squeeze(-1) for u, p in zip(reference, other, strict=True)] for other in others]
+    found = [[geometry.angle(u, p).squeeze(-1) for u, p in zip(reference, other, strict=True)] for other in others]
     return torch.stack([torch.cat(each) for each in found]).cpu().numpy()
 
 
@@ -107,14 +107,15 @@ def _table(trainings: Sequence[Training], steps: Sequence[int], seen: NDArray[np
     blocks: dict[str, NDArray[np.float64]] = {}
     singles = []
     for number, other in enumerate(trainings[1:]):
-        values, method = seen[:, number], other.config.method
-        blocks[f"{method}: {ALL}"] = values[:, None]
+        angles, method = seen[:, number], other.config.method
+        values = np.stack([np.cos(angles), angles], axis=1)
+        blocks[f"{method}: {ALL}"] = values
         for group, start, end in zip(groups, ends[:-1], ends[1:], strict=True):
             name = group.names[0]
-            blocks[f"{method}: {name}"] = values[:, None, start:end]
+            blocks[f"{method}: {name}"] = values[:, :, start:end]
             for k in filters.get(name, []):
-                cosines = {"step": steps, "value": values[:, start + k]}
+                cosines = {"step": steps, "value": values[:, 0, start + k]}
                 words = {"run": run, "group": f"{method}: {name}[{k}]", "quantity": "cosine", "statistic": "mean"}
                 singles.append(pd.DataFrame({**cosines, **words}))
-    spread = statistics_table(run, steps, ["cosine"], blocks)
+    spread = statistics_table(run, steps, ["cosine", "angle"], blocks)
     return pd.concat([spread, *singles], ignore_index=True)[list(COLUMNS)]

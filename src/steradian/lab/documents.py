@@ -1,7 +1,7 @@
 """Documents whose tables and figures are made from stored results: marked regions are written anew, all else is kept.
 
-A region stands between `<!-- begin KIND STUDY … -->` and `<!-- end KIND STUDY … -->`, each on a line of its own. KIND is
-one of `fragments.KINDS`, and the studies are names of files in the folder of results.
+A region stands between `<!-- begin KIND STUDY … -->` and `<!-- end KIND STUDY … -->`, each on a line of its own. KIND
+is one of `fragments.KINDS`, and the studies are names of files in the folder of results.
 """
 
 import re
@@ -18,9 +18,9 @@ _MARK = re.compile(r"^<!-- (?:begin|end) .+? -->$", re.MULTILINE)
 
 
 def regions(text: str) -> list[str]:
-    """Names of the marked regions of a document.
+    r"""Names of the marked regions of a document.
 
-    >>> regions("a\\n<!-- begin table x -->\\nold\\n<!-- end table x -->\\nb")
+    >>> regions("a\n<!-- begin table x -->\nold\n<!-- end table x -->\nb")
     ['table x']
 
     Raises:

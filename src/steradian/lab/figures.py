@@ -8,7 +8,7 @@ import numpy as np
 from steradian.lab.charts import Chart, Figure, Line, Ramp
 from steradian.lab.colours import METHOD_COLOURS, ramp
 from steradian.lab.config import METHODS
-from steradian.lab.paper import NORM_NAMES
+from steradian.lab.paper import DATA_NAMES, NORM_NAMES
 from steradian.lab.results import Result
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 from steradian.watch.records import QUANTITIES
@@ -30,6 +30,7 @@ About = Mapping[str, Mapping[str, Any]]
 """By run, as `Tracks.about` has it: "config" and "steps" in an epoch."""
 
 _WORTH_A_ZOOM = 12  # epochs
+_EARLY = 0.02  # of the epochs, whose figures are far from all others
 
 
 def loss_figure(results: Iterable[Result]) -> Figure:
@@ -40,7 +41,7 @@ def loss_figure(results: Iterable[Result]) -> Figure:
 
 def accuracy_figure(results: Iterable[Result]) -> Figure:
     """fig:acc_comparison: mean validation accuracy by epoch, the first third of the epochs, and the last quarter."""
-    zooms = {"the first epochs": lambda n: (1.0, n / 3), "the last epochs": lambda n: (0.75 * n, float(n))}
+    zooms = {"the first epochs": lambda n: (1 + _EARLY * n, n / 3), "the last epochs": lambda n: (0.75 * n, float(n))}
     return _by_epoch(results, "validation_accuracy", "validation accuracy (%)", zooms)
 
 
@@ -65,9 +66,10 @@ def _by_epoch(
     for (model, norm, data), by_method in kinds.items():
         ordered = [method for method in METHODS if method in by_method]
         lines = [_line(method, [r.curves[curve] for r in by_method[method]]) for method in ordered]
-        name = f"{model} {NORM_NAMES[norm]}, {data}"
-        charts.append(Chart(name, "epoch", title, lines, logarithmic))
+        name = f"{model} {NORM_NAMES[norm]}, {DATA_NAMES.get(data, data)}"
         longest = max(len(line.x) for line in lines)
+        start = 1 if logarithmic else 1 + _EARLY * longest
+        charts.append(Chart(name, "epoch", title, lines, logarithmic, (start, float(longest))))
         if longest >= _WORTH_A_ZOOM:
             charts += [Chart(part, "epoch", title, lines, logarithmic, cut(longest)) for part, cut in zooms.items()]
     return Figure(charts)
@@ -90,9 +92,9 @@ def hypotheses_figure(table: "pd.DataFrame", about: About) -> Figure:
     such, dashed lines have all filters.
     """
     wanted: list[tuple[str, str, Callable[[Any], Any], list[tuple[float, str]], tuple[str, ...]]] = [
-        ("H1: |A⟨c,u⟩| is below 1", "radial", np.abs, [(1.0, "H1 holds below")], METHODS),
-        ("H2: z = η^e‖c^⊥‖ is below π", "velocity", np.abs, [(np.pi, "H2 holds below")], METHODS),
-        ("Theorem 4: the Taylor variable z² of SGD", "velocity", np.square, [], ("SGD",)),
+        ("H1: |A⟨c,u⟩| stays below 1", "radial", np.abs, [(1.0, "1")], METHODS),
+        ("H2: z = ηᵉ‖c⊥‖ stays below π", "velocity", np.abs, [(np.pi, "π")], METHODS),
+        ("Theorem 4: the Taylor variable z² under SGD", "velocity", np.square, [], ("SGD",)),
     ]
     charts = []
     for title, quantity, of, marks, methods in wanted:
@@ -126,7 +128,7 @@ def trajectories_figure(table: "pd.DataFrame", about: About) -> Figure:
     """
     charts = []
     for run in about:
-        config, rows = about[run]["config"], table[table["run"] == run]
+        config, rows = about[run]["config"], table[(table["run"] == run) & (table["quantity"] == "cosine")]
         lines, medians = [], []
         for method in ("AdaGrad", "AdaGradG"):  # the latter lies above
             own = rows[rows["group"].str.startswith(f"{method}: ")]

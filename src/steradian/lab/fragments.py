@@ -89,12 +89,14 @@ def _columns(studies: Sequence[str], place: Place) -> tuple[list[Column], list[s
     return found, [study for study in studies if not place.store(study)]
 
 
-def _table(_: str, studies: Sequence[str], place: Place) -> str:
+def _table(kind: str, studies: Sequence[str], place: Place) -> str:
+    """Ours beside the paper's; a "table" says what the figures mean, "numbers" do not."""
     columns, missing = _columns(studies, place)
     parts = []
     for column in columns:
-        said = "\n".join(f"- {text}" for text in column.statements())
-        parts.append(f"**{column.name}**, {column.epochs} epochs\n\n{markdown_table(*column.rows())}\n\n{said}")
+        parts.append(f"**{column.name}**, {column.epochs} epochs\n\n{markdown_table(*column.rows())}")
+        if kind == "table":
+            parts.append("\n".join(f"- {text}" for text in column.statements()))
     return "\n\n".join([*parts, *([RULE] if parts else []), *([_missing(missing)] if missing else [])])
 
 
@@ -127,7 +129,8 @@ def _tracked(kind: str, studies: Sequence[str], place: Place) -> str:
         tracks = place.tracks(study)
         table, about = tracks.table(), tracks.about()
         if about and not (figure := TRACK_FIGURES[kind](table, about)).empty:
-            shown = place.show(figure, f"{kind}-{study}", _CAPTIONS[kind])
+            name = study if study.startswith(kind) else f"{kind}-{study}"
+            shown = place.show(figure, name, _CAPTIONS[kind])
             return f"{shown}\n\n*{_CAPTIONS[kind]}*\n\n{markdown_table(*SUMMARIES[kind](table, about))}"
     return _missing(studies[:1])
 
@@ -146,6 +149,7 @@ def _machines(_: str, studies: Sequence[str], place: Place) -> str:
 
 KINDS: dict[str, Callable[[str, Sequence[str], Place], str]] = {
     "table": _table,
+    "numbers": _table,
     "times": _times,
     "machines": _machines,
     **dict.fromkeys(FIGURES, _curves),

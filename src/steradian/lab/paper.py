@@ -5,7 +5,19 @@ Names of methods and networks are the paper's. The figures of SGD-M are those of
 
 from dataclasses import dataclass
 
-__all__ = ["ACCURACY", "BEST", "COLUMNS", "EPOCHS", "GRID", "LEARNING_RATE", "NORM_NAMES", "SGD_M", "Figure", "Setting"]
+__all__ = [
+    "ACCURACY",
+    "BEST",
+    "COLUMNS",
+    "DATA_NAMES",
+    "EPOCHS",
+    "GRID",
+    "LEARNING_RATE",
+    "NORM_NAMES",
+    "SGD_M",
+    "Figure",
+    "Setting",
+]
 
 COLUMNS = (
     ("ResNet20", "cifar10"),
@@ -28,6 +40,8 @@ NORM_NAMES = {
     "in": "IN",
 }
 """How the normalizations of our networks are called in words."""
+DATA_NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN"}
+"""And the data sets."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ class Scale:
         logarithmic: equal ratios take equal room.
 
     >>> scale = Scale(1, 100, 0, 200, logarithmic=True)
-    >>> scale(10), scale.ticks()
-    (100.0, [1.0, 10.0, 100.0])
+    >>> scale(10), [text for _, text in scale.ticks()]
+    (100.0, ['1', '2', '5', '10', '20', '50', '100'])
     """
 
     def __init__(self, low: float, high: float, start: float, end: float, *, logarithmic: bool = False) -> None:
@@ -53,16 +53,27 @@ class Scale:
         """Whether the value lies between the ends."""
         return self.low <= value <= self.high
 
-    def ticks(self) -> list[float]:
-        """Round numbers between the ends: powers of ten where there are at least two of them."""
+    def ticks(self) -> list[tuple[float, str]]:
+        """Round numbers between the ends, and their labels: powers of ten where there are enough of them."""
         if self.logarithmic:
-            powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
-            if len(powers) >= 2:
-                return [10.0**k for k in powers[:: math.ceil(len(powers) / _ABOUT)]]
+            powers = self._between(range(1, 2))
+            if len(powers) > 3:
+                return [(value, label(value, power=True)) for value in powers[:: math.ceil(len(powers) / _ABOUT)]]
+            some = next(
+                (found for found in (self._between((1, 2, 5)), self._between(range(1, 10))) if len(found) > 2), []
+            )
+            if some:
+                return [(value, label(value)) for value in some]
         rough = (self.high - self.low) / _ABOUT
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough)
-        return [step * k for k in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+        found = [step * k for k in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+        return [(value, label(value)) for value in found]
+
+    def _between(self, digits: Sequence[int]) -> list[float]:
+        """These digits times powers of ten."""
+        powers = range(math.floor(math.log10(self.low)) - 1, math.ceil(math.log10(self.high)) + 1)
+        return [float(f"{digit}e{k}") for k in powers for digit in digits if self.shows(float(f"{digit}e{k}"))]
 
 
 def label(value: float, *, power: bool = False) -> str:
@@ -71,7 +82,7 @@ def label(value: float, *, power: bool = False) -> str:
     >>> label(400.0), label(0.30000000000000004), label(1e-5), label(0.001, power=True)
     ('400', '0.3', '10⁻⁵', '10⁻³')
     """
-    exponent = math.log10(value) if value > 0 else 0.5
-    if exponent == round(exponent) and (power or not 1e-4 <= value < 1e5) and value != 1:
-        return "10" + str(round(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    exponent = round(math.log10(value)) if value > 0 else 0
+    if value == float(f"1e{exponent}") and exponent and (power or not -5 < exponent < 5):
+        return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"{value:.4g}"

@@ -23,7 +23,7 @@ def hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
     Usual is the median, over the recorded steps after the first epoch, of the largest over the filters.
     """
     heads = ["method"]
-    for quantity in ("\\|A⟨c,u⟩\\|", "z", "z²"):
+    for quantity in ("|A⟨c,u⟩|", "z", "z²"):
         heads += [f"largest {quantity}", "at epoch", "usually"]
     heads.append("filters that shrank away")
     lines = []
@@ -39,7 +39,7 @@ def hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
         living = _of(table, run, ALL, "living")
         share = living[living["statistic"] == "mean"].sort_values("step")["value"]
         lines.append([*line, f"{1 - share.iloc[-1]:.1%}"])
-    return [head.replace("\\|", "|") for head in heads], lines
+    return heads, lines
 
 
 def trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
@@ -49,11 +49,11 @@ def trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
         config, rows = about[run]["config"], table[table["run"] == run]
         last = rows[rows["step"] == rows["step"].max()]
         for method in ("AdaGradG", "AdaGrad"):
-            own = last[last["group"] == f"{method}: {ALL}"].set_index("statistic")["value"]
+            own = last[last["group"] == f"{method}: {ALL}"].set_index(["quantity", "statistic"])["value"]
             network = f"{config['model']} {NORM_NAMES[config['norm']]}"
-            figures = [f"{own[name]:.5f}" for name in ("min", "median", "mean")]
-            lines.append([network, method, f"{int(last['step'].iloc[0])}", *figures])
-    return ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean"], lines
+            figures = [_cosine(own["cosine", name]) for name in ("min", "median", "mean")]
+            lines.append([network, method, f"{last['step'].max()}", *figures, f"{own['angle', 'max']:.2g}"])
+    return ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean", "largest angle (rad)"], lines
 
 
 def phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
@@ -86,6 +86,15 @@ SUMMARIES: dict[str, Callable[["pd.DataFrame", About], Rows]] = {
     "trajectories": trajectories_summary,
     "phenomena": phenomena_summary,
 }
+
+
+def _cosine(value: float) -> str:
+    """With digits where it matters.
+
+    >>> _cosine(0.98765), _cosine(1 - 2.34e-6)
+    ('0.9877', '0.9999977')
+    """
+    return f"{value:.4f}" if value < 0.9995 else f"{value:.7f}"
 
 
 def _of(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.DataFrame":

@@ -24,7 +24,8 @@ _PAPERS_SEEDS = 5
 
 RULE = (
     "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. “Within the "
-    f"noise”: Welch's t-test on the seeds does not reject equal means at {LEVEL:.0%}."
+    f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}. SGD-M is "
+    "not in the paper's tables: its figure is from the authors' read-me, which gives no spread."
 )
 
 
@@ -81,7 +82,7 @@ class Column:
     @property
     def name(self) -> str:
         """Network, normalization and data in words."""
-        return f"{self.model} {paper.NORM_NAMES[self.norm]}, {self.data}"
+        return f"{self.model} {paper.NORM_NAMES[self.norm]}, {paper.DATA_NAMES.get(self.data, self.data)}"
 
     @property
     def epochs(self) -> int:
@@ -151,7 +152,7 @@ class Column:
             p = cell.p(variants[best])
             if method != best and p is not None:
                 (near if p >= LEVEL else beaten).append(
-                    f"{method} ({cell.mean - variants[best].mean:+.2f}, p = {p:.2g})"
+                    f"{method} ({_signed(cell.mean - variants[best].mean)}, p = {p:.2g})"
                 )
         text += (
             f"; within the noise of it: {', '.join(near) or 'none'}; beyond the noise: {', '.join(beaten) or 'none'}."
@@ -180,7 +181,9 @@ class Column:
         best = max(variants, key=lambda method: cells[method].mean)
         p = cells["SGD-M"].p(cells[best])
         sure = "" if p is None else f", p = {p:.2g}"
-        return f"SGD-M is {cells['SGD-M'].mean - cells[best].mean:+.2f} from {best}{sure}."
+        lead = cells["SGD-M"].mean - cells[best].mean
+        side = "above" if lead >= 0 else "below"
+        return f"SGD-M is {abs(lead):.2f} {side} the best Adam variant, {best}{sure}."
 
     def shrunk(self) -> str:
         """Rows that lost their direction."""
@@ -244,11 +247,16 @@ def _beside(ours: Cell, papers: Cell | None) -> list[str]:
     """The paper's figure, the distance to it, and whether it is noise."""
     if papers is None:
         return ["", "", ""]
+    text = str(papers) + (" (read-me)" if math.isnan(papers.spread) else "")
     if not ours.seeds:
-        return [str(papers), "", ""]
+        return [text, "", ""]
     p = ours.p(papers)
     verdict = "" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"
-    return [str(papers), f"{ours.mean - papers.mean:+.2f}", verdict]
+    return [text, _signed(ours.mean - papers.mean), verdict]
+
+
+def _signed(difference: float) -> str:
+    return f"{difference:+.2f}".replace("-", "−")
 
 
 def _figure(accuracy: float) -> str:
