@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steradian.lab.charts import Figure
+from steradian.lab.config import METHODS
 from steradian.lab.figures import FIGURES, TRACK_FIGURES
 from steradian.lab.paper import COLUMNS
 from steradian.lab.pictures import write_figure
@@ -78,7 +79,7 @@ def command(study: str) -> str:
 
 
 def _missing(studies: Sequence[str]) -> str:
-    return "\n".join(f"*Not run yet: `{command(study)}`.*" for study in studies)
+    return "\n\n".join(f"*Not run yet: `{command(study)}`.*" for study in studies)
 
 
 def _columns(studies: Sequence[str], place: Place) -> tuple[list[Column], list[str]]:
@@ -147,11 +148,31 @@ def _machines(_: str, studies: Sequence[str], place: Place) -> str:
     return markdown_table(["device", "torch", "Python", "commit", "trainings"], lines)
 
 
+def _settings(_: str, studies: Sequence[str], place: Place) -> str:
+    """How the trainings of each method were set, as they recorded it."""
+    configs = [result.config for study in studies for result in place.store(study)]
+    if not configs:
+        return _missing(studies)
+    lines: dict[tuple[str, ...], None] = {}
+    for c in sorted(configs, key=lambda config: METHODS.index(config.method)):
+        momentum = (
+            f"β = {c.momentum:g}" if c.method == "SGD-M" else "none" if c.method == "SGD" else f"β₁ = {c.betas[0]:g}"
+        )
+        second = "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"
+        epochs = f"{c.epochs}, rate × {c.gamma:g} at {', '.join(map(str, c.milestones))}"
+        lines[
+            c.method, f"{c.lr:g}", f"{c.weight_decay:g}", momentum, second, epochs, str(c.batch_size), c.precision
+        ] = None
+    heads = ["method", "rate η", "L2 λ", "momentum", "β₂", "epochs", "batch", "precision"]
+    return markdown_table(heads, [list(line) for line in lines])
+
+
 KINDS: dict[str, Callable[[str, Sequence[str], Place], str]] = {
     "table": _table,
     "numbers": _table,
     "times": _times,
     "machines": _machines,
+    "settings": _settings,
     **dict.fromkeys(FIGURES, _curves),
     **dict.fromkeys(TRACK_FIGURES, _tracked),
 }

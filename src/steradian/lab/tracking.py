@@ -211,10 +211,11 @@ def statistics_table(
 
     parts = []
     for group, values in blocks.items():
+        quantile, mean = (np.nanquantile, np.nanmean) if np.isnan(values).any() else (np.quantile, np.mean)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(All-NaN|Mean of empty) slice", RuntimeWarning)
-            means = np.nanmean(values, axis=-1, dtype=np.float64, keepdims=True)
-            spread = np.nanquantile(values, [0, 0.1, 0.5, 0.9, 1], axis=-1)
+            means = mean(values, axis=-1, dtype=np.float64, keepdims=True)
+            spread = quantile(values, [0, 0.1, 0.5, 0.9, 1], axis=-1)
         figures = np.concatenate([np.moveaxis(spread, 0, -1), means], axis=-1)
         index = pd.MultiIndex.from_product([[run], steps, [group], quantities, STATISTICS], names=list(COLUMNS[:-1]))
         parts.append(pd.Series(figures.reshape(-1), index, dtype=float, name=COLUMNS[-1]).dropna())
