@@ -12,6 +12,7 @@ from steradian.cli.show import print_table
 
 if TYPE_CHECKING:
     from steradian.lab.config import Config
+    from steradian.lab.training import Execution
 
 Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, original archives, or images.")]
@@ -50,7 +51,9 @@ def train(
     configs = accuracy_tables(norm=norm, data=data, columns=[model], methods=[method], epochs=epochs, seeds=seeds)
     changes = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if value is not None}
     configs = [replace(config, **changes) for config in configs]  # type: ignore[arg-type]
-    _carry_out(configs, study or f"train-{configs[0].setting}", root=root, device=device)
+    _carry_out(
+        configs, study or f"train-{configs[0].setting}", root=root, device=device, execution=_execution(device, None)
+    )
 
 
 @app.command()
@@ -89,26 +92,34 @@ def reproduce(
 
     scale = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
     options = {name: value for name, value in scale.items() if value}
-    tracking: dict[str, Any] = {"device": device, "seconds": seconds} | ({"points": points} if points else {})
-    if recipe == "trajectories":
-        _trajectories(options, study, root=root, tuning=tuning, **tracking)
-        return
-    if recipe not in RECIPES:
+    if recipe not in (*RECIPES, "trajectories"):
         raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
+    execution = _execution(device, compiled, captured=captured, fused=fused, members=members)
+    carried: dict[str, Any] = {"device": device, "seconds": seconds, "size": size, "execution": execution}
+    recorded = {"points": points} if points else {}
+    if recipe == "trajectories":
+        _trajectories(options, study, root=root, tuning=tuning, **carried, **recorded)
+        return
     configs = RECIPES[recipe](**options)
     name = study or study_name(recipe, configs)
     if recipe in ("hypotheses", "phenomena"):
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
         measured = measured if phenomena or recipe == "phenomena" else set()
-        _tracked(configs, name, root=root, phenomena=measured, size=size, **tracking)
+        _tracked(configs, name, root=root, phenomena=measured, **carried, **recorded)
     elif engine == "ray":
         _sweep(configs, name, root=root, address=address, size=size)
     elif engine == "local":
-        how = {"compiled": compiled, "captured": captured, "fused": fused, "members": members}
-        limits = {"seconds": seconds, "size": size}
-        _carry_out(configs, name, root=root, device=device, **limits, **how)  # type: ignore[arg-type]
+        _carry_out(configs, name, root=root, **carried)
     else:
         raise ValueError(f"engine must be local or ray, got {engine!r}")
+
+
+def _execution(device: str | None, compiled: bool | None, **how: Any) -> "Execution":
+    """How to train: networks are compiled on a GPU, unless something else is asked for."""
+    from steradian.lab.study import pick_device
+    from steradian.lab.training import Execution
+
+    return Execution(compiled=pick_device(device).type == "cuda" if compiled is None else compiled, **how)
 
 
 def _carry_out(
@@ -117,27 +128,20 @@ def _carry_out(
     *,
     root: Path | None,
     device: str | None,
+    execution: "Execution",
     seconds: float | None = None,
     size: int | None = None,
-    compiled: bool | None = None,
-    captured: bool | None = None,
-    fused: bool | None = None,
-    members: int = 1,
 ) -> None:
     from steradian.lab.progress import watcher_for
     from steradian.lab.study import Study, pick_device
-    from steradian.lab.training import Execution
 
     where, console = pick_device(device), Console()
-    on_gpu = where.type == "cuda"
-    chosen = on_gpu if compiled is None else compiled
-    execution = Execution(compiled=chosen, captured=captured, fused=fused, members=members)
     study = Study(name)
     finished = study.run(
         configs,
         roots=_roots(configs, root),
         device=where,
-        size=size or (None if on_gpu else members),
+        size=size or (None if where.type == "cuda" else execution.members),
         seconds=seconds,
         execution=execution,
         watcher=watcher_for(console),

@@ -1,14 +1,16 @@
 """What momentum remembers, kept through a training: the sums of `phenomena.Memory`, updated by every step.
 
 The update is part of the optimizer's step, as a hook that runs before it: where the step is captured the update is,
-too, and it is replayed with it.
+too, and it is replayed with it. Rows of all lengths are kept as one, filled up with zeros, since launches cost more
+than numbers; zeros change neither norms nor inner products, and nothing else enters the sums.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from steradian import optim
@@ -20,11 +22,12 @@ Rows = Callable[[Callable[[Tensor], Tensor]], Tensor]
 
 
 class Remembered:
-    """A `Memory` for each batch of rows of one length.
+    """The memory of all rows of a training.
 
     Args:
-        optimizers: of a training; the first has the rows, and its momentum is the sum that the paper writes.
-        batches: for each, a function that gives the rows of the points or of their gradients, as a copy.
+        optimizers: of the training; the first has the rows, and its momentum is the sum that the paper writes.
+        batches: for each batch of rows of one length, a function that gives the rows of the points or of their
+            gradients.
 
     Raises:
         ValueError: the momentum moves with its rows, which neutralizes the phenomena.
@@ -32,15 +35,17 @@ class Remembered:
 
     def __init__(self, optimizers: Sequence[Optimizer], batches: Sequence[Rows]) -> None:
         optimizer = optimizers[0]
-        self.optimizer, self.batches = optimizer, batches
-        self.parts = [Memory(check=False) for _ in batches]
-        self._last: list[tuple[Tensor, Tensor]] | None = []
         letters = set("".join(str(group.get("without", "")) for group in optimizer.param_groups))
         if letters & {"b", "c"} or not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | optim.Adam):
             raise ValueError(
                 "phenomena are measured where momentum is a sum of past gradients, with SGD-M, Adam, AdamW† and "
                 f"Adam w/o (a); got {type(optimizer).__name__} without {''.join(sorted(letters)) or 'nothing'}"
             )
+        self.optimizer, self.batches = optimizer, batches
+        self.shapes = [rows(Tensor.detach).shape for rows in batches]
+        self.memory = Memory(check=False)
+        self._last: tuple[Tensor, Tensor] | None = None
+        self._rehearsing = True
         optimizer.register_step_pre_hook(self._update)
 
     @property
@@ -49,35 +54,41 @@ class Remembered:
         group = self.optimizer.param_groups[0]
         return float(group["betas"][0] if "betas" in group else group["momentum"])
 
+    def part(self, number: int) -> Memory:
+        """A copy of what is remembered of one batch."""
+        start = sum(count for count, _ in self.shapes[:number])
+        count, width = self.shapes[number]
+        made = Memory(check=False)
+        made.load({name: tensor[start : start + count, :width] for name, tensor in self.memory.state().items()})
+        return made
+
     @torch.no_grad()
     def _update(self, *_: Any) -> None:
-        seen = [(rows(Tensor.detach), rows(_gradient)) for rows in self.batches]
-        if self._last is not None and not _capturing(seen[0][0]):
-            self._last = seen
-        self._take(seen)
+        points, gradients = self._rows(Tensor.detach), self._rows(_gradient)
+        if self._rehearsing and not _capturing(points):
+            self._last = points, gradients
+        self.memory.update(points, gradients, beta=self.beta)
 
-    def _take(self, seen: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for memory, (points, gradients) in zip(self.parts, seen, strict=True):
-            memory.update(points, gradients, beta=self.beta)
+    def _rows(self, what: Callable[[Tensor], Tensor]) -> Tensor:
+        """All rows behind each other, a copy."""
+        widest = max(width for _, width in self.shapes)
+        parts = [rows(what) for rows in self.batches]
+        return torch.cat([functional.pad(part, (0, widest - part.shape[1])) for part in parts])
 
-    def redo(self, kept: Sequence[dict[str, Tensor]]) -> None:
+    def redo(self, kept: Mapping[str, Tensor]) -> None:
         """The last step that was taken, and no other, after a state: those before it were rehearsals."""
-        assert self._last, "a step must have been taken"
-        self.load(kept, device=self._last[0][0].device)
-        self._take(self._last)
-        self._last = None
+        assert self._last is not None, "a step must have been taken"
+        self.memory.load(kept)
+        self.memory.update(*self._last, beta=self.beta)
+        self._last, self._rehearsing = None, False
 
-    def state(self, *, device: str | torch.device | None = None) -> list[dict[str, Tensor]]:
+    def state(self, *, device: str | torch.device | None = None) -> dict[str, Tensor]:
         """A copy of all sums."""
-        return [
-            {name: tensor.to(device or tensor.device, copy=True) for name, tensor in memory.state().items()}
-            for memory in self.parts
-        ]
+        return {name: t.to(device or t.device, copy=True) for name, t in self.memory.state().items()}
 
-    def load(self, states: Sequence[dict[str, Tensor]], *, device: str | torch.device) -> None:
+    def load(self, state: Mapping[str, Tensor], *, device: str | torch.device) -> None:
         """Go on from a copy."""
-        for memory, state in zip(self.parts, states, strict=True):
-            memory.load({name: tensor.to(device) for name, tensor in state.items()})
+        self.memory.load({name: tensor.to(device) for name, tensor in state.items()})
 
 
 def _gradient(param: Tensor) -> Tensor:

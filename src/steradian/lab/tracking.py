@@ -172,7 +172,7 @@ class Tracked(Training):
         image = image_step(_rows(batch, before), step, check=False)
         seen = [getattr(image, name) for name in SEEN]
         if self.memory is not None:
-            effects = self.memory.parts[number].phenomena(step)
+            effects = self.memory.part(number).phenomena(step)
             seen += [getattr(effects, name).angle for name in PHENOMENA]
         return torch.stack(seen)
 

@@ -4,7 +4,7 @@ import io
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from steradian.lab.recipes import pretraining, trajectories
 from steradian.lab.results import environment, write_atomically
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
 from steradian.lab.tracking import Tracked
+from steradian.lab.training import Execution
 from steradian.watch.records import COLUMNS
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def track_study(
     device: str | None = None,
     seconds: float | None = None,
     size: int | None = None,
+    execution: Execution | None = None,
     points: int = 300,
     folder: Path = RESULTS,
     runs: Path = RUNS,
@@ -112,6 +114,7 @@ def track_study(
         device: where.
         seconds: stop, with checkpoints, when this time is over.
         size: trainings in flight; None: as for `Study.run`.
+        execution: how; None: as for `Study.run`.
         points: steps to record in each.
         folder: where the files go.
         runs: where checkpoints go.
@@ -135,6 +138,7 @@ def track_study(
         return Tracked(squad, *args, points=points, phenomena=measured, deliver=deliver, **more)
 
     options: dict[str, Any] = {"roots": roots, "device": where, "seconds": seconds, "size": size}
+    options["execution"] = None if execution is None else replace(execution, members=1)
     return study.run(configs, make=make, watcher=watcher, **options)
 
 
@@ -146,7 +150,9 @@ def trajectory_study(
     root: Path | None = None,
     device: str | None = None,
     seconds: float | None = None,
-    points: int = 200,
+    size: int | None = None,
+    execution: Execution | None = None,
+    points: int = 100,
     folder: Path = RESULTS,
     runs: Path = RUNS,
     watcher: Watcher | None = None,
@@ -160,6 +166,8 @@ def trajectory_study(
         root: folder of the data.
         device: where.
         seconds: stop when this time is over.
+        size: networks that are trained at once; None: as for `Study.run`.
+        execution: how they are trained; None: as for `Study.run`.
         points: steps to compare after.
         folder: where results go.
         runs: where checkpoints and weights go.
@@ -175,7 +183,8 @@ def trajectory_study(
     schemes = {start.key: trajectories([start], epochs=tuning) for start in starts}
     left = [start for start in starts if schemes[start.key][0].key not in tracks.runs()]
     roots = {} if root is None else {starts[0].data: root}
-    if not study.run(left, roots=roots, device=where, seconds=seconds, keep_weights=True, watcher=watcher):
+    how: dict[str, Any] = {"size": size, "execution": execution, "keep_weights": True, "watcher": watcher}
+    if not study.run(left, roots=roots, device=where, seconds=seconds, **how):
         return tracks, False
     prepare_device(where, exact=True)
     data = Resident(load(starts[0].data, root), where) if left else None
