@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from steradian.lab.comparing import compare_trajectories
+from steradian.lab.fleet import prepare_device
 from steradian.lab.launch import Plain
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import Store
@@ -184,13 +185,20 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
         trajectory_study({}, "paths", tuning=2, **where)
 
 
+@pytest.fixture
+def exact():
+    """float32 on a GPU, the same every time."""
+    flags = torch.backends.cudnn
+    before = flags.benchmark, flags.deterministic
+    prepare_device(torch.device("cuda"), exact=True)
+    yield
+    flags.benchmark, flags.deterministic = before
+
+
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("method", ["Adam", "SGD-M"])
-def test_on_a_gpu_replayed_tracking_is_plain_tracking(method):
+def test_on_a_gpu_replayed_tracking_is_plain_tracking(exact, method):
     """Every recorded figure, over a few steps; replayed steps round otherwise, since optimizers are fused there."""
-    from steradian.lab.fleet import prepare_device
-
-    prepare_device(torch.device("cuda"), exact=True)
     data = few("cuda", train=400, test=100)
     [config] = methods(method, epochs=1)
     made = []
