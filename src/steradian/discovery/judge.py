@@ -3,17 +3,16 @@
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..groups import Spec
 from .defects import GROWTH, falls, obeys
-from .joint import Indices, minimal, set_imbalance, signed_set_imbalance
+from .joint import Indices, minimal, signed_set_imbalance
 from .layouts import Cut, block_sums, finest, natural, partial_cut, remaining, to_spec
 from .points import is_matrix
 from .probe import Reading
-from .survey import Survey, cancels, joined_tables
+from .survey import Survey, joined_tables
 
 __all__ = ["Finding", "Findings", "judge", "row_sums"]
 
@@ -113,16 +112,15 @@ def _joint_sets(survey: Survey, names: list[str]) -> dict[Indices, bool]:
     """Minimal sets whose sums vanish in every probe and fall, and whether the sum alone tells that ε is the cause."""
     # The last probe goes first: it is the most telling one to sort sums by.
     readings, allowed = survey.far_readings()[::-1], survey.far_tolerances()[::-1]
-    sets = survey.vanishing(readings, allowed, names)
-    near, far = survey.matrices(survey.near, names), survey.matrices(readings, names)
-    # The two growths of one point cancel alike, so that one of them speaks for both.
-    loose, independent = survey.prober.precision.loose, np.concatenate([near[0], far[0][:1]])
+    sets, far = survey.vanishing(readings, allowed, names), survey.matrices(readings, names)
     precision, sums = survey.prober.precision, {s: torch.tensor(signed_set_imbalance(*far, s)) for s in sets}
     falling = [s for s, d in sums.items() if bool(falls(d[-1:].abs(), d[:1].abs(), precision.settled))]
+    # The two growths of one point cancel alike, so that one of them speaks for both.
+    loose, independent = [precision.loose] * len(survey.near), [*survey.near, readings[0]]
     return {
         s: len(sums[s]) < len(GROWTH) or bool(obeys(sums[s][-1:], sums[s][:1], precision.resolution))
         for s in minimal(falling)
-        if bool((set_imbalance(*near, s) <= loose).all()) and cancels(independent, s)
+        if survey.vanishes(survey.near, loose, [names[i] for i in s], independent)
     }
 
 

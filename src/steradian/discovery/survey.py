@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .defects import GROWTH, imbalance
+from .defects import GROWTH, MANY, imbalance
 from .graph import Proposals, members, propose
-from .joint import Indices, Matrix, set_imbalance, zero_sums
+from .joint import Indices, Matrix, Parts, zero_sums
 from .layouts import Evidence, Trial, pair_keys, partial_cut, slices_balanced
 from .points import Point, is_matrix
 from .probe import Prober, Reading
 from .structure import Trace
 from .tables import Key, Table
 
-__all__ = ["Stand", "Survey", "cancels", "joined_tables"]
+__all__ = ["Stand", "Survey", "joined_tables"]
 
 _NEAR = 3
 _REVIVALS = 2
@@ -212,15 +212,55 @@ class Survey:
         weight nearly is. Other sets are sought among the unbalanced.
         """
         M, sizes = self.matrices(readings, names)
-        found: list[Indices] = []
+        found: set[Indices] = set()
         for proposed in self._proposed(names):
             for indices in (_essential(M, proposed), proposed):
-                if len(indices) > 1 and bool((set_imbalance(M, sizes, indices) <= allowed).all()):
-                    found.append(indices)
+                if len(indices) > 1 and self.vanishes(readings, allowed, [names[i] for i in indices]):
+                    found.add(indices)
                     break
         place = [i for i, name in enumerate(names) if not self._invariant_near(name)]
-        sought = zero_sums(M[:, place], sizes[:, place], allowed, larger=_LARGER_SETS)
-        return [s for s in {*found, *(tuple(place[i] for i in s) for s in sought)} if cancels(M, s)]
+        for s in zero_sums(M[:, place], sizes[:, place], allowed, larger=_LARGER_SETS):
+            indices = tuple(place[i] for i in s)
+            if self.whole_parts(readings, [names[i] for i in indices]).cancels():
+                found.add(indices)
+        return list(found)
+
+    def vanishes(
+        self,
+        readings: Sequence[Reading],
+        allowed: Sequence[float],
+        names: Sequence[str],
+        independent: Sequence[Reading] | None = None,
+    ) -> bool:
+        """Whether the sum of a set vanishes because its parts cancel: as a whole, or in a typical shared slice.
+
+        Args:
+            readings: where it must vanish.
+            allowed: up to what, per reading.
+            names: the set.
+            independent: readings that tell whether parts cancel, if not the same.
+        """
+        telling = independent or readings
+        for dim in (None, *self._shared_dims(names)):
+            if self._parts(readings, names, dim).balanced(allowed) and self._parts(telling, names, dim).cancels():
+                return True
+        return False
+
+    def whole_parts(self, readings: Sequence[Reading], names: Sequence[str]) -> Parts:
+        """What whole parameters add to the sum of a set."""
+        return self._parts(readings, names, None)
+
+    def _shared_dims(self, names: Sequence[str]) -> list[int]:
+        """Dimensions along which all parameters of a set have the same number of slices, and many."""
+        shapes = [self.shape(name) for name in names]
+        return [k for k in range(min(map(len, shapes))) if len({s[k] for s in shapes}) == 1 and shapes[0][k] >= MANY]
+
+    def _parts(self, readings: Sequence[Reading], names: Sequence[str], dim: int | None) -> Parts:
+        key = () if dim is None else (dim,)
+        tables = np.array([[r.tables[name][key].numpy().reshape(4, -1)[:2] for name in names] for r in readings])
+        parts, effects = tables[:, :, 0], np.sqrt(tables[:, :, 1])
+        floor = [0.0 if dim is None else 10 * max(self.floor(r, name) for name in names) for r in readings]
+        return Parts(parts, np.hypot(parts, _LEAST_SHARE * effects), np.array(floor))
 
     def _grow_blocks(self, name: str) -> None:
         """Let only some blocks of a parameter grow, where only some are balanced."""
@@ -320,19 +360,6 @@ def _essential(M: Matrix, indices: Indices) -> Indices:
     part = np.abs(M[:, list(indices)])
     counts = (part > _PART * np.sqrt(np.square(part).sum(1, keepdims=True))).any(0)
     return tuple(i for i, takes_part in zip(indices, counts, strict=True) if takes_part)
-
-
-def cancels(M: Matrix, indices: Indices) -> bool:
-    """Whether each member's part is cancelled by the others, rather than small itself.
-
-    A part is on the average (in the logarithm) 50 times what is left of the sum. In one probe it may happen to
-    be no larger, and parts that do not belong together may happen to cancel.
-    """
-    part, tiny = M[:, list(indices)], np.finfo(np.float64).tiny
-    if not part.any():
-        return False
-    ratio = np.log(np.abs(part) + tiny) - np.log(np.abs(part.sum(1, keepdims=True)) + tiny)
-    return bool((ratio.clip(max=np.log(1e6)).mean(0) > np.log(50)).all())
 
 
 def joined_tables(reading: Reading, names: Sequence[str]) -> dict[Key, Table]:
