@@ -58,10 +58,11 @@ def row_sums(survey: Survey, reading: Reading, finding: Finding) -> tuple[Tensor
 
 @dataclass
 class Findings:
-    """What the probes say about all parameters."""
+    """What the probes say about all parameters; `curved` is balanced, but by a curve for all that is known."""
 
     rows: list[Finding] = field(default_factory=list)
     facts: list[Finding] = field(default_factory=list)
+    curved: list[Finding] = field(default_factory=list)
     no_effect: dict[str, str] = field(default_factory=dict)
     partial: dict[str, str] = field(default_factory=dict)
 
@@ -79,20 +80,33 @@ def judge(survey: Survey) -> Findings:
     single = {name for name in names if name not in together and _judge_single(survey, name, findings)}
     for indices, by_epsilon in joint.items():
         _judge_joint(survey, tuple(names[i] for i in indices), findings, by_epsilon=by_epsilon)
-    for name in names:
-        if is_matrix(survey.shape(name)) and name not in single and name not in together:
+    curved = survey.curved([(name,) for name in names])
+    for name, runs in zip(names, curved, strict=True):
+        if is_matrix(survey.shape(name)) and name not in single and name not in together and not runs:
             _judge_blocks(survey, name, findings)
+    findings.rows, findings.curved = _split(survey, findings.rows)
+    findings.facts, _ = _split(survey, findings.facts)
     return findings
 
 
+def _split(survey: Survey, found: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Findings that a normalization explains, and those that may come from a curve."""
+    curved = survey.curved([finding.names for finding in found])
+    pairs = list(zip(found, curved, strict=True))
+    return [f for f, runs in pairs if not runs], [f for f, runs in pairs if runs]
+
+
 def _judge_effects(survey: Survey, effective: list[str], findings: Findings) -> None:
+    exact = [reading for reading in (survey.own, *survey.near) if reading.noise == survey.own.noise]
     for name in survey.prober.trainable:
-        shape = survey.shape(name)
-        share = max(reading.share(name) for reading in (survey.own, *survey.near) if reading.noise == survey.own.noise)
+        shape, neighbors = survey.shape(name), survey.neighbors(name)
+        share = max(reading.share(name, neighbors) for reading in exact)
         if name not in effective and not survey.prober.parameters[name].is_complex():
-            findings.no_effect[name] = f"effect {share:.1e} of the largest"
+            findings.no_effect[name] = f"effect {share:.1e} of the largest around it"
         elif share < _VANISHING and (not is_matrix(shape) or math.prod(shape) == shape[0]):
-            findings.no_effect[name] = f"effect {share:.1e} of the largest: what a normalization's ε lets through"
+            findings.no_effect[name] = (
+                f"effect {share:.1e} of the largest around it: what a normalization's ε lets through"
+            )
 
 
 def _judge_single(survey: Survey, name: str, findings: Findings) -> bool:

@@ -111,12 +111,14 @@ class Reading:
         """‖∇L‖ of the whole parameter."""
         return math.sqrt(float(self.tables[name][()][2]))
 
-    def share(self, name: str) -> float:
-        """How much outputs depend on a parameter, beside the one that they depend on most.
+    def share(self, name: str, beside: Sequence[str] | None = None) -> float:
+        """How much outputs depend on a parameter, beside the one that they depend on most, or the most of some.
 
         Measured by ‖g ⊙ x‖ and by ‖g‖, because a parameter that is zero has an effect too.
         """
-        return max(self.effect(name) / (self.peak or 1.0), self.slope(name) / (self.steepest or 1.0))
+        peak = self.peak if beside is None else max(map(self.effect, beside))
+        steepest = self.steepest if beside is None else max(map(self.slope, beside))
+        return max(self.effect(name) / (peak or 1.0), self.slope(name) / (steepest or 1.0))
 
 
 class Prober:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from .curves import run_into_curves
 from .defects import GROWTH, MANY, imbalance
 from .graph import Proposals, members, propose
 from .joint import Indices, Matrix, Parts, zero_sums
@@ -22,6 +23,7 @@ _REVIVALS = 2
 _RESERVE = 4
 """Passes that the second growth and the verification need."""
 _LARGER_SETS = 0.03
+_NEIGHBORS = 8
 _PART = 0.01
 _LEAST_SHARE = 0.03
 _SURE = 0.05
@@ -59,6 +61,7 @@ class Survey:
         self._together: set[str] = set()
         self._invariant: dict[str, bool] = {}
         self._revived: Stand | None = None
+        self._used: list[str] | None = None
         self.proposals = Proposals()
         self._seed = 0
 
@@ -183,13 +186,17 @@ class Survey:
         loose = self.prober.precision.loose
         names = self.effective()
         sets = self.vanishing(self.near, [loose] * len(self.near), names)
-        self._together = {names[i] for s in sets for i in s}
+        told = [tuple(names[i] for i in s) for s in sets]
+        self._together = {n for s, runs in zip(told, self.curved(told), strict=True) if not runs for n in s}
         single = [name for name in names if name not in self._together and self._invariant_near(name)]
         # Of a gain or a bias only a fact can be learned: it grows where that is next to certain.
         single = [name for name in single if is_matrix(self.shape(name)) or self._balanced_near(name, _SURE)]
-        self._growing = dict.fromkeys([*single, *self._together], 1.0)
+        # What runs into a curve is no row, and grown it would only change what lies behind.
+        alone = self.curved([(name,) for name in names])
+        curved = {name for name, runs in zip(names, alone, strict=True) if runs}
+        self._growing = dict.fromkeys([*(name for name in single if name not in curved), *self._together], 1.0)
         for name in names:
-            if name not in self._growing and is_matrix(self.shape(name)):
+            if name not in self._growing and name not in curved and is_matrix(self.shape(name)):
                 self._grow_blocks(name)
 
     def _balanced_near(self, name: str, share: float = 1.0) -> bool:
@@ -307,9 +314,32 @@ class Survey:
         return [
             name
             for name in self.prober.trainable
-            if not self.prober.parameters[name].is_complex()
-            and any(reading.share(name) > reading.noise for reading in (self.own, *self.near))
+            if not self.prober.parameters[name].is_complex() and self._speaks(name)
         ]
+
+    def _speaks(self, name: str) -> bool:
+        """Whether a parameter has an effect in some probe, beside all others or at least beside its neighbors.
+
+        Rounding is in proportion to what passes through a place, and in float32 to what passes elsewhere too.
+        """
+        readings = (self.own, *self.near)
+        return any(r.share(name) > r.noise for r in readings) or any(
+            r.share(name, self.neighbors(name)) > r.noise for r in readings if r.noise == self.own.noise
+        )
+
+    def neighbors(self, name: str) -> Sequence[str]:
+        """Parameters that are used shortly before and after one in the forward pass, and itself.
+
+        In a deep model effects may grow by a constant factor from layer to layer, until the last ones are nothing
+        beside the first. Beside its neighbors a parameter keeps its size.
+        """
+        if self._used is None:
+            self._used = self.map.graph.order_of_use() if self.map.graph is not None else []
+            self._used = [n for n in self._used if self.prober.parameters[n].requires_grad]
+        if name not in self._used:
+            return self.prober.trainable
+        place = self._used.index(name)
+        return self._used[max(0, place - _NEIGHBORS) : place + _NEIGHBORS + 1]
 
     def floor(self, reading: Reading, name: str) -> float:
         """The effect below which a row of this parameter says nothing."""
@@ -347,6 +377,15 @@ class Survey:
     def balance(self, reading: Reading, name: str) -> float:
         """Imbalance of the whole parameter in one probe."""
         return float(imbalance(reading.tables[name][()], self.floor(reading, name)))
+
+    def curved(self, sets: Sequence[tuple[str, ...]]) -> list[bool]:
+        """Per set, whether it has a defect and runs into a curve: then ε need not be the reason."""
+        if self.ground is None or self.map.graph is None:
+            return [False] * len(sets)
+        exact, runs = self.ground.reading, run_into_curves(self.map.graph, sets)
+        evidence = [self._evidence(exact, names, self.prober.precision.resolution) for names in sets]
+        defects = [float(imbalance(e.tables[()], e.floor)) > e.tolerance for e in evidence]
+        return [a and b for a, b in zip(runs, defects, strict=True)]
 
     def matrices(self, readings: Sequence[Reading], names: Sequence[str]) -> tuple[Matrix, Matrix]:
         """⟨∇L, x⟩ per probe and parameter, and the size that its sums are measured by."""

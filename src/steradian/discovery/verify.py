@@ -26,6 +26,7 @@ class Verified:
     def __init__(self, findings: Findings) -> None:
         self.rows, self.facts = list(findings.rows), list(findings.facts)
         self.no_effect, self.partial = findings.no_effect, findings.partial
+        self.curved = findings.curved
         self.rejected: list[Finding] = []
         self.reasons: dict[str, str] = {}
 
