@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from ..groups import Spec
+from .align import Alignment, alignments
 from .defects import GROWTH, falls, obeys
 from .joint import Indices, minimal, signed_set_imbalance
 from .layouts import Cut, block_sums, finest, natural, partial_cut, remaining, to_spec
 from .points import is_matrix
 from .probe import Reading
-from .survey import Survey, joined_tables
+from .survey import Survey
 
 __all__ = ["Finding", "Findings", "judge", "row_sums"]
 
@@ -30,6 +31,7 @@ class Finding:
         weights: whether it holds a matrix, and no member acts through another: rows for an optimizer.
         natural: the largest imbalance of a row at ordinary scale.
         remaining: the largest imbalance that growth has left.
+        alignment: how the members lie beside each other, where it is not dimension by dimension.
     """
 
     names: tuple[str, ...]
@@ -38,6 +40,7 @@ class Finding:
     weights: bool
     natural: float
     remaining: float
+    alignment: Alignment | None = None
 
     @property
     def rows(self) -> int:
@@ -48,7 +51,9 @@ class Finding:
 def row_sums(survey: Survey, reading: Reading, finding: Finding) -> tuple[Tensor, float]:
     """The sums of `Table` per row in one probe, and the effect below which they say nothing."""
     floor = max(survey.floor(reading, name) for name in finding.names)
-    tables, cut = joined_tables(reading, finding.names), finding.cuts[0]
+    tables, cut = survey.tables(reading, finding.names, finding.alignment), finding.cuts[0]
+    if finding.alignment is not None:
+        return block_sums(tables, (finding.rows,)).reshape(4, -1), floor
     if sum(blocks > 1 for blocks in cut) > 1:
         # The table of a pair of dimensions is made for grown points only; here one of them has to do.
         widest = max(range(len(cut)), key=lambda i: cut[i])
@@ -145,15 +150,40 @@ def _judge_joint(survey: Survey, names: tuple[str, ...], findings: Findings, *, 
     flat = (*common, sum(map(math.prod, shapes)) // math.prod(common))
     trial = survey.far_trial(*names)
     found = finest(flat, trial)
-    if found is None and not by_epsilon:
+    aligned = _finest_aligned(survey, names)
+    if found is None and aligned is None and not by_epsilon:
         return
     cut = (found or (1,) * len(flat))[:dims]
     cuts = tuple((*cut, *[1] * (len(shape) - dims)) for shape in shapes)
+    layout = to_spec(cut, common) if math.prod(cut) > 1 else "tensor"
     taken = {name for finding in findings.rows for name in finding.names}
     weights = _parallel(survey, names) and any(map(is_matrix, shapes)) and not taken & set(names)
-    layout = to_spec(cut, common) if math.prod(cut) > 1 else "tensor"
     finding = Finding(names, cuts, layout, weights, natural(cut, trial)[1], remaining(cut, trial))
+    if aligned is not None and math.prod(aligned[1][0]) > finding.rows:
+        finding = _aligned_finding(survey, names, *aligned, weights=weights)
     (findings.rows if weights else findings.facts).append(finding)
+
+
+def _finest_aligned(survey: Survey, names: tuple[str, ...]) -> tuple[Alignment, tuple[Cut, ...]] | None:
+    """The way to lay the members beside each other that gives most rows, and the cut of each member."""
+    shapes, best = [survey.shape(name) for name in names], None
+    for alignment in alignments(shapes):
+        size = sum(map(math.prod, shapes)) // alignment.slices
+        found = finest((alignment.slices, size), survey.far_trial(*names, alignment=alignment))
+        cuts = [alignment.cut(found[0], shape) for shape in shapes] if found is not None else [None]
+        known = tuple(cut for cut in cuts if cut is not None)
+        if len(known) == len(shapes) and (best is None or math.prod(known[0]) > math.prod(best[1][0])):
+            best = alignment, known
+    return best
+
+
+def _aligned_finding(
+    survey: Survey, names: tuple[str, ...], alignment: Alignment, cuts: tuple[Cut, ...], *, weights: bool
+) -> Finding:
+    trial, rows = survey.far_trial(*names, alignment=alignment), (math.prod(cuts[0]),)
+    largest = max(range(len(names)), key=lambda i: len(cuts[i]))
+    layout = to_spec(cuts[largest], survey.shape(names[largest]))
+    return Finding(names, cuts, layout, weights, natural(rows, trial)[1], remaining(rows, trial), alignment)
 
 
 def _parallel(survey: Survey, names: tuple[str, ...]) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from .align import Alignment, alignments
 from .curves import run_into_curves
 from .defects import GROWTH, MANY, imbalance
 from .graph import Proposals, members, propose
@@ -247,26 +248,34 @@ class Survey:
             names: the set.
             independent: readings that tell whether parts cancel, if not the same.
         """
-        telling = independent or readings
-        for dim in (None, *self._shared_dims(names)):
-            if self._parts(readings, names, dim).balanced(allowed) and self._parts(telling, names, dim).cancels():
+        telling, shapes = independent or readings, [self.shape(name) for name in names]
+        for alignment in (None, *(a for a in alignments(shapes) if a.slices >= MANY)):
+            here, there = (self._parts(among, names, alignment) for among in (readings, telling))
+            if here is not None and there is not None and here.balanced(allowed) and there.cancels():
                 return True
         return False
 
     def whole_parts(self, readings: Sequence[Reading], names: Sequence[str]) -> Parts:
         """What whole parameters add to the sum of a set."""
-        return self._parts(readings, names, None)
+        parts = self._parts(readings, names, None)
+        assert parts is not None
+        return parts
 
-    def _shared_dims(self, names: Sequence[str]) -> list[int]:
-        """Dimensions along which all parameters of a set have the same number of slices, and many."""
-        shapes = [self.shape(name) for name in names]
-        return [k for k in range(min(map(len, shapes))) if len({s[k] for s in shapes}) == 1 and shapes[0][k] >= MANY]
-
-    def _parts(self, readings: Sequence[Reading], names: Sequence[str], dim: int | None) -> Parts:
-        key = () if dim is None else (dim,)
-        tables = np.array([[r.tables[name][key].numpy().reshape(4, -1)[:2] for name in names] for r in readings])
-        parts, effects = tables[:, :, 0], np.sqrt(tables[:, :, 1])
-        floor = [0.0 if dim is None else 10 * max(self.floor(r, name) for name in names) for r in readings]
+    def _parts(self, readings: Sequence[Reading], names: Sequence[str], alignment: Alignment | None) -> Parts | None:
+        """What each member adds in each slice, or as a whole; None where a probe has no table of the slices."""
+        rows, floor = [], []
+        for reading in readings:
+            of_names = [reading.tables[name] for name in names]
+            tables = [t[()] for t in of_names]
+            if alignment is not None:
+                found = [alignment.table(t, self.shape(name)) for t, name in zip(of_names, names, strict=True)]
+                tables = [t for t in found if t is not None]
+                if len(tables) < len(names):
+                    return None
+            rows.append([t[:2].reshape(2, -1).numpy() for t in tables])
+            floor.append(0.0 if alignment is None else 10 * max(self.floor(reading, name) for name in names))
+        sums = np.array(rows)
+        parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
         return Parts(parts, np.hypot(parts, _LEAST_SHARE * effects), np.array(floor))
 
     def _grow_blocks(self, name: str) -> None:
@@ -349,17 +358,25 @@ class Survey:
         loose = self.prober.precision.loose
         return Trial([self._evidence(reading, (name,), loose) for reading in self.near])
 
-    def far_trial(self, *names: str) -> Trial:
-        """All evidence about a parameter, or about several as one."""
+    def far_trial(self, *names: str, alignment: Alignment | None = None) -> Trial:
+        """All evidence about a parameter, or about several as one, slice beside slice as the alignment says."""
         precision = self.prober.precision
-        near = [self._evidence(reading, names, precision.loose) for reading in self.near]
+        near = [self._evidence(reading, names, precision.loose, alignment) for reading in self.near]
         readings = zip(self.far_readings(), self.far_tolerances(), strict=True)
-        far = [self._evidence(reading, names, tolerance) for reading, tolerance in readings]
+        far = [self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings]
         return Trial(near, far, precision.settled, precision.flat, precision.resolution)
 
-    def _evidence(self, reading: Reading, names: Sequence[str], tolerance: float) -> Evidence:
+    def _evidence(
+        self, reading: Reading, names: Sequence[str], tolerance: float, alignment: Alignment | None = None
+    ) -> Evidence:
         floor = max(self.floor(reading, name) for name in names)
-        return Evidence(joined_tables(reading, names), floor, tolerance)
+        return Evidence(self.tables(reading, names, alignment), floor, tolerance)
+
+    def tables(self, reading: Reading, names: Sequence[str], alignment: Alignment | None) -> dict[Key, Table]:
+        """Tables of several parameters as if they were one."""
+        if alignment is None:
+            return joined_tables(reading, names)
+        return alignment.join([reading.tables[name] for name in names], [self.shape(name) for name in names])
 
     def far_readings(self) -> list[Reading]:
         """At the smaller growth and at the larger."""
