@@ -133,13 +133,18 @@ def _joint_sets(survey: Survey, names: list[str]) -> dict[Indices, bool]:
     readings, allowed = survey.far_readings()[::-1], survey.far_tolerances()[::-1]
     sets, far = survey.vanishing(readings, allowed, names), survey.matrices(readings, names)
     precision, sums = survey.prober.precision, {s: torch.tensor(signed_set_imbalance(*far, s)) for s in sets}
-    falling = [s for s, d in sums.items() if bool(falls(d[-1:].abs(), d[:1].abs(), precision.settled))]
     # The two growths of one point cancel alike, so that one of them speaks for both.
     loose, independent = [precision.loose] * len(survey.near), [*survey.near, readings[0]]
+    # A set that vanishes by chance at one point must not hide the larger one that it is part of.
+    true = [
+        s
+        for s, d in sums.items()
+        if bool(falls(d[-1:].abs(), d[:1].abs(), precision.settled))
+        and survey.vanishes(survey.near, loose, [names[i] for i in s], independent)
+    ]
     return {
         s: len(sums[s]) < len(GROWTH) or bool(obeys(sums[s][-1:], sums[s][:1], precision.resolution))
-        for s in minimal(falling)
-        if survey.vanishes(survey.near, loose, [names[i] for i in s], independent)
+        for s in minimal(true)
     }
 
 

@@ -36,6 +36,8 @@ __all__ = [
 _MOST_NATURAL = 4
 """How many times the tolerance of near probes a typical one of many rows may have, all of which fall as ε's do."""
 
+_LEAST_EFFECT = 0.03
+"""Share of the typical row's effect, below which a row hardly moves the outputs."""
 _MOST_FADED = 0.25
 """Share of the rows that may be left to the others to speak for."""
 
@@ -276,13 +278,18 @@ def natural(cut: Cut, trial: Trial) -> tuple[float, float]:
     cuts = [cut]
     if cut_key(cut) not in trial.near[0].tables:
         cuts = [_cut(len(cut), {i: cut[i]}) for i in cut_key(cut)]
-    defects = [imbalance(block_sums(e.tables, c), e.floor) for c in cuts for e in trial.near]
-    return max(float(d.median()) for d in defects), max(float(d.max()) for d in defects)
+    sums = [(block_sums(e.tables, c), e.floor) for c in cuts for e in trial.near]
+    return max(float(imbalance(*s).median()) for s in sums), max(_worst(*s) for s in sums)
 
 
 def remaining(cut: Cut, trial: Trial) -> float:
     """The largest imbalance of a row that growth has left."""
-    return max(float(imbalance(block_sums(e.tables, cut), e.floor).max()) for e in trial.far[-1:])
+    return max(_worst(block_sums(e.tables, cut), e.floor) for e in trial.far[-1:])
+
+
+def _worst(sums: Tensor, floor: float) -> float:
+    """The largest imbalance; one of a row with next to no effect beside the others does not count for much."""
+    return float(imbalance(sums, floor + _LEAST_EFFECT * float(sums[1].sqrt().median())).max())
 
 
 def _within(cut: Cut, evidence: Evidence, tolerance: float) -> Tensor:
