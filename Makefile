@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo docs test lint unit chromium format bench setup clean
+.PHONY: demo docs test lint unit chromium format bench study setup clean
 
 setup: $(READY)
 
@@ -45,6 +45,9 @@ bench: setup  ## the benchmarks that run on a CPU; each prints a table and write
 	$(BIN)/python benchmarks/image.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/discovery.py
+
+study: setup  ## every table and figure of the write-up, from results/
+	$(BIN)/python -m steradian write-up docs/study.md README.md
 
 clean:
 	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -100,6 +100,7 @@ def make_fleet(
     """Trainings that are captured and have taken their first steps."""
     execution = Execution(compiled=args.compile, fused=None if args.fused else False, together=args.together)
     execution = replace(execution, lanes=args.lanes, captured=None if args.capture else False)
+    execution = replace(execution, joined=None if args.joined else False)
     made = []
     for k in range(count // members):
         method = methods[k % len(methods)]
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-capture", dest="capture", action="store_false")
     parser.add_argument("--no-fused", dest="fused", action="store_false")
+    parser.add_argument("--no-joined", dest="joined", action="store_false", help="cuDNN's convolutions alone")
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the plain loop out")
     parser.add_argument("--option", nargs="*", default=[], help="settings of torch._inductor.config, NAME=1")
     parser.add_argument("--check", action="store_true", help="compare weights instead: results/fleet-check.json")
@@ -242,6 +244,7 @@ def main() -> None:
         "fused": args.fused,
         "together": args.together,
         "lanes": args.lanes,
+        "joined": args.joined,
         "captured": args.capture,
     }
     table = Table("network", "way", "in flight", "members", "ms per run and step", "× plain loop", "setup s")

@@ -10,7 +10,19 @@ import pytest
 from steradian.cli import main
 from steradian.lab.results import Store
 
-COMMANDS = ["demo", "inspect", "train", "reproduce", "table", "figure", "report", "data pack", "data check", "bench"]
+COMMANDS = [
+    "demo",
+    "inspect",
+    "train",
+    "reproduce",
+    "table",
+    "figure",
+    "report",
+    "write-up",
+    "data pack",
+    "data check",
+    "bench",
+]
 
 
 @pytest.fixture
@@ -78,6 +90,9 @@ def test_inspect_prints_the_rows(call):
         ("figure nothing loss -o x.svg", "no results of 'nothing'"),
         ("figure nothing pie -o x.svg", "kind must be one of loss, accuracy"),
         ("figure nothing hypotheses -o x.svg", "nothing to show"),
+        ("reproduce trajectories --methods Adam", "there are no methods to choose"),
+        ("reproduce phenomena --data digits --methods AdamG --epochs 1", "where momentum is a sum of past gradients"),
+        ("write-up nothing.md", "document must be a file"),
         ("data check cifar10 --root nowhere", "root must be a folder"),
         ("bench nothing", "no benchmark 'nothing'"),
     ],
@@ -102,7 +117,7 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     done = call("reproduce", "tables", "--data", "digits", "--epochs", 1, "--seeds", 1, *chosen)
     assert done.code == 0, done.err
     assert "AdamW†" in done.out
-    assert "by one seed, which says nothing" in done.out
+    assert "one seed says nothing" in done.out
     results = Store(tmp_path / "results" / "vgg16-digits.json").results()
     assert {r.config.method for r in results} == {"Adam", "AdamW†"}
     again = call("reproduce", "tables", "--data", "digits", "--epochs", 1, "--seeds", 1, *chosen)
@@ -112,6 +127,22 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     assert (tmp_path / "loss.svg").read_text().startswith("<svg")
     stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)
     assert "The time is over" in stopped.out
+
+
+def test_tracked_trainings_and_the_write_up(call, tmp_path):
+    chosen = ["--data", "digits", "--columns", "VGG16", "--methods", "Adam", "--epochs", 1, "--points", 3]
+    done = call("reproduce", "hypotheses", "--phenomena", *chosen)
+    assert done.code == 0, done.err
+    assert "hypotheses-digits-tracks.parquet" in done.out
+    again = call("reproduce", "tables", *chosen[:-4], "--epochs", 1, "--seeds", 1)
+    assert "1 of 1 trainings were finished before" in again.out  # it is the same training
+    names = ["table vgg16-digits", "hypotheses hypotheses-digits", "phenomena hypotheses-digits"]
+    (tmp_path / "docs.md").write_text("".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in names))
+    done = call("write-up", "docs.md", "--figures", "pictures")
+    assert done.code == 0, done.err
+    assert "Not run" not in (tmp_path / "docs.md").read_text()
+    assert len(list((tmp_path / "pictures").glob("*.svg"))) == 2
+    assert call("figure", "hypotheses-digits", "phenomena", "-o", "p.html").code == 0
 
 
 def test_data_are_packed_and_checked(call):

@@ -177,3 +177,31 @@ ONE = torch.ones(2, 3)
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_sums_stay_where_they_are_and_go_on_from_a_copy():
+    torch.manual_seed(0)
+    history = [(torch.randn(3, 4), torch.randn(3, 4)) for _ in range(6)]
+    whole, first = Memory(), Memory()
+    for x, g in history:
+        whole.update(x, g, beta=0.9)
+    for x, g in history[:3]:
+        first.update(x, g, beta=0.9)
+    kept = {name: tensor.clone() for name, tensor in first.state().items()}
+    where = [tensor.data_ptr() for tensor in first.state().values()]
+    first.update(*history[0], beta=0.5)
+    first.load(kept)
+    fresh, emptied = Memory(), Memory()
+    fresh.load(kept)
+    for x, g in history[3:]:
+        first.update(x, g, beta=0.9)
+        fresh.update(x, g, beta=0.9)
+    emptied.update(*history[1], beta=0.9)
+    emptied.load({})
+    for x, g in history:
+        emptied.update(x, g, beta=0.9)
+    assert [tensor.data_ptr() for tensor in first.state().values()] == where
+    for other in (first, fresh, emptied):
+        for name, tensor in whole.state().items():
+            assert torch.equal(other.state()[name], tensor), name
+    assert Memory().state() == {}

@@ -20,7 +20,8 @@ Spec = str | int | tuple[str | int, ...]
 class Layout:
     """How a tensor is cut into n rows of d numbers, each one radially invariant vector.
 
-    Each dimension i is cut into g_i equal blocks; a row is what lies in one block of every dimension.
+    Each dimension i is cut into g_i equal blocks; a row is what lies in one block of every dimension. A vector is
+    cut along its only dimension into as many rows as there are blocks, so that a bias goes with any weight.
 
     | spec | rows | who has them |
     |---|---|---|
@@ -58,10 +59,16 @@ class Layout:
 
         >>> Layout(4).blocks((8, 3))
         (4, 1)
+        >>> weight, bias = (4, 6, 3, 3), (6,)  # of a transposed convolution
+        >>> Layout(("grid", 1, 2)).blocks(weight), Layout(("grid", 1, 2)).blocks(bias)
+        ((1, 2, 1, 1), (2,))
         """
         spec, shape = self.spec, tuple(shape)
         counts = [1] * len(shape)
-        if isinstance(spec, tuple) and spec[0] == "axis":
+        if isinstance(spec, tuple) and len(shape) == 1:
+            # A vector beside a larger tensor, such as its bias, has an entry for each slice, in the order of the rows.
+            counts[0] = shape[0] if spec[0] == "axis" or -1 in spec else math.prod(int(g) for g in spec[1:])
+        elif isinstance(spec, tuple) and spec[0] == "axis":
             k = int(spec[1])
             if not -len(shape) <= k < len(shape):
                 raise ValueError(f"rows {spec!r} need a dimension {k}, but the tensor has shape {shape}")

@@ -1,6 +1,6 @@
 """The geometric phenomena in Adam (Section 4.1): where c_k comes from, and how large a, b1, b2 and c are in a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,7 +136,8 @@ class Memory:
     the unit sphere, where no radius enters: five tensors of the parameter's size.
 
     Call `update` once per step with the point and gradient that the step starts from. A row that has no
-    direction adds nothing to the sums on the sphere.
+    direction adds nothing to the sums on the sphere. After the first update the sums stay where they are in
+    memory, so that with `check=False` further ones can be captured in a CUDA graph.
 
     Args:
         rows: how the parameter is cut into rows.
@@ -195,7 +196,26 @@ class Memory:
         sums = {name: before[name] * beta + term for name, term in terms.items()}
         if skip is not None:  # x has not moved, so what was transported is still where it was
             sums = {name: torch.where(skip.reshape(()) != 0, before[name], value) for name, value in sums.items()}
-        self._sums, self._r, self._u = sums, r, u
+        if not self._sums:
+            self._sums, self._r, self._u = sums, r, u
+        else:
+            torch._foreach_copy_([*self._sums.values(), self._r, self._u], [*sums.values(), r, u])
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums, and radius and direction of the last update; empty before the first."""
+        return {**self._sums, "r": self._r, "u": self._u} if self._sums else {}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave; where there are sums already, in place."""
+        if self._sums and not state:
+            # As if nothing had been seen: β times 0 is 0, and nothing is transported from the direction 0.
+            torch._foreach_zero_([*self._sums.values(), self._r, self._u])
+        elif self._sums:
+            torch._foreach_copy_(list(self.state().values()), [state[name] for name in self.state()])
+        elif state:
+            self._sums = {name: tensor.clone() for name, tensor in state.items() if name not in ("r", "u")}
+            self._r, self._u = state["r"].clone(), state["u"].clone()
 
     @property
     def c_grad(self) -> Tensor:

@@ -64,6 +64,36 @@ CASES = [
         rows={"conv.weight": ("grid", 1, 2)},
     ),
     case(
+        "transposed_bias_gn",  # the bias goes with dimension 1 of the weight
+        lambda: net(conv=nn.ConvTranspose2d(4, 6, 3), norm=nn.GroupNorm(2, 6), head=_head()),
+        _maps,
+        joint={"conv.weight conv.bias": ("grid", 1, 2)},
+    ),
+    case(
+        "transposed_bias_gn_as_many_inputs",  # shapes alone do not say which dimension the bias goes with
+        lambda: net(conv=nn.ConvTranspose2d(4, 4, 3), norm=nn.GroupNorm(2, 4), head=_head(4)),
+        _maps,
+        joint={"conv.weight conv.bias": ("grid", 1, 2)},
+    ),
+    case(
+        "transposed_relu_bn",
+        lambda: net(conv=nn.ConvTranspose2d(4, 6, 3), act=nn.ReLU(), bn=nn.BatchNorm2d(6), head=_head()),
+        _maps,
+        joint={"conv.weight conv.bias": ("axis", 1)},
+    ),
+    case(
+        "transposed_grouped_relu_bn",
+        lambda: net(conv=nn.ConvTranspose2d(4, 6, 3, groups=2), act=nn.ReLU(), bn=nn.BatchNorm2d(6), head=_head()),
+        _maps,
+        joint={"conv.weight conv.bias": ("grid", 2, -1)},
+    ),
+    case(
+        "transposed_grouped_bias_gn",
+        lambda: net(conv=nn.ConvTranspose2d(4, 8, 3, groups=2), norm=nn.GroupNorm(4, 8), head=_head(8)),
+        _maps,
+        joint={"conv.weight conv.bias": ("grid", 2, 2)},
+    ),
+    case(
         "transposed_convs_added_bn",
         lambda: Custom(
             lambda m, x: m.head(m.bn(m.a(x) + m.b(x.sin()))),
@@ -85,6 +115,18 @@ CASES = [
         ),
         vectors,
         rows={"w": ("axis", 1)},
+    ),
+    case(
+        "product_bias_relu_bn",
+        lambda: Custom(
+            lambda m, x: m.head(m.bn((x @ m.w + m.b).relu()).tanh()),
+            w=parameter(6, 5),
+            b=parameter(5),
+            bn=nn.BatchNorm1d(5),
+            head=nn.Linear(5, 3),
+        ),
+        vectors,
+        joint={"w b": ("axis", 1)},
     ),
     case(
         "einsum_heads_rms_norm",  # w[d, h, k]: a head is a slice of the middle dimension

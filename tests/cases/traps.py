@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cases._case import Custom, case, images, net, parameter, randn, vectors
+from cases._case import Apply, Custom, case, images, net, parameter, randn, vectors
 
 
 class FrozenBatchNorm(nn.BatchNorm2d):
@@ -24,11 +24,11 @@ def _noisy_gain(m: nn.Module, x: Tensor) -> Tensor:
     return m.bn(y * (1 + 0.3 * torch.randn_like(y))).tanh()
 
 
-def _steep(activation: nn.Module) -> nn.Module:
-    """A convolution ten times larger than usual, an activation, BN."""
-    conv = nn.Conv2d(3, 16, 3, bias=False)
+def _steep(activation: nn.Module, norm: nn.Module | None = None, *, bias: bool = False) -> nn.Module:
+    """A convolution ten times larger than usual, an activation, a normalization."""
+    conv = nn.Conv2d(3, 16, 3, bias=bias)
     nn.init.normal_(conv.weight, std=2.0)
-    return net(conv=conv, act=activation, bn=nn.BatchNorm2d(16), tanh=nn.Tanh(), head=nn.Conv2d(16, 2, 1))
+    return net(conv=conv, act=activation, norm=norm or nn.BatchNorm2d(16), tanh=nn.Tanh(), head=nn.Conv2d(16, 2, 1))
 
 
 CASES = [
@@ -65,6 +65,20 @@ CASES = [
     ),
     case("silu_nearly_relu_before_bn", lambda: _steep(nn.SiLU()), images),
     case("hardswish_nearly_relu_before_bn", lambda: _steep(nn.Hardswish()), images),
+    case("gelu_nearly_relu_before_gn", lambda: _steep(nn.GELU(), nn.GroupNorm(4, 16)), images),  # few rows
+    case("mish_nearly_relu_before_gn", lambda: _steep(nn.Mish(), nn.GroupNorm(2, 16), bias=True), images),
+    case("mish_nearly_relu_before_ln", lambda: _steep(nn.Mish(), nn.GroupNorm(1, 16)), images),  # one row
+    case(
+        "written_out_swish_before_ln",
+        lambda: _steep(Apply(lambda x: x * torch.sigmoid(1.7 * x)), nn.GroupNorm(1, 16)),
+        images,
+    ),
+    case(
+        "shifted_squares_before_gn",  # what is added is removed with the mean
+        lambda: _steep(Apply(lambda x: 0.9 * x.relu() ** 2 - 0.4), nn.GroupNorm(4, 16)),
+        images,
+        rows={"conv.weight": 4},
+    ),
     case(
         "frozen_statistics",
         lambda: net(conv=nn.Conv2d(3, 5, 3, bias=False), bn=FrozenBatchNorm(5), act=nn.Tanh(), head=nn.Conv2d(5, 2, 1)),

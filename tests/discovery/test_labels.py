@@ -78,7 +78,7 @@ class Oracle:
         if factor.numel() > 2:
             alone = torch.rand(counts, generator=self.generator) < 0.25
             factor[alone] = 1.0
-        return {name: _spread(factor, self.parameters[name].shape) for name in names}
+        return {name: _spread(_beside(factor, p), p.shape) for name in names for p in [self.parameters[name]]}
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of a random combination of the outputs."""
@@ -95,8 +95,9 @@ class Oracle:
         radial, size = 0.0, 0.0
         for name in names:
             x, g = self.parameters[name].detach(), gradients[name]
-            radial = radial + _rows(g * x, counts).sum(1)
-            size = size + _rows(g, counts).norm(dim=1) * _rows(x, counts).norm(dim=1)
+            cut = counts if x.ndim > 1 else (math.prod(counts),)
+            radial = radial + _rows(g * x, cut).sum(1)
+            size = size + _rows(g, cut).norm(dim=1) * _rows(x, cut).norm(dim=1)
         return bool((radial.abs() <= SAME * size + 1e-12 * size.amax()).all())
 
     def invariant(self, names: Sequence[str], counts: Counts) -> bool:
@@ -117,10 +118,16 @@ class Oracle:
         return {n: (high - low) / 2e-5 for n, (high, low) in ends.items()}
 
     def candidates(self, names: Sequence[str]) -> list[Counts]:
-        """Every way to cut these tensors into equal blocks of the dimensions that they share."""
+        """Every way to cut these tensors into equal blocks of the dimensions that they share.
+
+        A vector beside larger tensors is cut into as many blocks as they are, whichever dimensions those cut.
+        """
         shapes = [tuple(self.parameters[name].shape) for name in names]
-        shared = min(map(len, shapes))
-        return list(itertools.product(*(_divisors(math.gcd(*(s[i] for s in shapes))) for i in range(shared))))
+        larger = [shape for shape in shapes if len(shape) > 1] or shapes
+        shared = min(map(len, larger))
+        cuts = itertools.product(*(_divisors(math.gcd(*(s[i] for s in larger))) for i in range(shared)))
+        vectors = [shape[0] for shape in shapes if len(shape) == 1 and shape not in larger]
+        return [cut for cut in cuts if all(size % math.prod(cut) == 0 for size in vectors)]
 
     def finest(self, names: Sequence[str]) -> tuple[int, list[Counts]]:
         """The largest number of rows that holds, and the ways to cut that have it."""
@@ -163,6 +170,9 @@ def _divisors(n: int) -> list[int]:
 def _counts(spec, shape: Sequence[int]) -> Counts:
     """Blocks along each dimension, from what a layout is said to mean."""
     counts = [1] * len(shape)
+    if len(shape) == 1 and isinstance(spec, tuple):
+        blocks = [g for g in spec[1:] if g != -1]
+        return (shape[0] if spec[0] == "axis" or -1 in spec else math.prod(blocks),)
     match spec:
         case "filter":
             counts[0] = shape[0]
@@ -175,6 +185,11 @@ def _counts(spec, shape: Sequence[int]) -> Counts:
         case ("grid", *blocks):
             counts[: len(blocks)] = [shape[i] if g == -1 else g for i, g in enumerate(blocks)]
     return tuple(counts)
+
+
+def _beside(factor: Tensor, tensor: Tensor) -> Tensor:
+    """The factors of all rows, in order, for a vector; the grid of them for a larger tensor."""
+    return factor.flatten() if tensor.ndim == 1 else factor
 
 
 def _spread(factor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -196,9 +211,11 @@ def _rows(tensor: Tensor, counts: Counts) -> Tensor:
 def _label_counts(oracle: Oracle, names: Sequence[str], spec) -> Counts:
     """The label's blocks on the shared dimensions; the label must say the same for every tensor of the set."""
     shapes = [oracle.parameters[name].shape for name in names]
-    shared = min(map(len, shapes))
-    cuts = {_counts(spec, shape)[:shared] for shape in shapes}
+    larger = [shape for shape in shapes if len(shape) > 1] or shapes
+    shared = min(map(len, larger))
+    cuts = {_counts(spec, shape)[:shared] for shape in larger}
     assert len(cuts) == 1, f"{spec!r} cuts {names} differently"
+    assert len({math.prod(_counts(spec, shape)) for shape in shapes}) == 1, f"{spec!r} cuts {names} differently"
     return cuts.pop()
 
 

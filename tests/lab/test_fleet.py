@@ -396,6 +396,7 @@ def steps(config, data, count, **execution):
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # float32 is meant to be float32 here
 @pytest.mark.parametrize("compiled", [False, True])
 def test_on_a_gpu_a_run_in_a_fleet_is_the_run_alone(exact, compiled):
     data = few("cuda", train=1000, test=100)

@@ -1,23 +1,21 @@
-"""Stores, tables and figures: against scipy's test, by hand, and over rewriting, merging and damage."""
+"""Stores and tables: against scipy's test, by hand, and over rewriting, merging and damage."""
 
 import math
 import threading
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from steradian.lab import paper
-from steradian.lab.charts import Chart, Line, svg
 from steradian.lab.config import Config
-from steradian.lab.figures import FIGURES, hypotheses_figure, trajectories_figure, write_figure
 from steradian.lab.grids import grid_rows, is_grid, search
 from steradian.lab.results import Result, Store
-from steradian.lab.tables import Cell, accuracy_table, student_p, welch_p
+from steradian.lab.tables import Cell, accuracy_columns
 from steradian.lab.training import CURVES
-from steradian.watch.records import Records
+from steradian.lab.welch import student_p
+
+from lab.simulated import column
 
 CONFIG = Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3, epochs=4)
 
@@ -74,37 +72,79 @@ def test_p_values_are_scipys():
         assert math.isclose(student_p(t, freedom), 2 * stats.t.sf(abs(t), freedom), rel_tol=1e-10)
         a, b = random.normal(size=random.integers(2, 7)), random.normal(0.5, 3, size=random.integers(2, 7))
         expected = stats.ttest_ind(a, b, equal_var=False).pvalue
-        assert math.isclose(welch_p(Cell.of(a), Cell.of(b)), expected, rel_tol=1e-9)
-    assert welch_p(Cell.of([1.0]), Cell.of([1.0, 2.0])) is None
-    assert welch_p(Cell.of([1.0, 1.0]), Cell.of([1.0, 1.0])) == 1.0
+        assert math.isclose(Cell.of(a).p(Cell.of(b)), expected, rel_tol=1e-9)
+    assert Cell.of([1.0]).p(Cell.of([1.0, 2.0])) is None
+    assert Cell.of([1.0, 1.0]).p(Cell.of([1.0, 1.0])) == 1.0
+
+
+def test_a_store_adopts_what_other_studies_have_finished(tmp_path):
+    Store(tmp_path / "one.json").add([result(seed=0), result(seed=1, reached=95.0)])
+    (tmp_path / "bench.json").write_text('{"rows": []}')
+    store = Store(tmp_path / "other.json")
+    store.add([result(seed=0, reached=80.0)])
+    keys = [result(seed=seed).config.key for seed in range(3)]
+    assert store.adopt(keys) == [keys[1]]
+    assert {r.config.seed: r.accuracy for r in store.results()} == {0: 80.0, 1: 95.0}
+    assert store.adopt(keys) == []
 
 
 def test_a_table_shows_ours_beside_the_papers_and_says_what_is_noise():
     ours = {"Adam w/o (ab)": (91.9, 92.1, 92.0), "Adam w/o (abc)": (91.8, 92.2, 91.9), "Adam": (90.0, 90.1, 90.2)}
     results = [result(m, seed, value) for m, values in ours.items() for seed, value in enumerate(values)]
     results += [result("SGD-M", 0, 92.5), result("SGD-M", 1, diverged=True)]
-    table = accuracy_table(results)
-    heads, lines = table.rows()
-    assert heads == ["method", "ResNet20 cifar10", "paper"]
+    [column] = accuracy_columns(results)
+    heads, lines = column.rows(seeds=True)
+    assert heads == ["method", "seed 0", "seed 1", "seed 2", "ours", "seeds", "paper", "ours − paper", "that is"]
     cells = {line[0]: line[1:] for line in lines}
-    assert cells["Adam w/o (ab)"] == ["92.00 ± 0.10 (3)", "91.92 ± 0.18"]
-    assert cells["SGD-M"] == ["92.50 (1, 1 diverged)", "92.39"]
-    order, distance, took = table.statements()
-    assert took.endswith("11 trainings took 0.00 hours of x")
+    assert list(cells) == ["SGD-M", "Adam", "Adam w/o (ab)", "Adam w/o (abc)"]
+    p = stats.ttest_ind_from_stats(92.0, 0.1, 3, 91.92, 0.18, 5, equal_var=False).pvalue
+    expected = [
+        "91.90",
+        "92.10",
+        "92.00",
+        "92.00 ± 0.10",
+        "3",
+        "91.92 ± 0.18",
+        "+0.08",
+        f"within the noise, p = {p:.2g}",
+    ]
+    assert cells["Adam w/o (ab)"] == expected
+    assert cells["Adam"][-2] == "−0.88"
+    assert cells["Adam"][-1].startswith("beyond the noise")
+    assert cells["SGD-M"] == ["92.50", "diverged", "", "92.50", "1 (1 diverged)", "92.39 (read-me)", "+0.11", ""]
+    caution, claim, sgd, shrunk, took = column.statements()
+    assert "trained for 4 epochs, the paper's for 405" in caution
+    assert "not run yet: AdamW†, AdamG†, Adam w/o (a)" in caution
+    assert "fewer seeds than the paper's 5: SGD-M 1, Adam 3" in caution
     p = stats.ttest_ind(ours["Adam w/o (ab)"], ours["Adam w/o (abc)"], equal_var=False).pvalue
-    assert f"within the noise of it: Adam w/o (abc) (p = {p:.2g})" in order
-    assert "Adam (p" not in order
-    assert "Adam -0.88" in distance
-    assert "SGD-M +0.11" in distance
-    assert "| Adam | 90.10 ± 0.10 (3) | 90.98 ± 0.06 |" in table.markdown()
+    assert claim.startswith("Adam w/o (ab) has the best mean of the Adam variants, 92.00 ± 0.10; ")
+    assert f"within the noise of it: Adam w/o (abc) (−0.03, p = {p:.2g}); beyond the noise: Adam (−1.90" in claim
+    assert "is first (in the paper's own figures Adam w/o (ab) leads Adam w/o (abc) by 0.11, p = 0.39)" in claim
+    assert sgd == "SGD-M is 0.50 above the best Adam variant, Adam w/o (ab)."
+    assert shrunk.endswith("SGD-M 3, Adam 3, Adam w/o (ab) 3, Adam w/o (abc) 3.")
+    assert took == "11 trainings took 0.00 hours of x."
+    assert "| Adam | 90.10 ± 0.10 | 3 | 90.98 ± 0.06 | −0.88 |" in column.markdown()
 
 
-def test_a_table_does_not_mix_settings_norms_or_fine_tuning():
+def test_a_whole_column_has_nothing_to_mind_and_a_lost_first_place_is_said(tmp_path):
+    [found] = accuracy_columns(column(tmp_path))
+    assert found.caution() == ""
+    assert [len(line) for line in found.rows(seeds=True)[1]] == [11] * 7
+    better = [replace(r, curves=r.curves | {"test_accuracy": [95.0] * 405}) for r in found.results["AdamG†"]]
+    [other] = accuracy_columns([r for m, runs in found.results.items() for r in (better if m == "AdamG†" else runs)])
+    assert other.claim().startswith("AdamG† has the best mean")
+    assert "The paper's best, Adam w/o (ab), is number 2 of 6" in other.claim()
+
+
+def test_a_table_does_not_mix_settings_norms_lengths_or_fine_tuning():
     with pytest.raises(ValueError, match="several settings"):
-        accuracy_table([result(), result(weight_decay=1e-3)])
-    results = [result(), result(norm="bn-no-affine", reached=80.0), result(start="something", reached=1.0)]
-    assert accuracy_table(results).cells[paper.COLUMNS[0]]["Adam"].mean == 90.0
-    assert accuracy_table(results, norm="bn-no-affine").cells[paper.COLUMNS[0]]["Adam"].mean == 80.0
+        accuracy_columns([result(), result(weight_decay=1e-3)])
+    with pytest.raises(ValueError, match="several lengths"):
+        accuracy_columns([result(), result("SGD-M", epochs=5)])
+    results = [result(norm="bn-no-affine", reached=80.0), result(start="something", reached=1.0), result()]
+    made = accuracy_columns(results)
+    assert [(c.norm, c.cells["Adam"].mean) for c in made] == [("bn", 90.0), ("bn-no-affine", 80.0)]
+    assert made[1].name == "ResNet20 BN without affine, CIFAR-10"
 
 
 def test_a_grid_is_searched_by_validation_accuracy_alone():
@@ -129,48 +169,5 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
 
 
 def test_one_seed_says_nothing():
-    table = accuracy_table([result("Adam"), result("AdamW†", reached=91.0)])
-    assert "by one seed, which says nothing" in table.statements()[0]
-
-
-@pytest.mark.parametrize("kind", FIGURES)
-def test_figures_show_every_method_with_its_seeds(tmp_path, kind):
-    results = [result(m, s) for m in ("Adam", "AdamG†") for s in (0, 1)] + [result("SGD-M", diverged=True)]
-    assert len(FIGURES[kind](results)) == 1  # four epochs need no zoom
-    long = [replace(r, curves={name: 5 * values for name, values in r.curves.items()}) for r in results]
-    charts = FIGURES[kind](long)
-    assert [line.name for line in charts[0].lines] == ["Adam (2)", "AdamG† (2)"]
-    assert [chart.x_range is not None for chart in charts] == [False, True]
-    write_figure(charts, tmp_path / "f.svg")
-    write_figure(charts, tmp_path / "f.html")
-    texts = [element.text for element in ET.parse(tmp_path / "f.svg").iter() if element.tag.endswith("text")]
-    assert "AdamG† (2)" in texts
-    assert '"AdamG\\u2020 (2)"' in (tmp_path / "f.html").read_text()
-    with pytest.raises(ValueError, match=r"must end in \.svg or \.html"):
-        write_figure(charts, tmp_path / "f.png")
-    with pytest.raises(ValueError, match="nothing to show"):
-        write_figure([], tmp_path / "f.svg")
-
-
-def test_a_chart_puts_points_where_they_belong():
-    """A rising line: its path goes from the lower left to the upper right of the axes."""
-    drawn = ET.fromstring(svg([Chart("t", "x", "y", [Line("a", [0.0, 1.0, 2.0], [1.0, 10.0, 100.0])], True)]))
-    [path] = [e.get("d") for e in drawn.iter() if e.tag.endswith("path") and e.get("fill") == "none"]
-    points = [tuple(map(float, pair.split())) for pair in path[1:].split("L")]
-    (x0, y0), (x1, y1), (x2, y2) = points
-    assert math.isclose(x1 - x0, x2 - x1, abs_tol=0.2)
-    assert math.isclose(y0 - y1, y1 - y2, abs_tol=0.2)
-    assert y0 > y2
-
-
-def test_figures_of_tracks():
-    records = Records("run")
-    for step in (0, 10):
-        for name in ("a", "b"):
-            records.add(step, name, {"radial": [0.1, -0.2], "velocity": [0.3], "taylor": [0.09]})
-        records.add(step, "AdaGradG: a[3]", {"cosine": [0.99]})
-        records.add(step, "AdaGradG: a", {"cosine": [0.5, 0.6]})
-    first, *_ = hypotheses_figure(records.table())
-    assert first.lines[0].y == [0.2, 0.2]
-    [chart] = trajectories_figure(records.table())
-    assert [(line.name, line.y) for line in chart.lines] == [("AdaGradG", [0.99, 0.99])]
+    [column] = accuracy_columns([result("Adam"), result("AdamW†", reached=91.0)])
+    assert column.claim().endswith("91.00; one seed says nothing about the order.")

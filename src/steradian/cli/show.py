@@ -1,4 +1,4 @@
-"""Commands that show what is stored: table, figure and report."""
+"""Commands that show what is stored: table, figure, report and write-up."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,14 +26,14 @@ def table(
 
     Example: steradian table resnet20-cifar10
     """
-    from steradian.lab.tables import accuracy_table
+    from steradian.lab.tables import accuracy_columns
 
     results = _stored(study, folder)
     if not markdown:
         print_table(results, Console())
         return
-    for norm in dict.fromkeys(result.config.norm for result in results):
-        typer.echo(accuracy_table(results, norm=norm).markdown())
+    for column in accuracy_columns(results):
+        typer.echo(f"{column.name}, {column.epochs} epochs\n\n{column.markdown()}\n")
 
 
 @app.command()
@@ -47,16 +47,18 @@ def figure(
 
     Example: steradian figure resnet20-cifar10 loss --out loss.svg
     """
-    from steradian.lab.figures import FIGURES, TRACK_FIGURES, write_figure
+    from steradian.lab.figures import FIGURES, TRACK_FIGURES
+    from steradian.lab.pictures import write_figure
     from steradian.lab.tracks import Tracks
 
     if kind in FIGURES:
-        charts = FIGURES[kind](_stored(study, folder))
+        drawn = FIGURES[kind](_stored(study, folder))
     elif kind in TRACK_FIGURES:
-        charts = TRACK_FIGURES[kind](Tracks(folder / f"{study}-tracks.parquet").table())
+        tracks = Tracks(folder / f"{study}-tracks.parquet")
+        drawn = TRACK_FIGURES[kind](tracks.table(), tracks.about())
     else:
         raise ValueError(f"kind must be one of {', '.join([*FIGURES, *TRACK_FIGURES])}, got {kind!r}")
-    write_figure(charts, out)
+    write_figure(drawn, out)
     Console().print(f"The figure: {out}", highlight=False, soft_wrap=True)
 
 
@@ -75,10 +77,27 @@ def report(
     Console().print(f"The page: {out}", highlight=False, soft_wrap=True)
 
 
+@app.command("write-up")
+def write_up(
+    documents: Annotated[list[Path], typer.Argument(help="Markdown files with marked regions.")],
+    figures: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("docs/study"),
+    folder: Folder = Path("results"),
+) -> None:
+    """Make the tables and figures of documents anew from results/, between their marks; all else is kept.
+
+    Example: steradian write-up docs/study.md
+    """
+    from steradian.lab import documents as lab_documents
+
+    lab_documents.write_up(documents, results=folder, figures=figures)
+    written = ", ".join(map(str, documents))
+    Console().print(f"Written: {written}; the figures: {figures}", highlight=False, soft_wrap=True)
+
+
 def print_table(results: "Sequence[Result]", console: Console) -> None:
-    """Print one table for each normalization and what its figures say, or the best points of a grid."""
+    """Print one table for each column and what its figures say, or the best points of a grid."""
     from steradian.lab.grids import grid_rows, is_grid
-    from steradian.lab.tables import RULE, accuracy_table
+    from steradian.lab.tables import RULE, accuracy_columns
 
     if is_grid(results):
         heads, lines = grid_rows(results)
@@ -87,15 +106,15 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
             found.add_row(*line)
         console.print(found)
         return
-    for norm in dict.fromkeys(result.config.norm for result in results):
-        made = accuracy_table(results, norm=norm)
-        heads, lines = made.rows()
-        shown = Table(*heads, title=norm)
+    for column in accuracy_columns(results):
+        heads, lines = column.rows(seeds=True)
+        shown = Table(*heads, title=f"{column.name}, {column.epochs} epochs")
         for line in lines:
             shown.add_row(*line)
         console.print(shown)
-        for text in [RULE, *made.statements()]:
+        for text in column.statements():
             console.print(text, highlight=False, soft_wrap=True)
+    console.print(RULE, highlight=False, soft_wrap=True)
 
 
 def _stored(study: str, folder: Path) -> "list[Result]":

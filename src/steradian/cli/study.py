@@ -12,6 +12,7 @@ from steradian.cli.show import print_table
 
 if TYPE_CHECKING:
     from steradian.lab.config import Config
+    from steradian.lab.training import Execution
 
 Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, original archives, or images.")]
@@ -21,6 +22,7 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Compiled = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the networks.")]
 Captured = Annotated[bool | None, typer.Option("--capture/--no-capture", help="Replay steps as CUDA graphs.")]
 Fused = Annotated[bool | None, typer.Option("--fused/--no-fused", help="Take the fused optimizer steps.")]
+_OVER = "The time is over before the end: the same command goes on from here."
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 
 
@@ -49,7 +51,9 @@ def train(
     configs = accuracy_tables(norm=norm, data=data, columns=[model], methods=[method], epochs=epochs, seeds=seeds)
     changes = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if value is not None}
     configs = [replace(config, **changes) for config in configs]  # type: ignore[arg-type]
-    _carry_out(configs, study or f"train-{configs[0].setting}", root=root, device=device)
+    _carry_out(
+        configs, study or f"train-{configs[0].setting}", root=root, device=device, execution=_execution(device, None)
+    )
 
 
 @app.command()
@@ -72,6 +76,9 @@ def reproduce(
     compiled: Compiled = None,
     captured: Captured = None,
     fused: Fused = None,
+    points: Annotated[int | None, typer.Option(min=2, help="Steps that are recorded, where steps are.")] = None,
+    phenomena: Annotated[bool, typer.Option("--phenomena", help="hypotheses: measure (a) to (c) too.")] = False,
+    tuning: Annotated[int, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = 10,
     study: Name = None,
 ) -> None:
     """Carry out the trainings behind a table or a figure of the paper, and show what came out.
@@ -85,24 +92,34 @@ def reproduce(
 
     scale = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
     options = {name: value for name, value in scale.items() if value}
-    if recipe == "trajectories":
-        _trajectories(options, root=root, device=device, seconds=seconds, study=study)
-        return
-    if recipe not in RECIPES:
+    if recipe not in (*RECIPES, "trajectories"):
         raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
+    execution = _execution(device, compiled, captured=captured, fused=fused, members=members)
+    carried: dict[str, Any] = {"device": device, "seconds": seconds, "size": size, "execution": execution}
+    recorded = {"points": points} if points else {}
+    if recipe == "trajectories":
+        _trajectories(options, study, root=root, tuning=tuning, **carried, **recorded)
+        return
     configs = RECIPES[recipe](**options)
     name = study or study_name(recipe, configs)
     if recipe in ("hypotheses", "phenomena"):
-        watched = recipe == "phenomena"
-        _tracked(configs, name, watched=watched, root=root, device=device, seconds=seconds)
+        measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
+        measured = measured if phenomena or recipe == "phenomena" else set()
+        _tracked(configs, name, root=root, phenomena=measured, **carried, **recorded)
     elif engine == "ray":
         _sweep(configs, name, root=root, address=address, size=size)
     elif engine == "local":
-        how = {"compiled": compiled, "captured": captured, "fused": fused, "members": members}
-        limits = {"seconds": seconds, "size": size}
-        _carry_out(configs, name, root=root, device=device, **limits, **how)  # type: ignore[arg-type]
+        _carry_out(configs, name, root=root, **carried)
     else:
         raise ValueError(f"engine must be local or ray, got {engine!r}")
+
+
+def _execution(device: str | None, compiled: bool | None, **how: Any) -> "Execution":
+    """How to train: networks are compiled on a GPU, unless something else is asked for."""
+    from steradian.lab.study import pick_device
+    from steradian.lab.training import Execution
+
+    return Execution(compiled=pick_device(device).type == "cuda" if compiled is None else compiled, **how)
 
 
 def _carry_out(
@@ -111,27 +128,20 @@ def _carry_out(
     *,
     root: Path | None,
     device: str | None,
+    execution: "Execution",
     seconds: float | None = None,
     size: int | None = None,
-    compiled: bool | None = None,
-    captured: bool | None = None,
-    fused: bool | None = None,
-    members: int = 1,
 ) -> None:
     from steradian.lab.progress import watcher_for
     from steradian.lab.study import Study, pick_device
-    from steradian.lab.training import Execution
 
     where, console = pick_device(device), Console()
-    on_gpu = where.type == "cuda"
-    chosen = on_gpu if compiled is None else compiled
-    execution = Execution(compiled=chosen, captured=captured, fused=fused, members=members)
     study = Study(name)
     finished = study.run(
         configs,
         roots=_roots(configs, root),
         device=where,
-        size=size or (None if on_gpu else members),
+        size=size or (None if where.type == "cuda" else execution.members),
         seconds=seconds,
         execution=execution,
         watcher=watcher_for(console),
@@ -140,7 +150,7 @@ def _carry_out(
     print_table([result for result in study.store.results() if result.config.key in keys], console)
     console.print(f"The results: {study.store.path}", highlight=False, soft_wrap=True)
     if not finished:
-        console.print("The time is over before the end: the same command goes on from here.")
+        console.print(_OVER)
 
 
 def _sweep(configs: Sequence["Config"], name: str, *, root: Path | None, address: str | None, size: int | None) -> None:
@@ -152,29 +162,31 @@ def _sweep(configs: Sequence["Config"], name: str, *, root: Path | None, address
     print_table(study.store.results(), console)
 
 
-def _tracked(
-    configs: Sequence["Config"],
-    name: str,
-    *,
-    watched: bool,
-    root: Path | None,
-    device: str | None,
-    seconds: float | None,
-) -> None:
+def _tracked(configs: Sequence["Config"], name: str, *, root: Path | None, **options: Any) -> None:
+    from steradian.lab.progress import watcher_for
+    from steradian.lab.study import RESULTS
     from steradian.lab.tracks import track_study
 
-    roots = _roots(configs, root)
-    done = track_study(configs, name, watched=watched, roots=roots, device=device, seconds=seconds)
-    Console().print(f"The records: {done.path}", highlight=False, soft_wrap=True)
+    console = Console()
+    finished = track_study(configs, name, roots=_roots(configs, root), watcher=watcher_for(console), **options)
+    _recorded(RESULTS / f"{name}-tracks.parquet", finished, console)
 
 
-def _trajectories(
-    options: dict[str, Any], *, root: Path | None, device: str | None, seconds: float | None, study: str | None
-) -> None:
+def _trajectories(options: dict[str, Any], study: str | None, **more: Any) -> None:
+    from steradian.lab.progress import watcher_for
     from steradian.lab.tracks import trajectory_study
 
-    done = trajectory_study(options, study, root=root, device=device, seconds=seconds)
-    Console().print(f"The records: {done.path}", highlight=False, soft_wrap=True)
+    if options.pop("methods", None):
+        raise ValueError("trajectories compare SGD, AdaGradG and AdaGrad: there are no methods to choose")
+    console = Console()
+    tracks, finished = trajectory_study(options, study, watcher=watcher_for(console), **more)
+    _recorded(tracks.path, finished, console)
+
+
+def _recorded(path: Path, finished: bool, console: Console) -> None:
+    console.print(f"The records: {path}", highlight=False, soft_wrap=True)
+    if not finished:
+        console.print(_OVER)
 
 
 def _roots(configs: Sequence["Config"], root: Path | None) -> dict[str, Path]:

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-__all__ = ["GROWTH", "MANY", "falls", "imbalance", "obeys", "signed_imbalance"]
+__all__ = ["GROWTH", "MANY", "fades", "falls", "imbalance", "obeys", "signed_imbalance"]
 
 MANY = 8
 """Rows that must agree to exclude chance."""
 GROWTH = (32.0, 1024.0)
 """Factors by which candidates grow."""
+_PACE = (GROWTH[0] / GROWTH[1]) ** 1.5
 
 
 def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
@@ -24,7 +25,12 @@ def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
     """
     # The median helps a row out whose defect happened to be small before.
     typical = torch.maximum(before, before.median())
-    return after <= torch.clamp(typical * (GROWTH[0] / GROWTH[1]) ** 1.5, min=settled)
+    return after <= torch.clamp(typical * _PACE, min=settled)
+
+
+def fades(before: Tensor, after: Tensor) -> Tensor:
+    """Whether an effect ‖g ⊙ x‖, which growth leaves alone in an invariant row, falls as ε's defect does."""
+    return after <= before * _PACE
 
 
 def obeys(before: Tensor, after: Tensor, resolution: float) -> Tensor:

@@ -91,6 +91,15 @@ class Graph:
         bit = self.names.index(name)
         return next((node for node, leaf in enumerate(self.leaf) if leaf == bit), None)
 
+    def order_of_use(self) -> list[str]:
+        """The parameters that outputs depend on, by their first use in the forward pass."""
+        first = {
+            self.names[leaf]: min(self.sequence[consumer] for consumer in self.consumers[node])
+            for node, leaf in enumerate(self.leaf)
+            if leaf is not None and self.consumers[node]
+        }
+        return sorted(first, key=first.__getitem__)
+
 
 def read_graph(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> Graph:
     """The graph behind some outputs."""

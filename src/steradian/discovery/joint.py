@@ -8,15 +8,17 @@ larger ones among the sets that the graph proposes.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["minimal", "set_imbalance", "signed_set_imbalance", "zero_sums"]
+__all__ = ["Indices", "Matrix", "Parts", "minimal", "set_imbalance", "signed_set_imbalance", "zero_sums"]
 
 Matrix = NDArray[np.float64]
 Indices = tuple[int, ...]
 
+_TELLING = 50.0
 _MOST_FOR_FOUR = 160
 _MOST_FOR_THREE = 400
 _MOST_FOUND = 2000
@@ -44,6 +46,50 @@ def signed_set_imbalance(M: Matrix, sizes: Matrix, indices: Sequence[int]) -> Ma
     size = np.sqrt(np.square(sizes[:, chosen]).sum(1))
     result: Matrix = M[:, chosen].sum(1) / np.where(size > 0, size, 1)
     return result
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the members of one set add to its sum: of the whole tensors, or of each slice that they share.
+
+    Rows of a set that happen to have next to no variance (a unit of ReLU that is hardly ever active) keep a large
+    part of what ε does to them, and in the sum over all rows they drown the others. The slices tell them apart.
+
+    Attributes:
+        parts: ⟨∇L, x_i⟩, probes × members × slices.
+        sizes: what each is measured by, as in `set_imbalance`.
+        floor: per probe, the size up to which a slice says nothing.
+    """
+
+    parts: NDArray[np.float64]
+    sizes: NDArray[np.float64]
+    floor: NDArray[np.float64]
+
+    def balanced(self, allowed: Sequence[float]) -> bool:
+        """Whether a typical slice vanishes in every probe, up to what is allowed there."""
+        speaks, size = self._speaks(), np.sqrt(np.square(self.sizes).sum(1))
+        left = np.abs(self.parts.sum(1)) / np.where(size > 0, size, 1)
+        return all(
+            bool(spoken.any()) and bool(np.median(defects[spoken]) <= tolerance)
+            for defects, spoken, tolerance in zip(left, speaks, allowed, strict=True)
+        )
+
+    def cancels(self) -> bool:
+        """Whether each member's part is cancelled by the others, rather than small itself.
+
+        A part is on the average (in the logarithm) 50 times what is left of the sum. In one probe it may happen to
+        be no larger, and parts that do not belong together may happen to cancel.
+        """
+        tiny, speaks = np.finfo(np.float64).tiny, self._speaks()
+        if not speaks.any() or not self.parts.any():
+            return False
+        ratio = np.log(np.abs(self.parts) + tiny) - np.log(np.abs(self.parts.sum(1, keepdims=True)) + tiny)
+        counted = np.where(speaks[:, None, :], ratio.clip(max=np.log(1e6)), 0).sum((0, 2)) / speaks.sum()
+        return bool((counted > np.log(_TELLING)).all())
+
+    def _speaks(self) -> NDArray[np.bool_]:
+        """Probes × slices."""
+        return np.asarray(np.sqrt(np.square(self.sizes).sum(1)) > self.floor[:, None])
 
 
 def zero_sums(M: Matrix, sizes: Matrix, tolerance: Sequence[float], *, larger: float = 1.0) -> list[Indices]:

@@ -3,17 +3,17 @@
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..groups import Spec
+from .align import Alignment, alignments
 from .defects import GROWTH, falls, obeys
-from .joint import Indices, minimal, set_imbalance, signed_set_imbalance
+from .joint import Indices, minimal, signed_set_imbalance
 from .layouts import Cut, block_sums, finest, natural, partial_cut, remaining, to_spec
 from .points import is_matrix
 from .probe import Reading
-from .survey import Survey, cancels, joined_tables
+from .survey import Survey
 
 __all__ = ["Finding", "Findings", "judge", "row_sums"]
 
@@ -31,6 +31,7 @@ class Finding:
         weights: whether it holds a matrix, and no member acts through another: rows for an optimizer.
         natural: the largest imbalance of a row at ordinary scale.
         remaining: the largest imbalance that growth has left.
+        alignment: how the members lie beside each other, where it is not dimension by dimension.
     """
 
     names: tuple[str, ...]
@@ -39,6 +40,7 @@ class Finding:
     weights: bool
     natural: float
     remaining: float
+    alignment: Alignment | None = None
 
     @property
     def rows(self) -> int:
@@ -49,7 +51,9 @@ class Finding:
 def row_sums(survey: Survey, reading: Reading, finding: Finding) -> tuple[Tensor, float]:
     """The sums of `Table` per row in one probe, and the effect below which they say nothing."""
     floor = max(survey.floor(reading, name) for name in finding.names)
-    tables, cut = joined_tables(reading, finding.names), finding.cuts[0]
+    tables, cut = survey.tables(reading, finding.names, finding.alignment), finding.cuts[0]
+    if finding.alignment is not None:
+        return block_sums(tables, (finding.rows,)).reshape(4, -1), floor
     if sum(blocks > 1 for blocks in cut) > 1:
         # The table of a pair of dimensions is made for grown points only; here one of them has to do.
         widest = max(range(len(cut)), key=lambda i: cut[i])
@@ -59,10 +63,11 @@ def row_sums(survey: Survey, reading: Reading, finding: Finding) -> tuple[Tensor
 
 @dataclass
 class Findings:
-    """What the probes say about all parameters."""
+    """What the probes say about all parameters; `curved` is balanced, but by a curve for all that is known."""
 
     rows: list[Finding] = field(default_factory=list)
     facts: list[Finding] = field(default_factory=list)
+    curved: list[Finding] = field(default_factory=list)
     no_effect: dict[str, str] = field(default_factory=dict)
     partial: dict[str, str] = field(default_factory=dict)
 
@@ -80,20 +85,33 @@ def judge(survey: Survey) -> Findings:
     single = {name for name in names if name not in together and _judge_single(survey, name, findings)}
     for indices, by_epsilon in joint.items():
         _judge_joint(survey, tuple(names[i] for i in indices), findings, by_epsilon=by_epsilon)
-    for name in names:
-        if is_matrix(survey.shape(name)) and name not in single and name not in together:
+    curved = survey.curved([(name,) for name in names])
+    for name, runs in zip(names, curved, strict=True):
+        if is_matrix(survey.shape(name)) and name not in single and name not in together and not runs:
             _judge_blocks(survey, name, findings)
+    findings.rows, findings.curved = _split(survey, findings.rows)
+    findings.facts, _ = _split(survey, findings.facts)
     return findings
 
 
+def _split(survey: Survey, found: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Findings that a normalization explains, and those that may come from a curve."""
+    curved = survey.curved([finding.names for finding in found])
+    pairs = list(zip(found, curved, strict=True))
+    return [f for f, runs in pairs if not runs], [f for f, runs in pairs if runs]
+
+
 def _judge_effects(survey: Survey, effective: list[str], findings: Findings) -> None:
+    exact = [reading for reading in (survey.own, *survey.near) if reading.noise == survey.own.noise]
     for name in survey.prober.trainable:
-        shape = survey.shape(name)
-        share = max(reading.share(name) for reading in (survey.own, *survey.near) if reading.noise == survey.own.noise)
+        shape, neighbors = survey.shape(name), survey.neighbors(name)
+        share = max(reading.share(name, neighbors) for reading in exact)
         if name not in effective and not survey.prober.parameters[name].is_complex():
-            findings.no_effect[name] = f"effect {share:.1e} of the largest"
+            findings.no_effect[name] = f"effect {share:.1e} of the largest around it"
         elif share < _VANISHING and (not is_matrix(shape) or math.prod(shape) == shape[0]):
-            findings.no_effect[name] = f"effect {share:.1e} of the largest: what a normalization's ε lets through"
+            findings.no_effect[name] = (
+                f"effect {share:.1e} of the largest around it: what a normalization's ε lets through"
+            )
 
 
 def _judge_single(survey: Survey, name: str, findings: Findings) -> bool:
@@ -113,16 +131,20 @@ def _joint_sets(survey: Survey, names: list[str]) -> dict[Indices, bool]:
     """Minimal sets whose sums vanish in every probe and fall, and whether the sum alone tells that ε is the cause."""
     # The last probe goes first: it is the most telling one to sort sums by.
     readings, allowed = survey.far_readings()[::-1], survey.far_tolerances()[::-1]
-    sets = survey.vanishing(readings, allowed, names)
-    near, far = survey.matrices(survey.near, names), survey.matrices(readings, names)
-    # The two growths of one point cancel alike, so that one of them speaks for both.
-    loose, independent = survey.prober.precision.loose, np.concatenate([near[0], far[0][:1]])
+    sets, far = survey.vanishing(readings, allowed, names), survey.matrices(readings, names)
     precision, sums = survey.prober.precision, {s: torch.tensor(signed_set_imbalance(*far, s)) for s in sets}
-    falling = [s for s, d in sums.items() if bool(falls(d[-1:].abs(), d[:1].abs(), precision.settled))]
+    # The two growths of one point cancel alike, so that one of them speaks for both.
+    loose, independent = [precision.loose] * len(survey.near), [*survey.near, readings[0]]
+    # A set that vanishes by chance at one point must not hide the larger one that it is part of.
+    true = [
+        s
+        for s, d in sums.items()
+        if bool(falls(d[-1:].abs(), d[:1].abs(), precision.settled))
+        and survey.vanishes(survey.near, loose, [names[i] for i in s], independent)
+    ]
     return {
         s: len(sums[s]) < len(GROWTH) or bool(obeys(sums[s][-1:], sums[s][:1], precision.resolution))
-        for s in minimal(falling)
-        if bool((set_imbalance(*near, s) <= loose).all()) and cancels(independent, s)
+        for s in minimal(true)
     }
 
 
@@ -133,15 +155,40 @@ def _judge_joint(survey: Survey, names: tuple[str, ...], findings: Findings, *, 
     flat = (*common, sum(map(math.prod, shapes)) // math.prod(common))
     trial = survey.far_trial(*names)
     found = finest(flat, trial)
-    if found is None and not by_epsilon:
+    aligned = _finest_aligned(survey, names)
+    if found is None and aligned is None and not by_epsilon:
         return
     cut = (found or (1,) * len(flat))[:dims]
     cuts = tuple((*cut, *[1] * (len(shape) - dims)) for shape in shapes)
+    layout = to_spec(cut, common) if math.prod(cut) > 1 else "tensor"
     taken = {name for finding in findings.rows for name in finding.names}
     weights = _parallel(survey, names) and any(map(is_matrix, shapes)) and not taken & set(names)
-    layout = to_spec(cut, common) if math.prod(cut) > 1 else "tensor"
     finding = Finding(names, cuts, layout, weights, natural(cut, trial)[1], remaining(cut, trial))
+    if aligned is not None and math.prod(aligned[1][0]) > finding.rows:
+        finding = _aligned_finding(survey, names, *aligned, weights=weights)
     (findings.rows if weights else findings.facts).append(finding)
+
+
+def _finest_aligned(survey: Survey, names: tuple[str, ...]) -> tuple[Alignment, tuple[Cut, ...]] | None:
+    """The way to lay the members beside each other that gives most rows, and the cut of each member."""
+    shapes, best = [survey.shape(name) for name in names], None
+    for alignment in alignments(shapes):
+        size = sum(map(math.prod, shapes)) // alignment.slices
+        found = finest((alignment.slices, size), survey.far_trial(*names, alignment=alignment))
+        cuts = [alignment.cut(found[0], shape) for shape in shapes] if found is not None else [None]
+        known = tuple(cut for cut in cuts if cut is not None)
+        if len(known) == len(shapes) and (best is None or math.prod(known[0]) > math.prod(best[1][0])):
+            best = alignment, known
+    return best
+
+
+def _aligned_finding(
+    survey: Survey, names: tuple[str, ...], alignment: Alignment, cuts: tuple[Cut, ...], *, weights: bool
+) -> Finding:
+    trial, rows = survey.far_trial(*names, alignment=alignment), (math.prod(cuts[0]),)
+    largest = max(range(len(names)), key=lambda i: len(cuts[i]))
+    layout = to_spec(cuts[largest], survey.shape(names[largest]))
+    return Finding(names, cuts, layout, weights, natural(rows, trial)[1], remaining(rows, trial), alignment)
 
 
 def _parallel(survey: Survey, names: tuple[str, ...]) -> bool:

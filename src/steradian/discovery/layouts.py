@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..groups import Spec
-from .defects import MANY, falls, imbalance, obeys, signed_imbalance
+from .defects import MANY, fades, falls, imbalance, obeys, signed_imbalance
 from .tables import Key, Table
 
 __all__ = [
@@ -35,6 +35,11 @@ __all__ = [
 
 _MOST_NATURAL = 4
 """How many times the tolerance of near probes a typical one of many rows may have, all of which fall as ε's do."""
+
+_LEAST_EFFECT = 0.03
+"""Share of the typical row's effect, below which a row hardly moves the outputs."""
+_MOST_FADED = 0.25
+"""Share of the rows that may be left to the others to speak for."""
 
 Cut = tuple[int, ...]
 """Number of blocks along each dimension."""
@@ -229,7 +234,7 @@ def _balanced(cut: Cut, trial: Trial) -> Tensor:
     before, after = (signed_imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far)
     # What is settled at both growths needs no explanation: a row of little effect has rounding of its own.
     settled = torch.maximum(before.abs(), after.abs()) <= trial.settled
-    return good & (settled | obeys(before, after, trial.resolution) | _still(cut, trial))
+    return good & (settled | obeys(before, after, trial.resolution) | _still(cut, trial) | _faded(cut, trial))
 
 
 def _small(cut: Cut, trial: Trial) -> Tensor:
@@ -239,7 +244,7 @@ def _small(cut: Cut, trial: Trial) -> Tensor:
     far = [imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far]
     good = torch.stack([d <= e.tolerance for d, e in zip(far, trial.far, strict=True)]).all(0)
     good &= falls(far[0], far[-1], trial.settled)
-    return good if bool(good.all()) else good | _still(cut, trial)
+    return good if bool(good.all()) else good | _still(cut, trial) | _faded(cut, trial)
 
 
 def _still(cut: Cut, trial: Trial) -> Tensor:
@@ -251,6 +256,20 @@ def _still(cut: Cut, trial: Trial) -> Tensor:
     return within & (after > before / 4)
 
 
+def _faded(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks among others whose whole effect falls as ε does, and which are balanced in most probes at ordinary scale.
+
+    A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: at that
+    point they act through ε alone, and what is left of their effect has no reason to be balanced.
+    """
+    before, after = (block_sums(trial.far[i].tables, cut)[1].sqrt() for i in (0, -1))
+    faded = fades(before, after)
+    if cut_key(cut) not in trial.near[0].tables or bool(faded.double().mean() > _MOST_FADED):
+        return torch.zeros_like(faded)
+    balanced = torch.stack([_within(cut, e, e.tolerance) for e in trial.near])
+    return faded & (balanced.double().mean(0) > 0.5)
+
+
 def natural(cut: Cut, trial: Trial) -> tuple[float, float]:
     """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there.
 
@@ -259,13 +278,18 @@ def natural(cut: Cut, trial: Trial) -> tuple[float, float]:
     cuts = [cut]
     if cut_key(cut) not in trial.near[0].tables:
         cuts = [_cut(len(cut), {i: cut[i]}) for i in cut_key(cut)]
-    defects = [imbalance(block_sums(e.tables, c), e.floor) for c in cuts for e in trial.near]
-    return max(float(d.median()) for d in defects), max(float(d.max()) for d in defects)
+    sums = [(block_sums(e.tables, c), e.floor) for c in cuts for e in trial.near]
+    return max(float(imbalance(*s).median()) for s in sums), max(_worst(*s) for s in sums)
 
 
 def remaining(cut: Cut, trial: Trial) -> float:
     """The largest imbalance of a row that growth has left."""
-    return max(float(imbalance(block_sums(e.tables, cut), e.floor).max()) for e in trial.far[-1:])
+    return max(_worst(block_sums(e.tables, cut), e.floor) for e in trial.far[-1:])
+
+
+def _worst(sums: Tensor, floor: float) -> float:
+    """The largest imbalance; one of a row with next to no effect beside the others does not count for much."""
+    return float(imbalance(sums, floor + _LEAST_EFFECT * float(sums[1].sqrt().median())).max())
 
 
 def _within(cut: Cut, evidence: Evidence, tolerance: float) -> Tensor:

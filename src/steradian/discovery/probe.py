@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .align import pairs_to_align
 from .graph import graph_nodes
 from .points import Noise, Point
 from .sandbox import Leaves, as_dtype, make_leaves, quiet, swapped, unwrap
@@ -111,12 +112,14 @@ class Reading:
         """‖∇L‖ of the whole parameter."""
         return math.sqrt(float(self.tables[name][()][2]))
 
-    def share(self, name: str) -> float:
-        """How much outputs depend on a parameter, beside the one that they depend on most.
+    def share(self, name: str, beside: Sequence[str] | None = None) -> float:
+        """How much outputs depend on a parameter, beside the one that they depend on most, or the most of some.
 
         Measured by ‖g ⊙ x‖ and by ‖g‖, because a parameter that is zero has an effect too.
         """
-        return max(self.effect(name) / (self.peak or 1.0), self.slope(name) / (self.steepest or 1.0))
+        peak = self.peak if beside is None else max(map(self.effect, beside))
+        steepest = self.steepest if beside is None else max(map(self.slope, beside))
+        return max(self.effect(name) / (peak or 1.0), self.slope(name) / (steepest or 1.0))
 
 
 class Prober:
@@ -133,6 +136,7 @@ class Prober:
         self.parameters = dict(model.named_parameters())
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad]
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self._aligning = pairs_to_align({name: self.shapes[name] for name in self.trainable})
         self.training = training
         self.forwards = self.backwards = 0
         self._args, self._kwargs = args, kwargs
@@ -237,7 +241,8 @@ class Prober:
             leaf = leaves[name]
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             grad = grad.to_dense() if grad.is_sparse else grad
-            reading.tables[name] = tabulate(grad, leaf.detach(), pairs.get(name, ()))
+            keys = dict.fromkeys([*self._aligning.get(name, ()), *pairs.get(name, ())])
+            reading.tables[name] = tabulate(grad, leaf.detach(), list(keys))
             leaf.grad = None
         reading.tables = to_host(reading.tables)
         reading.peak = max((reading.effect(name) for name in self.trainable), default=0.0)

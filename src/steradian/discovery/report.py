@@ -73,6 +73,8 @@ def _details(survey: Survey, verified: Verified, name: str) -> str:
         return verified.no_effect[name]
     if any(name in finding.names for finding in verified.rejected):
         return "⟨∇L, x⟩ vanishes, but the outputs moved when the rows were scaled, so nothing is proved"
+    if any(name in finding.names for finding in verified.curved):
+        return "⟨∇L, x⟩ nearly vanishes, but through a curved activation: no normalization explains it"
     near = max(survey.balance(reading, name) for reading in survey.near)
     text = f"|Σ g·x| / √Σ(g·x)² of the whole tensor up to {near:.1e} at random points"
     if survey.far and survey.grew(name):
@@ -100,5 +102,5 @@ def _notes(survey: Survey, verified: Verified) -> list[str]:
         notes.append("the model does not run in float64, so it was probed in its own types with wider tolerances")
     if not survey.far:
         notes.append("the model gave no finite result with grown parameters, so nothing is proved")
-    rejected = [", ".join(finding.names) for finding in verified.rejected]
+    rejected = [", ".join(finding.names) for finding in (*verified.rejected, *verified.curved)]
     return [*notes, *(f"balanced but not proved, left to the rest: {names}" for names in rejected)]

@@ -6,22 +6,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .defects import GROWTH, imbalance
+from .align import Alignment, alignments
+from .curves import run_into_curves
+from .defects import GROWTH, MANY, imbalance
 from .graph import Proposals, members, propose
-from .joint import Indices, Matrix, set_imbalance, zero_sums
+from .joint import Indices, Matrix, Parts, zero_sums
 from .layouts import Evidence, Trial, pair_keys, partial_cut, slices_balanced
 from .points import Point, is_matrix
 from .probe import Prober, Reading
 from .structure import Trace
 from .tables import Key, Table
 
-__all__ = ["Stand", "Survey", "cancels", "joined_tables"]
+__all__ = ["Stand", "Survey", "joined_tables"]
 
 _NEAR = 3
 _REVIVALS = 2
 _RESERVE = 4
 """Passes that the second growth and the verification need."""
 _LARGER_SETS = 0.03
+_NEIGHBORS = 8
 _PART = 0.01
 _LEAST_SHARE = 0.03
 _SURE = 0.05
@@ -59,6 +62,7 @@ class Survey:
         self._together: set[str] = set()
         self._invariant: dict[str, bool] = {}
         self._revived: Stand | None = None
+        self._used: list[str] | None = None
         self.proposals = Proposals()
         self._seed = 0
 
@@ -183,13 +187,17 @@ class Survey:
         loose = self.prober.precision.loose
         names = self.effective()
         sets = self.vanishing(self.near, [loose] * len(self.near), names)
-        self._together = {names[i] for s in sets for i in s}
+        told = [tuple(names[i] for i in s) for s in sets]
+        self._together = {n for s, runs in zip(told, self.curved(told), strict=True) if not runs for n in s}
         single = [name for name in names if name not in self._together and self._invariant_near(name)]
         # Of a gain or a bias only a fact can be learned: it grows where that is next to certain.
         single = [name for name in single if is_matrix(self.shape(name)) or self._balanced_near(name, _SURE)]
-        self._growing = dict.fromkeys([*single, *self._together], 1.0)
+        # What runs into a curve is no row, and grown it would only change what lies behind.
+        alone = self.curved([(name,) for name in names])
+        curved = {name for name, runs in zip(names, alone, strict=True) if runs}
+        self._growing = dict.fromkeys([*(name for name in single if name not in curved), *self._together], 1.0)
         for name in names:
-            if name not in self._growing and is_matrix(self.shape(name)):
+            if name not in self._growing and name not in curved and is_matrix(self.shape(name)):
                 self._grow_blocks(name)
 
     def _balanced_near(self, name: str, share: float = 1.0) -> bool:
@@ -212,15 +220,63 @@ class Survey:
         weight nearly is. Other sets are sought among the unbalanced.
         """
         M, sizes = self.matrices(readings, names)
-        found: list[Indices] = []
+        found: set[Indices] = set()
         for proposed in self._proposed(names):
             for indices in (_essential(M, proposed), proposed):
-                if len(indices) > 1 and bool((set_imbalance(M, sizes, indices) <= allowed).all()):
-                    found.append(indices)
+                if len(indices) > 1 and self.vanishes(readings, allowed, [names[i] for i in indices]):
+                    found.add(indices)
                     break
         place = [i for i, name in enumerate(names) if not self._invariant_near(name)]
-        sought = zero_sums(M[:, place], sizes[:, place], allowed, larger=_LARGER_SETS)
-        return [s for s in {*found, *(tuple(place[i] for i in s) for s in sought)} if cancels(M, s)]
+        for s in zero_sums(M[:, place], sizes[:, place], allowed, larger=_LARGER_SETS):
+            indices = tuple(place[i] for i in s)
+            if self.whole_parts(readings, [names[i] for i in indices]).cancels():
+                found.add(indices)
+        return list(found)
+
+    def vanishes(
+        self,
+        readings: Sequence[Reading],
+        allowed: Sequence[float],
+        names: Sequence[str],
+        independent: Sequence[Reading] | None = None,
+    ) -> bool:
+        """Whether the sum of a set vanishes because its parts cancel: as a whole, or in a typical shared slice.
+
+        Args:
+            readings: where it must vanish.
+            allowed: up to what, per reading.
+            names: the set.
+            independent: readings that tell whether parts cancel, if not the same.
+        """
+        telling, shapes = independent or readings, [self.shape(name) for name in names]
+        for alignment in (None, *(a for a in alignments(shapes) if a.slices >= MANY)):
+            here, there = (self._parts(among, names, alignment) for among in (readings, telling))
+            if here is not None and there is not None and here.balanced(allowed) and there.cancels():
+                return True
+        return False
+
+    def whole_parts(self, readings: Sequence[Reading], names: Sequence[str]) -> Parts:
+        """What whole parameters add to the sum of a set."""
+        parts = self._parts(readings, names, None)
+        assert parts is not None
+        return parts
+
+    def _parts(self, readings: Sequence[Reading], names: Sequence[str], alignment: Alignment | None) -> Parts | None:
+        """What each member adds in each slice, or as a whole; None where a probe has no table of the slices."""
+        rows, floor = [], []
+        for reading in readings:
+            of_names = [reading.tables[name] for name in names]
+            tables = [t[()] for t in of_names]
+            if alignment is not None:
+                found = [alignment.table(t, self.shape(name)) for t, name in zip(of_names, names, strict=True)]
+                tables = [t for t in found if t is not None]
+                if len(tables) < len(names):
+                    return None
+            rows.append([t[:2].reshape(2, -1).numpy() for t in tables])
+            floor.append(0.0 if alignment is None else 10 * max(self.floor(reading, name) for name in names))
+        sums = np.array(rows)
+        parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
+        return Parts(parts, np.hypot(parts, _LEAST_SHARE * effects), np.array(floor))
 
     def _grow_blocks(self, name: str) -> None:
         """Let only some blocks of a parameter grow, where only some are balanced."""
@@ -267,9 +323,32 @@ class Survey:
         return [
             name
             for name in self.prober.trainable
-            if not self.prober.parameters[name].is_complex()
-            and any(reading.share(name) > reading.noise for reading in (self.own, *self.near))
+            if not self.prober.parameters[name].is_complex() and self._speaks(name)
         ]
+
+    def _speaks(self, name: str) -> bool:
+        """Whether a parameter has an effect in some probe, beside all others or at least beside its neighbors.
+
+        Rounding is in proportion to what passes through a place, and in float32 to what passes elsewhere too.
+        """
+        readings = (self.own, *self.near)
+        return any(r.share(name) > r.noise for r in readings) or any(
+            r.share(name, self.neighbors(name)) > r.noise for r in readings if r.noise == self.own.noise
+        )
+
+    def neighbors(self, name: str) -> Sequence[str]:
+        """Parameters that are used shortly before and after one in the forward pass, and itself.
+
+        In a deep model effects may grow by a constant factor from layer to layer, until the last ones are nothing
+        beside the first. Beside its neighbors a parameter keeps its size.
+        """
+        if self._used is None:
+            self._used = self.map.graph.order_of_use() if self.map.graph is not None else []
+            self._used = [n for n in self._used if self.prober.parameters[n].requires_grad]
+        if name not in self._used:
+            return self.prober.trainable
+        place = self._used.index(name)
+        return self._used[max(0, place - _NEIGHBORS) : place + _NEIGHBORS + 1]
 
     def floor(self, reading: Reading, name: str) -> float:
         """The effect below which a row of this parameter says nothing."""
@@ -279,17 +358,25 @@ class Survey:
         loose = self.prober.precision.loose
         return Trial([self._evidence(reading, (name,), loose) for reading in self.near])
 
-    def far_trial(self, *names: str) -> Trial:
-        """All evidence about a parameter, or about several as one."""
+    def far_trial(self, *names: str, alignment: Alignment | None = None) -> Trial:
+        """All evidence about a parameter, or about several as one, slice beside slice as the alignment says."""
         precision = self.prober.precision
-        near = [self._evidence(reading, names, precision.loose) for reading in self.near]
+        near = [self._evidence(reading, names, precision.loose, alignment) for reading in self.near]
         readings = zip(self.far_readings(), self.far_tolerances(), strict=True)
-        far = [self._evidence(reading, names, tolerance) for reading, tolerance in readings]
+        far = [self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings]
         return Trial(near, far, precision.settled, precision.flat, precision.resolution)
 
-    def _evidence(self, reading: Reading, names: Sequence[str], tolerance: float) -> Evidence:
+    def _evidence(
+        self, reading: Reading, names: Sequence[str], tolerance: float, alignment: Alignment | None = None
+    ) -> Evidence:
         floor = max(self.floor(reading, name) for name in names)
-        return Evidence(joined_tables(reading, names), floor, tolerance)
+        return Evidence(self.tables(reading, names, alignment), floor, tolerance)
+
+    def tables(self, reading: Reading, names: Sequence[str], alignment: Alignment | None) -> dict[Key, Table]:
+        """Tables of several parameters as if they were one."""
+        if alignment is None:
+            return joined_tables(reading, names)
+        return alignment.join([reading.tables[name] for name in names], [self.shape(name) for name in names])
 
     def far_readings(self) -> list[Reading]:
         """At the smaller growth and at the larger."""
@@ -308,6 +395,15 @@ class Survey:
         """Imbalance of the whole parameter in one probe."""
         return float(imbalance(reading.tables[name][()], self.floor(reading, name)))
 
+    def curved(self, sets: Sequence[tuple[str, ...]]) -> list[bool]:
+        """Per set, whether it has a defect and runs into a curve: then ε need not be the reason."""
+        if self.ground is None or self.map.graph is None:
+            return [False] * len(sets)
+        exact, runs = self.ground.reading, run_into_curves(self.map.graph, sets)
+        evidence = [self._evidence(exact, names, self.prober.precision.resolution) for names in sets]
+        defects = [float(imbalance(e.tables[()], e.floor)) > e.tolerance for e in evidence]
+        return [a and b for a, b in zip(runs, defects, strict=True)]
+
     def matrices(self, readings: Sequence[Reading], names: Sequence[str]) -> tuple[Matrix, Matrix]:
         """⟨∇L, x⟩ per probe and parameter, and the size that its sums are measured by."""
         M = np.array([[r.radial(name) for name in names] for r in readings]).reshape(-1, len(names))
@@ -320,19 +416,6 @@ def _essential(M: Matrix, indices: Indices) -> Indices:
     part = np.abs(M[:, list(indices)])
     counts = (part > _PART * np.sqrt(np.square(part).sum(1, keepdims=True))).any(0)
     return tuple(i for i, takes_part in zip(indices, counts, strict=True) if takes_part)
-
-
-def cancels(M: Matrix, indices: Indices) -> bool:
-    """Whether each member's part is cancelled by the others, rather than small itself.
-
-    A part is on the average (in the logarithm) 50 times what is left of the sum. In one probe it may happen to
-    be no larger, and parts that do not belong together may happen to cancel.
-    """
-    part, tiny = M[:, list(indices)], np.finfo(np.float64).tiny
-    if not part.any():
-        return False
-    ratio = np.log(np.abs(part) + tiny) - np.log(np.abs(part.sum(1, keepdims=True)) + tiny)
-    return bool((ratio.clip(max=np.log(1e6)).mean(0) > np.log(50)).all())
 
 
 def joined_tables(reading: Reading, names: Sequence[str]) -> dict[Key, Table]:

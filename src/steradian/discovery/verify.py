@@ -26,6 +26,7 @@ class Verified:
     def __init__(self, findings: Findings) -> None:
         self.rows, self.facts = list(findings.rows), list(findings.facts)
         self.no_effect, self.partial = findings.no_effect, findings.partial
+        self.curved = findings.curved
         self.rejected: list[Finding] = []
         self.reasons: dict[str, str] = {}
 
@@ -34,14 +35,15 @@ def verify(prober: Prober, survey: Survey, findings: Findings) -> Verified:
     """Scale what was found and keep what leaves the outputs alone.
 
     Rows are scaled at a point of ordinary scale, where nothing is saturated, and then, together with the facts,
-    at the grown one, where ε has no weight.
+    at the grown one, where ε has no weight. In a deep model with wild gradients ε alone moves the outputs at
+    ordinary scale as far as anything could; then a grown point must do.
     """
     verified = Verified(findings)
     if not survey.far:
         return verified
     checker = _Checker(prober, survey, verified)
-    ground, far = survey.ground or survey.far[0], survey.far[-1]
-    verified.rows = checker.passing(verified.rows, (), ground)
+    far = survey.far[-1]
+    verified.rows = checker.passing(verified.rows, (), checker.calmest(verified.rows))
     if verified.facts:
         verified.facts = checker.passing(verified.facts, tuple(verified.rows), far)
     elif prober.left:
@@ -54,6 +56,11 @@ class _Checker:
         self.prober, self.survey, self.verified = prober, survey, verified
         self._draw = 0
         self._absorbers = Absorbers()
+
+    def calmest(self, tested: list[Finding]) -> Stand:
+        """The first point, from ordinary scale on, where ε does not drown what scaling a row does."""
+        stands = [*([self.survey.ground] if self.survey.ground else []), *self.survey.far]
+        return next((stand for stand in stands if self._predicted(tested, stand) <= _MOST_PREDICTED), stands[-1])
 
     def passing(self, tested: list[Finding], known: tuple[Finding, ...], stand: Stand) -> list[Finding]:
         """The findings that hold; on a failure, halves are tried while the budget lasts."""
@@ -81,7 +88,7 @@ class _Checker:
             raise
         except Exception:  # a point that the model does not bear proves nothing
             return False
-        same = self._tolerance(scaled, grown=grown)
+        same = self._tolerance(scaled, stand)
         if _difference(stand.reading.outputs, reading.outputs) > same:
             return False
         self._absorbers.compare(stand.trace, trace, same=10 * self.prober.precision.same)
@@ -90,22 +97,24 @@ class _Checker:
                 self.verified.reasons[name] = self._absorbers.explain(self.survey.map, name)
         return True
 
-    def _tolerance(self, scaled: list[Finding], *, grown: bool) -> float:
+    def _tolerance(self, scaled: list[Finding], stand: Stand) -> float:
         """What ε does to a row, it does to the outputs when that row is scaled."""
-        least = self.prober.precision.same if grown else max(self.prober.precision.same, _LEAST_BY_EPSILON)
-        defects = [finding.remaining if grown else finding.natural for finding in scaled]
-        by_defect = max(least, min(10 * max(defects), _MOST_BY_EPSILON))
-        return by_defect if grown else max(by_defect, min(3 * self._predicted(scaled), _MOST_PREDICTED))
+        if stand is self.survey.far[-1]:
+            by_defect = max(10 * max(f.remaining for f in scaled), 3 * self._predicted(scaled, stand))
+            return max(self.prober.precision.same, min(by_defect, _MOST_BY_EPSILON))
+        least = max(self.prober.precision.same, _LEAST_BY_EPSILON)
+        by_defect = max(least, min(10 * max(f.natural for f in scaled), _MOST_BY_EPSILON))
+        return max(by_defect, min(3 * self._predicted(scaled, stand), _MOST_PREDICTED))
 
-    def _predicted(self, scaled: list[Finding]) -> float:
+    def _predicted(self, scaled: list[Finding], stand: Stand) -> float:
         """How far ⟨∇L, x⟩ says that the outputs move when ε loses its weight, relative to their spread.
 
         dL/d log ρ falls from D = ⟨∇L, x⟩ with 1/ρ², so that growing changes L by D/2. L is the outputs' product with
         a normal vector, which changes about as much as they do. Rows may act together or each for itself, and the
         parameters of a deep model together.
         """
-        moves = []
-        for reading in self.survey.near:
+        moves = [0.0]
+        for reading in self.survey.near if stand is self.survey.ground else [stand.reading]:
             radial = [row_sums(self.survey, reading, finding)[0][0] for finding in scaled]
             change = sum(max(abs(float(D.sum())), float(D.norm())) for D in radial) / 2
             spread = math.hypot(*(_spread(t[torch.isfinite(t)]) for t in reading.outputs))

@@ -1,21 +1,37 @@
-"""Line charts as SVG, drawn here: pictures for documents without a browser, a service or a plotting library."""
+"""Line charts as SVG, drawn here: pictures for documents without a browser, a service or a plotting library.
+
+They follow the reader's preference for light or dark, and paint their own background, so that they can be read on any.
+"""
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Chart", "Line", "svg"]
+from steradian.lab.colours import Colour, usual
+from steradian.lab.scales import Scale
 
-# Okabe and Ito's colours, told apart by readers of any eyesight, and their order.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
-_WIDTH, _HEIGHT, _ACROSS = 460, 320, 2
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 44
+__all__ = ["Chart", "Figure", "Line", "Paint", "Ramp", "svg"]
+
+_WIDTH, _HEIGHT, _ACROSS = 470, 310, 2
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 14, 34, 46
+_ROW = 20  # of the legend
 
 
 @dataclass(frozen=True)
 class Line:
-    """A named line, and where given the band around it."""
+    """A line, and where given the band around it.
+
+    Attributes:
+        name: in the legend, once for all lines that share it; empty: not there.
+        x: abscissae.
+        y: ordinates; where one is no number the line is interrupted.
+        low: lower edge of the band.
+        high: upper edge of the band.
+        dashed: whether it is.
+        colour: of the line; None: one of its own for each name.
+        thin: one of many.
+    """
 
     name: str
     x: Sequence[float]
@@ -23,6 +39,8 @@ class Line:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     dashed: bool = False
+    colour: Colour | None = None
+    thin: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,9 +51,11 @@ class Chart:
         title: what is shown.
         x_title: of the horizontal axis.
         y_title: of the vertical axis.
-        lines: the lines; those of one name share a colour and an entry of the legend.
+        lines: the lines.
         logarithmic: the vertical axis.
         x_range: part of the horizontal axis that is shown; None: all.
+        y_range: part of the vertical axis that is shown; None: what the lines need.
+        marks: levels to compare with, which are shown unless there is a `y_range`, and what they are.
     """
 
     title: str
@@ -44,138 +64,217 @@ class Chart:
     lines: Sequence[Line] = field(default_factory=tuple)
     logarithmic: bool = False
     x_range: tuple[float, float] | None = None
+    y_range: tuple[float, float] | None = None
+    marks: Sequence[tuple[float, str]] = ()
 
 
-def svg(charts: Sequence[Chart]) -> str:
-    """Charts two by two, with one legend below."""
-    names = list(dict.fromkeys(line.name for chart in charts for line in chart.lines))
-    colours = {name: COLOURS[k % len(COLOURS)] for k, name in enumerate(names)}
-    width, drawn = _WIDTH * min(_ACROSS, len(charts)), _HEIGHT * math.ceil(len(charts) / _ACROSS)
-    legend, legend_height = _legend(names, colours, width)
-    body = [_chart(chart, colours, k % _ACROSS * _WIDTH, k // _ACROSS * _HEIGHT) for k, chart in enumerate(charts)]
-    height = drawn + legend_height
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-            'font-family="sans-serif" font-size="12">',
-            f'<rect width="{width}" height="{height}" fill="white"/>',
-            *body,
-            f'<g transform="translate(0 {drawn})">{legend}</g>',
-            "</svg>",
+@dataclass(frozen=True)
+class Ramp:
+    """A row of colours in the legend, with what its ends mean."""
+
+    first: str
+    last: str
+    colours: Sequence[Colour]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Charts that belong together, with one legend."""
+
+    charts: Sequence[Chart]
+    ramp: Ramp | None = None
+
+    @property
+    def empty(self) -> bool:
+        """There is nothing to show."""
+        return not any(chart.lines for chart in self.charts)
+
+
+def svg(figure: Figure) -> str:
+    """Charts two by two with one legend: in the free place where their number is odd, below them elsewhere."""
+    charts = figure.charts
+    columns = min(_ACROSS, len(charts))
+    width, rows = _WIDTH * columns, math.ceil(len(charts) / columns)
+    paint = Paint(figure)
+    body = [_chart(chart, paint, k % columns * _WIDTH, k // columns * _HEIGHT) for k, chart in enumerate(charts)]
+    height = rows * _HEIGHT
+    free = len(charts) < rows * columns
+    left, top = (_WIDTH + _LEFT, height - _HEIGHT + _TOP) if free else (_LEFT, height)
+    legend, length = _legend(list(paint.entries()), _WIDTH - _LEFT if free else width - _LEFT, below=free)
+    height += 0 if free else length + 8
+    picture = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="12">',
+        f"<style>{paint.style()}</style>",
+        f'<rect width="{width}" height="{height}" class="paper"/>',
+        *body,
+        f'<g transform="translate({left} {top})">{legend}</g>',
+        "</svg>\n",
+    ]
+    return "\n".join(picture)
+
+
+class Paint:
+    """The colours of a figure: as classes, so that a dark reader gets others."""
+
+    def __init__(self, figure: Figure) -> None:
+        self.lines, self.ramp = [line for chart in figure.charts for line in chart.lines], figure.ramp
+        names = list(dict.fromkeys(line.name for line in self.lines if line.colour is None))
+        self._by_name = {name: usual(k) for k, name in enumerate(names)}
+        used = [self.colour(line) for line in self.lines] + list(self.ramp.colours if self.ramp else ())
+        self.numbers = {colour: k for k, colour in enumerate(dict.fromkeys(used))}
+
+    def colour(self, line: Line) -> Colour:
+        """Its own, or that of its name."""
+        return line.colour or self._by_name[line.name]
+
+    def number(self, line: Line) -> int:
+        """Of the line's class."""
+        return self.numbers[self.colour(line)]
+
+    def style(self) -> str:
+        """All classes, and what they are for a dark reader."""
+        light = [
+            ".paper{fill:#fff}",
+            "text{fill:#222}",
+            ".grid{stroke:#e4e4e4}",
+            ".axis{stroke:#555}",
+            ".mark{stroke:#777}",
         ]
-    )
-
-
-def _chart(chart: Chart, colours: dict[str, str], left: float, top: float) -> str:
-    scale = _Scale(chart)
-    marks = [f'<text x="{_LEFT}" y="18" font-weight="bold">{html.escape(chart.title)}</text>']
-    for value in scale.x_ticks:
-        x = scale.x(value)
-        marks.append(f'<path d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="#ddd"/>')
-        marks.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{_label(value)}</text>')
-    for value in scale.y_ticks:
-        y = scale.y(value)
-        marks.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="#ddd"/>')
-        marks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_label(value)}</text>')
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    marks.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{html.escape(chart.x_title)}</text>')
-    turned = f'transform="translate(14 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle"'
-    marks.append(f"<text {turned}>{html.escape(chart.y_title)}</text>")
-    for line in chart.lines:
-        marks += _marks(line, scale, colours[line.name])
-    return f'<g transform="translate({left} {top})">' + "\n".join(marks) + "</g>"
-
-
-def _marks(line: Line, scale: "_Scale", colour: str) -> list[str]:
-    made = []
-    if line.low:
-        up = scale.points(line.x, line.high)
-        down = scale.points(line.x, line.low)
-        if up and down:
-            outline = "L".join([*up, *reversed(down)])
-            made.append(f'<path d="M{outline}Z" fill="{colour}" opacity="0.15"/>')
-    points = scale.points(line.x, line.y)
-    if points:
-        dash = ' stroke-dasharray="4 3"' if line.dashed else ""
-        made.append(f'<path d="M{"L".join(points)}" fill="none" stroke="{colour}" stroke-width="1.3"{dash}/>')
-    return made
-
-
-class _Scale:
-    """From data to the picture."""
-
-    def __init__(self, chart: Chart) -> None:
-        self.log = chart.logarithmic
-        xs = [x for line in chart.lines for x in line.x]
-        self.x_low, self.x_high = chart.x_range or (min(xs, default=0.0), max(xs, default=1.0))
-        if self.x_low == self.x_high:
-            self.x_high = self.x_low + 1
-        values = [
-            y
-            for line in chart.lines
-            for series in (line.y, line.low, line.high)
-            for x, y in zip(line.x, series, strict=False)
-            if self._shown(x, y)
+        dark = [
+            ".paper{fill:#15181c}",
+            "text{fill:#ddd}",
+            ".grid{stroke:#2c3138}",
+            ".axis{stroke:#999}",
+            ".mark{stroke:#999}",
         ]
-        low, high = min(values, default=1.0), max(values, default=2.0)
-        if self.log:
-            low, high = math.log10(low), math.log10(high)
-        gap = 0.04 * (high - low) or 0.5
-        self.y_low, self.y_high = low - gap, high + gap
-        self.x_ticks = _ticks(self.x_low, self.x_high, 6)
-        self.y_ticks = self._y_ticks()
+        for (day, night), k in self.numbers.items():
+            light.append(f".s{k}{{stroke:{day}}}.f{k}{{fill:{day}}}")
+            dark.append(f".s{k}{{stroke:{night}}}.f{k}{{fill:{night}}}")
+        return "".join(light) + "@media(prefers-color-scheme:dark){" + "".join(dark) + "}"
 
-    def x(self, value: float) -> float:
-        return _LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        place = math.log10(value) if self.log else value
-        share = (place - self.y_low) / (self.y_high - self.y_low)
-        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
-
-    def points(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
-        return [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in zip(xs, ys, strict=True) if self._shown(x, y)]
-
-    def _shown(self, x: float, y: float) -> bool:
-        return self.x_low <= x <= self.x_high and math.isfinite(y) and (y > 0 or not self.log)
-
-    def _y_ticks(self) -> list[float]:
-        if not self.log:
-            return _ticks(self.y_low, self.y_high, 6)
-        powers = range(math.ceil(self.y_low), math.floor(self.y_high) + 1)
-        if len(powers) >= 2:
-            return [10.0**k for k in powers[:: max(1, len(powers) // 6)]]
-        return [tick for tick in _ticks(10**self.y_low, 10**self.y_high, 5) if tick > 0]
+    def entries(self) -> Iterator[tuple[str, int]]:
+        """What the legend holds: the drawing of an entry and its length."""
+        seen: set[str] = set()
+        for line in self.lines:
+            if line.name and line.name not in seen:
+                seen.add(line.name)
+                stroke = _stroke(line, 1.2 if line.thin else 3)
+                sample = f'<path d="M0 -4h20" class="s{self.number(line)}" {stroke}/>'
+                yield f'{sample}<text x="26">{html.escape(line.name)}</text>', 46 + round(6.1 * len(line.name))
+        if self.ramp is not None:
+            first, last, start = (
+                html.escape(self.ramp.first),
+                html.escape(self.ramp.last),
+                8 + round(6.1 * len(self.ramp.first)),
+            )
+            bars = "".join(
+                f'<rect x="{start + 7 * k}" y="-10" width="7" height="10" class="f{self.numbers[colour]}"/>'
+                for k, colour in enumerate(self.ramp.colours)
+            )
+            end = start + 7 * len(self.ramp.colours) + 8
+            yield f'<text>{first}</text>{bars}<text x="{end}">{last}</text>', end + 26 + round(6.1 * len(last))
 
 
-def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers between two bounds.
-
-    >>> _ticks(0, 405, 5)
-    [0.0, 100.0, 200.0, 300.0, 400.0]
-    """
-    rough = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough)
-    return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _label(value: float) -> str:
-    """A tick in few characters.
-
-    >>> _label(400.0), _label(0.30000000000000004), _label(1e-5)
-    ('400', '0.3', '1e-05')
-    """
-    return f"{value:.4g}"
-
-
-def _legend(names: Sequence[str], colours: dict[str, str], width: float) -> tuple[str, float]:
-    made, x, y = [], float(_LEFT), 14.0
-    for name in names:
-        length = 34 + 7.0 * len(name)
-        if x + length > width and x > _LEFT:
-            x, y = float(_LEFT), y + 18
-        made.append(f'<path d="M{x} {y - 4}h18" stroke="{colours[name]}" stroke-width="3"/>')
-        made.append(f'<text x="{x + 23}" y="{y}">{html.escape(name)}</text>')
+def _legend(entries: Sequence[tuple[str, int]], room: float, *, below: bool) -> tuple[str, int]:
+    """Entries below each other, or beside each other as far as there is room, and the height that they take."""
+    made, x, y = [], 0, 14
+    for drawn, length in entries:
+        if x and (below or x + length > room):
+            x, y = 0, y + _ROW
+        made.append(f'<g transform="translate({x} {y})">{drawn}</g>')
         x += length
-    return "".join(made), y + 12
+    return "".join(made), y if entries else 0
+
+
+def _chart(chart: Chart, paint: Paint, left: float, top: float) -> str:
+    wide, high = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    across, up = _scales(chart, wide, high)
+    made = [f'<text x="{_LEFT}" y="20" font-weight="bold" font-size="13">{html.escape(chart.title)}</text>']
+    for value, text in across.ticks():
+        x = _LEFT + across(value)
+        made.append(f'<path d="M{x:.1f} {_TOP}v{high}" class="grid"/>')
+        made.append(f'<text x="{x:.1f}" y="{_TOP + high + 17}" text-anchor="middle">{text}</text>')
+    for value, text in up.ticks():
+        y = _TOP + up(value)
+        made.append(f'<path d="M{_LEFT} {y:.1f}h{wide}" class="grid"/>')
+        made.append(f'<text x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+    made.append(f'<path d="M{_LEFT} {_TOP}v{high}h{wide}" class="axis" fill="none"/>')
+    made.append(
+        f'<text x="{_LEFT + wide / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{html.escape(chart.x_title)}</text>'
+    )
+    turned = f'transform="translate(15 {_TOP + high / 2}) rotate(-90)" text-anchor="middle"'
+    made.append(f"<text {turned}>{html.escape(chart.y_title)}</text>")
+    # What lies beyond the axes is cut off at them.
+    made.append(f'<svg x="{_LEFT}" y="{_TOP}" width="{wide}" height="{high}" overflow="hidden">')
+    for level, meaning in chart.marks:
+        if up.shows(level):
+            y = up(level)
+            beside = y + 14 if y < 20 else y - 5
+            made.append(f'<path d="M0 {y:.1f}h{wide}" class="mark" stroke-dasharray="2 3"/>')
+            made.append(
+                f'<text x="{wide - 5}" y="{beside:.1f}" text-anchor="end" font-size="11">{html.escape(meaning)}</text>'
+            )
+    for line in chart.lines:
+        made += _band(line, across, up, paint.number(line))
+    for line in chart.lines:
+        path = _path(line.x, line.y, across, up)
+        if path:
+            stroke = _stroke(line, 0.8 if line.thin else 1.6)
+            made.append(
+                f'<path d="{path}" class="s{paint.number(line)}" fill="none" stroke-linejoin="round" {stroke}/>'
+            )
+    made.append("</svg>")
+    return f'<g transform="translate({left} {top})">' + "\n".join(made) + "</g>"
+
+
+def _scales(chart: Chart, wide: float, high: float) -> tuple[Scale, Scale]:
+    """The horizontal and the vertical one, the latter over what is shown of the lines and their bands."""
+    xs = [x for line in chart.lines for x in line.x]
+    start, end = chart.x_range or (min(xs, default=0.0), max(xs, default=1.0))
+    across = Scale(start, end, 0, wide)
+    ys = [
+        y
+        for line in chart.lines
+        for series in (line.y, line.low, line.high)
+        for x, y in zip(line.x, series, strict=False)
+        if across.shows(x) and math.isfinite(y) and (y > 0 or not chart.logarithmic)
+    ]
+    if chart.y_range is not None:
+        return across, Scale(*chart.y_range, high, 0, logarithmic=chart.logarithmic)
+    ys += [level for level, _ in chart.marks]
+    return across, Scale.around(ys, high, 0, logarithmic=chart.logarithmic)
+
+
+def _stroke(line: Line, width: float) -> str:
+    dash = ' stroke-dasharray="5 3"' if line.dashed else ""
+    faint = ' opacity="0.65"' if line.thin else ""
+    return f'stroke-width="{width}"{dash}{faint}'
+
+
+def _band(line: Line, across: Scale, up: Scale, number: int) -> list[str]:
+    if not line.low:
+        return []
+    edges = [
+        (x, low, high)
+        for x, low, high in zip(line.x, line.low, line.high, strict=True)
+        if across.shows(x) and up.has(low) and up.has(high)
+    ]
+    if not edges:
+        return []
+    there = [f"{across(x):.1f} {up(high):.1f}" for x, _, high in edges]
+    back = [f"{across(x):.1f} {up(low):.1f}" for x, low, _ in reversed(edges)]
+    return [f'<path d="M{"L".join(there + back)}Z" class="f{number}" opacity="0.15"/>']
+
+
+def _path(xs: Sequence[float], ys: Sequence[float], across: Scale, up: Scale) -> str:
+    """The line, begun anew after what cannot be shown."""
+    parts: list[list[str]] = [[]]
+    for x, y in zip(xs, ys, strict=True):
+        if across.shows(x) and up.has(y):
+            point = f"{across(x):.1f} {up(y):.1f}"
+            if not parts[-1] or parts[-1][-1] != point:
+                parts[-1].append(point)
+        elif parts[-1]:
+            parts.append([])
+    return "".join("M" + "L".join(part) for part in parts if part)

@@ -1,15 +1,16 @@
-"""The paper's figures from stored results: curves by epoch, with their zooms."""
+"""The paper's figures from stored results: curves by epoch with their zooms, and what was recorded within trainings."""
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from steradian.lab.charts import COLOURS, Chart, Line, svg
+from steradian.lab.charts import Chart, Figure, Line, Ramp
+from steradian.lab.colours import METHOD_COLOURS, ramp
 from steradian.lab.config import METHODS
-from steradian.lab.results import Result, write_atomically
+from steradian.lab.paper import DATA_NAMES, NORM_NAMES
+from steradian.lab.results import Result
+from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 from steradian.watch.records import QUANTITIES
 
 if TYPE_CHECKING:
@@ -23,50 +24,38 @@ __all__ = [
     "loss_figure",
     "phenomena_figure",
     "trajectories_figure",
-    "write_figure",
 ]
 
+About = Mapping[str, Mapping[str, Any]]
+"""By run, as `Tracks.about` has it: "config" and "steps" in an epoch."""
 
 _WORTH_A_ZOOM = 12  # epochs
+_EARLY = 0.02  # of the epochs, whose figures are far from all others
 
 
-def loss_figure(results: Iterable[Result]) -> list[Chart]:
+def loss_figure(results: Iterable[Result]) -> Figure:
     """fig:loss_comparison: mean training loss by epoch, and the last quarter of the epochs."""
-    return _by_epoch(results, "train_loss", "training loss", logarithmic=True, zoom=lambda n: (0.75 * n, n))
+    zooms = {"the last epochs": lambda n: (0.75 * n, float(n))}
+    return _by_epoch(results, "train_loss", "training loss", zooms, logarithmic=True)
 
 
-def accuracy_figure(results: Iterable[Result]) -> list[Chart]:
-    """fig:acc_comparison: mean validation accuracy by epoch, and the first third of the epochs."""
-    return _by_epoch(results, "validation_accuracy", "validation accuracy (%)", zoom=lambda n: (0, n / 3))
+def accuracy_figure(results: Iterable[Result]) -> Figure:
+    """fig:acc_comparison: mean validation accuracy by epoch, the first third of the epochs, and the last quarter."""
+    zooms = {"the first epochs": lambda n: (1 + _EARLY * n, n / 3), "the last epochs": lambda n: (0.75 * n, float(n))}
+    return _by_epoch(results, "validation_accuracy", "validation accuracy (%)", zooms)
 
 
-FIGURES: dict[str, Callable[[Iterable[Result]], list[Chart]]] = {"loss": loss_figure, "accuracy": accuracy_figure}
-
-
-def write_figure(charts: Sequence[Chart], path: Path) -> None:
-    """Write charts to an .svg, or to an .html with plotly that can be zoomed.
-
-    Raises:
-        ValueError: the file's name ends in something else, or there is nothing to show.
-    """
-    if not any(chart.lines for chart in charts):
-        raise ValueError("there is nothing to show: no results of this kind")
-    if path.suffix == ".svg":
-        write_atomically(path, svg(charts).encode())
-    elif path.suffix == ".html":
-        write_atomically(path, _page(charts).encode())
-    else:
-        raise ValueError(f"the file of a figure must end in .svg or .html, got {path.name!r}")
+FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {"loss": loss_figure, "accuracy": accuracy_figure}
 
 
 def _by_epoch(
     results: Iterable[Result],
     curve: str,
     title: str,
+    zooms: Mapping[str, Callable[[int], tuple[float, float]]],
     *,
-    zoom: Callable[[int], tuple[float, float]],
     logarithmic: bool = False,
-) -> list[Chart]:
+) -> Figure:
     kinds: dict[tuple[str, str, str], dict[str, list[Result]]] = {}
     for result in results:
         config = result.config
@@ -74,107 +63,141 @@ def _by_epoch(
             methods = kinds.setdefault((config.model, config.norm, config.data), {})
             methods.setdefault(config.method, []).append(result)
     charts = []
-    for kind, by_method in kinds.items():
+    for (model, norm, data), by_method in kinds.items():
         ordered = [method for method in METHODS if method in by_method]
         lines = [_line(method, [r.curves[curve] for r in by_method[method]]) for method in ordered]
-        whole = Chart(" ".join(kind), "epoch", title, lines, logarithmic)
+        name = f"{model} {NORM_NAMES[norm]}, {DATA_NAMES.get(data, data)}"
         longest = max(len(line.x) for line in lines)
-        charts.append(whole)
+        start = 1 if logarithmic else 1 + _EARLY * longest
+        charts.append(Chart(name, "epoch", title, lines, logarithmic, (start, float(longest))))
         if longest >= _WORTH_A_ZOOM:
-            charts.append(Chart("zoom", "epoch", title, lines, logarithmic, zoom(longest)))
-    return charts
+            charts += [Chart(part, "epoch", title, lines, logarithmic, cut(longest)) for part, cut in zooms.items()]
+    return Figure(charts)
 
 
-def _line(name: str, curves: Sequence[Sequence[float]]) -> Line:
+def _line(method: str, curves: Sequence[Sequence[float]]) -> Line:
     """The mean over seeds, and the band from the lowest to the highest."""
     length = min(map(len, curves))
     values = np.asarray([curve[:length] for curve in curves])
     epochs = [float(k) for k in range(1, length + 1)]
-    band = (values.min(axis=0).tolist(), values.max(axis=0).tolist()) if len(curves) > 1 else ([], [])
-    seeds = f"{name} ({len(curves)})"
-    return Line(seeds, epochs, values.mean(axis=0).tolist(), *band)
+    low, high = (values.min(axis=0).tolist(), values.max(axis=0).tolist()) if len(curves) > 1 else ([], [])
+    seeds = f"{method} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
+    return Line(seeds, epochs, values.mean(axis=0).tolist(), low, high, colour=METHOD_COLOURS[method])
 
 
-def _page(charts: Sequence[Chart]) -> str:
-    """A page with plotly inside, which opens without network."""
-    from plotly.offline import get_plotlyjs
+def hypotheses_figure(table: "pd.DataFrame", about: About) -> Figure:
+    """The figures of App. C.1.2 and fig:taylor: the largest |A⟨c,u⟩|, z, and z² of SGD over all filters, by epoch.
 
-    parts = []
-    for k, chart in enumerate(charts):
-        data = json.dumps({"data": _traces(chart), "layout": _layout(chart)}).replace("</", "<\\/")
-        parts.append(f'<div id="f{k}"></div><script>Plotly.newPlot("f{k}", {data})</script>')
-    head = f'<meta charset="utf-8"><title>Figures</title><script>{get_plotlyjs()}</script>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
-
-
-def _traces(chart: Chart) -> list[dict[str, Any]]:
-    names = list(dict.fromkeys(line.name for line in chart.lines))
-    made: list[dict[str, Any]] = []
-    for line in chart.lines:
-        colour = COLOURS[names.index(line.name) % len(COLOURS)]
-        shared = {"x": list(line.x), "mode": "lines", "legendgroup": line.name}
-        hidden = {"line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
-        if line.low:
-            made.append({**shared, **hidden, "y": list(line.low)})
-            made.append({**shared, **hidden, "y": list(line.high), "fill": "tonexty", "fillcolor": colour + "26"})
-        first = all(trace.get("name") != line.name for trace in made)
-        dash = {"dash": "dash"} if line.dashed else {}
-        look = {"color": colour, "width": 1.5, **dash}
-        made.append({**shared, "y": list(line.y), "name": line.name, "line": look, "showlegend": first})
-    return made
-
-
-def _layout(chart: Chart) -> dict[str, Any]:
-    x: dict[str, Any] = {"title": {"text": chart.x_title}}
-    if chart.x_range:
-        x["range"] = list(chart.x_range)
-    y = {"title": {"text": chart.y_title}, "type": "log" if chart.logarithmic else "linear"}
-    return {"title": {"text": chart.title}, "xaxis": x, "yaxis": y, "template": "none"}
-
-
-def hypotheses_figure(table: "pd.DataFrame") -> list[Chart]:
-    """The figures of App. C.1.2 and fig:taylor: the largest |A⟨c,u⟩|, z and z² over all filters, by step."""
-    wanted = {"radial": "|A⟨c,u⟩| (H1: below 1)", "velocity": "z (H2: below π)", "taylor": "z² (Taylor variable)"}
+    Filters that shrank to less than a thousandth of their first radius are left out of the full lines; where there are
+    such, dashed lines have all filters.
+    """
+    wanted: list[tuple[str, str, Callable[[Any], Any], list[tuple[float, str]], tuple[str, ...]]] = [
+        ("H1: |A⟨c,u⟩| stays below 1", "radial", np.abs, [(1.0, "1")], METHODS),
+        ("H2: z = ηᵉ‖c⊥‖ stays below π", "velocity", np.abs, [(np.pi, "π")], METHODS),
+        ("Theorem 4: the Taylor variable z² under SGD", "velocity", np.square, [], ("SGD",)),
+    ]
     charts = []
-    for quantity, title in wanted.items():
-        rows = table[(table["quantity"] == quantity) & table["statistic"].isin(["min", "max"])]
-        largest = rows.assign(value=rows["value"].abs()).groupby(["run", "step"], sort=True)["value"].max()
+    for title, quantity, of, marks, methods in wanted:
         lines = []
-        for run in dict.fromkeys(rows["run"]):
-            series = largest[run]
-            lines.append(Line(str(run), [float(step) for step in series.index], series.tolist()))
-        charts.append(Chart(title, "step", "largest over all filters", lines, logarithmic=True))
-    return charts
+        for run in _ordered(about, methods):
+            living, every = (_largest(table, run, group, quantity, about) for group in (LIVING, ALL))
+            method, colour = _method(about, run), METHOD_COLOURS[_method(about, run)]
+            lines.append(Line(method, living[0], of(living[1]).tolist(), colour=colour))
+            if living != every:
+                y = of(every[1]).tolist()
+                lines.append(Line(f"{method}, with filters that shrank away", every[0], y, dashed=True, colour=colour))
+        if lines:
+            charts.append(Chart(title, "epoch", "largest over all filters", lines, logarithmic=True, marks=marks))
+    return Figure(charts)
 
 
-def trajectories_figure(table: "pd.DataFrame") -> list[Chart]:
-    """fig:track_adamgradg_sgd: cosine of three filters of every layer with the same filter under SGD, by step."""
+def _largest(
+    table: "pd.DataFrame", run: str, group: str, quantity: str, about: About
+) -> tuple[list[float], list[float]]:
+    """Epochs, and the largest magnitude over the rows."""
+    rows = _rows(table, run, group, quantity)
+    rows = rows[rows["statistic"].isin(["min", "max"])]
+    series = rows.assign(value=rows["value"].abs()).groupby("step", sort=True)["value"].max()
+    return [step / about[run]["steps"] for step in series.index], series.tolist()
+
+
+def trajectories_figure(table: "pd.DataFrame", about: About) -> Figure:
+    """fig:track_adamgradg_sgd: cosine with the same filter under SGD, three filters of every block, by iteration.
+
+    Thick lines are the medians over all filters of the network.
+    """
     charts = []
-    for run in dict.fromkeys(table["run"]):
-        rows = table[(table["run"] == run) & (table["statistic"] == "mean") & table["group"].str.endswith("]")]
-        lines = []
-        # In the order of the names AdaGradG comes last, and is seen above AdaGrad.
-        for group, series in rows.groupby("group", sort=True):
-            method = str(group).split(": ", 1)[0]
-            lines.append(Line(method, series["step"].astype(float).tolist(), series["value"].tolist()))
-        charts.append(Chart(str(run), "step", "cosine with SGD", lines))
-    return charts
+    for run in about:
+        config, rows = about[run]["config"], table[(table["run"] == run) & (table["quantity"] == "cosine")]
+        lines, medians = [], []
+        for method in ("AdaGrad", "AdaGradG"):  # the latter lies above
+            own = rows[rows["group"].str.startswith(f"{method}: ")]
+            colour = METHOD_COLOURS[method]
+            single = own[own["group"].str.endswith("]")].astype({"group": str})
+            for _, series in single.groupby("group", sort=False):
+                lines.append(Line("", *_series(series), colour=colour, thin=True))
+            median = own[(own["group"] == f"{method}: {ALL}") & (own["statistic"] == "median")]
+            medians.append(Line(f"{method}, median of all filters", *_series(median), colour=colour))
+        title = f"{config['model']} {NORM_NAMES[config['norm']]}"
+        charts.append(Chart(title, "iteration", "cosine with the filter under SGD", lines + medians))
+    return Figure(charts)
 
 
-def phenomena_figure(table: "pd.DataFrame") -> list[Chart]:
-    """Section 4.1 in figures: the median turn by (a), (b1), (b2) and (c) over the filters of each layer, by step."""
+def phenomena_figure(table: "pd.DataFrame", about: About) -> Figure:
+    """Section 4.1 in figures: the median turn by (a), (b1), (b2) and (c) over the filters of each layer, by epoch.
+
+    Layers are those of Adam where it was tracked; thick lines are medians over all filters, of every method.
+    """
+    measured = set(table[table["quantity"] == PHENOMENA[0]]["run"])
+    runs = [run for run in _ordered(about, METHODS) if run in measured]
+    if not runs:
+        return Figure([])
+    shown = next((run for run in runs if _method(about, run) == "Adam"), runs[0])
+    medians = table[table["statistic"] == "median"]
+    layers = [name for name in dict.fromkeys(medians[medians["run"] == shown]["group"]) if name not in (ALL, LIVING)]
+    colours = [ramp(k / max(1, len(layers) - 1)) for k in range(len(layers))]
     charts = []
-    for quantity in ("deformation", "gradient_memory", "l2_memory", "radius_ratio"):
-        rows = table[(table["quantity"] == quantity) & (table["statistic"] == "median")]
+    for quantity in PHENOMENA:
         lines = []
-        for group, series in rows.groupby("group", sort=False):
-            lines.append(Line(str(group), series["step"].astype(float).tolist(), series["value"].tolist()))
-        charts.append(Chart(QUANTITIES[quantity].title, "step", "turn (rad), median", lines, logarithmic=True))
-    return charts
+        for name, colour in zip(layers, colours, strict=True):
+            lines.append(
+                Line("", *_epochs(_rows(medians, shown, name, quantity), about[shown]), colour=colour, thin=True)
+            )
+        for run in runs:
+            method = _method(about, run)
+            series = _epochs(_rows(medians, run, LIVING, quantity), about[run])
+            lines.append(Line(f"{method}, all layers", *series, colour=METHOD_COLOURS[method]))
+        charts.append(Chart(QUANTITIES[quantity].title, "epoch", "median turn (radians)", lines, logarithmic=True))
+    legend = Ramp(f"{_method(about, shown)}, first layer", "last layer", colours)
+    return Figure(charts, legend)
 
 
-TRACK_FIGURES: dict[str, Callable[["pd.DataFrame"], list[Chart]]] = {
+TRACK_FIGURES: dict[str, Callable[["pd.DataFrame", About], Figure]] = {
     "hypotheses": hypotheses_figure,
     "phenomena": phenomena_figure,
     "trajectories": trajectories_figure,
 }
+
+
+def _method(about: About, run: str) -> str:
+    return str(about[run]["config"]["method"])
+
+
+def _ordered(about: About, methods: Sequence[str]) -> list[str]:
+    """Runs of these methods, in their order."""
+    return sorted(
+        (run for run in about if _method(about, run) in methods), key=lambda r: METHODS.index(_method(about, r))
+    )
+
+
+def _rows(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.DataFrame":
+    return table[(table["run"] == run) & (table["group"] == group) & (table["quantity"] == quantity)]
+
+
+def _series(rows: "pd.DataFrame") -> tuple[list[float], list[float]]:
+    return rows["step"].astype(float).tolist(), rows["value"].tolist()
+
+
+def _epochs(rows: "pd.DataFrame", about: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    steps, values = _series(rows)
+    return [step / about["steps"] for step in steps], values

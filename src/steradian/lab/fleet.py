@@ -58,6 +58,7 @@ class Fleet:
         every: seconds between checkpoints of a training, which are written when an epoch ends.
         keep_weights: keep the weights of finished trainings; others can start from them.
         watcher: told what happens.
+        make: makes a training; a subclass of `Training` may see more of it than its curves.
         clock: seconds, for tests.
     """
 
@@ -69,6 +70,7 @@ class Fleet:
     every: float = 300.0
     keep_weights: bool = False
     watcher: Watcher = field(default_factory=Silent)
+    make: Callable[..., Training] = Training
     clock: Callable[[], float] = time.monotonic
 
     def run(self, configs: Sequence[Config], *, seconds: float | None = None) -> bool:
@@ -164,7 +166,7 @@ class Fleet:
     def _start(self, configs: Sequence[Config]) -> "_Flight":
         first = configs[0]
         weights = None if first.start is None else self._weights(first.start)
-        training = Training(configs, self.data[first.data], execution=self.execution, weights=weights)
+        training = self.make(configs, self.data[first.data], execution=self.execution, weights=weights)
         flight = _Flight(training, began=self.clock(), saved=self.clock(), seconds=[0.0] * len(configs))
         saved = [state for config in configs if (state := self._saved(config)) is not None]
         if len(saved) == len(configs):

@@ -142,7 +142,13 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head."""
+    """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head.
+
+    Attributes:
+        route: another way to carry out the same network, called with it and the images; None: layer by layer.
+    """
+
+    route: Callable[["ResNet", Tensor], Tensor] | None = None
 
     def __init__(
         self,
@@ -171,11 +177,13 @@ class ResNet(nn.Module):
                 stage.append(Block(before, width, stride, **shared))  # type: ignore[arg-type]
                 before, stride = width, 1
             stages.add_module(f"layer{number + 1}", stage)
-        self.stages = stages
+        self.stages, self.members = stages, members
         self.head = _head(before, classes, members)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of a batch of images."""
+        if self.route is not None:
+            return self.route(self, x)
         x = functional.relu(self.norm1(self.conv1(x)))
         return self.head(self.stages(x).mean(dim=(2, 3)))
 

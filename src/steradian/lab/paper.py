@@ -5,7 +5,19 @@ Names of methods and networks are the paper's. The figures of SGD-M are those of
 
 from dataclasses import dataclass
 
-__all__ = ["ACCURACY", "BEST", "COLUMNS", "GRID", "LEARNING_RATE", "SGD_M", "Figure", "Setting"]
+__all__ = [
+    "ACCURACY",
+    "BEST",
+    "COLUMNS",
+    "DATA_NAMES",
+    "EPOCHS",
+    "GRID",
+    "LEARNING_RATE",
+    "NORM_NAMES",
+    "SGD_M",
+    "Figure",
+    "Setting",
+]
 
 COLUMNS = (
     ("ResNet20", "cifar10"),
@@ -17,6 +29,19 @@ COLUMNS = (
     ("VGG16", "svhn"),
 )
 """Network and data of the seven columns."""
+EPOCHS = 405
+"""Of every training in the tables."""
+NORM_NAMES = {
+    "bn": "BN",
+    "bn-no-affine": "BN without affine",
+    "wn": "WN",
+    "gn": "GN",
+    "ln": "LN",
+    "in": "IN",
+}
+"""How the normalizations of our networks are called in words."""
+DATA_NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN"}
+"""And the data sets."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -122,6 +122,17 @@ class Store:
             lines = [json.dumps(merged[key].to_dict(), ensure_ascii=False) for key in sorted(merged)]
             text = '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
             write_atomically(self.path, text.encode())
+
+    def adopt(self, keys: Iterable[str]) -> list[str]:
+        """Take in results of these trainings that other studies in the same folder hold; returns which."""
+        missing = set(keys) - self.keys()
+        found: dict[str, Result] = {}
+        for path in sorted(self.path.parent.glob("*.json")) if missing else []:
+            with suppress(ValueError):  # not a file of results
+                found |= {r.config.key: r for r in Store(path).results() if r.config.key in missing}
+        if found:
+            self.add(found.values())
+        return sorted(found)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -1,7 +1,7 @@
 """A study from start to end: where its files are, its data on a device, and who carries it out."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from steradian.lab.data import Resident, load
 from steradian.lab.fleet import Fleet, prepare_device
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Store
-from steradian.lab.training import Execution
+from steradian.lab.training import Execution, Training
 
 __all__ = ["Study", "pick_device", "study_name"]
 
@@ -84,8 +84,11 @@ class Study:
         keep_weights: bool = False,
         every: float = 300.0,
         watcher: Watcher | None = None,
+        make: Callable[..., Training] = Training,
     ) -> bool:
         """Train what is not finished yet, on one device; returns whether everything is.
+
+        What another study in the same folder has finished is taken from there, unless more than its result is needed.
 
         Args:
             configs: the trainings.
@@ -97,10 +100,13 @@ class Study:
             keep_weights: keep the weights of finished trainings.
             every: seconds between checkpoints.
             watcher: told what happens.
+            make: makes a training, as for `Fleet`.
         """
         device = device or pick_device()
         gpu = device.type == "cuda"
         prepare_device(device, exact=any(config.precision == "float32" for config in configs))
+        if make is Training and not keep_weights:
+            self.store.adopt(config.key for config in configs)
         done = self.store.keys()
         needed = sorted({config.data for config in configs if config.key not in done})
         data = {name: Resident(load(name, (roots or {}).get(name)), device) for name in needed}
@@ -113,5 +119,6 @@ class Study:
             every=every,
             keep_weights=keep_weights,
             watcher=watcher or Silent(),
+            make=make,
         )
         return fleet.run(configs, seconds=seconds)

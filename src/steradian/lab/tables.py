@@ -5,7 +5,7 @@ is called within the noise; with one seed nothing is said.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,21 @@ import numpy as np
 from steradian.lab import paper
 from steradian.lab.config import METHODS
 from steradian.lab.results import Result
+from steradian.lab.welch import welch_p
 
-__all__ = ["LEVEL", "Cell", "Table", "accuracy_table", "student_p", "welch_p"]
+__all__ = ["BEST", "LEVEL", "RULE", "Cell", "Column", "accuracy_columns", "markdown_table"]
 
 LEVEL = 0.05
 """Below this p a difference of means is not called noise."""
+BEST = "Adam w/o (ab)"
+"""The Adam variant that the paper finds best."""
 _PAPERS_SEEDS = 5
+
+RULE = (
+    "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. “Within the "
+    f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}. SGD-M is "
+    "not in the paper's tables: its figure is from the authors' read-me, which gives no spread."
+)
 
 
 @dataclass(frozen=True)
@@ -40,180 +49,216 @@ class Cell:
 
     def __str__(self) -> str:
         if not self.seeds:
-            return f"diverged ({self.diverged})"
-        spread = f" ± {self.spread:.2f}" if self.seeds > 1 else ""
-        lost = f", {self.diverged} diverged" if self.diverged else ""
-        return f"{self.mean:.2f}{spread} ({self.seeds}{lost})"
+            return "diverged" if self.diverged else ""
+        return f"{self.mean:.2f}" + ("" if math.isnan(self.spread) else f" ± {self.spread:.2f}")
+
+    @property
+    def count(self) -> str:
+        """The number of seeds, and of those that diverged."""
+        return str(self.seeds) + (f" ({self.diverged} diverged)" if self.diverged else "")
+
+    def p(self, other: "Cell") -> float | None:
+        """Two-sided p of equal means; None where the spread of one is not known."""
+        if math.isnan(self.spread) or math.isnan(other.spread):
+            return None
+        return welch_p((self.mean, self.spread, self.seeds), (other.mean, other.spread, other.seeds))
 
 
 @dataclass(frozen=True)
-class Table:
-    """One normalization's accuracies: by column, by method.
+class Column:
+    """One network with one normalization on one data set: results of every method.
 
     Attributes:
+        model: the network.
+        data: the data set.
         norm: the normalization.
-        cells: ours, by column and method, each in the order of the paper.
-        papers: the paper's, where it has them.
-        epochs: of the trainings, by column.
-        times: what each column took and where, in words.
+        results: by method, in the order of `METHODS`, each by seed.
     """
 
+    model: str
+    data: str
     norm: str
-    cells: dict[tuple[str, str], dict[str, Cell]]
-    papers: dict[tuple[str, str], dict[str, Cell]]
-    epochs: dict[tuple[str, str], int]
-    times: dict[tuple[str, str], str]
+    results: dict[str, list[Result]]
 
-    def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and lines."""
-        heads = ["method"]
-        for column in self.cells:
-            heads.append(" ".join(column))
-            heads += ["paper"] if self.papers.get(column) else []
-        used = [method for method in METHODS if any(method in column for column in self.cells.values())]
+    @property
+    def name(self) -> str:
+        """Network, normalization and data in words."""
+        return f"{self.model} {paper.NORM_NAMES[self.norm]}, {paper.DATA_NAMES.get(self.data, self.data)}"
+
+    @property
+    def epochs(self) -> int:
+        """Of every training."""
+        return next(iter(self.results.values()))[0].config.epochs
+
+    @property
+    def cells(self) -> dict[str, Cell]:
+        """Ours, by method."""
+        return {method: Cell.of(result.accuracy for result in found) for method, found in self.results.items()}
+
+    @property
+    def papers(self) -> dict[str, Cell]:
+        """The paper's, where it has them; SGD-M's comes from the authors' read-me, without spread."""
+        found = {}
+        for method, row in paper.ACCURACY.get(self.norm, {}).items():
+            if (self.model, self.data) in row:
+                figure = row[self.model, self.data]
+                spread = math.nan if figure.spread is None else figure.spread
+                found[method] = Cell(figure.mean, spread, _PAPERS_SEEDS)
+        return found
+
+    def rows(self, *, seeds: bool = False) -> tuple[list[str], list[list[str]]]:
+        """Headings and lines, with every seed's figure where asked for."""
+        numbers = sorted({result.config.seed for found in self.results.values() for result in found})
+        heads = ["method", *(f"seed {k}" for k in numbers if seeds), "ours", "seeds"]
+        papers = self.papers
+        heads += ["paper", "ours − paper", "that is"] if papers else []
         lines = []
-        for method in used:
-            line = [method]
-            for column, ours in self.cells.items():
-                line.append(str(ours.get(method, "")))
-                papers = self.papers.get(column)
-                line += [_papers_text(papers.get(method))] if papers else []
-            lines.append(line)
+        for method, cell in self.cells.items():
+            single = {result.config.seed: _figure(result.accuracy) for result in self.results[method]}
+            line = [method, *(single.get(k, "") for k in numbers if seeds), str(cell), cell.count]
+            lines.append(line + (_beside(cell, papers.get(method)) if papers else []))
         return heads, lines
 
     def statements(self) -> list[str]:
-        """What the figures say, and what is within the noise of the seeds."""
-        said = []
-        for column, ours in self.cells.items():
-            where = f"{' '.join(column)} {self.norm}, {self.epochs[column]} epochs"
-            texts = [_order(ours), _against(ours, self.papers.get(column, {})), self.times[column]]
-            said += [f"{where}: {text}" for text in texts if text]
-        return said
+        """What a reader of the figures must know, and what they say."""
+        said = [self.caution(), self.claim(), self.against_sgd(), self.shrunk(), self.time()]
+        return [text for text in said if text]
+
+    def caution(self) -> str:
+        """How these trainings differ from the paper's."""
+        parts = []
+        if self.papers and self.epochs != paper.EPOCHS:
+            parts.append(f"trained for {self.epochs} epochs, the paper's for {paper.EPOCHS}")
+        missing = [method for method in self.papers if method not in self.results]
+        if missing:
+            parts.append(f"not run yet: {', '.join(missing)}")
+        few = {method: cell.seeds for method, cell in self.cells.items() if cell.seeds < _PAPERS_SEEDS}
+        if self.papers and few:
+            counts = ", ".join(f"{method} {count}" for method, count in few.items())
+            parts.append(f"fewer seeds than the paper's {_PAPERS_SEEDS}: {counts}")
+        return "Mind: " + "; ".join(parts) + "." if parts else ""
+
+    def claim(self) -> str:
+        """Whether (ab) is best among the Adam variants, as the paper says, and what of it is noise."""
+        variants = {method: cell for method, cell in self.cells.items() if method.startswith("Adam") and cell.seeds}
+        if len(variants) < 2:
+            return ""
+        best = max(variants, key=lambda method: variants[method].mean)
+        text = f"{best} has the best mean of the Adam variants, {variants[best]}"
+        if any(cell.seeds < 2 for cell in variants.values()):
+            return f"{text}; one seed says nothing about the order."
+        near: list[str] = []
+        beaten: list[str] = []
+        for method, cell in variants.items():
+            p = cell.p(variants[best])
+            if method != best and p is not None:
+                (near if p >= LEVEL else beaten).append(
+                    f"{method} ({_signed(cell.mean - variants[best].mean)}, p = {p:.2g})"
+                )
+        text += (
+            f"; within the noise of it: {', '.join(near) or 'none'}; beyond the noise: {', '.join(beaten) or 'none'}."
+        )
+        if BEST not in variants:
+            return text
+        place = sorted(variants, key=lambda method: -variants[method].mean).index(BEST) + 1
+        verdict = "first" if place == 1 else f"number {place} of {len(variants)}"
+        return f"{text} The paper's best, {BEST}, is {verdict}{self._papers_own()}."
+
+    def _papers_own(self) -> str:
+        """How far the paper's own figures tell its best variant from the second."""
+        own = {method: cell for method, cell in self.papers.items() if method.startswith("Adam")}
+        if len(own) < 2:
+            return ""
+        first, second = sorted(own, key=lambda method: -own[method].mean)[:2]
+        p, lead = own[first].p(own[second]), own[first].mean - own[second].mean
+        return f" (in the paper's own figures {first} leads {second} by {lead:.2f}, p = {p:.2g})"
+
+    def against_sgd(self) -> str:
+        """The best Adam variant against SGD with momentum, which the paper's table does not hold."""
+        cells = {method: cell for method, cell in self.cells.items() if cell.seeds}
+        variants = [method for method in cells if method.startswith("Adam")]
+        if "SGD-M" not in cells or not variants:
+            return ""
+        best = max(variants, key=lambda method: cells[method].mean)
+        p = cells["SGD-M"].p(cells[best])
+        sure = "" if p is None else f", p = {p:.2g}"
+        lead = cells["SGD-M"].mean - cells[best].mean
+        side = "above" if lead >= 0 else "below"
+        return f"SGD-M is {abs(lead):.2f} {side} the best Adam variant, {best}{sure}."
+
+    def shrunk(self) -> str:
+        """Rows that lost their direction."""
+        found = {m: float(np.mean([r.collapsed for r in results])) for m, results in self.results.items()}
+        told = ", ".join(f"{method} {mean:.3g}" for method, mean in found.items() if mean)
+        return f"Filters without a direction at the end, mean over seeds: {told}." if told else ""
+
+    def time(self) -> str:
+        """The device time of all trainings together, and the devices."""
+        every = [result for found in self.results.values() for result in found]
+        devices = sorted({result.environment.get("device", "an unknown device") for result in every})
+        hours = sum(result.seconds for result in every) / 3600
+        return f"{len(every)} trainings took {hours:.2f} hours of {', '.join(devices)}."
 
     def markdown(self) -> str:
         """The table for a document, with its statements below."""
-        heads, lines = self.rows()
-        table = ["| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *lines]]
-        return "\n".join([*table, "", RULE, "", *(f"- {text}" for text in self.statements())])
+        return "\n".join([markdown_table(*self.rows()), "", RULE, "", *(f"- {text}" for text in self.statements())])
 
 
-RULE = (
-    "Test accuracy in percent at the best validation epoch, mean ± standard deviation (number of seeds). "
-    f"“Within the noise”: Welch's t-test on the seeds does not reject equal means at {LEVEL:.0%}."
-)
-
-
-def accuracy_table(results: Iterable[Result], *, norm: str = "bn") -> Table:
-    """The table of one normalization from stored results.
+def accuracy_columns(results: Iterable[Result]) -> list[Column]:
+    """Tables from stored results, in the paper's order; fine-tuning is left out.
 
     Raises:
         ValueError: results of one method and column were trained differently, so that they have no common mean.
     """
-    grouped: dict[tuple[str, str], dict[str, list[Result]]] = {}
-    for result in results:
+    grouped: dict[tuple[str, str, str], dict[str, list[Result]]] = {}
+    for result in sorted(results, key=lambda r: (METHODS.index(r.config.method), r.config.seed)):
         config = result.config
-        if config.norm == norm and config.start is None:
-            grouped.setdefault((config.model, config.data), {}).setdefault(config.method, []).append(result)
+        if config.start is None:
+            column = grouped.setdefault((config.norm, config.model, config.data), {})
+            column.setdefault(config.method, []).append(result)
+    norms, models = list(paper.NORM_NAMES), list(dict.fromkeys(model for model, _ in paper.COLUMNS))
     order = {column: k for k, column in enumerate(paper.COLUMNS)}
-    models = list(dict.fromkeys(model for model, _ in paper.COLUMNS))
-    cells: dict[tuple[str, str], dict[str, Cell]] = {}
-    epochs: dict[tuple[str, str], int] = {}
-    for column in sorted(grouped, key=lambda c: (order.get(c, len(order)), c[1], models.index(c[0]))):
-        cells[column] = {}
-        for method, found in grouped[column].items():
-            if len({result.config.setting for result in found}) > 1:
-                raise ValueError(
-                    f"{' '.join(column)} holds {method} with several settings: a grid has no table of means"
-                )
-            cells[column][method] = Cell.of(result.accuracy for result in found)
-            epochs[column] = found[0].config.epochs
-    times = {column: _time([r for found in grouped[column].values() for r in found]) for column in cells}
-    return Table(norm, cells, {column: _papers(norm, column) for column in cells}, epochs, times)
+    made = []
+    for norm, model, data in sorted(
+        grouped, key=lambda c: (norms.index(c[0]), order.get(c[1:], len(order)), c[2], models.index(c[1]))
+    ):
+        found = grouped[norm, model, data]
+        for method, runs in found.items():
+            if len({result.config.setting for result in runs}) > 1:
+                raise ValueError(f"{model} {data} holds {method} with several settings: a grid has no table of means")
+        if len({runs[0].config.epochs for runs in found.values()}) > 1:
+            raise ValueError(f"{model} {data} holds trainings of several lengths, which one table cannot compare")
+        made.append(Column(model, data, norm, found))
+    return made
 
 
-def welch_p(one: Cell, other: Cell) -> float | None:
-    """Two-sided p of equal means by Welch's t-test; None where the spread of one is not known."""
-    if one.seeds < 2 or other.seeds < 2:
-        return None
-    errors = [cell.spread**2 / cell.seeds for cell in (one, other)]
-    if sum(errors) == 0:
-        return 1.0 if one.mean == other.mean else 0.0
-    freedom = sum(errors) ** 2 / sum(e**2 / (c.seeds - 1) for e, c in zip(errors, (one, other), strict=True))
-    return student_p((one.mean - other.mean) / math.sqrt(sum(errors)), freedom)
+def markdown_table(heads: list[str], lines: list[list[str]]) -> str:
+    r"""Cells between bars.
 
-
-def student_p(t: float, freedom: float) -> float:
-    """P(|T| ≥ |t|) of Student's distribution with ν degrees of freedom: I_x(ν/2, 1/2) with x = ν/(ν + t²).
-
-    >>> round(student_p(2.776, 4), 3)  # the 5 % point of four degrees of freedom
-    0.05
+    >>> print(markdown_table(["a", "b"], [["1", "|x|"]]))
+    | a | b |
+    | --- | --- |
+    | 1 | \|x\| |
     """
-    return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in [heads, ["---"] * len(heads), *lines]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """The regularized incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22)."""
-    if x <= 0 or x >= 1:
-        return min(max(x, 0.0), 1.0)
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _incomplete_beta(1 - x, b, a)
-    front = math.exp(a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)) / a
-    fraction = 1.0
-    for m in range(200, 0, -1):  # from the inside out; far more terms than doubles can tell apart
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        fraction = 1 + even / (1 + odd / fraction)
-    return front / (1 - (a + b) / (a + 1) * x / fraction)
+def _beside(ours: Cell, papers: Cell | None) -> list[str]:
+    """The paper's figure, the distance to it, and whether it is noise."""
+    if papers is None:
+        return ["", "", ""]
+    text = str(papers) + (" (read-me)" if math.isnan(papers.spread) else "")
+    if not ours.seeds:
+        return [text, "", ""]
+    p = ours.p(papers)
+    verdict = "" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"
+    return [text, _signed(ours.mean - papers.mean), verdict]
 
 
-def _papers(norm: str, column: tuple[str, str]) -> dict[str, Cell]:
-    table = paper.ACCURACY.get(norm, {})
-    found = {method: row[column] for method, row in table.items() if column in row}
-    return {
-        method: Cell(figure.mean, math.nan if figure.spread is None else figure.spread, _PAPERS_SEEDS)
-        for method, figure in found.items()
-    }
+def _signed(difference: float) -> str:
+    return f"{difference:+.2f}".replace("-", "−")
 
 
-def _time(results: Sequence[Result]) -> str:
-    """The device time of some trainings together, and the devices."""
-    devices = sorted({result.environment.get("device", "an unknown device") for result in results})
-    seconds = sum(result.seconds for result in results)
-    return f"{len(results)} trainings took {seconds / 3600:.2f} hours of {', '.join(devices)}"
-
-
-def _papers_text(cell: Cell | None) -> str:
-    if cell is None:
-        return ""
-    return f"{cell.mean:.2f}" + ("" if math.isnan(cell.spread) else f" ± {cell.spread:.2f}")
-
-
-def _order(ours: dict[str, Cell]) -> str:
-    """Which Adam variant is best, and which are within the noise of it."""
-    variants = {method: cell for method, cell in ours.items() if method.startswith("Adam") and cell.seeds}
-    if len(variants) < 2:
-        return ""
-    best = max(variants, key=lambda method: variants[method].mean)
-    near, unknown = [], []
-    for method, cell in variants.items():
-        p = welch_p(cell, variants[best])
-        if method != best and p is None:
-            unknown.append(method)
-        elif method != best and p is not None and p >= LEVEL:
-            near.append(f"{method} (p = {p:.2g})")
-    text = f"{best} has the best mean of the Adam variants, {variants[best].mean:.2f}; "
-    text += f"within the noise of it: {', '.join(near)}" if near else "none is within the noise of it"
-    return f"{best} is highest, by one seed, which says nothing" if unknown and not near else text
-
-
-def _against(ours: dict[str, Cell], papers: dict[str, Cell]) -> str:
-    """How far each mean is from the paper's."""
-    parts = []
-    for method, cell in ours.items():
-        if method not in papers or not cell.seeds:
-            continue
-        there = papers[method]
-        p = None if math.isnan(there.spread) else welch_p(cell, there)
-        verdict = "" if p is None else ", within the noise" if p >= LEVEL else f", p = {p:.1g}"
-        parts.append(f"{method} {cell.mean - there.mean:+.2f}{verdict}")
-    return f"distance to the paper: {'; '.join(parts)}" if parts else ""
+def _figure(accuracy: float) -> str:
+    return "diverged" if math.isnan(accuracy) else f"{accuracy:.2f}"

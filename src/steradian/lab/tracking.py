@@ -1,207 +1,239 @@
-"""Trainings looked at from within: the hypotheses of Theorem 1, and the trajectories of several schemes compared.
+"""A training looked at from within: what its steps do on the spheres, and how large the phenomena are in them.
 
-These are the experiments of App. C.1.2 and C.1.5, and of Section 3.3. Between the points that are recorded, steps are
-replayed like in any fleet.
+These are the experiments of App. C.1.2 and C.1.5, and of Section 4.1. Some steps are recorded and taken plainly, so
+that the optimizer's state can be read; those in between are replayed like in any fleet.
 """
 
-import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from steradian import geometry
-from steradian.groups import Layout
+from steradian.groups import Group, Layout
 from steradian.image import image_step
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
+from steradian.lab.remembering import Remembered
 from steradian.lab.training import Execution, Training
-from steradian.scheme import read_step
-from steradian.watch.monitor import watch
-from steradian.watch.records import Records
+from steradian.scheme import Step, read_step
+from steradian.watch.records import COLUMNS, STATISTICS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["chosen_filters", "compare_trajectories", "track_hypotheses", "watch_training"]
+__all__ = ["ALL", "LIVING", "PHENOMENA", "SEEN", "Tracked", "recorded_steps", "statistics_table"]
 
-Told = Callable[[Training], object]
+SEEN = ("radial", "velocity", "radius", "effective_lr")
+"""What every tracked training records of its rows: A⟨c,u⟩ (H1), z (H2, and z² is Theorem 4's variable), r and η^e."""
+PHENOMENA = ("deformation", "gradient_memory", "l2_memory", "radius_ratio")
+"""(a), (b1), (b2) and (c): the turn of the effective direction that each causes, in radians."""
+
+ALL, LIVING = "all filters", "living filters"
+"""Groups over the whole network: every row, and those that have at least a thousandth of their first radius."""
+_LIVING = 1e-3
 
 
-def track_hypotheses(
-    config: Config,
-    data: Resident,
-    *,
-    points: int = 400,
-    execution: Execution | None = None,
-    tell: Told = lambda _: None,
-) -> tuple[Training, Records]:
-    """Train, and at evenly spread steps record what the step does on the spheres.
+def recorded_steps(total: int, points: int) -> list[int]:
+    """Steps to record: half of them evenly spread, half in equal ratios so that the start is seen.
 
-    For each parameter, over its rows: "radial" A⟨c,u⟩, which H1 bounds by 1; "velocity" z, which H2 bounds by π;
-    "taylor" z², the variable of Theorem 4's expansion; "angle", "radius" and "effective_lr".
+    The first and the last step are among them.
+
+    >>> recorded_steps(1000, 10)
+    [0, 5, 31, 177, 250, 500, 749, 999]
+    """
+    if points < 2:
+        raise ValueError(f"points must be at least 2, got {points}")
+    even = np.linspace(0, total - 1, max(2, points - points // 2))
+    ratios = np.geomspace(1, total, points // 2) - 1
+    return sorted({round(float(step)) for step in (*even, *ratios)})
+
+
+class Tracked(Training):
+    """A training some steps of which are recorded; `Fleet` carries it out like any other.
 
     Args:
-        config: the training.
+        config: what to train.
         data: its data.
-        points: how many steps to record.
-        execution: how to train.
-        tell: called after every epoch.
-
-    Returns:
-        The finished training and the records, whose run is the training's key.
+        execution: how.
+        weights: as for `Training`.
+        points: about how many steps to record; see `recorded_steps`.
+        phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
+            weights, as part of what is replayed.
+        deliver: called with this training when it is finished.
     """
-    training = Training(config, data, execution=execution)
-    records, total = Records(config.key), config.epochs * training.steps
-    every = max(1, total // points)
-    done = 0
-    while not training.finished:
-        left = training.steps
-        while left:
-            if done % every == 0:
-                left = _recorded_step(training, records, done)
-                done += 1
-                continue
-            count = min(every - done % every, left)
-            left = training.take(count)
-            done += count
-        training.end_epoch()
-        training.collect()
-        tell(training)
-    return training, records
+
+    def __init__(
+        self,
+        config: Config | Sequence[Config],
+        data: Resident,
+        *,
+        execution: Execution | None = None,
+        weights: dict[str, Tensor] | None = None,
+        points: int = 300,
+        phenomena: bool = False,
+        deliver: Callable[["Tracked"], None] = lambda _: None,
+    ) -> None:
+        super().__init__(config, data, execution=execution, weights=weights)
+        if len(self.members) > 1:
+            raise ValueError(f"a tracked training is one alone, got {len(self.members)} members")
+        self.batches = _batches(self.groups.groups)
+        self.quantities = SEEN + (PHENOMENA if phenomena else ())
+        self.deliver = deliver
+        self._wanted = recorded_steps(self.config.epochs * self.steps, points)
+        self._steps: list[int] = []
+        self._values: list[NDArray[np.float32]] = []
+        self._rehearsed = False
+        self.memory = Remembered(self.optimizers, [self._tensors(b) for b in self.batches]) if phenomena else None
+
+    @property
+    def at(self) -> int:
+        """The number of the step that comes next, over all epochs."""
+        return self.epoch * self.steps + self.steps - self.left
+
+    def take(self, most: int) -> int:
+        """Put up to so many steps into the queue, none beyond the next that is recorded, or record that one.
+
+        A step is recorded when what was put into the queue before is done, so that nobody waits for it here.
+        """
+        at, begun = self.at, len(self._steps)
+        if begun < len(self._wanted) and self._wanted[begun] <= at:
+            return self.left if self.queue.pending() else self._record(at)
+        until = self._wanted[begun] - at if begun < len(self._wanted) else most
+        if self.memory is None or self._rehearsed:
+            return super().take(min(most, until))
+        # Before the first replay steps are rehearsed and undone; what the memory made of them is undone here.
+        self._rehearsed = True
+        with self.queue.here():
+            kept = self.memory.state()
+        left = super().take(1)
+        with self.queue.here():
+            self.memory.redo(kept)
+        return left
+
+    def collect(self) -> None:
+        """Wait for the epoch's end and read its figures; after the last epoch, deliver."""
+        super().collect()
+        if self.finished:
+            self.deliver(self)
+
+    def table(self) -> "pd.DataFrame":
+        """What was recorded: statistics over the living rows of each group, and over the groups `LIVING` and `ALL`.
+
+        The quantity "living" of `ALL` has 1 for each row that lives and 0 for the others.
+        """
+        import pandas as pd
+
+        names = ["+".join(group.names) for batch in self.batches for group in batch]
+        rows = [group.rows for batch in self.batches for group in batch]
+        order = {"+".join(group.names): k for k, group in enumerate(self.groups.groups)}
+        ends = np.cumsum([0, *rows]).tolist()
+        values = np.stack(self._values) if self._values else np.zeros((0, len(self.quantities), ends[-1]), np.float32)
+        radius = values[:, self.quantities.index("radius")]
+        living = np.where(radius >= _LIVING * radius[:1], 1, np.nan).astype(np.float32)[:, None]
+        spans = sorted(zip(names, ends[:-1], ends[1:], strict=True), key=lambda span: order[span[0]])
+        blocks = {name: (values * living)[:, :, start:end] for name, start, end in spans}
+        blocks |= {LIVING: values * living, ALL: values}
+        share = np.isfinite(living).astype(np.float32)
+        parts = [
+            statistics_table(self.config.key, self._steps, self.quantities, blocks),
+            statistics_table(self.config.key, self._steps, ["living"], {ALL: share}),
+        ]
+        return pd.concat(parts, ignore_index=True)
+
+    # Recording
+
+    def _record(self, number: int) -> int:
+        with self.queue.here():
+            before = {
+                name: self.groups.params[name].detach().clone() for b in self.batches for g in b for name in g.names
+            }
+        left = self.take_plainly()
+        with self.queue.here():
+            found = [self._look(k, batch, before) for k, batch in enumerate(self.batches)]
+            self._values.append(torch.cat(found, dim=1).float().cpu().numpy())
+        self._steps.append(number)
+        return left
+
+    @torch.no_grad()
+    def _look(self, number: int, batch: Sequence[Group], before: dict[str, Tensor]) -> Tensor:
+        """The quantities of the rows of a batch in the step that was just taken, (quantities, rows)."""
+        steps = {
+            name: read_step(_owner(self.optimizers, param), param, before=before[name])
+            for name, param in ((name, self.groups.params[name]) for group in batch for name in group.names)
+        }
+        first = next(iter(steps.values()))
+        a, b = (_rows(batch, {name: getattr(step, part) for name, step in steps.items()}) for part in "ab")
+        step = Step(a, b, first.lr, l2=first.l2, decay=first.decay, beta=first.beta)
+        image = image_step(_rows(batch, before), step, check=False)
+        seen = [getattr(image, name) for name in SEEN]
+        if self.memory is not None:
+            effects = self.memory.part(number).phenomena(step)
+            seen += [getattr(effects, name).angle for name in PHENOMENA]
+        return torch.stack(seen)
+
+    def _tensors(self, batch: Sequence[Group]) -> Callable[[Callable[[Tensor], Tensor]], Tensor]:
+        """What of each parameter of a batch, as rows: of the point itself, or of its gradient."""
+        params = {name: self.groups.params[name] for group in batch for name in group.names}
+        return lambda what: _rows(batch, {name: what(param) for name, param in params.items()})
+
+    # State
+
+    def state(self, number: int = 0) -> dict[str, Any]:
+        """The training's state, with what was recorded."""
+        values = torch.from_numpy(np.stack(self._values)) if self._values else torch.zeros(0)
+        memory = None if self.memory is None else self.memory.state(device="cpu")
+        tracked = {"steps": list(self._steps), "values": values, "memory": memory}
+        return {**super().state(number), "tracked": tracked}
+
+    def load(self, *states: dict[str, Any]) -> None:
+        """Go on from a state."""
+        super().load(*states)
+        tracked = states[0]["tracked"]
+        self._steps, self._values = list(tracked["steps"]), list(tracked["values"].numpy())
+        if self.memory is not None and tracked["memory"] is not None:
+            with self.queue.here():
+                self.memory.load(tracked["memory"], device=self.data.device)
 
 
-def _recorded_step(training: Training, records: Records, number: int) -> int:
-    params = {name: training.groups.params[name] for name in training.groups.layouts}
-    with training.queue.here():
-        before = {name: param.detach().clone() for name, param in params.items()}
-        left = training.take_plainly()
-        for name, layout in training.groups.layouts.items():
-            step = read_step(_owner(training.optimizers, params[name]), params[name], before=before[name])
-            image = image_step(before[name], step, layout)
-            seen = {"velocity": image.velocity, "taylor": image.taylor, "angle": image.angle, "radius": image.radius}
-            if image.radial is not None and image.effective_lr is not None:
-                seen |= {"radial": image.radial, "effective_lr": image.effective_lr}
-            records.add(number, name, {quantity: values.double().cpu().numpy() for quantity, values in seen.items()})
-    return left
+def statistics_table(
+    run: str, steps: Sequence[int], quantities: Sequence[str], blocks: Mapping[str, NDArray[Any]]
+) -> "pd.DataFrame":
+    """A table of `watch.records.STATISTICS` over the last dimension of each group's (steps, quantities, rows).
+
+    NaN counts as absent; where nothing is left there is no row.
+    """
+    import pandas as pd
+
+    parts = []
+    for group, values in blocks.items():
+        quantile, mean = (np.nanquantile, np.nanmean) if np.isnan(values).any() else (np.quantile, np.mean)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(All-NaN|Mean of empty) slice", RuntimeWarning)
+            means = mean(values, axis=-1, dtype=np.float64, keepdims=True)
+            spread = quantile(values, [0, 0.1, 0.5, 0.9, 1], axis=-1)
+        figures = np.concatenate([np.moveaxis(spread, 0, -1), means], axis=-1)
+        index = pd.MultiIndex.from_product([[run], steps, [group], quantities, STATISTICS], names=list(COLUMNS[:-1]))
+        parts.append(pd.Series(figures.reshape(-1), index, dtype=float, name=COLUMNS[-1]).dropna())
+    return pd.concat(parts).reset_index()
+
+
+def _batches(groups: Sequence[Group]) -> list[list[Group]]:
+    """Groups whose rows have one length: looked at together, since launches cost more than rows."""
+    made: dict[int, list[Group]] = {}
+    for group in groups:
+        made.setdefault(group.size, []).append(group)
+    return list(made.values())
+
+
+def _rows(batch: Sequence[Group], tensors: dict[str, Tensor]) -> Tensor:
+    """The rows of several groups behind each other, a copy."""
+    return torch.cat([Layout(group.layout).join([tensors[name] for name in group.names]) for group in batch])
 
 
 def _owner(optimizers: Sequence[Optimizer], param: Tensor) -> Optimizer:
     return next(o for o in optimizers if any(param is p for group in o.param_groups for p in group["params"]))
-
-
-def watch_training(
-    config: Config,
-    data: Resident,
-    folder: Path,
-    *,
-    points: int = 400,
-    execution: Execution | None = None,
-    tell: Told = lambda _: None,
-) -> tuple[Training, "pd.DataFrame"]:
-    """Train with every step followed by `watch`, the phenomena of Section 4.1 among what it records.
-
-    Steps are not replayed, since a replayed step calls no hooks.
-
-    Args:
-        config: the training.
-        data: its data.
-        folder: where the run is recorded, anew; `steradian report` makes a page of it.
-        points: how many steps to record.
-        execution: how to train.
-        tell: called after every epoch.
-
-    Returns:
-        The finished training and the table of its run, whose name is the training's key.
-    """
-    plainly = replace(execution or Execution(), captured=False)
-    training = Training(config, data, execution=plainly)
-    [optimizer] = training.optimizers
-    shutil.rmtree(folder, ignore_errors=True)
-    every = max(1, config.epochs * training.steps // points)
-    kept = {"run": config.key, "config": config.to_dict(), "rows_every": 0}
-    with watch(optimizer, training.groups, every=every, phenomena=True, to=folder, **kept) as seen:
-        while not training.finished:
-            training.run_epoch()
-            seen.log({name: values[-1] for name, values in training.curves.items()})
-            tell(training)
-    if seen.error is not None:
-        raise RuntimeError(f"watching {config.key} failed: {seen.error}") from seen.error
-    return training, seen.records()
-
-
-def chosen_filters(training: Training, *, each: int = 3, seed: int = 0) -> dict[str, list[int]]:
-    """So many filters of every parameter that has rows, drawn once for all schemes."""
-    random = np.random.Generator(np.random.Philox(key=seed))
-    chosen = {}
-    for group in training.groups.groups:
-        picked = random.choice(group.rows, size=min(each, group.rows), replace=False)
-        chosen[group.names[0]] = sorted(picked.tolist())
-    return chosen
-
-
-def compare_trajectories(
-    configs: Sequence[Config],
-    data: Resident,
-    weights: dict[str, Tensor],
-    *,
-    points: int = 200,
-    execution: Execution | None = None,
-    tell: Told = lambda _: None,
-) -> Records:
-    """Cosine of every filter under each scheme with the same filter under the first one, over the same batches.
-
-    Args:
-        configs: the schemes, that of the reference first; they differ by method, rate and momentum alone.
-        data: their data.
-        weights: where all of them start.
-        points: how many steps to compare at.
-        execution: how to train.
-        tell: called after every epoch of the last scheme.
-
-    Returns:
-        Records with the quantity "cosine" under the group "METHOD: PARAMETER" over all its filters, and for three
-        filters of every parameter under "METHOD: PARAMETER[FILTER]".
-    """
-    trainings = [Training(config, data, execution=execution, weights=weights) for config in configs]
-    records, steps = Records(configs[0].key), trainings[0].steps
-    every = max(1, configs[0].epochs * steps // points)
-    filters, done = chosen_filters(trainings[0]), 0
-    while not trainings[0].finished:
-        left = steps
-        while left:
-            count = min(every - done % every, left)
-            left = min(training.take(count) for training in trainings)
-            done += count
-            if done % every == 0 or not left:
-                _record_cosines(trainings, records, done, filters)
-        for training in trainings:
-            training.end_epoch()
-        for training in trainings:
-            training.collect()
-        tell(trainings[-1])
-    return records
-
-
-def _record_cosines(trainings: Sequence[Training], records: Records, step: int, filters: dict[str, list[int]]) -> None:
-    for training in trainings:
-        training.queue.wait()
-    reference, *others = trainings
-    for other in others:
-        for name, layout in reference.groups.layouts.items():
-            u, p = (_directions(training, name, Layout(layout)) for training in (reference, other))
-            cosines = geometry.dot(u, p).squeeze(-1).cpu().numpy()
-            label = f"{other.config.method}: {name}"
-            records.add(step, label, {"cosine": cosines})
-            for k in filters[name]:
-                records.add(step, f"{label}[{k}]", {"cosine": [float(cosines[k])]})
-
-
-def _directions(training: Training, name: str, layout: Layout) -> Tensor:
-    rows = layout.rows(training.groups.params[name].detach())
-    return geometry.split(rows.to(torch.float64))[1]

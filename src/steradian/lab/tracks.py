@@ -1,22 +1,24 @@
 """Studies that record what happens within trainings: one Parquet table each, whole runs only, never repeated."""
 
 import io
+import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import Progress
+import torch
 
+from steradian.lab.comparing import compare_trajectories
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
 from steradian.lab.fleet import prepare_device
+from steradian.lab.progress import Watcher
 from steradian.lab.recipes import pretraining, trajectories
-from steradian.lab.results import Result, Store, environment, write_atomically
+from steradian.lab.results import environment, write_atomically
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
-from steradian.lab.tracking import compare_trajectories, track_hypotheses, watch_training
+from steradian.lab.tracking import Tracked
 from steradian.lab.training import Execution
 from steradian.watch.records import COLUMNS
 
@@ -25,13 +27,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracks", "track_study", "trajectory_study"]
 
+_ABOUT = b"steradian"
 
-@dataclass
+
+@dataclass(frozen=True)
 class Tracks:
-    """Recorded tables of a study in one Parquet file, with the columns of `watch.records`."""
+    """Recorded tables of a study in one Parquet file, with the columns of `watch.records`.
+
+    What is known of each run stands in the file's own metadata: "config", "steps" in an epoch, "environment".
+    """
 
     path: Path
-    finished: bool = field(default=True)
 
     def table(self) -> "pd.DataFrame":
         """Everything recorded; empty where there is no file."""
@@ -39,118 +45,157 @@ class Tracks:
 
         return pd.read_parquet(self.path) if self.path.exists() else pd.DataFrame(columns=list(COLUMNS))
 
+    def about(self) -> dict[str, dict[str, Any]]:
+        """What is known of each run, by its key."""
+        from pyarrow import parquet
+
+        if not self.path.exists():
+            return {}
+        return json.loads((parquet.read_schema(self.path).metadata or {}).get(_ABOUT, b"{}"))
+
     def runs(self) -> set[str]:
         """Keys of the recorded runs."""
-        return set(self.table()["run"])
+        return set(self.about())
 
-    def add(self, added: "pd.DataFrame") -> None:
-        """Add the table of a run."""
+    def add(self, config: Config, added: "pd.DataFrame", **about: Any) -> None:
+        """Add the table of a run, in the place of what was recorded of it before."""
         import pandas as pd
+        import pyarrow as pa
+        from pyarrow import parquet
 
-        tables = [table for table in (self.table(), added) if len(table)]
+        runs = self.about() | {config.key: {"config": config.to_dict(), **about}}
+        known = self.table()
+        tables = [table for table in (known[known["run"] != config.key], added) if len(table)]
+        joined = pa.Table.from_pandas(pd.concat(tables, ignore_index=True), schema=_schema(), preserve_index=False)
         buffer = io.BytesIO()
-        pd.concat(tables, ignore_index=True).to_parquet(buffer, compression="zstd")
+        metadata = {_ABOUT: json.dumps(runs, ensure_ascii=False).encode()}
+        parquet.write_table(
+            joined.replace_schema_metadata(metadata),
+            buffer,
+            compression="zstd",
+            compression_level=9,
+            use_dictionary=[name for name in COLUMNS if name != "value"],
+            use_byte_stream_split=["value"],
+        )
         write_atomically(self.path, buffer.getvalue())
+
+
+def _schema() -> Any:
+    """Words by number, and figures in single precision, which is more than a picture shows."""
+    import pyarrow as pa
+
+    word = pa.dictionary(pa.int32(), pa.string())
+    kinds = {"step": pa.int32(), "value": pa.float32()}
+    return pa.schema([(name, kinds.get(name, word)) for name in COLUMNS])
 
 
 def track_study(
     configs: Sequence[Config],
     name: str,
     *,
-    watched: bool = False,
+    phenomena: Collection[str] = (),
     roots: Mapping[str, Path] | None = None,
     device: str | None = None,
     seconds: float | None = None,
-    points: int = 400,
+    size: int | None = None,
+    execution: Execution | None = None,
+    points: int = 300,
     folder: Path = RESULTS,
     runs: Path = RUNS,
-) -> Tracks:
-    """Track trainings one after the other; their curves are stored too.
+    watcher: Watcher | None = None,
+) -> bool:
+    """Train with some steps recorded, all trainings in flight; their curves are stored too.
 
     Args:
         configs: the trainings.
         name: of the study: folder/NAME.json and folder/NAME-tracks.parquet.
-        watched: follow every step with `watch`, which measures the phenomena, as `watch_training` does; otherwise
-            look at some steps alone, as `track_hypotheses` does.
+        phenomena: methods in whose trainings (a), (b1), (b2) and (c) are measured too.
         roots: folders of the data, by name.
         device: where.
-        seconds: start no further training when this time is over.
+        seconds: stop, with checkpoints, when this time is over.
+        size: trainings in flight; None: as for `Study.run`.
+        execution: how; None: as for `Study.run`.
         points: steps to record in each.
         folder: where the files go.
-        runs: where the folders of watched runs go, of which `steradian report` makes a page.
+        runs: where checkpoints go.
+        watcher: told what happens.
+
+    Returns:
+        Whether everything is finished.
     """
-    where, began = pick_device(device), time.monotonic()
-    prepare_device(where, exact=any(config.precision == "float32" for config in configs))
-    tracks, store = Tracks(folder / f"{name}-tracks.parquet"), Store(folder / f"{name}.json")
-    done = tracks.runs() & store.keys()
-    data: dict[str, Resident] = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for config in [config for config in configs if config.key not in done]:
-            if seconds is not None and time.monotonic() - began > seconds:
-                tracks.finished = False
-                break
-            if config.data not in data:
-                data[config.data] = Resident(load(config.data, (roots or {}).get(config.data)), where)
-            task = progress.add_task(config.key, total=config.epochs)
-            options: dict[str, Any] = {"points": points, "execution": Execution(compiled=where.type == "cuda")}
-            options["tell"] = lambda _, task=task: progress.advance(task)
-            started = time.monotonic()
-            if watched:
-                to = runs / name / "watched" / config.key
-                training, table = watch_training(config, data[config.data], to, **options)
-            else:
-                training, records = track_hypotheses(config, data[config.data], **options)
-                table = records.table()
-            tracks.add(table)
-            facts = (training.diverged, training.collapsed()[0], time.monotonic() - started, environment(where))
-            store.add([Result(config, training.curves, *facts)])
-    return tracks
+    where, study = pick_device(device), Study(name, folder, runs)
+    tracks = Tracks(folder / f"{name}-tracks.parquet")
+    lost = study.store.keys() - tracks.runs()
+    lost &= {config.key for config in configs}
+    if lost:
+        raise ValueError(f"{study.store.path} holds {', '.join(sorted(lost))}, of which {tracks.path} has no record")
+
+    def deliver(training: Tracked) -> None:
+        tracks.add(training.config, training.table(), steps=training.steps, environment=environment(where))
+
+    def make(squad: Sequence[Config], *args: Any, **more: Any) -> Tracked:
+        measured = squad[0].method in phenomena
+        return Tracked(squad, *args, points=points, phenomena=measured, deliver=deliver, **more)
+
+    options: dict[str, Any] = {"roots": roots, "device": where, "seconds": seconds, "size": size}
+    options["execution"] = None if execution is None else replace(execution, members=1)
+    return study.run(configs, make=make, watcher=watcher, **options)
 
 
 def trajectory_study(
     options: Mapping[str, Any],
     name: str | None = None,
     *,
+    tuning: int = 10,
     root: Path | None = None,
     device: str | None = None,
     seconds: float | None = None,
+    size: int | None = None,
+    execution: Execution | None = None,
     points: int = 100,
     folder: Path = RESULTS,
     runs: Path = RUNS,
-) -> Tracks:
+    watcher: Watcher | None = None,
+) -> tuple[Tracks, bool]:
     """Section 3.3: train the networks that are missing, then compare SGD, AdaGradG and AdaGrad from each of them.
 
     Args:
-        options: of `recipes.pretraining`: data, columns, epochs, seeds; and "tuning", epochs of the comparison.
+        options: of `recipes.pretraining`: data, columns, norms, epochs, seeds.
         name: of the study; None: trajectories-DATA.
+        tuning: epochs of the comparison.
         root: folder of the data.
         device: where.
         seconds: stop when this time is over.
-        points: steps to compare at.
+        size: networks that are trained at once; None: as for `Study.run`.
+        execution: how they are trained; None: as for `Study.run`.
+        points: steps to compare after.
         folder: where results go.
         runs: where checkpoints and weights go.
-    """
-    import torch
+        watcher: told what happens to the trainings.
 
+    Returns:
+        The records, and whether everything is finished.
+    """
     where, began = pick_device(device), time.monotonic()
-    chosen = {key: value for key, value in options.items() if key not in ("tuning", "methods")}
-    starts = pretraining(**chosen)
+    starts = pretraining(**options)
     name = name or f"trajectories-{starts[0].data}"
     study, tracks = Study(name, folder, runs), Tracks(folder / f"{name}-tracks.parquet")
+    schemes = {start.key: trajectories([start], epochs=tuning) for start in starts}
+    left = [start for start in starts if schemes[start.key][0].key not in tracks.runs()]
     roots = {} if root is None else {starts[0].data: root}
-    if not study.run(starts, roots=roots, device=where, seconds=seconds, keep_weights=True):
-        tracks.finished = False
-        return tracks
+    how: dict[str, Any] = {"size": size, "execution": execution, "keep_weights": True, "watcher": watcher}
+    if not study.run(left, roots=roots, device=where, seconds=seconds, **how):
+        return tracks, False
     prepare_device(where, exact=True)
-    data = Resident(load(starts[0].data, root), where)
-    done = tracks.runs()
-    for start in starts:
-        schemes = trajectories([start], epochs=options.get("tuning", 10))
-        if schemes[0].key in done:
-            continue
+    data = Resident(load(starts[0].data, root), where) if left else None
+    for start in left:
         if seconds is not None and time.monotonic() - began > seconds:
-            tracks.finished = False
-            break
-        weights = torch.load(study.work / "weights" / f"{start.key}.pt", weights_only=True)
-        tracks.add(compare_trajectories(schemes, data, weights, points=points).table())
-    return tracks
+            return tracks, False
+        first, weights = schemes[start.key][0], study.work / "weights" / f"{start.key}.pt"
+        if not weights.exists():
+            raise ValueError(f"no {weights}: bring that folder along, or take {start.key} out of {study.store.path}")
+        assert data is not None
+        compared = compare_trajectories(schemes[start.key], data, torch.load(weights, weights_only=True), points=points)
+        steps = data.counts["train"] // first.batch_size
+        tracks.add(first, compared, steps=steps, environment=environment(where))
+    return tracks, True

@@ -5,6 +5,7 @@ the device, the rate is a tensor there, and loss and hits are added up there unt
 code runs as a plain loop.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from steradian.lab.config import Config
 from steradian.lab.data import Resident
 from steradian.lab.launch import Captured, Launcher, Plain, Queue
 from steradian.lab.methods import optimizers, set_rates
-from steradian.lab.models import Convolution
+from steradian.lab.models import Convolution, ResNet
 from steradian.lab.networks import fill, load_states, member, network, stack
 
 __all__ = ["CURVES", "Execution", "Member", "Training"]
@@ -43,6 +44,7 @@ class Execution:
         together: steps in one launch of a graph.
         chunk: images that are evaluated at once.
         channels_last: keep weights and images with channels last in memory; None: on a GPU.
+        joined: carry out ResNets of few channels with BN by the lab's own kernels; None: in bf16 on a GPU.
         lanes: fill up the input channels of convolutions, with zeros, to a multiple of it; None: 8 on a GPU, whose
             matrix units take so many at once, and 1 elsewhere.
     """
@@ -54,6 +56,7 @@ class Execution:
     together: int = 1
     chunk: int = 500
     channels_last: bool | None = None
+    joined: bool | None = None
     lanes: int | None = None
 
     def on(self, device: torch.device) -> "Execution":
@@ -61,7 +64,7 @@ class Execution:
         gpu = device.type == "cuda"
         if self.captured and not gpu:
             raise ValueError("captured must be None or False on a CPU, got True")
-        usual = {"captured": gpu, "fused": gpu, "channels_last": gpu, "lanes": 8 if gpu else 1}
+        usual = {"captured": gpu, "fused": gpu, "channels_last": gpu, "joined": gpu, "lanes": 8 if gpu else 1}
         chosen: dict[str, Any] = {name: value for name, value in usual.items() if getattr(self, name) is None}
         return replace(self, **chosen)
 
@@ -139,6 +142,8 @@ class Training:
         for layer in model.modules():
             if isinstance(layer, Convolution):
                 layer.lanes = self.execution.lanes or 1
+        if self.execution.joined and self._half:
+            _join(model)
         self.model = model
         self.groups = replace(groups, params=dict(model.named_parameters()))
         captured, fused = bool(self.execution.captured), bool(self.execution.fused)
@@ -365,6 +370,17 @@ class Training:
         for each, state in zip(self.members, states, strict=True):
             each.curves = {name: list(values) for name, values in state["curves"].items()}
         self._next_plan, self._begun = None, False
+
+
+def _join(model: nn.Module) -> None:
+    """Carry the network out by joint kernels, where there are such for it."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from steradian.lab import joining
+
+    if joining.can_join(model):
+        assert isinstance(model, ResNet)
+        model.route = joining.forward
 
 
 def _losses(model: nn.Module, data: Resident, codes: Tensor, half: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,138 @@
+"""The convolutions of the lab against cuDNN's, and the choice of their tiles.
+
+    python benchmarks/convolution.py [--members 5] [--tune]
+
+Microseconds per member of one 3 × 3 convolution of ResNet20 at batch 128: ours, which adds up what BN needs as well,
+and cuDNN's grouped one; forward, gradient to the input and to the weight. With --tune every tile is tried, and the best
+are printed. Writes results/bench-convolution.json.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+from torch import Tensor
+
+from steradian.lab import convolution
+from steradian.lab.convolution import _Tile
+
+from harness import Table, write
+
+SHAPES = {16: 32, 32: 16, 64: 8}
+KINDS = ("forward", "input gradient", "weight gradient")
+TABLES = dict(zip(KINDS, ("_FORWARD", "_INPUT_GRADIENT", "_WEIGHT_GRADIENT"), strict=True))
+
+
+def arguments(channels: int, members: int, batch: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    size, like = SHAPES[channels], {"device": "cuda", "dtype": torch.bfloat16}
+
+    def image(images: int, total: int) -> Tensor:
+        return torch.randn(images, total, size, size, **like).to(memory_format=torch.channels_last)
+
+    weight = torch.randn(members * channels, channels, 3, 3, device="cuda").div(12)
+    made = {"weight": weight.to(memory_format=torch.channels_last)}
+    for name in ("x", "dy"):
+        made[name] = image(members * batch, channels)
+        made[f"{name} side by side"] = image(batch, members * channels)
+    return made
+
+
+def ours(kind: str, t: dict[str, Tensor], members: int) -> Callable[[], object]:
+    if kind == "forward":
+        return lambda: convolution._forward(t["x"], t["weight"], members, 1, True)[1].sum(dim=0)
+    if kind == "input gradient":
+        return lambda: convolution._input_gradient(t["dy"], t["weight"], t["x"], members, 1)
+    return lambda: convolution._weight_gradient(t["x"], t["dy"], members, 1).sum(dim=0)
+
+
+def cudnn(kind: str, t: dict[str, Tensor], members: int) -> Callable[[], object]:
+    weight = t["weight"].bfloat16()
+    if kind == "forward":
+        return lambda: torch.nn.functional.conv2d(t["x side by side"], weight, padding=1, groups=members)
+    wanted = [kind == "input gradient", kind == "weight gradient", False]
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], members, wanted)
+    return lambda: torch.ops.aten.convolution_backward(t["dy side by side"], t["x side by side"], weight, None, *rest)
+
+
+def tiles(kind: str, channels: int) -> Iterator[_Tile]:
+    if kind == "weight gradient":
+        choices = {
+            16: "32 32 16 4 2, 64 32 16 4 1, 64 16 16 4 2, 128 16 4 4 2, 64 32 4 4 2, 64 32 8 4 2, 64 32 4 4 1",
+            32: "32 32 4 4 1, 64 16 4 4 1, 64 16 4 4 2, 64 8 4 4 2, 128 8 2 4 2",
+            64: "64 16 1 4 3, 64 8 1 4 3, 32 16 1 4 3, 64 8 2 4 2",
+        }
+    else:
+        choices = {
+            16: "128 1 1, 128 4 1, 256 1 1, 256 2 1, 256 4 1, 128 1 2, 128 2 2, 128 2 4, 256 2 2 8, 512 1 1 8",
+            32: "128 1 1, 128 2 1, 256 1 1 8, 128 1 2, 128 2 2 8",
+            64: "128 1 1, 128 1 1 8, 64 1 1",
+        }
+    for choice in choices[channels].split(", "):
+        yield _Tile(*map(int, choice.split()))
+
+
+def compile_some(work: list[tuple[str, int, _Tile]], members: int, batch: int) -> None:
+    """Launch once, so that the kernels are in Triton's cache."""
+    made = {channels: arguments(channels, members, batch) for channels in SHAPES}
+    for kind, channels, tile in work:
+        getattr(convolution, TABLES[kind])[channels] = tile
+        try:
+            ours(kind, made[channels], members)()
+            torch.cuda.synchronize()
+        except triton.runtime.errors.OutOfResources:
+            continue
+
+
+def tune(members: int, batch: int, workers: int) -> None:
+    work = [(kind, channels, tile) for kind in KINDS for channels in SHAPES for tile in tiles(kind, channels)]
+    context = multiprocessing.get_context("spawn")
+    started = [context.Process(target=compile_some, args=(work[k::workers], members, batch)) for k in range(workers)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    for kind, channels in itertools.product(KINDS, SHAPES):
+        made, found = arguments(channels, members, batch), []
+        for tile in tiles(kind, channels):
+            getattr(convolution, TABLES[kind])[channels] = tile
+            try:
+                found.append((microseconds(ours(kind, made, members)) / members, tile))
+            except triton.runtime.errors.OutOfResources:
+                continue
+        found.sort()
+        getattr(convolution, TABLES[kind])[channels] = found[0][1]
+        for time, tile in found[:5]:
+            print(f"{kind} {channels}: {time:.2f} µs {tuple(tile)}", flush=True)
+    for name in TABLES.values():
+        print(name, "=", getattr(convolution, name), flush=True)
+
+
+def microseconds(work: Callable[[], object]) -> float:
+    return 1e3 * float(triton.testing.do_bench_cudagraph(work, rep=10))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--workers", type=int, default=14)
+    options = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    if options.tune:
+        tune(options.members, options.batch, options.workers)
+    table = Table("channels", "size", "kind", "ours µs", "cuDNN µs", "ours / cuDNN")
+    for channels, size in SHAPES.items():
+        made = arguments(channels, options.members, options.batch)
+        for kind in KINDS:
+            times = [microseconds(way(kind, made, options.members)) / options.members for way in (ours, cudnn)]
+            table.add(channels, size, kind, *times, times[0] / times[1])
+    write("bench-convolution", table, members=options.members, batch=options.batch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A 3 × 3 convolution with few channels, of several members in one launch, that adds up what BN needs.
+
+Networks for small images have too few channels for the kernels that are made for large ones. Here Σy and Σy² are added
+up as y is stored, so that a normalization behind the convolution need not read it again for its statistics.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from steradian.lab import _kernels
+
+__all__ = ["FILTERS", "Convolved", "convolve"]
+
+FILTERS = (16, 32, 64)
+"""Filters that a member's convolution may have; its channels, too, where x needs a gradient."""
+
+
+class Convolved(NamedTuple):
+    """What `convolve` returns.
+
+    Attributes:
+        y: the convolution, (members · batch, filters, height, width), channels last, in the dtype of x.
+        sums: Σy and Σy² over all pixels of a member, (2, members · filters) in float32; empty where not asked for.
+    """
+
+    y: Tensor
+    sums: Tensor
+
+
+def convolve(x: Tensor, weight: Tensor, *, members: int = 1, stride: int = 1, sums: bool = True) -> Convolved:
+    """x ∗ weight with padding 1, and its sums.
+
+    Args:
+        x: (members · batch, channels, height, width), one member after the other; what is multiplied has its dtype.
+        weight: (members · filters, channels, 3, 3).
+        members: how many networks there are.
+        stride: 1, or 2 where height and width are even.
+        sums: add up y and y².
+    """
+    filters, channels = weight.shape[0] // members, weight.shape[1]
+    if filters not in FILTERS or weight.shape[2:] != (3, 3):
+        raise ValueError(f"weight must hold {FILTERS} filters of 3 × 3 for each member, got {tuple(weight.shape)}")
+    if x.shape[1] != channels or len(x) % members:
+        raise ValueError(f"x must hold {channels} channels and {members} batches, got {tuple(x.shape)}")
+    if x.requires_grad and channels not in FILTERS:
+        raise ValueError(f"channels must be one of {FILTERS} where x needs a gradient, got {channels}")
+    if stride not in (1, 2) or (stride == 2 and (x.shape[2] % 2 or x.shape[3] % 2)):
+        raise ValueError(f"stride must be 1, or 2 where height and width are even, got {stride} of {tuple(x.shape)}")
+    last = torch.channels_last
+    x, weight = x.contiguous(memory_format=last), weight.contiguous(memory_format=last)
+    return Convolved(*_Convolution.apply(x, weight, members, stride, sums))
+
+
+class _Convolution(torch.autograd.Function):
+    """The convolution with its gradients; parts are added up where a compiler can join more to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, members: int, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
+        """Convolve."""
+        y, parts = _forward(x, weight, members, stride, sums)
+        ctx.save_for_backward(x, weight, y if sums else None)
+        ctx.members, ctx.stride = members, stride
+        return y, parts.sum(dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dsums: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients to x and weight: Σy and Σy² send dΣ₁ + 2·dΣ₂·y back to y."""
+        x, weight, y = ctx.saved_tensors
+        if y is not None:
+            first, second = (part.view(ctx.members, 1, -1, 1, 1) for part in dsums)
+            of = (ctx.members, -1)
+            dy = dy.unflatten(0, of).float() + first + 2 * second * y.unflatten(0, of).float()
+            dy = dy.to(x.dtype).flatten(0, 1)
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = _input_gradient(dy, weight, x, ctx.members, ctx.stride) if ctx.needs_input_grad[0] else None
+        parts = _weight_gradient(x, dy, ctx.members, ctx.stride)
+        return dx, parts.sum(dim=0).permute(0, 3, 1, 2).to(weight.dtype), None, None, None
+
+
+class _Tile(NamedTuple):
+    """Pixels at a time, how many times, taps at a time, warps, and loads ahead."""
+
+    block: int
+    tiles: int
+    taps: int
+    warps: int = 4
+    stages: int = 1
+
+
+# By the filters of a member, or by its channels for the gradient to x; chosen by benchmarks/convolution.py --tune.
+_FORWARD = {16: _Tile(128, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)}
+_INPUT_GRADIENT = {16: _Tile(256, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)}
+_WEIGHT_GRADIENT = {16: _Tile(128, 16, 4, 4, 2), 32: _Tile(64, 16, 4), 64: _Tile(64, 16, 1, 4, 3)}
+
+
+# The launches, as operators that a compiler does not look into
+
+
+def _parts(pixels: int, tile: _Tile) -> int:
+    return -(-pixels // (tile.block * tile.tiles))
+
+
+def _fill_up(channels: int) -> int:
+    """What the matrix units take at once."""
+    return max(16, triton.next_power_of_2(channels))
+
+
+def _meta(tile: _Tile, x: Tensor) -> dict[str, Any]:
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    sizes = {"BLOCK": tile.block, "TILES": tile.tiles, "TAPS": tile.taps, "PRECISION": precision}
+    return sizes | {"num_warps": tile.warps, "num_stages": tile.stages}
+
+
+@torch.library.custom_op("steradian::convolve", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, members: int, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
+    y, parts = _like_forward(x, weight, members, stride, sums)
+    channels, filters = weight.shape[1], weight.shape[0] // members
+    [height, width], images, tile = y.shape[2:], len(x) // members, _FORWARD[filters]
+    _kernels.convolve_kernel[(_parts(images * height * width, tile), members)](
+        x, weight, y, parts, images, members,
+        CI=channels, CO=filters, KI=_fill_up(channels), HI=x.shape[2], WI=x.shape[3],
+        HO=height, WO=width, STRIDE=stride, BACK=False, SUMS=sums, **_meta(tile, x),
+    )  # fmt: skip
+    return y, parts
+
+
+@_forward.register_fake
+def _like_forward(x: Tensor, weight: Tensor, members: int, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
+    filters, height, width = weight.shape[0] // members, x.shape[2] // stride, x.shape[3] // stride
+    size = (len(x), filters, height, width)
+    y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    parts = _parts(len(x) // members * height * width, _FORWARD[filters])
+    return y, x.new_empty((parts, 2, members * filters) if sums else (1, 0), dtype=torch.float32)
+
+
+@torch.library.custom_op("steradian::convolve_input_gradient", mutates_args=())
+def _input_gradient(dy: Tensor, weight: Tensor, x: Tensor, members: int, stride: int) -> Tensor:
+    dx = _like_input_gradient(dy, weight, x, members, stride)
+    channels, filters = weight.shape[1], weight.shape[0] // members
+    [height, width], images, tile = x.shape[2:], len(x) // members, _INPUT_GRADIENT[channels]
+    _kernels.convolve_kernel[(_parts(images * height * width, tile), members)](
+        dy, weight, dx, dx, images, members,
+        CI=filters, CO=channels, KI=filters, HI=dy.shape[2], WI=dy.shape[3],
+        HO=height, WO=width, STRIDE=stride, BACK=True, SUMS=False, **_meta(tile, x),
+    )  # fmt: skip
+    return dx
+
+
+@_input_gradient.register_fake
+def _like_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, members: int, stride: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.channels_last)
+
+
+@torch.library.custom_op("steradian::convolve_weight_gradient", mutates_args=())
+def _weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor:
+    out = _like_weight_gradient(x, dy, members, stride)
+    channels, filters = x.shape[1], dy.shape[1]
+    tile = _WEIGHT_GRADIENT[filters]
+    _kernels.weight_gradient_kernel[(len(out), members, -(-9 // tile.taps))](
+        x, dy, out, len(x) // members, members,
+        CI=channels, CO=filters, KI=_fill_up(channels), HI=x.shape[2], WI=x.shape[3],
+        HO=dy.shape[2], WO=dy.shape[3], STRIDE=stride, **_meta(tile, x),
+    )  # fmt: skip
+    return out
+
+
+@_weight_gradient.register_fake
+def _like_weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor:
+    channels, filters = x.shape[1], dy.shape[1]
+    parts = _parts(len(x) // members * dy.shape[2] * dy.shape[3], _WEIGHT_GRADIENT[filters])
+    return x.new_empty(parts, members * filters, 3, 3, channels, dtype=torch.float32)

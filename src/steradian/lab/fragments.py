@@ -1,0 +1,179 @@
+"""Pieces of a document made from stored results: a table, or a figure with the numbers below it.
+
+What has not been run yet gives a line with the command that runs it.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from steradian.lab.charts import Figure
+from steradian.lab.config import METHODS
+from steradian.lab.figures import FIGURES, TRACK_FIGURES
+from steradian.lab.paper import COLUMNS
+from steradian.lab.pictures import write_figure
+from steradian.lab.results import Result, Store
+from steradian.lab.summaries import SUMMARIES
+from steradian.lab.tables import RULE, Column, accuracy_columns, markdown_table
+from steradian.lab.times import plain_loops, time_rows
+from steradian.lab.tracks import Tracks
+
+__all__ = ["KINDS", "Place", "command", "fragment"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a document finds its results.
+
+    Attributes:
+        results: folder of the results.
+        figures: folder for the figures.
+        document: folder of the document, from which figures are linked.
+    """
+
+    results: Path
+    figures: Path
+    document: Path
+
+    def store(self, study: str) -> list[Result]:
+        """The results of a study; none where there is no file."""
+        return Store(self.results / f"{study}.json").results()
+
+    def tracks(self, study: str) -> Tracks:
+        """The records of a study."""
+        return Tracks(self.results / f"{study}-tracks.parquet")
+
+    def show(self, figure: Figure, name: str, text: str) -> str:
+        """Write a figure, and give what shows it in a document."""
+        path = self.figures / f"{name}.svg"
+        write_figure(figure, path)
+        return f"![{text}]({Path(os.path.relpath(path, self.document)).as_posix()})"
+
+
+def fragment(name: str, place: Place) -> str:
+    """The piece of this name: a kind and the studies that it is made from.
+
+    Raises:
+        ValueError: there is no such kind, or no study is named.
+    """
+    kind, *studies = name.split()
+    if kind not in KINDS or not studies:
+        raise ValueError(f"a region must name one of {', '.join(KINDS)} and a study, got {name!r}")
+    return KINDS[kind](kind, studies, place)
+
+
+def command(study: str) -> str:
+    """What runs a study.
+
+    >>> command("resnet20-cifar10")
+    'steradian reproduce tables --data cifar10 --columns ResNet20'
+    >>> command("hypotheses-cifar10")
+    'steradian reproduce hypotheses --data cifar10'
+    """
+    recipe, _, data = study.rpartition("-")
+    model = next((model for model, _ in COLUMNS if model.lower() == recipe), None)
+    if model is not None:
+        return f"steradian reproduce tables --data {data} --columns {model}"
+    return f"steradian reproduce {recipe} --data {data}"
+
+
+def _missing(studies: Sequence[str]) -> str:
+    return "\n\n".join(f"*Not run yet: `{command(study)}`.*" for study in studies)
+
+
+def _columns(studies: Sequence[str], place: Place) -> tuple[list[Column], list[str]]:
+    """The columns of these studies, and the studies that are missing."""
+    found: list[Column] = []
+    for study in studies:
+        found += accuracy_columns(place.store(study))
+    return found, [study for study in studies if not place.store(study)]
+
+
+def _table(kind: str, studies: Sequence[str], place: Place) -> str:
+    """Ours beside the paper's; a "table" says what the figures mean, "numbers" do not."""
+    columns, missing = _columns(studies, place)
+    parts = []
+    for column in columns:
+        parts.append(f"**{column.name}**, {column.epochs} epochs\n\n{markdown_table(*column.rows())}")
+        if kind == "table":
+            parts.append("\n".join(f"- {text}" for text in column.statements()))
+    return "\n\n".join([*parts, *([RULE] if parts else []), *([_missing(missing)] if missing else [])])
+
+
+def _times(_: str, studies: Sequence[str], place: Place) -> str:
+    columns, missing = _columns(studies, place)
+    parts = [markdown_table(*time_rows(columns, plain_loops(place.results / "bench-fleet.json")))] if columns else []
+    return "\n\n".join([*parts, *([_missing(missing)] if missing else [])])
+
+
+_CAPTIONS = {
+    "loss": "Training loss by epoch: mean over the seeds, with bands from the lowest seed to the highest.",
+    "accuracy": "Validation accuracy by epoch: mean over the seeds, with bands from the lowest seed to the highest.",
+    "hypotheses": "The largest of each quantity over all filters of all layers, at the recorded steps.",
+    "trajectories": "Cosine of filters with the same filter under SGD: three filters of every block, drawn at random.",
+    "phenomena": "How far each phenomenon turns the effective direction: medians over the filters of every layer.",
+}
+
+
+def _curves(kind: str, studies: Sequence[str], place: Place) -> str:
+    results = [result for study in studies for result in place.store(study)]
+    figure = FIGURES[kind](results)
+    if figure.empty:
+        return _missing(studies)
+    return f"{place.show(figure, f'{kind}-{studies[0]}', _CAPTIONS[kind])}\n\n*{_CAPTIONS[kind]}*"
+
+
+def _tracked(kind: str, studies: Sequence[str], place: Place) -> str:
+    """From the first of the studies that has recorded it."""
+    for study in studies:
+        tracks = place.tracks(study)
+        table, about = tracks.table(), tracks.about()
+        if about and not (figure := TRACK_FIGURES[kind](table, about)).empty:
+            name = study if study.startswith(kind) else f"{kind}-{study}"
+            shown = place.show(figure, name, _CAPTIONS[kind])
+            return f"{shown}\n\n*{_CAPTIONS[kind]}*\n\n{markdown_table(*SUMMARIES[kind](table, about))}"
+    return _missing(studies[:1])
+
+
+def _machines(_: str, studies: Sequence[str], place: Place) -> str:
+    """What the trainings ran on, as they recorded it."""
+    kinds: dict[tuple[str, ...], int] = {}
+    for result in (result for study in studies for result in place.store(study)):
+        told = tuple(str(result.environment.get(name, "")) for name in ("device", "torch", "python", "commit"))
+        kinds[told] = kinds.get(told, 0) + 1
+    if not kinds:
+        return _missing(studies)
+    lines = [[*told, str(count)] for told, count in kinds.items()]
+    return markdown_table(["device", "torch", "Python", "commit", "trainings"], lines)
+
+
+def _settings(_: str, studies: Sequence[str], place: Place) -> str:
+    """How the trainings of each method were set, as they recorded it."""
+    configs = [result.config for study in studies for result in place.store(study)]
+    if not configs:
+        return _missing(studies)
+    lines: dict[tuple[str, ...], None] = {}
+    for c in sorted(configs, key=lambda config: METHODS.index(config.method)):
+        momentum = (
+            f"β = {c.momentum:g}" if c.method == "SGD-M" else "none" if c.method == "SGD" else f"β₁ = {c.betas[0]:g}"
+        )
+        second = "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"
+        epochs = f"{c.epochs}, rate × {c.gamma:g} at {', '.join(map(str, c.milestones))}"
+        lines[
+            c.method, f"{c.lr:g}", f"{c.weight_decay:g}", momentum, second, epochs, str(c.batch_size), c.precision
+        ] = None
+    heads = ["method", "rate η", "L2 λ", "momentum", "β₂", "epochs", "batch", "precision"]
+    return markdown_table(heads, [list(line) for line in lines])
+
+
+KINDS: dict[str, Callable[[str, Sequence[str], Place], str]] = {
+    "table": _table,
+    "numbers": _table,
+    "times": _times,
+    "machines": _machines,
+    "settings": _settings,
+    **dict.fromkeys(FIGURES, _curves),
+    **dict.fromkeys(TRACK_FIGURES, _tracked),
+}
+"""What a region may hold."""

@@ -1,0 +1,69 @@
+"""Figures as files: SVG for documents, or a page in which one can zoom."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from steradian.lab.charts import Chart, Figure, Line, Paint, svg
+from steradian.lab.results import write_atomically
+
+__all__ = ["write_figure"]
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a figure to an .svg, or to an .html with plotly that can be zoomed.
+
+    Raises:
+        ValueError: the file's name ends in something else, or there is nothing to show.
+    """
+    if figure.empty:
+        raise ValueError("there is nothing to show: no results of this kind")
+    if path.suffix == ".svg":
+        write_atomically(path, svg(figure).encode())
+    elif path.suffix == ".html":
+        write_atomically(path, _page(figure).encode())
+    else:
+        raise ValueError(f"the file of a figure must end in .svg or .html, got {path.name!r}")
+
+
+def _page(figure: Figure) -> str:
+    """A page with plotly inside, which opens without network."""
+    from plotly.offline import get_plotlyjs
+
+    parts, paint = [], Paint(figure)
+    for k, chart in enumerate(figure.charts):
+        data = json.dumps({"data": _traces(chart, paint), "layout": _layout(chart)}).replace("</", "<\\/")
+        parts.append(f'<div id="f{k}"></div><script>Plotly.newPlot("f{k}", {data})</script>')
+    head = f'<meta charset="utf-8"><title>Figures</title><script>{get_plotlyjs()}</script>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
+
+
+def _traces(chart: Chart, paint: Paint) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    for line in chart.lines:
+        colour = paint.colour(line)[0]
+        shared = {"x": list(line.x), "mode": "lines", "legendgroup": line.name}
+        hidden = {"line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+        if line.low:
+            made.append({**shared, **hidden, "y": list(line.low)})
+            made.append({**shared, **hidden, "y": list(line.high), "fill": "tonexty", "fillcolor": colour + "26"})
+        first = bool(line.name) and all(trace.get("name") != line.name for trace in made)
+        look = {"color": colour, **_look(line)}
+        made.append({**shared, "y": list(line.y), "name": line.name, "line": look, "showlegend": first})
+    return made
+
+
+def _look(line: Line) -> dict[str, Any]:
+    return {"width": 0.7 if line.thin else 1.6, **({"dash": "dash"} if line.dashed else {})}
+
+
+def _layout(chart: Chart) -> dict[str, Any]:
+    x: dict[str, Any] = {"title": {"text": chart.x_title}}
+    if chart.x_range:
+        x["range"] = list(chart.x_range)
+    y = {"title": {"text": chart.y_title}, "type": "log" if chart.logarithmic else "linear"}
+    marks = [
+        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level, "y1": level, "line": {"dash": "dot"}}
+        for level, _ in chart.marks
+    ]
+    return {"title": {"text": chart.title}, "xaxis": x, "yaxis": y, "shapes": marks, "template": "none"}

@@ -1,0 +1,109 @@
+"""What was recorded within trainings, in few numbers: the tables below the figures."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from steradian.lab.config import METHODS
+from steradian.lab.paper import NORM_NAMES
+from steradian.lab.tracking import ALL, LIVING, PHENOMENA
+from steradian.watch.records import QUANTITIES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["SUMMARIES", "hypotheses_summary", "phenomena_summary", "trajectories_summary"]
+
+About = Mapping[str, Mapping[str, Any]]
+Rows = tuple[list[str], list[list[str]]]
+
+
+def hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
+    """For each method the largest |A⟨c,u⟩|, z and z² of a living filter at any recorded step, when, and what is usual.
+
+    Usual is the median, over the recorded steps after the first epoch, of the largest over the filters.
+    """
+    heads = ["method"]
+    for quantity in ("|A⟨c,u⟩|", "z", "z²"):
+        heads += [f"largest {quantity}", "at epoch", "usually"]
+    heads.append("filters that shrank away")
+    lines = []
+    for run in sorted(about, key=lambda run: METHODS.index(about[run]["config"]["method"])):
+        line = [str(about[run]["config"]["method"])]
+        for quantity, power in (("radial", 1), ("velocity", 1), ("velocity", 2)):
+            found = _of(table, run, LIVING, quantity)
+            found = found[found["statistic"].isin(["min", "max"])]
+            largest = found["value"].abs().groupby(found["step"]).max() ** power
+            later = largest[largest.index >= about[run]["steps"]]
+            usual = (later if len(later) else largest).median()
+            line += [f"{largest.max():.2g}", f"{largest.idxmax() / about[run]['steps']:.3g}", f"{usual:.2g}"]
+        living = _of(table, run, ALL, "living")
+        share = living[living["statistic"] == "mean"].sort_values("step")["value"]
+        lines.append([*line, f"{1 - share.iloc[-1]:.1%}"])
+    return heads, lines
+
+
+def trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
+    """For each network and scheme, the cosine of the filters with those under SGD after the last iteration."""
+    lines = []
+    for run in about:
+        config, rows = about[run]["config"], table[table["run"] == run]
+        last = rows[rows["step"] == rows["step"].max()]
+        for method in ("AdaGradG", "AdaGrad"):
+            own = last[last["group"] == f"{method}: {ALL}"].set_index(["quantity", "statistic"])["value"]
+            network = f"{config['model']} {NORM_NAMES[config['norm']]}"
+            figures = [_cosine(own["cosine", name]) for name in ("min", "median", "mean")]
+            lines.append([network, method, f"{last['step'].max()}", *figures, f"{own['angle', 'max']:.2g}"])
+    return ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean", "largest angle (rad)"], lines
+
+
+def phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
+    """For each method and phenomenon the median turn of a filter: in the first epoch, before rates fall, at the end.
+
+    And the layer in which the median is largest, with its epoch, after the first epoch.
+    """
+    measured = set(table[table["quantity"] == PHENOMENA[0]]["run"])
+    medians = table[table["statistic"] == "median"]
+    lines = []
+    for run in sorted(measured, key=lambda run: METHODS.index(about[run]["config"]["method"])):
+        steps, config = about[run]["steps"], about[run]["config"]
+        falls = [epoch for epoch in (*config["milestones"], config["epochs"]) if epoch]
+        for quantity in PHENOMENA:
+            own = medians[(medians["run"] == run) & (medians["quantity"] == quantity)]
+            own = own.assign(epoch=own["step"] / steps)
+            every = own[own["group"] == LIVING]
+            parts = [_within(every, 0, 1), _within(every, 0.9 * falls[0], falls[0])]
+            parts.append(_within(every, 0.95 * config["epochs"], config["epochs"]))
+            layers = own[~own["group"].isin([ALL, LIVING]) & (own["epoch"] >= min(1, config["epochs"] / 2))]
+            largest = layers.loc[layers["value"].idxmax()]
+            where = f"{largest['value']:.2g} in {largest['group']}, epoch {largest['epoch']:.0f}"
+            lines.append([str(config["method"]), QUANTITIES[quantity].title, *parts, where])
+    heads = ["method", "phenomenon", "first epoch", "before the rate falls", "last epochs", "largest median of a layer"]
+    return heads, lines
+
+
+SUMMARIES: dict[str, Callable[["pd.DataFrame", About], Rows]] = {
+    "hypotheses": hypotheses_summary,
+    "trajectories": trajectories_summary,
+    "phenomena": phenomena_summary,
+}
+
+
+def _cosine(value: float) -> str:
+    """With digits where it matters.
+
+    >>> _cosine(0.98765), _cosine(1 - 2.34e-6)
+    ('0.9877', '0.9999977')
+    """
+    return f"{value:.4f}" if value < 0.9995 else f"{value:.7f}"
+
+
+def _of(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.DataFrame":
+    return table[(table["run"] == run) & (table["group"] == group) & (table["quantity"] == quantity)]
+
+
+def _within(rows: "pd.DataFrame", start: float, end: float) -> str:
+    """The median over the recorded steps of some epochs; that of the nearest step where there is none."""
+    inside = rows[(rows["epoch"] >= start) & (rows["epoch"] <= end)]
+    if not len(inside):
+        inside = rows.loc[[(rows["epoch"] - (start + end) / 2).abs().idxmin()]]
+    return f"{inside['value'].median():.2g}"

@@ -1,0 +1,105 @@
+"""Results as a study would leave them, made up: what tables, figures and documents are tested on."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+
+from steradian.lab import paper
+from steradian.lab.recipes import accuracy_tables, hypotheses, pretraining, trajectories
+from steradian.lab.results import Result, Store
+from steradian.lab.tracking import ALL, LIVING, PHENOMENA, SEEN, recorded_steps, statistics_table
+from steradian.lab.tracks import Tracks
+from steradian.lab.training import CURVES
+
+STEPS = 371
+WHERE = {"device": "NVIDIA H200", "torch": "2.11", "python": "3.12", "commit": "abc"}
+LAYERS = ("conv1.weight", "stages.layer1.0.conv1.weight", "stages.layer2.0.conv1.weight")
+
+
+def training(config, reached, *, random, seconds=60.0, **facts):
+    """A result whose curves look like those of a training that reaches this test accuracy."""
+    epochs = np.arange(1, config.epochs + 1)
+    stage = np.array([config.rate_factor(k) for k in range(config.epochs)])
+    noise = random.normal(0, 1, config.epochs)
+    validation = (
+        reached - 4 * stage**0.3 - 30 / epochs + 0.8 * stage**0.5 * noise + 0.02 * random.normal(size=config.epochs)
+    )
+    loss = 0.01 + 0.3 * stage**0.4 + 1 / epochs
+    curves = {name: loss.tolist() for name in CURVES if name.endswith("loss")}
+    curves |= {name: validation.tolist() for name in CURVES if name.endswith("accuracy")}
+    test = validation.copy()
+    test[int(np.argmax(validation))] = reached
+    curves["test_accuracy"] = test.tolist()
+    return Result(config, curves, seconds=seconds, environment=WHERE, **facts)
+
+
+def column(folder, *, columns=("ResNet20",), epochs=405, seeds=5, methods=None, name="resnet20-cifar10", **facts):
+    """A column of the paper's table: figures around the paper's own."""
+    random, results = np.random.default_rng(0), []
+    for config in accuracy_tables(data="cifar10", columns=columns, epochs=epochs, seeds=seeds, methods=methods):
+        figure = paper.ACCURACY["bn"][config.method][config.model, config.data]
+        reached = round(figure.mean + (figure.spread or 0.15) * random.normal(), 2)
+        results.append(training(config, reached, random=random, **facts))
+    Store(folder / f"{name}.json").add(results)
+    return results
+
+
+def tracked(folder, *, epochs=405, points=60, measured=("SGD-M", "Adam"), shrunk=False, name="hypotheses-cifar10"):
+    """Tracks of SGD-M, Adam and SGD: every quantity falls with the rate."""
+    random, tracks = np.random.default_rng(1), Tracks(folder / f"{name}-tracks.parquet")
+    for config in hypotheses(epochs=epochs):
+        steps = recorded_steps(epochs * STEPS, points)
+        rate = np.array([config.rate_factor(min(step // STEPS, epochs - 1)) for step in steps])
+        quantities = SEEN + (PHENOMENA if config.method in measured else ())
+        shape = (len(steps), len(quantities), 12)
+        values = (rate[:, None, None] * 10.0 ** random.normal(-2, 0.3, shape)).astype(np.float32)
+        everything = values.copy()
+        if shrunk and config.method == "Adam":
+            everything[-20:, :, 0] = 3.0
+        blocks = {layer: (k + 1) * values for k, layer in enumerate(LAYERS)} | {LIVING: values, ALL: everything}
+        living = np.ones((len(steps), 1, 12), np.float32)
+        living[-20:, :, 0] -= shrunk and config.method == "Adam"
+        table = pd.concat(
+            [
+                statistics_table(config.key, steps, quantities, blocks),
+                statistics_table(config.key, steps, ["living"], {ALL: living}),
+            ]
+        )
+        tracks.add(config, table, steps=STEPS, environment=WHERE)
+    return tracks
+
+
+def compared(folder, *, points=40, epochs=10, name="trajectories-cifar10"):
+    """Tracks of three comparisons: AdaGradG stays, AdaGrad leaves."""
+    random, tracks = np.random.default_rng(2), Tracks(folder / f"{name}-tracks.parquet")
+    for start in pretraining():
+        config = trajectories([start], epochs=epochs)[0]
+        steps = [step + 1 for step in recorded_steps(epochs * STEPS, points)]
+        tables = []
+        for method, speed in (("AdaGradG", 1e-6), ("AdaGrad", 2e-4)):
+            angles = np.outer(steps, speed * random.lognormal(size=9))
+            both = np.stack([np.cos(angles), angles], axis=1)
+            blocks = {f"{method}: {ALL}": both} | {f"{method}: {layer}": both for layer in LAYERS}
+            tables.append(statistics_table(config.key, steps, ["cosine", "angle"], blocks))
+            words = {"run": config.key, "quantity": "cosine", "statistic": "mean"}
+            for k in range(3):
+                single = {"step": steps, "value": both[:, 0, k], "group": f"{method}: {LAYERS[0]}[{k}]"}
+                tables.append(pd.DataFrame({**single, **words}))
+        tracks.add(config, pd.concat(tables), steps=STEPS, environment=WHERE)
+    return tracks
+
+
+def bench(folder, milliseconds=13.8):
+    """What the benchmark of the fleet leaves."""
+    row = {"network": "ResNet20", "way": "plain eager loop, DataLoader", "ms per run and step": milliseconds}
+    told = {
+        "environment": {"device": WHERE["device"]},
+        "rows": [row, {**row, "way": "fleet", "ms per run and step": 0.7}],
+    }
+    (folder / "bench-fleet.json").write_text(json.dumps(told))
+
+
+def steps_of(results):
+    return sum(r.config.epochs for r in results) * math.floor(47_500 / 128)

@@ -1,0 +1,198 @@
+"""The lab's own convolutions and the networks that they carry out, against torch's in float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from steradian.lab import convolution, joining
+from steradian.lab.convolution import _Tile, convolve
+from steradian.lab.models import build
+from steradian.lab.training import Execution, Training
+
+from lab.studies import few, methods
+
+CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture
+def few_pixels(monkeypatch):
+    """Tiles that small images do not fill, so that several programs share the work and the last has too little."""
+    tiles = {16: _Tile(32, 2, 4), 32: _Tile(32, 2, 2), 64: _Tile(32, 1, 1)}
+    for name in ("_FORWARD", "_INPUT_GRADIENT", "_WEIGHT_GRADIENT"):
+        monkeypatch.setattr(convolution, name, tiles)
+
+
+@pytest.fixture
+def many_pixels(monkeypatch):
+    """One program for each member: an interpreter takes its time for each."""
+    for name in ("_FORWARD", "_INPUT_GRADIENT", "_WEIGHT_GRADIENT"):
+        monkeypatch.setattr(convolution, name, dict.fromkeys((16, 32, 64), _Tile(64, 1, 16)))
+
+
+def twin(x, weight, members, stride):
+    pairs = zip(x.chunk(members), weight.chunk(members), strict=True)
+    ys = [functional.conv2d(images, part, stride=stride, padding=1) for images, part in pairs]
+    sums = torch.stack([torch.cat([(y**power).sum(dim=(0, 2, 3)) for y in ys]) for power in (1, 2)])
+    return torch.cat(ys), sums
+
+
+@pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter; the next test is the GPU's")
+@pytest.mark.parametrize(
+    ("channels", "filters", "stride", "members", "size", "dtype"),
+    [
+        (16, 16, 1, 1, (6, 10), torch.float32),
+        (16, 16, 1, 2, (5, 3), torch.float16),
+        (16, 32, 2, 3, (6, 10), torch.float32),
+        (32, 32, 1, 2, (4, 6), torch.float32),
+        (32, 64, 2, 1, (8, 4), torch.float32),
+        (8, 16, 1, 2, (7, 9), torch.float32),
+        (3, 16, 2, 1, (4, 4), torch.float32),
+    ],
+)
+def test_convolution_and_gradients_are_torchs(few_pixels, channels, filters, stride, members, size, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(members * 3, channels, *size).to(dtype).requires_grad_(channels in convolution.FILTERS)
+    weight = torch.randn(members * filters, channels, 3, 3).div(12).requires_grad_()
+    y, sums = convolve(x, weight, members=members, stride=stride)
+    assert y.dtype == dtype
+    assert sums.dtype == torch.float32
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    to_y, to_sums = torch.randn_like(y, dtype=torch.float32), torch.randn_like(sums) / 10
+    ((y.float() * to_y).sum() + (sums * to_sums).sum()).backward()
+
+    wide = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in (x, weight)]
+    other, other_sums = twin(*wide, members, stride)
+    ((other * to_y.double()).sum() + (other_sums * to_sums.double()).sum()).backward()
+    near = {"rtol": 0, "atol": 2e-6 if dtype == torch.float32 else 2e-3}
+    for ours, exact in ((y, other), (sums, other_sums), (x.grad, wide[0].grad), (weight.grad, wide[1].grad)):
+        if exact is not None:
+            scale = float(exact.detach().abs().max())
+            torch.testing.assert_close(ours.double() / scale, exact / scale, **near)
+
+
+def test_sums_are_left_out_where_nobody_asks(few_pixels):
+    x, weight = torch.randn(2, 16, 4, 4), torch.randn(16, 16, 3, 3)
+    device = "cuda" if CUDA else "cpu"
+    kind = torch.bfloat16 if CUDA else torch.float32
+    y, sums = convolve(x.to(device, kind), weight.to(device), sums=False)
+    assert sums.numel() == 0
+    near = {"rtol": 0, "atol": 0.2 if CUDA else 1e-4}
+    torch.testing.assert_close(y.float().cpu(), functional.conv2d(x, weight, padding=1), **near)
+
+
+def test_what_is_not_a_number_stays_so(many_pixels):
+    x = torch.full((1, 16, 4, 4), torch.nan, device="cuda" if CUDA else "cpu", dtype=torch.bfloat16 if CUDA else None)
+    y, sums = convolve(x, torch.ones(16, 16, 3, 3, device=x.device))
+    assert y.isnan().all()
+    assert sums.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "options", "said"),
+    [
+        ((1, 16, 4, 4), (48, 16, 3, 3), {}, "weight must hold"),
+        ((1, 16, 4, 4), (16, 16, 5, 5), {}, "weight must hold"),
+        ((1, 8, 4, 4), (16, 16, 3, 3), {}, "x must hold 16 channels"),
+        ((3, 16, 4, 4), (32, 16, 3, 3), {"members": 2}, "2 batches"),
+        ((1, 16, 5, 4), (16, 16, 3, 3), {"stride": 2}, "stride must be 1"),
+    ],
+)
+def test_wrong_shapes_are_said(x, weight, options, said):
+    with pytest.raises(ValueError, match=said):
+        convolve(torch.zeros(x), torch.zeros(weight), **options)
+
+
+def test_a_gradient_to_odd_channels_is_refused():
+    with pytest.raises(ValueError, match="where x needs a gradient"):
+        convolve(torch.zeros(1, 8, 4, 4, requires_grad=True), torch.zeros(16, 8, 3, 3))
+
+
+def shaken(network):
+    """The network with terms of BN and a head that are not those of the start."""
+    torch.manual_seed(1)
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm2d) and layer.affine:
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.bias, std=0.3)
+    nn.init.normal_(network.head.weight)
+    return network
+
+
+@pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter; the next test is the GPU's")
+@pytest.mark.parametrize(("norm", "members"), [("bn", 2), ("bn-no-affine", 1)])
+def test_a_joined_network_is_the_network(many_pixels, norm, members):
+    plain = shaken(build("ResNet20", norm=norm, members=members, size=4))
+    ours = copy.deepcopy(plain)
+    assert joining.can_join(ours)
+    ours.route = joining.forward
+    plain.double()
+    images = torch.randn(3, 3 * members, 4, 4)
+    logits, expected = ours(images), plain(images.double())
+    toward = torch.randn_like(logits)
+    (logits * toward).sum().backward()
+    (expected * toward.double()).sum().backward()
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(logits.double() / scale, expected / scale, rtol=0, atol=1e-5)
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        error = float((one.grad.double() - other.grad).norm() / other.grad.norm())
+        assert error < 1e-4, name
+    for (name, one), other in zip(ours.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6, msg=name)
+    ours.eval()
+    plain.eval()
+    judged = plain(images.double()).detach()
+    torch.testing.assert_close(ours(images).detach().double() / scale, judged / scale, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("ResNet18", {}),
+        ("VGG16", {}),
+        ("ResNet20", {"norm": "gn"}),
+        ("ResNet20", {"norm": "wn"}),
+        ("ResNet20", {"width": 8}),
+    ],
+)
+def test_other_networks_are_carried_out_layer_by_layer(model, options):
+    assert not joining.can_join(build(model, **options))
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("members", [1, 3])
+def test_on_a_gpu_a_joined_network_is_as_near_to_float32_as_torchs(members):
+    plain = shaken(build("ResNet20", members=members)).cuda().to(memory_format=torch.channels_last)
+    images = torch.randn(32, 3 * members, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    toward = torch.randn_like(plain(images))
+
+    def gradients(route, half):
+        network = copy.deepcopy(plain)
+        network.route = route
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            logits = network(images)
+        (logits.float() * toward).sum().backward()
+        return [parameter.grad for parameter in network.parameters()]
+
+    exact = gradients(None, False)
+    errors = [
+        sum(float((a - b).norm() / b.norm()) for a, b in zip(gradients(route, True), exact, strict=True))
+        for route in (None, joining.forward)
+    ]
+    assert errors[1] < 1.2 * errors[0]
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_on_a_gpu_a_training_takes_the_joint_kernels_and_learns_alike():
+    data = few("cuda", train=1000, test=100)
+    [config] = methods("Adam", model="ResNet20", width=16, precision="bf16", epochs=3)
+    losses = []
+    for joined in (None, False):
+        training = Training(config, data, execution=Execution(joined=joined))
+        assert (training.model.route is not None) == (joined is None)
+        while not training.finished:
+            training.run_epoch()
+        losses.append(training.curves["train_loss"])
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.05, atol=0.05)

@@ -1,0 +1,124 @@
+"""Documents: regions are made from results, all else is kept, and those of the repository are up to date."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from steradian.lab.documents import regions, write_up, written
+from steradian.lab.fragments import KINDS
+from steradian.lab.results import Store
+from steradian.lab.tables import accuracy_columns
+from steradian.lab.times import plain_loops, time_rows
+
+from lab.simulated import bench, column, compared, steps_of, tracked
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [
+    "table resnet20-cifar10 resnet18-cifar10",
+    "numbers resnet20-cifar10",
+    "times resnet20-cifar10",
+    "machines resnet20-cifar10",
+    "settings resnet20-cifar10",
+    "loss resnet20-cifar10",
+    "accuracy resnet20-cifar10",
+    "hypotheses hypotheses-cifar10",
+    "phenomena phenomena-cifar10 hypotheses-cifar10",
+    "trajectories trajectories-cifar10",
+]
+
+
+def document(path, names):
+    marks = [f"Before {name}.\n\n<!-- begin {name} -->\nold\n<!-- end {name} -->\n\nAfter {name}." for name in names]
+    path.write_text("# Title\n\n" + "\n\n".join(marks) + "\n")
+    return path
+
+
+def test_every_kind_of_region_is_written_and_all_else_kept(tmp_path):
+    assert {name.split()[0] for name in NAMES} == set(KINDS)
+    column(tmp_path, epochs=20, seeds=2)
+    tracked(tmp_path, epochs=20)
+    compared(tmp_path)
+    bench(tmp_path)
+    made = document(tmp_path / "docs.md", NAMES)
+    where = {"results": tmp_path, "figures": tmp_path / "pictures"}
+    write_up([made], **where)
+    text = made.read_text()
+    assert regions(text) == NAMES
+    assert all(f"Before {name}." in text and f"After {name}." in text for name in NAMES)
+    assert "old" not in text
+    links = re.findall(r"^!\[.+\]\((.+)\)$", text, re.MULTILINE)
+    expected = ["loss-resnet20-cifar10", "accuracy-resnet20-cifar10", "hypotheses-cifar10"]
+    expected += ["phenomena-hypotheses-cifar10", "trajectories-cifar10"]
+    assert links == [f"pictures/{name}.svg" for name in expected]
+    assert all((tmp_path / link).read_text().startswith("<svg") for link in links)
+    assert "| AdamG† | 0.01 | 0.000125 | β₁ = 0.9 | 0.99 | 20, rate × 0.1 at 7, 11, 16 | 128 | bf16 |" in text
+    [missing] = re.findall(r"^\*Not run yet.+$", text, re.MULTILINE)
+    assert missing == "*Not run yet: `steradian reproduce tables --data cifar10 --columns ResNet18`.*"
+    write_up([made], **where)
+    assert made.read_text() == text
+
+
+def test_what_has_not_been_run_is_said_with_its_command(tmp_path):
+    made = document(tmp_path / "docs.md", NAMES)
+    write_up([made], results=tmp_path / "results", figures=tmp_path / "pictures")
+    text = made.read_text()
+    assert text.count("*Not run yet: `steradian reproduce ") == len(NAMES) + 1
+    assert "`steradian reproduce trajectories --data cifar10`" in text
+    assert not (tmp_path / "pictures").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<!-- begin table x -->\n", "every begin needs an end"),
+        ("<!-- begin table x -->\n<!-- end table y -->\n", "every begin needs an end"),
+        ("<!-- begin pie x -->\n<!-- end pie x -->\n", "must name one of table"),
+        ("<!-- begin table -->\n<!-- end table -->\n", "and a study"),
+    ],
+)
+def test_wrong_marks_are_said_and_nothing_is_written(tmp_path, text, words):
+    made = tmp_path / "docs.md"
+    made.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        write_up([made], results=tmp_path, figures=tmp_path)
+    assert made.read_text() == text
+    with pytest.raises(ValueError, match="document must be a file"):
+        write_up([tmp_path / "none.md"], results=tmp_path, figures=tmp_path)
+
+
+def test_times_are_steps_times_the_plain_loops_milliseconds(tmp_path):
+    results = column(tmp_path, epochs=20, seeds=2, seconds=30.0)
+    bench(tmp_path, milliseconds=10.0)
+    heads, [line] = time_rows(accuracy_columns(results), plain_loops(tmp_path / "bench-fleet.json"))
+    found = dict(zip(heads, line, strict=True))
+    steps = steps_of(results)
+    assert found["steps"] == f"{steps:,}" == f"{14 * 20 * 371:,}"
+    assert found["our time"] == "7.0 min"
+    assert found["ms per training and step"] == f"{1e3 * 14 * 30 / steps:.3g}"
+    assert found["plain loop, the same steps"] == f"{steps * 0.01 / 60:.1f} min"
+    assert found["ratio"] == f"{steps * 0.01 / (14 * 30):.1f} ×"
+    assert time_rows(accuracy_columns(results), {"ResNet20": (10.0, "another")})[1][0][-1] == ""
+
+
+@pytest.mark.parametrize("name", ["docs/study.md", "README.md"])
+def test_the_documents_are_up_to_date_with_the_results(tmp_path, name):
+    """`make study` would change nothing: no word of the text, and no figure by more than a rounding."""
+    source = ROOT / name
+    text = source.read_text()
+    copy = tmp_path / name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_text(text)
+    assert written(copy, results=ROOT / "results", figures=tmp_path / "docs" / "study") == text
+    for made in (tmp_path / "docs" / "study").glob("*.svg"):
+        there, here = (ROOT / "docs" / "study" / made.name).read_text(), made.read_text()
+        number = re.compile(r"-?\d+(?:\.\d+)?")
+        assert number.sub("#", here) == number.sub("#", there), made.name
+        pairs = zip(number.findall(here), number.findall(there), strict=True)
+        assert all(abs(float(a) - float(b)) < 0.15 for a, b in pairs), made.name
+
+
+def test_every_result_that_a_document_can_show_is_small():
+    for path in (ROOT / "results").iterdir():
+        assert path.stat().st_size < 5e6, path.name
+    assert Store(ROOT / "results" / "no-such-study.json").results() == []

@@ -1,0 +1,157 @@
+"""Figures show what was stored, in colours that are the same everywhere, for light and dark readers."""
+
+import math
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from steradian.lab.charts import Chart, Figure, Line, svg
+from steradian.lab.colours import METHOD_COLOURS
+from steradian.lab.figures import FIGURES, hypotheses_figure, phenomena_figure, trajectories_figure
+from steradian.lab.pictures import write_figure
+from steradian.lab.scales import Scale
+from steradian.lab.summaries import hypotheses_summary, phenomena_summary, trajectories_summary
+from steradian.lab.tracking import ALL, LIVING, PHENOMENA
+
+from lab.simulated import STEPS, column, compared, tracked
+
+
+def texts(drawn):
+    return [element.text for element in drawn.iter() if element.tag.endswith("text")]
+
+
+def paths(drawn):
+    return [e for e in drawn.iter() if e.tag.endswith("path") and e.get("fill") == "none" and e.get("class") != "axis"]
+
+
+@pytest.mark.parametrize("kind", FIGURES)
+def test_curves_show_every_method_with_its_seeds(tmp_path, kind):
+    results = column(tmp_path, seeds=2, epochs=20, methods=["Adam", "AdamG", "SGD-M"])
+    lost = replace(results[-1], diverged=True)
+    short = [replace(r, curves={name: values[:5] for name, values in r.curves.items()}) for r in results]
+    assert len(FIGURES[kind](short).charts) == 1  # five epochs need no zoom
+    figure = FIGURES[kind]([*results[:-1], lost])
+    whole, *zooms = figure.charts
+    assert [line.name for line in whole.lines] == ["SGD-M (1 seed)", "Adam (2 seeds)", "AdamG† (2 seeds)"]
+    assert [line.colour for line in whole.lines] == [METHOD_COLOURS[m] for m in ("SGD-M", "Adam", "AdamG†")]
+    assert zooms[-1].x_range == (15, 20)
+    curve = {"loss": "train_loss", "accuracy": "validation_accuracy"}[kind]
+    runs = [r.curves[curve] for r in results if r.config.method == "Adam"]
+    np.testing.assert_allclose(whole.lines[1].y, np.mean(runs, axis=0))
+    np.testing.assert_allclose(whole.lines[1].high, np.max(runs, axis=0))
+    write_figure(figure, tmp_path / "f.svg")
+    write_figure(figure, tmp_path / "f.html")
+    assert "AdamG† (2 seeds)" in texts(ET.parse(tmp_path / "f.svg"))
+    assert '"AdamG\\u2020 (2 seeds)"' in (tmp_path / "f.html").read_text()
+    with pytest.raises(ValueError, match=r"must end in \.svg or \.html"):
+        write_figure(figure, tmp_path / "f.png")
+    with pytest.raises(ValueError, match="nothing to show"):
+        write_figure(Figure([]), tmp_path / "f.svg")
+
+
+def test_a_chart_puts_points_where_they_belong():
+    """A rising line: its path goes from the lower left to the upper right, and begins anew after what has no place."""
+    line = Line("a", [0.0, 1.0, 2.0, 3.0, 4.0], [1.0, 10.0, 100.0, math.nan, 100.0])
+    drawn = ET.fromstring(svg(Figure([Chart("t", "x", "y", [line], True, marks=[(1000.0, "far")])])))
+    [path] = [e.get("d") for e in paths(drawn)]
+    first, second = path[1:].split("M")
+    (x0, y0), (x1, y1), (x2, y2) = (tuple(map(float, pair.split())) for pair in first.split("L"))
+    assert math.isclose(x1 - x0, x2 - x1, abs_tol=0.2)
+    assert math.isclose(y0 - y1, y1 - y2, abs_tol=0.2)
+    assert y0 > y2
+    assert float(second.split()[0]) > x2
+    assert float(second.split()[1]) == y2
+    assert "far" in texts(drawn)
+
+
+def test_every_line_is_seen_by_dark_readers_too():
+    """Each class that colours something has another colour under the dark preference, and the paper is painted."""
+    lines = [Line(str(k), [0.0, 1.0], [float(k), 1.0]) for k in range(9)]
+    drawn = svg(Figure([Chart("t", "x", "y", lines)]))
+    light, dark = drawn.split("@media(prefers-color-scheme:dark)")
+    for k in range(9):
+        here, there = (part.split(f".s{k}{{stroke:")[1][:7] for part in (light, dark))
+        assert here != there
+    assert ".paper{fill:" in light
+    assert ".paper{fill:" in dark
+    assert len({colour for pair in METHOD_COLOURS.values() for colour in pair}) == 2 * len(METHOD_COLOURS)
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_ticks_are_few_round_and_inside(logarithmic):
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        low = 10.0 ** random.uniform(-9, 3)
+        high = low * (1 + 10.0 ** random.uniform(-2, 6))
+        scale = Scale(low, high, 0, 100, logarithmic=logarithmic)
+        ticks = scale.ticks()
+        assert 2 <= len(ticks) <= 12, (low, high, ticks)
+        for value, text in ticks:
+            assert low * (1 - 1e-9) <= value <= high * (1 + 1e-9)
+            assert len(text) <= 9
+        assert len({text for _, text in ticks}) == len(ticks), (low, high, ticks)
+
+
+def test_hypotheses_have_the_largest_of_all_filters(tmp_path):
+    tracks = tracked(tmp_path, epochs=40)
+    table, about = tracks.table(), tracks.about()
+    first, second, taylor = hypotheses_figure(table, about).charts
+    assert [line.name for line in first.lines] == ["SGD-M", "Adam", "SGD"]
+    assert [line.name for line in taylor.lines] == ["SGD"]
+    np.testing.assert_allclose(taylor.lines[0].y, np.square(second.lines[2].y), rtol=1e-6)
+    adam = next(run for run in about if "adam" in run)
+    own = table[(table["run"] == adam) & (table["quantity"] == "radial") & (table["group"] == ALL)]
+    largest = own[own["statistic"] == "max"].sort_values("step")
+    assert first.lines[1].y == largest["value"].tolist()
+    np.testing.assert_allclose(first.lines[1].x, largest["step"] / STEPS)
+    heads, lines = hypotheses_summary(table, about)
+    summary = dict(zip(heads, lines[1], strict=False))
+    assert (summary["method"], summary["filters that shrank away"]) == ("Adam", "0.0%")
+    assert lines[1][1] == f"{largest['value'].max():.2g}"
+
+
+def test_filters_that_shrank_away_are_drawn_apart(tmp_path):
+    tracks = tracked(tmp_path, epochs=40, shrunk=True)
+    first = hypotheses_figure(tracks.table(), tracks.about()).charts[0]
+    dashed = [line for line in first.lines if line.dashed]
+    assert [line.name for line in dashed] == ["Adam, with filters that shrank away"]
+    assert max(dashed[0].y) == 3
+    assert max(max(line.y) for line in first.lines if not line.dashed) < 1
+    assert hypotheses_summary(tracks.table(), tracks.about())[1][1][-1] == "8.3%"
+
+
+def test_phenomena_by_layer_and_method(tmp_path):
+    tracks = tracked(tmp_path, epochs=40)
+    table, about = tracks.table(), tracks.about()
+    figure = phenomena_figure(table, about)
+    assert len(figure.charts) == len(PHENOMENA)
+    for chart in figure.charts:
+        assert [line.name for line in chart.lines] == ["", "", "", "SGD-M, all layers", "Adam, all layers"]
+    assert len(figure.ramp.colours) == 3
+    lines = phenomena_summary(table, about)[1]
+    assert [line[0] for line in lines] == ["SGD-M"] * 4 + ["Adam"] * 4
+    adam = next(run for run in about if "adam" in run)
+    own = table[(table["run"] == adam) & (table["quantity"] == "deformation") & (table["statistic"] == "median")]
+    living = own[(own["group"] == LIVING) & (own["step"] <= STEPS)]
+    assert lines[4][2] == f"{living['value'].median():.2g}"
+    later = own[~own["group"].isin([ALL, LIVING]) & (own["step"] >= STEPS)]
+    assert lines[4][-1].startswith(f"{later['value'].max():.2g} in {later.loc[later['value'].idxmax(), 'group']}")
+    none = tracked(tmp_path, measured=(), name="none", epochs=2)
+    assert phenomena_figure(none.table(), none.about()).empty
+
+
+def test_trajectories_by_norm(tmp_path):
+    tracks = compared(tmp_path)
+    charts = trajectories_figure(tracks.table(), tracks.about()).charts
+    assert [chart.title for chart in charts] == ["ResNet20 BN", "ResNet20 BN without affine", "ResNet20 WN"]
+    for chart in charts:
+        assert [line.thin for line in chart.lines] == [True] * 6 + [False] * 2
+        stays, leaves = chart.lines[-1], chart.lines[-2]
+        assert stays.name.startswith("AdaGradG")
+        assert stays.y[-1] > 0.999 > leaves.y[-1]
+    lines = trajectories_summary(tracks.table(), tracks.about())[1]
+    assert [line[:3] for line in lines[:2]] == [["ResNet20 BN", "AdaGradG", "3710"], ["ResNet20 BN", "AdaGrad", "3710"]]
+    for line in lines:
+        assert math.isclose(float(line[3]), math.cos(float(line[-1])), abs_tol=0.06)

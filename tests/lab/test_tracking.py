@@ -1,0 +1,213 @@
+"""Tracking changes nothing, in sittings or not, and records what `watch` sees of the same training."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from steradian.lab.comparing import compare_trajectories
+from steradian.lab.fleet import prepare_device
+from steradian.lab.launch import Plain
+from steradian.lab.recipes import trajectories
+from steradian.lab.results import Store
+from steradian.lab.tracking import ALL, LIVING, PHENOMENA, SEEN, Tracked, recorded_steps
+from steradian.lab.tracks import Tracks, track_study, trajectory_study
+from steradian.lab.training import Execution, Training
+from steradian.watch import watch
+
+from lab.studies import CONFIG, curves, few, fleet, methods
+
+CUDA = torch.cuda.is_available()
+POINTS = 6
+
+
+@pytest.fixture(scope="module")
+def data():
+    return few()
+
+
+def finished(training):
+    while not training.finished:
+        training.run_epoch()
+    return training
+
+
+def by_place(table):
+    return table.set_index(["step", "group", "quantity", "statistic"])["value"]
+
+
+def watched(config, data, **execution):
+    """The same training followed by `watch` at every step: an independent account of it."""
+    training = Training(config, data, execution=Execution(captured=False, **execution))
+    [optimizer] = training.optimizers
+    with watch(optimizer, training.groups, every=1, phenomena=True) as seen:
+        finished(training)
+    assert seen.error is None
+    return by_place(seen.records().astype({"quantity": str}))
+
+
+def test_recorded_steps_are_dense_at_the_start_and_even_after_it():
+    steps = recorded_steps(100_000, 300)
+    assert (steps[0], steps[-1]) == (0, 99_999)
+    assert 250 < len(steps) <= 300
+    assert steps[:4] == [0, 1, 2, 3]
+    assert max(np.diff(steps)) <= 100_000 / 149 + 1
+    assert recorded_steps(3, 300) == [0, 1, 2]
+    with pytest.raises(ValueError, match="points must be at least 2"):
+        recorded_steps(10, 1)
+
+
+@pytest.mark.parametrize("method", ["SGD", "SGD-M", "Adam", "AdamW†", "Adam w/o (a)"])
+def test_tracking_changes_nothing_and_sees_what_watch_sees(data, method):
+    [config] = methods(method, epochs=2)
+    plain, told = finished(Training(config, data)), []
+    tracked = finished(Tracked(config, data, points=POINTS, phenomena=True, deliver=told.append))
+    assert tracked.curves == plain.curves
+    assert told == [tracked]
+    table = tracked.table()
+    steps = recorded_steps(2 * plain.steps, POINTS)
+    assert sorted(set(table["step"])) == steps
+    assert list(dict.fromkeys(table["group"])) == [*plain.groups.layouts, LIVING, ALL]
+    assert set(table["quantity"]) == {*SEEN, *PHENOMENA, "living"}
+    found, expected = by_place(table), watched(config, data)
+    shared = found.index.intersection(expected.index)
+    assert len(shared) == len(steps) * 13 * len(SEEN + PHENOMENA) * 6
+    np.testing.assert_allclose(found[shared], expected[shared], rtol=2e-3, atol=1e-5)
+    radial = table[(table["quantity"] == "radial") & (table["group"] == ALL)]["value"]
+    assert (radial < 1).all()  # H1
+
+
+def test_a_rehearsal_leaves_no_trace_in_what_momentum_remembers(data, monkeypatch):
+    """What happens before the first replay, without the replay."""
+    monkeypatch.setattr(Training, "_launcher", lambda self, work, together=1: Plain(work))
+    [config] = methods("Adam", epochs=2)
+    made = []
+    for captured in (False, True):
+        training = Tracked(config, data, points=POINTS, phenomena=True)
+        training.execution = replace(training.execution, captured=captured)
+        made.append(by_place(finished(training).table()))
+    assert made[0].equals(made[1])
+
+
+def test_tracked_trainings_in_sittings_are_those_in_one(data, tmp_path):
+    configs = methods("Adam", "SGD-M", epochs=3)
+    tables = {}
+    for name, seconds in (("whole", None), ("parts", 12)):
+        ticks, kept = count(), {}
+        made = partial(Tracked, points=POINTS, phenomena=True, deliver=lambda t, k=kept: k.update({t.config.key: t}))
+        sittings = 1
+        while True:
+            study = fleet(tmp_path / name, data, size=2, make=made, clock=lambda t=ticks: float(next(t)))
+            if study.run(configs, seconds=seconds):
+                break
+            sittings += 1
+            assert sittings < 50
+        tables[name] = {key: by_place(training.table()) for key, training in kept.items()}
+    assert sittings > 1
+    assert curves(Store(tmp_path / "whole" / "results.json")) == curves(Store(tmp_path / "parts" / "results.json"))
+    for config in configs:
+        assert tables["whole"][config.key].equals(tables["parts"][config.key])
+
+
+def test_filters_that_shrank_away_count_in_no_layer(data):
+    [config] = methods("Adam", epochs=1)
+    training = Tracked(config, data, points=2)
+    training.run_epoch()
+    name = next(iter(training.groups.layouts))
+    before = by_place(training.table())
+    place = training.quantities.index("radius")
+    training._values[-1][place, 0] *= 1e-4
+    after = by_place(training.table())
+    last = training._steps[-1]
+    assert after[last, ALL, "radius", "min"] < 1e-3 * before[last, ALL, "radius", "min"]
+    assert after[last, LIVING, "radius", "min"] >= before[last, ALL, "radius", "min"]
+    assert after[last, name, "radius", "min"] >= before[last, name, "radius", "min"]
+
+
+def test_what_cannot_be_measured_is_said(data):
+    for method in ("Adam w/o (ab)", "AdamG†"):
+        with pytest.raises(ValueError, match="where momentum is a sum of past gradients"):
+            Tracked(methods(method)[0], data, phenomena=True)
+    with pytest.raises(ValueError, match="one alone"):
+        Tracked([CONFIG, replace(CONFIG, seed=1)], data)
+
+
+def test_adagradg_stays_with_sgd_and_adagrad_does_not(data):
+    start = finished(Training(replace(CONFIG, method="SGD-M", lr=0.1, epochs=3), data))
+    schemes = trajectories([start.config], epochs=3)
+    table = compare_trajectories(schemes, data, start.weights(), points=5)
+    assert table["step"].min() == 1
+    assert set(table["quantity"]) == {"cosine", "angle"}
+    last = table[(table["step"] == 3 * start.steps) & (table["quantity"] == "cosine")]
+    lost = {}
+    for name in ("AdaGradG", "AdaGrad"):
+        own = last[last["group"].str.startswith(f"{name}: ") & last["statistic"].isin(["min", "mean"])]
+        lost[name] = 1 - own["value"].min()
+        whole = own[(own["group"] == f"{name}: {ALL}") & (own["statistic"] == "min")]
+        assert 1 - whole["value"].item() == lost[name]
+    assert lost["AdaGradG"] < 1e-4
+    assert lost["AdaGrad"] > 100 * lost["AdaGradG"]
+    assert last["group"].str.endswith("]").sum() == 2 * 3 * 5  # the stages of VGG16
+
+
+def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
+    small = few(train=60, test=20)
+    for module in ("tracks", "study"):
+        monkeypatch.setattr(f"steradian.lab.{module}.load", lambda *_: None)
+        monkeypatch.setattr(f"steradian.lab.{module}.Resident", lambda *_: small)
+    where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs"}
+    configs = methods("SGD", "Adam", epochs=1)
+    tracks = Tracks(tmp_path / "small-tracks.parquet")
+    assert track_study(configs, "small", phenomena={"Adam"}, points=2, **where)
+    before = tracks.path.read_bytes()
+    assert track_study(configs, "small", points=2, **where)
+    assert tracks.path.read_bytes() == before
+    assert tracks.runs() == {config.key for config in configs}
+    assert [about["config"]["method"] for about in tracks.about().values()] == ["SGD", "Adam"]
+    table = tracks.table()
+    measured = table[table["quantity"].isin(PHENOMENA)]
+    assert set(measured["run"]) == {configs[1].key}
+    tracks.path.unlink()
+    with pytest.raises(ValueError, match="has no record"):
+        track_study(configs, "small", **where)
+    start = replace(CONFIG, method="SGD-M", epochs=1)
+    monkeypatch.setattr("steradian.lab.tracks.pretraining", lambda **_: [start])
+    made, done = trajectory_study({}, "paths", tuning=1, points=2, **where)
+    assert done
+    assert set(made.table()["run"]) == made.runs() == {trajectories([start], epochs=1)[0].key}
+    weights = tmp_path / "runs" / "paths" / "weights" / f"{start.key}.pt"
+    weights.unlink()
+    assert trajectory_study({}, "paths", tuning=1, **where) == (made, True)
+    with pytest.raises(ValueError, match="bring that folder along"):
+        trajectory_study({}, "paths", tuning=2, **where)
+
+
+@pytest.fixture
+def exact():
+    """float32 on a GPU, the same every time."""
+    flags = torch.backends.cudnn
+    before = flags.benchmark, flags.deterministic
+    prepare_device(torch.device("cuda"), exact=True)
+    yield
+    flags.benchmark, flags.deterministic = before
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("method", ["Adam", "SGD-M"])
+def test_on_a_gpu_replayed_tracking_is_plain_tracking(exact, method):
+    """Every recorded figure, over a few steps; replayed steps round otherwise, since optimizers are fused there."""
+    data = few("cuda", train=400, test=100)
+    [config] = methods(method, epochs=1)
+    made = []
+    for execution in (Execution(), Execution(captured=False)):
+        training = Tracked(config, data, execution=execution, points=POINTS, phenomena=True)
+        made.append(by_place(finished(training).table()))
+    shared = made[0].index.intersection(made[1].index)
+    assert len(shared) == len(made[0])
+    np.testing.assert_allclose(made[0][shared], made[1][shared], rtol=0.02, atol=1e-4)
+    expected = watched(config, data)
+    shared = made[0].index.intersection(expected.index)
+    np.testing.assert_allclose(made[0][shared], expected[shared], rtol=0.02, atol=1e-4)
