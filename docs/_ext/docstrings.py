@@ -23,16 +23,18 @@ def translated(lines: list[str]) -> Iterator[str]:
     Args:
         lines: Google's sections are field lists already.
     """
-    k = 0
+    k, example = 0, False
     while k < len(lines):
-        if ROW.match(lines[k]) and k + 1 < len(lines) and RULE.match(lines[k + 1]):
+        # What an example prints is its own, up to the blank line that ends it.
+        example = bool(lines[k].strip()) and (example or lines[k].lstrip().startswith(">>>"))
+        if not example and ROW.match(lines[k]) and k + 1 < len(lines) and RULE.match(lines[k + 1]):
             end = k + 2
             while end < len(lines) and ROW.match(lines[end]):
                 end += 1
             yield from _table([lines[k], *lines[k + 2 : end]])
             k = end
         else:
-            yield lines[k] if lines[k].lstrip().startswith((">>>", "...")) else _text(lines[k])
+            yield lines[k] if example else _text(lines[k])
             k += 1
 
 
