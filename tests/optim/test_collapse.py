@@ -111,6 +111,21 @@ def test_an_overflowing_row_skips_the_step(without: str) -> None:
     assert 0 < moved < 10 * 0.1 * 3, "the row goes on with ordinary steps"
 
 
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("name", [name for name in OURS if not name.startswith("SGD")])
+def test_a_row_whose_gradient_is_not_finite_takes_no_step(name: str, bad: float) -> None:
+    """One such entry, early and late; SGD has no moments to protect, and does as torch's."""
+    spoiled = [gradient(k) for k in range(8)]
+    for k in (0, 5):
+        spoiled[k][0, 3] = bad
+    assert_others_untouched(OURS[name], start(), spoiled)
+    p, optimizer = run(OURS[name], start(), spoiled[:5])
+    r, before = p[0].norm(), p.detach()[0].clone()
+    p.grad = spoiled[5]
+    optimizer.step()
+    torch.testing.assert_close(p[0] / p[0].norm(), before / r)
+
+
 # No direction -----------------------------------------------------------------------------------------------
 
 

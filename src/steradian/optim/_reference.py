@@ -33,6 +33,15 @@ def square(q: Tensor) -> Tensor:
     return dot(q, q)
 
 
+def held(usable: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows with those that take no step set to 0: 0 times an infinite number is none."""
+    # Looking costs nothing on the host, and a copy is needed only once in a long while.
+    if usable.device.type == "cpu" and not torch.compiler.is_compiling() and bool(usable.all()):
+        return rows
+    unusable = ~usable
+    return tuple(each.masked_fill(unusable, 0) for each in rows)
+
+
 class Motion(NamedTuple):
     """⟨x,x⟩ and ⟨y,y⟩ of a step from x to y, the squared ratio (r/r')², and the rows that lost their direction.
 
@@ -177,10 +186,12 @@ def _adam(
     gradient = -gradient if group["maximize"] else gradient
     g = gradient if decoupled or not decay else gradient.add(x, alpha=decay)
     gg, largest = square(g), torch.finfo(g.dtype).max
-    usable = (gg <= largest).to(g.dtype)
+    steps = gg <= largest
+    gg, g, target = held(steps, gg, g, gradient if "b" in without else g)
+    usable = steps.to(g.dtype)
 
-    m.lerp_(gradient if "b" in without else g, usable * (1 - beta1))
-    new = gg.div_(rows.d) if "a" in without else g.square()
+    m.lerp_(target, usable * (1 - beta1))
+    new = gg / rows.d if "a" in without else g.square()
     v.lerp_(new.clamp_(max=largest), usable * (1 - beta2))
     divisor = (v.sqrt() / root).add_(group["eps"])
     s = (usable * pace) / divisor
@@ -344,6 +355,7 @@ def adamg(rows: RowSet, group: Options) -> None:
             h *= group["clip"] / _length(h).clamp_(min=group["clip"])
         hh = dot(h, h)
         usable = torch.isfinite(hh)
+        h, hh = held(usable, h, hh)
         momentum, moment = m[piece], v[piece]
         momentum.lerp_(h, usable.to(m.dtype).mul_(1 - beta1))
         moment.copy_(torch.where(usable, moment.lerp(hh, 1 - beta2), moment))
@@ -383,8 +395,8 @@ def adamp(rows: RowSet, group: Options) -> None:
         at, g, momentum, moment = x[piece], gradient[piece], m[piece], v[piece]
         g = -g if group["maximize"] else g
         usable = torch.isfinite(dot(g, g))
-        weight = usable.to(m.dtype)
-        momentum.lerp_(g, weight * (1 - beta1))
+        (gradient_of_steps,) = held(usable, g)
+        momentum.lerp_(gradient_of_steps, usable.to(m.dtype) * (1 - beta1))
         moment.copy_(torch.where(usable, moment * beta2 + g.square().mul_(1 - beta2), moment))
         divisor = (moment.sqrt() / root).add_(group["eps"])
         ahead = momentum.lerp(g, 1 - beta1) if group["nesterov"] else momentum
