@@ -198,9 +198,6 @@ class RowOptimizer(Optimizer, ABC):
         """Whether a group's step count lives where its parameters are."""
         return bool(group.get("capturable")) or self._is_fused(group)
 
-    def _group_of(self, param: Tensor) -> Options:
-        return next(group for group in self.param_groups if any(param is other for other in group["params"]))
-
     def _row_sets(self, params: list[Tensor], group: Options, layout: Layout, *, classic: bool = False) -> list[RowSet]:
         return [self._row_set(members, group, layout, classic) for members in _sets(params, group)]
 
@@ -226,7 +223,23 @@ class RowOptimizer(Optimizer, ABC):
         state: dict[str, Tensor] = self.state[param]
         if not state:
             state.update(self._new_state(param, group, layout))
+        self._check_state(param, group, state)
         return state
+
+    def _per_row(self, group: Options) -> frozenset[str]:
+        """Entries of the state that have one number per row in this group."""
+        return self._row_state if self._layout(group) is not None else frozenset()
+
+    def _check_state(self, param: Tensor, group: Options, state: Mapping[str, Any]) -> None:
+        per_row = self._per_row(group)
+        for name in self._row_state.intersection(state):
+            shape, found = tuple(param.shape), tuple(state[name].shape)
+            expected = Layout(group["rows"]).size(shape)[:1] if name in per_row else shape
+            if found != expected:
+                raise ValueError(
+                    f"the state {name!r} of a parameter of shape {shape} must have the shape {expected}, got {found}: "
+                    f"it was made by another optimizer or under other settings"
+                )
 
     def _check_gradients(self, group: Options) -> None:
         name = type(self).__name__
@@ -300,21 +313,38 @@ class RowOptimizer(Optimizer, ABC):
         """Load a state, on the parameters' device, sharing no memory with it.
 
         torch casts whatever it loads to the parameter's dtype; one number per row keeps the dtype that rows are
-        computed in.
+        computed in. A setting that the saved groups do not have, such as the rows of one that torch's Adam saved,
+        stays as it is.
+
+        Raises:
+            ValueError: the state does not fit the parameters, or was made under other settings.
         """
         self._remembered = None
-        super().load_state_dict(state_dict)
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for key, param in zip(saved, params, strict=True):
-            state = self.state.get(param, {})
-            for name, value in state.items():
-                source = state_dict["state"][key][name]
-                if name in self._row_state and value.shape != param.shape:
-                    value = source.to(param.device, arithmetic(param.dtype))
-                if name == "step":
-                    value = value.to(param.device if self._on_device(self._group_of(param)) else "cpu")
-                state[name] = value.clone() if isinstance(value, Tensor) else value
+        before = self.param_groups
+        loaded = [state_dict]
+        # Behind the user's own hooks, which may put another state in the place of this one.
+        handle = self.register_load_state_dict_pre_hook(lambda _, last: loaded.append(last))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for group, saved, old in zip(self.param_groups, loaded[-1]["param_groups"], before, strict=True):
+            for name, value in old.items():
+                group.setdefault(name, value)
+            for key, param in zip(saved["params"], group["params"], strict=True):
+                if param in self.state:
+                    self._take(param, group, loaded[-1]["state"][key])
+
+    def _take(self, param: Tensor, group: Options, saved: Mapping[str, Any]) -> None:
+        """What torch made of a parameter's saved state, as we keep it."""
+        state, per_row = self.state[param], self._per_row(group)
+        self._check_state(param, group, state)
+        for name, value in state.items():
+            if name in per_row:
+                value = saved[name].to(param.device, arithmetic(param.dtype))
+            if name == "step":
+                value = value.to(param.device if self._on_device(group) else "cpu")
+            state[name] = value.clone() if isinstance(value, Tensor) else value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -103,6 +103,9 @@ class Adam(RowOptimizer):
     def _layout(self, group: Options) -> Layout | None:
         return super()._layout(group) if group["without"] else None
 
+    def _per_row(self, group: Options) -> frozenset[str]:
+        return super()._per_row(group) if "a" in group["without"] else frozenset()
+
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         scalar = layout is not None and "a" in group["without"]
         return {

@@ -1,0 +1,111 @@
+"""States that come from elsewhere: torch's optimizers, other settings, hooks that change what is loaded."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optim.table import RATE, TABLE, Make, assert_same, groups, parameters, set_gradients, train
+from steradian import optim
+
+ADAM = ["", "a", "b", "c", "ab", "ac", "bc", "abc"]
+SCALAR = ["AdaGradG", "Adam-abc", "AdamG"]
+
+
+@pytest.fixture(params=TABLE.values(), ids=TABLE)
+def make(request: pytest.FixtureRequest) -> Make:
+    return request.param
+
+
+def without_rows(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"params": group["params"]} for group in made]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (lambda p: torch.optim.Adam(p, lr=RATE), lambda p: optim.Adam(p, lr=1.0)),
+        (lambda p: torch.optim.AdamW(p, lr=RATE), lambda p: optim.Adam(p, lr=1.0)),
+        (lambda p: torch.optim.SGD(p, lr=RATE, momentum=0.9), lambda p: optim.SGD(p, lr=1.0)),
+    ],
+    ids=["Adam", "AdamW", "SGD"],
+)
+def test_a_training_by_torch_goes_on(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    one = theirs(without_rows(groups()))
+    train(one)
+    other = ours(groups(seed=1))
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        q.data.copy_(p)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    assert [group.get("rows") for group in other.param_groups] == ["filter", ("axis", 1), 2, None]
+    train(one, 2, start=3)
+    train(other, 2, start=3)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("before", ["", "b"])
+@pytest.mark.parametrize("after", ["a", "abc"])
+def test_second_moments_of_weights_are_not_taken_for_those_of_rows(before: str, after: str) -> None:
+    for direction in (before, after), (after, before):
+        one, other = (optim.Adam(groups(), without=letters) for letters in direction)
+        train(one)
+        state = {**one.state_dict(), "param_groups": other.state_dict()["param_groups"]}
+        with pytest.raises(ValueError, match=r"'exp_avg_sq' of a parameter of shape \(6, 4, 3, 3\) must have the shape"):
+            other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("before", ADAM)
+def test_letters_that_change_between_steps_need_another_state(before: str) -> None:
+    for after in ADAM:
+        optimizer = optim.Adam(groups(), without=before)
+        train(optimizer, 1)
+        for group in optimizer.param_groups:
+            group["without"] = after
+        if ("a" in before) == ("a" in after):
+            train(optimizer, 1)
+        else:
+            with pytest.raises(ValueError, match="made by another optimizer or under other settings"):
+                train(optimizer, 1)
+
+
+@pytest.mark.parametrize("name", SCALAR)
+def test_a_hook_may_put_another_state_in_its_place(name: str) -> None:
+    one, other, twin = (TABLE[name](groups()) for _ in range(3))
+    train(one)
+    train(twin)
+
+    def doubled(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "state": {key: {n: 2 * v for n, v in of.items()} for key, of in state["state"].items()}}
+
+    other.register_load_state_dict_pre_hook(doubled)
+    other.load_state_dict(one.state_dict())
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        assert one.state[p].keys() == other.state[q].keys()
+        for key, value in one.state[p].items():
+            assert torch.equal(2 * value, other.state[q][key]), key
+    assert_same(one, twin)
+
+
+@pytest.mark.parametrize("name", SCALAR)
+def test_rows_of_one_number_keep_their_state_in_float32(name: str) -> None:
+    """A vector cut into filters has one number per row in the very shape of the vector."""
+    made = [
+        TABLE[name]([{"params": [nn.Parameter(torch.arange(1.0, 6).bfloat16())], "rows": "filter"}]) for _ in range(2)
+    ]
+    train(made[0])
+    made[1].load_state_dict(made[0].state_dict())
+    per_row = [value for key, value in made[1].state[parameters(made[1])[0]].items() if key in ("exp_avg_sq", "sum")]
+    assert [value.dtype for value in per_row] == [torch.float32]
+
+
+def test_a_parameter_that_took_no_step_has_none_to_load(make: Make) -> None:
+    one, other = make(groups()), make(groups())
+    set_gradients(one, 0)
+    parameters(one)[0].grad = None
+    one.step()
+    other.load_state_dict(one.state_dict())
+    assert not other.state.get(parameters(other)[0])
+    train(other)
