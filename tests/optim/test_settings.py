@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -86,3 +87,13 @@ def test_adagradg_from_sgd() -> None:
     together = beta * rows.norm(dim=1) ** 4 / (2 * 0.1**2 * beta**0.5)
     for q in joint["params"]:
         torch.testing.assert_close(optimizer.state[q]["sum"], together)
+
+
+@pytest.mark.parametrize("make", TABLE.values(), ids=TABLE)
+def test_numpys_numbers_are_numbers(make: Make) -> None:
+    options = {"lr": 0.25, "weight_decay": 0.5}
+    one = make(groups(), **options)
+    other = make(groups(), **{name: np.float32(value) for name, value in options.items()})
+    train(one)
+    train(other)
+    assert_same(one, other)

@@ -53,7 +53,9 @@ def test_second_moments_of_weights_are_not_taken_for_those_of_rows(before: str, 
         one, other = (optim.Adam(groups(), without=letters) for letters in direction)
         train(one)
         state = {**one.state_dict(), "param_groups": other.state_dict()["param_groups"]}
-        with pytest.raises(ValueError, match=r"'exp_avg_sq' of a parameter of shape \(6, 4, 3, 3\) must have the shape"):
+        with pytest.raises(
+            ValueError, match=r"'exp_avg_sq' of a parameter of shape \(6, 4, 3, 3\) must have the shape"
+        ):
             other.load_state_dict(state)
 
 

@@ -1,10 +1,11 @@
 """Checks of the settings of a param group: a ValueError names the argument, the value and what would be right."""
 
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["check", "check_betas", "check_number", "check_rate"]
+__all__ = ["check", "check_betas", "check_number", "check_rate", "is_number"]
 
 Options = dict[str, Any]
 
@@ -13,6 +14,11 @@ def check(fine: bool, name: str, value: object, expected: str) -> None:
     """Raise a ValueError that names the argument, the value and what would be right."""
     if not fine:
         raise ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def is_number(value: object) -> bool:
+    """A real number, of Python or numpy."""
+    return isinstance(value, Real)
 
 
 def check_rate(group: Options, name: str = "lr") -> None:
@@ -27,7 +33,7 @@ def check_rate(group: Options, name: str = "lr") -> None:
 def check_number(group: Options, name: str, *, below: float = float("inf")) -> None:
     """A number ≥ 0, finite, below a bound."""
     value = group[name]
-    fine = isinstance(value, int | float) and 0 <= value < below
+    fine = is_number(value) and 0 <= value < below
     check(fine, name, value, "a number ≥ 0" if below == float("inf") else f"a number in [0, {below:g})")
 
 
@@ -35,5 +41,5 @@ def check_betas(group: Options) -> None:
     """Two numbers in [0, 1)."""
     betas = group["betas"]
     fine = isinstance(betas, list | tuple) and len(betas) == 2
-    fine = fine and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
+    fine = fine and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
     check(fine, "betas", betas, "two numbers in [0, 1)")

@@ -11,7 +11,7 @@ from steradian.equivalence import adagradg_from_sgd
 from steradian.groups import Layout
 from steradian.optim import _reference, _rest
 from steradian.optim._base import Options, Params, RowOptimizer, per_row
-from steradian.optim._checks import check, check_number, check_rate
+from steradian.optim._checks import check, check_number, check_rate, is_number
 
 __all__ = ["AdaGradG"]
 
@@ -94,7 +94,7 @@ class AdaGradG(RowOptimizer):
         check_rate(group)
         check_number(group, "rest_lr")
         check_number(group, "weight_decay")
-        check(isinstance(group["beta"], int | float) and 0 <= group["beta"] <= 1, "beta", group["beta"], "in [0, 1]")
+        check(is_number(group["beta"]) and 0 <= group["beta"] <= 1, "beta", group["beta"], "in [0, 1]")
         v0 = group["v0"]
         if isinstance(v0, list):
             check(len(v0) == len(group["params"]), "v0", v0, "a list with one tensor for each parameter")

@@ -5,7 +5,7 @@ from torch import Tensor
 from steradian.groups import Layout
 from steradian.optim import _reference, _rest
 from steradian.optim._base import Options, Params, RowOptimizer, like, per_row, step_count
-from steradian.optim._checks import check, check_betas, check_number, check_rate
+from steradian.optim._checks import check, check_betas, check_number, check_rate, is_number
 
 __all__ = ["AdamG"]
 
@@ -78,7 +78,7 @@ class AdamG(RowOptimizer):
         check_betas(group)
         for name in ("eps", "weight_decay", "rest_lr"):
             check_number(group, name)
-        check(isinstance(group["clip"], int | float) and group["clip"] > 0, "clip", group["clip"], "a number > 0")
+        check(is_number(group["clip"]) and group["clip"] > 0, "clip", group["clip"], "a number > 0")
 
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         return {
