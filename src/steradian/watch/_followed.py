@@ -1,6 +1,5 @@
 """Which rows of an optimizer are followed, and where each has its place among all."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from steradian.groups import Groups, Layout
 from steradian.optim._base import is_sharded, sharding
 
-__all__ = ["Followed", "follow", "settings_of"]
+__all__ = ["Followed", "follow"]
 
 Options = dict[str, Any]
 
@@ -142,21 +141,3 @@ def _followed(names: tuple[str, ...], params: list[Any], layout: Layout, options
     rows = layout.size(part(params[0], layout).shape)[0]
     size = sum(layout.size(param.shape)[1] for param in params)
     return Followed(" + ".join(names), names, params, layout, options, rows, size)
-
-
-def settings_of(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
-    """The settings of every param group, as far as JSON can hold them, with the names of its parameters."""
-    found = []
-    for group in optimizer.param_groups:
-        settings: dict[str, Any] = {"params": [names.get(id(param), "?") for param in group["params"]]}
-        for key, value in group.items():
-            if key in ("params", "param_names"):
-                continue
-            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            try:
-                json.dumps(value)
-            except TypeError:
-                value = str(value)
-            settings[key] = value
-        found.append(settings)
-    return found

@@ -3,12 +3,10 @@
 import atexit
 import logging
 import os
-import platform
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +16,11 @@ from torch.optim import Optimizer
 
 from steradian.groups import Groups
 from steradian.optim._base import RowOptimizer, is_sharded
-from steradian.watch._block import Alert, Block
-from steradian.watch._followed import Followed, follow, settings_of
+from steradian.watch._about import about
+from steradian.watch._block import Alert
+from steradian.watch._delivery import Delivery
+from steradian.watch._followed import Followed, follow
+from steradian.watch._guard import Guard
 from steradian.watch._handover import Handover
 from steradian.watch._paths import Paths
 from steradian.watch._station import Station
@@ -120,6 +121,8 @@ class Watch:
         self.sinks = sinks_of(to) if _rank() == 0 else []
         folder = next((sink.store.folder for sink in self.sinks if isinstance(sink, Folder)), None)
         self.run = run or (folder.name if folder is not None else type(optimizer).__name__)
+        self._guarded = Guard(self.run)
+        self._delivery = Delivery(self.sinks, Alerts(self._decays()), self._guarded)
         if phenomena is None:
             phenomena = every == 1 and not isinstance(optimizer, RowOptimizer)
         devices = dict.fromkeys(entry.device for entry in self.followed)
@@ -131,9 +134,7 @@ class Watch:
         self.names = tuple(entry.name for entry in self.followed)
         merge = _merge(self.followed) if self.sharded else None
         self._handover = Handover(self.run, self.stations, rows=frozenset(rows), rows_every=rows_every, merge=merge)
-        in_files = any(isinstance(sink, Folder) for sink in self.sinks)
-        self._paths = Paths(self.followed, paths if paths is not None or in_files else {}, rank=_rank())
-        self._alerts = Alerts(self._decays())
+        self._paths = Paths(self.followed, paths if paths is not None or folder is not None else {}, rank=_rank())
         self._asked_step = step
         self._all_names = {id(p): name for name, p in (groups.params if groups is not None else {}).items()}
         self._all_names |= {id(p): name for e in self.followed for name, p in zip(e.names, e.params, strict=True)}
@@ -141,11 +142,7 @@ class Watch:
         self._calls: int | None = None
         self._looking = self._begun = False
         self._cuda = any(station.device.type == "cuda" for station in self.stations)
-        self._blocks: list[Block] = []
-        self._last: Block | None = None
-        self._handles: list[Any] = []
         self._flushed_at = time.monotonic()
-        self.error: Exception | None = None
         self.running = False
 
     # Start and stop
@@ -157,19 +154,13 @@ class Watch:
         if self.silent:
             self.running = True
             return self
-        about = self.about()
-        for k, sink in enumerate(self.sinks):
-            try:
-                sink.open(about)
-            except BaseException:
-                for opened in self.sinks[:k]:
-                    opened.close()
-                raise
+        self._delivery.open(self.about())
         for station in self.stations:
             station.source.open()
         # Dynamo is not to look into the hooks of a compiled step.
         before, after = torch.compiler.disable(self._before_hook), torch.compiler.disable(self._after_hook)
-        self._handles = [
+        self._guarded.ended = False
+        self._guarded.handles = [
             self.optimizer.register_step_pre_hook(before),
             self.optimizer.register_step_post_hook(after),
         ]
@@ -189,8 +180,7 @@ class Watch:
         self.running = False
         if not self.silent:
             atexit.unregister(self._at_exit)
-        for handle in self._handles:
-            handle.remove()
+        self._guarded.release()
         if not self.silent:
             with self._guarded():
                 self._handover.send()
@@ -198,9 +188,7 @@ class Watch:
             for station in self.stations:
                 with self._guarded():
                     station.source.close()
-        for sink in self.sinks:
-            with self._guarded():
-                sink.close()
+        self._delivery.close()
 
     def __enter__(self) -> "Watch":
         return self.start()
@@ -239,7 +227,8 @@ class Watch:
             self._after()
 
     def _before(self) -> None:
-        if (self._cuda and torch.cuda.is_current_stream_capturing()) or not self.running:
+        self._begun = False
+        if (self._cuda and torch.cuda.is_current_stream_capturing()) or not self.running or self._guarded.ended:
             return
         if self._calls is None:
             self._calls = self._first_step()
@@ -252,7 +241,7 @@ class Watch:
                 station.source.before()
 
     def _after(self) -> None:
-        if not self._begun:
+        if not self._begun or self._guarded.ended:
             return
         assert self._calls is not None
         self._begun = False
@@ -298,55 +287,28 @@ class Watch:
     def _settle(self, *, wait: bool = False, together: bool = True) -> None:
         """Hand what has arrived to the sinks."""
         for block in self._handover.blocks(wait=wait, together=together):
-            self._last = block if len(block.steps) else self._last
-            if not any(isinstance(sink, Folder) for sink in self.sinks):
-                self._blocks.append(block)
-            for sink in self.sinks:
-                with self._guarded(fatal=False):
-                    sink.write(block)
-            alerts = self._alerts.look(block)
-            for kind in dict.fromkeys(alert.kind for alert in alerts):
-                same = [alert for alert in alerts if alert.kind == kind]
-                others = f" (and {len(same) - 1} more groups)" if len(same) > 1 else ""
-                logger.warning("%s: %s%s", self.run, same[0], others)
-            for alert in alerts:
-                for sink in self.sinks:
-                    with self._guarded(fatal=False):
-                        sink.alert(alert)
+            self._delivery.take(block)
 
     # What a user asks
 
     def records(self) -> "pd.DataFrame":
         """Everything recorded so far: run, step, group, quantity, statistic, value."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ImportError("records() needs pandas: pip install 'steradian[lab]'; latest() does not") from error
-
         if self.running:
             self.flush()
-        folder = next((sink for sink in self.sinks if isinstance(sink, Folder)), None)
-        if folder is not None:
-            folder.drain()
-            return read_run(folder.store.folder).table
-        tables = [block.table() for block in self._blocks]
-        if not tables:
-            return pd.DataFrame({name: [] for name in ("run", "step", "group", "quantity", "statistic", "value")})
-        table = pd.concat([table.astype({"quantity": str}) for table in tables], ignore_index=True)
-        return table.astype({"quantity": "category"})
+        return self._delivery.table()
 
     def latest(self) -> dict[str, dict[str, dict[str, float]]]:
         """The last observed step: group → quantity → statistic → value."""
         if self.running:
             self.flush()
-        found = self._last.at(-1) if self._last is not None else {}
+        found = self._delivery.last.at(-1) if self._delivery.last is not None else {}
         return {name: found[name] for name in self._order if name in found}
 
     def summary(self) -> str:
         """The last observed step and the alerts, for a person."""
         if self.running:
             self.flush()
-        return summary(self.run, self._last, self._order, self.alerts, self.missing)
+        return summary(self.run, self._delivery.last, self._order, self.alerts, self.missing)
 
     @property
     def next_step(self) -> int:
@@ -356,9 +318,14 @@ class Watch:
         return self._calls - max(int(station.skipped.item()) if station.may_skip else 0 for station in self.stations)
 
     @property
+    def error(self) -> Exception | None:
+        """The first thing that went wrong here, where something did."""
+        return self._guarded.error
+
+    @property
     def alerts(self) -> list[Alert]:
         """What was said so far."""
-        return list(self._alerts.all)
+        return list(self._delivery.alerts.all)
 
     @property
     def missing(self) -> dict[str, str]:
@@ -367,26 +334,9 @@ class Watch:
 
     def about(self) -> dict[str, Any]:
         """What is known of the run before its first step: the contents of run.json."""
-        kind = type(self.optimizer)
-        names = set(self._all_names.values()) - {name for entry in self.followed for name in entry.names}
-        return {
-            "run": self.run,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "every": self.every,
-            "optimizer": {
-                "name": f"{kind.__module__}.{kind.__qualname__}",
-                "groups": settings_of(self.optimizer, self._all_names),
-            },
-            "groups": [entry.about() for entry in sorted(self.followed, key=lambda e: self._order.index(e.name))],
-            "rest": sorted(names),
-            "missing": self.missing,
-            "config": self.config,
-            "environment": {
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "device": ", ".join(dict.fromkeys(_device_name(entry.device) for entry in self.followed)),
-            },
-        }
+        ordered = sorted(self.followed, key=lambda entry: self._order.index(entry.name))
+        given = {"run": self.run, "every": self.every, "missing": self.missing, "config": self.config}
+        return about(self.optimizer, ordered, self._all_names, **given)
 
     # Choices
 
@@ -423,27 +373,11 @@ class Watch:
         counts = [state["step"] for state in self.optimizer.state.values() if "step" in state]
         if counts:
             return int(max(float(count) for count in counts))
-        folder = next((sink for sink in self.sinks if isinstance(sink, Folder)), None)
+        folder = self._delivery.folder
         if folder is not None and self.optimizer.state:
             steps = read_run(folder.store.folder).table["step"]
             return int(steps.max()) + 1 if len(steps) else 0
         return 0
-
-    @contextmanager
-    def _guarded(self, *, fatal: bool = True) -> Iterator[None]:
-        """Training goes on whatever happens here."""
-        try:
-            yield
-        except Exception as error:
-            first, self.error = self.error is None, self.error or error
-            if first:
-                logger.exception(
-                    "watching %s failed%s", self.run, ": the watch ends, training goes on" if fatal else ""
-                )
-            if fatal:
-                for handle in self._handles:
-                    handle.remove()
-                self._begun = False
 
 
 def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
@@ -464,7 +398,3 @@ def _rank() -> int:
     return (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,52 @@
+"""Nothing that goes wrong in a watch stops the training."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Guard"]
+
+logger = logging.getLogger("steradian")
+
+
+class Guard:
+    """Around what a watch does: an exception is logged, the first one in full, and training goes on.
+
+    Attributes:
+        run: the name to log it under.
+        error: the first exception.
+        ended: what failed was the watch itself, not one of its sinks.
+        handles: the hooks, which are removed then.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.error: Exception | None = None
+        self.ended = False
+        self.handles: list[Any] = []
+
+    @contextmanager
+    def __call__(self, *, fatal: bool = True) -> Iterator[None]:
+        """Within it exceptions end here.
+
+        Args:
+            fatal: the watch ends with it.
+        """
+        try:
+            yield
+        except Exception as error:
+            first, self.error = self.error is None, self.error or error
+            if first:
+                logger.exception(
+                    "watching %s failed%s", self.run, ": the watch ends, training goes on" if fatal else ""
+                )
+            if fatal:
+                self.ended = True
+                self.release()
+
+    def release(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
