@@ -105,3 +105,32 @@ def test_what_cannot_be_swept_is_seen() -> None:
     optimizer = torch.optim.RMSprop(list(made.values()))
     assert not can_sweep(optimizer, follow(optimizer, made))
     assert isinstance(Station(optimizer, follow(optimizer, made), phenomena=False).source, Seen)
+
+
+def test_a_loaded_state_is_swept() -> None:
+    """`load_state_dict` makes new param groups, which the rows are told of."""
+    made = params()
+    optimizer = torch.optim.Adam(list(made.values()), lr=0.01, betas=(0.9, 0.99))
+    entries = follow(optimizer, made)
+    swept = Swept(optimizer, entries)
+    seen = Seen(optimizer, follow(optimizer, made), reader=reader_of(optimizer))
+    values = torch.zeros(3, sum(entry.rows for entry in entries), len(swept.columns), dtype=torch.float64)
+    reference = torch.zeros(3, values.shape[1], len(seen.columns))
+    for step in range(3):
+        set_gradients(made, step)
+        swept.before()
+        seen.before()
+        optimizer.step()
+        swept.after(values[step])
+        seen.after(reference[step])
+        state = optimizer.state_dict()
+        state["param_groups"][0]["betas"] = (0.5, 0.8)
+        optimizer.load_state_dict(state)
+        for entry in [*entries, *(entry for batch in seen.batches for entry in batch.members)]:
+            [entry.options] = optimizer.param_groups
+    rates = torch.full(values.shape[:2], 0.01, dtype=torch.float64)
+    found, expected = (s.quantities(v, rates, 0 * rates) for s, v in ((swept, values), (seen, reference)))
+    places = {entry.name: entry.span for batch in seen.batches for entry in batch.members}
+    for entry in entries:
+        one, two = found["effective_lr"][:, entry.span], expected["effective_lr"][:, places[entry.name]]
+        torch.testing.assert_close(one.double(), two.double(), rtol=2e-4, atol=1e-6)

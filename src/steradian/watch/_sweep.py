@@ -73,17 +73,20 @@ class Swept(Source):
         order = {id(param): k for k, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self.followed = placed(followed, key=lambda entry: order[id(entry.params[0])])
         self.device = followed[0].device
-        self.options = list({id(entry.options): entry.options for entry in followed}.values())
         self.points: list[Tensor] = []
         self.addresses: list[int] = []
         self.known: list[tuple[Any, ...]] = []
         self.table = torch.zeros(len(self.followed), 8, dtype=torch.int64, device=self.device)
-        self.settings = torch.zeros(len(self.options), 4, dtype=torch.float64, device=self.device)
+        self.settings = torch.zeros(len(self._options()), 4, dtype=torch.float64, device=self.device)
         self._sizes = torch.cat([torch.full((e.rows,), float(e.size)) for e in self.followed]).to(self.device)
         self._one = torch.ones(1, device=self.device)
         self._counts: dict[float, Tensor] = {}
         self._items()
         self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
+
+    def _options(self) -> list[dict[str, Any]]:
+        """The param groups of the rows as they are now: `load_state_dict` makes new ones."""
+        return list({id(entry.options): entry.options for entry in self.followed}.values())
 
     def _items(self) -> None:
         """Which program sweeps which piece of which row; long rows are cut, and their pieces added up."""
@@ -123,6 +126,8 @@ class Swept(Source):
 
     def _refresh(self) -> None:
         """Copy addresses and settings that changed; pinned, so the host does not wait."""
+        known = self._options()
+        place = {id(options): k for k, options in enumerate(known)}
         lines: list[list[int]] = []
         counts: dict[float, Tensor] = {}
         for entry, point in zip(self.followed, self.points, strict=True):
@@ -138,17 +143,19 @@ class Swept(Source):
             if any(tensor.stride() != point.stride() or tensor.dtype != point.dtype for tensor in tensors):
                 raise ValueError(f"{entry.name}: gradient and state are not laid out in memory as the weights are")
             step = self._count(state["step"], counts) if self.adam else self._one
-            which = next(k for k, options in enumerate(self.options) if options is entry.options)
+            which = place[id(entry.options)]
             lines.append([point.data_ptr(), *(t.data_ptr() for t in tensors), step.data_ptr(), entry.size, which, 0])
         self._counts = counts
         flat = [number for line in lines for number in line]
         if flat != self.addresses:
             self.addresses = flat
             self.table.copy_(self._pinned(torch.tensor(lines, dtype=torch.int64)), non_blocking=True)
-        settings = [self._setting(options) for options in self.options]
+        settings = [self._setting(options) for options in known]
         if settings != self.known:
             self.known = settings
-            self.settings.copy_(self._pinned(torch.tensor(settings, dtype=torch.float64)), non_blocking=True)
+            self.settings[: len(settings)].copy_(
+                self._pinned(torch.tensor(settings, dtype=torch.float64)), non_blocking=True
+            )
 
     def _count(self, step: Tensor, counts: dict[float, Tensor]) -> Tensor:
         """The step count where the kernel can read it: torch keeps it on the host where nothing is captured."""
