@@ -32,6 +32,7 @@ class Followed:
         reason: the module that makes the rows invariant, where discovery named it.
         defect: what discovery measured.
         start: where its rows begin among all followed ones on its device; a source places them.
+        gone: the optimizer does not step it any more, or not under the param group that it had.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Followed:
     reason: str = ""
     defect: float | None = None
     start: int = 0
+    gone: bool = False
 
     @property
     def span(self) -> slice:
@@ -63,7 +65,7 @@ class Followed:
     @property
     def active(self) -> bool:
         """Whether the step at hand has gradients for all of it."""
-        return all(param.grad is not None for param in self.params)
+        return not self.gone and all(param.grad is not None for param in self.params)
 
     def about(self) -> dict[str, Any]:
         """What run.json says about it."""
@@ -95,8 +97,10 @@ def follow(optimizer: Optimizer, groups: Groups | None) -> list[Followed]:
 
     Raises:
         ValueError: there are none.
+        TypeError: they do not hold real numbers.
     """
     found = _from_groups(optimizer, groups) if groups is not None else _from_options(optimizer)
+    found = [followed for followed in found if followed.size and followed.layout.size(followed.params[0].shape)[0]]
     if not found:
         raise ValueError(
             "the optimizer's param groups say nothing of rows: pass groups=find_groups(model, inputs), or make the "
@@ -105,6 +109,9 @@ def follow(optimizer: Optimizer, groups: Groups | None) -> list[Followed]:
             else "none of the rows in groups belongs to a parameter of this optimizer"
         )
     for followed in found:
+        for param in followed.params:
+            if not param.is_floating_point():
+                raise TypeError(f"rows must hold real floating-point numbers, but {followed.name} has {param.dtype}")
         if len({param.device for param in followed.params}) > 1:
             raise ValueError(f"the joint rows of {followed.name} lie on several devices")
     return found
@@ -124,17 +131,21 @@ def _from_groups(optimizer: Optimizer, groups: Groups) -> list[Followed]:
 
 def _from_options(optimizer: Optimizer) -> list[Followed]:
     found = []
+    taken: set[str] = set()
     for k, group in enumerate(optimizer.param_groups):
         if group.get("rows") is None:
             continue
         names = group.get("param_names") or [f"group {k}, parameter {i}" for i in range(len(group["params"]))]
+        # Two models in one optimizer, such as actor and critic, may have parameters of one name.
+        names = [f"{name} (group {k})" if name in taken else name for name in names]
+        taken.update(names)
         layout = Layout(group["rows"])
         if group.get("joint"):
             found.append(_followed(tuple(names), list(group["params"]), layout, group))
         else:
             pairs = zip(names, group["params"], strict=True)
             found += [_followed((name,), [param], layout, group) for name, param in pairs]
-    return [followed for followed in found if followed.size]
+    return found
 
 
 def _followed(names: tuple[str, ...], params: list[Any], layout: Layout, options: Options) -> Followed:

@@ -78,6 +78,7 @@ class Handover:
             station.observe(len(self._steps))
         self._steps.append(step)
         usual = all(param.grad is not None for param in self._params)
+        usual = usual and not any(entry.gone for entry in self.followed)
         self._active.append(self._all if usual else [entry.active for entry in self.followed])
         self.observations += 1
 

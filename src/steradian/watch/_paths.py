@@ -70,7 +70,7 @@ class Paths:
 
 def _row(entry: Followed, row: int) -> Tensor:
     """One row as a vector; of a slice of dimension 0 in the order of memory, which needs no copy of the others."""
-    if len(entry.params) > 1 or entry.layout.spec != "filter":
+    if len(entry.params) > 1 or entry.layout.spec != "filter" or not entry.params[0].ndim:
         return entry.cut(entry.params)[row]
     here = part(entry.params[0], entry.layout)[row]
     order = sorted(range(here.ndim), key=here.stride().__getitem__, reverse=True)

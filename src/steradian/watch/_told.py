@@ -48,13 +48,16 @@ class Told(Source):
 
     def _find(self, telemetry: Telemetry) -> list[tuple[Tensor, slice]]:
         """Where the telemetry of the followed rows lies: one tensor and its place, if nothing lies between them."""
-        found = [(entry, *telemetry.place(entry.params[0])) for entry in self.followed]
-        behind = all(one[1] == other[1] and one[2].stop == other[2].start for one, other in pairwise(found))
+        there = [entry for entry in self.followed if entry.params[0] in telemetry]
+        found = [(entry, *telemetry.place(entry.params[0])) for entry in there]
+        behind = len(there) == len(self.followed) and all(
+            one[1] == other[1] and one[2].stop == other[2].start for one, other in pairwise(found)
+        )
         if found and behind:
             _, buffer, first = found[0]
             whole = telemetry.buffers[buffer][first.start : found[-1][2].stop]
             return [(whole, slice(0, len(whole)))]
-        return [(telemetry[entry.params[0]], entry.span) for entry in self.followed]
+        return [(telemetry[entry.params[0]], entry.span) for entry in there]
 
     def quantities(self, values: Tensor, rates: Tensor, decays: Tensor) -> Quantities:
         told = dict(zip(self.columns, values.unbind(-1), strict=True))

@@ -138,7 +138,7 @@ class Watch:
         self._asked_step = step
         self._all_names = {id(p): name for name, p in (groups.params if groups is not None else {}).items()}
         self._all_names |= {id(p): name for e in self.followed for name, p in zip(e.names, e.params, strict=True)}
-        self._param_groups = optimizer.param_groups
+        self._members = _members(optimizer)
         self._calls: int | None = None
         self._looking = self._begun = False
         self._cuda = any(station.device.type == "cuda" for station in self.stations)
@@ -232,8 +232,9 @@ class Watch:
             return
         if self._calls is None:
             self._calls = self._first_step()
-        if self.optimizer.param_groups is not self._param_groups:
-            self._follow_settings()
+        if (members := _members(self.optimizer)) != self._members:
+            self._members = members
+            self._follow_groups()
         self._looking = self._calls % self.every == 0
         self._begun = True
         for station in self.stations:
@@ -357,14 +358,28 @@ class Watch:
                 found[entry.name] = 0.0 if isinstance(self.optimizer, optim.AdamG) else decay
         return found
 
-    def _follow_settings(self) -> None:
-        """`load_state_dict` puts new param groups in the place of those that were followed."""
-        before = {id(group): k for k, group in enumerate(self._param_groups)}
-        self._param_groups = self.optimizer.param_groups
+    def _follow_groups(self) -> None:
+        """The param groups are others: `load_state_dict` made new ones, or someone took parameters out of theirs."""
+        now = self.optimizer.param_groups
+        owner = {id(param): group for group in now for param in group["params"]}
+        lost: list[str] = []
         for station in self.stations:
-            station.options[:] = [self._param_groups[before[id(options)]] for options in station.options]
-            for entry in station.followed:
-                entry.options = self._param_groups[before[id(entry.options)]]
+            for k, old in enumerate(station.options):
+                entries = [entry for entry in station.followed if entry.options is old]
+                owners = [owner.get(id(entry.params[0])) for entry in entries]
+                kept = any(group is old for group in now)
+                new = old if kept else next((group for group in owners if group is not None), old)
+                station.options[k] = new
+                for entry in entries:
+                    entry.options = new
+                    there = all(id(param) in owner for param in entry.params)
+                    if not entry.gone and not (there and owner[id(entry.params[0])] is new):
+                        entry.gone = True
+                        lost.append(entry.name)
+        if lost:
+            logger.warning(
+                "%s: %s not followed any more: no longer in the param group of before", self.run, ", ".join(lost)
+            )
 
     def _first_step(self) -> int:
         """What the optimizer counted so far; this is read once."""
@@ -385,6 +400,11 @@ def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
     still = watch()
     if still is not None and os.getpid() == process:
         still._stop(together=False)
+
+
+def _members(optimizer: Optimizer) -> list[int]:
+    """What tells param groups with their parameters from others."""
+    return [id(each) for group in optimizer.param_groups for each in (group, *group["params"])]
 
 
 def _merge(followed: Sequence[Followed]) -> "Merge":
