@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,13 @@ from torch.optim import Optimizer
 from steradian.groups import Groups
 from steradian.optim._base import RowOptimizer, is_sharded
 from steradian.watch._about import about
+from steradian.watch._asked import check_asked, check_names
 from steradian.watch._block import Alert
 from steradian.watch._delivery import Delivery
 from steradian.watch._followed import Followed, follow
 from steradian.watch._guard import Guard
 from steradian.watch._handover import Handover
+from steradian.watch._membership import Membership
 from steradian.watch._paths import Paths
 from steradian.watch._station import Station
 from steradian.watch._summary import summary
@@ -103,24 +106,20 @@ class Watch:
         config: Mapping[str, Any] | None = None,
         step: int | None = None,
     ) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be an integer ≥ 1, got {every!r}")
-        if groups is not None and not isinstance(groups, Groups):
-            raise TypeError(f"groups must be what find_groups returned, got {type(groups).__name__}")
+        asked: dict[str, Any] = {"every": every, "rows": rows, "rows_every": rows_every, "paths": paths}
+        check_asked(optimizer, groups, **asked, config=config, step=step)
         self.optimizer = optimizer
         self.every = every
         self.config = dict(config or {})
         self.followed = follow(optimizer, groups)
         self.names = self._order = tuple(entry.name for entry in self.followed)
-        self._check_names("rows", rows)
-        self._check_names("paths", paths or ())
+        check_names("rows", rows, self.names)
+        check_names("paths", paths or (), self.names)
         self.sharded = any(is_sharded(param) for entry in self.followed for param in entry.params)
         self.silent = _rank() != 0 and not self.sharded
         self.sinks = sinks_of(to) if _rank() == 0 else []
         folder = next((sink.store.folder for sink in self.sinks if isinstance(sink, Folder)), None)
-        self.run = run or (folder.name if folder is not None else type(optimizer).__name__)
+        self.run = run or (folder.resolve().name if folder is not None else type(optimizer).__name__)
         self._guarded = Guard(self.run)
         self._delivery = Delivery(self.sinks, Alerts(self._decays()), self._guarded)
         if phenomena is None:
@@ -138,12 +137,12 @@ class Watch:
         self._asked_step = step
         self._all_names = {id(p): name for name, p in (groups.params if groups is not None else {}).items()}
         self._all_names |= {id(p): name for e in self.followed for name, p in zip(e.names, e.params, strict=True)}
-        self._members = _members(optimizer)
+        self._membership = Membership(optimizer, self.stations)
         self._calls: int | None = None
         self._looking = self._begun = False
         self._cuda = any(station.device.type == "cuda" for station in self.stations)
         self._flushed_at = time.monotonic()
-        self.running = False
+        self.running = self._stopped = False
 
     # Start and stop
 
@@ -151,10 +150,13 @@ class Watch:
         """Begin to follow; `with watch(…)` does it for you."""
         if self.running:
             raise RuntimeError("this watch is already running")
+        self._stopped = False
         if self.silent:
             self.running = True
             return self
         self._delivery.open(self.about())
+        if self._calls is not None:  # it was stopped before, and steps may have been taken since
+            self._calls = max(self._calls, self._counted() or 0)
         for station in self.stations:
             station.source.open()
         # Dynamo is not to look into the hooks of a compiled step.
@@ -177,7 +179,7 @@ class Watch:
     def _stop(self, *, together: bool) -> None:
         if not self.running:
             return
-        self.running = False
+        self.running, self._stopped = False, True
         if not self.silent:
             atexit.unregister(self._at_exit)
         self._guarded.release()
@@ -232,9 +234,9 @@ class Watch:
             return
         if self._calls is None:
             self._calls = self._first_step()
-        if (members := _members(self.optimizer)) != self._members:
-            self._members = members
-            self._follow_groups()
+        if lost := self._membership.look():
+            text = "%s: %s not followed any more: no longer in the param group of before"
+            logger.warning(text, self.run, ", ".join(lost))
         self._looking = self._calls % self.every == 0
         self._begun = True
         for station in self.stations:
@@ -267,15 +269,12 @@ class Watch:
             values: by name; tensors with one number are not waited for.
             **named: the same.
         """
-        step = max(0, (self._first_step() if self._calls is None else self._calls) - 1)
-        for name, value in {**(values or {}), **named}.items():
-            if isinstance(value, Tensor):
-                if value.numel() != 1:
-                    raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
-                value = value.detach().reshape(()).clone()
-            else:
-                value = float(value)
-            if not self.silent:
+        given = {name: _one_number(name, value) for name, value in {**(values or {}), **named}.items()}
+        if self._stopped:
+            logger.warning("%s: what is logged after stop() is not recorded", self.run)
+        elif not self.silent:
+            step = max(0, (self._first_step() if self._calls is None else self._calls) - 1)
+            for name, value in given.items():
                 self._handover.log(step, name, value)
 
     # What it hands over
@@ -341,11 +340,6 @@ class Watch:
 
     # Choices
 
-    def _check_names(self, argument: str, names: Sequence[str] | Mapping[str, Any]) -> None:
-        unknown = [name for name in names if name not in self.names]
-        if unknown:
-            raise ValueError(f"{argument} names {unknown}, but the followed groups are {list(self.names)}")
-
     def _decays(self) -> dict[str, float]:
         """Weight decay by group; 0 where there is one that rows of fixed radius do not feel."""
         from steradian import optim
@@ -358,36 +352,17 @@ class Watch:
                 found[entry.name] = 0.0 if isinstance(self.optimizer, optim.AdamG) else decay
         return found
 
-    def _follow_groups(self) -> None:
-        """The param groups are others: `load_state_dict` made new ones, or someone took parameters out of theirs."""
-        now = self.optimizer.param_groups
-        owner = {id(param): group for group in now for param in group["params"]}
-        lost: list[str] = []
-        for station in self.stations:
-            for k, old in enumerate(station.options):
-                entries = [entry for entry in station.followed if entry.options is old]
-                owners = [owner.get(id(entry.params[0])) for entry in entries]
-                kept = any(group is old for group in now)
-                new = old if kept else next((group for group in owners if group is not None), old)
-                station.options[k] = new
-                for entry in entries:
-                    entry.options = new
-                    there = all(id(param) in owner for param in entry.params)
-                    if not entry.gone and not (there and owner[id(entry.params[0])] is new):
-                        entry.gone = True
-                        lost.append(entry.name)
-        if lost:
-            logger.warning(
-                "%s: %s not followed any more: no longer in the param group of before", self.run, ", ".join(lost)
-            )
+    def _counted(self) -> int | None:
+        counts = [state["step"] for state in self.optimizer.state.values() if "step" in state]
+        return int(max(float(count) for count in counts)) if counts else None
 
     def _first_step(self) -> int:
         """What the optimizer counted so far; this is read once."""
         if self._asked_step is not None:
             return self._asked_step
-        counts = [state["step"] for state in self.optimizer.state.values() if "step" in state]
-        if counts:
-            return int(max(float(count) for count in counts))
+        counted = self._counted()
+        if counted is not None:
+            return counted
         folder = self._delivery.folder
         if folder is not None and self.optimizer.state:
             steps = read_run(folder.store.folder).table["step"]
@@ -402,9 +377,14 @@ def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
         still._stop(together=False)
 
 
-def _members(optimizer: Optimizer) -> list[int]:
-    """What tells param groups with their parameters from others."""
-    return [id(each) for group in optimizer.param_groups for each in (group, *group["params"])]
+def _one_number(name: str, value: float | Tensor) -> float | Tensor:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+        return value.detach().reshape(()).clone()
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be one number, got {value!r}")
+    return float(value)
 
 
 def _merge(followed: Sequence[Followed]) -> "Merge":

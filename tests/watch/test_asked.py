@@ -1,0 +1,76 @@
+"""What a watch is asked for and cannot do is refused in words, before the training."""
+
+import numpy as np
+import pytest
+import torch
+
+from steradian.watch import watch
+
+from small import pair, series, train
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"every": 0}, ValueError, "every must be"),
+        ({"every": 1.5}, ValueError, "every must be"),
+        ({"rows": "w"}, TypeError, r"rows must be a list of names, got 'w': write \['w'\]"),
+        ({"rows": ["x"]}, ValueError, r"rows names \['x'\], but the followed groups are \['w', 'v'\]"),
+        ({"rows_every": None}, ValueError, "rows_every must be"),
+        ({"rows_every": -1}, ValueError, "rows_every must be"),
+        ({"paths": ["w"]}, TypeError, r"paths must be \{group"),
+        ({"paths": {"w": 3}}, TypeError, r"paths must be \{group"),
+        ({"paths": {"w": [4]}}, ValueError, "w has rows 0 to 3, got 4"),
+        ({"paths": {"x": [0]}}, ValueError, "paths names"),
+        ({"step": -1}, ValueError, "step must be"),
+        ({"step": "three"}, ValueError, "step must be"),
+        ({"config": "adam"}, TypeError, "config must be a dict, got str"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, kind, words):
+    optimizer, _ = pair()
+    with pytest.raises(kind, match=words):
+        watch(optimizer, **options)
+
+
+def test_what_is_logged_must_be_a_number():
+    optimizer, params = pair()
+    with watch(optimizer) as seen:
+        train(optimizer, params, 1)
+        for bad in ("fast", None, [1.0], torch.ones(2)):
+            with pytest.raises((TypeError, ValueError), match="loss must be one number"):
+                seen.log(loss=bad)
+        seen.log(loss=np.float32(0.5), right=3, sure=True, rate=torch.tensor([0.25]))
+    table = seen.records()
+    found = {name: series(table, name, "", "mean") for name in ("loss", "right", "sure", "rate")}
+    assert found == {"loss": {0: 0.5}, "right": {0: 3.0}, "sure": {0: 1.0}, "rate": {0: 0.25}}
+
+
+def test_what_is_logged_too_late_is_said_to_be_lost(caplog):
+    optimizer, params = pair()
+    seen = watch(optimizer)
+    with seen:
+        train(optimizer, params, 1)
+    seen.log(accuracy=0.9)
+    assert "logged after stop() is not recorded" in caplog.text
+    with seen:
+        train(optimizer, params, 1)
+        seen.log(accuracy=0.8)
+    assert series(seen.records(), "accuracy", "", "mean") == {1: 0.8}
+
+
+@pytest.mark.parametrize("kind", ["Adam", "ours"])
+def test_steps_that_nobody_watched_are_counted(kind):
+    optimizer, params = pair(kind)
+    seen = watch(optimizer, phenomena=False)
+    for _ in range(2):
+        with seen:
+            train(optimizer, params, 2)
+        train(optimizer, params, 3)
+    assert list(series(seen.records(), "angle")) == [0, 1, 5, 6]
+
+
+def test_a_run_in_the_present_folder_has_its_name(tmp_path, monkeypatch):
+    (tmp_path / "first").mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    assert watch(pair()[0], to=".").run == "first"
