@@ -126,8 +126,17 @@ def test_bad_input_is_refused_in_words(tmp_path):
             report(paths, page)
     with pytest.raises(ValueError, match="is a folder"):
         report([run], tmp_path)
+    for path in (run, str(run)):
+        with pytest.raises(TypeError, match="paths must be a list of runs"):
+            report(path, page)
     assert page.read_text() == "old"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "page.html", "run"]
+
+
+def test_the_page_may_be_named_by_a_string(tmp_path):
+    page = report([str(write(tmp_path / "run"))], str(tmp_path / "page.html"))
+    assert page == tmp_path / "page.html"
+    assert page.is_file()
 
 
 def test_a_large_run_is_a_small_page(tmp_path):

@@ -18,7 +18,7 @@ __all__ = ["report"]
 SCRIPTS = ("base.js", "panels.js", "lines.js", "fields.js", "sphere.js", "main.js")
 
 
-def report(paths: Sequence[str | Path], out: Path, *, title: str | None = None) -> Path:
+def report(paths: Sequence[str | Path], out: str | Path, *, title: str | None = None) -> Path:
     """Write a page that compares recorded runs; it opens without network.
 
     An existing page is replaced only when the new one is complete.
@@ -33,7 +33,11 @@ def report(paths: Sequence[str | Path], out: Path, *, title: str | None = None) 
 
     Raises:
         ValueError: a path is not a run, is given twice, or holds no record; `out` is a folder.
+        TypeError: `paths` is one path.
     """
+    if isinstance(paths, str | Path):
+        raise TypeError(f"paths must be a list of runs, got {str(paths)!r}: write [{str(paths)!r}]")
+    out = Path(out)
     if out.is_dir():
         raise ValueError(f"out must be a file such as page.html, and {out} is a folder")
     runs = load(paths)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from steradian.watch._block import Columns, Words
+from steradian.watch.records import numbered
 
 __all__ = ["Store"]
 
@@ -52,18 +53,13 @@ class Store:
 
     def next_number(self, kind: str) -> int:
         """The number that a new part of a kind gets."""
-        return max((int(file.stem.split("-")[1]) for file in self.folder.glob(f"{kind}-*.parquet")), default=-1) + 1
+        return max(numbered(self.folder, kind), default=-1) + 1
 
     def describe(self, about: Mapping[str, Any]) -> None:
         """Write run.json."""
         text = json.dumps(about, indent=1, ensure_ascii=False, default=str)
         with _complete(self.folder / "run.json") as unfinished:
             unfinished.write_text(text + "\n", encoding="utf-8")
-
-    def about(self) -> dict[str, Any] | None:
-        """What run.json says, if it is there."""
-        file = self.folder / "run.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
     def alert(self, alert: Mapping[str, Any]) -> None:
         """Append one line to alerts.jsonl, in one write; a line that was not finished before stays alone."""

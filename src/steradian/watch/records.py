@@ -16,6 +16,7 @@ from s on again: of two parts that hold the same step, the later one counts.
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,13 +28,24 @@ from numpy.typing import ArrayLike
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["COLUMNS", "QUANTITIES", "STATISTICS", "Quantity", "RecordedRun", "Records", "read_run", "statistics"]
+__all__ = [
+    "COLUMNS",
+    "QUANTITIES",
+    "STATISTICS",
+    "Quantity",
+    "RecordedRun",
+    "Records",
+    "numbered",
+    "read_run",
+    "statistics",
+]
 
 COLUMNS = ("run", "step", "group", "quantity", "statistic", "value")
 """Of the table."""
 ROW_COLUMNS = ("run", "step", "group", "quantity", "row", "value")
 PATH_COLUMNS = ("run", "step", "group", "row", "direction")
 ALERT_COLUMNS = ("step", "group", "kind", "text")
+_ENTRIES = {"groups": list, "optimizer": dict, "missing": dict, "config": dict, "environment": dict}
 STATISTICS = ("min", "q10", "median", "q90", "max", "mean")
 """Over the rows of a group."""
 
@@ -151,7 +163,7 @@ def read_run(path: str | Path) -> RecordedRun:
     """Read the folder of a run, also one that is still being written or was killed.
 
     Raises:
-        ValueError: there is no such folder, or it holds no run.
+        ValueError: there is no such folder, it holds no run, or a file of the run is broken.
     """
     import pandas as pd
 
@@ -159,8 +171,10 @@ def read_run(path: str | Path) -> RecordedRun:
     about_file = folder / "run.json"
     if not about_file.is_file():
         what = "has no run.json" if folder.is_dir() else "is not a folder"
-        raise ValueError(f"{folder} is not a recorded run: it {what}; watch(optimizer, to=…) writes one")
-    about = json.loads(about_file.read_text(encoding="utf-8"))
+        inside = ", ".join(sorted(str(file.parent) for file in folder.glob("*/run.json")))
+        where = f"there are runs in it: {inside}" if inside else "watch(optimizer, to=…) writes one"
+        raise ValueError(f"{folder} is not a recorded run: it {what}; {where}")
+    about = _about(about_file)
     alerts = pd.DataFrame(_lines(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS))
     return RecordedRun(
         name=str(about["run"]),
@@ -172,6 +186,25 @@ def read_run(path: str | Path) -> RecordedRun:
     )
 
 
+def _about(file: Path) -> dict[str, Any]:
+    """run.json, as far as its entries are of the kinds that `watch` writes."""
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}): the run's folder is broken, or is none") from error
+    known = isinstance(about, dict) and isinstance(about.get("run"), str)
+    known = known and all(isinstance(about.get(name) or kind(), kind) for name, kind in _ENTRIES.items())
+    if not known or not all(isinstance(group, dict) for group in about.get("groups") or ()):
+        raise ValueError(f"{file} does not describe a recorded run: watch(optimizer, to=…) writes one")
+    return dict(about)
+
+
+def numbered(folder: Path, kind: str) -> dict[int, Path]:
+    """The parts of a kind by their numbers; files of other names are none."""
+    found = ((re.fullmatch(rf"{kind}-(\d+)\.parquet", file.name), file) for file in folder.glob(f"{kind}-*.parquet"))
+    return {int(name[1]): file for name, file in found if name is not None}
+
+
 def _parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFrame":
     """All parts of a kind in one table, without steps that a later part has again."""
     import pandas as pd
@@ -181,8 +214,12 @@ def _parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFrame":
     words = [name for name in ("run", "group", "quantity", "statistic") if name in columns]
     tables: list[Any] = []
     begun = None
-    for file in sorted(folder.glob(f"{kind}-*.parquet"), key=_number, reverse=True):
-        table = parquet.read_table(file, columns=list(columns), read_dictionary=words)
+    for _, file in sorted(numbered(folder, kind).items(), reverse=True):
+        try:
+            table = parquet.read_table(file, columns=list(columns), read_dictionary=words)
+        except (pa.ArrowException, OSError) as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"{file} is no part of a run; remove it to read the others ({why})") from error
         if begun is not None:
             table = table.filter(compute.less(table["step"], begun))
         if table.num_rows:
@@ -196,10 +233,6 @@ def _parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFrame":
     return pa.concat_tables(reversed(tables)).unify_dictionaries().to_pandas()
 
 
-def _number(file: Path) -> int:
-    return int(file.stem.split("-")[1])
-
-
 def _lines(file: Path) -> list[dict[str, Any]]:
     """Complete lines of a file to which a process may be writing, or was writing when it was killed."""
     if not file.is_file():
@@ -207,5 +240,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     found = []
     for line in file.read_bytes().split(b"\n"):
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
+            alert = json.loads(line)
+            if isinstance(alert, dict) and alert.keys() >= set(ALERT_COLUMNS):
+                found.append(alert)
     return found
