@@ -15,86 +15,30 @@ import os
 import triton
 import triton.language as tl
 
+from steradian.optim._kernel_long import _leave_sums, apply_long_rows
+from steradian.optim._kernel_parts import (
+    _B,
+    _C,
+    _DECOUPLED,
+    LANES,
+    _bias_corrections,
+    _carried_in_plane,
+    _divided,
+    _emit,
+    _first,
+    _high,
+    _limits,
+    _low,
+    _motion,
+    _settings,
+    _sign_and_scale,
+)
+
 __all__ = ["LANES", "apply_long_rows", "step_rows"]
 
-LANES = tl.constexpr(4096)
 # What the cache does with gradients, which a step reads once, and with what it writes ("" for the ordinary).
 READ_ONCE, WRITTEN = tl.constexpr(""), tl.constexpr("")
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-_A, _B, _C = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
-_DECOUPLED, _MAXIMIZE = tl.constexpr(8), tl.constexpr(16)
-
-
-@triton.jit
-def _settings(settings, rates, line, C: tl.constexpr):
-    """ln β1, ln β2, 1−β1, 1−β2, ε, λ, flags and the rate of one group."""
-    at = settings + line * 8
-    address, single = tl.load(rates + line), tl.load(at + 7) != 0.0
-    rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=single, other=0.0).to(tl.float64)
-    rate += tl.load(address.to(tl.pointer_type(tl.float64)), mask=single == 0, other=0.0)
-    log_beta1, log_beta2 = tl.load(at).to(C), tl.load(at + 1).to(C)
-    share1, share2 = tl.load(at + 2).to(C), tl.load(at + 3).to(C)
-    eps, decay, flags = tl.load(at + 4).to(C), tl.load(at + 5).to(C), tl.load(at + 6).to(tl.int32)
-    return log_beta1, log_beta2, share1, share2, eps, decay, flags, rate.to(C)
-
-
-@triton.jit
-def _limits(C: tl.constexpr):
-    """Largest number, smallest normal number over the rounding unit, rounding unit to the power −2."""
-    if C == tl.float64:
-        return 1.7976931348623157e308, 1.002084180004486e-292, 2.028240960365167e31
-    else:
-        return 3.4028234663852886e38, 9.860761315262648e-32, 7.0368744177664e13
-
-
-@triton.jit
-def _sign_and_scale(flags, grad_scale, SCALED: tl.constexpr, C: tl.constexpr):
-    """What the gradient is multiplied by: −1 to maximize, over the gradient scaler's scale."""
-    factor = tl.where((flags & _MAXIMIZE) != 0, -1.0, 1.0).to(C)
-    if SCALED:
-        factor = factor / tl.load(grad_scale).to(C)
-    return factor
-
-
-@triton.jit
-def _motion(xx, yy, v, flags, C: tl.constexpr):
-    """(r/r')² and the rows that keep their direction: `_reference.Motion`."""
-    largest, smallest, steepest = _limits(C)
-    shrink = xx / yy
-    there = (tl.minimum(xx, yy) >= smallest) & (yy <= largest) & (shrink <= steepest)
-    there = there & (((flags & _C) == 0) | (v * shrink <= largest))
-    return tl.where(there, shrink, 1.0), there
-
-
-@triton.jit
-def _carried_in_plane(xx, yy, xy, my, shrink, there, flags, C: tl.constexpr):
-    """m ← kept·m − removed·x of a step along m: transport where (b), times r/r' where (c) is neutralized."""
-    largest, _smallest, _steepest = _limits(C)
-    scale = tl.where((flags & _C) != 0, yy, tl.sqrt(xx) * tl.sqrt(yy))
-    kept, removed = xy / scale, my / scale
-    moved = there & (tl.abs(removed) <= largest)
-    transported = (flags & _B) != 0
-    rescaled = tl.where((flags & _C) != 0, tl.sqrt(shrink), 1.0)
-    kept = tl.where(transported, tl.where(moved, kept, 1.0), rescaled)
-    return kept.to(C), tl.where(transported & moved, removed, 0.0).to(C)
-
-
-@triton.jit
-def _one_minus_power(log_beta, step):
-    """1 − β^t = −(e^u − 1) with u = t ln β: by its series for small u, where the difference would lose digits."""
-    u = log_beta * step
-    near = tl.maximum(u, -0.5)
-    series = tl.zeros_like(near)
-    for k in tl.static_range(14, 0, -1):
-        series = (1.0 + series) * (near / k)
-    return tl.where(u > -0.5, -series, 1.0 - tl.exp(u))
-
-
-@triton.jit
-def _bias_corrections(step, log_beta1, log_beta2, rate):
-    """η/(1−β1^t) and √(1−β2^t)."""
-    return rate / _one_minus_power(log_beta1, step), tl.sqrt(_one_minus_power(log_beta2, step))
 
 
 @triton.jit
@@ -109,29 +53,6 @@ def _sums(a, b, c, d):
         return tl.sum(a, axis=1), tl.sum(b, axis=1), tl.sum(c, axis=1), tl.sum(d, axis=1)
     else:
         return tl.reduce((a, b, c, d), 1, _add4)
-
-
-@triton.jit
-def _divided(v, usable, pace, root, eps):
-    """s = η̂/(√v̂ + ε), 0 where that divides by 0 or the row is not usable."""
-    divisor = tl.sqrt(v) / root + eps
-    return tl.where(usable & (divisor > 0), pace / tl.where(divisor > 0, divisor, 1.0), 0.0)
-
-
-@triton.jit
-def _first(at):
-    """A number that every program begins with: worth keeping in the cache through a step that streams by."""
-    return tl.load(at, eviction_policy="evict_last")
-
-
-@triton.jit
-def _low(packed):
-    return (packed & 0xFFFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def _high(packed):
-    return (packed >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -263,67 +184,6 @@ def _tile(
 
 
 @triton.jit
-def _angle(across, along):
-    """atan2(across, along) for across ≥ 0: the angle is halved three times, then its series converges fast."""
-    length = tl.sqrt(across * across + along * along)
-    t = across / tl.where(length > 0, length + tl.abs(along), 1.0)
-    t = t / (1.0 + tl.sqrt(1.0 + t * t))
-    t = t / (1.0 + tl.sqrt(1.0 + t * t))
-    series = tl.zeros_like(t)
-    for k in tl.static_range(10, -1, -1):
-        series = 1.0 / (2 * k + 1) - t * t * series
-    angle = 8.0 * t * series
-    return tl.where(along < 0, 3.141592653589793 - angle, angle)
-
-
-@triton.jit
-def _emit(out, alive, xx, yy, xy, hh, xh, across, radial, there, pace, start, C: tl.constexpr):
-    """The numbers of `TELEMETRY` for each row; h is the gradient alone, without L2."""
-    largest, _smallest, _steepest = _limits(C)
-    radius, slope = tl.sqrt(xx), tl.sqrt(hh)
-    along = tl.where(there, xy / tl.where(there, radius, 1.0), 1.0)
-    rate = tl.where(there, pace / tl.where(there, start * xy, 1.0), 0.0)
-    tl.store(out, radius.to(C), mask=alive)
-    tl.store(out + 1, tl.where(there, _angle(across, along), 0.0).to(C), mask=alive)
-    tl.store(out + 2, tl.where(tl.abs(pace) <= largest, rate, 0.0).to(C), mask=alive)
-    tl.store(out + 3, tl.sqrt(yy).to(C), mask=alive)
-    tl.store(out + 4, slope.to(C), mask=alive)
-    inclined = there & (hh > 0) & (hh <= largest)
-    defect = tl.abs(xh) / tl.where(inclined, radius * slope, 1.0)
-    tl.store(out + 5, tl.where(inclined, defect, 0.0).to(C), mask=alive)
-    tl.store(out + 6, tl.where(there & (tl.abs(radial) <= largest), radial, 0.0).to(C), mask=alive)
-
-
-@triton.jit
-def _leave_sums(item, d, sums, settings, rates, grad_scale,
-                EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """⟨g,g⟩, ⟨x,x⟩, ⟨x,m⟩, ⟨m,m⟩ of one chunk of a long row, with m as it will be; and v before the step.
-
-    For telemetry also ⟨h,h⟩ and ⟨x,h⟩ of the gradient alone, without L2.
-    """
-    chunk, last = _high(_first(item + 6)), _first(item + 7)
-    _l1, _l2, share1, _s2, _eps, decay, flags, _rate = _settings(settings, rates, _low(last), C)
-    l2 = tl.where((flags & _DECOUPLED) != 0, 0.0, decay).to(C)
-    factor = _sign_and_scale(flags, grad_scale, SCALED, C)
-    at = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
-    mask = at < d
-    x = tl.load(_first(item).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
-    g = tl.load(_first(item + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
-    m = tl.load(_first(item + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
-    gl = g + l2 * x
-    m = m + share1.to(C) * (tl.where((flags & _B) != 0, g, gl) - m)
-    out = sums + (last >> 32) * 7
-    tl.store(out, tl.sum(gl * gl, axis=0).to(tl.float64))
-    tl.store(out + 1, tl.sum(x * x, axis=0).to(tl.float64))
-    tl.store(out + 2, tl.sum(x * m, axis=0).to(tl.float64))
-    tl.store(out + 3, tl.sum(m * m, axis=0).to(tl.float64))
-    tl.store(out + 4, tl.load(_first(item + 3).to(tl.pointer_type(C))).to(tl.float64))
-    if EMIT:
-        tl.store(out + 5, tl.sum(g * g, axis=0).to(tl.float64))
-        tl.store(out + 6, tl.sum(x * g, axis=0).to(tl.float64))
-
-
-@triton.jit
 def _count(lines, entries, finished, N_PARAMS: tl.constexpr):
     """The last program to finish counts the step of every parameter: by then all have read the old count."""
     # The barrier, because one thread counts for all: no warp may still be about to read the old count. Relaxed is
@@ -373,82 +233,3 @@ def step_rows(
             if kind == 60:
                 _leave_sums(item, d, sums, settings, rates, grad_scale, EMIT, SCALED, P, C)
         _count(lines, entries, finished, 1024)
-
-
-@triton.jit
-def apply_long_rows(
-    items, lines, settings, rates, emitted, sums, grad_scale, found_inf,
-    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """The step of one chunk of a long row, from the sums of all of its chunks.
-
-    `items` has five int32 per program: parameter, row, first slot of the row, number of chunks, chunk. The count
-    of the step was already raised by `step_rows`.
-    """
-    item = items + tl.program_id(0).to(tl.int64) * 5
-    index, row, slot, chunks, chunk = (
-        tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4),
-    )  # fmt: skip
-    skipped = False
-    if SCALED:
-        skipped = tl.load(found_inf) != 0.0
-    if not skipped:
-        line = lines + index * 8
-        gg, xx = _added(sums, slot, chunks)
-        xm, mm = _added(sums + 2, slot, chunks)
-        v = tl.load(sums + slot.to(tl.int64) * 7 + 4)
-        d = tl.load(line + 5)
-        wide: tl.constexpr = tl.float64
-        log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = _settings(
-            settings, rates, tl.load(line + 7), wide
-        )
-        step = tl.load(tl.load(line + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
-        pace, root = _bias_corrections(step, log_beta1, log_beta2, rate)
-        decoupled = (flags & _DECOUPLED) != 0
-        start, l2 = tl.where(decoupled, 1.0 - rate * decay, 1.0), tl.where(decoupled, 0.0, decay)
-        largest, _smallest, _steepest = _limits(C)
-        usable = gg <= largest
-        v = tl.where(usable, v + share2 * (tl.minimum(gg / d, largest) - v), v)
-        s = _divided(v, usable, pace, root, eps)
-        kept_x = start - tl.where((flags & _B) != 0, s * share1 * l2, 0.0)
-        # y = kept_x·x − s·m, so its products follow from the sums; in float64 they keep float32's digits.
-        xy, my = kept_x * xx - s * xm, kept_x * xm - s * mm
-        yy = tl.maximum(kept_x * xy - s * my, 0.0)
-        shrink, there = _motion(xx, yy, v, flags, C)
-        kept, removed = _carried_in_plane(xx, yy, xy, my, shrink, there, flags, tl.float64)
-        if chunk == 0:
-            v_at = tl.load(line + 3).to(tl.pointer_type(C)) + row
-            tl.store(v_at, (v * tl.where((flags & _C) != 0, shrink, 1.0)).to(C))
-            if EMIT:
-                out = tl.load(emitted + tl.program_id(0)).to(tl.pointer_type(C))
-                hh, xh = _added(sums + 5, slot, chunks)
-                across = tl.sqrt(tl.maximum(mm - xm * xm / tl.where(xx > 0, xx, 1.0), 0.0)) * s
-                pace_e = share1 * pace / (tl.sqrt(v) / root + eps)
-                radial = (start - kept_x + s * xm / tl.where(xx > 0, xx, 1.0)) / start
-                _emit(out, row >= 0, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
-        factor = _sign_and_scale(flags, grad_scale, SCALED, C)
-        cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
-        at, mask = row.to(tl.int64) * d + cols, cols < d
-        x_at = tl.load(line).to(tl.pointer_type(P)) + at
-        m_at = tl.load(line + 2).to(tl.pointer_type(P)) + at
-        x = tl.load(x_at, mask=mask, other=0.0).to(C)
-        m = tl.load(m_at, mask=mask, other=0.0).to(C)
-        g = tl.load(tl.load(line + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
-        target = tl.where((flags & _B) != 0, g, g + l2.to(C) * x)
-        m = tl.where(usable, m + share1.to(C) * (target - m), m)
-        tl.store(x_at, (kept_x.to(C) * x - s.to(C) * m).to(P), mask=mask)
-        tl.store(m_at, (kept.to(C) * m - removed.to(C) * x).to(P), mask=mask)
-
-
-@triton.jit
-def _added(sums, slot, chunks):
-    """Two neighbouring sums of a row, over its chunks."""
-    one = tl.zeros([256], dtype=tl.float64)
-    other = one
-    for block in range(0, chunks, 256):
-        index = block + tl.arange(0, 256)
-        mask = index < chunks
-        at = sums + (slot + index).to(tl.int64) * 7
-        one += tl.load(at, mask=mask, other=0.0)
-        other += tl.load(at + 1, mask=mask, other=0.0)
-    return tl.sum(one, axis=0), tl.sum(other, axis=0)
