@@ -1,6 +1,8 @@
 """What arrives where records go is what was recorded."""
 
 import logging
+import os
+import signal
 import sys
 
 import numpy as np
@@ -250,3 +252,19 @@ def test_infinite_numbers_are_not_sent_to_loggers():
     with watch(optimizer, to=keeps):
         train(optimizer, params, 1)
     assert all(np.isfinite(value) for values in keeps.found.values() for value in values.values())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_reads_what_was_written_and_does_not_wait_for_a_thread_that_it_does_not_have(tmp_path):
+    optimizer, params = pair()
+    with watch(optimizer, to=tmp_path / "run") as seen:
+        train(optimizer, params, 2)
+        expected = len(seen.records())
+        process = os.fork()
+        if process == 0:
+            signal.alarm(30)
+            os._exit(0 if len(seen.records()) == expected else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+        train(optimizer, params, 1, first=2)
+    assert sorted(seen.records()["step"].unique()) == [0, 1, 2]

@@ -89,7 +89,8 @@ class Folder:
 
     def drain(self) -> None:
         """Wait until everything handed over so far is written, or could not be."""
-        if self._thread is not None:
+        # The thread of the process that opened it does not run in a fork.
+        if self._thread is not None and self._thread.is_alive():
             done = threading.Event()
             self._tasks.put(done)
             done.wait()
