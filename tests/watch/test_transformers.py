@@ -161,3 +161,21 @@ def test_after_an_exception_the_next_training_ends_the_watch(tmp_path):
     assert not left.running
     assert list(series(left.records(), "angle", left.names[0])) == [0, 1, 2]
     assert callback.watch is not left
+
+
+def test_an_optimizer_that_accelerate_prepared():
+    """Its wrapper is a torch optimizer that has no hooks; a plain loop hands it over as it is."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.BatchNorm1d(4))
+    groups = st.find_groups(network, torch.randn(8, 3))
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    with watch(optimizer, groups) as seen:
+        for _ in range(6):
+            with accelerator.accumulate(network):
+                accelerator.backward(network(torch.randn(8, 3)).pow(4).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert seen.error is None
+    assert list(series(seen.records(), "effective_lr", "0.weight")) == [0, 1, 2]

@@ -7,7 +7,17 @@ from torch.optim import Optimizer
 
 from steradian.groups import Groups
 
-__all__ = ["check_asked", "check_names"]
+__all__ = ["check_asked", "check_names", "hooked"]
+
+
+def hooked(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose hooks are called: of a wrapper that has none, as accelerate's, the one inside."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            raise TypeError(f"optimizer must have a torch optimizer's hooks, and {type(optimizer).__name__} has none")
+        optimizer = inner
+    return optimizer
 
 
 def check_asked(

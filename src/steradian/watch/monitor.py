@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from steradian.groups import Groups
 from steradian.optim._base import RowOptimizer, is_sharded
 from steradian.watch._about import about
-from steradian.watch._asked import check_asked, check_names
+from steradian.watch._asked import check_asked, check_names, hooked
 from steradian.watch._block import Alert
 from steradian.watch._delivery import Delivery
 from steradian.watch._followed import Followed, follow
@@ -76,7 +76,7 @@ class Watch:
     Nothing that goes wrong here stops the training: it is logged and the watch ends.
 
     Args:
-        optimizer: any torch optimizer.
+        optimizer: any torch optimizer, also as accelerate prepared it.
         groups: what `find_groups` found. None: the param groups' own "rows".
         every: observe every so many steps.
         to: where records go besides `records()`: a folder, a callable log(dict, step), a SummaryWriter, a W&B run, a
@@ -108,7 +108,7 @@ class Watch:
     ) -> None:
         asked: dict[str, Any] = {"every": every, "rows": rows, "rows_every": rows_every, "paths": paths}
         check_asked(optimizer, groups, **asked, config=config, step=step)
-        self.optimizer = optimizer
+        self.optimizer = optimizer = hooked(optimizer)
         self.every = every
         self.config = dict(config or {})
         self.followed = follow(optimizer, groups)
