@@ -101,7 +101,7 @@ def fsdp(rank, ranks, folder):
 
 
 def assert_same_rows(rows, twin):
-    for block in twin._blocks:
+    for block in twin._delivery.blocks:
         for step, group, values in block.rows:
             here = rows[(rows["step"] == step) & (rows["group"] == group)]
             for quantity, expected in zip(block.quantities, values, strict=True):

@@ -28,6 +28,7 @@ class Delivery:
 
     Attributes:
         last: the last block that holds a step.
+        blocks: all of them, where no folder keeps them.
     """
 
     def __init__(self, sinks: Sequence[Sink], alerts: Alerts, guard: Guard) -> None:
@@ -35,7 +36,7 @@ class Delivery:
         self.alerts = alerts
         self.last: Block | None = None
         self._guard = guard
-        self._blocks: list[Block] = []
+        self.blocks: list[Block] = []
 
     @property
     def folder(self) -> Folder | None:
@@ -56,7 +57,7 @@ class Delivery:
         """One block, after those before it."""
         self.last = block if len(block.steps) else self.last
         if self.folder is None:
-            self._blocks.append(block)
+            self.blocks.append(block)
         for sink in self.sinks:
             with self._guard(fatal=False):
                 sink.write(block)
@@ -86,7 +87,7 @@ class Delivery:
         if self.folder is not None:
             self.folder.drain()
             return read_run(self.folder.store.folder).table
-        tables = [block.table() for block in self._blocks]
+        tables = [block.table() for block in self.blocks]
         if not tables:
             return pd.DataFrame({name: [] for name in COLUMNS})
         table = pd.concat([table.astype({"quantity": str}) for table in tables], ignore_index=True)
