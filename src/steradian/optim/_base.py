@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Layout
 from steradian.optim._checks import check
-from steradian.optim._rows import RowSet, arithmetic
+from steradian.optim._rows import RowSet, arithmetic, check_shape
 from steradian.optim._telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -223,23 +223,14 @@ class RowOptimizer(Optimizer, ABC):
         state: dict[str, Tensor] = self.state[param]
         if not state:
             state.update(self._new_state(param, group, layout))
-        self._check_state(param, group, state)
+        if layout is None:
+            for name in self._row_state.intersection(state):
+                check_shape(name, state[name], param.shape)
         return state
 
     def _per_row(self, group: Options) -> frozenset[str]:
         """Entries of the state that have one number per row in this group."""
         return self._row_state if self._layout(group) is not None else frozenset()
-
-    def _check_state(self, param: Tensor, group: Options, state: Mapping[str, Any]) -> None:
-        per_row = self._per_row(group)
-        for name in self._row_state.intersection(state):
-            shape, found = tuple(param.shape), tuple(state[name].shape)
-            expected = Layout(group["rows"]).size(shape)[:1] if name in per_row else shape
-            if found != expected:
-                raise ValueError(
-                    f"the state {name!r} of a parameter of shape {shape} must have the shape {expected}, got {found}: "
-                    f"it was made by another optimizer or under other settings"
-                )
 
     def _check_gradients(self, group: Options) -> None:
         name = type(self).__name__
@@ -338,7 +329,9 @@ class RowOptimizer(Optimizer, ABC):
     def _take(self, param: Tensor, group: Options, saved: Mapping[str, Any]) -> None:
         """What torch made of a parameter's saved state, as we keep it."""
         state, per_row = self.state[param], self._per_row(group)
-        self._check_state(param, group, state)
+        for name in self._row_state.intersection(state):
+            rows = Layout(group["rows"]).size(param.shape)[:1] if name in per_row else param.shape
+            check_shape(name, state[name], rows)
         for name, value in state.items():
             if name in per_row:
                 value = saved[name].to(param.device, arithmetic(param.dtype))

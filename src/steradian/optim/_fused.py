@@ -60,6 +60,8 @@ def can_step(rows: RowSet, group: Options) -> bool:
         return False
     if not rows.lasting:
         return False
+    if "a" in group["without"]:
+        rows.number("exp_avg_sq")  # raises where it is not the rows' own: the kernel could not tell
     if "a" not in group["without"] and (rows.d > _ALWAYS_A_TILE or state["exp_avg_sq"].stride() != param.stride()):
         return False
     together = gradient.dtype == param.dtype and gradient.device == param.device == state["step"].device

@@ -1,6 +1,6 @@
 """What an optimizer steps on: the rows of one parameter, or of several together, with gradients and state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from steradian.groups import Layout
 
-__all__ = ["RowSet", "arithmetic", "exact"]
+__all__ = ["RowSet", "arithmetic", "check_shape", "exact"]
 
 # Entries of the rows that one pass of a step works on, on a CPU: two megabytes in float32 stay in its cache.
 _IN_CACHE = 2**19
@@ -29,6 +29,16 @@ def exact(step: Tensor) -> Tensor:
     It is kept in float32, as torch does; there 1 − 0.999^t has five digits.
     """
     return step if step.device.type == "mps" else step.to(torch.float64)
+
+
+def check_shape(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
+    """An entry of a state, which may have been loaded or made before the settings were changed."""
+    if value.shape != shape:
+        raise ValueError(
+            f"the state {name!r} must have the shape {tuple(shape)} here, got {tuple(value.shape)}: "
+            "it was made by another optimizer or under other settings"
+        )
+    return value
 
 
 class RowSet:
@@ -101,7 +111,7 @@ class RowSet:
 
     def number(self, name: str) -> Tensor:
         """An entry of the state with one number per row, (n, 1): a view of the first parameter's."""
-        return self.states[0][name].unsqueeze(1)
+        return check_shape(name, self.states[0][name], (self.n,)).unsqueeze(1)
 
     def share(self, name: str) -> None:
         """Give the number per row to the other parameters of a joint set, so that each state is complete."""
@@ -150,7 +160,8 @@ class RowSet:
         if name == "grad":
             gradients = [_gradient(param) for param in self.params]
             return gradients if self.scale is None else [g / self.scale.to(g) for g in gradients]
-        return [state[name] for state in self.states]
+        states = zip(self.states, self.params, strict=True)
+        return [check_shape(name, state[name], param.shape) for state, param in states]
 
     def _order(self, param: Tensor) -> list[int] | None:
         """Dimensions with the outermost in memory first, where only dimension 0 is cut; None for other layouts."""
