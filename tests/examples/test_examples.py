@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,7 @@ def test_a_plain_loop_that_was_interrupted_is_the_one_that_was_not(tmp_path, mon
             assert here == pytest.approx(there, rel=1e-5), (group, quantity)
 
 
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning")
 def test_lightning(tmp_path):
     said = run(tmp_path, "with_lightning.py", strict=False)
     out, groups = tmp_path / "runs" / "lightning", ["network.0.weight", "network.3.weight"]
@@ -145,6 +147,7 @@ def test_lightning(tmp_path):
     assert_page(out / "page.html", {"adam-ab": set(groups)})
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 def test_transformers(tmp_path):
     said = run(tmp_path, "with_transformers.py", "--steps", "40", strict=False)
     out = tmp_path / "runs" / "transformers"
