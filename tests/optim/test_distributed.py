@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steradian import optim
+from steradian import find_groups, optim
 
 STEPS, BATCH = 20, 12
 OPTIMIZERS = {
@@ -87,8 +87,14 @@ def ddp(rank, ranks, kind, folder):
 
 
 def fsdp(rank, ranks, kind, folder):
-    model = fully_shard(network())
-    optimizer = OPTIMIZERS[kind](groups_of(model))
+    model = network()
+    images = torch.randn(2, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    groups = find_groups(model, images)
+    assert groups.layouts == {"0.weight": "filter", "3.weight": "filter"}
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"0\.weight.*before fully_shard"):
+        find_groups(model, images)
+    optimizer = OPTIMIZERS[kind](groups.of(model).param_groups())
     train(model, optimizer, STEPS, rank=rank, ranks=ranks)
     assert_same(whole(model), alone(kind))
 

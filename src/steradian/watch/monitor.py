@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from steradian.groups import Groups
-from steradian.optim._base import RowOptimizer, is_sharded
+from steradian.groups import Groups, is_sharded
+from steradian.optim._base import RowOptimizer
 from steradian.watch._block import Alert, Block
 from steradian.watch._followed import Followed, follow, settings_of
 from steradian.watch._handover import Handover

@@ -11,7 +11,7 @@ A run is a folder:
 | alerts.jsonl | one alert per line: step, group, kind, text |
 
 Files appear under their names only when they are complete. A training that is resumed from step s records the steps
-from s on again: of two parts that hold the same step, the later one counts.
+from s on again: of two parts that hold the same step, the later one counts, and alerts from s on are taken out.
 """
 
 import contextlib
@@ -27,7 +27,17 @@ from numpy.typing import ArrayLike
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["COLUMNS", "QUANTITIES", "STATISTICS", "Quantity", "RecordedRun", "Records", "read_run", "statistics"]
+__all__ = [
+    "COLUMNS",
+    "QUANTITIES",
+    "STATISTICS",
+    "Quantity",
+    "RecordedRun",
+    "Records",
+    "read_lines",
+    "read_run",
+    "statistics",
+]
 
 COLUMNS = ("run", "step", "group", "quantity", "statistic", "value")
 """Of the table."""
@@ -161,7 +171,7 @@ def read_run(path: str | Path) -> RecordedRun:
         what = "has no run.json" if folder.is_dir() else "is not a folder"
         raise ValueError(f"{folder} is not a recorded run: it {what}; watch(optimizer, to=…) writes one")
     about = json.loads(about_file.read_text(encoding="utf-8"))
-    alerts = pd.DataFrame(_lines(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS))
+    alerts = pd.DataFrame(read_lines(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS))
     return RecordedRun(
         name=str(about["run"]),
         about=about,
@@ -200,7 +210,7 @@ def _number(file: Path) -> int:
     return int(file.stem.split("-")[1])
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path) -> list[dict[str, Any]]:
     """Complete lines of a file to which a process may be writing, or was writing when it was killed."""
     if not file.is_file():
         return []
