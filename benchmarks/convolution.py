@@ -1,10 +1,10 @@
-"""The convolutions of the lab against cuDNN's, and the choice of their tiles.
+"""The convolutions of the lab against cuDNN's, and the choice of their plans.
 
     python benchmarks/convolution.py [--members 5] [--tune]
 
 Microseconds per member of one 3 × 3 convolution of ResNet20 at batch 128: ours, which adds up what BN needs as well,
-and cuDNN's grouped one; forward, gradient to the input and to the weight. With --tune every tile is tried, and the best
-are printed. Writes results/bench-convolution.json.
+and cuDNN's grouped one; forward, gradient to the input and to the weight. With --tune several plans are tried, and the
+best are printed and measured. Writes results/bench-convolution.json.
 """
 
 import argparse
@@ -17,10 +17,11 @@ import triton
 from torch import Tensor
 
 from steradian.lab import convolution
-from steradian.lab.convolution import _Tile
+from steradian.lab.convolution import _Corner, _Strip, _Tile
 
 from harness import Table, write
 
+Plan = _Tile | _Strip | _Corner
 SHAPES = {16: 32, 32: 16, 64: 8}
 KINDS = ("forward", "input gradient", "weight gradient")
 TABLES = dict(zip(KINDS, ("_FORWARD", "_INPUT_GRADIENT", "_WEIGHT_GRADIENT"), strict=True))
@@ -58,28 +59,32 @@ def cudnn(kind: str, t: dict[str, Tensor], members: int) -> Callable[[], object]
     return lambda: torch.ops.aten.convolution_backward(t["dy side by side"], t["x side by side"], weight, None, *rest)
 
 
-def tiles(kind: str, channels: int) -> Iterator[_Tile]:
-    if kind == "weight gradient":
-        choices = {
-            16: "32 32 16 4 2, 64 32 16 4 1, 64 16 16 4 2, 128 16 4 4 2, 64 32 4 4 2, 64 32 8 4 2, 64 32 4 4 1",
-            32: "32 32 4 4 1, 64 16 4 4 1, 64 16 4 4 2, 64 8 4 4 2, 128 8 2 4 2",
-            64: "64 16 1 4 3, 64 8 1 4 3, 32 16 1 4 3, 64 8 2 4 2",
-        }
-    else:
-        choices = {
-            16: "128 1 1, 128 4 1, 256 1 1, 256 2 1, 256 4 1, 128 1 2, 128 2 2, 128 2 4, 256 2 2 8, 512 1 1 8",
-            32: "128 1 1, 128 2 1, 256 1 1 8, 128 1 2, 128 2 2 8",
-            64: "128 1 1, 128 1 1 8, 64 1 1",
-        }
-    for choice in choices[channels].split(", "):
-        yield _Tile(*map(int, choice.split()))
+STRIPS = {
+    16: "128 8 4 1, 128 8 4 2, 128 8 4 3, 128 16 4 3, 128 4 4 3, 64 8 4 3, 64 16 4 2, 256 8 8 2",
+    32: "64 8 4 1, 64 8 4 2, 64 16 4 2, 64 4 4 2, 128 8 8 2, 128 4 4 2",
+    64: "64 4 4 1, 64 8 4 1",
+}
+TILES = {16: "128 4 1, 256 4 1", 32: "256 1 1 8, 128 2 1", 64: "128 1 1, 64 1 1"}
+CORNERS = {
+    16: "64 32 4 4 4 1, 64 32 4 4 4 2, 128 16 4 4 4 1, 128 16 4 4 4 2, 64 16 4 4 4 2, 128 16 4 4 8 2, 64 64 4 4 4 3",
+    32: "64 16 4 4 8 1, 64 16 4 4 8 2, 64 8 4 4 8 2, 64 16 4 4 4 1, 64 16 4 1 4 2, 32 32 4 4 8 2",
+    64: "64 16 1 1 4 3, 64 8 1 1 4 3, 64 16 4 1 8 2, 64 8 4 1 8 1, 32 16 4 1 8 2",
+}
 
 
-def compile_some(work: list[tuple[str, int, _Tile]], members: int, batch: int) -> None:
+def plans(kind: str, channels: int) -> Iterator[Plan]:
+    """What is tried with stride 1."""
+    texts = {_Corner: CORNERS} if kind == "weight gradient" else {_Strip: STRIPS, _Tile: TILES}
+    for make, choices in texts.items():
+        for choice in choices[channels].split(", "):
+            yield make(*map(int, choice.split()))
+
+
+def compile_some(work: list[tuple[str, int, Plan]], members: int, batch: int) -> None:
     """Launch once, so that the kernels are in Triton's cache."""
     made = {channels: arguments(channels, members, batch) for channels in SHAPES}
-    for kind, channels, tile in work:
-        getattr(convolution, TABLES[kind])[channels] = tile
+    for kind, channels, plan in work:
+        getattr(convolution, TABLES[kind])[1][channels] = plan
         try:
             ours(kind, made[channels], members)()
             torch.cuda.synchronize()
@@ -88,7 +93,7 @@ def compile_some(work: list[tuple[str, int, _Tile]], members: int, batch: int) -
 
 
 def tune(members: int, batch: int, workers: int) -> None:
-    work = [(kind, channels, tile) for kind in KINDS for channels in SHAPES for tile in tiles(kind, channels)]
+    work = [(kind, channels, plan) for kind in KINDS for channels in SHAPES for plan in plans(kind, channels)]
     context = multiprocessing.get_context("spawn")
     started = [context.Process(target=compile_some, args=(work[k::workers], members, batch)) for k in range(workers)]
     for process in started:
@@ -97,18 +102,16 @@ def tune(members: int, batch: int, workers: int) -> None:
         process.join()
     for kind, channels in itertools.product(KINDS, SHAPES):
         made, found = arguments(channels, members, batch), []
-        for tile in tiles(kind, channels):
-            getattr(convolution, TABLES[kind])[channels] = tile
+        for plan in plans(kind, channels):
+            getattr(convolution, TABLES[kind])[1][channels] = plan
             try:
-                found.append((microseconds(ours(kind, made, members)) / members, tile))
+                found.append((microseconds(ours(kind, made, members)) / members, plan))
             except triton.runtime.errors.OutOfResources:
                 continue
         found.sort()
-        getattr(convolution, TABLES[kind])[channels] = found[0][1]
-        for time, tile in found[:5]:
-            print(f"{kind} {channels}: {time:.2f} µs {tuple(tile)}", flush=True)
-    for name in TABLES.values():
-        print(name, "=", getattr(convolution, name), flush=True)
+        getattr(convolution, TABLES[kind])[1][channels] = found[0][1]
+        for time, plan in found[:5]:
+            print(f"{kind} {channels}: {time:.2f} µs {plan}", flush=True)
 
 
 def microseconds(work: Callable[[], object]) -> float:

@@ -216,6 +216,7 @@ def main() -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-capture", dest="capture", action="store_false")
     parser.add_argument("--no-fused", dest="fused", action="store_false")
+    parser.add_argument("--tried", type=int, help="ways of cuDNN that are timed for each convolution; 0: all")
     parser.add_argument("--no-joined", dest="joined", action="store_false", help="cuDNN's convolutions alone")
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the plain loop out")
     parser.add_argument("--option", nargs="*", default=[], help="settings of torch._inductor.config, NAME=1")
@@ -227,6 +228,8 @@ def main() -> None:
         args.compile = False
     began = time.perf_counter()
     prepare_device(args.device, exact=args.precision == "float32")
+    if args.tried is not None:
+        torch.backends.cudnn.benchmark_limit = args.tried
     for option in args.option:
         import torch._inductor.config as inductor
 
@@ -245,6 +248,7 @@ def main() -> None:
         "together": args.together,
         "lanes": args.lanes,
         "joined": args.joined,
+        "tried": args.tried,
         "captured": args.capture,
     }
     table = Table("network", "way", "in flight", "members", "ms per run and step", "× plain loop", "setup s")

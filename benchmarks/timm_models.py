@@ -93,9 +93,16 @@ def sizes(config: dict[str, Any], patch: int) -> Iterator[tuple[int, bool]]:
         small = int(least[-1]) if least else 4 * math.ceil(own / pool[0]) if pool else 128
         if small < own:
             yield small, False
-    elif own > 256:
-        yield patch * math.ceil(own / 2 / patch), True
+    elif own > (small := patch * math.ceil(128 / patch)):
+        yield small, True
     yield own, False
+
+
+def _like(smaller: nn.Module, model: nn.Module) -> bool:
+    """Whether only tables of positions depend on the image's size."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    others = {name: p.shape for name, p in smaller.named_parameters()}
+    return all("pos" in name for name, _ in shapes.items() ^ others.items())
 
 
 def inspect(name: str, device: str, batch: int) -> dict[str, Any]:
@@ -128,7 +135,10 @@ def _inspect(name: str, device: str, batch: int, record: dict[str, Any]) -> None
     for size, rebuild in options:
         try:
             if rebuild:
-                model = build(name, device, img_size=size)
+                smaller = build(name, device, img_size=size)
+                if not _like(smaller, model):
+                    continue
+                model = smaller
             shape = (batch, config["input_size"][0], size, size)
             torch.manual_seed(0)
             groups = steradian.find_groups(model, torch.randn(shape, device=device))

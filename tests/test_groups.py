@@ -1,12 +1,16 @@
-"""Layouts: every cut against an explicit loop, there and back, and as views."""
+"""Layouts: every cut against an explicit loop, there and back, and as views; rows of a model that was changed."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from steradian import find_groups
 from steradian.groups import Layout
 
 
@@ -133,3 +137,43 @@ def test_bad_specs_say_what_is_right(spec):
 def test_bad_shapes(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4)), nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+CHANGES = {
+    "copied": lambda model: model,
+    "compiled": torch.compile,
+    "parts compiled": lambda model: model.__setitem__(0, torch.compile(model[0])) or model,
+    "checkpointed": lambda model: model.__setitem__(0, checkpoint_wrapper(model[0])) or model,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_rows_of_a_model_whose_parameters_are_new(change):
+    model = blocks()
+    model[2].requires_grad_(False)
+    found = find_groups(model, torch.randn(5, 6))
+    other = CHANGES[change](copy.deepcopy(model))
+    groups = found.of(other)
+    assert str(groups) == str(found)
+    assert groups.joint == [("0.0.weight", "0.0.bias")]
+    names = {id(param): name for name, param in found.params.items()}
+    new = {id(param): name for name, param in zip(names.values(), other.parameters(), strict=True)}
+    for before, after in zip(found.param_groups(), groups.param_groups(), strict=True):
+        assert [new[id(param)] for param in after.pop("params")] == [names[id(p)] for p in before.pop("params")]
+        assert after == before
+    assert all(param is not other for param, other in zip(found.params.values(), groups.params.values(), strict=True))
+
+
+def test_rows_of_another_model_are_refused():
+    groups = find_groups(blocks(), torch.randn(5, 6))
+    wider, shorter = blocks(), blocks()
+    wider[1] = nn.Linear(4, 5)
+    with pytest.raises(ValueError, match=r"1\.weight.*\(3, 4\).*\(5, 4\)"):
+        groups.of(wider)
+    with pytest.raises(ValueError, match=r"2\.weight.*no such parameter"):
+        groups.of(shorter[:2])

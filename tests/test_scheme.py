@@ -1,5 +1,7 @@
 """What read_step reads, what it refuses, and that the reading is a snapshot."""
 
+import re
+
 import pytest
 import torch
 from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
@@ -136,8 +138,11 @@ def test_an_unknown_optimizer_is_named(kind):
     x = parameter()
     optimizer = kind([x])
     optimizer.step()
-    with pytest.raises(UnreadableOptimizerError, match=rf"{kind.__name__}.*observed_step"):
+    with pytest.raises(UnreadableOptimizerError, match=rf"{kind.__name__}.*register.*observed_step") as error:
         read_step(optimizer, x)
+    known = re.search(r"readable are (.*?)\.", str(error.value)).group(1).split(", ")
+    assert {"SGD", "Adam", "AdamG"} <= set(known)
+    assert len(known) == len(set(known))
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW, Adagrad, RMSprop, lambda p: SGD(p, lr=0.1, momentum=0.9)])

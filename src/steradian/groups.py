@@ -1,8 +1,9 @@
 """How a parameter is cut into rows: layouts, rows that span several tensors, and all rows of a model."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from steradian import _words
 
-__all__ = ["Group", "Groups", "Layout", "Spec"]
+__all__ = ["Group", "Groups", "Layout", "Spec", "is_sharded"]
 
 Spec = str | int | tuple[str | int, ...]
 """Plain data that names a layout: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
@@ -302,6 +303,37 @@ class Groups:
             made.append({"params": left, **options, **(rest or {})})
         return made
 
+    def of(self, model: nn.Module) -> "Groups":
+        """The same rows, of the parameters that a model has now.
+
+        `fully_shard` (FSDP2) puts new parameters in the place of the old ones, and a copy has its own; what was found
+        holds for them too. Names may have gained what compilation and activation checkpointing put in.
+
+        Args:
+            model: the model in which the rows were found, or a copy of it.
+
+        Raises:
+            ValueError: the model has no such parameter, or one of another shape.
+
+        >>> model = nn.Linear(2, 2)
+        >>> groups = Groups(dict(model.named_parameters()), [Group(("weight",), "filter", 2, 2, "bn", 1e-6)])
+        >>> copy = nn.Linear(2, 2)
+        >>> groups.of(copy).param_groups()[0]["params"][0] is copy.weight
+        True
+        """
+        there = {_bare(name): param for name, param in model.named_parameters()}
+        params = {}
+        for name, param in self.params.items():
+            found = there.get(_bare(name))
+            if found is None or found.shape != param.shape:
+                has = "no such parameter" if found is None else f"one of shape {tuple(found.shape)}"
+                raise ValueError(
+                    f"model must be the one in which the rows were found, or a copy of it: {name!r} has shape "
+                    f"{tuple(param.shape)}, and the model has {has}"
+                )
+            params[name] = found
+        return replace(self, params=params)
+
     def _disjoint_facts(self) -> list[Group]:
         taken, chosen = set(self.layouts), []
         for fact in self.facts:
@@ -333,3 +365,14 @@ class Groups:
             f"Groups({len(self.layouts)} parameters with {sum(g.rows for g in self.groups)} rows, "
             f"{len(self.joint)} joint sets, {len(self.rest)} in the rest)"
         )
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether a parameter is a DTensor; there is none before torch's module for them is imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(param, module.DTensor)
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without what `torch.compile` and activation checkpointing put into it."""
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))

@@ -186,10 +186,10 @@ def reader_of(optimizer: Optimizer) -> Reader:
         if kind in _readers and inspect.unwrap(kind.step) is taken:
             return _readers[kind]
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    known = ", ".join(sorted(kind.__name__ for kind in _readers))
+    known = ", ".join(sorted({kind.__name__ for kind in _readers}))
     raise UnreadableOptimizerError(
         f"cannot read {name} as a generic step; readable are {known}. "
-        "image.observed_step(x_before, x_after) works for every optimizer"
+        "scheme.register adds a reader; image.observed_step(x_before, x_after) works for every optimizer"
     )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from steradian.lab import convolution, joining
-from steradian.lab.convolution import _Tile, convolve
+from steradian.lab.convolution import FILTERS, _Corner, _Strip, _Tile, convolve
 from steradian.lab.models import build
 from steradian.lab.training import Execution, Training
 
@@ -17,19 +17,27 @@ from lab.studies import few, methods
 CUDA = torch.cuda.is_available()
 
 
-@pytest.fixture
-def few_pixels(monkeypatch):
-    """Tiles that small images do not fill, so that several programs share the work and the last has too little."""
-    tiles = {16: _Tile(32, 2, 4), 32: _Tile(32, 2, 2), 64: _Tile(32, 1, 1)}
-    for name in ("_FORWARD", "_INPUT_GRADIENT", "_WEIGHT_GRADIENT"):
-        monkeypatch.setattr(convolution, name, tiles)
+def plan(monkeypatch, one, two, corner):
+    """Carry out convolutions with stride 1, with stride 2, and gradients to weights in these ways."""
+    by_filters = {1: dict.fromkeys(FILTERS, one), 2: dict.fromkeys(FILTERS, two)}
+    monkeypatch.setattr(convolution, "_FORWARD", by_filters)
+    monkeypatch.setattr(convolution, "_INPUT_GRADIENT", by_filters)
+    monkeypatch.setattr(convolution, "_WEIGHT_GRADIENT", dict.fromkeys((1, 2), dict.fromkeys(FILTERS, corner)))
+
+
+@pytest.fixture(params=["tiles", "strips"])
+def few_pixels(request, monkeypatch):
+    """So few that several programs share the work and the last has too little."""
+    if request.param == "tiles":
+        plan(monkeypatch, _Tile(32, 2, 4), _Tile(32, 1, 2), _Corner(32, 2, 4, 4))
+    else:
+        plan(monkeypatch, _Strip(16, 3), _Tile(64, 2, 1), _Corner(16, 3, 4, 1))
 
 
 @pytest.fixture
 def many_pixels(monkeypatch):
     """One program for each member: an interpreter takes its time for each."""
-    for name in ("_FORWARD", "_INPUT_GRADIENT", "_WEIGHT_GRADIENT"):
-        monkeypatch.setattr(convolution, name, dict.fromkeys((16, 32, 64), _Tile(64, 1, 16)))
+    plan(monkeypatch, _Strip(16, 4), _Tile(64, 1, 16), _Corner(64, 1, 4, 4))
 
 
 def twin(x, weight, members, stride):
@@ -54,7 +62,7 @@ def twin(x, weight, members, stride):
 )
 def test_convolution_and_gradients_are_torchs(few_pixels, channels, filters, stride, members, size, dtype):
     torch.manual_seed(0)
-    x = torch.randn(members * 3, channels, *size).to(dtype).requires_grad_(channels in convolution.FILTERS)
+    x = torch.randn(members * 3, channels, *size).to(dtype).requires_grad_(channels in FILTERS)
     weight = torch.randn(members * filters, channels, 3, 3).div(12).requires_grad_()
     y, sums = convolve(x, weight, members=members, stride=stride)
     assert y.dtype == dtype

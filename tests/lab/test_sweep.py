@@ -1,5 +1,6 @@
-"""A sweep on a real Ray of two workers, one of which is killed in the middle: the same results as without."""
+"""A sweep on a real Ray of two workers, whose driver and one worker are killed in the middle: the same results."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from steradian.lab.sweep import sweep
 from lab.studies import curves
 
 ray = pytest.importorskip("ray")
+SMALL = {"size": 2, "every": 0.0}
 
 
 @pytest.fixture
@@ -29,37 +31,57 @@ def configs():
     return [replace(config, width=4) for config in made]
 
 
-def kill_a_worker_once(folder, killed):
-    """Kill the first worker that has written a checkpoint."""
-    until = time.monotonic() + 120
+def drive(folder, address):
+    sweep(configs(), Study("spread", folder / "results", folder / "runs"), engine="ray", address=address, **SMALL)
+
+
+def first_checkpoint(study, seconds=250):
+    """Wait for a worker, and for a checkpoint beside what it left when it began; returns their folder."""
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
-        for checkpoint in folder.glob("fleet-*/checkpoints/*.pt"):
-            pid = int((checkpoint.parents[1] / "worker").read_text())
-            os.kill(pid, signal.SIGKILL)
-            killed.append(pid)
-            return
+        for checkpoint in study.work.glob("fleet-*/checkpoints/*.pt"):
+            if (checkpoint.parents[1] / "worker").exists():
+                return checkpoint.parents[1]
         time.sleep(0.01)
+    raise AssertionError("no worker wrote a checkpoint")
 
 
-def test_a_worker_killed_in_the_middle_changes_nothing(tmp_path, two_workers):
+def kill_a_worker(study, killed):
+    pid = int((first_checkpoint(study) / "worker").read_text())
+    os.kill(pid, signal.SIGKILL)
+    killed.append(pid)
+
+
+@pytest.mark.timeout(600)
+def test_a_driver_and_a_worker_killed_in_the_middle_change_nothing(tmp_path, two_workers):
     spread = Study("spread", tmp_path / "results", tmp_path / "runs")
+    address = ray.get_runtime_context().gcs_address
+    driver = multiprocessing.get_context("spawn").Process(target=drive, args=(tmp_path, address))
+    driver.start()
+    first_checkpoint(spread)
+    driver.kill()
+    driver.join()
+    assert len(spread.store.keys()) < 4
+    for path in spread.work.glob("fleet-*/worker"):
+        path.unlink()
+
     killed = []
-    hunter = threading.Thread(target=kill_a_worker_once, args=(spread.work, killed))
+    hunter = threading.Thread(target=kill_a_worker, args=(spread, killed))
     hunter.start()
-    assert sweep(configs(), spread, engine="ray", size=2, every=0.0)
+    assert sweep(configs(), spread, engine="ray", **SMALL)
     hunter.join()
     assert len(killed) == 1
     workers = {int(path.read_text()) for path in spread.work.glob("fleet-*/worker")}
-    assert len(workers) == 2
     assert killed[0] not in workers
     here = Study("here", tmp_path / "results", tmp_path / "runs")
     assert sweep(configs(), here, engine="local", size=4)
     assert curves(spread.store) == curves(here.store)
     assert len(here.store.results()) == 4
+
     for path in spread.work.glob("fleet-*/worker"):
         path.unlink()
-    assert sweep(configs(), spread, engine="ray", size=2)  # as a driver that was killed: it finds all of it done
-    assert not list(spread.work.glob("fleet-*/worker"))
+    assert sweep(configs(), spread, engine="ray", **SMALL)
+    assert not list(spread.work.glob("fleet-*/worker")), "what was finished was done again"
 
 
 def test_an_unknown_engine_is_refused(tmp_path):

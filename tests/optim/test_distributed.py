@@ -1,6 +1,5 @@
 """Two and three processes with gloo: DDP and FSDP2 give what one process gives."""
 
-import functools
 import os
 import socket
 import sys
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steradian import optim
+from steradian import find_groups, optim
 
 STEPS, BATCH = 20, 12
 OPTIMIZERS = {
@@ -87,8 +86,14 @@ def ddp(rank, ranks, kind, folder):
 
 
 def fsdp(rank, ranks, kind, folder):
-    model = fully_shard(network())
-    optimizer = OPTIMIZERS[kind](groups_of(model))
+    model = network()
+    images = torch.randn(2, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    groups = find_groups(model, images)
+    assert groups.layouts == {"0.weight": "filter", "3.weight": "filter"}
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"0\.weight.*before fully_shard"):
+        find_groups(model, images)
+    optimizer = OPTIMIZERS[kind](groups.of(model).param_groups())
     train(model, optimizer, STEPS, rank=rank, ranks=ranks)
     assert_same(whole(model), alone(kind))
 
@@ -119,14 +124,15 @@ def crossing(rank, ranks, kind, folder):
         assert_same(whole(model), alone(kind, rows))
 
 
-def process(rank, ranks, port, task, kind, folder, errors):
+def process(rank, ranks, port, jobs, folder, errors):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    try:
-        task(rank, ranks, kind, folder)
-    except BaseException:
-        errors.put(traceback.format_exc())
-        raise
+    for task, kind in jobs:
+        try:
+            task(rank, ranks, kind, folder)
+        except BaseException:
+            errors.put(f"{task.__name__}, {kind}, {ranks} ranks:\n{traceback.format_exc()}")
+            raise
     dist.barrier()  # nobody leaves while another still waits for it
     dist.destroy_process_group()
     # All that was to be shown was asserted; threads of gloo that are not joined yet abort an ordinary exit at times.
@@ -134,47 +140,25 @@ def process(rank, ranks, port, task, kind, folder, errors):
     os._exit(0)
 
 
-def run(task, ranks, kind="Adam abc", folder=None):
+def run(jobs, ranks, folder):
+    """Start the ranks once for all jobs: starting takes longer than most of them."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     errors = mp.get_context("spawn").SimpleQueue()
-    work = functools.partial(process, task=task, kind=kind, folder=folder, errors=errors)
     try:
-        mp.spawn(_start, args=(ranks, port, work), nprocs=ranks, daemon=True)
+        mp.spawn(process, args=(ranks, port, jobs, folder, errors), nprocs=ranks, daemon=True)
     except Exception as error:
         raise AssertionError(errors.get() if not errors.empty() else str(error)) from error
 
 
-def _start(rank, ranks, port, work):
-    work(rank, ranks, port)
-
-
-@pytest.mark.parametrize("kind", ["Adam abc"])
-def test_ddp(kind):
-    run(ddp, 2, kind)
-
-
 PLAIN = [kind for kind in OPTIMIZERS if not kind.endswith("fused")]
+# Fused on a CPU needs Triton's interpreter.
+FUSED = [] if torch.cuda.is_available() else [(fsdp, "Adam abc, fused"), (crossing, "Adam abc, fused")]
+TWO = [(ddp, "Adam abc"), *((fsdp, kind) for kind in PLAIN), (crossing, "Adam abc"), (crossing, "SGD bc"), *FUSED]
+THREE = [(fsdp, "Adam abc"), (fsdp, "SGD bc"), (crossing, "Adam bc")]
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 2) for kind in PLAIN), ("Adam abc", 3), ("SGD bc", 3)])
-def test_fsdp2_with_uneven_shards(kind, ranks):
-    run(fsdp, ranks, kind)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="fused on a CPU needs Triton's interpreter")
-@pytest.mark.parametrize("task", [fsdp, crossing])
-def test_the_fused_step_of_sharded_rows(task):
-    run(task, 2, "Adam abc, fused")
-
-
-@pytest.mark.parametrize("kind", ["Adam abc"])
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(kind, tmp_path):
-    run(save, 2, kind, str(tmp_path))
-    run(resume, 3, kind, str(tmp_path))
-
-
-@pytest.mark.parametrize(("kind", "ranks"), [("Adam abc", 2), ("Adam bc", 3), ("SGD bc", 2)])
-def test_rows_that_cross_ranks(kind, ranks):
-    run(crossing, ranks, kind)
+def test_two_ranks_and_three_that_go_on_from_their_checkpoint(tmp_path):
+    run([*TWO, (save, "Adam abc")], 2, str(tmp_path))
+    run([*THREE, (resume, "Adam abc")], 3, str(tmp_path))

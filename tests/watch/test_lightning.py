@@ -54,7 +54,7 @@ class Classifier(pl.LightningModule):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
     def validation_step(self, batch, k):
-        self(batch[0])
+        self.log("score", self(batch[0]).square().mean())
 
     def configure_optimizers(self):
         return {
@@ -132,6 +132,14 @@ def test_the_records_are_those_of_a_plain_loop(kind, tmp_path):
         np.testing.assert_allclose(list(here.values()), list(there.values()), rtol=1e-5)
     assert series(found.table, "loss", "", "mean") == pytest.approx(losses, rel=1e-6)
     assert found.about["config"] == {"kind": kind}
+
+
+def test_what_the_module_logs_is_recorded_after_each_epoch(tmp_path):
+    callback = WatchCallback(find)
+    trainer = fit(Classifier(), callback, tmp_path, epochs=2, num_sanity_val_steps=1)
+    scores = series(callback.watches[0].records(), "score", "", "mean")
+    assert list(scores) == [BATCHES - 1, 2 * BATCHES - 1]
+    assert scores[2 * BATCHES - 1] == trainer.callback_metrics["score"].item()
 
 
 def test_accumulated_batches_are_one_step(tmp_path):

@@ -113,3 +113,21 @@ def test_weight_decay_of_rows_whose_radius_is_fixed(tmp_path):
     (said,) = [alert for alert in seen.alerts if alert.kind == "weight decay"]
     assert said.group == "w"
     assert "keeps the radius fixed" in said.text
+
+
+def test_steps_that_are_taken_again_say_their_own_alerts(tmp_path):
+    def train(first, factors):
+        with watch(optimizer, to=tmp_path, phenomena=False, step=first):
+            for step, factor in enumerate(factors):
+                set_gradients(params, step)
+                params[0].grad *= factor
+                optimizer.step()
+
+    params = rows((4, 5), (3, 5))
+    optimizer = sgd(groups_of(params))
+    train(0, (1.0, 1.0, 1e4, 1.0))
+    assert read_run(tmp_path).alerts["step"].tolist() == [2]
+    train(3, (1.0, 1e9))  # steps 0 to 2 stand, and so does what was said of them
+    assert read_run(tmp_path).alerts["step"].tolist() == [2, 4]
+    train(2, (1.0, 1.0))
+    assert read_run(tmp_path).alerts.empty

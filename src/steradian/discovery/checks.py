@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..groups import is_sharded
 from .probe import Prober, Reading
 from .values import tensors_in
 
@@ -31,6 +32,11 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"parameter {name!r} is not initialized yet; run the lazy model once on a batch first")
         if parameter.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values; call model.to_empty first")
+        if is_sharded(parameter):
+            raise ValueError(
+                f"parameter {name!r} is sharded over several processes; find the rows before fully_shard, then "
+                "groups.of(model) has them for the sharded parameters"
+            )
 
 
 def first_pass(prober: Prober, inputs: Any) -> Reading:

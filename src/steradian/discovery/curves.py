@@ -24,7 +24,7 @@ _CURVES = {
 # known here, may be a normalization, so that nothing is said about what lies behind it.
 _PASSING = {
     "convolution", "mkldnnconvolution", "cudnnconvolution", "linear", "mkldnnlinear",
-    "mm", "bmm", "mv", "dot", "matmul", "addmm", "addbmm", "baddbmm", "addmv", "trilinear",
+    "mm", "bmm", "mv", "dot", "matmul", "addmm", "addbmm", "baddbmm", "addmv", "trilinear", "groupedmm",
     "mul", "add", "sub", "rsub", "neg", "sum", "mean", "cumsum", "lerp", "addcmul",
     "relu", "leakyrelu", "rreluwithnoise", "prelukernel", "abs", "max", "amax", "where", "maskedfill",
     "maxpool2dwithindices", "maxpool3dwithindices", "adaptivemaxpool2d", "adaptivemaxpool3d",

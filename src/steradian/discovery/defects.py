@@ -49,11 +49,16 @@ def obeys(before: Tensor, after: Tensor, resolution: float) -> Tensor:
     many = before.numel() >= MANY
     # Few rows may agree by chance.
     obeying = (power * after - before).abs() <= typical / (4 if many else 16) + power * resolution
-    telling = before.abs() > power * resolution
-    if many and bool(telling.any()) and float(obeying[telling].double().mean()) >= 0.5:
-        # Units of ReLU that change sides on the way disturb rows that are seldom active. Most rows speak for all.
+    telling, speaking = before.abs() > power * resolution, before != 0
+    # Units of ReLU that change sides on the way disturb rows that are seldom active. Most rows speak for all: half of
+    # those that have something to say, or nearly all where most have next to none.
+    if many and bool(telling.any()) and (_share(obeying, telling) >= 0.5 or _share(obeying, speaking) >= 0.9):
         return torch.ones_like(obeying)
     return obeying
+
+
+def _share(rows: Tensor, among: Tensor) -> float:
+    return float(rows[among].double().mean())
 
 
 def imbalance(sums: Tensor, floor: float) -> Tensor:

@@ -18,7 +18,7 @@ from .checks import check_model, first_pass
 from .judge import judge
 from .probe import Prober
 from .report import assemble
-from .survey import Survey
+from .surveyor import Surveyor
 from .verify import verify
 
 __all__ = ["find_groups"]
@@ -59,7 +59,8 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         groups.frozen = list(groups.params)
         return groups
     prober = Prober(model, inputs, named_inputs, training=True)
-    survey = Survey(prober, first_pass(prober, (inputs, named_inputs)))
-    survey.look_near()
-    survey.look_far()
+    surveyor = Surveyor(prober, first_pass(prober, (inputs, named_inputs)))
+    surveyor.look_near()
+    surveyor.look_far()
+    survey = surveyor.survey
     return assemble(survey, verify(prober, survey, judge(survey)))

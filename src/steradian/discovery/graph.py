@@ -55,6 +55,7 @@ _PRODUCTS = (
     "linear",
     "dot",
     "bilinear",
+    "groupedmm",
 )
 _NORMS = (
     "nativelayernorm",

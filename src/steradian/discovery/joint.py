@@ -92,13 +92,16 @@ class Parts:
         return np.asarray(np.sqrt(np.square(self.sizes).sum(1)) > self.floor[:, None])
 
 
-def zero_sums(M: Matrix, sizes: Matrix, tolerance: Sequence[float], *, larger: float = 1.0) -> list[Indices]:
+def zero_sums(
+    M: Matrix, sizes: Matrix, tolerance: Sequence[float], *, most: int = 4, larger: float = 1.0
+) -> list[Indices]:
     """Sets of two to four columns whose sum vanishes in every row, smallest first; some may contain others.
 
     Args:
         M: as in `set_imbalance`, the most telling probe first.
         sizes: as in `set_imbalance`.
         tolerance: imbalance allowed to a pair, per probe.
+        most: columns of the largest set sought.
         larger: factor on it for sets of three and four, of which there are many more.
 
     >>> M = np.array([[3.0, -2.0, 1.0, -1.0], [1.0, 5.0, 2.0, -6.0]])
@@ -109,9 +112,9 @@ def zero_sums(M: Matrix, sizes: Matrix, tolerance: Sequence[float], *, larger: f
     single = np.arange(n)[:, None]
     pairs = np.array([(i, j) for i in range(n) for j in range(i + 1, n)], dtype=np.intp).reshape(-1, 2)
     found = _matches(M, sizes, single, single, allowed)
-    if 3 <= n <= _MOST_FOR_THREE:
+    if most >= 3 and 3 <= n <= _MOST_FOR_THREE:
         found += _matches(M, sizes, pairs, single, larger * allowed)
-    if 4 <= n <= _MOST_FOR_FOUR:
+    if most >= 4 and 4 <= n <= _MOST_FOR_FOUR:
         found += _matches(M, sizes, pairs, pairs, larger * allowed)
     return list(dict.fromkeys(found))
 

@@ -13,6 +13,7 @@ from .joint import Indices, minimal, signed_set_imbalance
 from .layouts import Cut, block_sums, finest, natural, partial_cut, remaining, to_spec
 from .points import is_matrix
 from .probe import Reading
+from .sets import proposed_sets, vanishes, vanishing_sets
 from .survey import Survey
 
 __all__ = ["Finding", "Findings", "judge", "row_sums"]
@@ -131,16 +132,18 @@ def _joint_sets(survey: Survey, names: list[str]) -> dict[Indices, bool]:
     """Minimal sets whose sums vanish in every probe and fall, and whether the sum alone tells that ε is the cause."""
     # The last probe goes first: it is the most telling one to sort sums by.
     readings, allowed = survey.far_readings()[::-1], survey.far_tolerances()[::-1]
-    sets, far = survey.vanishing(readings, allowed, names), survey.matrices(readings, names)
+    sets, far = vanishing_sets(survey, readings, allowed, names), survey.matrices(readings, names)
     precision, sums = survey.prober.precision, {s: torch.tensor(signed_set_imbalance(*far, s)) for s in sets}
-    # The two growths of one point cancel alike, so that one of them speaks for both.
+    # Whether parts cancel shows best where ε is gone. Of a set that was only found by trying, the other probes must
+    # say so too; the two growths of one point cancel alike, so that one of them speaks for both.
     loose, independent = [precision.loose] * len(survey.near), [*survey.near, readings[0]]
+    proposed = set(proposed_sets(survey, names))
     # A set that vanishes by chance at one point must not hide the larger one that it is part of.
     true = [
         s
         for s, d in sums.items()
         if bool(falls(d[-1:].abs(), d[:1].abs(), precision.settled))
-        and survey.vanishes(survey.near, loose, [names[i] for i in s], independent)
+        and vanishes(survey, survey.near, loose, [names[i] for i in s], readings if s in proposed else independent)
     ]
     return {
         s: len(sums[s]) < len(GROWTH) or bool(obeys(sums[s][-1:], sums[s][:1], precision.resolution))

@@ -36,6 +36,8 @@ __all__ = [
 _MOST_NATURAL = 4
 """How many times the tolerance of near probes a typical one of many rows may have, all of which fall as ε's do."""
 
+_PARTLY = 0.05
+"""Share of the tolerance of near probes that a block of a partly invariant parameter may take."""
 _LEAST_EFFECT = 0.03
 """Share of the typical row's effect, below which a row hardly moves the outputs."""
 _MOST_FADED = 0.25
@@ -208,9 +210,13 @@ def _finest_pair(shape: Sequence[int], first: tuple[int, int], second: tuple[int
 
 
 def _good_blocks(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks with an effect in every probe that is balanced; none where the others are nearly balanced too."""
+    """Blocks with an effect in every probe that is balanced; none where the others are nearly balanced too.
+
+    Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one counts.
+    """
     seen = torch.stack(_speaking(cut, trial)).all(0)
-    good, last = _balanced(cut, trial) & seen, trial.evidence(cut_key(cut))[-1]
+    sure = torch.stack([_within(cut, e, _PARTLY * e.tolerance) for e in trial.near]).all(0)
+    good, last = _balanced(cut, trial) & seen & sure, trial.evidence(cut_key(cut))[-1]
     others = imbalance(block_sums(last.tables, cut), last.floor)[seen & ~good]
     clear = len(others) > 0 and bool(others.median() > trial.near[0].tolerance)
     return good if clear else torch.zeros_like(good)

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ Leaves = dict[str, nn.Parameter]
 
 _OWN = {"_parameters", "_buffers", "_modules"}
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_GROUPED_MM = getattr(torch, "_grouped_mm", None)
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -174,10 +176,20 @@ class _Widen(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _CASTS:
             return args[0].to(self.dtype)
+        if func is _GROUPED_MM and args[0].dtype == torch.float64 and args[1].ndim == 3 and args[0].ndim == 2:
+            return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         if any(_narrow(a) for a in args) or any(_narrow(a) for a in kwargs.values()):
             args = tuple(self.dtype if _narrow(a) else a for a in args)
             kwargs = {k: self.dtype if _narrow(a) else a for k, a in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """The products of blocks of rows with a matrix each, which torch does not compute in float64."""
+    stops = [0, *ends.tolist()]
+    parts = [a[start:stop] @ b[i] for i, (start, stop) in enumerate(pairwise(stops))]
+    left = len(a) - stops[-1]
+    return torch.cat([*parts, a.new_zeros(left, b.shape[-1])] if left else parts)
 
 
 def _narrow(value: object) -> bool:

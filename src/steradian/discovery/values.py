@@ -18,6 +18,9 @@ _SMALL = 0.05
 def tensors_in(value: Any, depth: int = _DEPTH) -> list[Tensor]:
     """Tensors in tuples, lists, mappings, dataclasses and plain objects, in order, each once.
 
+    Caches of keys and values, which some models return for the next token, are left out: no loss is computed from
+    them.
+
     >>> len(tensors_in({"a": (torch.ones(1), [torch.ones(2)]), "b": "text"}))
     2
     """
@@ -35,8 +38,10 @@ def _collect(value: Any, found: dict[int, Tensor], depth: int) -> None:
 
 
 def _items(value: Any) -> list[Any]:
+    if type(value).__name__.endswith("Cache"):
+        return []
     if isinstance(value, Mapping):
-        return list(value.values())
+        return [item for key, item in value.items() if key != "past_key_values"]
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
     if dataclasses.is_dataclass(value):

@@ -9,7 +9,7 @@ which are what bounds these kernels.
 import triton
 import triton.language as tl
 
-__all__ = ["convolve_kernel", "weight_gradient_kernel"]
+__all__ = ["convolve_kernel", "rolling_kernel", "weight_gradient_kernel"]
 
 
 @triton.jit
@@ -94,30 +94,124 @@ def convolve_kernel(
 
 
 @triton.jit
+def _tap(
+    weight, member, channel, filters, tap: tl.constexpr,
+    CI: tl.constexpr, CO: tl.constexpr, BACK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """One tap of every filter; with BACK the filters' channels change places, and the taps are turned round."""
+    if BACK:
+        of = ((member * CI + channel) * 9 + 8 - tap)[:, None] * CO + filters[None, :]
+    else:
+        of = ((member * CO + filters)[None, :] * 9 + tap) * CI + channel[:, None]
+    return tl.load(weight + of, mask=(channel < CI)[:, None], other=0.0).to(KIND)
+
+
+@triton.jit
+def rolling_kernel(
+    x, weight, y, sums, images, members,
+    CI: tl.constexpr, CO: tl.constexpr, KI: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    BACK: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same with stride 1, row after row: what is loaded of a row serves the row above, itself and the row below.
+
+    Three loads for each row instead of nine, and the weights are loaded once for all rows.
+    """
+    part, member, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    channel, filters = tl.arange(0, KI), tl.arange(0, CO)
+    kind: tl.constexpr = x.dtype.element_ty
+    w0 = _tap(weight, member, channel, filters, 0, CI, CO, BACK, kind)
+    w1 = _tap(weight, member, channel, filters, 1, CI, CO, BACK, kind)
+    w2 = _tap(weight, member, channel, filters, 2, CI, CO, BACK, kind)
+    w3 = _tap(weight, member, channel, filters, 3, CI, CO, BACK, kind)
+    w4 = _tap(weight, member, channel, filters, 4, CI, CO, BACK, kind)
+    w5 = _tap(weight, member, channel, filters, 5, CI, CO, BACK, kind)
+    w6 = _tap(weight, member, channel, filters, 6, CI, CO, BACK, kind)
+    w7 = _tap(weight, member, channel, filters, 7, CI, CO, BACK, kind)
+    w8 = _tap(weight, member, channel, filters, 8, CI, CO, BACK, kind)
+    place = part * BLOCK + tl.arange(0, BLOCK)
+    image, column = place // WIDTH, place % WIDTH
+    there, real = image < images, (channel < CI)[None, :]
+    left, right = there & (column > 0), there & (column < WIDTH - 1)
+    middle = (member * images + image) * (HEIGHT * WIDTH) + column
+    at = (middle * CI)[:, None] + channel[None, :]
+    to = (middle * CO)[:, None] + filters[None, :]
+    first = tl.zeros([BLOCK, CO], tl.float32)
+    second = tl.zeros([BLOCK, CO], tl.float32)
+    above = tl.zeros([BLOCK, CO], tl.float32)
+    here = tl.zeros([BLOCK, CO], tl.float32)
+    for k in range(ROWS + 2):
+        row = strip * ROWS - 1 + k
+        rows = tl.full([BLOCK], 0, tl.int32) + row  # conditions on scalars are no masks in Triton's interpreter
+        inside = (rows >= 0) & (rows < HEIGHT)
+        line = x + row * (WIDTH * CI)
+        a = tl.load(line + at - CI, mask=(left & inside)[:, None] & real, other=0.0)
+        b = tl.load(line + at, mask=(there & inside)[:, None] & real, other=0.0)
+        c = tl.load(line + at + CI, mask=(right & inside)[:, None] & real, other=0.0)
+        below = tl.zeros([BLOCK, CO], tl.float32)
+        above = tl.dot(a, w6, above, input_precision=PRECISION)
+        here = tl.dot(a, w3, here, input_precision=PRECISION)
+        below = tl.dot(a, w0, below, input_precision=PRECISION)
+        above = tl.dot(b, w7, above, input_precision=PRECISION)
+        here = tl.dot(b, w4, here, input_precision=PRECISION)
+        below = tl.dot(b, w1, below, input_precision=PRECISION)
+        above = tl.dot(c, w8, above, input_precision=PRECISION)
+        here = tl.dot(c, w5, here, input_precision=PRECISION)
+        below = tl.dot(c, w2, below, input_precision=PRECISION)
+        # The row above has met all rows around it. The first two of a strip belong to the strip before.
+        done = there & (rows > strip * ROWS) & (rows <= HEIGHT)
+        kept = above.to(y.dtype.element_ty)
+        tl.store(y + (row - 1) * (WIDTH * CO) + to, kept, mask=done[:, None])
+        if SUMS:
+            told = tl.where(done[:, None], kept.to(tl.float32), 0.0)
+            first += told
+            second += told * told
+        above = here
+        here = below
+    if SUMS:
+        to = ((part * tl.num_programs(2) + strip) * 2 * members + member) * CO + filters
+        tl.store(sums + to, tl.sum(first, axis=0))
+        tl.store(sums + to + members * CO, tl.sum(second, axis=0))
+
+
+@triton.jit
 def weight_gradient_kernel(
     x, dy, out, images, members,
     CI: tl.constexpr, CO: tl.constexpr, KI: tl.constexpr, HI: tl.constexpr, WI: tl.constexpr,
     HO: tl.constexpr, WO: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr, TILES: tl.constexpr, TAPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient to `TAPS` taps of the weight, over this program's pixels."""
+    """The gradient to the weight over this program's pixels, of DOWN rows and ACROSS columns of taps.
+
+    A pixel is a row of x and a column of y. Rows of taps move dy, columns of taps move x, so that three loads of each
+    make all nine products.
+    """
     part, member = tl.program_id(0), tl.program_id(1)
-    filters, place = tl.arange(0, CO), tl.arange(0, TAPS * KI)
-    tap, channel = tl.program_id(2) * TAPS + place // KI, place % KI
-    far = ((tap // 3 - 1) * WI + tap % 3 - 1) * CI + channel
-    total = tl.zeros([CO, TAPS * KI], tl.float32)
+    of_rows, of_columns = tl.arange(0, DOWN * CO), tl.arange(0, ACROSS * KI)
+    groups: tl.constexpr = 3 if ACROSS == 1 else 1
+    down = tl.program_id(2) // groups * DOWN + of_rows // CO
+    across = tl.program_id(2) % groups * ACROSS + of_columns // KI
+    filters, channel = of_rows % CO, of_columns % KI
+    total = tl.zeros([DOWN * CO, ACROSS * KI], tl.float32)
     for k in range(TILES):
-        pixel = (part * TILES + k) * BLOCK + tl.arange(0, BLOCK)
-        there = pixel < images * HO * WO
-        image, row, column = pixel // (HO * WO), pixel // WO % HO, pixel % WO
-        middle, inside = _around(image, row, column, there, HI, WI, STRIDE)
-        at = ((member * images * HO * WO + pixel) * CO)[:, None] + filters[None, :]
-        back = tl.load(dy + at, mask=there[:, None], other=0.0)
-        seen = ((inside[:, None] >> tap[None, :]) & 1) != 0
+        place = (part * TILES + k) * BLOCK + tl.arange(0, BLOCK)
+        image, row, column = place // (HI * WO), place // WO % HI, place % WO
+        if STRIDE == 1:
+            rows = (row + 1 < HI).to(tl.int32) + 0b010 + (row > 0).to(tl.int32) * 0b100
+            behind, far = (image * HO + row) * WO + column, (1 - down) * WO
+        else:
+            odd = row & 1
+            rows = (odd & (row + 1 < HI).to(tl.int32)) + (1 - odd) * 0b010 + odd * 0b100
+            behind, far = (image * HO + (row >> 1)) * WO + column, tl.where(down == 0, WO, 0)
+        columns = (column > 0).to(tl.int32) + 0b010 + (column * STRIDE + 1 < WI).to(tl.int32) * 0b100
+        rows, columns = tl.where(image < images, rows, 0), tl.where(image < images, columns, 0)
+        behind = (member * images * HO * WO + behind) * CO
+        seen = ((rows[:, None] >> down[None, :]) & 1) != 0
+        back = tl.load(dy + behind[:, None] + (far * CO + filters)[None, :], mask=seen, other=0.0)
+        at = (((member * images + image) * HI + row) * WI + column * STRIDE) * CI
+        seen = ((columns[:, None] >> across[None, :]) & 1) != 0
         if KI > CI:
             seen = seen & (channel < CI)[None, :]
-        middle = (member * images * HI * WI + middle) * CI
-        value = tl.load(x + middle[:, None] + far[None, :], mask=seen, other=0.0)
+        value = tl.load(x + at[:, None] + ((across - 1) * CI + channel)[None, :], mask=seen, other=0.0)
         total = tl.dot(tl.trans(back), value, total, input_precision=PRECISION)
-    to = ((part * members + member) * CO + filters)[:, None] * 9 * CI + (tap * CI + channel)[None, :]
-    tl.store(out + to, total, mask=((tap < 9) & (channel < CI))[None, :])
+    to = (((part * members + member) * CO + filters) * 9 + down * 3)[:, None] * CI + (across * CI + channel)[None, :]
+    tl.store(out + to, total, mask=(down < 3)[:, None] & ((across < 3) & (channel < CI))[None, :])

@@ -4,6 +4,7 @@ Networks for small images have too few channels for the kernels that are made fo
 up as y is stored, so that a normalization behind the convolution need not read it again for its statistics.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -89,18 +90,65 @@ class _Tile(NamedTuple):
     warps: int = 4
     stages: int = 1
 
+    def parts(self, images: int, height: int, width: int) -> int:
+        """Programs of a member."""
+        return -(-images * height * width // (self.block * self.tiles))
 
-# By the filters of a member, or by its channels for the gradient to x; chosen by benchmarks/convolution.py --tune.
-_FORWARD = {16: _Tile(128, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)}
-_INPUT_GRADIENT = {16: _Tile(256, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)}
-_WEIGHT_GRADIENT = {16: _Tile(128, 16, 4, 4, 2), 32: _Tile(64, 16, 4), 64: _Tile(64, 16, 1, 4, 3)}
+
+class _Strip(NamedTuple):
+    """Pixels of a row at a time, rows one after the other, warps, and loads ahead."""
+
+    block: int
+    rows: int
+    warps: int = 4
+    stages: int = 2
+
+    def grid(self, images: int, height: int, width: int) -> tuple[int, int]:
+        """Programs of a member: pixels of a row, and strips of rows."""
+        return -(-images * width // self.block), -(-height // self.rows)
+
+    def parts(self, images: int, height: int, width: int) -> int:
+        """Programs of a member."""
+        return math.prod(self.grid(images, height, width))
+
+
+class _Corner(NamedTuple):
+    """Pixels at a time, how many times, rows and columns of taps at a time (4: all 3), warps, and loads ahead."""
+
+    block: int
+    tiles: int
+    down: int
+    across: int
+    warps: int = 4
+    stages: int = 1
+
+    def parts(self, images: int, height: int, width: int) -> int:
+        """Programs of a member for its share of the taps."""
+        return -(-images * height * width // (self.block * self.tiles))
+
+    @property
+    def shares(self) -> int:
+        """Shares of the taps."""
+        return (3 if self.down == 1 else 1) * (3 if self.across == 1 else 1)
+
+
+# By the stride and the filters of a member, or its channels for the gradient to x: benchmarks/convolution.py --tune.
+_Plan = _Tile | _Strip
+_FORWARD: dict[int, dict[int, _Plan]] = {
+    1: {16: _Strip(128, 8, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1)},
+    2: {16: _Tile(128, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)},
+}
+_INPUT_GRADIENT: dict[int, dict[int, _Plan]] = {
+    1: {16: _Strip(128, 8, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1)},
+    2: {16: _Tile(256, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)},
+}
+_WEIGHT_GRADIENT: dict[int, dict[int, _Corner]] = {
+    1: {16: _Corner(64, 32, 4, 4), 32: _Corner(64, 16, 4, 4, 8), 64: _Corner(64, 16, 1, 1, 4, 3)},
+    2: {16: _Corner(64, 32, 4, 4), 32: _Corner(64, 16, 4, 4, 8), 64: _Corner(64, 16, 4, 1, 8, 2)},
+}
 
 
 # The launches, as operators that a compiler does not look into
-
-
-def _parts(pixels: int, tile: _Tile) -> int:
-    return -(-pixels // (tile.block * tile.tiles))
 
 
 def _fill_up(channels: int) -> int:
@@ -108,22 +156,35 @@ def _fill_up(channels: int) -> int:
     return max(16, triton.next_power_of_2(channels))
 
 
-def _meta(tile: _Tile, x: Tensor) -> dict[str, Any]:
+def _how(plan: _Tile | _Strip | _Corner, x: Tensor) -> dict[str, Any]:
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    sizes = {"BLOCK": tile.block, "TILES": tile.tiles, "TAPS": tile.taps, "PRECISION": precision}
-    return sizes | {"num_warps": tile.warps, "num_stages": tile.stages}
+    return {"BLOCK": plan.block, "PRECISION": precision, "num_warps": plan.warps, "num_stages": plan.stages}
+
+
+def _launch(
+    plan: _Plan, x: Tensor, weight: Tensor, y: Tensor, parts: Tensor, members: int, stride: int, *, back: bool
+) -> None:
+    """y = x ∗ weight, or dx = dy ∗ weight turned round, and the sums where parts has room for them."""
+    images, (channels, height, width), (filters, *size) = len(x) // members, x.shape[1:], y.shape[1:]
+    tensors = (x, weight, y, parts, images, members)
+    shape = {"CI": channels, "CO": filters, "KI": _fill_up(channels), "BACK": back, "SUMS": parts.numel() > 0}
+    shape |= _how(plan, x)
+    if isinstance(plan, _Strip):
+        across, strips = plan.grid(images, *size)
+        _kernels.rolling_kernel[(across, members, strips)](
+            *tensors, HEIGHT=height, WIDTH=width, ROWS=plan.rows, **shape
+        )
+    else:
+        _kernels.convolve_kernel[(plan.parts(images, *size), members)](
+            *tensors, HI=height, WI=width, HO=size[0], WO=size[1], STRIDE=stride, TILES=plan.tiles, TAPS=plan.taps,
+            **shape,
+        )  # fmt: skip
 
 
 @torch.library.custom_op("steradian::convolve", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, members: int, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
     y, parts = _like_forward(x, weight, members, stride, sums)
-    channels, filters = weight.shape[1], weight.shape[0] // members
-    [height, width], images, tile = y.shape[2:], len(x) // members, _FORWARD[filters]
-    _kernels.convolve_kernel[(_parts(images * height * width, tile), members)](
-        x, weight, y, parts, images, members,
-        CI=channels, CO=filters, KI=_fill_up(channels), HI=x.shape[2], WI=x.shape[3],
-        HO=height, WO=width, STRIDE=stride, BACK=False, SUMS=sums, **_meta(tile, x),
-    )  # fmt: skip
+    _launch(_FORWARD[stride][y.shape[1]], x, weight, y, parts, members, stride, back=False)
     return y, parts
 
 
@@ -132,20 +193,15 @@ def _like_forward(x: Tensor, weight: Tensor, members: int, stride: int, sums: bo
     filters, height, width = weight.shape[0] // members, x.shape[2] // stride, x.shape[3] // stride
     size = (len(x), filters, height, width)
     y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    parts = _parts(len(x) // members * height * width, _FORWARD[filters])
+    parts = _FORWARD[stride][filters].parts(len(x) // members, height, width)
     return y, x.new_empty((parts, 2, members * filters) if sums else (1, 0), dtype=torch.float32)
 
 
 @torch.library.custom_op("steradian::convolve_input_gradient", mutates_args=())
 def _input_gradient(dy: Tensor, weight: Tensor, x: Tensor, members: int, stride: int) -> Tensor:
     dx = _like_input_gradient(dy, weight, x, members, stride)
-    channels, filters = weight.shape[1], weight.shape[0] // members
-    [height, width], images, tile = x.shape[2:], len(x) // members, _INPUT_GRADIENT[channels]
-    _kernels.convolve_kernel[(_parts(images * height * width, tile), members)](
-        dy, weight, dx, dx, images, members,
-        CI=filters, CO=channels, KI=filters, HI=dy.shape[2], WI=dy.shape[3],
-        HO=height, WO=width, STRIDE=stride, BACK=True, SUMS=False, **_meta(tile, x),
-    )  # fmt: skip
+    plan = _INPUT_GRADIENT[stride][x.shape[1]]
+    _launch(plan, dy, weight, dx, dx.new_empty(0, dtype=torch.float32), members, stride, back=True)
     return dx
 
 
@@ -158,17 +214,17 @@ def _like_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, members: int, st
 def _weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor:
     out = _like_weight_gradient(x, dy, members, stride)
     channels, filters = x.shape[1], dy.shape[1]
-    tile = _WEIGHT_GRADIENT[filters]
-    _kernels.weight_gradient_kernel[(len(out), members, -(-9 // tile.taps))](
+    plan = _WEIGHT_GRADIENT[stride][filters]
+    _kernels.weight_gradient_kernel[(len(out), members, plan.shares)](
         x, dy, out, len(x) // members, members,
-        CI=channels, CO=filters, KI=_fill_up(channels), HI=x.shape[2], WI=x.shape[3],
-        HO=dy.shape[2], WO=dy.shape[3], STRIDE=stride, **_meta(tile, x),
+        CI=channels, CO=filters, KI=_fill_up(channels), HI=x.shape[2], WI=x.shape[3], HO=dy.shape[2], WO=dy.shape[3],
+        STRIDE=stride, TILES=plan.tiles, DOWN=plan.down, ACROSS=plan.across, **_how(plan, x),
     )  # fmt: skip
     return out
 
 
 @_weight_gradient.register_fake
 def _like_weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor:
-    channels, filters = x.shape[1], dy.shape[1]
-    parts = _parts(len(x) // members * dy.shape[2] * dy.shape[3], _WEIGHT_GRADIENT[filters])
-    return x.new_empty(parts, members * filters, 3, 3, channels, dtype=torch.float32)
+    # A pixel is a row of x and a column of y.
+    parts = _WEIGHT_GRADIENT[stride][dy.shape[1]].parts(len(x) // members, x.shape[2], dy.shape[3])
+    return x.new_empty(parts, members * dy.shape[1], 3, 3, x.shape[1], dtype=torch.float32)

@@ -83,16 +83,17 @@ def _on_ray(
         ray.init(address=address, **({} if address else quiet))
     try:
         done = study.store.keys()
-        left = [config for config in dict.fromkeys(configs) if config.key not in done]
         gpus = ray.cluster_resources().get("GPU", 0)
         needs = {"num_gpus": 1} if gpus else {"num_cpus": 1}
         # Ray itself starts a task again whose worker died; an error in the task is an error of the study.
         work = ray.remote(**needs, max_retries=retries)(_work)
         waiting = []
-        for unit in units(left, size):
-            plain = [config.to_dict() for config in unit]
-            folders = {name: str(root) for name, root in roots.items()}
-            waiting.append(work.remote(plain, str(study.work.absolute()), folders, every))
+        folders = {name: str(root) for name, root in roots.items()}
+        # Fleets are cut from all trainings, so that each finds its folder again whatever has arrived since.
+        for unit in units(list(dict.fromkeys(configs)), size):
+            left = [config.to_dict() for config in unit if config.key not in done]
+            if left:
+                waiting.append(work.remote(left, str(_folder(study, unit)), folders, every))
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=1)
             for unit_results in ray.get(ready):
@@ -103,11 +104,16 @@ def _on_ray(
     return {config.key for config in configs} <= study.store.keys()
 
 
+def _folder(study: Study, unit: Sequence[Config]) -> Path:
+    """Where the worker of a fleet keeps its store and its checkpoints."""
+    name = hashlib.sha256("".join(sorted(config.key for config in unit)).encode()).hexdigest()[:12]
+    return study.work.absolute() / f"fleet-{name}"
+
+
 def _work(configs: list[dict[str, Any]], folder: str, roots: dict[str, str], every: float) -> list[dict[str, Any]]:
     """What a worker does: a fleet with a store of its own, which a second start finds."""
-    unit = [Config.from_dict(values) for values in configs]
-    name = hashlib.sha256("".join(sorted(config.key for config in unit)).encode()).hexdigest()[:12]
-    study = Study(f"fleet-{name}", Path(folder), Path(folder))
+    unit, work = [Config.from_dict(values) for values in configs], Path(folder)
+    study = Study(work.name, work.parent, work.parent)
     study.work.mkdir(parents=True, exist_ok=True)
     (study.work / "worker").write_text(str(os.getpid()))
     paths = {key: Path(root) for key, root in roots.items()}

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import importlib.util
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from steradian.groups import Layout
+from steradian.groups import Layout, is_sharded
 from steradian.optim._checks import check
 from steradian.optim._rows import RowSet, arithmetic, check_shape
 from steradian.optim._telemetry import Telemetry
@@ -379,12 +378,6 @@ def fused_works(params: Sequence[Tensor]) -> bool:
         return False
     module = _fused_step()
     return module is not None and all(module.works(device) for device in {param.device for param in params})
-
-
-def is_sharded(param: Tensor) -> bool:
-    """Whether a parameter is a DTensor; there is none before torch's module for them is imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(param, module.DTensor)
 
 
 def sharding() -> ModuleType:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from steradian.groups import Groups, Layout
-from steradian.optim._base import is_sharded, sharding
+from steradian.groups import Groups, Layout, is_sharded
+from steradian.optim._base import sharding
 
 __all__ = ["Followed", "follow"]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from steradian.optim._base import is_sharded
+from steradian.groups import is_sharded
 from steradian.watch._followed import Followed, part
 from steradian.watch._handover import Handover
 

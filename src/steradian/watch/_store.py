@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from steradian.watch._block import Columns, Words
-from steradian.watch.records import numbered
+from steradian.watch.records import numbered, read_lines
 
 __all__ = ["Store"]
 
@@ -61,9 +61,18 @@ class Store:
         with _complete(self.folder / "run.json") as unfinished:
             unfinished.write_text(text + "\n", encoding="utf-8")
 
+    def drop_alerts(self, step: int) -> None:
+        """Take out the alerts from a step on: a training that starts there again says its own."""
+        file = self.folder / "alerts.jsonl"
+        said = read_lines(file)
+        kept = [line for line in said if line["step"] < step]
+        if len(kept) < len(said):
+            with _complete(file) as unfinished:
+                unfinished.write_text("".join(map(_line, kept)), encoding="utf-8")
+
     def alert(self, alert: Mapping[str, Any]) -> None:
         """Append one line to alerts.jsonl, in one write; a line that was not finished before stays alone."""
-        line = json.dumps(alert, ensure_ascii=False) + "\n"
+        line = _line(alert)
         with open(self.folder / "alerts.jsonl", "a+b", buffering=0) as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
@@ -71,6 +80,10 @@ class Store:
             data = line.encode()
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _line(alert: Mapping[str, Any]) -> str:
+    return json.dumps(alert, ensure_ascii=False) + "\n"
 
 
 class _complete:  # noqa: N801 - used like a function

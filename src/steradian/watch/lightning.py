@@ -23,7 +23,8 @@ __all__ = ["WatchCallback"]
 class WatchCallback(Callback):
     """Follows every optimizer of the trainer from the start of a fit to its end, whichever way it ends.
 
-    The loss of each step is recorded with the run. A fit that goes on from a checkpoint goes on with its step numbers.
+    The loss of each step is recorded with the run and, after each epoch, what the module logged. A fit that goes on
+    from a checkpoint goes on with its step numbers.
 
     Args:
         groups: what `find_groups` found, or a function of the module that finds it. None: the rows that the
@@ -76,6 +77,13 @@ class WatchCallback(Callback):
             self._logged_at = trainer.global_step
             for watch in self.watches:
                 watch.log(loss=loss)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record what the module logged, such as a validation accuracy; the loss of the step is recorded already."""
+        metrics = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        metrics.pop("loss", None)
+        for watch in self.watches:
+            watch.log(metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop; the loggers are still open."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from steradian.groups import Groups
-from steradian.optim._base import RowOptimizer, is_sharded
+from steradian.groups import Groups, is_sharded
+from steradian.optim._base import RowOptimizer
 from steradian.watch._about import about
 from steradian.watch._asked import check_asked, check_names, hooked
 from steradian.watch._block import Alert

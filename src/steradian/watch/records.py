@@ -11,7 +11,7 @@ A run is a folder:
 | alerts.jsonl | one alert per line: step, group, kind, text |
 
 Files appear under their names only when they are complete. A training that is resumed from step s records the steps
-from s on again: of two parts that hold the same step, the later one counts.
+from s on again: of two parts that hold the same step, the later one counts, and alerts from s on are taken out.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ __all__ = [
     "RecordedRun",
     "Records",
     "numbered",
+    "read_lines",
     "read_run",
     "statistics",
 ]
@@ -175,7 +176,7 @@ def read_run(path: str | Path) -> RecordedRun:
         where = f"there are runs in it: {inside}" if inside else "watch(optimizer, to=…) writes one"
         raise ValueError(f"{folder} is not a recorded run: it {what}; {where}")
     about = _about(about_file)
-    alerts = pd.DataFrame(_lines(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS))
+    alerts = pd.DataFrame(read_lines(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS))
     return RecordedRun(
         name=str(about["run"]),
         about=about,
@@ -233,7 +234,7 @@ def _parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFrame":
     return pa.concat_tables(reversed(tables)).unify_dictionaries().to_pandas()
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path) -> list[dict[str, Any]]:
     """Complete lines of a file to which a process may be writing, or was writing when it was killed."""
     if not file.is_file():
         return []

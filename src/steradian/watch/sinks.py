@@ -57,6 +57,7 @@ class Folder:
         self._unsaved: list[Callable[[], None]] = []
         self._lost = 0
         self._failed = False
+        self._begun = False
         self._path: dict[tuple[str, int], list[tuple[int, Any]]] = {}
         self._path_number = self.store.next_number("path")
 
@@ -70,12 +71,16 @@ class Folder:
         if place in _WRITTEN:
             raise ValueError(f"to must be a folder of its own for each watch, but another one writes to {place}")
         _WRITTEN.add(place)
+        self._begun = False
         self._save(lambda: self.store.describe(about))
         self._thread = threading.Thread(target=self._work, name="steradian-watch", daemon=True)
         self._thread.start()
 
     def write(self, block: Block) -> None:
         """Hand a block to the thread."""
+        if len(block.steps) and not self._begun:
+            first, self._begun = int(block.steps[0]), True
+            self._tasks.put(lambda: self.store.drop_alerts(first))
         self._tasks.put(lambda: self.store.add("part", block.columns()))
         if block.rows:
             self._tasks.put(lambda: self.store.add("rows", block.row_columns()))

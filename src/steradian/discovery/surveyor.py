@@ -1,0 +1,189 @@
+"""The probes in their order, and the candidates among the parameters."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from .defects import GROWTH
+from .graph import propose
+from .layouts import pair_keys, partial_cut
+from .points import Point, is_matrix
+from .probe import Prober, Reading
+from .sets import vanishing_sets
+from .structure import Trace
+from .survey import Stand, Survey
+from .tables import Key
+
+__all__ = ["Surveyor"]
+
+_NEAR = 3
+_REVIVALS = 2
+_RESERVE = 4
+"""Passes that the second growth and the verification need."""
+_SURE = 0.05
+_LOST = 1e-4
+
+
+class Surveyor:
+    """Makes the probes.
+
+    Attributes:
+        survey: where the readings are collected.
+    """
+
+    def __init__(self, prober: Prober, own: Reading) -> None:
+        self.prober, self.survey = prober, Survey(prober, own)
+        self._together: set[str] = set()
+        self._revived: Stand | None = None
+        self._seed = 0
+
+    def look_near(self) -> None:
+        """Random points of ordinary scale; candidates are what is balanced up to ε."""
+        for _ in range(_NEAR):
+            # One look at the modules and the graph is enough.
+            trace = Trace(graph=True) if self.survey.ground is None else None
+            seed = self._next_seed()
+            point = self._draw(seed)
+            # Whether something is balanced up to some percent needs no float64.
+            reading = self._probe(seed, point, trace, quick=trace is None)
+            if reading is None:
+                continue
+            self.survey.near.append(reading)
+            if trace is not None and trace.graph is not None:
+                self.survey.ground = Stand(reading, point, seed, trace)
+                self.survey.map, self.survey.proposals = trace, propose(trace.graph)
+        for _ in range(_REVIVALS):
+            self._revive()
+        if not self.survey.near:
+            # The model bears no other point than its own.
+            self.survey.near = [self.survey.own]
+        self._choose_candidates()
+
+    def _revive(self) -> None:
+        """One more probe, in which what was silent speaks.
+
+        Behind a unit of ReLU that is dead at every point lies a part of the model that nobody has seen, and what
+        feeds it may look invariant. Where the parameters of such a unit change their sign, it is alive.
+        """
+        if self.survey.ground is None or self.survey.map.graph is None:
+            return
+        silent = [
+            name
+            for name in self.prober.trainable
+            if all(reading.slope(name) == 0 for reading in self.survey.near)
+            and self.survey.map.graph.leaf_node(name) is not None
+        ]
+        if silent:
+            stand = self._revived or self.survey.ground
+            point = stand.point.scaled(dict.fromkeys(silent, -1.0))
+            reading = self._probe(stand.seed, point, None)
+            if reading is not None:
+                self.survey.near.append(reading)
+                self._revived = Stand(reading, point, stand.seed, stand.trace)
+
+    def look_far(self) -> None:
+        """One random point with the candidates grown by two factors: how a defect falls tells where it is from.
+
+        What is silent there and was not before is given the other sign, as in `_revive`.
+        A parameter that was balanced by chance may saturate the model when it grows, and nothing is seen behind
+        it. Then the candidates that are least balanced stay as they are in a second try.
+        """
+        self._grow()
+        if self._starved() and self.prober.left >= 2 * len(GROWTH):
+            sure = {
+                name
+                for name in self.survey.growing
+                if name in self._together
+                or self.survey.balanced_near(name, _SURE)
+                or self.survey.slices_balanced_near(name)
+            }
+            self.survey.growing = {name: share for name, share in self.survey.growing.items() if name in sure}
+            self._grow()
+
+    def _grow(self) -> None:
+        pairs, seed = self._pairs(), self._next_seed()
+        base = self._draw(seed)
+        first = self._grown(base, seed, GROWTH[0], pairs)
+        spoke = [name for name in self.prober.trainable if any(reading.slope(name) for reading in self.survey.near)]
+        silent = [name for name in spoke if first and first.reading.slope(name) == 0]
+        if silent and self.prober.left > _RESERVE:
+            base = base.scaled(dict.fromkeys(silent, -1.0))
+            first = self._grown(base, seed, GROWTH[0], pairs)
+        stands = first, self._grown(base, seed, GROWTH[1], pairs)
+        self.survey.far = [stand for stand in stands if stand is not None]
+
+    def _grown(self, base: Point, seed: int, growth: float, pairs: Mapping[str, Sequence[Key]]) -> Stand | None:
+        trace = Trace()
+        point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.survey.growing.items()})
+        reading = self._probe(seed, point, trace, pairs)
+        return None if reading is None else Stand(reading, point, seed, trace)
+
+    def _starved(self) -> bool:
+        """Whether a candidate has lost its effect, which the growth of a row does not change."""
+        if len(self.survey.far) < len(GROWTH):
+            return True
+        grown = self.survey.far[-1].reading
+        return any(
+            grown.effect(name) < _LOST * min(r.effect(name) for r in self.survey.near) for name in self.survey.growing
+        )
+
+    def _draw(self, seed: int) -> Point:
+        return replace(self.prober.own, seed=1000 + seed)
+
+    def _next_seed(self) -> int:
+        self._seed += 1
+        return self._seed
+
+    def _probe(
+        self,
+        seed: int,
+        point: Point,
+        trace: Trace | None,
+        pairs: Mapping[str, Sequence[Key]] | None = None,
+        *,
+        quick: bool = False,
+    ) -> Reading | None:
+        """One reading; None if the model does not bear the point."""
+        try:
+            reading = self.prober.read(point, seed=seed, pairs=pairs, recorder=trace, quick=quick)
+        except torch.OutOfMemoryError:  # says nothing about the point
+            raise
+        except Exception:  # a probe is no place to fail: the next one comes without noise on the inputs
+            reading = None
+        if reading is None or not reading.finite:
+            self.prober.calm()
+            return None
+        return reading
+
+    def _choose_candidates(self) -> None:
+        loose = self.prober.precision.loose
+        names = self.survey.effective()
+        sets = vanishing_sets(self.survey, self.survey.near, [loose] * len(self.survey.near), names)
+        told = [tuple(names[i] for i in s) for s in sets]
+        self._together = {n for s, runs in zip(told, self.survey.curved(told), strict=True) if not runs for n in s}
+        single = [name for name in names if name not in self._together and self.survey.invariant_near(name)]
+        # Of a gain or a bias only a fact can be learned: it grows where that is next to certain.
+        single = [
+            name for name in single if is_matrix(self.survey.shape(name)) or self.survey.balanced_near(name, _SURE)
+        ]
+        # What runs into a curve is no row, and grown it would only change what lies behind.
+        alone = self.survey.curved([(name,) for name in names])
+        curved = {name for name, runs in zip(names, alone, strict=True) if runs}
+        self.survey.growing = dict.fromkeys([*(name for name in single if name not in curved), *self._together], 1.0)
+        for name in names:
+            if name not in self.survey.growing and name not in curved and is_matrix(self.survey.shape(name)):
+                self._grow_blocks(name)
+
+    def _grow_blocks(self, name: str) -> None:
+        """Let only some blocks of a parameter grow, where only some are balanced."""
+        shape = self.survey.shape(name)
+        found = partial_cut(shape, self.survey.near_trial(name))
+        if found is not None and len(found[1]) * 8 >= found[0]:
+            share = torch.zeros(found[0])
+            share[found[1]] = 1.0
+            share = share.repeat_interleave(shape[0] // found[0]).to(self.prober.parameters[name].device)
+            self.survey.growing[name] = share.reshape(-1, *[1] * (len(shape) - 1))
+
+    def _pairs(self) -> dict[str, list[Key]]:
+        return {name: pair_keys(self.survey.shape(name), self.survey.near_trial(name)) for name in self.survey.growing}

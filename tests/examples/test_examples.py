@@ -1,0 +1,206 @@
+"""Every example as a user runs it: a process of its own in a folder of its own, and then what it left there."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import steradian
+from steradian.cli import main
+from steradian.watch.records import QUANTITIES, read_run
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(file.name for file in EXAMPLES.glob("*.py"))
+PHENOMENA = {"deformation", "gradient_memory", "l2_memory", "radius_ratio"}
+TOLD = set(QUANTITIES) - PHENOMENA
+"""What is recorded of an optimizer of ours with weight decay."""
+
+
+def run(folder, script, *arguments, ranks=None, strict=True):
+    """Run an example; `strict`: any warning is an error, else one from our lines is."""
+    # Without GPUs, whatever the machine has, and without the interpreter that the tests choose for Triton.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [sys.executable, *(["-W", "error"] if strict else []), *launch, str(EXAMPLES / script), *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    ours = [str(place) for place in (Path(steradian.__file__).parent, EXAMPLES) if str(place) in done.stderr]
+    assert not ours, done.stderr
+    return done.stdout
+
+
+def run_here(monkeypatch, folder, script, *arguments):
+    """The same in this process, which has imported everything already."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+
+def series(table, quantity, group="", statistic="median"):
+    statistic = "mean" if group == "" or quantity == "lr" else statistic
+    chosen = table[(table["quantity"] == quantity) & (table["group"] == group) & (table["statistic"] == statistic)]
+    return dict(zip(chosen["step"], chosen["value"], strict=True))
+
+
+def assert_recorded(folder, groups, steps, quantities=TOLD):
+    """Every quantity of every group at every step, finite, and rows that turn; at a rate of 0 there is no direction."""
+    found = read_run(folder)
+    assert [group["name"] for group in found.about["groups"]] == groups
+    for group in groups:
+        moving = [step for step, rate in series(found.table, "lr", group).items() if rate > 0]
+        assert len(moving) >= steps - 1
+        for quantity in quantities:
+            values = series(found.table, quantity, group)
+            assert list(values) == list(range(steps)), (group, quantity)
+            assert all(np.isfinite(values[step]) for step in moving), (group, quantity)
+        angles = series(found.table, "angle", group)
+        assert all(angles[step] > 0 for step in moving)
+    recorded = set(found.table[found.table["group"] != ""]["quantity"])
+    assert recorded == set(quantities)
+    assert set(found.about["missing"]) == set(QUANTITIES) - recorded
+    assert found.alerts.empty
+    return found
+
+
+def assert_learned(found, ratio=0.5):
+    losses = list(series(found.table, "loss").values())
+    few = max(1, len(losses) // 6)
+    assert np.mean(losses[-few:]) < ratio * np.mean(losses[:few])
+
+
+def assert_page(page, groups):
+    """The page holds these runs, with lines of these groups: {run: groups}."""
+    text = page.read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
+    assert {each["name"]: set(each["series"]["angle"]) for each in data["runs"]} == groups
+
+
+def assert_told(said, page, groups):
+    """What a person reads: the rows that were found, the last step of each, and where the page is."""
+    for group in groups:
+        assert len(re.findall(rf"^{re.escape(group)} ", said, re.MULTILINE)) == 2, group
+    assert said.splitlines()[-1] == f"The page: {page}"
+
+
+def test_the_plain_loop(tmp_path, monkeypatch, capsys):
+    said = run(tmp_path, "plain_loop.py")
+    out, groups = tmp_path / "runs" / "plain-loop", ["0.weight", "3.weight"]
+    found = assert_recorded(out / "adam-abc", groups, 66)
+    assert_learned(found)
+    assert series(found.table, "lr", "0.weight")[65] == pytest.approx(1e-2 * 0.9**2)
+    assert list(series(found.table, "test accuracy")) == [21, 43, 65]
+    assert_told(said, "runs/plain-loop/page.html", groups)
+    assert_page(out / "page.html", {"adam-abc": set(groups)})
+
+    # The commands of README's last section, on what was just recorded.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["steradian", "report", str(out / "adam-abc"), "--out", "again.html"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert_page(tmp_path / "again.html", {"adam-abc": set(groups)})
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.syspath_prepend(EXAMPLES)  # the command does it too, and monkeypatch undoes it
+    monkeypatch.setattr(sys, "argv", ["steradian", "inspect", "plain_loop:network", "--input", "16x1x8x8"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert re.search(r"3\.weight +filter +32 × 144 +4 \(BatchNorm2d\)", capsys.readouterr().out)
+
+
+def test_a_plain_loop_that_was_interrupted_is_the_one_that_was_not(tmp_path, monkeypatch):
+    options = ["--precision", "fp16", "--accumulate", "4", "--without", "ab"]
+    run_here(monkeypatch, tmp_path, "plain_loop.py", *options, "--epochs", "2", "--out", "whole")
+    run_here(monkeypatch, tmp_path, "plain_loop.py", *options, "--epochs", "1", "--out", "parts")
+    run_here(monkeypatch, tmp_path, "plain_loop.py", *options, "--epochs", "2", "--out", "parts", "--resume")
+    groups = ["0.weight", "3.weight"]
+    whole, parts = (assert_recorded(tmp_path / out / "adam-ab", groups, 12).table for out in ("whole", "parts"))
+    assert series(parts, "loss") == pytest.approx(series(whole, "loss"), rel=1e-6)
+    for group in groups:
+        for quantity in ("radius", "angle", "effective_lr", "nu", "lr"):
+            here, there = series(parts, quantity, group), series(whole, quantity, group)
+            assert here == pytest.approx(there, rel=1e-5), (group, quantity)
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning")
+def test_lightning(tmp_path):
+    said = run(tmp_path, "with_lightning.py", strict=False)
+    out, groups = tmp_path / "runs" / "lightning", ["network.0.weight", "network.3.weight"]
+    found = assert_recorded(out / "adam-ab", groups, 66)
+    assert_learned(found)
+    assert found.about["config"] == {"lr": 1e-2, "without": "ab"}
+    assert list(series(found.table, "accuracy")) == [21, 43, 65]
+    assert [group["reason"] for group in found.about["groups"]] == [
+        "network.1 (BatchNorm2d)",
+        "network.4 (BatchNorm2d)",
+    ]
+    assert (out / "last.ckpt").is_file()
+    assert_told(said, "runs/lightning/page.html", groups)
+    assert_page(out / "page.html", {"adam-ab": set(groups)})
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_transformers(tmp_path):
+    said = run(tmp_path, "with_transformers.py", "--steps", "40", strict=False)
+    out = tmp_path / "runs" / "transformers"
+    kinds = {"self_attn.q": 4, "self_attn.k": 2} | dict.fromkeys(
+        ("self_attn.v", "self_attn.o", "mlp.up", "mlp.down"), "tensor"
+    )
+    layouts = {f"model.layers.{k}.{name}_proj.weight": rows for k in range(2) for name, rows in kinds.items()}
+    groups = list(layouts)
+    found = assert_recorded(out / "adam-ab", groups, 40)
+    assert {group["name"]: group["layout"] for group in found.about["groups"]} == layouts
+    assert_learned(found, ratio=0.8)
+    assert list(series(found.table, "eval_loss")) == [19, 39]
+    assert (out / "checkpoints" / "checkpoint-40").is_dir()
+    assert_told(said, "runs/transformers/page.html", groups)
+    assert_page(out / "page.html", {"adam-ab": set(groups)})
+
+
+def test_fsdp2(tmp_path):
+    few = ["--batch", "96"]
+    said = run(tmp_path, "with_fsdp2.py", *few, "--epochs", "1", ranks=2, strict=False)
+    out = tmp_path / "runs" / "fsdp2"
+    groups = ["classes", *(f"blocks.{k}.{name}.weight" for k in range(2) for name in ("query", "key"))]
+    assert_recorded(out / "adam-ab", groups, 15)
+    assert_told(said, "runs/fsdp2/page.html", groups)
+    # The shards of two ranks are what one rank goes on from.
+    run(tmp_path, "with_fsdp2.py", *few, "--epochs", "2", "--resume", "runs/fsdp2/epoch-1", ranks=1, strict=False)
+    found = assert_recorded(out / "adam-ab", groups, 30)
+    assert_learned(found)
+    radii = series(found.table, "radius", "blocks.0.query.weight")
+    assert radii[15] == pytest.approx(radii[14], rel=1e-2)
+    assert radii[15] != radii[0]
+    assert_page(out / "page.html", {"adam-ab": set(groups)})
+
+
+def test_an_optimizer_of_ones_own(tmp_path):
+    said = run(tmp_path, "own_optimizer.py")
+    out, groups = tmp_path / "runs" / "own-optimizer", ["0.weight", "3.weight", "6.weight"]
+    equilibrium = {"equilibrium_radius", "equilibrium_angle"}
+    outside = TOLD - equilibrium - {"effective_lr", "direction_norm", "radial", "nu"}
+    muon = assert_recorded(out / "muon", groups, 87, outside)
+    assert "cannot read torch.optim.Muon" in muon.about["missing"]["effective_lr"]
+    assert "not recorded: effective_lr, direction_norm, radial, nu, deformation" in said
+    signum = assert_recorded(out / "signum", groups, 87, set(QUANTITIES) - equilibrium)
+    assert "no equilibrium is derived" in signum.about["missing"]["equilibrium_angle"]
+    for found in (muon, signum):
+        assert_learned(found)
+    assert said.splitlines()[-1] == "The page: runs/own-optimizer/page.html"
+    assert_page(out / "page.html", {"muon": set(groups), "signum": set(groups)})
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_readme_shows_every_example(script):
+    command = rf"^(python|torchrun .*) examples/{re.escape(script)}"
+    assert re.search(command, (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    # What it says of itself begins with the same command.
+    assert re.search(rf"^ +{command[1:]}", (EXAMPLES / script).read_text(encoding="utf-8"), re.MULTILINE)
