@@ -71,6 +71,7 @@ class Trial:
         far: two growths of one more point, the smaller first; may be empty.
         settled: a defect above this must fall from one growth to the other as ε's does.
         flat: largest defect that may stay as it is, where growth has no effect on it.
+        linear: largest typical defect that may fall with the growth and not with its square.
         resolution: largest rounding error of an imbalance.
     """
 
@@ -78,6 +79,7 @@ class Trial:
     far: Sequence[Evidence] = ()
     settled: float = 0.0
     flat: float = 0.0
+    linear: float = 0.0
     resolution: float = 0.0
 
     def evidence(self, key: Key) -> list[Evidence]:
@@ -240,7 +242,8 @@ def _balanced(cut: Cut, trial: Trial) -> Tensor:
     before, after = (signed_imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far)
     # What is settled at both growths needs no explanation: a row of little effect has rounding of its own.
     settled = torch.maximum(before.abs(), after.abs()) <= trial.settled
-    return good & (settled | obeys(before, after, trial.resolution) | _still(cut, trial) | _faded(cut, trial))
+    explained = settled | obeys(before, after, trial.resolution)
+    return good & (explained | _still(cut, trial) | _faded(cut, trial) | _linear(cut, trial))
 
 
 def _small(cut: Cut, trial: Trial) -> Tensor:
@@ -249,7 +252,8 @@ def _small(cut: Cut, trial: Trial) -> Tensor:
         return torch.stack([_within(cut, e, e.tolerance) for e in trial.near]).all(0)
     far = [imbalance(block_sums(e.tables, cut), e.floor) for e in trial.far]
     good = torch.stack([d <= e.tolerance for d, e in zip(far, trial.far, strict=True)]).all(0)
-    good &= falls(far[0], far[-1], trial.settled)
+    falling = falls(far[0], far[-1], trial.settled)
+    good &= falling if bool(falling.all()) else falling | _linear(cut, trial)
     return good if bool(good.all()) else good | _still(cut, trial) | _faded(cut, trial)
 
 
@@ -260,6 +264,21 @@ def _still(cut: Cut, trial: Trial) -> Tensor:
         return torch.zeros_like(after, dtype=torch.bool)
     within = torch.stack([_within(cut, e, trial.flat) for e in trial.evidence(cut_key(cut))]).all(0)
     return within & (after > before / 4)
+
+
+def _linear(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks whose defect falls with the growth itself and is small at ordinary scale: (w − mean) / (std + ε).
+
+    Whatever else is added before a normalization falls so too, but seldom starts so small.
+    """
+    before, after = (signed_imbalance(block_sums(trial.far[i].tables, cut), trial.far[i].floor) for i in (0, -1))
+    if len(trial.far) < 2 or cut_key(cut) not in trial.near[0].tables:
+        return torch.zeros_like(after, dtype=torch.bool)
+    defects = torch.stack([imbalance(block_sums(e.tables, cut), e.floor).flatten() for e in trial.near])
+    if bool((defects.median(1).values > trial.linear).any()):
+        return torch.zeros_like(after, dtype=torch.bool)
+    within = (defects <= _MOST_NATURAL * trial.linear).all(0).reshape(after.shape)
+    return within & obeys(before, after, trial.resolution, order=1)
 
 
 def _faded(cut: Cut, trial: Trial) -> Tensor:

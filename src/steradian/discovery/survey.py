@@ -22,6 +22,7 @@ __all__ = ["LEAST_SHARE", "Stand", "Survey"]
 LEAST_SHARE = 0.03
 """Share of its effect that a parameter's part of a sum is at least measured by."""
 _NEIGHBORS = 8
+_SUSPECTED = 5e-3
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,16 @@ class Survey:
         Rounding is in proportion to what passes through a place, and in float32 to what passes elsewhere too.
         """
         readings = (self.own, *self.near)
-        return any(r.share(name) > r.noise for r in readings) or any(
-            r.share(name, self.neighbors(name)) > r.noise for r in readings if r.noise == self.own.noise
-        )
+        return any(r.share(name) > r.noise for r in readings) or self.local_share(name) > self.own.noise
+
+    def local_share(self, name: str) -> float:
+        """The largest effect of a parameter beside its neighbors, in an exact reading."""
+        exact = (reading for reading in (self.own, *self.near) if reading.noise == self.own.noise)
+        return max(reading.share(name, self.neighbors(name)) for reading in exact)
+
+    def suspected(self, name: str) -> bool:
+        """Whether a gain or a bias has so little effect that a normalization's ε may be all that lets it through."""
+        return not is_matrix(self.shape(name)) and self.local_share(name) < _SUSPECTED
 
     def neighbors(self, name: str) -> Sequence[str]:
         """Parameters that are used shortly before and after one in the forward pass, and itself.
@@ -136,7 +144,7 @@ class Survey:
         near = [self._evidence(reading, names, precision.loose, alignment) for reading in self.near]
         readings = zip(self.far_readings(), self.far_tolerances(), strict=True)
         far = [self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings]
-        return Trial(near, far, precision.settled, precision.flat, precision.resolution)
+        return Trial(near, far, precision.settled, precision.flat, precision.linear, precision.resolution)
 
     def _evidence(
         self, reading: Reading, names: Sequence[str], tolerance: float, alignment: Alignment | None = None

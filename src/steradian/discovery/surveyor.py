@@ -73,6 +73,7 @@ class Surveyor:
             for name in self.prober.trainable
             if all(reading.slope(name) == 0 for reading in self.survey.near)
             and self.survey.map.graph.leaf_node(name) is not None
+            and self.prober.parameters[name].numel()
         ]
         if silent:
             stand = self._revived or self.survey.ground
@@ -125,7 +126,9 @@ class Surveyor:
             return True
         grown = self.survey.far[-1].reading
         return any(
-            grown.effect(name) < _LOST * min(r.effect(name) for r in self.survey.near) for name in self.survey.growing
+            grown.effect(name) < _LOST * min(r.effect(name) for r in self.survey.near)
+            for name in self.survey.growing
+            if not self.survey.suspected(name)
         )
 
     def _draw(self, seed: int) -> Point:
@@ -170,7 +173,9 @@ class Surveyor:
         # What runs into a curve is no row, and grown it would only change what lies behind.
         alone = self.survey.curved([(name,) for name in names])
         curved = {name for name, runs in zip(names, alone, strict=True) if runs}
-        self.survey.growing = dict.fromkeys([*(name for name in single if name not in curved), *self._together], 1.0)
+        suspected = [name for name in names if self.survey.suspected(name)]
+        chosen = [*(name for name in single if name not in curved), *self._together, *suspected]
+        self.survey.growing = dict.fromkeys(chosen, 1.0)
         for name in names:
             if name not in self.survey.growing and name not in curved and is_matrix(self.survey.shape(name)):
                 self._grow_blocks(name)
