@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Indices", "Matrix", "Parts", "minimal", "set_imbalance", "signed_set_imbalance", "zero_sums"]
+__all__ = ["TELLING", "Indices", "Matrix", "Parts", "minimal", "set_imbalance", "signed_set_imbalance", "zero_sums"]
 
 Matrix = NDArray[np.float64]
 Indices = tuple[int, ...]
 
-_TELLING = 50.0
+TELLING = 50.0
+"""How many times what is left of a sum its parts are on the average, where that is no chance."""
 _MOST_FOR_FOUR = 160
 _MOST_FOR_THREE = 400
 _MOST_FOUND = 2000
@@ -74,7 +75,7 @@ class Parts:
             for defects, spoken, tolerance in zip(left, speaks, allowed, strict=True)
         )
 
-    def cancels(self) -> bool:
+    def cancels(self, least: float = TELLING) -> bool:
         """Whether each member's part is cancelled by the others, rather than small itself.
 
         A part is on the average (in the logarithm) 50 times what is left of the sum. In one probe it may happen to
@@ -85,7 +86,7 @@ class Parts:
             return False
         ratio = np.log(np.abs(self.parts) + tiny) - np.log(np.abs(self.parts.sum(1, keepdims=True)) + tiny)
         counted = np.where(speaks[:, None, :], ratio.clip(max=np.log(1e6)), 0).sum((0, 2)) / speaks.sum()
-        return bool((counted > np.log(_TELLING)).all())
+        return bool((counted > np.log(least)).all())
 
     def _speaks(self) -> NDArray[np.bool_]:
         """Probes × slices."""

@@ -114,19 +114,14 @@ def _judge_effects(survey: Survey, effective: list[str], findings: Findings) -> 
 
 
 def _vanishes_with(survey: Survey, name: str) -> bool:
-    """Whether the effect of a parameter is divided by the square of the growth, as ε is, or by its fourth power.
+    """Whether the effect of a parameter is divided by the square of its growth, as ε is, or by its fourth power.
 
-    The latter where two parameters in a row have grown; then rounding may be all that is left of it.
+    The latter where two of them in a row have grown.
     """
-    if len(survey.far) < len(GROWTH):
+    if survey.doubtful is None or survey.ground is None:
         return False
-    before, after = survey.far_readings()
-    power = (GROWTH[1] / GROWTH[0]) ** 2
-    ratio = after.effect(name) / (before.effect(name) or 1.0)
-    if any(0.5 < ratio * power**order < 2 for order in (1, 2)):
-        return True
-    left, neighbors = after.share(name), survey.neighbors(name)
-    return left <= after.noise and 0 < before.share(name, neighbors) < survey.local_share(name) / power
+    ratio = survey.doubtful.effect(name) / (survey.ground.reading.effect(name) or 1.0)
+    return any(0.5 < ratio * GROWTH[0] ** power < 2 for power in (2, 4))
 
 
 def _judge_single(survey: Survey, name: str, findings: Findings) -> bool:

@@ -277,7 +277,7 @@ def _linear(cut: Cut, trial: Trial) -> Tensor:
     defects = torch.stack([imbalance(block_sums(e.tables, cut), e.floor).flatten() for e in trial.near])
     if bool((defects.median(1).values > trial.linear).any()):
         return torch.zeros_like(after, dtype=torch.bool)
-    within = (defects <= _MOST_NATURAL * trial.linear).all(0).reshape(after.shape)
+    within = (defects <= trial.linear * (_MOST_NATURAL if math.prod(cut) >= MANY else 1)).all(0).reshape(after.shape)
     return within & obeys(before, after, trial.resolution, order=1)
 
 

@@ -65,7 +65,7 @@ def precision_of(dtype: torch.dtype | None, parameters: Sequence[Tensor]) -> Pre
             strict=1e-4,
             settled=1e-6,
             flat=1e-2,
-            linear=2e-3,
+            linear=5e-4,
             same=1e-5,
             resolution=1e-9,
         )
@@ -77,7 +77,7 @@ def precision_of(dtype: torch.dtype | None, parameters: Sequence[Tensor]) -> Pre
             strict=1e-2,
             settled=3e-4,
             flat=1e-2,
-            linear=2e-3,
+            linear=5e-4,
             same=1e-2,
             resolution=1e-3,
         )

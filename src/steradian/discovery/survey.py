@@ -46,6 +46,7 @@ class Survey:
         map: a trace whose graph leads from parameters to modules.
         proposals: what that graph says about sets.
         growing: what grows, by parameter: 1, or 1 on some blocks and 0 elsewhere.
+        doubtful: the ground with grown parameters of next to no effect.
     """
 
     def __init__(self, prober: Prober, own: Reading) -> None:
@@ -56,6 +57,7 @@ class Survey:
         self.map = Trace()
         self.proposals = Proposals()
         self.growing: dict[str, float | torch.Tensor] = {}
+        self.doubtful: Reading | None = None
         self._invariant: dict[str, bool] = {}
         self._used: list[str] | None = None
 
@@ -142,7 +144,9 @@ class Survey:
         """All evidence about a parameter, or about several as one, slice beside slice as the alignment says."""
         precision = self.prober.precision
         near = [self._evidence(reading, names, precision.loose, alignment) for reading in self.near]
-        readings = zip(self.far_readings(), self.far_tolerances(), strict=True)
+        # What a row of hardly any variance has left after the smaller growth, the larger one takes.
+        tolerances = [precision.loose, precision.strict][-len(self.far) :]
+        readings = zip(self.far_readings(), tolerances, strict=True)
         far = [self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings]
         return Trial(near, far, precision.settled, precision.flat, precision.linear, precision.resolution)
 

@@ -22,6 +22,8 @@ _REVIVALS = 2
 _RESERVE = 4
 """Passes that the second growth and the verification need."""
 _SURE = 0.05
+_LIKELY = 8.0
+"""How many times what ε leaves of a sum its parts are on the average, for a set to be worth growing."""
 _LOST = 1e-4
 
 
@@ -59,6 +61,15 @@ class Surveyor:
             # The model bears no other point than its own.
             self.survey.near = [self.survey.own]
         self._choose_candidates()
+        self._look_at_suspects()
+
+    def _look_at_suspects(self) -> None:
+        """One more probe if gains or biases have next to no effect: grown, they lose it if ε is all that gives it."""
+        suspects = [name for name in self.survey.effective() if self.survey.suspected(name)]
+        if suspects and self.survey.ground is not None and self.prober.left > _RESERVE + 1:
+            stand = self.survey.ground
+            point = stand.point.scaled(dict.fromkeys(suspects, GROWTH[0]))
+            self.survey.doubtful = self._probe(stand.seed, point, None)
 
     def _revive(self) -> None:
         """One more probe, in which what was silent speaks.
@@ -126,9 +137,7 @@ class Surveyor:
             return True
         grown = self.survey.far[-1].reading
         return any(
-            grown.effect(name) < _LOST * min(r.effect(name) for r in self.survey.near)
-            for name in self.survey.growing
-            if not self.survey.suspected(name)
+            grown.effect(name) < _LOST * min(r.effect(name) for r in self.survey.near) for name in self.survey.growing
         )
 
     def _draw(self, seed: int) -> Point:
@@ -162,7 +171,7 @@ class Surveyor:
     def _choose_candidates(self) -> None:
         loose = self.prober.precision.loose
         names = self.survey.effective()
-        sets = vanishing_sets(self.survey, self.survey.near, [loose] * len(self.survey.near), names)
+        sets = vanishing_sets(self.survey, self.survey.near, [loose] * len(self.survey.near), names, least=_LIKELY)
         told = [tuple(names[i] for i in s) for s in sets]
         self._together = {n for s, runs in zip(told, self.survey.curved(told), strict=True) if not runs for n in s}
         single = [name for name in names if name not in self._together and self.survey.invariant_near(name)]
@@ -173,9 +182,7 @@ class Surveyor:
         # What runs into a curve is no row, and grown it would only change what lies behind.
         alone = self.survey.curved([(name,) for name in names])
         curved = {name for name, runs in zip(names, alone, strict=True) if runs}
-        suspected = [name for name in names if self.survey.suspected(name)]
-        chosen = [*(name for name in single if name not in curved), *self._together, *suspected]
-        self.survey.growing = dict.fromkeys(chosen, 1.0)
+        self.survey.growing = dict.fromkeys([*(name for name in single if name not in curved), *self._together], 1.0)
         for name in names:
             if name not in self.survey.growing and name not in curved and is_matrix(self.survey.shape(name)):
                 self._grow_blocks(name)
