@@ -54,7 +54,11 @@ def obeys(before: Tensor, after: Tensor, resolution: float, *, order: int = 2) -
     telling, speaking = before.abs() > power * resolution, before != 0
     # Units of ReLU that change sides on the way disturb rows that are seldom active. Most rows speak for all: half of
     # those that have something to say, or nearly all where most have next to none.
-    if many and bool(telling.any()) and (_share(obeying, telling) >= 0.5 or _share(obeying, speaking) >= 0.9):
+    if (
+        many
+        and bool(telling.any())
+        and (_share(obeying, telling) >= 0.5 or _share(obeying | ~telling, speaking) >= 0.9)
+    ):
         return torch.ones_like(obeying)
     return obeying
 

@@ -108,7 +108,8 @@ def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
     is all there is to it. Pairs of dimensions are tried where their table is there (see `pair_keys`).
     """
     whole = (1,) * len(shape)
-    if not bool(_small(whole, trial).all()):
+    # In the sum of all rows, one of hardly any variance may drown the others.
+    if not bool(_small(whole, trial).all()) and not slices_balanced(shape, trial):
         return None
     alone = {i: _most_blocks(shape, i, trial) for i in range(len(shape)) if shape[i] > 1}
     found = [_cut(len(shape), {i: g}) for i, g in alone.items() if g > 1]
@@ -282,13 +283,16 @@ def _linear(cut: Cut, trial: Trial) -> Tensor:
 
 
 def _faded(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks among others whose whole effect falls as ε does, and which are balanced in most probes at ordinary scale.
+    """Few blocks among others that ε dominates at one point, and that are balanced in most probes at ordinary scale.
 
     A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: at that
-    point they act through ε alone, and what is left of their effect has no reason to be balanced.
+    point they act through ε alone, and what is left of their effect has no reason to be balanced. It falls as ε does.
+    Of one that has hardly any variance, the imbalance falls so, but starts too high to end where others do.
     """
-    before, after = (block_sums(trial.far[i].tables, cut)[1].sqrt() for i in (0, -1))
-    faded = fades(before, after)
+    first, last = ((block_sums(trial.far[i].tables, cut), trial.far[i].floor) for i in (0, -1))
+    before, after = imbalance(*first), imbalance(*last)
+    high = (before > trial.far[0].tolerance) | (after > trial.far[-1].tolerance)
+    faded = fades(first[0][1].sqrt(), last[0][1].sqrt()) | (high & fades(before, after) & (after < trial.flat))
     if cut_key(cut) not in trial.near[0].tables or bool(faded.double().mean() > _MOST_FADED):
         return torch.zeros_like(faded)
     balanced = torch.stack([_within(cut, e, e.tolerance) for e in trial.near])
