@@ -13,7 +13,7 @@ from .joint import Indices, minimal, set_imbalance, signed_set_imbalance
 from .layouts import Cut, block_sums, finest, natural, partial_cut, remaining, to_spec
 from .points import is_matrix
 from .probe import Reading
-from .sets import proposed_sets, vanishes, vanishing_sets
+from .sets import proposed_sets, slices_fall, vanishes, vanishing_sets
 from .survey import Survey
 
 __all__ = ["Finding", "Findings", "judge", "row_sums"]
@@ -156,10 +156,12 @@ def _joint_sets(survey: Survey, names: list[str]) -> dict[Indices, bool]:
         after, before = torch.tensor(signed_set_imbalance(*far, s))[[0, -1], None]
         linear = bool((set_imbalance(*near, s) <= precision.linear).all())
         linear = linear and bool(obeys(before, after, precision.resolution, order=1))
-        if (linear or bool(falls(before.abs(), after.abs(), precision.settled))) and vanishes(
-            survey, survey.near, loose, [names[i] for i in s], readings if s in proposed else independent
+        falling, members = bool(falls(before.abs(), after.abs(), precision.settled)), [names[i] for i in s]
+        if (linear or falling or slices_fall(survey, readings, members)) and vanishes(
+            survey, survey.near, loose, members, readings if s in proposed else independent
         ):
-            explained[s] = linear or len(readings) < len(GROWTH) or bool(obeys(before, after, precision.resolution))
+            by_sum = falling and bool(obeys(before, after, precision.resolution))
+            explained[s] = linear or len(readings) < len(GROWTH) or by_sum
     return {s: explained[s] for s in minimal(explained)}
 
 

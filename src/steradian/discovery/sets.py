@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from .align import Alignment, alignments
-from .defects import MANY
+from .defects import MANY, falls
 from .graph import members
 from .joint import TELLING, Indices, Matrix, Parts, zero_sums
 from .probe import Reading
 from .survey import LEAST_SHARE, Survey
 
-__all__ = ["proposed_sets", "vanishes", "vanishing_sets"]
+__all__ = ["proposed_sets", "slices_fall", "vanishes", "vanishing_sets"]
 
 _LARGER_SETS = 0.03
 _PART = 0.01
@@ -74,6 +74,18 @@ def vanishes(
         here, there = (_parts(survey, among, names, alignment) for among in (readings, telling))
         if here is not None and there is not None and here.balanced(allowed) and there.cancels(least):
             return True
+    return False
+
+
+def slices_fall(survey: Survey, readings: Sequence[Reading], names: Sequence[str]) -> bool:
+    """Whether what is left of a typical shared slice falls as ε does, from the second reading to the first."""
+    settled = survey.prober.precision.settled
+    for alignment in alignments([survey.shape(name) for name in names]):
+        parts = _parts(survey, readings, names, alignment) if alignment.slices >= MANY else None
+        if parts is not None and len(readings) > 1:
+            after, before = torch.tensor(parts.typical())[:, None]
+            if bool(falls(before, after, settled)):
+                return True
     return False
 
 
