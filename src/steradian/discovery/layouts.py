@@ -40,6 +40,8 @@ _PARTLY = 0.05
 """Share of the tolerance of near probes that a block of a partly invariant parameter may take."""
 _LEAST_EFFECT = 0.03
 """Share of the typical row's effect, below which a row hardly moves the outputs."""
+_MUTE = 1e-6
+"""Share of the typical row's effect, below which a row says nothing at a grown point."""
 _MOST_FADED = 0.25
 """Share of the rows that may be left to the others to speak for."""
 
@@ -72,6 +74,7 @@ class Trial:
         settled: a defect above this must fall from one growth to the other as ε's does.
         flat: largest defect that may stay as it is, where growth has no effect on it.
         linear: largest typical defect that may fall with the growth and not with its square.
+        transparent: whether the graph shows that no curve lies in front of a normalization.
         resolution: largest rounding error of an imbalance.
     """
 
@@ -80,6 +83,7 @@ class Trial:
     settled: float = 0.0
     flat: float = 0.0
     linear: float = 0.0
+    transparent: bool = False
     resolution: float = 0.0
 
     def evidence(self, key: Key) -> list[Evidence]:
@@ -244,6 +248,9 @@ def _balanced(cut: Cut, trial: Trial) -> Tensor:
     # What is settled at both growths needs no explanation: a row of little effect has rounding of its own.
     settled = torch.maximum(before.abs(), after.abs()) <= trial.settled
     explained = settled | obeys(before, after, trial.resolution)
+    if trial.transparent and math.prod(cut) >= MANY:
+        # Where no curve can hide, what falls is ε's; where samples differ, it need not fall by exactly the square.
+        explained = torch.ones_like(settled)
     return good & (explained | _still(cut, trial) | _faded(cut, trial) | _linear(cut, trial))
 
 
@@ -287,16 +294,24 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
 
     A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: at that
     point they act through ε alone, and what is left of their effect has no reason to be balanced. It falls as ε does.
-    Of one that has hardly any variance, the imbalance falls so, but starts too high to end where others do.
+    Of one that has hardly any variance, the imbalance starts too high to end where others do; it falls as ε does, or
+    is next to nothing in all other probes.
     """
     first, last = ((block_sums(trial.far[i].tables, cut), trial.far[i].floor) for i in (0, -1))
     before, after = imbalance(*first), imbalance(*last)
-    high = (before > trial.far[0].tolerance) | (after > trial.far[-1].tolerance)
-    faded = fades(first[0][1].sqrt(), last[0][1].sqrt()) | (high & fades(before, after) & (after < trial.flat))
-    if cut_key(cut) not in trial.near[0].tables or bool(faded.double().mean() > _MOST_FADED):
-        return torch.zeros_like(faded)
-    balanced = torch.stack([_within(cut, e, e.tolerance) for e in trial.near])
-    return faded & (balanced.double().mean(0) > 0.5)
+    # A unit that dies on the way has said what it could.
+    effect = last[0][1].sqrt()
+    mute = (effect < _MUTE * effect.median()) & (before <= trial.far[-1].tolerance)
+    if cut_key(cut) not in trial.near[0].tables:
+        return mute if bool(mute.double().mean() <= _MOST_FADED) else torch.zeros_like(mute)
+    balanced = torch.stack([_within(cut, e, e.tolerance) for e in trial.near]).double().mean(0) > 0.5
+    sure = torch.stack([_within(cut, e, _PARTLY * e.tolerance) for e in trial.near]).all(0)
+    high = (before > trial.far[0].tolerance) | (after > trial.far[-1].tolerance) | ~falls(before, after, trial.settled)
+    faded = mute & balanced & (first[0][1] > 0)
+    faded |= balanced & fades(first[0][1].sqrt(), last[0][1].sqrt()) & (first[0][1] > 0)
+    faded |= high & (after < trial.flat) & balanced & fades(before, after)
+    faded |= high & (_beside_others(*last) < trial.flat) & sure
+    return faded if bool(faded.double().mean() <= _MOST_FADED) else torch.zeros_like(faded)
 
 
 def natural(cut: Cut, trial: Trial) -> tuple[float, float]:
@@ -318,7 +333,11 @@ def remaining(cut: Cut, trial: Trial) -> float:
 
 def _worst(sums: Tensor, floor: float) -> float:
     """The largest imbalance; one of a row with next to no effect beside the others does not count for much."""
-    return float(imbalance(sums, floor + _LEAST_EFFECT * float(sums[1].sqrt().median())).max())
+    return float(_beside_others(sums, floor).max())
+
+
+def _beside_others(sums: Tensor, floor: float) -> Tensor:
+    return imbalance(sums, floor + _LEAST_EFFECT * float(sums[1].sqrt().median()))
 
 
 def _within(cut: Cut, evidence: Evidence, tolerance: float) -> Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from .align import Alignment
-from .curves import run_into_curves
+from .curves import run_into_curves, seen_through
 from .defects import imbalance
 from .graph import Proposals
 from .joint import Matrix
@@ -60,6 +60,7 @@ class Survey:
         self.doubtful: Reading | None = None
         self._invariant: dict[str, bool] = {}
         self._used: list[str] | None = None
+        self._clear: dict[tuple[str, ...], bool] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter."""
@@ -148,7 +149,15 @@ class Survey:
         tolerances = [precision.loose, precision.strict][-len(self.far) :]
         readings = zip(self.far_readings(), tolerances, strict=True)
         far = [self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings]
-        return Trial(near, far, precision.settled, precision.flat, precision.linear, precision.resolution)
+        return Trial(
+            near,
+            far,
+            precision.settled,
+            precision.flat,
+            precision.linear,
+            self._transparent(names),
+            precision.resolution,
+        )
 
     def _evidence(
         self, reading: Reading, names: Sequence[str], tolerance: float, alignment: Alignment | None = None
@@ -179,6 +188,15 @@ class Survey:
         evidence = [self._evidence(exact, names, self.prober.precision.resolution) for names in sets]
         defects = [float(imbalance(e.tables[()], e.floor)) > e.tolerance for e in evidence]
         return [a and b for a, b in zip(runs, defects, strict=True)]
+
+    def _transparent(self, names: tuple[str, ...]) -> bool:
+        """Whether the graph shows that no curve lies between a set and a normalization."""
+        if self.map.graph is None:
+            return False
+        if names not in self._clear:
+            sets = [names, *((name,) for name in self.prober.trainable)]
+            self._clear |= dict(zip(sets, seen_through(self.map.graph, sets), strict=True))
+        return self._clear[names]
 
     def matrices(self, readings: Sequence[Reading], names: Sequence[str]) -> tuple[Matrix, Matrix]:
         """⟨∇L, x⟩ per probe and parameter, and the size that its sums are measured by."""
