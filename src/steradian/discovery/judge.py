@@ -9,8 +9,9 @@ from torch import Tensor
 from ..groups import Spec
 from .align import Alignment, alignments
 from .defects import GROWTH, falls, obeys
+from .evidence import Cut, block_sums, natural, remaining
 from .joint import Indices, minimal, set_imbalance, signed_set_imbalance
-from .layouts import Cut, block_sums, finest, natural, partial_cut, remaining, to_spec
+from .layouts import finest, partial_cut, to_spec
 from .points import is_matrix
 from .probe import Reading
 from .sets import proposed_sets, slices_fall, vanishes, vanishing_sets

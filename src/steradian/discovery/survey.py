@@ -9,9 +9,10 @@ import torch
 from .align import Alignment
 from .curves import run_into_curves, seen_through
 from .defects import imbalance
+from .evidence import Evidence, Trial
 from .graph import Proposals
 from .joint import Matrix
-from .layouts import Evidence, Trial, slices_balanced
+from .layouts import slices_balanced
 from .points import Point, is_matrix
 from .probe import Prober, Reading
 from .structure import Trace
