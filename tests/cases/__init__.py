@@ -11,6 +11,7 @@ from cases import (
     transposed,
     traps,
     weights,
+    written_out,
 )
 from cases._case import Case
 
@@ -27,4 +28,5 @@ CASES: list[Case] = [
     *sharing.CASES,
     *calls.CASES,
     *traps.CASES,
+    *written_out.CASES,
 ]

@@ -7,11 +7,11 @@ and then numbers alone cannot tell a curve from ε. The autograd graph can: betw
 there is no curve. It has a say only where there is a defect to explain, and only against a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .graph import Graph
 
-__all__ = ["run_into_curves"]
+__all__ = ["run_into_curves", "seen_through"]
 
 # fmt: off
 _CURVES = {
@@ -36,6 +36,13 @@ _PASSING = {
     "constantpadnd", "reflectionpad1d", "reflectionpad2d", "replicationpad1d", "replicationpad2d",
     "upsamplenearest1d", "upsamplenearest2d", "upsamplebilinear2d", "upsamplebicubic2d",
 }
+# Operations of normalizations that are written out, and the normalizations that torch has.
+_KNOWN = _PASSING | {
+    "div", "pow", "sqrt", "rsqrt", "reciprocal", "var", "std", "varmean", "stdmean", "linalgvectornorm", "norm",
+    "clamp", "clampmin", "clampmax", "maximum", "minimum", "sort", "topk", "scatteradd", "indexadd", "copyslices",
+    "nativelayernorm", "nativebatchnorm", "cudnnbatchnorm", "miopenbatchnorm", "nativegroupnorm", "fusedrmsnorm",
+    "weightnorminterface", "accumulategrad",
+}
 # fmt: on
 
 
@@ -46,6 +53,16 @@ def run_into_curves(graph: Graph, sets: Sequence[Sequence[str]]) -> list[bool]:
         graph: of one pass.
         sets: names of parameters, each set grown as one.
     """
+    return _reach(graph, sets, lambda operation: operation in _CURVES)
+
+
+def seen_through(graph: Graph, sets: Sequence[Sequence[str]]) -> list[bool]:
+    """Per set, whether it runs into no curve, and into no operation that could hide one, such as a user's own."""
+    return [not hidden for hidden in _reach(graph, sets, lambda operation: operation not in _KNOWN)]
+
+
+def _reach(graph: Graph, sets: Sequence[Sequence[str]], wanted: Callable[[str], bool]) -> list[bool]:
+    """Per set, whether its factor is still in the input of such an operation."""
     marks = dict.fromkeys(range(len(graph.names)), 0)
     bits = {name: bit for bit, name in enumerate(graph.names)}
     for number, names in enumerate(sets):
@@ -66,11 +83,10 @@ def run_into_curves(graph: Graph, sets: Sequence[Sequence[str]]) -> list[bool]:
         # A factor that is not known on one way leaves nothing to say about the sum or product.
         moved = _union(moves, reads) & ~_union(lost, reads)
         depends.append(_union(depends, reads))
+        if wanted(operation):
+            hit |= moved
         if operation == "div":
             moved &= ~_union(depends, [r for r in graph.inputs[node][1:] if r is not None])
-        elif operation in _CURVES:
-            hit |= moved
-            moved = 0
         elif operation not in _PASSING:
             moved = 0
         moves.append(moved)

@@ -16,7 +16,8 @@ def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
     """Whether a defect fell as one that comes from ε, with the square of the growth, or is settled anyway.
 
     Growing a row by ρ divides ε/σ² by ρ². What competes with the row otherwise, such as another branch added
-    before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5.
+    before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5. (An ε that is
+    added to σ loses weight with ρ too: `obeys` can ask for that, and only the size is left to tell it by.)
 
     Args:
         before: imbalances at the smaller growth.
@@ -33,7 +34,7 @@ def fades(before: Tensor, after: Tensor) -> Tensor:
     return after <= before * _PACE
 
 
-def obeys(before: Tensor, after: Tensor, resolution: float) -> Tensor:
+def obeys(before: Tensor, after: Tensor, resolution: float, *, order: int = 2) -> Tensor:
     """Whether a defect, with its sign, is divided by the square of the growth, as ε's is to first order, in most rows.
 
     An activation such as GELU, which grows into ReLU, loses its defect at the same pace on the average over many
@@ -43,8 +44,9 @@ def obeys(before: Tensor, after: Tensor, resolution: float) -> Tensor:
         before: Σ g·x / √Σ(g·x)² at the smaller growth.
         after: the same at the larger growth of the same point, with the same cotangents.
         resolution: largest rounding error of such a number.
+        order: 1 for an ε that is added to a length and not to its square.
     """
-    power = (GROWTH[1] / GROWTH[0]) ** 2
+    power = (GROWTH[1] / GROWTH[0]) ** order
     typical = torch.maximum(before.abs(), before.abs().median())
     many = before.numel() >= MANY
     # Few rows may agree by chance.
@@ -52,7 +54,11 @@ def obeys(before: Tensor, after: Tensor, resolution: float) -> Tensor:
     telling, speaking = before.abs() > power * resolution, before != 0
     # Units of ReLU that change sides on the way disturb rows that are seldom active. Most rows speak for all: half of
     # those that have something to say, or nearly all where most have next to none.
-    if many and bool(telling.any()) and (_share(obeying, telling) >= 0.5 or _share(obeying, speaking) >= 0.9):
+    if (
+        many
+        and bool(telling.any())
+        and (_share(obeying, telling) >= 0.5 or _share(obeying | ~telling, speaking) >= 0.9)
+    ):
         return torch.ones_like(obeying)
     return obeying
 

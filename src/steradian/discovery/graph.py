@@ -30,8 +30,13 @@ class Proposals:
     through: dict[int, Mask] = field(default_factory=dict)
 
     def parallel(self, mask: Mask) -> bool:
-        """Whether no member acts through another: weight and bias, two embeddings, not a residual stream."""
-        return not any(mask >> bit & 1 and through & mask for bit, through in self.through.items())
+        """Whether no member acts through another: weight and bias, two embeddings, not a residual stream.
+
+        A recurrent weight acts through itself and so through everything beside it; that does not count.
+        """
+        return not any(
+            mask >> bit & 1 and through & mask and not through >> bit & 1 for bit, through in self.through.items()
+        )
 
 
 _SUMS = ("add", "sub", "cat", "stack")

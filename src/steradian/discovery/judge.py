@@ -9,11 +9,12 @@ from torch import Tensor
 from ..groups import Spec
 from .align import Alignment, alignments
 from .defects import GROWTH, falls, obeys
-from .joint import Indices, minimal, signed_set_imbalance
-from .layouts import Cut, block_sums, finest, natural, partial_cut, remaining, to_spec
+from .evidence import Cut, block_sums, natural, remaining
+from .joint import Indices, minimal, set_imbalance, signed_set_imbalance
+from .layouts import finest, partial_cut, to_spec
 from .points import is_matrix
 from .probe import Reading
-from .sets import proposed_sets, vanishes, vanishing_sets
+from .sets import proposed_sets, slices_fall, vanishes, vanishing_sets
 from .survey import Survey
 
 __all__ = ["Finding", "Findings", "judge", "row_sums"]
@@ -103,16 +104,25 @@ def _split(survey: Survey, found: list[Finding]) -> tuple[list[Finding], list[Fi
 
 
 def _judge_effects(survey: Survey, effective: list[str], findings: Findings) -> None:
-    exact = [reading for reading in (survey.own, *survey.near) if reading.noise == survey.own.noise]
     for name in survey.prober.trainable:
-        shape, neighbors = survey.shape(name), survey.neighbors(name)
-        share = max(reading.share(name, neighbors) for reading in exact)
+        shape, share = survey.shape(name), survey.local_share(name)
         if name not in effective and not survey.prober.parameters[name].is_complex():
             findings.no_effect[name] = f"effect {share:.1e} of the largest around it"
-        elif share < _VANISHING and (not is_matrix(shape) or math.prod(shape) == shape[0]):
+        elif (share < _VANISHING and not is_matrix(shape)) or (survey.suspected(name) and _vanishes_with(survey, name)):
             findings.no_effect[name] = (
                 f"effect {share:.1e} of the largest around it: what a normalization's ε lets through"
             )
+
+
+def _vanishes_with(survey: Survey, name: str) -> bool:
+    """Whether the effect of a parameter is divided by the square of its growth, as ε is, or by its fourth power.
+
+    The latter where two of them in a row have grown.
+    """
+    if survey.doubtful is None or survey.ground is None:
+        return False
+    ratio = survey.doubtful.effect(name) / (survey.ground.reading.effect(name) or 1.0)
+    return any(0.5 < ratio * GROWTH[0] ** power < 2 for power in (2, 4))
 
 
 def _judge_single(survey: Survey, name: str, findings: Findings) -> bool:
@@ -132,23 +142,28 @@ def _joint_sets(survey: Survey, names: list[str]) -> dict[Indices, bool]:
     """Minimal sets whose sums vanish in every probe and fall, and whether the sum alone tells that ε is the cause."""
     # The last probe goes first: it is the most telling one to sort sums by.
     readings, allowed = survey.far_readings()[::-1], survey.far_tolerances()[::-1]
-    sets, far = vanishing_sets(survey, readings, allowed, names), survey.matrices(readings, names)
-    precision, sums = survey.prober.precision, {s: torch.tensor(signed_set_imbalance(*far, s)) for s in sets}
+    sets, far, near = (
+        vanishing_sets(survey, readings, allowed, names),
+        survey.matrices(readings, names),
+        survey.matrices(survey.near, names),
+    )
     # Whether parts cancel shows best where ε is gone. Of a set that was only found by trying, the other probes must
     # say so too; the two growths of one point cancel alike, so that one of them speaks for both.
-    loose, independent = [precision.loose] * len(survey.near), [*survey.near, readings[0]]
-    proposed = set(proposed_sets(survey, names))
+    precision, independent = survey.prober.precision, [*survey.near, readings[0]]
+    loose, proposed = [precision.loose] * len(survey.near), set(proposed_sets(survey, names))
     # A set that vanishes by chance at one point must not hide the larger one that it is part of.
-    true = [
-        s
-        for s, d in sums.items()
-        if bool(falls(d[-1:].abs(), d[:1].abs(), precision.settled))
-        and vanishes(survey, survey.near, loose, [names[i] for i in s], readings if s in proposed else independent)
-    ]
-    return {
-        s: len(sums[s]) < len(GROWTH) or bool(obeys(sums[s][-1:], sums[s][:1], precision.resolution))
-        for s in minimal(true)
-    }
+    explained: dict[Indices, bool] = {}
+    for s in sets:
+        after, before = torch.tensor(signed_set_imbalance(*far, s))[[0, -1], None]
+        linear = bool((set_imbalance(*near, s) <= precision.linear).all())
+        linear = linear and bool(obeys(before, after, precision.resolution, order=1))
+        falling, members = bool(falls(before.abs(), after.abs(), precision.settled)), [names[i] for i in s]
+        if (linear or falling or slices_fall(survey, readings, members)) and vanishes(
+            survey, survey.near, loose, members, readings if s in proposed else independent
+        ):
+            by_sum = falling and bool(obeys(before, after, precision.resolution))
+            explained[s] = linear or len(readings) < len(GROWTH) or by_sum
+    return {s: explained[s] for s in minimal(explained)}
 
 
 def _judge_joint(survey: Survey, names: tuple[str, ...], findings: Findings, *, by_epsilon: bool) -> None:

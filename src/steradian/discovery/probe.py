@@ -38,6 +38,7 @@ class Precision:
         strict: imbalance of a proved row after its radius grew 1024-fold, where ε has no weight left.
         settled: imbalance after that growth which needs no explanation; a larger one must have fallen as ε's does.
         flat: imbalance that may stay, where another normalization undoes the growth.
+        linear: imbalance at ordinary scale that may fall with the growth and not with its square.
         same: relative change of outputs that counts as none.
         resolution: largest rounding error of an imbalance.
     """
@@ -48,6 +49,7 @@ class Precision:
     strict: float
     settled: float
     flat: float
+    linear: float
     same: float
     resolution: float
 
@@ -57,13 +59,31 @@ def precision_of(dtype: torch.dtype | None, parameters: Sequence[Tensor]) -> Pre
     eps = max(torch.finfo(dtype or p.dtype).eps for p in parameters)
     if eps < 1e-12:
         return Precision(
-            dtype, noise=1e-10, loose=0.05, strict=1e-4, settled=1e-6, flat=1e-2, same=1e-5, resolution=1e-9
+            dtype,
+            noise=1e-10,
+            loose=0.05,
+            strict=1e-4,
+            settled=1e-6,
+            flat=1e-2,
+            linear=5e-4,
+            same=1e-5,
+            resolution=1e-9,
         )
     if eps < 1e-6:
         return Precision(
-            dtype, noise=1e-5, loose=0.05, strict=1e-2, settled=3e-4, flat=1e-2, same=1e-2, resolution=1e-3
+            dtype,
+            noise=1e-5,
+            loose=0.05,
+            strict=1e-2,
+            settled=3e-4,
+            flat=1e-2,
+            linear=5e-4,
+            same=1e-2,
+            resolution=1e-3,
         )
-    return Precision(dtype, noise=1e-2, loose=0.2, strict=0.1, settled=0.1, flat=0.1, same=0.1, resolution=0.1)
+    return Precision(
+        dtype, noise=1e-2, loose=0.2, strict=0.1, settled=0.1, flat=0.1, linear=0.0, same=0.1, resolution=0.1
+    )
 
 
 class Recorder(Protocol):

@@ -6,31 +6,38 @@ import numpy as np
 import torch
 
 from .align import Alignment, alignments
-from .defects import MANY
+from .defects import MANY, falls
 from .graph import members
-from .joint import Indices, Matrix, Parts, zero_sums
+from .joint import TELLING, Indices, Matrix, Parts, zero_sums
 from .probe import Reading
 from .survey import LEAST_SHARE, Survey
 
-__all__ = ["proposed_sets", "vanishes", "vanishing_sets"]
+__all__ = ["proposed_sets", "slices_fall", "vanishes", "vanishing_sets"]
 
 _LARGER_SETS = 0.03
 _PART = 0.01
 
 
 def vanishing_sets(
-    survey: Survey, readings: Sequence[Reading], allowed: Sequence[float], names: list[str]
+    survey: Survey, readings: Sequence[Reading], allowed: Sequence[float], names: list[str], *, least: float = TELLING
 ) -> list[Indices]:
     """Sets of parameters whose sums vanish because their parts cancel.
 
     Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the
     weight nearly is. Other sets are sought among the unbalanced.
+
+    Args:
+        survey: all readings.
+        readings: where sums must vanish.
+        allowed: up to what, per reading.
+        names: the parameters, which a set gives by their numbers.
+        least: as in `Parts.cancels`, for the sets that are proposed.
     """
     M, sizes = survey.matrices(readings, names)
     found: set[Indices] = set()
     for proposed in proposed_sets(survey, names):
         for indices in _by_residue(M, {_essential(M, proposed), proposed}):
-            if len(indices) > 1 and vanishes(survey, readings, allowed, [names[i] for i in indices]):
+            if len(indices) > 1 and vanishes(survey, readings, allowed, [names[i] for i in indices], least=least):
                 found.add(indices)
                 break
     place = [i for i, name in enumerate(names) if not survey.invariant_near(name)]
@@ -49,6 +56,8 @@ def vanishes(
     allowed: Sequence[float],
     names: Sequence[str],
     independent: Sequence[Reading] | None = None,
+    *,
+    least: float = TELLING,
 ) -> bool:
     """Whether the sum of a set vanishes because its parts cancel: as a whole, or in a typical shared slice.
 
@@ -58,12 +67,25 @@ def vanishes(
         allowed: up to what, per reading.
         names: the set.
         independent: readings that tell whether parts cancel, if not the same.
+        least: as in `Parts.cancels`.
     """
     telling, shapes = independent or readings, [survey.shape(name) for name in names]
     for alignment in (None, *(a for a in alignments(shapes) if a.slices >= MANY)):
         here, there = (_parts(survey, among, names, alignment) for among in (readings, telling))
-        if here is not None and there is not None and here.balanced(allowed) and there.cancels():
+        if here is not None and there is not None and here.balanced(allowed) and there.cancels(least):
             return True
+    return False
+
+
+def slices_fall(survey: Survey, readings: Sequence[Reading], names: Sequence[str]) -> bool:
+    """Whether what is left of a typical shared slice falls as ε does, from the second reading to the first."""
+    settled = survey.prober.precision.settled
+    for alignment in alignments([survey.shape(name) for name in names]):
+        parts = _parts(survey, readings, names, alignment) if alignment.slices >= MANY else None
+        if parts is not None and len(readings) > 1:
+            after, before = torch.tensor(parts.typical())[:, None]
+            if bool(falls(before, after, settled)):
+                return True
     return False
 
 

@@ -7,11 +7,12 @@ import numpy as np
 import torch
 
 from .align import Alignment
-from .curves import run_into_curves
+from .curves import run_into_curves, seen_through
 from .defects import imbalance
+from .evidence import Evidence, Trial
 from .graph import Proposals
 from .joint import Matrix
-from .layouts import Evidence, Trial, slices_balanced
+from .layouts import slices_balanced
 from .points import Point, is_matrix
 from .probe import Prober, Reading
 from .structure import Trace
@@ -22,6 +23,7 @@ __all__ = ["LEAST_SHARE", "Stand", "Survey"]
 LEAST_SHARE = 0.03
 """Share of its effect that a parameter's part of a sum is at least measured by."""
 _NEIGHBORS = 8
+_SUSPECTED = 5e-3
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Survey:
         map: a trace whose graph leads from parameters to modules.
         proposals: what that graph says about sets.
         growing: what grows, by parameter: 1, or 1 on some blocks and 0 elsewhere.
+        doubtful: the ground with grown parameters of next to no effect.
     """
 
     def __init__(self, prober: Prober, own: Reading) -> None:
@@ -55,8 +58,10 @@ class Survey:
         self.map = Trace()
         self.proposals = Proposals()
         self.growing: dict[str, float | torch.Tensor] = {}
+        self.doubtful: Reading | None = None
         self._invariant: dict[str, bool] = {}
         self._used: list[str] | None = None
+        self._clear: dict[tuple[str, ...], bool] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter."""
@@ -80,9 +85,16 @@ class Survey:
         Rounding is in proportion to what passes through a place, and in float32 to what passes elsewhere too.
         """
         readings = (self.own, *self.near)
-        return any(r.share(name) > r.noise for r in readings) or any(
-            r.share(name, self.neighbors(name)) > r.noise for r in readings if r.noise == self.own.noise
-        )
+        return any(r.share(name) > r.noise for r in readings) or self.local_share(name) > self.own.noise
+
+    def local_share(self, name: str) -> float:
+        """The largest effect of a parameter beside its neighbors, in an exact reading."""
+        exact = (reading for reading in (self.own, *self.near) if reading.noise == self.own.noise)
+        return max(reading.share(name, self.neighbors(name)) for reading in exact)
+
+    def suspected(self, name: str) -> bool:
+        """Whether a gain or a bias has so little effect that a normalization's ε may be all that lets it through."""
+        return not is_matrix(self.shape(name)) and self.local_share(name) < _SUSPECTED
 
     def neighbors(self, name: str) -> Sequence[str]:
         """Parameters that are used shortly before and after one in the forward pass, and itself.
@@ -134,9 +146,19 @@ class Survey:
         """All evidence about a parameter, or about several as one, slice beside slice as the alignment says."""
         precision = self.prober.precision
         near = [self._evidence(reading, names, precision.loose, alignment) for reading in self.near]
-        readings = zip(self.far_readings(), self.far_tolerances(), strict=True)
+        # What a row of hardly any variance has left after the smaller growth, the larger one takes.
+        tolerances = [precision.loose, precision.strict][-len(self.far) :]
+        readings = zip(self.far_readings(), tolerances, strict=True)
         far = [self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings]
-        return Trial(near, far, precision.settled, precision.flat, precision.resolution)
+        return Trial(
+            near,
+            far,
+            precision.settled,
+            precision.flat,
+            precision.linear,
+            self._transparent(names),
+            precision.resolution,
+        )
 
     def _evidence(
         self, reading: Reading, names: Sequence[str], tolerance: float, alignment: Alignment | None = None
@@ -167,6 +189,15 @@ class Survey:
         evidence = [self._evidence(exact, names, self.prober.precision.resolution) for names in sets]
         defects = [float(imbalance(e.tables[()], e.floor)) > e.tolerance for e in evidence]
         return [a and b for a, b in zip(runs, defects, strict=True)]
+
+    def _transparent(self, names: tuple[str, ...]) -> bool:
+        """Whether the graph shows that no curve lies between a set and a normalization."""
+        if self.map.graph is None:
+            return False
+        if names not in self._clear:
+            sets = [names, *((name,) for name in self.prober.trainable)]
+            self._clear |= dict(zip(sets, seen_through(self.map.graph, sets), strict=True))
+        return self._clear[names]
 
     def matrices(self, readings: Sequence[Reading], names: Sequence[str]) -> tuple[Matrix, Matrix]:
         """⟨∇L, x⟩ per probe and parameter, and the size that its sums are measured by."""

@@ -22,6 +22,8 @@ _REVIVALS = 2
 _RESERVE = 4
 """Passes that the second growth and the verification need."""
 _SURE = 0.05
+_LIKELY = 8.0
+"""How many times what ε leaves of a sum its parts are on the average, for a set to be worth growing."""
 _LOST = 1e-4
 
 
@@ -59,6 +61,15 @@ class Surveyor:
             # The model bears no other point than its own.
             self.survey.near = [self.survey.own]
         self._choose_candidates()
+        self._look_at_suspects()
+
+    def _look_at_suspects(self) -> None:
+        """One more probe if gains or biases have next to no effect: grown, they lose it if ε is all that gives it."""
+        suspects = [name for name in self.survey.effective() if self.survey.suspected(name)]
+        if suspects and self.survey.ground is not None and self.prober.left > _RESERVE + 1:
+            stand = self.survey.ground
+            point = stand.point.scaled(dict.fromkeys(suspects, GROWTH[0]))
+            self.survey.doubtful = self._probe(stand.seed, point, None)
 
     def _revive(self) -> None:
         """One more probe, in which what was silent speaks.
@@ -73,6 +84,7 @@ class Surveyor:
             for name in self.prober.trainable
             if all(reading.slope(name) == 0 for reading in self.survey.near)
             and self.survey.map.graph.leaf_node(name) is not None
+            and self.prober.parameters[name].numel()
         ]
         if silent:
             stand = self._revived or self.survey.ground
@@ -159,7 +171,7 @@ class Surveyor:
     def _choose_candidates(self) -> None:
         loose = self.prober.precision.loose
         names = self.survey.effective()
-        sets = vanishing_sets(self.survey, self.survey.near, [loose] * len(self.survey.near), names)
+        sets = vanishing_sets(self.survey, self.survey.near, [loose] * len(self.survey.near), names, least=_LIKELY)
         told = [tuple(names[i] for i in s) for s in sets]
         self._together = {n for s, runs in zip(told, self.survey.curved(told), strict=True) if not runs for n in s}
         single = [name for name in names if name not in self._together and self.survey.invariant_near(name)]
