@@ -177,3 +177,22 @@ def test_rows_of_another_model_are_refused():
         groups.of(wider)
     with pytest.raises(ValueError, match=r"2\.weight.*no such parameter"):
         groups.of(shorter[:2])
+
+
+@pytest.mark.parametrize(
+    ("spec", "weight", "blocks"),
+    [
+        (("axis", 1), (4, 6, 3), lambda w, i: w[:, i]),
+        (("grid", 1, 2), (4, 6, 3), lambda w, i: w[:, 3 * i : 3 * i + 3]),
+        (("grid", 2, -1), (4, 3, 3), lambda w, i: w[2 * (i // 3) : 2 * (i // 3) + 2, i % 3]),
+        (("grid", 2, 2), (4, 4, 3), lambda w, i: w[2 * (i // 2) : 2 * (i // 2) + 2, 2 * (i % 2) : 2 * (i % 2) + 2]),
+    ],
+)
+def test_a_bias_goes_with_the_outputs_of_any_weight(spec, weight, blocks):
+    """A transposed convolution has its outputs on dimension 1, and inside blocks of dimension 0 if it has groups."""
+    outputs = weight[1] * (2 if spec[1] == 2 else 1)
+    w, b = torch.randn(weight), torch.randn(outputs)
+    joint = Layout(spec).join([w, b])
+    for i, row in enumerate(joint):
+        assert torch.equal(row, torch.cat([blocks(w, i).flatten(), b.chunk(len(joint))[i]]))
+    assert all(map(torch.equal, Layout(spec).part(joint, [w.shape, b.shape]), (w, b)))

@@ -336,6 +336,83 @@ class TestScale:
         assert groups.groups[0].unseen == 12
 
 
+class TestEffects:
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_length_in_front_of_batch_normalization(self, seed: int):
+        """The length that weight_norm keeps is taken away again, up to ε."""
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), nn.BatchNorm1d(5), nn.Tanh())
+        groups = find_groups(model, torch.randn(16, 6))
+        assert groups.layouts == {"0.parametrizations.weight.original1": "filter"}
+        assert set(groups.no_effect) == {"0.bias", "0.parametrizations.weight.original0"}
+        assert groups.passes[0] <= 12
+
+    def test_a_weak_parameter_has_an_effect(self):
+        class Weak(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.norm, self.head = nn.Linear(6, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 3)
+                self.shift = nn.Parameter(torch.randn(3))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(self.norm(self.fc(x)).tanh()) + 1e-3 * self.shift
+
+        groups = find_groups(Weak(), torch.randn(16, 6))
+        assert groups.layouts == {"fc.weight": "tensor"}
+        assert groups.no_effect == []
+
+    def test_an_empty_parameter(self):
+        model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.LayerNorm(5))
+        model.extra = nn.Parameter(torch.empty(0, 3))
+        model.forward = lambda x: model[1](model[0](x)) + model.extra.sum()
+        groups = find_groups(model, torch.randn(16, 6))
+        assert groups.layouts == {"0.weight": "tensor"}
+        assert groups.no_effect == ["extra"]
+        assert groups.passes[0] <= 9
+
+
+class KeyValueCache:
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class TestOutputs:
+    @pytest.mark.parametrize("kept", [lambda v: {"past_key_values": (v,)}, lambda v: {"state": KeyValueCache(v)}])
+    def test_caches_are_not_answers(self, kept: Any):
+        """No loss is computed from what is kept for the next token."""
+
+        class Attention(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.q, self.k, self.v = (nn.Linear(8, 8, bias=False) for _ in range(3))
+                self.norm = nn.RMSNorm(8)
+
+            def forward(self, x: Tensor) -> dict[str, Any]:
+                v = self.v(x)
+                y = functional.scaled_dot_product_attention(self.q(x), self.k(x), v)
+                return {"logits": self.norm(y).tanh(), **kept(v)}
+
+        assert find_groups(Attention(), torch.randn(3, 5, 8)).layouts == {"v.weight": "tensor"}
+
+    @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch has no grouped products")
+    def test_grouped_products(self):
+        """Experts behind one product, which torch does not compute in float64."""
+
+        class Experts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.up, self.norm, self.down = nn.Parameter(torch.randn(3, 8, 16)), nn.LayerNorm(16), nn.Linear(16, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                ends = torch.tensor([4, 4, 16], dtype=torch.int32)
+                return self.down(self.norm(torch._grouped_mm(x, self.up, offs=ends)).tanh())
+
+        groups = find_groups(Experts(), torch.randn(16, 8))
+        assert groups.layouts == {"up": "filter"}
+        assert groups.groups[0].unseen == 1
+        assert groups.notes == []
+
+
 @dataclass
 class Answer:
     logits: Tensor

@@ -2,7 +2,7 @@
 
 1. One pass at the model's own point: it finds errors out and measures the defect at the model's own ε.
 2. Three passes at random points: what is balanced there, up to what ε may do, is a candidate. Where parts of the
-   model are silent in all of them, up to two more.
+   model are silent in all of them, up to two more; one more where a gain or a bias has next to no effect.
 3. Two passes with the candidates 32 and 1024 times larger. The defect that a normalization's ε leaves a row is
    divided by the square of that factor, any other is not: this is the line between "invariant up to ε" and "not
    invariant".

@@ -69,12 +69,13 @@ def vanishes(
         independent: readings that tell whether parts cancel, if not the same.
         least: as in `Parts.cancels`.
     """
-    telling, shapes = independent or readings, [survey.shape(name) for name in names]
-    for alignment in (None, *(a for a in alignments(shapes) if a.slices >= MANY)):
-        here, there = (_parts(survey, among, names, alignment) for among in (readings, telling))
-        if here is not None and there is not None and here.balanced(allowed) and there.cancels(least):
-            return True
-    return False
+    shapes = [survey.shape(name) for name in names]
+    views = (None, *(a for a in alignments(shapes) if a.slices >= MANY))
+    here = (_parts(survey, readings, names, view) for view in views)
+    if not any(parts is not None and parts.balanced(allowed) for parts in here):
+        return False
+    there = (_parts(survey, independent or readings, names, view) for view in views)
+    return any(parts is not None and parts.cancels(least) for parts in there)
 
 
 def slices_fall(survey: Survey, readings: Sequence[Reading], names: Sequence[str]) -> bool:

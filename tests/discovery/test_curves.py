@@ -1,0 +1,84 @@
+"""What the graph says about curves: only against a row, and only where nothing can have taken its scale away."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from steradian.discovery import find_groups
+from steradian.discovery.curves import run_into_curves, seen_through
+from steradian.discovery.graph import Graph, read_graph
+
+
+def graph(function: Callable[[Tensor, Tensor], Tensor]) -> Graph:
+    """Of a function of two matrices, called a and b."""
+    a, b = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    return read_graph([function(a, b)], {"a": a, "b": b})
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    return functional.layer_norm(x, (4,))
+
+
+def written_out(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5)
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return g
+
+
+@pytest.mark.parametrize(
+    ("function", "curved", "clear"),
+    [
+        pytest.param(lambda a, b: (a @ b).relu().abs(), [False, False], [True, True], id="pieces of lines"),
+        pytest.param(lambda a, b: functional.gelu(a @ b), [True, True], [False, False], id="gelu"),
+        pytest.param(lambda a, b: a * torch.sigmoid(1.7 * b), [False, True], [True, False], id="gate"),
+        pytest.param(lambda a, b: layer_norm(a @ b).tanh(), [False, False], [True, True], id="behind a norm"),
+        pytest.param(lambda a, b: written_out(a @ b).exp(), [False, False], [True, True], id="behind its formula"),
+        pytest.param(lambda a, b: (a / b.norm()).tanh(), [True, False], [False, True], id="divided by another"),
+        pytest.param(lambda a, b: Own.apply(a).tanh() + b, [False, False], [False, True], id="behind a user's own"),
+    ],
+)
+def test_what_runs_into_a_curve(function: Callable[[Tensor, Tensor], Tensor], curved: list[bool], clear: list[bool]):
+    made = graph(function)
+    assert run_into_curves(made, [("a",), ("b",)]) == curved
+    assert seen_through(made, [("a",), ("b",)]) == clear
+
+
+def test_a_ratio_has_no_scale():
+    """Each alone moves it, both together do not."""
+    made = graph(lambda a, b: (a / b.norm()).tanh())
+    assert run_into_curves(made, [("a",), ("a", "b")]) == [True, False]
+
+
+def test_a_row_without_a_defect_needs_no_graph():
+    """A power written as exp and log runs into curves, but is balanced to the last digit."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.rand(4, 6) + 0.5)
+    model.forward = lambda x: functional.linear(
+        x, (model.w / model.w.square().sum(1, keepdim=True).log().mul(0.5).exp())
+    )
+    assert find_groups(model, torch.randn(8, 6)).layouts == {"w": "filter"}
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.GroupNorm(1, 16), lambda: nn.GroupNorm(4, 16), lambda: nn.BatchNorm2d(16)])
+@pytest.mark.parametrize("activation", [nn.Mish, nn.GELU, nn.Softplus, nn.ELU])
+def test_large_weights_in_front_of_a_curve(activation: Callable[[], nn.Module], norm: Callable[[], nn.Module]):
+    """With inputs of 10 to 100 a smooth activation is homogeneous up to the size of an ε."""
+    for seed, size in enumerate((3.0, 10.0, 30.0)):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), activation(), norm(), nn.Tanh(), nn.Conv2d(16, 2, 1))
+        with torch.no_grad():
+            for parameter in model[0].parameters():
+                parameter.mul_(size)
+        groups = find_groups(model, torch.randn(6, 3, 8, 8))
+        assert groups.layouts == {}
