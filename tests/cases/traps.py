@@ -73,6 +73,11 @@ CASES = [
         lambda: _steep(Apply(lambda x: x * torch.sigmoid(1.7 * x)), nn.GroupNorm(1, 16)),
         images,
     ),
+    case("polynomial_before_bn", lambda: _steep(Apply(lambda x: x + x**3)), images),  # falls exactly as ε does
+    case("threshold_before_bn", lambda: _steep(nn.Threshold(0.5, 0.0)), images),  # a jump that no gradient sees
+    case(
+        "jump_before_ln", lambda: _steep(Apply(lambda x: torch.where(x > 0.5, x, 0.1 * x)), nn.GroupNorm(1, 16)), images
+    ),
     case(
         "shifted_squares_before_gn",  # what is added is removed with the mean
         lambda: _steep(Apply(lambda x: 0.9 * x.relu() ** 2 - 0.4), nn.GroupNorm(4, 16)),

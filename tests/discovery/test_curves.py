@@ -44,6 +44,18 @@ class Own(torch.autograd.Function):
         pytest.param(lambda a, b: a * torch.sigmoid(1.7 * b), [False, True], [True, False], id="gate"),
         pytest.param(lambda a, b: layer_norm(a @ b).tanh(), [False, False], [True, True], id="behind a norm"),
         pytest.param(lambda a, b: written_out(a @ b).exp(), [False, False], [True, True], id="behind its formula"),
+        pytest.param(lambda a, b: (a @ b) + (a @ b) ** 3, [True, True], [False, False], id="a polynomial"),
+        pytest.param(
+            lambda a, b: a.square().mean() - a.mean() ** 2 + b, [False, False], [False, True], id="a variance"
+        ),
+        pytest.param(
+            lambda a, b: a * (a**2).mean() ** -0.5 + b.tanh(), [False, True], [False, False], id="no power left"
+        ),
+        pytest.param(lambda a, b: functional.threshold(a, 0.1, 0) + b, [True, False], [False, True], id="a jump"),
+        pytest.param(
+            lambda a, b: functional.threshold(a, 0, 0) + b, [False, False], [True, True], id="the jump of ReLU"
+        ),
+        pytest.param(lambda a, b: a.clamp(min=-1) * b, [False, False], [False, True], id="a threshold"),
         pytest.param(lambda a, b: (a / b.norm()).tanh(), [True, False], [False, True], id="divided by another"),
         pytest.param(lambda a, b: Own.apply(a).tanh() + b, [False, False], [False, True], id="behind a user's own"),
     ],

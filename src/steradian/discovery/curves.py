@@ -7,7 +7,7 @@ and then numbers alone cannot tell a curve from ε. The autograd graph can: betw
 there is no curve. It has a say only where there is a defect to explain, and only against a row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .graph import Graph
 
@@ -16,7 +16,8 @@ __all__ = ["run_into_curves", "seen_through"]
 # fmt: off
 _CURVES = {
     "gelu", "silu", "mish", "elu", "celu", "softplus", "logsigmoid", "sigmoid", "tanh", "glu",
-    "hardswish", "hardsigmoid", "hardtanh", "softshrink", "hardshrink", "softmax", "logsoftmax", "logsumexp",
+    "hardswish", "hardsigmoid", "hardtanh", "softshrink", "hardshrink", "threshold",
+    "softmax", "logsoftmax", "logsumexp",
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "erf", "erfc", "sin", "cos", "tan",
     "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
 }
@@ -36,24 +37,34 @@ _PASSING = {
     "constantpadnd", "reflectionpad1d", "reflectionpad2d", "replicationpad1d", "replicationpad2d",
     "upsamplenearest1d", "upsamplenearest2d", "upsamplebilinear2d", "upsamplebicubic2d",
 }
-# Operations of normalizations that are written out, and the normalizations that torch has.
-_KNOWN = _PASSING | {
-    "div", "pow", "sqrt", "rsqrt", "reciprocal", "var", "std", "varmean", "stdmean", "linalgvectornorm", "norm",
-    "clamp", "clampmin", "clampmax", "maximum", "minimum", "sort", "topk", "scatteradd", "indexadd", "copyslices",
+# What else a factor may run into without meeting a curve: the normalizations that torch has, and lengths. A power or
+# a clamp may be part of one, but also of a polynomial or of an activation with a threshold; so may a choice.
+_KNOWN = (_PASSING - {"where", "maskedfill"}) | {
+    "div", "var", "std", "varmean", "stdmean", "linalgvectornorm", "norm", "sort", "topk", "scatteradd", "indexadd",
     "nativelayernorm", "nativebatchnorm", "cudnnbatchnorm", "miopenbatchnorm", "nativegroupnorm", "fusedrmsnorm",
     "weightnorminterface", "accumulategrad",
 }
+# Of these the first two inputs are multiplied, of the next the second and the third; whatever else there is, is added.
+_PRODUCTS = {
+    "mul", "mm", "bmm", "mv", "dot", "matmul", "groupedmm",
+    "convolution", "mkldnnconvolution", "cudnnconvolution", "linear", "mkldnnlinear",
+}
+_SUMS_OF_PRODUCTS = {"addmm", "addbmm", "baddbmm", "addmv", "addcmul"}
+# These lay inputs beside each other or choose among them.
+_BESIDE = {"cat", "stack", "where", "max", "prelukernel", "rreluwithnoise", "trilinear", "lerp"}
 # fmt: on
 
 
 def run_into_curves(graph: Graph, sets: Sequence[Sequence[str]]) -> list[bool]:
     """Per set of parameters, whether growing it moves the input of a curve by a power of the factor.
 
+    A sum of different powers of the factor, as in a polynomial, is a curve too.
+
     Args:
         graph: of one pass.
         sets: names of parameters, each set grown as one.
     """
-    return _reach(graph, sets, lambda operation: operation in _CURVES)
+    return _reach(graph, sets, lambda operation: operation in _CURVES, mixtures=True)
 
 
 def seen_through(graph: Graph, sets: Sequence[Sequence[str]]) -> list[bool]:
@@ -61,41 +72,84 @@ def seen_through(graph: Graph, sets: Sequence[Sequence[str]]) -> list[bool]:
     return [not hidden for hidden in _reach(graph, sets, lambda operation: operation not in _KNOWN)]
 
 
-def _reach(graph: Graph, sets: Sequence[Sequence[str]], wanted: Callable[[str], bool]) -> list[bool]:
-    """Per set, whether its factor is still in the input of such an operation."""
-    marks = dict.fromkeys(range(len(graph.names)), 0)
+Powers = dict[float, int]
+"""Sets of which some power of the factor is in a tensor, one bit for each set, by that power."""
+
+
+def _reach(
+    graph: Graph, sets: Sequence[Sequence[str]], wanted: Callable[[str], bool], *, mixtures: bool = False
+) -> list[bool]:
+    """Per set, whether its factor is still in the input of such an operation, or in a mixture of powers."""
     bits = {name: bit for bit, name in enumerate(graph.names)}
+    marks = dict.fromkeys(range(len(graph.names)), 0)
     for number, names in enumerate(sets):
         for name in names:
             marks[bits[name]] |= 1 << number
-    # Per node, with one bit for each set: it depends on the set; the factor is still in it; or was lost sight of.
+    # Per node: the sets it depends on, and the powers of their factors that are in it as far as that is known.
     depends: list[int] = []
-    moves: list[int] = []
-    lost: list[int] = []
+    powers: list[Powers] = []
     hit = 0
     for node, leaf in enumerate(graph.leaf):
-        operation, reads = graph.operations[node], [r for r in graph.inputs[node] if r is not None]
         if leaf is not None:
             depends.append(marks[leaf])
-            moves.append(marks[leaf])
-            lost.append(0)
+            powers.append({1.0: marks[leaf]})
             continue
+        operation, reads = graph.operations[node], [r for r in graph.inputs[node] if r is not None]
         # A factor that is not known on one way leaves nothing to say about the sum or product.
-        moved = _union(moves, reads) & ~_union(lost, reads)
-        depends.append(_union(depends, reads))
+        known = ~_union(depends[r] & ~_union(powers[r].values()) for r in reads)
+        incoming = [{} if r is None else {d: m & known for d, m in powers[r].items()} for r in graph.inputs[node]]
         if wanted(operation):
-            hit |= moved
-        if operation == "div":
-            moved &= ~_union(depends, [r for r in graph.inputs[node][1:] if r is not None])
-        elif operation not in _PASSING:
-            moved = 0
-        moves.append(moved)
-        lost.append(depends[-1] & ~moved)
+            hit |= _union(mask for of_input in incoming for mask in of_input.values())
+        depends.append(_union(depends[r] for r in reads))
+        found, mixed = _combine(operation, incoming, graph.exponent[node], depends, graph.inputs[node])
+        powers.append(found)
+        hit |= mixed if mixtures else 0
     return [bool(hit >> number & 1) for number in range(len(sets))]
 
 
-def _union(masks: Sequence[int], nodes: Sequence[int]) -> int:
+def _combine(
+    operation: str, incoming: list[Powers], exponent: float, depends: list[int], reads: list[int | None]
+) -> tuple[Powers, int]:
+    """The powers in the result of an operation, and the sets of which it mixes several."""
+    if operation == "pow":
+        return {exponent * d: mask for of_input in incoming[:1] for d, mask in of_input.items()}, 0
+    if operation == "div":
+        # Behind a division by what depends on the set, there may be no scale left.
+        left = ~_union(depends[r] for r in reads[1:] if r is not None)
+        return {d: mask & left for d, mask in incoming[0].items()}, 0
+    if operation not in _PASSING:
+        return {}, 0
+    if operation in _PRODUCTS:
+        factors, terms = incoming[:2], incoming[2:]
+    elif operation in _SUMS_OF_PRODUCTS:
+        factors, terms = incoming[1:3], incoming[:1]
+    else:
+        factors, terms = incoming[:1], incoming[1:]
+    result = factors[0] if len(factors) < 2 else _product(*factors)
+    for term in terms:
+        result = {d: result.get(d, 0) | term.get(d, 0) for d in {*result, *term}}
+    once, mixed = 0, 0
+    for mask in result.values():
+        mixed |= once & mask
+        once |= mask
+    kept = {d: mask & ~mixed for d, mask in result.items() if d and mask & ~mixed}
+    return kept, 0 if operation in _BESIDE else mixed
+
+
+def _product(a: Powers, b: Powers) -> Powers:
+    """Powers add where both factors have one, and are kept where one has."""
+    both = _union(a.values()) & _union(b.values())
+    result: Powers = {}
+    for d, mask in [*a.items(), *b.items()]:
+        result[d] = result.get(d, 0) | mask & ~both
+    for d, mask in a.items():
+        for e, other in b.items():
+            result[d + e] = result.get(d + e, 0) | mask & other
+    return result
+
+
+def _union(masks: Iterable[int]) -> int:
     total = 0
-    for node in nodes:
-        total |= masks[node]
+    for mask in masks:
+        total |= mask
     return total

@@ -83,6 +83,7 @@ class Graph:
         consumers: per node, the nodes that read it.
         leaf: per node, the bit of its parameter, or None.
         sequence: per node, its place in the forward pass.
+        exponent: per node, the exponent of a power, else 1.
     """
 
     names: list[str]
@@ -91,6 +92,7 @@ class Graph:
     consumers: list[list[int]] = field(default_factory=list)
     leaf: list[int | None] = field(default_factory=list)
     sequence: list[int] = field(default_factory=list)
+    exponent: list[float] = field(default_factory=list)
 
     def leaf_node(self, name: str) -> int | None:
         """The node of a parameter, None where no output depends on it."""
@@ -124,6 +126,8 @@ def read_graph(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> Graph
         graph.leaf.append(bits.get(id(variable)) if variable is not None else None)
         graph.operations.append(_operation(node))
         graph.sequence.append(node._sequence_nr() if variable is None else -1)
+        exponent = getattr(node, "_saved_exponent", None) if graph.operations[-1] == "pow" else None
+        graph.exponent.append(float(exponent) if isinstance(exponent, int | float) else 1.0)
     return graph
 
 
@@ -145,7 +149,9 @@ def graph_nodes(outputs: Sequence[Tensor]) -> list[Any]:
 
 def _operation(node: Any) -> str:
     name = str(node.name()).rsplit("::", 1)[-1].lower()
-    return name.rstrip("0123456789").removesuffix("backward").replace("_", "")
+    name = name.rstrip("0123456789").removesuffix("backward").replace("_", "")
+    # At zero a threshold is ReLU; anywhere else it has a size of its own.
+    return "relu" if name == "threshold" and getattr(node, "_saved_threshold", None) == 0 else name
 
 
 def members(mask: Mask, names: Sequence[str]) -> tuple[str, ...]:

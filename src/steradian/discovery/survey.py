@@ -156,7 +156,7 @@ class Survey:
             precision.settled,
             precision.flat,
             precision.linear,
-            self._transparent(names),
+            self.transparent(names),
             precision.resolution,
         )
 
@@ -190,7 +190,7 @@ class Survey:
         defects = [float(imbalance(e.tables[()], e.floor)) > e.tolerance for e in evidence]
         return [a and b for a, b in zip(runs, defects, strict=True)]
 
-    def _transparent(self, names: tuple[str, ...]) -> bool:
+    def transparent(self, names: tuple[str, ...]) -> bool:
         """Whether the graph shows that no curve lies between a set and a normalization."""
         if self.map.graph is None:
             return False
