@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .defects import MANY, fades, falls, imbalance, obeys, signed_imbalance
+from .defects import GROWTH, MANY, fades, falls, imbalance, obeys, signed_imbalance
 from .tables import Key, Table
 
 __all__ = [
@@ -37,6 +37,8 @@ PARTLY = 0.05
 """Share of the tolerance of near probes that a block of a partly invariant parameter may take."""
 _LEAST_EFFECT = 0.03
 """Share of the typical row's effect, below which a row hardly moves the outputs."""
+_FASTER = 16
+"""How many times faster than others a defect may fall."""
 _MUTE = 1e-6
 """Share of the typical row's effect, below which a row says nothing at a grown point."""
 _MOST_FADED = 0.25
@@ -130,7 +132,27 @@ def balanced_blocks(cut: Cut, trial: Trial) -> Tensor:
     if trial.transparent and math.prod(cut) >= MANY:
         # Where no curve can hide, what falls is ε's; where samples differ, it need not fall by exactly the square.
         explained = torch.ones_like(settled)
-    return good & (explained | _still(cut, trial) | _faded(cut, trial) | _linear(cut, trial))
+    explained |= _still(cut, trial) | _faded(cut, trial) | _linear(cut, trial)
+    return good & explained & ~_saturated(cut, trial)
+
+
+def _saturated(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks whose defect falls much faster than ε's, from ordinary scale to the smaller growth or from there on.
+
+    Nothing that ε does is gone so soon. A way past the normalization that saturates may be, and its rows are none.
+    """
+    first, last = ((block_sums(trial.far[i].tables, cut), trial.far[i].floor) for i in (0, -1))
+    before, (radial, effect) = imbalance(*first), (last[0][0].abs(), last[0][1].sqrt())
+    pace = min(float(radial.median() / first[0][0].abs().median().clamp(min=1e-300)), (GROWTH[0] / GROWTH[1]) ** 2)
+    fast = (before > 10 * trial.settled) & (radial < first[0][0].abs() * pace / _FASTER)
+    fast &= effect >= _MUTE * effect.median()
+    if cut_key(cut) not in trial.near[0].tables:
+        return fast
+    typical = torch.stack([imbalance(block_sums(e.tables, cut), e.floor) for e in trial.near]).median(0).values
+    tolerance = trial.near[0].tolerance
+    if bool(typical.median() > PARTLY * tolerance):  # ε has weight everywhere
+        return fast
+    return fast | ((typical > tolerance) & (before < typical / (_FASTER * GROWTH[0] ** 2)))
 
 
 def _still(cut: Cut, trial: Trial) -> Tensor:
@@ -167,9 +189,9 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
     """
     first, last = ((block_sums(trial.far[i].tables, cut), trial.far[i].floor) for i in (0, -1))
     before, after = imbalance(*first), imbalance(*last)
-    # A unit that dies on the way has said what it could.
-    effect = last[0][1].sqrt()
-    mute = (effect < _MUTE * effect.median()) & (before <= trial.far[-1].tolerance)
+    # A unit that dies on the way has said what it could; one that was dead before had nothing to say.
+    silent = [sums[1].sqrt() < _MUTE * sums[1].sqrt().median() for sums, _ in (first, last)]
+    mute = silent[1] & (silent[0] | (before <= trial.far[-1].tolerance))
     if cut_key(cut) not in trial.near[0].tables:
         return mute if bool(mute.double().mean() <= _MOST_FADED) else torch.zeros_like(mute)
     balanced = torch.stack([within(cut, e, e.tolerance) for e in trial.near]).double().mean(0) > 0.5
@@ -177,7 +199,8 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
     high = (before > trial.far[0].tolerance) | (after > trial.far[-1].tolerance) | ~falls(before, after, trial.settled)
     faded = mute & balanced & (first[0][1] > 0)
     faded |= balanced & fades(first[0][1].sqrt(), last[0][1].sqrt()) & (first[0][1] > 0)
-    faded |= high & (after < trial.flat) & balanced & fades(before, after)
+    falling = fades(before, after) | ((after <= before * GROWTH[0] / GROWTH[1]) & trial.transparent)
+    faded |= high & (after < trial.flat) & balanced & falling
     faded |= high & (_beside_others(*last) < trial.flat) & sure
     return faded if bool(faded.double().mean() <= _MOST_FADED) else torch.zeros_like(faded)
 
