@@ -110,6 +110,16 @@ CASES = [
         images,
     ),
     case(
+        "saturating_way_past_bn",  # one filter of many is felt elsewhere too, until it is large
+        lambda: Custom(
+            lambda m, x: (lambda y: m.head(m.bn(y).relu()) + y[:, :1].clamp(-1, 1))(m.conv(x)),
+            conv=nn.Conv2d(3, 16, 3, bias=False),
+            bn=nn.BatchNorm2d(16),
+            head=nn.Conv2d(16, 2, 1),
+        ),
+        images,
+    ),
+    case(
         "residual_of_input_bn",
         lambda: Custom(
             lambda m, x: m.bn(x + m.conv(x)).tanh(),

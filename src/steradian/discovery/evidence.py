@@ -129,7 +129,7 @@ def balanced_blocks(cut: Cut, trial: Trial) -> Tensor:
     # What is settled at both growths needs no explanation: a row of little effect has rounding of its own.
     settled = torch.maximum(before.abs(), after.abs()) <= trial.settled
     explained = settled | obeys(before, after, trial.resolution)
-    if trial.transparent and math.prod(cut) >= MANY:
+    if trial.transparent:
         # Where no curve can hide, what falls is ε's; where samples differ, it need not fall by exactly the square.
         explained = torch.ones_like(settled)
     explained |= _still(cut, trial) | _faded(cut, trial) | _linear(cut, trial)
