@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import steradian
+from no_torchvision import stand_in
 
 __all__ = ["LABELS", "LIMIT", "inspect", "weigh"]
 
@@ -18,6 +19,8 @@ LIMIT = 2 * 2**30
 """Bytes of parameters above which an architecture is left out."""
 
 Label = Callable[[str, tuple[int, ...]], bool]
+
+stand_in()
 
 
 def is_weight(name: str, shape: tuple[int, ...]) -> bool:

@@ -60,19 +60,24 @@ class Survey:
     def __init__(self, options: argparse.Namespace) -> None:
         self.out: Path = options.out
         self.records: Records = {}
-        known = next((path for path in (self.out, options.resume) if path.exists()), None)
-        if known is not None:
-            records = json.loads(known.read_text())["architectures"]
-            self.records = {record["architecture"]: record for record in records}
+        for path in filter(Path.exists, [*options.resume, self.out]):
+            self.take_over(json.loads(path.read_text())["architectures"])
         self.family = families()
         self.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.until = time.monotonic() + options.seconds
         self.only: list[str] = options.only
-        self.most_bytes = options.gigabytes * 2**30
+        self.least_bytes, self.most_bytes = options.least * 2**30, options.gigabytes * 2**30
         self.pool = Pool(
             options.workers, setup, preload=["torch", "timm", "steradian", "timm_models"], limit=options.limit
         )
         self._saved = time.monotonic()
+
+    def take_over(self, records: list[dict[str, Any]]) -> None:
+        """Keep what is known of an architecture, unless nothing but its weight is new."""
+        for record in records:
+            name = record["architecture"]
+            if "rows" in record or "rows" not in self.records.get(name, {}):
+                self.records[name] = record
 
     def run(self) -> None:
         """Weigh, inspect, and inspect again with a smaller batch what did not fit into the memory."""
@@ -102,7 +107,7 @@ class Survey:
         """Whether an architecture builds and is light enough."""
         record = self.records.get(name, {})
         chosen = not self.only or any(part in name for part in self.only)
-        return chosen and record.get("bytes", LIMIT + 1) <= min(LIMIT, self.most_bytes)
+        return chosen and self.least_bytes <= record.get("bytes", LIMIT + 1) <= min(LIMIT, self.most_bytes)
 
     def _inspect(self, names: list[str], *, batch: int, most: int | None = None) -> None:
         tasks = ((inspect, (name, self.device, batch)) for name in names)
@@ -183,8 +188,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=120, help="seconds for one architecture")
     parser.add_argument("--device", default="")
     parser.add_argument("--out", type=Path, default=RESULTS / "timm.json")
-    parser.add_argument("--resume", type=Path, default=RESULTS / "timm.json", help="read where --out is not there yet")
+    parser.add_argument("--resume", type=Path, nargs="*", default=[RESULTS / "timm.json"], help="what is known already")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="most bytes of parameters")
+    parser.add_argument("--least", type=float, default=0.0, help="least bytes of parameters, in gigabytes")
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     survey = Survey(parser.parse_args())
     survey.run()
