@@ -76,17 +76,15 @@ class Station:
 
     _quantities: tuple[str, ...] = ()
 
-    @torch.no_grad()
     def note_skip(self) -> None:
-        """Count a step that a gradient scaler may have skipped, on the device."""
+        """Count a step that a gradient scaler may have skipped, on the device; without autograd."""
         found = getattr(self.optimizer, "found_inf", None)
         if found is not None:
             self.may_skip = True
             self.skipped += (found.reshape(()).to(self.skipped) != 0).to(self.skipped)
 
-    @torch.no_grad()
     def observe(self, slot: int) -> None:
-        """Take in the step that was just made."""
+        """Take in the step that was just made; without autograd."""
         self.source.after(self.values[slot])
         for k, options in enumerate(self.options):
             rate = options.get("lr", float("nan"))

@@ -243,6 +243,7 @@ class Watch:
             if self._looking or station.source.each_step:
                 station.source.before()
 
+    @torch.no_grad()
     def _after(self) -> None:
         if not self._begun or self._guarded.ended:
             return
