@@ -202,6 +202,22 @@ def test_time_that_is_over_stops_at_a_checkpoint(tmp_path, data):
     assert curves(study.store) == curves(whole.store)
 
 
+def test_what_compiling_takes_is_not_taken_for_the_pace_of_epochs(tmp_path, data):
+    """The first epoch ends after 100 seconds, the others take 10: a sitting of 155 has room for five more."""
+    now = [0.0]
+
+    class Slow(Training):
+        def end_epoch(self):
+            now[0] += 10.0 if self.epoch else 100.0
+            super().end_epoch()
+
+    [config] = methods("Adam", epochs=9)
+    study = fleet(tmp_path, data, make=Slow, clock=lambda: now[0])
+    assert not study.run([config], seconds=155)
+    [saved] = (tmp_path / "work" / "checkpoints").glob("*.pt")
+    assert torch.load(saved, weights_only=True)["training"]["epoch"] == 6
+
+
 def test_progress_tells_epoch_loss_accuracy_and_time_left(tmp_path, data):
     clock = iter(range(10**9))
     told = {}
