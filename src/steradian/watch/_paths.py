@@ -11,7 +11,7 @@ from steradian.watch._handover import Handover
 
 __all__ = ["Paths"]
 
-_POINTS = 512
+_POINTS = 256
 _LONGEST = 2**14
 
 

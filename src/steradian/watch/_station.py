@@ -44,6 +44,7 @@ class Station:
         rows = sum(entry.layout.size(entry.params[0].shape)[0] for entry in followed)
         self.steps = max(1, min(_STEPS, _NUMBERS // max(1, rows * width)))
         self.values = torch.zeros(self.steps, self.rows, width, dtype=dtype, device=self.device)
+        self._slots = self.values.unbind(0)
         self.scratch = torch.zeros(self.rows if self.source.each_step else 0, width, dtype=dtype, device=self.device)
         self.options = list({id(entry.options): entry.options for entry in followed}.values())
         self.rates = torch.zeros(self.steps, len(self.options), dtype=dtype, device=self.device)
@@ -85,7 +86,7 @@ class Station:
 
     def observe(self, slot: int) -> None:
         """Take in the step that was just made; without autograd."""
-        self.source.after(self.values[slot])
+        self.source.after(self._slots[slot])
         for k, options in enumerate(self.options):
             rate = options.get("lr", float("nan"))
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
