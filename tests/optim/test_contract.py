@@ -14,7 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from optim.table import CLASSIC, RATE, SHAPES, TABLE, Make, assert_same, groups, parameters, set_gradients, train
+from optim.table import (
+    CLASSIC,
+    RATE,
+    SHAPES,
+    TABLE,
+    Make,
+    assert_same,
+    groups,
+    one_of_each,
+    parameters,
+    set_gradients,
+    train,
+)
 
 
 @pytest.fixture(params=TABLE.values(), ids=TABLE)
@@ -194,7 +206,7 @@ SCHEDULERS = sorted(
 def test_schedulers(make: Make, name: str) -> None:
     """Every scheduler that torch has, also with a rate that is a tensor."""
     for rate in (RATE, torch.tensor(RATE)):
-        optimizer = make(groups(), lr=rate)
+        optimizer = make(one_of_each(), lr=rate)
         scheduler = schedulers(optimizer)[name]()
         rates = []
         for k in range(5):
@@ -408,7 +420,7 @@ def test_sparse_and_complex_gradients_are_refused(make: Make, rows: Any) -> None
 
 
 def test_compiled_step(make: Make) -> None:
-    one, other = make(groups()), make(groups())
+    one, other = make(one_of_each()), make(one_of_each())
     train(one, 1)
     train(other, 1)
     torch._dynamo.reset()
