@@ -108,7 +108,7 @@ def phenomena(
     *, columns: Sequence[str] | None = None, methods: Sequence[str] | None = None, **scale: Any
 ) -> list[Config]:
     """Section 4.1, measured: trainings to be watched step by step; Adam's of ResNet20 on CIFAR-10, with one seed."""
-    wanted = {"data": "cifar10", "seeds": 1} | scale
+    wanted: dict[str, Any] = {"data": "cifar10", "seeds": 1} | scale
     return accuracy_tables(columns=columns or ["ResNet20"], methods=methods or ["Adam"], **wanted)
 
 
