@@ -55,9 +55,9 @@ def groups(dtype: torch.dtype = torch.float32, *, radial_alone: bool = False, se
     return made
 
 
-def one_of_each() -> list[dict[str, Any]]:
+def one_of_each(**options: Any) -> list[dict[str, Any]]:
     """A single parameter of each kind, or joint set, where each costs a compilation or many trainings."""
-    return [group if "joint" in group else {**group, "params": group["params"][-1:]} for group in groups()]
+    return [group if "joint" in group else {**group, "params": group["params"][-1:]} for group in groups(**options)]
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -484,7 +484,7 @@ def test_gradient_scaler(make: Make) -> None:
 def test_nothing_is_read_back(make: Make, rate_on_device: bool) -> None:
     """On the meta device, where there are no numbers to read: any attempt raises."""
     options = {"capturable": True} if counts_steps(make) and make is not TABLE["Adam-"] else {}
-    made = groups(radial_alone=bool(options))
+    made = one_of_each(radial_alone=bool(options))
     for group in made:
         group["params"] = [nn.Parameter(p.to("meta")) for p in group["params"]]
     optimizer = make(made, **options)
