@@ -16,6 +16,11 @@ if not torch.cuda.is_available():
 # that takes the variable away.
 importlib.import_module("steradian.optim._fused")
 
+# For each frame that it compiles torch flushes the caches and times the guards, to log it: a fifth of the compilation.
+_dynamo_guards = importlib.import_module("torch._dynamo.guards")
+if hasattr(_dynamo_guards, "profile_guard_manager"):
+    _dynamo_guards.profile_guard_manager = lambda *arguments: 0.0
+
 # A busy machine is slow, not wrong; failures print what reproduces them.
 settings.register_profile("steradian", deadline=None, print_blob=True)
 settings.load_profile("steradian")
