@@ -357,7 +357,7 @@ def _addresses(training):
 
 def test_fused_steps_stay_fused_and_are_the_reference(data):
     """With channels last, from a fresh state and from one that was saved with channels first."""
-    config = replace(methods("Adam w/o (abc)", epochs=2)[0], batch_size=48)
+    config = replace(methods("Adam w/o (abc)", epochs=2)[0], batch_size=96)
     configs = [config, replace(config, seed=1)]
     reference = Training(configs, data)
     reference.run_epoch()
