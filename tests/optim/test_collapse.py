@@ -201,10 +201,12 @@ def test_a_filter_without_gradient_under_l2(without: str, steps: int) -> None:
     p.grad = torch.zeros_like(p)
     p.grad[1] = 0.1
     optimizer = optim.Adam([{"params": [p], "rows": "filter"}], lr=1e-2, weight_decay=1e-2, without=without)
-    for k in range(steps):
-        optimizer.step()
-        if k % 1000 == 0:
-            assert_finite(optimizer, p)
+    optimizer.step()
+    with torch.inference_mode():  # spares so small a step the tenth of it that is autograd's bookkeeping
+        for k in range(1, steps):
+            optimizer.step()
+            if k % 1000 == 0:
+                assert_finite(optimizer, p)
     assert_finite(optimizer, p)
     assert p.detach()[0].norm() < 0.5 * start()[0].norm()
 
