@@ -12,7 +12,7 @@ from steradian.watch.records import COLUMNS, PATH_COLUMNS, ROW_COLUMNS, STATISTI
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Alert", "Block", "Columns", "Words", "path_columns"]
+__all__ = ["Alert", "Block", "Columns", "Point", "Words", "path_columns"]
 
 ONE_NUMBER = frozenset({"lr"})
 """Quantities of a group that are the same in all of its rows."""
@@ -26,6 +26,8 @@ class Words(NamedTuple):
 
 
 Columns = dict[str, NDArray[Any] | Words | list[NDArray[Any]]]
+Point = tuple[int, str, int, NDArray[Any]]
+"""Where a row is after a step: step, group, row, direction."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Block:
     active: NDArray[np.bool_]
     logged: list[tuple[int, str, float]] = field(default_factory=list)
     rows: list[tuple[int, str, NDArray[Any]]] = field(default_factory=list)
-    paths: list[tuple[int, str, int, NDArray[Any]]] = field(default_factory=list)
+    paths: list[Point] = field(default_factory=list)
 
     def columns(self) -> "Columns":
         """The columns run, step, group, quantity, statistic, value."""
@@ -155,13 +157,13 @@ class Block:
         }
 
 
-def path_columns(run: str, paths: Sequence[tuple[int, str, int, NDArray[Any]]]) -> "Columns":
+def path_columns(run: str, paths: Sequence[Point]) -> "Columns":
     """The columns run, step, group, row, direction: directions of rows, one list of numbers each."""
-    groups = list(dict.fromkeys(group for _, group, *_ in paths))
+    code = {group: k for k, group in enumerate(dict.fromkeys(group for _, group, *_ in paths))}
     found: Columns = {
         "run": Words(np.zeros(len(paths), dtype=np.int16), [run]),
         "step": np.array([step for step, *_ in paths], dtype=np.int64),
-        "group": Words(np.array([groups.index(group) for _, group, *_ in paths], dtype=np.int16), groups),
+        "group": Words(np.array([code[group] for _, group, *_ in paths], dtype=np.int16), list(code)),
         "row": np.array([row for _, _, row, _ in paths], dtype=np.int32),
         "direction": [direction.astype(np.float32) for *_, direction in paths],
     }

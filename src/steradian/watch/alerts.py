@@ -57,22 +57,21 @@ class Alerts:
             return
         angle, expected = _get(block, "angle", "median"), _get(block, "equilibrium_angle", "median")
         rates = _get(block, "lr", "mean")
-        for g, group in enumerate(block.groups):
-            decay = self.decays.get(group, 0.0)
-            if not decay or self.first is None:
-                continue
-            settled = (block.steps - self.first) * rates[:, g] * decay > _SETTLED
-            with np.errstate(divide="ignore", invalid="ignore"):
-                ratio = angle[:, g] / expected[:, g]
-            out = settled & block.active[:, g] & (ratio > 0) & ((ratio > _OUT) | (ratio < 1 / _OUT))
-            if out.sum() > len(out) / 2:  # the last steps differ too much in angle to judge one of them
-                k = int(np.flatnonzero(out)[-1])
-                text = (
-                    f"it turns {ratio[k, ...]:.2g} times as far per step as in equilibrium "
-                    f"({angle[k, g]:.2g} instead of {expected[k, g]:.2g} rad): its effective rate is not the one that "
-                    "the rate and the weight decay lead to"
-                )
-                yield Alert(int(block.steps[k]), group, "equilibrium", text)
+        decays = np.array([self.decays.get(group, 0.0) for group in block.groups])
+        assert self.first is not None, "a block was looked at"
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = angle / expected
+            settled = (block.steps - self.first)[:, None] * rates * decays > _SETTLED
+        out = settled & block.active & (ratio > 0) & ((ratio > _OUT) | (ratio < 1 / _OUT))
+        # The last steps differ too much in angle to judge one of them.
+        for g in np.flatnonzero(out.sum(0) > len(out) / 2):
+            k = int(np.flatnonzero(out[:, g])[-1])
+            text = (
+                f"it turns {ratio[k, g]:.2g} times as far per step as in equilibrium "
+                f"({angle[k, g]:.2g} instead of {expected[k, g]:.2g} rad): its effective rate is not the one that "
+                "the rate and the weight decay lead to"
+            )
+            yield Alert(int(block.steps[k]), block.groups[g], "equilibrium", text)
 
     def _no_effect(self, block: Block) -> Iterator[Alert]:
         """There is weight decay, and the radius that it would balance at is far away."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from steradian.watch._block import Alert, Block, Columns, path_columns
+from steradian.watch._block import Alert, Block, Point, path_columns
 from steradian.watch._store import Store
 from steradian.watch.records import STATISTICS
 
@@ -85,8 +85,8 @@ class Folder:
         if block.rows:
             self._tasks.put(lambda: self.store.add("rows", block.row_columns()))
         if block.paths:
-            columns = self._thinned(block)
-            self._tasks.put(lambda: self.store.add("path", columns, number=self._path_number))
+            points = self._thinned(block)
+            self._tasks.put(lambda: self.store.add("path", path_columns(block.run, points), number=self._path_number))
 
     def alert(self, alert: Alert) -> None:
         """Hand an alert to the thread."""
@@ -143,7 +143,7 @@ class Folder:
                 self._lost += 1
             self._unsaved.pop(0)
 
-    def _thinned(self, block: Block) -> Columns:
+    def _thinned(self, block: Block) -> list[Point]:
         """All points of the paths so far, every second one dropped whenever a path has 512."""
         for step, group, row, direction in block.paths:
             points = self._path.setdefault((group, row), [])
@@ -153,7 +153,7 @@ class Folder:
         found = [
             (step, group, row, direction) for (group, row), points in self._path.items() for step, direction in points
         ]
-        return path_columns(block.run, sorted(found, key=lambda point: point[0]))
+        return sorted(found, key=lambda point: point[0])
 
 
 class Calls:
