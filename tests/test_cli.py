@@ -19,6 +19,7 @@ COMMANDS = [
     "figure",
     "report",
     "write-up",
+    "data",
     "data pack",
     "data check",
     "bench",
@@ -95,6 +96,15 @@ def test_inspect_prints_the_rows(call):
         ("write-up nothing.md", "document must be a file"),
         ("data check cifar10 --root nowhere", "root must be a folder"),
         ("bench nothing", "no benchmark 'nothing'"),
+        ("inspect steradian.lab.models:small_cnn --input 99999999999999999999x1", "input must fit in memory"),
+        ("train --model resnet20", "model must be one of ResNet20"),
+        ("train --device meta", "device must be cpu, cuda"),
+        ("train --study ../up", "study must be the name of a file"),
+        ("reproduce tables --data digits --address x", "--address is for --engine ray"),
+        ("reproduce tables --data digits --points 3", "--points is for hypotheses"),
+        ("reproduce tables --data digits --engine ray --seconds 3", "--seconds is for --engine local"),
+        ("reproduce hypotheses --data digits --engine ray", "--engine ray is for tables"),
+        ("reproduce hypotheses --data digits --engine slurm", "engine must be local or ray"),
     ],
 )
 def test_errors_are_one_line(call, arguments, words):
@@ -103,6 +113,46 @@ def test_errors_are_one_line(call, arguments, words):
     assert words in done.err
     assert done.err.startswith("steradian: ")
     assert len(done.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("nothing", "No such command"),
+        ("table", "Missing argument"),
+        ("train --epochs 0", "--epochs"),
+        ("train --nothing 1", "--nothing"),
+        ("reproduce tables --seconds nan", "--seconds"),
+    ],
+)
+def test_wrong_arguments_are_one_line_that_names_the_help(call, arguments, words):
+    done = call(*arguments.split())
+    assert done.code == 2
+    assert re.fullmatch(rf"steradian: .*{re.escape(words)}.*; see steradian.* --help\n", done.err)
+
+
+def test_what_nobody_expected_is_one_line_too_and_shows_where_when_asked(call, monkeypatch):
+    def fail(_):
+        raise ZeroDivisionError("over\nlines")
+
+    monkeypatch.setattr("steradian.lab.targets.load_model", fail)
+    done = call("inspect", "x:y", "--input", "1")
+    assert (done.code, done.err) == (
+        1,
+        "steradian: ZeroDivisionError: over lines; STERADIAN_TRACEBACK=1 shows where\n",
+    )
+    monkeypatch.setenv("STERADIAN_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        call("inspect", "x:y", "--input", "1")
+
+
+def test_an_interruption_is_said(call, monkeypatch):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("steradian.lab.targets.load_model", stop)
+    done = call("inspect", "x:y", "--input", "1")
+    assert (done.code, done.err) == (130, "steradian: interrupted\n")
 
 
 def test_the_demo_needs_a_folder_it_can_write(call, tmp_path):

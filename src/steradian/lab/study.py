@@ -1,6 +1,7 @@
 """A study from start to end: where its files are, its data on a device, and who carries it out."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,12 @@ def pick_device(name: str | None = None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda is not there: this machine or this torch has no GPU")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must be one of the {torch.cuda.device_count()} GPUs there are, got {name!r}")
     return device
 
 
@@ -43,16 +48,17 @@ def study_name(recipe: str, configs: Sequence[Config]) -> str:
     """
     columns = {config.column for config in configs}
     if len(columns) == 1 and recipe in ("tables", "curves"):
-        return columns.pop().replace(" ", "-").lower()
-    data = sorted({config.data for config in configs})
-    return f"{recipe}-{'-'.join(data)}"
+        name = columns.pop().replace(" ", "-").lower()
+    else:
+        name = f"{recipe}-{'-'.join(sorted({config.data for config in configs}))}"
+    return re.sub(r"[/\\\0]+", "-", name)  # a file, wherever its data's name points
 
 
 @dataclass(frozen=True)
 class Study:
     """Where a study keeps its files.
 
-    Attributes:
+    Args:
         name: of the study.
         results: folder of results, kept in the repository.
         runs: folder of checkpoints and weights, not kept.
@@ -61,6 +67,10 @@ class Study:
     name: str
     results: Path = RESULTS
     runs: Path = RUNS
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name.startswith(".") or re.search(r"[/\\\0]", self.name):
+            raise ValueError(f"study must be the name of a file without its folder, got {self.name!r}")
 
     @property
     def store(self) -> Store:
