@@ -1,5 +1,7 @@
 """Stores and tables: against scipy's test, by hand, and over rewriting, merging and damage."""
 
+import errno
+import json
 import math
 import threading
 from dataclasses import replace
@@ -50,6 +52,42 @@ def test_a_store_keeps_replaces_and_merges(tmp_path):
     other.path.write_text("{}")
     with pytest.raises(ValueError, match="is not a file of results"):
         other.results()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda run: run.pop("curves"), "it has no curves"),
+        (lambda run: run.update(environment=None), "must be mappings"),
+        (lambda run: run["curves"].update(test_accuracy=[]), "one number for each epoch"),
+        (lambda run: run["curves"].update(train_loss="1234"), "train_loss must be a list of numbers"),
+        (lambda run: run["config"].update(cosine=True), "unknown or missing fields: cosine"),
+        (lambda run: run["config"].update(lr=0.5), "is not the key of its configuration"),
+    ],
+)
+def test_a_run_that_is_broken_or_of_another_version_is_named_with_its_file(tmp_path, change, words):
+    store = Store(tmp_path / "study.json")
+    store.add([result()])
+    told = json.loads(store.path.read_text())
+    change(told["runs"][0])
+    store.path.write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=rf"study\.json, run {CONFIG.key}: .*{words}"):
+        store.results()
+    assert Store(tmp_path / "other.json").adopt([CONFIG.key]) == []  # and stops no other study
+
+
+def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
+    store = Store(tmp_path / "study.json")
+    store.add([result()])
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left.*study\.json"):
+        store.add([result(seed=1)])
+    assert [r.config.seed for r in store.results()] == [0]
+    assert not list(tmp_path.glob(".*.part"))
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path):

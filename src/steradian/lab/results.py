@@ -72,19 +72,34 @@ class Result:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
-        curves = {
-            name: [float("nan") if value is None else value for value in curve]
-            for name, curve in values["curves"].items()
-        }
-        return cls(
-            Config.from_dict(values["config"]),
-            curves,
-            values["diverged"],
-            values["collapsed"],
-            values["seconds"],
-            values["environment"],
-        )
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: something is missing, or not what `to_dict` writes.
+        """
+        missing = [name for name in ("config", *_FACTS, "curves") if name not in values]
+        if missing:
+            raise ValueError(f"it has no {', '.join(missing)}")
+        if not all(isinstance(values[name], Mapping) for name in ("config", "environment", "curves")):
+            raise ValueError("config, environment and curves must be mappings")
+        config = Config.from_dict(values["config"])
+        if values.get("key", config.key) != config.key:
+            raise ValueError(f"{values['key']} is not the key of its configuration, which is {config.key}")
+        curves = {name: _curve(name, curve) for name, curve in values["curves"].items()}
+        lengths = {len(curves.get(name, [])) for name in (*_SHOWN, *curves)}
+        if len(lengths) > 1 or 0 in lengths:
+            raise ValueError(f"its curves must be {', '.join(_SHOWN)} and others, with one number for each epoch")
+        return cls(config, curves, *(values[name] for name in _FACTS))
+
+
+_FACTS = ("diverged", "collapsed", "seconds", "environment")
+_SHOWN = ("train_loss", "validation_accuracy", "test_accuracy")  # by tables and figures
+
+
+def _curve(name: str, values: Any) -> list[float]:
+    if not isinstance(values, list) or not all(v is None or isinstance(v, int | float) for v in values):
+        raise ValueError(f"its curve {name} must be a list of numbers")
+    return [float("nan") if value is None else value for value in values]
 
 
 class Store:
@@ -105,10 +120,20 @@ class Store:
         if not self.path.exists():
             return []
         try:
-            rows = json.loads(self.path.read_text())["runs"]
-        except (ValueError, KeyError, TypeError) as error:
+            told = json.loads(self.path.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ValueError(f"{self.path} is not a file of results: {error}") from error
-        return [Result.from_dict(row) for row in rows]
+        rows = told.get("runs") if isinstance(told, dict) else None
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{self.path} is not a file of results: it has no list of runs")
+        found = [self._read(number, row) for number, row in enumerate(rows)]
+        return list({result.config.key: result for result in found}.values())  # files may have been joined by hand
+
+    def _read(self, number: int, row: Mapping[str, Any]) -> Result:
+        try:
+            return Result.from_dict(row)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.path}, run {row.get('key', number)}: {error}") from error
 
     def keys(self) -> set[str]:
         """Keys of all finished trainings."""
@@ -139,11 +164,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that at every moment, power cuts included, the old or the new one is there, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:  # a full disk does not say for which file
+        part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -83,7 +83,9 @@ class Column:
     @property
     def name(self) -> str:
         """Network, normalization and data in words."""
-        return f"{self.model} {paper.NORM_NAMES[self.norm]}, {paper.DATA_NAMES.get(self.data, self.data)}"
+        return (
+            f"{self.model} {paper.NORM_NAMES.get(self.norm, self.norm)}, {paper.DATA_NAMES.get(self.data, self.data)}"
+        )
 
     @property
     def epochs(self) -> int:
@@ -220,7 +222,7 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
     order = {column: k for k, column in enumerate(paper.COLUMNS)}
     made = []
     for norm, model, data in sorted(
-        grouped, key=lambda c: (norms.index(c[0]), order.get(c[1:], len(order)), c[2], models.index(c[1]))
+        grouped, key=lambda c: (_place(norms, c[0]), order.get(c[1:], len(order)), c[2], _place(models, c[1]), c)
     ):
         found = grouped[norm, model, data]
         for method, runs in found.items():
@@ -254,6 +256,11 @@ def _beside(ours: Cell, papers: Cell | None) -> list[str]:
     p = ours.p(papers)
     verdict = "" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"
     return [text, _signed(ours.mean - papers.mean), verdict]
+
+
+def _place(known: list[str], name: str) -> int:
+    """Where a name stands; behind all others where it is not known."""
+    return known.index(name) if name in known else len(known)
 
 
 def _signed(difference: float) -> str:

@@ -43,7 +43,12 @@ class Tracks:
         """Everything recorded; empty where there is no file."""
         import pandas as pd
 
-        return pd.read_parquet(self.path) if self.path.exists() else pd.DataFrame(columns=list(COLUMNS))
+        if not self.path.exists():
+            return pd.DataFrame(columns=list(COLUMNS))
+        table = pd.read_parquet(self.path)
+        if missing := [name for name in COLUMNS if name not in table]:
+            raise ValueError(f"{self.path} is not a file of records: it has no {', '.join(missing)}")
+        return table
 
     def about(self) -> dict[str, dict[str, Any]]:
         """What is known of each run, by its key."""
