@@ -67,6 +67,11 @@ class Resident:
         self.size, self.channels, self.classes = data.train.size, data.train.channels, len(data.classes)
         if not 0 < validation < 1:
             raise ValueError(f"validation must be a share in (0, 1), got {validation}")
+        if len(data.train) < 2 or not len(data.test):
+            raise ValueError(
+                f"{data.name} must have 2 training images, one of them for validation, and a test image, "
+                f"got {len(data.train)} and {len(data.test)}"
+            )
         kept, held = _parted(data.train, validation)
         held_images = np.concatenate([held.pixels, data.test.pixels]).reshape(len(held) + len(data.test), -1)
         self.counts = {"train": len(kept), "validation": len(held), "test": len(data.test)}
@@ -127,7 +132,7 @@ class Resident:
 def _parted(train: Images, share: float) -> tuple[Images, Images]:
     """Training and validation images, by a fixed shuffle."""
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train))
-    held = max(1, round(share * len(train)))
+    held = min(max(1, round(share * len(train))), len(train) - 1)
     kept, out = np.sort(order[held:]), np.sort(order[:held])
     return Images(train.pixels[kept], train.labels[kept]), Images(train.pixels[out], train.labels[out])
 
