@@ -1,5 +1,6 @@
 """Results of trainings: one JSON file per study, written whole or not at all, and mergeable."""
 
+import errno
 import fcntl
 import json
 import os
@@ -16,7 +17,7 @@ import torch
 
 from steradian.lab.config import Config
 
-__all__ = ["Result", "Store", "environment", "write_atomically"]
+__all__ = ["Result", "Store", "environment", "locked", "write_atomically"]
 
 
 @dataclass(frozen=True)
@@ -142,22 +143,37 @@ class Store:
     def add(self, results: Iterable[Result]) -> None:
         """Add results, those of the same training replaced; other processes may do so at the same time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self.path.with_name(f".{self.path.name}.lock")):
+        with locked(self.path):
             merged = {result.config.key: result for result in [*self.results(), *results]}
             lines = [json.dumps(merged[key].to_dict(), ensure_ascii=False) for key in sorted(merged)]
             text = '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
             write_atomically(self.path, text.encode())
 
+    def prepare(self) -> None:
+        """Make the folder.
+
+        Raises:
+            OSError: results could not be written; it is better known before a training than after it.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "No results can be written to", str(self.path.parent))
+
     def adopt(self, keys: Iterable[str]) -> list[str]:
         """Take in results of these trainings that other studies in the same folder hold; returns which."""
+        found = self.elsewhere(keys)
+        if found:
+            self.add(found)
+        return [result.config.key for result in found]
+
+    def elsewhere(self, keys: Iterable[str]) -> list[Result]:
+        """Results of these trainings that other studies in the same folder hold and this one does not, by key."""
         missing = set(keys) - self.keys()
         found: dict[str, Result] = {}
         for path in sorted(self.path.parent.glob("*.json")) if missing else []:
             with suppress(ValueError):  # not a file of results
                 found |= {r.config.key: r for r in Store(path).results() if r.config.key in missing}
-        if found:
-            self.add(found.values())
-        return sorted(found)
+        return [found[key] for key in sorted(found)]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -207,7 +223,8 @@ def _short(value: float) -> float | None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file for reading, changing and writing it: other processes that do so wait."""
+    with path.with_name(f".{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -12,7 +12,7 @@ from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
 from steradian.lab.fleet import Fleet, prepare_device
 from steradian.lab.progress import Silent, Watcher
-from steradian.lab.results import Store
+from steradian.lab.results import Result, Store
 from steradian.lab.training import Execution, Training
 
 __all__ = ["Study", "pick_device", "study_name"]
@@ -115,11 +115,16 @@ class Study:
         device = device or pick_device()
         gpu = device.type == "cuda"
         prepare_device(device, exact=any(config.precision == "float32" for config in configs))
-        if make is Training and not keep_weights:
-            self.store.adopt(config.key for config in configs)
-        done = self.store.keys()
-        needed = sorted({config.data for config in configs if config.key not in done})
+        keys = {config.key for config in configs}
+        other = self.store.elsewhere(keys) if make is Training and not keep_weights else []
+        known = [result for result in [*self.store.results(), *other] if result.config.key in keys]
+        done = {result.config.key for result in known}
+        # Data that is shown is read even where nothing is left to do: it may not be what the results were made from.
+        needed = sorted({config.data for config in configs if config.key not in done or config.data in (roots or {})})
         data = {name: Resident(load(name, (roots or {}).get(name)), device) for name in needed}
+        self._same_data(known, data)
+        if other:
+            self.store.add(other)
         fleet = Fleet(
             data,
             self.store,
@@ -132,3 +137,14 @@ class Study:
             make=make,
         )
         return fleet.run(configs, seconds=seconds)
+
+    def _same_data(self, known: Sequence[Result], data: Mapping[str, Resident]) -> None:
+        """Refuse to go on with other images under the name of those that results were made from."""
+        for result in known:
+            name = result.config.data
+            made = result.environment.get("data")
+            if name in data and made is not None and made != data[name].fingerprint:
+                raise ValueError(
+                    f"{self.results} holds {result.config.key}, trained on other data called {name}: give this data "
+                    "another name with --data"
+                )

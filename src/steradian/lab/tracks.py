@@ -16,9 +16,9 @@ from steradian.lab.data import Resident, load
 from steradian.lab.fleet import prepare_device
 from steradian.lab.progress import Watcher
 from steradian.lab.recipes import pretraining, trajectories
-from steradian.lab.results import environment, write_atomically
+from steradian.lab.results import environment, locked, write_atomically
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
-from steradian.lab.tracking import Tracked
+from steradian.lab.tracking import PHENOMENA, Tracked
 from steradian.lab.training import Execution
 from steradian.watch.records import COLUMNS
 
@@ -62,8 +62,18 @@ class Tracks:
         """Keys of the recorded runs."""
         return set(self.about())
 
+    def measured(self) -> set[str]:
+        """Keys of the runs in which the phenomena were measured."""
+        table = self.table()
+        return set(table[table["quantity"].isin(PHENOMENA)]["run"])
+
     def add(self, config: Config, added: "pd.DataFrame", **about: Any) -> None:
-        """Add the table of a run, in the place of what was recorded of it before."""
+        """Add the table of a run, in the place of what was recorded of it before; other processes may do so too."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.path):
+            self._add(config, added, about)
+
+    def _add(self, config: Config, added: "pd.DataFrame", about: Mapping[str, Any]) -> None:
         import pandas as pd
         import pyarrow as pa
         from pyarrow import parquet
@@ -134,6 +144,12 @@ def track_study(
     lost &= {config.key for config in configs}
     if lost:
         raise ValueError(f"{study.store.path} holds {', '.join(sorted(lost))}, of which {tracks.path} has no record")
+    asked = {config.key for config in configs if config.method in phenomena}
+    if unseen := sorted((asked & tracks.runs()) - tracks.measured()):
+        raise ValueError(
+            f"{tracks.path} holds {', '.join(unseen)} without the phenomena: give the study that measures them a name "
+            "of its own"
+        )
 
     def deliver(training: Tracked) -> None:
         tracks.add(training.config, training.table(), steps=training.steps, environment=environment(where))

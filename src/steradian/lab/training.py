@@ -88,8 +88,12 @@ class Member:
 
     @property
     def diverged(self) -> bool:
-        """The last epoch's training loss is not a number."""
-        return bool(self.epoch) and not math.isfinite(self.curves["train_loss"][-1])
+        """The last epoch's training loss is not a number, or what came of the last epoch of all gives none."""
+        if not self.epoch:
+            return False
+        # The very last step shows in no training loss. Earlier, what is evaluated may recover.
+        ended = self.epoch >= self.config.epochs and math.isnan((self.curves["validation_loss"] or [0.0])[-1])
+        return ended or not math.isfinite(self.curves["train_loss"][-1])
 
 
 class Training:

@@ -49,6 +49,7 @@ class Resident:
         counts: number of images by part: "train", "validation", "test".
         spans: where validation and test lie among the images that are held out.
         views: ways in which an image can be cropped and flipped.
+        fingerprint: of all images and labels, the same wherever they came from.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Resident:
         flip: bool | None = None,
     ) -> None:
         usual = AUGMENT.get(data.name, _USUAL)
-        self.name, self.device = data.name, torch.device(device)
+        self.name, self.device, self.fingerprint = data.name, torch.device(device), data.fingerprint()
         self.pad = usual[0] if pad is None else pad
         self.flip = usual[1] if flip is None else flip
         self.size, self.channels, self.classes = data.train.size, data.train.channels, len(data.classes)
