@@ -12,7 +12,7 @@ from steradian.lab.results import Result
 from steradian.lab.study import Study, study_name
 from steradian.lab.tracking import Tracked
 from steradian.lab.tracks import Tracks, track_study
-from steradian.lab.training import CURVES, Member, Training
+from steradian.lab.training import CURVES, Execution, Member, Training
 
 from lab.studies import CONFIG, few, fleet
 
@@ -69,6 +69,19 @@ def test_the_last_step_of_all_can_diverge_too():
 def test_a_batch_larger_than_the_data_is_refused_before_anything_is_trained(tmp_path, data):
     with pytest.raises(ValueError, match="batch_size must be at most the 48 training images of digits, got 49"):
         fleet(tmp_path, data).run([ONE, replace(ONE, batch_size=49)])
+
+
+@pytest.mark.parametrize("change", [{"model": "ViT"}, {"norm": "batch"}])
+def test_an_unknown_network_is_refused_before_anything_is_trained(tmp_path, data, change):
+    with pytest.raises(ValueError, match="must be one of"):
+        fleet(tmp_path, data).run([ONE, replace(ONE, **change)])
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("name", ["members", "together", "chunk", "lanes"])
+def test_execution_counts_from_one(data, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        Training(ONE, data, execution=Execution(**{name: 0}))
 
 
 def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data):

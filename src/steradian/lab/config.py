@@ -89,6 +89,7 @@ class Config:
         _check(self.epochs >= 1, "epochs", self.epochs, "at least 1")
         _check(self.batch_size >= 2, "batch_size", self.batch_size, "at least 2")
         _check(self.seed >= 0, "seed", self.seed, "at least 0")
+        _check(self.seed < 2**63, "seed", self.seed, "below 2^63")
         _check(self.lr > 0, "lr", self.lr, "positive")
         _check(self.rest_lr is None or self.rest_lr > 0, "rest_lr", self.rest_lr, "positive")
         _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")

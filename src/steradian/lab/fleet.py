@@ -18,6 +18,7 @@ from torch import Tensor
 from steradian.lab.claims import Claims
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
+from steradian.lab.models import check_kind
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result, Store, environment, write_atomically
 from steradian.lab.training import Execution, Training
@@ -251,6 +252,7 @@ class Fleet:
         if missing:
             raise ValueError(f"data must hold {', '.join(sorted(missing))}, got {', '.join(self.data) or 'nothing'}")
         for config in configs:
+            check_kind(config.model, config.norm)
             if config.batch_size > (count := self.data[config.data].counts["train"]):
                 raise ValueError(
                     f"batch_size must be at most the {count} training images of {config.data}, got {config.batch_size}"

@@ -62,6 +62,9 @@ class Execution:
     def on(self, device: torch.device) -> "Execution":
         """With everything that depends on the device decided."""
         gpu = device.type == "cuda"
+        for name in ("members", "together", "chunk", "lanes"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.captured and not gpu:
             raise ValueError("captured must be None or False on a CPU, got True")
         usual = {"captured": gpu, "fused": gpu, "channels_last": gpu, "joined": gpu, "lanes": 8 if gpu else 1}
