@@ -96,6 +96,8 @@ def write_up(
     """
     from steradian.lab import documents as lab_documents
 
+    if not folder.is_dir():  # all that is written would be taken for not run yet
+        raise ValueError(f"results must be a folder, got {str(folder)!r}")
     lab_documents.write_up(documents, results=folder, figures=figures)
     written = ", ".join(map(str, documents))
     screen().print(f"Written: {written}; the figures: {figures}", soft_wrap=True)

@@ -41,7 +41,7 @@ def pack(data: DataSet, root: Path, *, source: str = "", effort: int = 4) -> Non
         for k, start in enumerate(range(0, len(images), side * side)):
             files[f"{name}-{k}.webp"] = _webp(_mosaic(images.pixels[start : start + side * side], side), effort)
         labels = io.BytesIO()
-        np.save(labels, images.labels.astype(np.uint8 if len(data.classes) <= 256 else np.uint16))
+        np.save(labels, images.labels.astype(np.min_scalar_type(max(255, len(data.classes) - 1))))
         mosaics = list(files)
         files[f"{name}-labels.npy"] = labels.getvalue()
         for file, content in files.items():
