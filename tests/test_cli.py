@@ -1,8 +1,11 @@
 """The command line: every command explains itself with an example, works, and says in one line what is wrong."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +159,23 @@ def test_an_interruption_is_said(call, monkeypatch):
     monkeypatch.setattr("steradian.lab.targets.load_model", stop)
     done = call("inspect", "x:y", "--input", "1")
     assert (done.code, done.err) == (130, "steradian: interrupted\n")
+
+
+def test_a_request_to_end_closes_what_is_open(call, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    closed = []
+
+    def stop(_):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr("steradian.lab.targets.load_model", stop)
+    assert call("inspect", "x:y", "--input", "1").code == 128 + signal.SIGTERM
+    assert closed == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_demo_needs_a_folder_it_can_write(call, tmp_path):

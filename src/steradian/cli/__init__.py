@@ -1,7 +1,11 @@
 """The command line, thin: it parses, calls, and prints errors in one line."""
 
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 try:
     import typer
@@ -49,7 +53,8 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a sign gets a question mark
             stream.reconfigure(errors="replace")
     try:
-        code = app(prog_name="steradian", standalone_mode=False)
+        with _ended_in_order():
+            code = app(prog_name="steradian", standalone_mode=False)
     except Exception as error:
         if os.environ.get("STERADIAN_TRACEBACK"):
             raise
@@ -59,6 +64,24 @@ def main() -> None:
     if code == _INTERRUPTED:
         _say("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Within it a request to end closes what is open: a live table gives the cursor back, a cluster is stopped."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _told(error: Exception) -> int:
