@@ -99,6 +99,8 @@ def _told(error: Exception) -> int:
         return 1
     # A KeyError writes its message in quotes, and torch adds the frames of its own code.
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    if isinstance(error, FileExistsError) and error.filename:
+        message = f"a folder is needed, and {error.filename} is a file"
     _say(message.split("\nException raised from")[0] or type(error).__name__)
     return 1
 

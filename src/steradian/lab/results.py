@@ -118,6 +118,17 @@ class Store:
 
     def results(self) -> list[Result]:
         """Everything stored, ordered by key."""
+        found = [self._read(number, row) for number, row in enumerate(self._rows())]
+        return list({result.config.key: result for result in found}.values())  # files may have been joined by hand
+
+    def keys(self) -> set[str]:
+        """Keys of all finished trainings, without a look at what came of them."""
+        return {self._key(number, row) for number, row in enumerate(self._rows())}
+
+    def _key(self, number: int, row: Mapping[str, Any]) -> str:
+        return str(row["key"]) if "key" in row else self._read(number, row).config.key
+
+    def _rows(self) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
         try:
@@ -127,8 +138,7 @@ class Store:
         rows = told.get("runs") if isinstance(told, dict) else None
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"{self.path} is not a file of results: it has no list of runs")
-        found = [self._read(number, row) for number, row in enumerate(rows)]
-        return list({result.config.key: result for result in found}.values())  # files may have been joined by hand
+        return rows
 
     def _read(self, number: int, row: Mapping[str, Any]) -> Result:
         try:
@@ -136,16 +146,14 @@ class Store:
         except (ValueError, TypeError) as error:
             raise ValueError(f"{self.path}, run {row.get('key', number)}: {error}") from error
 
-    def keys(self) -> set[str]:
-        """Keys of all finished trainings."""
-        return {result.config.key for result in self.results()}
-
     def add(self, results: Iterable[Result]) -> None:
         """Add results, those of the same training replaced; other processes may do so at the same time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path):
-            merged = {result.config.key: result for result in [*self.results(), *results]}
-            lines = [json.dumps(merged[key].to_dict(), ensure_ascii=False) for key in sorted(merged)]
+            # What is stored stays as it is: it need not be understood anew with every training that ends.
+            merged = {self._key(k, row): row for k, row in enumerate(self._rows())}
+            merged |= {result.config.key: result.to_dict() for result in results}
+            lines = [json.dumps(merged[key], ensure_ascii=False) for key in sorted(merged)]
             text = '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
             write_atomically(self.path, text.encode())
 

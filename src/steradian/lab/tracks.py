@@ -207,12 +207,15 @@ def trajectory_study(
     how: dict[str, Any] = {"size": size, "execution": execution, "keep_weights": True, "watcher": watcher}
     if not study.run(left, roots=roots, device=where, seconds=seconds, **how):
         return tracks, False
+    lost = {result.config.key for result in study.store.results() if result.diverged}
     prepare_device(where, exact=True)
     data = Resident(load(starts[0].data, root), where) if left else None
     for start in left:
         if seconds is not None and time.monotonic() - began > seconds:
             return tracks, False
         first, weights = schemes[start.key][0], study.work / "weights" / f"{start.key}.pt"
+        if start.key in lost:
+            raise ValueError(f"{start.key} diverged, so that nothing can start from it: choose other epochs or seeds")
         if not weights.exists():
             raise ValueError(f"no {weights}: bring that folder along, or take {start.key} out of {study.store.path}")
         assert data is not None
