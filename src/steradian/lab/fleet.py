@@ -23,7 +23,7 @@ from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result, Store, environment, write_atomically
 from steradian.lab.training import Execution, Training
 
-__all__ = ["Fleet", "prepare_device"]
+__all__ = ["Fleet", "prepare_device", "read_state"]
 
 _BURST = 25  # steps that a training is given before the next one's turn
 _AHEAD = 2  # turns that may wait on the device
@@ -264,13 +264,7 @@ class Fleet:
     def _saved(self, config: Config) -> Any:
         """The checkpoint of a training; None where it has none."""
         path = self._checkpoint_path(config)
-        if not path.exists():
-            return None
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"{path} cannot be read ({reason}); remove it to train this one from its start") from error
+        return read_state(path) if path.exists() else None
 
     def _checkpoint_path(self, config: Config) -> Path:
         return self.work / "checkpoints" / f"{config.key}.pt"
@@ -279,7 +273,7 @@ class Fleet:
         return self.work / "weights" / f"{key}.pt"
 
     def _weights(self, key: str) -> dict[str, Tensor]:
-        return torch.load(self._weights_path(key), map_location="cpu", weights_only=True)
+        return read_state(self._weights_path(key))
 
 
 @dataclass
@@ -301,6 +295,19 @@ class _Flight:
     seconds: list[float]
     evaluating: bool = False
     held: bool = False
+
+
+def read_state(path: Path) -> Any:
+    """A file of tensors and plain containers; nothing in it is run.
+
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} cannot be read ({reason}); remove it to train this one from its start") from error
 
 
 def _write(path: Path, content: Any) -> None:

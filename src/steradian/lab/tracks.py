@@ -13,13 +13,13 @@ import torch
 from steradian.lab.comparing import compare_trajectories
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
-from steradian.lab.fleet import prepare_device
-from steradian.lab.progress import Watcher
+from steradian.lab.fleet import prepare_device, read_state
+from steradian.lab.progress import Silent, Watcher
 from steradian.lab.recipes import pretraining, trajectories
 from steradian.lab.results import environment, locked, write_atomically
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
 from steradian.lab.tracking import PHENOMENA, Tracked
-from steradian.lab.training import Execution
+from steradian.lab.training import Execution, Member, Training
 from steradian.watch.records import COLUMNS
 
 if TYPE_CHECKING:
@@ -207,19 +207,46 @@ def trajectory_study(
     how: dict[str, Any] = {"size": size, "execution": execution, "keep_weights": True, "watcher": watcher}
     if not study.run(left, roots=roots, device=where, seconds=seconds, **how):
         return tracks, False
-    lost = {result.config.key for result in study.store.results() if result.diverged}
     prepare_device(where, exact=True)
     data = Resident(load(starts[0].data, root), where) if left else None
-    for start in left:
-        if seconds is not None and time.monotonic() - began > seconds:
-            return tracks, False
-        first, weights = schemes[start.key][0], study.work / "weights" / f"{start.key}.pt"
-        if start.key in lost:
-            raise ValueError(f"{start.key} diverged, so that nothing can start from it: choose other epochs or seeds")
-        if not weights.exists():
-            raise ValueError(f"no {weights}: bring that folder along, or take {start.key} out of {study.store.path}")
-        assert data is not None
-        compared = compare_trajectories(schemes[start.key], data, torch.load(weights, weights_only=True), points=points)
-        steps = data.counts["train"] // first.batch_size
-        tracks.add(first, compared, steps=steps, environment=environment(where))
+    with watcher or Silent() as watching:
+        watching.begin(len(starts), len(starts) - len(left))
+        for start in left:
+            if seconds is not None and time.monotonic() - began > seconds:
+                return tracks, False
+            assert data is not None
+            weights = _start_of(start, study)
+            ended = _compare(schemes[start.key], weights, data, tracks, points, watching)
+            watching.finished(ended)
     return tracks, True
+
+
+def _start_of(start: Config, study: Study) -> dict[str, torch.Tensor]:
+    """The weights of a trained network."""
+    if any(result.diverged for result in study.store.results() if result.config.key == start.key):
+        raise ValueError(f"{start.key} diverged, so that nothing can start from it: choose other epochs or seeds")
+    path = study.work / "weights" / f"{start.key}.pt"
+    if not path.exists():
+        raise ValueError(f"no {path}: bring that folder along, or take {start.key} out of {study.store.path}")
+    return dict(read_state(path))
+
+
+def _compare(
+    schemes: Sequence[Config],
+    weights: dict[str, torch.Tensor],
+    data: Resident,
+    tracks: Tracks,
+    points: int,
+    watching: Watcher,
+) -> Member:
+    """Compare the schemes from one network and record it; returns the last of them as it ended."""
+    seen: list[Member] = []
+
+    def tell(training: Training) -> None:
+        seen[:] = training.members[:1]
+        watching.epoch(seen[0])
+
+    compared = compare_trajectories(schemes, data, weights, points=points, tell=tell)
+    steps = data.counts["train"] // schemes[0].batch_size
+    tracks.add(schemes[0], compared, steps=steps, environment=environment(data.device))
+    return seen[0]
