@@ -40,7 +40,7 @@ def table(
         typer.echo(f"{GRID}\n\n{markdown_table(*grid_rows(results))}\n")
     else:
         for column in accuracy_columns(results):
-            typer.echo(f"{column.name}, {column.epochs} epochs\n\n{column.markdown()}\n")
+            typer.echo(f"{column.name}, {column.length}\n\n{column.markdown()}\n")
 
 
 @app.command()
@@ -117,7 +117,7 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
         return
     for column in accuracy_columns(results):
         heads, lines = column.rows(seeds=True)
-        shown = Table(*heads, title=f"{column.name}, {column.epochs} epochs")
+        shown = Table(*heads, title=f"{column.name}, {column.length}")
         for line in lines:
             shown.add_row(*line)
         console.print(shown)

@@ -93,6 +93,11 @@ class Column:
         return next(iter(self.results.values()))[0].config.epochs
 
     @property
+    def length(self) -> str:
+        """The number of epochs in words."""
+        return _counted(self.epochs, "epoch")
+
+    @property
     def cells(self) -> dict[str, Cell]:
         """Ours, by method."""
         return {method: Cell.of(result.accuracy for result in found) for method, found in self.results.items()}
@@ -199,7 +204,7 @@ class Column:
         every = [result for found in self.results.values() for result in found]
         devices = sorted({result.environment.get("device", "an unknown device") for result in every})
         hours = sum(result.seconds for result in every) / 3600
-        return f"{len(every)} trainings took {hours:.2f} hours of {', '.join(devices)}."
+        return f"{_counted(len(every), 'training')} took {hours:.2f} hours of {', '.join(devices)}."
 
     def markdown(self) -> str:
         """The table for a document, with its statements below."""
@@ -256,6 +261,10 @@ def _beside(ours: Cell, papers: Cell | None) -> list[str]:
     p = ours.p(papers)
     verdict = "" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"
     return [text, _signed(ours.mean - papers.mean), verdict]
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}" + ("" if count == 1 else "s")
 
 
 def _place(known: list[str], name: str) -> int:
