@@ -224,6 +224,12 @@ def test_images_that_cannot_be_read_are_named(tmp_path, name, content, words):
         load("mine", root)
 
 
+def test_a_known_name_is_kept_for_its_own_data(tmp_path):
+    root = folder_of_images(tmp_path, {"a": "RGB"})
+    with pytest.raises(ValueError, match=r"svhn has 10 classes of 32 × 32 pixels, and .* has 1 of 6 × 6"):
+        load("svhn", root)
+
+
 def test_too_few_images_are_refused():
     with pytest.raises(ValueError, match="2 training images"):
         Resident(data(train=1))

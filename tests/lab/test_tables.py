@@ -90,6 +90,15 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*.part"))
 
 
+def test_a_link_to_results_stays_one(tmp_path):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    link.symlink_to(real)
+    Store(link).add([result()])
+    Store(real).add([result(seed=1)])
+    assert link.is_symlink()
+    assert len(Store(link).results()) == 2
+
+
 def test_writers_at_the_same_time_lose_nothing(tmp_path):
     def write(seed):
         for k in range(5):

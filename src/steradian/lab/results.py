@@ -185,7 +185,11 @@ class Store:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that at every moment, power cuts included, the old or the new one is there, whole."""
+    """Write a file so that at every moment, power cuts included, the old or the new one is there, whole.
+
+    A link stays one: what it points to is written.
+    """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -195,8 +199,9 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:  # a full disk does not say for which file
-        part.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -233,6 +238,7 @@ def _short(value: float) -> float | None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a file for reading, changing and writing it: other processes that do so wait."""
+    path = Path(os.path.realpath(path))  # whatever name it goes by
     with path.with_name(f".{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -20,6 +20,8 @@ _HUB = {
     "cifar100": ("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
     "svhn": ("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
 }
+_SHAPES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32), "svhn": (10, 32)}
+"""Classes and size of the data sets that have a name: others under it would be compared with the paper's figures."""
 _PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".pbm", ".pgm", ".ppm"}
 _DEEP = ("I", "F")  # modes of more than eight bits, or of no fixed range; their variants begin like them
 
@@ -39,7 +41,15 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     """
     folder = Path(root) if root is not None else Path("data") / name
     if folder.is_dir():
-        return _from_folder(name, folder)
+        found = _from_folder(name, folder)
+        shape = (len(found.classes), found.train.size)
+        if shape != _SHAPES.get(name, shape):
+            classes, size = _SHAPES[name]
+            raise ValueError(
+                f"{name} has {classes} classes of {size} × {size} pixels, and {folder} has {shape[0]} of {shape[1]} × "
+                f"{shape[1]}: give it a name of its own"
+            )
+        return found
     if root is not None:
         raise ValueError(f"root must be a folder, got {str(root)!r}")
     if name == "digits":
