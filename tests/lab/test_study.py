@@ -1,13 +1,16 @@
 """A study among others: several processes, other data under the same name, checkpoints that do not fit, a last step."""
 
+import io
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from steradian.lab.claims import Claims
 from steradian.lab.data import DataSet, Images, Resident, load
+from steradian.lab.progress import Lines
 from steradian.lab.results import Result
 from steradian.lab.study import Study, study_name
 from steradian.lab.tracking import Tracked
@@ -43,7 +46,9 @@ def test_a_claim_is_held_by_one_and_free_when_it_ends(tmp_path):
 
 def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
     configs = [replace(ONE, seed=seed) for seed in range(2)]
-    here, theirs = fleet(tmp_path, data), Claims(tmp_path / "work" / "claims")
+    told = io.StringIO()
+    here = fleet(tmp_path, data, watcher=Lines(Console(file=told)))
+    theirs = Claims(tmp_path / "work" / "claims")
     assert theirs.take([configs[0].key])
 
     def meanwhile(_):
@@ -53,8 +58,9 @@ def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
 
     monkeypatch.setattr("steradian.lab.fleet.time.sleep", meanwhile)
     assert here.run(configs)
-    told = {result.config.seed: result.environment["device"] for result in here.store.results()}
-    assert told[0] == "theirs" != told[1]
+    made = {result.config.seed: result.environment["device"] for result in here.store.results()}
+    assert made[0] == "theirs" != made[1]
+    assert "waiting for 1 that other processes have" in told.getvalue()
 
 
 def test_the_last_step_of_all_can_diverge_too():

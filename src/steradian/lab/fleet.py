@@ -111,6 +111,7 @@ class Fleet:
                 if not self._flying and not waiting:
                     break  # others have finished the rest
                 if not self._flying and not self._late(0.0):
+                    self.watcher.waiting(sum(map(len, waiting)))
                     time.sleep(_OTHERS)
                     continue
                 if all(flight.held for flight in self._flying):  # or the time is over before the first could start
