@@ -94,6 +94,8 @@ def _told(error: Exception) -> int:
         else:
             _say(f"{text.rstrip('.')}; see {context.command_path if context else 'steradian'} --help")
         return int(error.exit_code)
+    if type(error).__name__ == "Abort":  # what older ones make of an interruption
+        return _INTERRUPTED
     if not isinstance(error, _EXPECTED):
         _say(f"{type(error).__name__}: {error}; STERADIAN_TRACEBACK=1 shows where")
         return 1
