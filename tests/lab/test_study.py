@@ -4,6 +4,7 @@ import io
 import math
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from rich.console import Console
@@ -13,9 +14,11 @@ from steradian.lab.data import DataSet, Images, Resident, load
 from steradian.lab.progress import Lines
 from steradian.lab.results import Result
 from steradian.lab.study import Study, study_name
+from steradian.lab.times import plain_loops
 from steradian.lab.tracking import Tracked
 from steradian.lab.tracks import Tracks, track_study
 from steradian.lab.training import CURVES, Execution, Member, Training
+from steradian.watch.records import COLUMNS
 
 from lab.studies import CONFIG, few, fleet
 
@@ -136,6 +139,22 @@ def test_recordings_go_on_as_they_were_begun(data):
     for change in ({"points": 2}, {"points": 12, "phenomena": True}):
         with pytest.raises(ValueError, match="begun with other points, or with other quantities"):
             Tracked(configs, data, **change).load(state)
+
+
+def test_records_of_another_version_are_named_with_their_file(tmp_path):
+    tracks = Tracks(tmp_path / "t.parquet")
+    table = pd.DataFrame({name: [0] if name in ("step", "value") else ["x"] for name in COLUMNS})
+    tracks.add(ONE, table)
+    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: .* steps"):
+        tracks.about()
+    (tmp_path / "b.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"b\.json is not what benchmarks"):
+        plain_loops(tmp_path / "b.json")
+
+
+def test_time_is_a_number(tmp_path, data):
+    with pytest.raises(ValueError, match="seconds must be at least 0, got nan"):
+        fleet(tmp_path, data).run([ONE], seconds=math.nan)
 
 
 def test_phenomena_are_not_missed_in_silence(tmp_path, data, monkeypatch):

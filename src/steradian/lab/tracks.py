@@ -56,7 +56,17 @@ class Tracks:
 
         if not self.path.exists():
             return {}
-        return json.loads((parquet.read_schema(self.path).metadata or {}).get(_ABOUT, b"{}"))
+        told = json.loads((parquet.read_schema(self.path).metadata or {}).get(_ABOUT, b"{}"))
+        for run, facts in told.items():
+            if not {"config", "steps"} <= set(facts):
+                raise ValueError(
+                    f"{self.path} is not a file of records: it says nothing of the config and steps of {run}"
+                )
+            try:
+                Config.from_dict(facts["config"])
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{self.path}, run {run}: {error}") from error
+        return dict(told)
 
     def runs(self) -> set[str]:
         """Keys of the recorded runs."""
