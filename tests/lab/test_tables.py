@@ -215,6 +215,15 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
     assert line[-1] == "3 (1 diverged)"
 
 
+def test_different_images_under_one_name_are_said():
+    runs = [replace(result(seed=k), environment={"data": data}) for k, data in enumerate(("a", "a"))]
+    assert (
+        "different images" not in accuracy_columns([*runs, result(seed=2)])[0].caution()
+    )  # an older one tells nothing
+    other = replace(result(seed=3), environment={"data": "b"})
+    assert "different images that go by the name cifar10" in accuracy_columns([*runs, other])[0].caution()
+
+
 def test_one_seed_says_nothing():
     [column] = accuracy_columns([result("Adam"), result("AdamW†", reached=91.0)])
     assert column.claim().endswith("91.00; one seed says nothing about the order.")

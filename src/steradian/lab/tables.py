@@ -132,10 +132,13 @@ class Column:
         return [text for text in said if text]
 
     def caution(self) -> str:
-        """How these trainings differ from the paper's."""
+        """How these trainings differ from the paper's, and from each other."""
         parts = []
         if self.papers and self.epochs != paper.EPOCHS:
             parts.append(f"trained for {self.epochs} epochs, the paper's for {paper.EPOCHS}")
+        images = {result.environment.get("data") for found in self.results.values() for result in found}
+        if len(images - {None}) > 1:
+            parts.append(f"trained on different images that go by the name {self.data}")
         missing = [method for method in self.papers if method not in self.results]
         if missing:
             parts.append(f"not run yet: {', '.join(missing)}")
