@@ -54,12 +54,13 @@ def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
     theirs = Claims(tmp_path / "work" / "claims")
     assert theirs.take([configs[0].key])
 
-    def meanwhile(_):
+    def meanwhile(*_):
         curves = {name: [1.0] for name in CURVES}
         here.store.add([Result(configs[0], curves, environment={"device": "theirs"})])
         theirs.free([configs[0].key])
 
-    monkeypatch.setattr("steradian.lab.fleet.time.sleep", meanwhile)
+    monkeypatch.setattr(here.watcher, "waiting", lambda count: (Lines.waiting(here.watcher, count), meanwhile()))
+    monkeypatch.setattr("steradian.lab.fleet._OTHERS", 0.0)
     assert here.run(configs)
     made = {result.config.seed: result.environment["device"] for result in here.store.results()}
     assert made[0] == "theirs" != made[1]

@@ -46,8 +46,11 @@ def test_a_store_keeps_replaces_and_merges(tmp_path):
     assert found[result(seed=1).config.key].accuracy == 95.0
     assert found[result("SGD-M").config.key].diverged
     assert math.isnan(found[result("SGD-M").config.key].curves["train_loss"][-1])
+    assert store.keys() == set(found) == Store(store.path).keys()
     other = Store(tmp_path / "other.json")
+    assert other.keys() == set()
     other.add(store.results())
+    assert other.keys() == set(found)
     assert other.path.read_bytes() == store.path.read_bytes()
     other.path.write_text("{}")
     with pytest.raises(ValueError, match="is not a file of results"):

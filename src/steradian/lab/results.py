@@ -115,6 +115,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
+        self._known: tuple[tuple[int, int, int] | None, set[str]] = (None, set())
 
     def results(self) -> list[Result]:
         """Everything stored, ordered by key."""
@@ -123,7 +124,12 @@ class Store:
 
     def keys(self) -> set[str]:
         """Keys of all finished trainings, without a look at what came of them."""
-        return {self._key(number, row) for number, row in enumerate(self._rows())}
+        # A fleet asks with every start. The file is replaced whole, so that a changed one is another file.
+        state = self.path.stat() if self.path.exists() else None
+        mark = state and (state.st_ino, state.st_mtime_ns, state.st_size)
+        if mark is None or mark != self._known[0]:
+            self._known = mark, {self._key(number, row) for number, row in enumerate(self._rows())}
+        return set(self._known[1])
 
     def _key(self, number: int, row: Mapping[str, Any]) -> str:
         return str(row["key"]) if "key" in row else self._read(number, row).config.key
