@@ -6,7 +6,7 @@ A fleet of N is N trainings in flight; M members are M seeds of one setting carr
 graphs are captured. Methods go round: Adam, AdamW†, w/o (a), (ab), (abc), SGD-M. Both sides train with bf16 autocast,
 channels last, batch 128, crops and flips; the evaluation is not part of it. Without --data the images are random.
 --check compares the weights of trainings in a fleet with those of the same trainings alone.
-Prints a table and writes results/bench-fleet.json, again after every network; no measurement is begun after --seconds.
+Prints a table and writes results/bench-fleet.json, again after every measurement; none is begun after --seconds.
 """
 
 import argparse
@@ -271,7 +271,7 @@ def main() -> None:
                 setup = time.perf_counter() - started
                 per_step = measure(fleet, args.steps)
                 table.add(name, "fleet", size, members, per_step, plain / per_step, setup)
-            write(args.name, table, **facts)
+                write(args.name, table, **facts)
             if args.profile and fleet:
                 profile(fleet[0])
             del fleet

@@ -67,12 +67,12 @@ class Pool:
         waiting = iter(tasks)
         while time.monotonic() < until:
             busy = sum(worker.task is not None for worker in self._workers)
-            for worker in self._workers:
+            for i, worker in enumerate(self._workers):
                 if worker.task is None and (most is None or busy < most):
                     task = next(waiting, None)
                     if task is None:
                         break
-                    worker.begin(task)
+                    self._begin(i, task)
                     busy += 1
             if not busy:
                 return
@@ -80,6 +80,13 @@ class Pool:
         for i, worker in enumerate(self._workers):
             if worker.task is not None:
                 self._replace(i)
+
+    def _begin(self, i: int, task: Task) -> None:
+        try:
+            self._workers[i].begin(task)
+        except OSError:  # it died while it had nothing to do
+            self._replace(i)
+            self._workers[i].begin(task)
 
     def _collect(self) -> Iterator[tuple[Task, Any]]:
         busy = {worker.connection: i for i, worker in enumerate(self._workers) if worker.task is not None}

@@ -138,7 +138,7 @@ def main() -> None:
                 again = Training(make, layouts, options.batch, every=None, captured=captured)
                 alone = taken()
             del again
-            length = max(2, every)
+            length = max(4, every)
             plain.run(length)
             watched.run(length)
             gc.collect()

@@ -3,19 +3,35 @@
 import importlib
 import os
 
-import torch
+import pytest
 from hypothesis import settings
 
-torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
-
-# Without a GPU the kernels run in Triton's interpreter; it must be chosen before Triton is imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-# A kernel is interpreted or compiled as Triton finds it when the kernel is defined: define them now, before a test
-# that takes the variable away.
-importlib.import_module("steradian.optim._fused")
 
 # A busy machine is slow, not wrong; failures print what reproduces them.
 settings.register_profile("steradian", deadline=None, print_blob=True)
 settings.load_profile("steradian")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests run: a process that only hands them out to workers need not import torch."""
+    hands_out = config.getoption("numprocesses", default=None) and not hasattr(config, "workerinput")
+    if not hands_out:
+        set_up_torch()
+
+
+def set_up_torch() -> None:
+    """Before any test module is imported."""
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    # Without a GPU the kernels run in Triton's interpreter; it must be chosen before Triton is imported.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    # A kernel is interpreted or compiled as Triton finds it when the kernel is defined: define them now, before a test
+    # that takes the variable away.
+    importlib.import_module("steradian.optim._fused")
+    # For each frame that it compiles torch flushes the caches and times the guards, to log it: a fifth of the
+    # compilation.
+    guards = importlib.import_module("torch._dynamo.guards")
+    if hasattr(guards, "profile_guard_manager"):
+        guards.profile_guard_manager = lambda *arguments: 0.0

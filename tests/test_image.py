@@ -54,19 +54,22 @@ def test_prediction_is_what_happens(network_name, optimizer_name, dtype):
     network = NETWORKS[network_name]
     model = network.build().to(dtype)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    images, reached = {names: [] for names in network.rows}, {names: [] for names in network.rows}
     for _ in backward_passes(model, 50):
         before = {names: snapshot(parameters(model, names)) for names in network.rows}
         optimizer.step()
         for names, rows in network.rows.items():
             params = parameters(model, names)
             steps = [read_step(optimizer, p, before=x) for p, x in zip(params, before[names], strict=True)]
-            image = image_step(before[names], steps, rows)
-            r, u = geometry.split(Layout(rows).join([p.detach() for p in params]))
-            torch.testing.assert_close(image.next_direction, u, atol=tolerance, rtol=0)
-            torch.testing.assert_close(image.next_radius, r.squeeze(-1), atol=0, rtol=tolerance)
-            assert image.h1.all()
-            assert image.h2.all()
+            images[names].append(image_step(before[names], steps, rows))
+            reached[names].append(Layout(rows).join([p.detach().clone() for p in params]))
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    for names, seen in images.items():
+        r, u = geometry.split(torch.stack(reached[names]))
+        torch.testing.assert_close(torch.stack([image.next_direction for image in seen]), u, atol=tolerance, rtol=0)
+        radii = torch.stack([image.next_radius for image in seen])
+        torch.testing.assert_close(radii, r.squeeze(-1), atol=0, rtol=tolerance)
+        assert torch.stack([image.h1 & image.h2 for image in seen]).all()
 
 
 @pytest.mark.parametrize("optimizer_name", ["SGD, L2", "SGD, Nesterov, L2", "SGD, maximize", "RMSprop"])

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.errors import PycodeError
+from sphinx.pycode import ModuleAnalyzer
 
 ROW = re.compile(r"^\s*\|.*\|\s*$")
 RULE = re.compile(r"^\s*\|[\s:|-]+\|\s*$")
@@ -72,6 +74,12 @@ def _signature(
     return (signature and signature.replace("<factory>", "...")), returned
 
 
+def _leave_mocks_alone(app: Sphinx) -> None:
+    """Of a class whose base is a mock, autodoc would import the real module of the base to read its source."""
+    for name in ("lightning.pytorch", "pytorch_lightning", "transformers"):
+        ModuleAnalyzer.cache["module", name] = PycodeError(f"{name} is not imported for the documentation")
+
+
 def _in_source_order(app: Sphinx) -> None:
     """Autodoc follows `__all__`, which is sorted by the alphabet; a reader follows the source."""
     for page in Path(app.srcdir).glob("api/*.md"):
@@ -93,6 +101,7 @@ def _defined(node: ast.stmt) -> list[str]:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Translate after napoleon, which makes field lists of Google's sections."""
     app.connect("builder-inited", _in_source_order)
+    app.connect("builder-inited", _leave_mocks_alone)
     app.connect("autodoc-process-docstring", _keep, priority=400)
     app.connect("autodoc-process-docstring", _process, priority=600)
     app.connect("autodoc-process-signature", _signature)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ancestry import ancestors
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
@@ -34,7 +35,7 @@ class Names(SphinxPostTransform):
         domain = self.env.domains.python_domain
         for literal in list(self.document.findall(nodes.literal)):
             found = NAME.fullmatch(literal.astext())
-            above = list(_ancestors(literal))
+            above = list(ancestors(literal))
             if found is None or any(isinstance(node, nodes.reference | addnodes.pending_xref) for node in above):
                 continue
             here = next(_places(above), "")
@@ -81,13 +82,6 @@ def _places(above: list[nodes.Node]) -> Iterator[str]:
         if isinstance(node, addnodes.desc) and node.get("domain") == "py":
             signature = next(node.findall(addnodes.desc_signature))
             yield f"{signature['module']}.{signature['fullname']}"
-
-
-def _ancestors(node: nodes.Element) -> Iterator[nodes.Node]:
-    above = node.parent
-    while above is not None:
-        yield above
-        above = above.parent
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

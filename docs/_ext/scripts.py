@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ancestry import ancestors
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
@@ -45,18 +46,11 @@ class Scripts(SphinxPostTransform):
             parent = text.parent
             if parent is None or isinstance(parent, VERBATIM) or "sig" in " ".join(parent.get("classes", [])):
                 continue
-            if any(isinstance(above, VERBATIM) for above in _ancestors(parent)):
+            if any(isinstance(above, VERBATIM) for above in ancestors(parent)):
                 continue
             made = list(written(str(text)))
             if made:
                 parent.replace(text, made)
-
-
-def _ancestors(node: nodes.Element) -> Iterator[nodes.Node]:
-    above = node.parent
-    while above is not None:
-        yield above
-        above = above.parent
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

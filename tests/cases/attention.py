@@ -61,6 +61,19 @@ class FusedAttention(nn.Module):
         return self.o(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class CrossCovariance(nn.Module):
+    """Attention among channels: queries and keys are normalized over the words, values are not, all from one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 4, 1)
+        weights = (functional.normalize(q, dim=-1) @ functional.normalize(k, dim=-1).transpose(-1, -2)).softmax(-1)
+        return self.o((weights @ v).permute(0, 3, 1, 2).flatten(2))
+
+
 class Transformer(nn.Module):
     """Pre-norm: one residual stream that everything adds to, and a norm in front of the head."""
 
@@ -94,6 +107,7 @@ CASES = [
         lambda: Custom(lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(8, 2, batch_first=True)),
         sequences,
     ),
+    case("cross_covariance", CrossCovariance, sequences),  # the first two thirds of qkv alone, which are no rows of it
     case(
         "qk_rms_norm",
         lambda: Attention(nn.RMSNorm),

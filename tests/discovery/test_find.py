@@ -94,6 +94,13 @@ class TestNoTrace:
         assert same(before, state(model))
         assert (model.calls, model.seen) == (0, [])
 
+    @pytest.mark.skipif(torch.cuda.is_initialized(), reason="the GPU is in use")
+    def test_what_a_gpu_will_be_seeded_with_once_it_is_used(self, monkeypatch):
+        seeds = []
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+        find_groups(conv_net(), images())
+        assert seeds == []
+
     def test_counters_do_not_run(self):
         model, x = Raising(2), images()
         before = state(model)

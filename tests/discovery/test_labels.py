@@ -54,7 +54,7 @@ class Oracle:
                 t.copy_(self.state[name])
 
     def _forward(self) -> list[Tensor]:
-        torch.manual_seed(7)
+        torch.default_generator.manual_seed(7)  # torch.manual_seed takes as long as a small model
         return [t for t in _flat(self.model(*self.args, **self.kwargs)) if t.requires_grad]
 
     def output(self, factors: dict[str, Tensor] | None = None) -> list[Tensor]:
@@ -102,9 +102,12 @@ class Oracle:
 
     def invariant(self, names: Sequence[str], counts: Counts) -> bool:
         """Whether rows that are cut so can be scaled freely; neither yes nor no is an error of the case."""
-        change = max(self.change(self.factors(names, counts)) for _ in range(2))
-        assert change < SAME or change > MOVED, f"{names} {counts}: a change of {change:.1e} decides nothing"
-        return change < SAME and self.tangent(names, counts)
+        for _ in range(2):
+            change = self.change(self.factors(names, counts))
+            if change > MOVED:
+                return False
+            assert change < SAME, f"{names} {counts}: a change of {change:.1e} decides nothing"
+        return self.tangent(names, counts)
 
     def keeps_output(self, names: Iterable[str]) -> bool:
         """Whether the whole tensors can be scaled by one common factor."""
@@ -132,7 +135,9 @@ class Oracle:
     def finest(self, names: Sequence[str]) -> tuple[int, list[Counts]]:
         """The largest number of rows that holds, and the ways to cut that have it."""
         holding: dict[int, list[Counts]] = {}
-        for counts in sorted(self.candidates(names), key=math.prod, reverse=True):
+        candidates = sorted(self.candidates(names), key=math.prod, reverse=True)
+        # Rows that can be scaled freely can be scaled by one factor: where that fails, no cut holds.
+        for counts in candidates if self.invariant(names, candidates[-1]) else []:
             if math.prod(counts) < max(holding, default=0):
                 break
             if self.invariant(names, counts):
@@ -219,18 +224,22 @@ def _label_counts(oracle: Oracle, names: Sequence[str], spec) -> Counts:
     return cuts.pop()
 
 
-parametrized = pytest.mark.parametrize(
-    ("case", "seed"), [pytest.param(c, s, id=f"{c.name}-{s}") for c in CASES for s in SEEDS]
-)
+def over(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("case", "seed"), [pytest.param(c, s, id=f"{c.name}-{s}") for c in cases for s in SEEDS]
+    )
+
+
+parametrized = over(CASES)
 
 
 def test_names_are_unique_and_there_are_enough():
     assert len({case.name for case in CASES}) == len(CASES) >= 45
 
 
-@parametrized
-def test_labels_name_each_parameter_once(case: Case, seed: int):
-    oracle = Oracle(case, seed)
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
+def test_labels_name_each_parameter_once(case: Case):
+    oracle = Oracle(case, 0)
     labelled = [*case.rows, *itertools.chain(*case.joint_rows), *case.no_effect]
     assert len(labelled) == len(set(labelled))
     assert set(labelled) <= set(oracle.trainable)
@@ -256,7 +265,7 @@ def test_rows_are_true_and_finest(case: Case, seed: int):
             assert not best, f"{name}: labelled rest, but {best} hold"
 
 
-@parametrized
+@over(case for case in CASES if case.joint_rows)
 def test_joint_sets_are_true_and_finest(case: Case, seed: int):
     oracle = Oracle(case, seed)
     for names, spec in case.joint_rows.items():

@@ -28,7 +28,12 @@ def run(folder, script, *arguments, ranks=None, strict=True):
     # Without GPUs, whatever the machine has, and without the interpreter that the tests choose for Triton.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    launch = []
+    if ranks == 1:  # what torchrun would tell it
+        environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    elif ranks:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(["-W", "error"] if strict else []), *launch, str(EXAMPLES / script), *arguments]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", check=False, timeout=240

@@ -20,7 +20,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from steradian.lab import compiling
 from steradian.lab.config import METHODS
-from steradian.lab.fleet import Fleet, prepare_device
+from steradian.lab.fleet import Fleet
 from steradian.lab.launch import Plain
 from steradian.lab.progress import Lines, Shown
 from steradian.lab.results import Result, Store
@@ -202,6 +202,22 @@ def test_time_that_is_over_stops_at_a_checkpoint(tmp_path, data):
     assert curves(study.store) == curves(whole.store)
 
 
+def test_what_compiling_takes_is_not_taken_for_the_pace_of_epochs(tmp_path, data):
+    """The first epoch ends after 100 seconds, the others take 10: a sitting of 155 has room for five more."""
+    now = [0.0]
+
+    class Slow(Training):
+        def end_epoch(self):
+            now[0] += 10.0 if self.epoch else 100.0
+            super().end_epoch()
+
+    [config] = methods("Adam", epochs=9)
+    study = fleet(tmp_path, data, make=Slow, clock=lambda: now[0])
+    assert not study.run([config], seconds=155)
+    [saved] = (tmp_path / "work" / "checkpoints").glob("*.pt")
+    assert torch.load(saved, weights_only=True)["training"]["epoch"] == 6
+
+
 def test_progress_tells_epoch_loss_accuracy_and_time_left(tmp_path, data):
     clock = iter(range(10**9))
     told = {}
@@ -357,7 +373,7 @@ def _addresses(training):
 
 def test_fused_steps_stay_fused_and_are_the_reference(data):
     """With channels last, from a fresh state and from one that was saved with channels first."""
-    config = replace(methods("Adam w/o (abc)", epochs=2)[0], batch_size=48)
+    config = replace(methods("Adam w/o (abc)", epochs=2)[0], batch_size=96)
     configs = [config, replace(config, seed=1)]
     reference = Training(configs, data)
     reference.run_epoch()
@@ -374,16 +390,6 @@ def test_fused_steps_stay_fused_and_are_the_reference(data):
         assert sum(len(plan.params) for plan in step.plans) == 13
         for name, tensor in reference.weights(1).items():
             torch.testing.assert_close(training.weights(1)[name], tensor, rtol=1e-3, atol=1e-4)
-
-
-@pytest.fixture
-def exact():
-    """float32 on a GPU, the same every time."""
-    flags = torch.backends.cudnn
-    before = flags.benchmark, flags.deterministic
-    prepare_device(torch.device("cuda"), exact=True)
-    yield
-    flags.benchmark, flags.deterministic = before
 
 
 def steps(config, data, count, **execution):

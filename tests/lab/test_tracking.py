@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from steradian.lab.comparing import compare_trajectories
-from steradian.lab.fleet import prepare_device
 from steradian.lab.launch import Plain
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import Store
@@ -183,16 +182,6 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     assert trajectory_study({}, "paths", tuning=1, **where) == (made, True)
     with pytest.raises(ValueError, match="bring that folder along"):
         trajectory_study({}, "paths", tuning=2, **where)
-
-
-@pytest.fixture
-def exact():
-    """float32 on a GPU, the same every time."""
-    flags = torch.backends.cudnn
-    before = flags.benchmark, flags.deterministic
-    prepare_device(torch.device("cuda"), exact=True)
-    yield
-    flags.benchmark, flags.deterministic = before
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

@@ -55,6 +55,11 @@ def groups(dtype: torch.dtype = torch.float32, *, radial_alone: bool = False, se
     return made
 
 
+def one_of_each(**options: Any) -> list[dict[str, Any]]:
+    """A single parameter of each kind, or joint set, where each costs a compilation or many trainings."""
+    return [group if "joint" in group else {**group, "params": group["params"][-1:]} for group in groups(**options)]
+
+
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 

@@ -19,12 +19,12 @@ def make(request: pytest.FixtureRequest) -> Make:
     return request.param
 
 
-def start(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(4, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
+def start(dtype: torch.dtype = torch.float32, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def gradient(k: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(4, 9, generator=torch.Generator().manual_seed(10 + k)).to(dtype)
+def gradient(k: int, dtype: torch.dtype = torch.float32, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 9, generator=torch.Generator().manual_seed(10 + k)).to(dtype)
 
 
 def assert_finite(optimizer: torch.optim.Optimizer, p: Tensor) -> None:
@@ -34,7 +34,7 @@ def assert_finite(optimizer: torch.optim.Optimizer, p: Tensor) -> None:
 
 
 def run(make: Make, first: Tensor, gradients: list[Tensor], **options: Any) -> tuple[nn.Parameter, Any]:
-    """Steps of a (4, 9) parameter of filter rows; everything is finite after each of them."""
+    """Steps of a parameter of filter rows; everything is finite after each of them."""
     p = nn.Parameter(first.clone())
     optimizer = make([{"params": [p], "rows": "filter"}], **options)
     for g in gradients:
@@ -44,15 +44,15 @@ def run(make: Make, first: Tensor, gradients: list[Tensor], **options: Any) -> t
     return p, optimizer
 
 
-def assert_others_untouched(make: Make, first: Tensor, gradients: list[Tensor]) -> None:
-    """Rows 1 to 3 go, bit for bit, where they go next to a row 0 that is well."""
-    well = start(first.dtype)
+def assert_others_untouched(make: Make, first: Tensor, gradients: list[Tensor], *, bad: int = 1) -> None:
+    """Rows behind the first, bad ones go, bit for bit, where they go next to rows that are well."""
+    well = start(first.dtype, len(first))
     p, one = run(make, first, gradients)
-    q, other = run(make, well, [torch.cat([well[1:2], g[1:]]) for g in gradients])
-    assert torch.equal(p[1:], q[1:])
+    q, other = run(make, well, [torch.cat([well[bad : bad + 1].expand(bad, -1), g[bad:]]) for g in gradients])
+    assert torch.equal(p[bad:], q[bad:])
     for name, value in one.state[p].items():
         if name != "step":
-            assert torch.equal(value[1:], other.state[q][name][1:]), name
+            assert torch.equal(value[bad:], other.state[q][name][bad:]), name
 
 
 def with_row(t: Tensor, row: Tensor | float) -> Tensor:
@@ -65,18 +65,19 @@ def with_row(t: Tensor, row: Tensor | float) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1e30, 1e20, 1e15, 1e-15, 1e-20, 1e-30, 0.0])
-def test_gradients_of_any_size(make: Make, size: float, dtype: torch.dtype) -> None:
-    """All in one row, and a sudden one between ordinary ones."""
-    always = [with_row(g, g[0] * size) for g in (gradient(k, dtype) for k in range(30))]
-    once = [g if k == 7 else gradient(k, dtype) for k, g in enumerate(always)]
-    assert_others_untouched(make, start(dtype), always)
-    assert_others_untouched(make, start(dtype), once)
+def test_gradients_of_any_size(make: Make, dtype: torch.dtype) -> None:
+    """One row of each size, always and as a sudden one between ordinary ones."""
+    sizes = torch.tensor([1e30, 1e20, 1e15, 1e-15, 1e-20, 1e-30, 0.0, 1, 1, 1], dtype=dtype).unsqueeze(1)
+    ordinary = [gradient(k, dtype, len(sizes)) for k in range(30)]
+    once = [g * sizes if k == 7 else g for k, g in enumerate(ordinary)]
+    assert_others_untouched(make, start(dtype, len(sizes)), [g * sizes for g in ordinary], bad=7)
+    assert_others_untouched(make, start(dtype, len(sizes)), once, bad=7)
 
 
-@pytest.mark.parametrize("radius", [1e30, 1e18, 1e-12, 1e-20, 1e-30, 1e-40, 0.0])
-def test_radii_of_any_size(make: Make, radius: float) -> None:
-    assert_others_untouched(make, with_row(start(), start()[0] * radius), [gradient(k) for k in range(30)])
+def test_radii_of_any_size(make: Make) -> None:
+    radii = torch.tensor([1e30, 1e18, 1e-12, 1e-20, 1e-30, 1e-40, 0.0, 1, 1, 1]).unsqueeze(1)
+    gradients = [gradient(k, rows=len(radii)) for k in range(30)]
+    assert_others_untouched(make, start(rows=len(radii)) * radii, gradients, bad=7)
 
 
 @pytest.mark.parametrize("radius", [1e-12, 1e-18, 1e-25])
@@ -193,17 +194,19 @@ def test_a_row_thrown_far_out_keeps_a_momentum_of_its_new_size(dtype: torch.dtyp
 # A long time ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("without", "steps"), [*((w, 3_000) for w in ADAM), ("abc", 100_000)])
+@pytest.mark.parametrize(("without", "steps"), [*((w, 3_000) for w in ADAM[:-1]), ("abc", 100_000)])
 def test_a_filter_without_gradient_under_l2(without: str, steps: int) -> None:
     """NOTES, item 14: the row is driven to the origin and stays finite, whatever happens to its direction."""
     p = nn.Parameter(start()[:2].clone())
     p.grad = torch.zeros_like(p)
     p.grad[1] = 0.1
     optimizer = optim.Adam([{"params": [p], "rows": "filter"}], lr=1e-2, weight_decay=1e-2, without=without)
-    for k in range(steps):
-        optimizer.step()
-        if k % 1000 == 0:
-            assert_finite(optimizer, p)
+    optimizer.step()
+    with torch.inference_mode():  # spares so small a step the tenth of it that is autograd's bookkeeping
+        for k in range(1, steps):
+            optimizer.step()
+            if k % 1000 == 0:
+                assert_finite(optimizer, p)
     assert_finite(optimizer, p)
     assert p.detach()[0].norm() < 0.5 * start()[0].norm()
 

@@ -12,7 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SUBSETS = ["a", "ab", "abc", "ac", "b", "bc", "c"]
 # Tiles of many rows and of one, rows with a tail (9·2^k), rows at odd addresses. A row of one number is left out:
 # its momentum is rounding.
-SHAPES = [(5, 3, 3, 3), (3, 64), (2, 64, 3, 3), (40, 4), (3, 147), (1, 4608), (130, 5)]
+SHAPES = [(5, 3, 3, 3), (3, 64), (2, 64, 3, 3), (40, 4), (3, 147), (1, 4608), (40, 5)]
 
 
 def parameters(shapes, dtype=torch.float32, seed=0):
@@ -63,16 +63,16 @@ def close(found, expected, tolerance, name):
 @pytest.mark.parametrize("without", SUBSETS)
 def test_equals_the_reference(without, decoupled):
     made = pair(SHAPES, without=without, weight_decay=0.1, decoupled_weight_decay=decoupled)
-    run(made, 5)
+    run(made, 3)
     assert_alike(made, 3e-6)
-    assert made[1][1].state[made[1][0][0]]["step"].item() == 5
+    assert made[1][1].state[made[1][0][0]]["step"].item() == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("without", ["abc", "bc"])
 def test_other_dtypes(without, dtype):
     made = pair(SHAPES, dtype=dtype, without=without, weight_decay=0.1)
-    run(made, 3)
+    run(made, 2)
     assert_alike(made, 1e-12 if dtype == torch.float64 else 2e-3)
 
 
@@ -80,7 +80,7 @@ def test_other_dtypes(without, dtype):
 @pytest.mark.parametrize("rows", ["filter", "tensor", 2])
 def test_rows_longer_than_a_tile(rows, without):
     made = pair([(2, 5000), (4, 2, 3000), (2, 40)], rows=rows, without=without, weight_decay=0.1)
-    run(made, 3)
+    run(made, 2)
     assert_alike(made, 3e-6)
 
 

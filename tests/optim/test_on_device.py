@@ -44,6 +44,7 @@ def test_agrees_with_the_cpu(make: Make) -> None:
         torch.testing.assert_close(p.cpu(), q, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("rate", ["number", "on the host", "on the device"])
 def test_nothing_is_read_back(make: Make, rate: str, no_reading_back: None) -> None:
     """A rate on the device needs capturable=True where torch's own Adam update takes part."""
@@ -151,6 +152,7 @@ def test_a_gradient_scaler_needs_no_reading_back(name: str, no_reading_back: Non
     assert_same(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_capture_without_capturable_is_refused(make: Make) -> None:
     if not counts(make):
         pytest.skip("counts no steps")

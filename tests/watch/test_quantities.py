@@ -113,9 +113,21 @@ def schedule(k):
 IMAGES = torch.randn(8, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+FOUND = {}
+"""What was found in the first network of each kind, which holds for all."""
+
+
+def rows_of(model):
+    dtype = next(model.parameters()).dtype
+    kind = str(model), dtype
+    if kind not in FOUND:
+        FOUND[kind] = find_groups(model, IMAGES.to(dtype))
+    return FOUND[kind].of(model)
+
+
 def train(model, case, *, steps=13, groups=None, settings=None, rates=schedule, **options):
     """A watched training and the twins of its groups, by name."""
-    groups = groups or find_groups(model, IMAGES.to(next(model.parameters()).dtype))
+    groups = groups or rows_of(model)
     optimizer = case.build(model, groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
     seen = watch(optimizer, groups, **options)
@@ -250,7 +262,7 @@ def test_single_rows_on_disk(case, tmp_path):
 )
 def test_a_normalization_whose_epsilon_matters(case):
     model = build("BN")
-    groups = find_groups(model, IMAGES)
+    groups = rows_of(model)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eps = 0.1
@@ -287,7 +299,7 @@ def test_param_groups_of_different_settings():
             {"params": [model.get_parameter("3.weight")], **fast.options},
         ]
     )
-    groups = find_groups(model, IMAGES)
+    groups = rows_of(model)
     twins = {n: Twin([model.get_parameter(n)], "filter", c.twin) for n, c in (("0.weight", slow), ("3.weight", fast))}
     with watch(optimizer, groups) as seen:
         for _ in backward_passes(model, 5):
@@ -361,7 +373,7 @@ class ScheduledDecay:
 @pytest.mark.parametrize("name", ["SGD-M", "AdamW"])
 def test_a_state_that_is_loaded_while_watched(name):
     model = build("BN")
-    groups = find_groups(model, IMAGES)
+    groups = rows_of(model)
     optimizer = TORCH[name].build(model, groups)
     rates = [0.01, 0.02, 0.03, 0.04]
     with watch(optimizer, groups) as seen:
@@ -380,7 +392,7 @@ def test_a_state_that_is_loaded_while_watched(name):
 def test_steps_without_a_gradient_are_not_recorded(name):
     case = OURS[name.removeprefix("our ")] if name.startswith("our ") else TORCH[name]
     model = build("BN")
-    groups = find_groups(model, IMAGES)
+    groups = rows_of(model)
     optimizer = case.build(model, groups)
     weight, idle = model.get_parameter("3.weight"), {2, 3, 6}
     twin = Twin([weight], "filter", case.twin)

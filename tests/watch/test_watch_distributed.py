@@ -1,16 +1,8 @@
 """Two and three processes with gloo: what rank 0 records is what one process records."""
 
-import functools
-import os
-import socket
-import sys
-import traceback
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,21 +10,13 @@ from steradian import optim
 from steradian.watch import watch
 from steradian.watch.records import read_run
 
-STEPS, BATCH = 5, 12
+from ranks import network, run, train
+
+STEPS = range(5)
 OPTIMIZERS = {
     "torch's Adam": lambda groups: torch.optim.Adam(groups, lr=0.02, weight_decay=0.05),
     "Adam abc": lambda groups: optim.Adam(groups, lr=0.02, weight_decay=0.05, without="abc"),
 }
-
-
-def network():
-    """Instance norm sees one sample at a time, so a batch can be split; 7 and 5 filters do not divide evenly."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(2, 7, 3, padding=1, bias=False), nn.InstanceNorm2d(7, affine=True), nn.Tanh(),
-        nn.Conv2d(7, 5, 3, padding=1, bias=False), nn.InstanceNorm2d(5), nn.Tanh(), nn.Flatten(), nn.Linear(80, 3),
-    )  # fmt: skip
-    return model.double()
 
 
 def groups_of(model, rows):
@@ -42,22 +26,15 @@ def groups_of(model, rows):
     return [{"params": radial, **layout}, {"params": list(named.items())}]
 
 
-def train(model, optimizer, seen, *, rank=0, ranks=1, steps=STEPS):
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        images = torch.randn(BATCH, 2, 4, 4, generator=generator, dtype=torch.float64)
-        labels = torch.randint(3, (BATCH,), generator=generator)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images[rank::ranks]), labels[rank::ranks]).backward()
-        optimizer.step()
-        seen.log(number=step)
+def numbered(seen):
+    return lambda step: seen.log(number=step)
 
 
 def alone(kind, rows, **options):
     model = network()
     optimizer = OPTIMIZERS[kind](groups_of(model, rows))
     with watch(optimizer, run="run", **options) as seen:
-        train(model, optimizer, seen)
+        train(model, optimizer, STEPS, after=numbered(seen))
     return seen
 
 
@@ -77,7 +54,7 @@ def ddp(rank, ranks, folder):
         model = DistributedDataParallel(network())
         optimizer = OPTIMIZERS[kind](groups_of(model, "filter"))
         with watch(optimizer, to=f"{folder}/{kind}") as seen:
-            train(model, optimizer, seen, rank=rank, ranks=ranks)
+            train(model, optimizer, STEPS, rank=rank, ranks=ranks, after=numbered(seen))
         assert seen.error is None
         assert not seen._handover._logged, "a rank that records nothing keeps nothing"
         if rank == 0:
@@ -92,7 +69,7 @@ def fsdp(rank, ranks, folder):
             model = fully_shard(network())
             optimizer = OPTIMIZERS[kind](groups_of(model, rows))
             with watch(optimizer, to=where, rows_every=2) as seen:
-                train(model, optimizer, seen, rank=rank, ranks=ranks)
+                train(model, optimizer, STEPS, rank=rank, ranks=ranks, after=numbered(seen))
             assert seen.error is None
             if rank == 0:
                 run, twin = read_run(where), alone(kind, rows, rows_every=2)
@@ -115,13 +92,13 @@ def failing(rank, ranks, folder):
     optimizer = OPTIMIZERS["Adam abc"](groups_of(model, "filter"))
     kind = ArithmeticError if rank else RuntimeError
     with pytest.raises(kind), watch(optimizer, to=f"{folder}/failing") as seen:  # noqa: PT012
-        train(model, optimizer, seen, rank=rank, ranks=ranks, steps=3)
+        train(model, optimizer, range(3), rank=rank, ranks=ranks, after=numbered(seen))
         seen.flush()
-        train(model, optimizer, seen, rank=rank, ranks=ranks, steps=2)
+        train(model, optimizer, range(2), rank=rank, ranks=ranks, after=numbered(seen))
         if rank:
             dist.destroy_process_group()
             raise ArithmeticError
-        train(model, optimizer, seen, rank=rank, ranks=ranks)
+        train(model, optimizer, STEPS, rank=rank, ranks=ranks, after=numbered(seen))
     assert not seen.running
     if rank == 0:
         table = read_run(f"{folder}/failing").table
@@ -131,43 +108,12 @@ def failing(rank, ranks, folder):
         assert set(steps["step"]) == {0, 1, 2}
         assert_same(steps, there[(there["step"] < 3) & (there["group"] != "")])
         assert set(table[table["quantity"] == "number"]["step"]) >= {0, 1, 2, 3, 4}
-
-
-def process(rank, ranks, port, tasks, folder, errors):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    try:
-        for task in tasks:
-            task(rank, ranks, folder)
-    except BaseException:
-        errors.put(traceback.format_exc())
-        raise
-    if dist.is_initialized():
         dist.destroy_process_group()
-    # All that was to be shown was asserted; threads of gloo that are not joined yet abort an ordinary exit at times.
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def run(tasks, ranks, folder):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    errors = mp.get_context("spawn").SimpleQueue()
-    work = functools.partial(process, tasks=tasks, folder=str(folder), errors=errors)
-    try:
-        mp.spawn(_start, args=(ranks, port, work), nprocs=ranks, daemon=True)
-    except Exception as error:
-        raise AssertionError(errors.get() if not errors.empty() else str(error)) from error
-
-
-def _start(rank, ranks, port, work):
-    work(rank, ranks, port)
 
 
 def test_two_ranks(tmp_path):
-    run([ddp, fsdp, failing], 2, tmp_path)
+    run([(ddp,), (fsdp,), (failing,)], 2, tmp_path)
 
 
 def test_three_ranks_with_fsdp2(tmp_path):
-    run([fsdp], 3, tmp_path)
+    run([(fsdp,)], 3, tmp_path)

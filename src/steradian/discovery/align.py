@@ -81,7 +81,8 @@ def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
             found.append(Alignment(size, dim))
     for (length,) in vectors:
         groups = length // tensors[0][1]
-        if groups > 1 and all(_grouped(s, length, groups) for s in tensors):
+        # Convolutions alone have groups; a table of both dimensions of a matrix would be larger than the matrix.
+        if groups > 1 and all(len(s) > 2 and _grouped(s, length, groups) for s in tensors):
             found.append(Alignment(length, 1, groups))
     return found
 

@@ -212,7 +212,7 @@ class Prober:
         for leaf in leaves.values():
             leaf.grad = None
         with quiet(precision.dtype), swapped(self.model, leaves, dtype=precision.dtype, training=self.training):
-            torch.manual_seed(seed)
+            _seed_generators(seed)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=self._noisy and seed != 0)
             self.forwards += 1
             with recorder.watching(self.model) if recorder else nullcontext():
@@ -267,3 +267,12 @@ class Prober:
         reading.tables = to_host(reading.tables)
         reading.peak = max((reading.effect(name) for name in self.trainable), default=0.0)
         reading.steepest = max((reading.slope(name) for name in self.trainable), default=0.0)
+
+
+def _seed_generators(seed: int) -> None:
+    """As `torch.manual_seed`, but what that leaves for a GPU that is not in use yet, nothing would take back."""
+    others = torch.accelerator.is_available() and not torch.cuda.is_available()
+    if others or torch.cuda.is_initialized():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)

@@ -135,15 +135,15 @@ class _Corner(NamedTuple):
 # By the stride and the filters of a member, or its channels for the gradient to x: benchmarks/convolution.py --tune.
 _Plan = _Tile | _Strip
 _FORWARD: dict[int, dict[int, _Plan]] = {
-    1: {16: _Strip(128, 8, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1)},
+    1: {16: _Strip(128, 16, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1, 4, 1)},
     2: {16: _Tile(128, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)},
 }
 _INPUT_GRADIENT: dict[int, dict[int, _Plan]] = {
-    1: {16: _Strip(128, 8, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1)},
+    1: {16: _Strip(128, 8, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1, 4, 1)},
     2: {16: _Tile(256, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)},
 }
 _WEIGHT_GRADIENT: dict[int, dict[int, _Corner]] = {
-    1: {16: _Corner(64, 32, 4, 4), 32: _Corner(64, 16, 4, 4, 8), 64: _Corner(64, 16, 1, 1, 4, 3)},
+    1: {16: _Corner(64, 16, 4, 4, 4, 2), 32: _Corner(64, 16, 4, 1, 4, 2), 64: _Corner(64, 16, 1, 1, 4, 3)},
     2: {16: _Corner(64, 32, 4, 4), 32: _Corner(64, 16, 4, 4, 8), 64: _Corner(64, 16, 4, 1, 8, 2)},
 }
 

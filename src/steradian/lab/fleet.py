@@ -5,6 +5,7 @@ nothing but the data, which nobody writes, so none depends on its neighbours.
 """
 
 import io
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -160,7 +161,7 @@ class Fleet:
         now = self.clock()
         if training.finished:
             self._finish(flight)
-        elif self._late(now - flight.began):
+        elif self._late(flight.took(now)):
             flight.held = True
         elif now - flight.saved > self.every:
             self._checkpoint(flight)
@@ -288,6 +289,7 @@ class _Flight:
         seconds: each member's share of the device's time.
         evaluating: the epoch's end is in the queue.
         held: it waits at the end of an epoch, since the time is over.
+        pace: seconds of its shortest epoch; 0 after the first, which holds compiling and capturing, too.
     """
 
     training: Training
@@ -296,6 +298,12 @@ class _Flight:
     seconds: list[float]
     evaluating: bool = False
     held: bool = False
+    pace: float | None = None
+
+    def took(self, now: float) -> float:
+        """The pace, as an epoch ends now."""
+        self.pace = 0.0 if self.pace is None else min(self.pace or math.inf, now - self.began)
+        return self.pace
 
 
 def read_state(path: Path) -> Any:

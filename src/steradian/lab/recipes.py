@@ -7,6 +7,7 @@ digits the same networks are narrow and take 8 × 8 images, for a CPU.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from steradian.lab import paper
 from steradian.lab.config import Config
@@ -79,16 +80,9 @@ def accuracy_tables(
     return made
 
 
-def curves(
-    *,
-    data: str | None = None,
-    columns: Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
-    epochs: int = 405,
-    seeds: int = 5,
-) -> list[Config]:
+def curves(**scale: Any) -> list[Config]:
     """fig:loss_comparison, fig:acc_comparison and those of App. D.4: the trainings of tab:results, by epoch."""
-    return accuracy_tables(data=data, columns=columns, methods=methods, epochs=epochs, seeds=seeds)
+    return accuracy_tables(**scale)
 
 
 def hypotheses(
@@ -111,17 +105,11 @@ def hypotheses(
 
 
 def phenomena(
-    *,
-    data: str | None = "cifar10",
-    columns: Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
-    epochs: int = 405,
-    seeds: int = 1,
+    *, columns: Sequence[str] | None = None, methods: Sequence[str] | None = None, **scale: Any
 ) -> list[Config]:
-    """Section 4.1, measured: trainings to be watched step by step, with Adam."""
-    chosen = _methods(methods, TABLE_METHODS) if methods else ["Adam"]
-    wanted = {"data": data, "columns": columns or ["ResNet20"], "epochs": epochs, "seeds": seeds}
-    return accuracy_tables(methods=chosen, **wanted)  # type: ignore[arg-type]
+    """Section 4.1, measured: trainings to be watched step by step; Adam's of ResNet20 on CIFAR-10, with one seed."""
+    wanted: dict[str, Any] = {"data": "cifar10", "seeds": 1} | scale
+    return accuracy_tables(columns=columns or ["ResNet20"], methods=methods or ["Adam"], **wanted)
 
 
 def pretraining(

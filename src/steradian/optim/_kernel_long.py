@@ -3,23 +3,8 @@
 import triton
 import triton.language as tl
 
-from steradian.optim._kernel_parts import (
-    _B,
-    _C,
-    _DECOUPLED,
-    LANES,
-    _bias_corrections,
-    _carried_in_plane,
-    _divided,
-    _emit,
-    _first,
-    _high,
-    _limits,
-    _low,
-    _motion,
-    _settings,
-    _sign_and_scale,
-)
+from steradian.optim import _kernel_parts as parts
+from steradian.optim._kernel_parts import DECOUPLED, LANES, WITHOUT_B, WITHOUT_C
 
 __all__ = ["apply_long_rows"]
 
@@ -31,23 +16,23 @@ def _leave_sums(item, d, sums, settings, rates, grad_scale,
 
     For telemetry also ⟨h,h⟩ and ⟨x,h⟩ of the gradient alone, without L2.
     """
-    chunk, last = _high(_first(item + 6)), _first(item + 7)
-    _l1, _l2, share1, _s2, _eps, decay, flags, _rate = _settings(settings, rates, _low(last), C)
-    l2 = tl.where((flags & _DECOUPLED) != 0, 0.0, decay).to(C)
-    factor = _sign_and_scale(flags, grad_scale, SCALED, C)
+    chunk, last = parts.high(parts.first(item + 6)), parts.first(item + 7)
+    _l1, _l2, share1, _s2, _eps, decay, flags, _rate = parts.settings_of(settings, rates, parts.low(last), C)
+    l2 = tl.where((flags & DECOUPLED) != 0, 0.0, decay).to(C)
+    factor = parts.sign_and_scale(flags, grad_scale, SCALED, C)
     at = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
     mask = at < d
-    x = tl.load(_first(item).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
-    g = tl.load(_first(item + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
-    m = tl.load(_first(item + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
+    x = tl.load(parts.first(item).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
+    g = tl.load(parts.first(item + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
+    m = tl.load(parts.first(item + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
     gl = g + l2 * x
-    m = m + share1.to(C) * (tl.where((flags & _B) != 0, g, gl) - m)
+    m = m + share1.to(C) * (tl.where((flags & WITHOUT_B) != 0, g, gl) - m)
     out = sums + (last >> 32) * 7
     tl.store(out, tl.sum(gl * gl, axis=0).to(tl.float64))
     tl.store(out + 1, tl.sum(x * x, axis=0).to(tl.float64))
     tl.store(out + 2, tl.sum(x * m, axis=0).to(tl.float64))
     tl.store(out + 3, tl.sum(m * m, axis=0).to(tl.float64))
-    tl.store(out + 4, tl.load(_first(item + 3).to(tl.pointer_type(C))).to(tl.float64))
+    tl.store(out + 4, tl.load(parts.first(item + 3).to(tl.pointer_type(C))).to(tl.float64))
     if EMIT:
         tl.store(out + 5, tl.sum(g * g, axis=0).to(tl.float64))
         tl.store(out + 6, tl.sum(x * g, axis=0).to(tl.float64))
@@ -77,34 +62,34 @@ def apply_long_rows(
         v = tl.load(sums + slot.to(tl.int64) * 7 + 4)
         d = tl.load(line + 5)
         wide: tl.constexpr = tl.float64
-        log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = _settings(
+        log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = parts.settings_of(
             settings, rates, tl.load(line + 7), wide
         )
         step = tl.load(tl.load(line + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
-        pace, root = _bias_corrections(step, log_beta1, log_beta2, rate)
-        decoupled = (flags & _DECOUPLED) != 0
+        pace, root = parts.bias_corrections(step, log_beta1, log_beta2, rate)
+        decoupled = (flags & DECOUPLED) != 0
         start, l2 = tl.where(decoupled, 1.0 - rate * decay, 1.0), tl.where(decoupled, 0.0, decay)
-        largest, _smallest, _steepest = _limits(C)
+        largest, _smallest, _steepest = parts.limits(C)
         usable = gg <= largest
         v = tl.where(usable, v + share2 * (tl.minimum(gg / d, largest) - v), v)
-        s = _divided(v, usable, pace, root, eps)
-        kept_x = start - tl.where((flags & _B) != 0, s * share1 * l2, 0.0)
+        s = parts.divided(v, usable, pace, root, eps)
+        kept_x = start - tl.where((flags & WITHOUT_B) != 0, s * share1 * l2, 0.0)
         # y = kept_x·x − s·m, so its products follow from the sums; in float64 they keep float32's digits.
         xy, my = kept_x * xx - s * xm, kept_x * xm - s * mm
         yy = tl.maximum(kept_x * xy - s * my, 0.0)
-        shrink, there = _motion(xx, yy, v, flags, C)
-        kept, removed = _carried_in_plane(xx, yy, xy, my, shrink, there, flags, tl.float64)
+        shrink, there = parts.motion(xx, yy, v, flags, C)
+        kept, removed = parts.carried_in_plane(xx, yy, xy, my, shrink, there, flags, tl.float64)
         if chunk == 0:
             v_at = tl.load(line + 3).to(tl.pointer_type(C)) + row
-            tl.store(v_at, (v * tl.where((flags & _C) != 0, shrink, 1.0)).to(C))
+            tl.store(v_at, (v * tl.where((flags & WITHOUT_C) != 0, shrink, 1.0)).to(C))
             if EMIT:
                 out = tl.load(emitted + tl.program_id(0)).to(tl.pointer_type(C))
                 hh, xh = _added(sums + 5, slot, chunks)
                 across = tl.sqrt(tl.maximum(mm - xm * xm / tl.where(xx > 0, xx, 1.0), 0.0)) * s
                 pace_e = share1 * pace / (tl.sqrt(v) / root + eps)
                 radial = (start - kept_x + s * xm / tl.where(xx > 0, xx, 1.0)) / start
-                _emit(out, row >= 0, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
-        factor = _sign_and_scale(flags, grad_scale, SCALED, C)
+                parts.emit(out, row >= 0, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
+        factor = parts.sign_and_scale(flags, grad_scale, SCALED, C)
         cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
         at, mask = row.to(tl.int64) * d + cols, cols < d
         x_at = tl.load(line).to(tl.pointer_type(P)) + at
@@ -112,7 +97,7 @@ def apply_long_rows(
         x = tl.load(x_at, mask=mask, other=0.0).to(C)
         m = tl.load(m_at, mask=mask, other=0.0).to(C)
         g = tl.load(tl.load(line + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
-        target = tl.where((flags & _B) != 0, g, g + l2.to(C) * x)
+        target = tl.where((flags & WITHOUT_B) != 0, g, g + l2.to(C) * x)
         m = tl.where(usable, m + share1.to(C) * (target - m), m)
         tl.store(x_at, (kept_x.to(C) * x - s.to(C) * m).to(P), mask=mask)
         tl.store(m_at, (kept.to(C) * m - removed.to(C) * x).to(P), mask=mask)

@@ -7,12 +7,12 @@ __all__ = ["LANES"]
 
 LANES = tl.constexpr(4096)
 
-_B, _C = tl.constexpr(2), tl.constexpr(4)
-_DECOUPLED, _MAXIMIZE = tl.constexpr(8), tl.constexpr(16)
+WITHOUT_B, WITHOUT_C = tl.constexpr(2), tl.constexpr(4)
+DECOUPLED, MAXIMIZE = tl.constexpr(8), tl.constexpr(16)
 
 
 @triton.jit
-def _settings(settings, rates, line, C: tl.constexpr):
+def settings_of(settings, rates, line, C: tl.constexpr):
     """ln β1, ln β2, 1−β1, 1−β2, ε, λ, flags and the rate of one group."""
     at = settings + line * 8
     address, single = tl.load(rates + line), tl.load(at + 7) != 0.0
@@ -25,7 +25,7 @@ def _settings(settings, rates, line, C: tl.constexpr):
 
 
 @triton.jit
-def _limits(C: tl.constexpr):
+def limits(C: tl.constexpr):
     """Largest number, smallest normal number over the rounding unit, rounding unit to the power −2."""
     if C == tl.float64:
         return 1.7976931348623157e308, 1.002084180004486e-292, 2.028240960365167e31
@@ -34,39 +34,39 @@ def _limits(C: tl.constexpr):
 
 
 @triton.jit
-def _sign_and_scale(flags, grad_scale, SCALED: tl.constexpr, C: tl.constexpr):
+def sign_and_scale(flags, grad_scale, SCALED: tl.constexpr, C: tl.constexpr):
     """What the gradient is multiplied by: −1 to maximize, over the gradient scaler's scale."""
-    factor = tl.where((flags & _MAXIMIZE) != 0, -1.0, 1.0).to(C)
+    factor = tl.where((flags & MAXIMIZE) != 0, -1.0, 1.0).to(C)
     if SCALED:
         factor = factor / tl.load(grad_scale).to(C)
     return factor
 
 
 @triton.jit
-def _motion(xx, yy, v, flags, C: tl.constexpr):
+def motion(xx, yy, v, flags, C: tl.constexpr):
     """(r/r')² and the rows that keep their direction: `_reference.Motion`."""
-    largest, smallest, steepest = _limits(C)
+    largest, smallest, steepest = limits(C)
     shrink = xx / yy
     there = (tl.minimum(xx, yy) >= smallest) & (yy <= largest) & (shrink <= steepest)
-    there = there & (((flags & _C) == 0) | (v * shrink <= largest))
+    there = there & (((flags & WITHOUT_C) == 0) | (v * shrink <= largest))
     return tl.where(there, shrink, 1.0), there
 
 
 @triton.jit
-def _carried_in_plane(xx, yy, xy, my, shrink, there, flags, C: tl.constexpr):
+def carried_in_plane(xx, yy, xy, my, shrink, there, flags, C: tl.constexpr):
     """m ← kept·m − removed·x of a step along m: transport where (b), times r/r' where (c) is neutralized."""
-    largest, _smallest, _steepest = _limits(C)
-    scale = tl.where((flags & _C) != 0, yy, tl.sqrt(xx) * tl.sqrt(yy))
+    largest, _smallest, _steepest = limits(C)
+    scale = tl.where((flags & WITHOUT_C) != 0, yy, tl.sqrt(xx) * tl.sqrt(yy))
     kept, removed = xy / scale, my / scale
     moved = there & (tl.abs(removed) <= largest)
-    transported = (flags & _B) != 0
-    rescaled = tl.where((flags & _C) != 0, tl.sqrt(shrink), 1.0)
+    transported = (flags & WITHOUT_B) != 0
+    rescaled = tl.where((flags & WITHOUT_C) != 0, tl.sqrt(shrink), 1.0)
     kept = tl.where(transported, tl.where(moved, kept, 1.0), rescaled)
     return kept.to(C), tl.where(transported & moved, removed, 0.0).to(C)
 
 
 @triton.jit
-def _one_minus_power(log_beta, step):
+def one_minus_power(log_beta, step):
     """1 − β^t = −(e^u − 1) with u = t ln β: by its series for small u, where the difference would lose digits."""
     u = log_beta * step
     near = tl.maximum(u, -0.5)
@@ -77,36 +77,36 @@ def _one_minus_power(log_beta, step):
 
 
 @triton.jit
-def _bias_corrections(step, log_beta1, log_beta2, rate):
+def bias_corrections(step, log_beta1, log_beta2, rate):
     """η/(1−β1^t) and √(1−β2^t)."""
-    return rate / _one_minus_power(log_beta1, step), tl.sqrt(_one_minus_power(log_beta2, step))
+    return rate / one_minus_power(log_beta1, step), tl.sqrt(one_minus_power(log_beta2, step))
 
 
 @triton.jit
-def _divided(v, usable, pace, root, eps):
+def divided(v, usable, pace, root, eps):
     """s = η̂/(√v̂ + ε), 0 where that divides by 0 or the row is not usable."""
     divisor = tl.sqrt(v) / root + eps
     return tl.where(usable & (divisor > 0), pace / tl.where(divisor > 0, divisor, 1.0), 0.0)
 
 
 @triton.jit
-def _first(at):
+def first(at):
     """A number that every program begins with: worth keeping in the cache through a step that streams by."""
     return tl.load(at, eviction_policy="evict_last")
 
 
 @triton.jit
-def _low(packed):
+def low(packed):
     return (packed & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
-def _high(packed):
+def high(packed):
     return (packed >> 32).to(tl.int32)
 
 
 @triton.jit
-def _angle(across, along):
+def angle(across, along):
     """atan2(across, along) for across ≥ 0: the angle is halved three times, then its series converges fast."""
     length = tl.sqrt(across * across + along * along)
     t = across / tl.where(length > 0, length + tl.abs(along), 1.0)
@@ -120,14 +120,14 @@ def _angle(across, along):
 
 
 @triton.jit
-def _emit(out, alive, xx, yy, xy, hh, xh, across, radial, there, pace, start, C: tl.constexpr):
+def emit(out, alive, xx, yy, xy, hh, xh, across, radial, there, pace, start, C: tl.constexpr):
     """The numbers of `TELEMETRY` for each row; h is the gradient alone, without L2."""
-    largest, _smallest, _steepest = _limits(C)
+    largest, _smallest, _steepest = limits(C)
     radius, slope = tl.sqrt(xx), tl.sqrt(hh)
     along = tl.where(there, xy / tl.where(there, radius, 1.0), 1.0)
     rate = tl.where(there, pace / tl.where(there, start * xy, 1.0), 0.0)
     tl.store(out, radius.to(C), mask=alive)
-    tl.store(out + 1, tl.where(there, _angle(across, along), 0.0).to(C), mask=alive)
+    tl.store(out + 1, tl.where(there, angle(across, along), 0.0).to(C), mask=alive)
     tl.store(out + 2, tl.where(tl.abs(pace) <= largest, rate, 0.0).to(C), mask=alive)
     tl.store(out + 3, tl.sqrt(yy).to(C), mask=alive)
     tl.store(out + 4, slope.to(C), mask=alive)

@@ -15,24 +15,9 @@ import os
 import triton
 import triton.language as tl
 
+from steradian.optim import _kernel_parts as parts
 from steradian.optim._kernel_long import _leave_sums, apply_long_rows
-from steradian.optim._kernel_parts import (
-    _B,
-    _C,
-    _DECOUPLED,
-    LANES,
-    _bias_corrections,
-    _carried_in_plane,
-    _divided,
-    _emit,
-    _first,
-    _high,
-    _limits,
-    _low,
-    _motion,
-    _settings,
-    _sign_and_scale,
-)
+from steradian.optim._kernel_parts import DECOUPLED, LANES, WITHOUT_B, WITHOUT_C
 
 __all__ = ["LANES", "apply_long_rows", "step_rows"]
 
@@ -64,13 +49,13 @@ def _tile(
     """One step of up to R rows of d numbers of one parameter, each in K pieces of S lanes."""
     if ALIGNED:
         d = (d // 4) * 4  # tells the compiler that rows begin at multiples of 16 bytes
-    x_at = _first(item).to(tl.pointer_type(P))
-    g_at = _first(item + 1).to(tl.pointer_type(P))
-    m_at = _first(item + 2).to(tl.pointer_type(P))
+    x_at = parts.first(item).to(tl.pointer_type(P))
+    g_at = parts.first(item + 1).to(tl.pointer_type(P))
+    m_at = parts.first(item + 2).to(tl.pointer_type(P))
     if ALIGNED:
         x_at, g_at, m_at = tl.multiple_of(x_at, 16), tl.multiple_of(g_at, 16), tl.multiple_of(m_at, 16)
     rows, cols = tl.arange(0, R), tl.arange(0, S)
-    alive = rows < _low(_first(item + 6))
+    alive = rows < parts.low(parts.first(item + 6))
     at = rows[:, None] * d + cols[None, :]
     xs, gs, ms = (), (), ()
     for k in tl.static_range(K):
@@ -79,18 +64,18 @@ def _tile(
         gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0, eviction_policy=READ_ONCE).to(C),)
         ms = ms + (tl.load(m_at + at + k * S, mask=mask, other=0.0).to(C),)
 
-    log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = _settings(
-        settings, rates, _low(_first(item + 7)), C
+    log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = parts.settings_of(
+        settings, rates, parts.low(parts.first(item + 7)), C
     )
-    step = tl.load(_first(item + 4).to(tl.pointer_type(tl.float32))).to(C) + 1.0
-    pace, root = _bias_corrections(step, log_beta1, log_beta2, rate)
-    decoupled, transported = (flags & _DECOUPLED) != 0, (flags & _B) != 0
+    step = tl.load(parts.first(item + 4).to(tl.pointer_type(tl.float32))).to(C) + 1.0
+    pace, root = parts.bias_corrections(step, log_beta1, log_beta2, rate)
+    decoupled, transported = (flags & DECOUPLED) != 0, (flags & WITHOUT_B) != 0
     start = tl.where(decoupled, 1.0 - rate * decay, 1.0).to(C)
     l2 = tl.where(decoupled, 0.0, decay).to(C)
     outside = tl.where(transported, share1 * l2, 0.0).to(C)  # without (b) the L2 term acts on x alone
     inside = tl.where(transported, 0.0, l2).to(C)
-    factor = _sign_and_scale(flags, grad_scale, SCALED, C)
-    largest, _smallest, _steepest = _limits(C)
+    factor = parts.sign_and_scale(flags, grad_scale, SCALED, C)
+    largest, _smallest, _steepest = parts.limits(C)
 
     squares = tl.zeros([R, S], dtype=C)
     for k in tl.static_range(K):
@@ -111,14 +96,14 @@ def _tile(
 
     ys, vs = (), ()
     if ELEMENTWISE:
-        v_at = _first(item + 3).to(tl.pointer_type(P))
+        v_at = parts.first(item + 3).to(tl.pointer_type(P))
         tops, spread = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
         for k in tl.static_range(K):
             mask = alive[:, None] & (k * S + cols[None, :] < d)
             g = gs[k] * factor + l2 * xs[k]
             v = tl.load(v_at + at + k * S, mask=mask, other=0.0).to(C)
             v = tl.where(usable[:, None], v + share2 * (tl.minimum(g * g, largest) - v), v)
-            s = _divided(v, usable[:, None], pace, root, eps)
+            s = parts.divided(v, usable[:, None], pace, root, eps)
             ys = ys + ((start - s * outside) * xs[k] - s * moments[k],)
             vs = vs + (v,)
             tops = tl.maximum(tops, v)
@@ -127,11 +112,11 @@ def _tile(
         top = tl.max(tops, axis=1)
         mean_divisor = tl.sqrt(tl.sum(spread, axis=1) / d)
     else:
-        v_at = _first(item + 3).to(tl.pointer_type(C))
+        v_at = parts.first(item + 3).to(tl.pointer_type(C))
         top = tl.load(v_at + rows, mask=alive, other=0.0)
         top = tl.where(usable, top + share2 * (tl.minimum(gg / d, largest) - top), top)
         mean_divisor = tl.sqrt(top) / root + eps
-        s = _divided(top, usable, pace, root, eps)
+        s = parts.divided(top, usable, pace, root, eps)
         for k in tl.static_range(K):
             ys = ys + ((start - s * outside)[:, None] * xs[k] - s[:, None] * moments[k],)
 
@@ -143,8 +128,8 @@ def _tile(
         axy += xs[k] * ys[k]
         amy += moments[k] * ys[k]
     xx, yy, xy, my = _sums(axx, ayy, axy, amy)
-    shrink, there = _motion(xx, yy, top, flags, C)
-    growth = tl.where((flags & _C) != 0, shrink, 1.0)
+    shrink, there = parts.motion(xx, yy, top, flags, C)
+    growth = tl.where((flags & WITHOUT_C) != 0, shrink, 1.0)
     if ELEMENTWISE:
         # The step is not along m: the general isometry, m − ⟨m,u⟩u − ⟨m^⊥,u'⟩/(1+⟨u,u'⟩)·(u + u').
         axm = tl.zeros([R, S], dtype=C)
@@ -158,7 +143,7 @@ def _tile(
         by_x = tl.where(turned, kept * (inward + turn / r), 0.0)[:, None]
         by_y = tl.where(turned, kept * turn / q, 0.0)[:, None]
     else:
-        kept, removed = _carried_in_plane(xx, yy, xy, my, shrink, there, flags, C)
+        kept, removed = parts.carried_in_plane(xx, yy, xy, my, shrink, there, flags, C)
         by_x = removed[:, None]
         tl.store(v_at + rows, top * growth, mask=alive)
     for k in tl.static_range(K):
@@ -180,7 +165,7 @@ def _tile(
         out = emitted.to(tl.pointer_type(C)) + rows * 7
         radial = tl.sum(inward, axis=1) / tl.where(there, start * xx, 1.0)
         pace_e = share1 * pace / mean_divisor
-        _emit(out, alive, xx, yy, xy, hh, xh, tl.sqrt(tl.sum(across, axis=1)), radial, there, pace_e, start, C)
+        parts.emit(out, alive, xx, yy, xy, hh, xh, tl.sqrt(tl.sum(across, axis=1)), radial, there, pace_e, start, C)
 
 
 @triton.jit
@@ -211,8 +196,8 @@ def step_rows(
     upper halves. CLASSES is a bit per class that occurs, so that no other code is compiled.
     """
     item = items + tl.program_id(0).to(tl.int64) * 8
-    shape = _first(item + 5)
-    kind, d = _high(shape), shape & 0xFFFFFFFF
+    shape = parts.first(item + 5)
+    kind, d = parts.high(shape), shape & 0xFFFFFFFF
     skipped = False
     if SCALED:
         skipped = tl.load(found_inf) != 0.0

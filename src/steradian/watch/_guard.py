@@ -36,14 +36,17 @@ class Guard:
         try:
             yield
         except Exception as error:
-            first, self.error = self.error is None, self.error or error
-            if first:
-                logger.exception(
-                    "watching %s failed%s", self.run, ": the watch ends, training goes on" if fatal else ""
-                )
-            if fatal:
-                self.ended = True
-                self.release()
+            self.take(error, fatal=fatal)
+
+    def take(self, error: Exception, *, fatal: bool = True) -> None:
+        """The same for an exception at hand: what runs in every step has no time for a context manager."""
+        first, self.error = self.error is None, self.error or error
+        if first:
+            text = ": the watch ends, training goes on" if fatal else ""
+            logger.error("watching %s failed%s", self.run, text, exc_info=error)
+        if fatal:
+            self.ended = True
+            self.release()
 
     def release(self) -> None:
         """Remove the hooks."""

@@ -1,6 +1,7 @@
 """Which param group each followed parameter is in, as that changes."""
 
 from collections.abc import Sequence
+from operator import is_
 
 from torch.optim import Optimizer
 
@@ -26,13 +27,13 @@ class Membership:
         self.stations = stations
         self._members = self._now()
 
-    def _now(self) -> list[int]:
-        return [id(each) for group in self.optimizer.param_groups for each in (group, *group["params"])]
+    def _now(self) -> list[object]:
+        return [each for group in self.optimizer.param_groups for each in (group, *group["params"])]
 
     def look(self) -> list[str]:
         """Take the groups as they are now; returns the names of rows that are gone since the last look."""
         members = self._now()
-        if members == self._members:
+        if len(members) == len(self._members) and all(map(is_, members, self._members)):
             return []
         self._members = members
         groups = self.optimizer.param_groups

@@ -11,7 +11,7 @@ from steradian.watch._handover import Handover
 
 __all__ = ["Paths"]
 
-_POINTS = 512
+_POINTS = 256
 _LONGEST = 2**14
 
 
@@ -44,13 +44,15 @@ class Paths:
                     raise ValueError(f"paths: {name} has rows 0 to {by_name[name].rows - 1}, got {row}")
         self.chosen = [(by_name[name], row) for name, rows in chosen.items() for row in rows]
 
-    @torch.no_grad()
     def follow(self, handover: Handover) -> None:
-        """Keep where the rows are after the step that was just taken in, if it is its turn."""
+        """Keep where the rows are after the step that was just taken in, if it is its turn; without autograd."""
         if not self.chosen or handover.observations % self.stride:
             return
-        for k, (entry, row) in enumerate(self.chosen):
-            handover.path(entry.name, row, self._where(k, entry, row).to(torch.float32, copy=True))
+        here = [self._where(k, entry, row) for k, (entry, row) in enumerate(self.chosen)]
+        kept = [x.new_empty(x.shape, dtype=torch.float32) for x in here]
+        torch._foreach_copy_(kept, here)  # one launch for all
+        for (entry, row), x in zip(self.chosen, kept, strict=True):
+            handover.path(entry.name, row, x)
         self.points += 1
         if self.points >= _POINTS:
             self.stride, self.points = 2 * self.stride, _POINTS // 2

@@ -44,6 +44,7 @@ class Station:
         rows = sum(entry.layout.size(entry.params[0].shape)[0] for entry in followed)
         self.steps = max(1, min(_STEPS, _NUMBERS // max(1, rows * width)))
         self.values = torch.zeros(self.steps, self.rows, width, dtype=dtype, device=self.device)
+        self._slots = self.values.unbind(0)
         self.scratch = torch.zeros(self.rows if self.source.each_step else 0, width, dtype=dtype, device=self.device)
         self.options = list({id(entry.options): entry.options for entry in followed}.values())
         self.rates = torch.zeros(self.steps, len(self.options), dtype=dtype, device=self.device)
@@ -76,18 +77,16 @@ class Station:
 
     _quantities: tuple[str, ...] = ()
 
-    @torch.no_grad()
     def note_skip(self) -> None:
-        """Count a step that a gradient scaler may have skipped, on the device."""
+        """Count a step that a gradient scaler may have skipped, on the device; without autograd."""
         found = getattr(self.optimizer, "found_inf", None)
         if found is not None:
             self.may_skip = True
             self.skipped += (found.reshape(()).to(self.skipped) != 0).to(self.skipped)
 
-    @torch.no_grad()
     def observe(self, slot: int) -> None:
-        """Take in the step that was just made."""
-        self.source.after(self.values[slot])
+        """Take in the step that was just made; without autograd."""
+        self.source.after(self._slots[slot])
         for k, options in enumerate(self.options):
             rate = options.get("lr", float("nan"))
             if isinstance(rate, Tensor) and rate.device.type != "cpu":

@@ -44,7 +44,7 @@ class Told(Source):
         if telemetry.buffers is not self._buffers:
             self._buffers, self._rows = telemetry.buffers, self._find(telemetry)
         for rows, span in self._rows:
-            out[span].copy_(rows)
+            (out if len(rows) == len(out) else out[span]).copy_(rows)
 
     def _find(self, telemetry: Telemetry) -> list[tuple[Tensor, slice]]:
         """Where the telemetry of the followed rows lies: one tensor and its place, if nothing lies between them."""

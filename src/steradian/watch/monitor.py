@@ -206,12 +206,16 @@ class Watch:
     # What it sees
 
     def _before_hook(self, *_: Any) -> None:
-        with self._guarded():
+        try:
             self._before()
+        except Exception as error:
+            self._guarded.take(error)
 
     def _after_hook(self, *_: Any) -> None:
-        with self._guarded():
+        try:
             self._after()
+        except Exception as error:
+            self._guarded.take(error)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -222,11 +226,9 @@ class Watch:
         if self.silent or not self.running:
             yield
             return
-        with self._guarded():
-            self._before()
+        self._before_hook()
         yield
-        with self._guarded():
-            self._after()
+        self._after_hook()
 
     def _before(self) -> None:
         self._begun = False
@@ -243,6 +245,7 @@ class Watch:
             if self._looking or station.source.each_step:
                 station.source.before()
 
+    @torch.no_grad()
     def _after(self) -> None:
         if not self._begun or self._guarded.ended:
             return

@@ -1,0 +1,13 @@
+"""What a node of a page stands in."""
+
+from collections.abc import Iterator
+
+from docutils import nodes
+
+
+def ancestors(node: nodes.Node) -> Iterator[nodes.Node]:
+    """The nodes above one, its parent first."""
+    above = node.parent
+    while above is not None:
+        yield above
+        above = above.parent
