@@ -1,8 +1,11 @@
 """The command line: every command explains itself with an example, works, and says in one line what is wrong."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +22,7 @@ COMMANDS = [
     "figure",
     "report",
     "write-up",
+    "data",
     "data pack",
     "data check",
     "bench",
@@ -92,9 +96,21 @@ def test_inspect_prints_the_rows(call):
         ("figure nothing hypotheses -o x.svg", "nothing to show"),
         ("reproduce trajectories --methods Adam", "there are no methods to choose"),
         ("reproduce phenomena --data digits --methods AdamG --epochs 1", "where momentum is a sum of past gradients"),
-        ("write-up nothing.md", "document must be a file"),
+        ("write-up nothing.md --results .", "document must be a file"),
+        ("write-up nothing.md --results nowhere", "results must be a folder"),
         ("data check cifar10 --root nowhere", "root must be a folder"),
         ("bench nothing", "no benchmark 'nothing'"),
+        ("inspect steradian.lab.models:small_cnn --input 99999999999999999999x1", "input must fit in memory"),
+        ("inspect steradian.lab.models:small_cnn --input ²x3", "input must be a shape"),
+        ("train --data svhn --root nowhere", "root must be a folder"),
+        ("train --model resnet20", "model must be one of ResNet20"),
+        ("train --device meta", "device must be cpu, cuda"),
+        ("train --study ../up", "study must be the name of a file"),
+        ("reproduce tables --data digits --address x", "--address is for --engine ray"),
+        ("reproduce tables --data digits --points 3", "--points is for hypotheses"),
+        ("reproduce tables --data digits --engine ray --seconds 3", "--seconds is for --engine local"),
+        ("reproduce hypotheses --data digits --engine ray", "--engine ray is for tables"),
+        ("reproduce hypotheses --data digits --engine slurm", "engine must be local or ray"),
     ],
 )
 def test_errors_are_one_line(call, arguments, words):
@@ -105,11 +121,68 @@ def test_errors_are_one_line(call, arguments, words):
     assert len(done.err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("nothing", "No such command"),
+        ("table", "Missing argument"),
+        ("train --epochs 0", "--epochs"),
+        ("train --nothing 1", "--nothing"),
+        ("reproduce tables --seconds -1", "--seconds"),
+    ],
+)
+def test_wrong_arguments_are_one_line_that_names_the_help(call, arguments, words):
+    done = call(*arguments.split())
+    assert done.code == 2
+    assert re.fullmatch(rf"steradian: .*{re.escape(words)}.*; see steradian.* --help\n", done.err)
+
+
+def test_what_nobody_expected_is_one_line_too_and_shows_where_when_asked(call, monkeypatch):
+    def fail(_):
+        raise ZeroDivisionError("over\nlines")
+
+    monkeypatch.setattr("steradian.lab.targets.load_model", fail)
+    done = call("inspect", "x:y", "--input", "1")
+    assert (done.code, done.err) == (
+        1,
+        "steradian: ZeroDivisionError: over lines; STERADIAN_TRACEBACK=1 shows where\n",
+    )
+    monkeypatch.setenv("STERADIAN_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        call("inspect", "x:y", "--input", "1")
+
+
+def test_an_interruption_is_said(call, monkeypatch):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("steradian.lab.targets.load_model", stop)
+    done = call("inspect", "x:y", "--input", "1")
+    assert (done.code, done.err.strip()) == (130, "steradian: interrupted")
+
+
+def test_a_request_to_end_closes_what_is_open(call, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    closed = []
+
+    def stop(_):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr("steradian.lab.targets.load_model", stop)
+    assert call("inspect", "x:y", "--input", "1").code == 128 + signal.SIGTERM
+    assert closed == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_the_demo_needs_a_folder_it_can_write(call, tmp_path):
     (tmp_path / "file").write_text("")
     done = call("demo", "--epochs", "1", "--out", tmp_path / "file")
     assert done.code == 1
-    assert done.err.startswith("steradian: ")
+    assert done.err == f"steradian: a folder is needed, and {tmp_path / 'file'} is a file\n"
 
 
 def test_training_a_table_and_a_figure(call, tmp_path):

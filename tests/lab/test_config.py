@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from steradian.lab import paper
@@ -23,6 +24,11 @@ def test_a_key_names_one_configuration_for_ever():
     assert [other.setting == CONFIG.setting for other in others] == [True, False, False, False, False]
 
 
+def test_a_number_has_one_spelling():
+    one = replace(CONFIG, lr=1, seed=np.int64(3), milestones=np.array([1, 2]), betas=[0, np.float64(0.5)])
+    assert one.key == replace(CONFIG, lr=1.0, seed=3, milestones=(1, 2), betas=(0.0, 0.5)).key
+
+
 def test_the_rate_falls_at_milestones():
     factors = [CONFIG.rate_factor(epoch) for epoch in range(405)]
     assert [factors.index(f) for f in sorted(set(factors), reverse=True)] == [0, 135, 225, 315]
@@ -38,6 +44,12 @@ def test_the_rate_falls_at_milestones():
         ({"epochs": 0}, "epochs must be at least 1"),
         ({"lr": 0.0}, "lr must be positive"),
         ({"seed": -1}, "seed must be at least 0"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"lr": math.inf}, "lr must be a finite number"),
+        ({"lr": "0.1"}, "lr must be a finite number"),
+        ({"betas": (0.9,)}, "betas must be β1 and β2"),
+        ({"betas": (0.9, 1.0)}, "betas must be in"),
+        ({"width": 0}, "width must be at least 1"),
     ],
 )
 def test_bad_settings_are_refused(change, words):

@@ -60,6 +60,24 @@ def test_packed_data_notice_damage_and_strange_names(tmp_path):
         load("cifar10", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda meta: meta.clear(), "it has no 'splits'"),
+        (lambda meta: meta.update(tile=0), "by zero"),
+        (lambda meta: meta["splits"]["train"].update(count=11), "must hold 11 whole numbers"),
+        (lambda meta: meta["splits"]["train"].update(images=["gone.webp"]), r"gone\.webp is missing"),
+    ],
+)
+def test_a_description_that_is_wrong_is_named(tmp_path, change, words):
+    pack(data(), tmp_path, effort=0)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    change(meta)
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=rf"meta\.json does not describe packed data: .*{words}"):
+        load("cifar10", tmp_path)
+
+
 def md5(path):
     return hashlib.md5(path.read_bytes()).hexdigest()
 
@@ -100,6 +118,15 @@ def test_original_archives_are_read(tmp_path, name, protocol):
         load(name, tmp_path)
 
 
+@pytest.mark.parametrize("keep", [0, 200, -4000])
+def test_an_archive_that_is_cut_off_is_refused_whatever_its_checksum_says(tmp_path, keep):
+    path = tmp_path / "cifar-10-python.tar.gz"
+    cifar_archive(path, "cifar10", 2)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"tar\.gz does not hold cifar10"):
+        read_archive("cifar10", tmp_path, checksums={path.name: md5(path)})
+
+
 def test_svhn_is_read(tmp_path):
     made = data("svhn")
     sums = {}
@@ -112,6 +139,16 @@ def test_svhn_is_read(tmp_path):
     for split in ("train", "test"):
         np.testing.assert_array_equal(getattr(read, split).pixels, getattr(made, split).pixels)
         np.testing.assert_array_equal(getattr(read, split).labels, getattr(made, split).labels)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"nonsense", b"Pid\n.", b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b".", b"cnumpy\nndarray\n)\x81."],
+    ids=["empty", "nonsense", "persistent", "deep", "no state"],
+)
+def test_a_damaged_pickle_is_a_value_error(content):
+    with pytest.raises(ValueError, match="the pickle cannot be read"):
+        unpickle(content)
 
 
 class Harmful:
@@ -148,6 +185,55 @@ def test_an_image_folder_is_read(tmp_path):
     Image.fromarray(np.zeros((5, 6, 3), dtype=np.uint8)).save(tmp_path / "test" / "class 0" / "odd.png")
     with pytest.raises(ValueError, match="square and of one size"):
         load("mine", tmp_path)
+
+
+def folder_of_images(root, modes):
+    for split in ("train", "test"):
+        for name, mode in modes.items():
+            (root / split / name).mkdir(parents=True)
+            Image.fromarray(images(1, size=6).pixels[0]).convert(mode).save(root / split / name / "1.TIFF")
+    return root
+
+
+def test_grey_palette_and_transparent_images_are_colours_and_what_has_a_dot_is_left_out(tmp_path):
+    root = folder_of_images(tmp_path, {"猫": "L", "b [c]": "P", "d": "RGBA", "e": "1"})
+    (root / "train" / ".cache").mkdir()
+    (root / "train" / "d" / "._1.png").write_bytes(b"not an image")
+    (root / "train" / "d" / "notes.txt").write_bytes(b"not an image")
+    (root / "train" / "d" / "old.png").mkdir()
+    read = load("mine", root)
+    assert list(read.classes) == ["b [c]", "d", "e", "猫"]
+    assert read.train.pixels.shape == (4, 6, 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("2.png", b"", r"2\.png cannot be read as an image"),
+        ("2.tif", None, "8 bits per channel"),
+    ],
+)
+def test_images_that_cannot_be_read_are_named(tmp_path, name, content, words):
+    root = folder_of_images(tmp_path, {"a": "RGB"})
+    path = root / "train" / "a" / name
+    if content is None:
+        Image.fromarray(np.full((6, 6), 1000, dtype=np.uint16)).save(path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        load("mine", root)
+
+
+def test_a_known_name_is_kept_for_its_own_data(tmp_path):
+    root = folder_of_images(tmp_path, {"a": "RGB"})
+    with pytest.raises(ValueError, match=r"svhn has 10 classes of 32 × 32 pixels, and .* has 1 of 6 × 6"):
+        load("svhn", root)
+
+
+def test_too_few_images_are_refused():
+    with pytest.raises(ValueError, match="2 training images"):
+        Resident(data(train=1))
+    assert Resident(data(train=2), validation=0.9).counts["train"] == 1
 
 
 def test_the_hub_is_asked_where_there_is_no_folder(monkeypatch, tmp_path):

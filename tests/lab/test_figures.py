@@ -51,6 +51,20 @@ def test_curves_show_every_method_with_its_seeds(tmp_path, kind):
         write_figure(Figure([]), tmp_path / "f.svg")
 
 
+def test_curves_mix_no_settings_and_count_no_training_twice(tmp_path):
+    one, two = column(tmp_path, seeds=2, epochs=3, methods=["Adam"])
+    [line] = FIGURES["loss"]([one, two, two]).charts[0].lines
+    assert line.name == "Adam (2 seeds)"
+    with pytest.raises(ValueError, match="Adam with several settings"):
+        FIGURES["loss"]([one, replace(two, config=replace(two.config, lr=0.5))])
+
+
+def test_records_of_another_kind_are_no_figure(tmp_path):
+    others, own = compared(tmp_path, points=4), tracked(tmp_path, points=4)
+    assert hypotheses_figure(others.table(), others.about()).empty
+    assert trajectories_figure(own.table(), own.about()).empty
+
+
 def test_a_chart_puts_points_where_they_belong():
     """A rising line: its path goes from the lower left to the upper right, and begins anew after what has no place."""
     line = Line("a", [0.0, 1.0, 2.0, 3.0, 4.0], [1.0, 10.0, 100.0, math.nan, 100.0])

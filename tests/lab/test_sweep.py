@@ -11,7 +11,7 @@ import pytest
 
 from steradian.lab.recipes import accuracy_tables
 from steradian.lab.study import Study
-from steradian.lab.sweep import sweep
+from steradian.lab.sweep import _got, sweep
 
 from lab.studies import curves
 
@@ -82,6 +82,30 @@ def test_a_driver_and_a_worker_killed_in_the_middle_change_nothing(tmp_path, two
         path.unlink()
     assert sweep(configs(), spread, engine="ray", **SMALL)
     assert not list(spread.work.glob("fleet-*/worker")), "what was finished was done again"
+
+
+@pytest.mark.parametrize(
+    ("address", "words"), [("nonsense", "address must be HOST:PORT"), ("127.0.0.1:1", "no Ray cluster answers")]
+)
+def test_an_address_where_nobody_is_is_said_at_once(tmp_path, address, words):
+    with pytest.raises((ValueError, ConnectionError), match=words):
+        sweep(configs(), Study("spread", tmp_path, tmp_path), engine="ray", address=address)
+
+
+def test_what_goes_wrong_in_a_fleet_comes_out_as_it_was_raised():
+    class Lost:
+        exceptions = ray.exceptions
+
+        def get(self, _):
+            raise self.error
+
+    lost = Lost()
+    lost.error = ray.exceptions.RayTaskError("f", "Traceback (most recent call last)", ValueError("one line"))
+    with pytest.raises(ValueError, match=r"^one line$"):
+        _got(lost, [])
+    lost.error = ray.exceptions.WorkerCrashedError()
+    with pytest.raises(RuntimeError, match=r"a fleet was lost .* a new start goes on"):
+        _got(lost, [])
 
 
 def test_an_unknown_engine_is_refused(tmp_path):

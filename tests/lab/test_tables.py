@@ -1,5 +1,7 @@
 """Stores and tables: against scipy's test, by hand, and over rewriting, merging and damage."""
 
+import errno
+import json
 import math
 import threading
 from dataclasses import replace
@@ -44,12 +46,60 @@ def test_a_store_keeps_replaces_and_merges(tmp_path):
     assert found[result(seed=1).config.key].accuracy == 95.0
     assert found[result("SGD-M").config.key].diverged
     assert math.isnan(found[result("SGD-M").config.key].curves["train_loss"][-1])
+    assert store.keys() == set(found) == Store(store.path).keys()
     other = Store(tmp_path / "other.json")
+    assert other.keys() == set()
     other.add(store.results())
+    assert other.keys() == set(found)
     assert other.path.read_bytes() == store.path.read_bytes()
     other.path.write_text("{}")
     with pytest.raises(ValueError, match="is not a file of results"):
         other.results()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda run: run.pop("curves"), "it has no curves"),
+        (lambda run: run.update(environment=None), "must be mappings"),
+        (lambda run: run["curves"].update(test_accuracy=[]), "one number for each epoch"),
+        (lambda run: run["curves"].update(train_loss="1234"), "train_loss must be a list of numbers"),
+        (lambda run: run["config"].update(cosine=True), "unknown or missing fields: cosine"),
+        (lambda run: run["config"].update(lr=0.5), "is not the key of its configuration"),
+    ],
+)
+def test_a_run_that_is_broken_or_of_another_version_is_named_with_its_file(tmp_path, change, words):
+    store = Store(tmp_path / "study.json")
+    store.add([result()])
+    told = json.loads(store.path.read_text())
+    change(told["runs"][0])
+    store.path.write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=rf"study\.json, run {CONFIG.key}: .*{words}"):
+        store.results()
+    assert Store(tmp_path / "other.json").adopt([CONFIG.key]) == []  # and stops no other study
+
+
+def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
+    store = Store(tmp_path / "study.json")
+    store.add([result()])
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left.*study\.json"):
+        store.add([result(seed=1)])
+    assert [r.config.seed for r in store.results()] == [0]
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_link_to_results_stays_one(tmp_path):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    link.symlink_to(real)
+    Store(link).add([result()])
+    Store(real).add([result(seed=1)])
+    assert link.is_symlink()
+    assert len(Store(link).results()) == 2
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path):
@@ -166,6 +216,15 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
     line = grid_rows(results)[1][1]
     assert line[2:4] == ["0.001, 0.0001, 0.99", "0.001, 3.125e-05, 0.99"]
     assert line[-1] == "3 (1 diverged)"
+
+
+def test_different_images_under_one_name_are_said():
+    runs = [replace(result(seed=k), environment={"data": data}) for k, data in enumerate(("a", "a"))]
+    assert (
+        "different images" not in accuracy_columns([*runs, result(seed=2)])[0].caution()
+    )  # an older one tells nothing
+    other = replace(result(seed=3), environment={"data": "b"})
+    assert "different images that go by the name cifar10" in accuracy_columns([*runs, other])[0].caution()
 
 
 def test_one_seed_says_nothing():

@@ -1,6 +1,11 @@
 """The command line, thin: it parses, calls, and prints errors in one line."""
 
+import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 try:
     import typer
@@ -9,7 +14,7 @@ except ImportError:  # the library works without its command line
 
 from rich.console import Console
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "screen"]
 
 app = typer.Typer(
     help="Find the spheres a normalized network trains on, and see what optimizers do on them.",
@@ -17,6 +22,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+_EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError)
+_WIDE = 160  # columns, where no terminal says how many there are
+_INTERRUPTED = 130
+
+
+def screen(*, stderr: bool = False) -> Console:
+    """Where commands print: names are shown as they are, and tables keep their lines in a file."""
+    made = Console(stderr=stderr, markup=False, highlight=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = _WIDE
+    return made
+
 
 from steradian.cli import bench, data, look, show, study  # noqa: E402, F401  # each adds its commands
 
@@ -27,10 +45,67 @@ def steradian() -> None:
 
 
 def main() -> None:
-    """Run the command line; an expected error is one line on stderr and exit code 1."""
+    """Run the command line; an error is one line on stderr, exit code 1, or 2 where the arguments are wrong.
+
+    With STERADIAN_TRACEBACK=1 in the environment an error shows where it comes from.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that lacks a sign gets a question mark
+            stream.reconfigure(errors="replace")
     try:
-        app()
-    except (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError) as error:
-        text = " ".join(str(error).split("\n"))
-        Console(stderr=True).print(f"steradian: {text}", style="red", markup=False, soft_wrap=True)
-        sys.exit(1)
+        with _ended_in_order():
+            code = app(prog_name="steradian", standalone_mode=False)
+    except Exception as error:
+        if os.environ.get("STERADIAN_TRACEBACK"):
+            raise
+        code = _told(error)
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:
+        _say("interrupted")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Within it a request to end closes what is open: a live table gives the cursor back, a cluster is stopped."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _told(error: Exception) -> int:
+    """Say what is wrong; returns the exit code."""
+    # typer brings its own copy of click's errors in some versions: they are known by what they can do.
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+        text, context = str(error.format_message()), getattr(error, "ctx", None)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(text)
+        else:
+            _say(f"{text.rstrip('.')}; see {context.command_path if context else 'steradian'} --help")
+        return int(error.exit_code)
+    if type(error).__name__ == "Abort":  # what older ones make of an interruption
+        return _INTERRUPTED
+    if not isinstance(error, _EXPECTED):
+        _say(f"{type(error).__name__}: {error}; STERADIAN_TRACEBACK=1 shows where")
+        return 1
+    # A KeyError writes its message in quotes, and torch adds the frames of its own code.
+    message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    if isinstance(error, FileExistsError) and error.filename:
+        message = f"a folder is needed, and {error.filename} is a file"
+    _say(message.split("\nException raised from")[0] or type(error).__name__)
+    return 1
+
+
+def _say(text: str) -> None:
+    screen(stderr=True).print(f"steradian: {' '.join(text.split())}", style="red", soft_wrap=True)

@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from steradian.cli import app
+from steradian.cli import app, screen
 
-data = typer.Typer(help="Data sets: pack them to carry them elsewhere.", no_args_is_help=True)
+_HELP = """Data sets: pack them to carry them elsewhere, and check them.
+
+Example: steradian data check digits"""
+data = typer.Typer(help=_HELP, no_args_is_help=True)
 app.add_typer(data, name="data")
 
 Name = Annotated[str, typer.Argument(help="digits, cifar10, cifar100, svhn, or a name for a folder of images.")]
@@ -29,7 +31,7 @@ def pack(
     from steradian.lab.data import pack as write
 
     write(load(name, root), out, source=f"{name} from {root or 'its default source'}")
-    Console().print(f"The packed data: {out}", highlight=False, soft_wrap=True)
+    screen().print(f"The packed data: {out}", soft_wrap=True)
 
 
 @data.command()

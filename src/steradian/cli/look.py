@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from steradian.cli import app
+from steradian.cli import app, screen
 from steradian.discovery import find_groups
 
 
@@ -29,7 +28,7 @@ def demo(
     table = Table("method", "test accuracy", "seconds, every step watched")
     for result in results:
         table.add_row(result.name, f"{100 * result.accuracy:.1f} %", f"{result.seconds:.1f}")
-    console = Console()
+    console = screen()
     console.print(table)
     console.print(f"The page: {out / 'index.html'}")
 

@@ -1,6 +1,7 @@
 """Commands that show what is stored: table, figure, report and write-up."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,11 +9,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from steradian.cli import app
+from steradian.cli import app, screen
 
 if TYPE_CHECKING:
     from steradian.lab.results import Result
 
+GRID = "best of the grid, by validation accuracy"
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
@@ -26,14 +28,19 @@ def table(
 
     Example: steradian table resnet20-cifar10
     """
-    from steradian.lab.tables import accuracy_columns
+    from steradian.lab.grids import grid_rows, is_grid
+    from steradian.lab.tables import accuracy_columns, markdown_table
 
-    results = _stored(study, folder)
+    results = [result for result in _stored(study, folder) if result.config.start is None]
+    if not results:
+        raise ValueError(f"{study} holds fine-tuning alone, which has no table")
     if not markdown:
-        print_table(results, Console())
-        return
-    for column in accuracy_columns(results):
-        typer.echo(f"{column.name}, {column.epochs} epochs\n\n{column.markdown()}\n")
+        print_table(results, screen())
+    elif is_grid(results):
+        typer.echo(f"{GRID}\n\n{markdown_table(*grid_rows(results))}\n")
+    else:
+        for column in accuracy_columns(results):
+            typer.echo(f"{column.name}, {column.length}\n\n{column.markdown()}\n")
 
 
 @app.command()
@@ -59,7 +66,7 @@ def figure(
     else:
         raise ValueError(f"kind must be one of {', '.join([*FIGURES, *TRACK_FIGURES])}, got {kind!r}")
     write_figure(drawn, out)
-    Console().print(f"The figure: {out}", highlight=False, soft_wrap=True)
+    screen().print(f"The figure: {out}", soft_wrap=True)
 
 
 @app.command()
@@ -74,7 +81,7 @@ def report(
     from steradian.report import page
 
     page.report(runs, out)
-    Console().print(f"The page: {out}", highlight=False, soft_wrap=True)
+    screen().print(f"The page: {out}", soft_wrap=True)
 
 
 @app.command("write-up")
@@ -89,9 +96,11 @@ def write_up(
     """
     from steradian.lab import documents as lab_documents
 
+    if not folder.is_dir():  # all that is written would be taken for not run yet
+        raise ValueError(f"results must be a folder, got {str(folder)!r}")
     lab_documents.write_up(documents, results=folder, figures=figures)
     written = ", ".join(map(str, documents))
-    Console().print(f"Written: {written}; the figures: {figures}", highlight=False, soft_wrap=True)
+    screen().print(f"Written: {written}; the figures: {figures}", soft_wrap=True)
 
 
 def print_table(results: "Sequence[Result]", console: Console) -> None:
@@ -101,27 +110,30 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
 
     if is_grid(results):
         heads, lines = grid_rows(results)
-        found = Table(*heads, title="best of the grid, by validation accuracy")
+        found = Table(*heads, title=GRID)
         for line in lines:
             found.add_row(*line)
         console.print(found)
         return
     for column in accuracy_columns(results):
         heads, lines = column.rows(seeds=True)
-        shown = Table(*heads, title=f"{column.name}, {column.epochs} epochs")
+        shown = Table(*heads, title=f"{column.name}, {column.length}")
         for line in lines:
             shown.add_row(*line)
         console.print(shown)
         for text in column.statements():
-            console.print(text, highlight=False, soft_wrap=True)
-    console.print(RULE, highlight=False, soft_wrap=True)
+            console.print(text, soft_wrap=True)
+    console.print(RULE, soft_wrap=True)
 
 
 def _stored(study: str, folder: Path) -> "list[Result]":
     from steradian.lab.results import Store
 
     results = Store(folder / f"{study}.json").results()
-    if not results:
-        there = sorted(path.stem for path in folder.glob("*.json"))
-        raise ValueError(f"no results of {study!r} in {folder}; there are {', '.join(there) or 'none'}")
-    return results
+    if results:
+        return results
+    there = []
+    for path in sorted(folder.glob("*.json")):
+        with suppress(ValueError):  # not a file of results
+            there += [path.stem] if Store(path).results() else []
+    raise ValueError(f"no results of {study!r} in {folder}; there are {', '.join(there) or 'none'}")

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from steradian.cli import app
+from steradian.cli import app, screen
 from steradian.cli.show import print_table
 
 if TYPE_CHECKING:
     from steradian.lab.config import Config
+    from steradian.lab.study import Study
     from steradian.lab.training import Execution
 
 Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, original archives, or images.")]
-Seconds = Annotated[float | None, typer.Option(help="Stop at a checkpoint when this time is over; run again to go on.")]
+Seconds = Annotated[
+    float | None, typer.Option(min=0, help="Stop at a checkpoint when this time is over; run again to go on.")
+]
 Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at once.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Compiled = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the networks.")]
@@ -36,6 +39,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Rate; the paper's by default.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="The paper's by default.")] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 10,
+    batch_size: Annotated[int | None, typer.Option(min=2, help="The paper's by default.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
     device: Device = None,
     study: Name = None,
@@ -46,14 +50,21 @@ def train(
     """
     from dataclasses import replace
 
+    from steradian.lab.models import MODELS
+    from steradian.lab.paper import COLUMNS
     from steradian.lab.recipes import accuracy_tables
 
-    configs = accuracy_tables(norm=norm, data=data, columns=[model], methods=[method], epochs=epochs, seeds=seeds)
-    changes = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if value is not None}
-    configs = [replace(config, **changes) for config in configs]  # type: ignore[arg-type]
-    _carry_out(
-        configs, study or f"train-{configs[0].setting}", root=root, device=device, execution=_execution(device, None)
-    )
+    if model not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {model!r}")
+    # A network that the paper did not train on this data takes what is best for it on CIFAR-10.
+    papers = [name for each, name in COLUMNS if each == model]
+    like = data if data in papers or data not in {name for _, name in COLUMNS} else papers[0]
+    configs = accuracy_tables(norm=norm, data=like, columns=[model], methods=[method], epochs=epochs, seeds=seeds)
+    given: dict[str, Any] = {"data": data, "lr": lr, "weight_decay": weight_decay, "batch_size": batch_size}
+    changes = {name: value for name, value in given.items() if value is not None}
+    configs = [replace(config, **changes) for config in configs]
+    name = f"train-{configs[0].setting}" if study is None else study
+    _carry_out(configs, name, root=root, device=device, execution=_execution(device, None))
 
 
 @app.command()
@@ -78,7 +89,7 @@ def reproduce(
     fused: Fused = None,
     points: Annotated[int | None, typer.Option(min=2, help="Steps that are recorded, where steps are.")] = None,
     phenomena: Annotated[bool, typer.Option("--phenomena", help="hypotheses: measure (a) to (c) too.")] = False,
-    tuning: Annotated[int, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = 10,
+    tuning: Annotated[int | None, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = None,
     study: Name = None,
 ) -> None:
     """Carry out the trainings behind a table or a figure of the paper, and show what came out.
@@ -91,27 +102,54 @@ def reproduce(
     from steradian.lab.study import study_name
 
     scale = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
-    options = {name: value for name, value in scale.items() if value}
+    options = {name: value for name, value in scale.items() if value is not None}
     if recipe not in (*RECIPES, "trajectories"):
         raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
+    asked = {"points": points, "phenomena": phenomena, "tuning": tuning, "members": members > 1}
+    local = {"seconds": seconds, "device": device, "compile": compiled, "capture": captured, "fused": fused}
+    _agree(recipe, engine, {"address": address}, asked, local)
     execution = _execution(device, compiled, captured=captured, fused=fused, members=members)
     carried: dict[str, Any] = {"device": device, "seconds": seconds, "size": size, "execution": execution}
     recorded = {"points": points} if points else {}
     if recipe == "trajectories":
-        _trajectories(options, study, root=root, tuning=tuning, **carried, **recorded)
+        tuned = {"tuning": tuning} if tuning else {}
+        _trajectories(options, study, root=root, **tuned, **carried, **recorded)
         return
     configs = RECIPES[recipe](**options)
-    name = study or study_name(recipe, configs)
+    name = study_name(recipe, configs) if study is None else study
     if recipe in ("hypotheses", "phenomena"):
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
         measured = measured if phenomena or recipe == "phenomena" else set()
         _tracked(configs, name, root=root, phenomena=measured, **carried, **recorded)
     elif engine == "ray":
         _sweep(configs, name, root=root, address=address, size=size)
-    elif engine == "local":
-        _carry_out(configs, name, root=root, **carried)
     else:
+        _carry_out(configs, name, root=root, **carried)
+
+
+_FOR = {
+    "points": ("hypotheses", "phenomena", "trajectories"),
+    "phenomena": ("hypotheses", "phenomena"),
+    "tuning": ("trajectories",),
+    "members": ("tables", "tables-no-affine", "curves", "grid", "trajectories"),
+}
+"""Options that not every recipe has."""
+_ON_RAY = ("tables", "tables-no-affine", "curves", "grid")
+
+
+def _agree(recipe: str, engine: str, on_ray: dict[str, Any], asked: dict[str, Any], local: dict[str, Any]) -> None:
+    """Refuse options that the recipe or the engine would pass over in silence."""
+    if engine not in ("local", "ray"):
         raise ValueError(f"engine must be local or ray, got {engine!r}")
+    for name, recipes in _FOR.items():
+        if asked[name] and recipe not in recipes:
+            raise ValueError(f"--{name} is for {', '.join(recipes)}, not for {recipe}")
+    if engine == "ray" and recipe not in _ON_RAY:
+        raise ValueError(f"--engine ray is for {', '.join(_ON_RAY)}; {recipe} records steps on one machine")
+    others = {**local, "members": asked["members"] or None} if engine == "ray" else on_ray
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"--{name} is for --engine {'local' if engine == 'ray' else 'ray'}, not for {engine}")
 
 
 def _execution(device: str | None, compiled: bool | None, **how: Any) -> "Execution":
@@ -135,7 +173,7 @@ def _carry_out(
     from steradian.lab.progress import watcher_for
     from steradian.lab.study import Study, pick_device
 
-    where, console = pick_device(device), Console()
+    where, console = pick_device(device), screen()
     study = Study(name)
     finished = study.run(
         configs,
@@ -146,9 +184,14 @@ def _carry_out(
         execution=execution,
         watcher=watcher_for(console),
     )
+    _outcome(configs, study, finished, console)
+
+
+def _outcome(configs: Sequence["Config"], study: "Study", finished: bool, console: Console) -> None:
+    """The table of these trainings, and where they are stored."""
     keys = {config.key for config in configs}
     print_table([result for result in study.store.results() if result.config.key in keys], console)
-    console.print(f"The results: {study.store.path}", highlight=False, soft_wrap=True)
+    console.print(f"The results: {study.store.path}", soft_wrap=True)
     if not finished:
         console.print(_OVER)
 
@@ -157,9 +200,9 @@ def _sweep(configs: Sequence["Config"], name: str, *, root: Path | None, address
     from steradian.lab.study import Study
     from steradian.lab.sweep import sweep
 
-    study, console = Study(name), Console()
-    sweep(configs, study, engine="ray", address=address, roots=_roots(configs, root), size=size or 8)
-    print_table(study.store.results(), console)
+    study, console = Study(name), screen()
+    finished = sweep(configs, study, engine="ray", address=address, roots=_roots(configs, root), size=size or 8)
+    _outcome(configs, study, finished, console)
 
 
 def _tracked(configs: Sequence["Config"], name: str, *, root: Path | None, **options: Any) -> None:
@@ -167,7 +210,7 @@ def _tracked(configs: Sequence["Config"], name: str, *, root: Path | None, **opt
     from steradian.lab.study import RESULTS
     from steradian.lab.tracks import track_study
 
-    console = Console()
+    console = screen()
     finished = track_study(configs, name, roots=_roots(configs, root), watcher=watcher_for(console), **options)
     _recorded(RESULTS / f"{name}-tracks.parquet", finished, console)
 
@@ -178,13 +221,13 @@ def _trajectories(options: dict[str, Any], study: str | None, **more: Any) -> No
 
     if options.pop("methods", None):
         raise ValueError("trajectories compare SGD, AdaGradG and AdaGrad: there are no methods to choose")
-    console = Console()
+    console = screen()
     tracks, finished = trajectory_study(options, study, watcher=watcher_for(console), **more)
     _recorded(tracks.path, finished, console)
 
 
 def _recorded(path: Path, finished: bool, console: Console) -> None:
-    console.print(f"The records: {path}", highlight=False, soft_wrap=True)
+    console.print(f"The records: {path}", soft_wrap=True)
     if not finished:
         console.print(_OVER)
 

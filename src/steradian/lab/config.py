@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Self
 
@@ -72,15 +74,26 @@ class Config:
     start: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
-        object.__setattr__(self, "milestones", tuple(self.milestones))
+        # One number has one spelling, so that a configuration has one key: 1, 1.0 and numpy's are the same rate.
+        for name in ("lr", "weight_decay", "momentum", "gamma", "betas", "rest_lr"):
+            object.__setattr__(self, name, _plain(name, getattr(self, name), _number, "a finite number"))
+        for name in ("epochs", "batch_size", "seed", "milestones", "width"):
+            object.__setattr__(self, name, _plain(name, getattr(self, name), operator.index, "a whole number"))
+        for name in ("model", "data", "norm"):
+            _check(isinstance(getattr(self, name), str), name, getattr(self, name), "a word")
+        _check(isinstance(self.betas, tuple) and len(self.betas) == 2, "betas", self.betas, "β1 and β2")
+        _check(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "in [0, 1)")
+        _check(isinstance(self.milestones, tuple), "milestones", self.milestones, "a list of epochs")
         _check(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
         _check(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
         _check(self.epochs >= 1, "epochs", self.epochs, "at least 1")
         _check(self.batch_size >= 2, "batch_size", self.batch_size, "at least 2")
         _check(self.seed >= 0, "seed", self.seed, "at least 0")
+        _check(self.seed < 2**63, "seed", self.seed, "below 2^63")
         _check(self.lr > 0, "lr", self.lr, "positive")
+        _check(self.rest_lr is None or self.rest_lr > 0, "rest_lr", self.rest_lr, "positive")
         _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        _check(self.width is None or self.width >= 1, "width", self.width, "at least 1")
 
     @property
     def key(self) -> str:
@@ -135,6 +148,22 @@ class Config:
         if wrong:
             raise ValueError(f"a configuration has unknown or missing fields: {', '.join(wrong)}")
         return cls(**values)
+
+
+def _plain(name: str, value: Any, convert: Callable[[Any], float], expected: str) -> Any:
+    """A number or several as plain Python has them; None stays."""
+    if value is None and name in ("rest_lr", "width"):
+        return None
+    try:
+        return tuple(map(convert, value)) if name in ("betas", "milestones") else convert(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be {expected}, got {value!r}") from error
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes | bool) or not math.isfinite(value):
+        raise ValueError("not a finite number")
+    return float(value)
 
 
 def _check(fine: bool, name: str, value: object, expected: str) -> None:

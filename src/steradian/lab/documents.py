@@ -35,7 +35,12 @@ def regions(text: str) -> list[str]:
 
 def written(document: Path, *, results: Path, figures: Path) -> str:
     """The document with its regions made anew; the figures are written to their folder."""
-    text = document.read_text(encoding="utf-8")
+    try:
+        text = document.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{document} must be text in UTF-8: {error}") from error
+    windows = "\r\n" in text and text.count("\r\n") == text.count("\n")
+    text = text.replace("\r\n", "\n") if windows else text
     regions(text)
     place = Place(results, figures, document.parent)
 
@@ -43,7 +48,8 @@ def written(document: Path, *, results: Path, figures: Path) -> str:
         name = match["name"]
         return f"<!-- begin {name} -->\n\n{fragment(name, place)}\n\n<!-- end {name} -->"
 
-    return _REGION.sub(anew, text)
+    made = _REGION.sub(anew, text)
+    return made.replace("\n", "\r\n") if windows else made
 
 
 def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None:
@@ -57,4 +63,6 @@ def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None
     for document in documents:
         if not document.is_file():
             raise ValueError(f"document must be a file, got {document}")
-        write_atomically(document, written(document, results=results, figures=figures).encode())
+    made = {document: written(document, results=results, figures=figures) for document in documents}
+    for document, text in made.items():  # all of them or none
+        write_atomically(document, text.encode())

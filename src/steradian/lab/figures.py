@@ -57,16 +57,19 @@ def _by_epoch(
     logarithmic: bool = False,
 ) -> Figure:
     kinds: dict[tuple[str, str, str], dict[str, list[Result]]] = {}
-    for result in results:
+    for result in {result.config.key: result for result in results}.values():
         config = result.config
-        if not result.diverged:
+        if not result.diverged and config.start is None:
             methods = kinds.setdefault((config.model, config.norm, config.data), {})
             methods.setdefault(config.method, []).append(result)
     charts = []
     for (model, norm, data), by_method in kinds.items():
         ordered = [method for method in METHODS if method in by_method]
+        for method in ordered:
+            if len({result.config.setting for result in by_method[method]}) > 1:
+                raise ValueError(f"{model} {data} holds {method} with several settings: they have no mean over seeds")
         lines = [_line(method, [r.curves[curve] for r in by_method[method]]) for method in ordered]
-        name = f"{model} {NORM_NAMES[norm]}, {DATA_NAMES.get(data, data)}"
+        name = f"{model} {NORM_NAMES.get(norm, norm)}, {DATA_NAMES.get(data, data)}"
         longest = max(len(line.x) for line in lines)
         start = 1 if logarithmic else 1 + _EARLY * longest
         charts.append(Chart(name, "epoch", title, lines, logarithmic, (start, float(longest))))
@@ -101,6 +104,8 @@ def hypotheses_figure(table: "pd.DataFrame", about: About) -> Figure:
         lines = []
         for run in _ordered(about, methods):
             living, every = (_largest(table, run, group, quantity, about) for group in (LIVING, ALL))
+            if not living[0]:
+                continue  # it recorded other things
             method, colour = _method(about, run), METHOD_COLOURS[_method(about, run)]
             lines.append(Line(method, living[0], of(living[1]).tolist(), colour=colour))
             if living != every:
@@ -129,6 +134,8 @@ def trajectories_figure(table: "pd.DataFrame", about: About) -> Figure:
     charts = []
     for run in about:
         config, rows = about[run]["config"], table[(table["run"] == run) & (table["quantity"] == "cosine")]
+        if not len(rows):
+            continue  # it recorded other things
         lines, medians = [], []
         for method in ("AdaGrad", "AdaGradG"):  # the latter lies above
             own = rows[rows["group"].str.startswith(f"{method}: ")]

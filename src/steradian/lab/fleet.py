@@ -16,17 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steradian.lab.claims import Claims
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
+from steradian.lab.models import check_kind
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result, Store, environment, write_atomically
 from steradian.lab.training import Execution, Training
 
-__all__ = ["Fleet", "prepare_device"]
+__all__ = ["Fleet", "prepare_device", "read_state"]
 
 _BURST = 25  # steps that a training is given before the next one's turn
 _AHEAD = 2  # turns that may wait on the device
 _PAUSE = 2e-4  # seconds before asking the device again
+_OTHERS = 1.0  # seconds before asking again for trainings that other processes have
 
 
 def prepare_device(device: torch.device, *, exact: bool) -> None:
@@ -77,6 +80,8 @@ class Fleet:
     def run(self, configs: Sequence[Config], *, seconds: float | None = None) -> bool:
         """Train what is not finished yet.
 
+        Several processes may carry out one study: each takes what the others have not, and waits for those at the end.
+
         Args:
             configs: the trainings; those in the store are not repeated, those with a checkpoint go on from it.
             seconds: stop at the last epoch that ends before, with a checkpoint; None: until all is finished.
@@ -86,18 +91,30 @@ class Fleet:
         """
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
+        if seconds is not None and not seconds >= 0:
+            raise ValueError(f"seconds must be at least 0, got {seconds}")
+        wanted = list(dict.fromkeys(configs))
         done = self.store.keys()
-        left = [config for config in dict.fromkeys(configs) if config.key not in done]
+        left = [config for config in wanted if config.key not in done]
         self._check(left)
+        self.store.prepare()
         waiting = self._squads(left)
         self._deadline = None if seconds is None else self.clock() + seconds
         self._flying: list[_Flight] = []
         self._accounted = self.clock()
-        with self.watcher:
-            self.watcher.begin(len(configs), len(configs) - len(left))
+        with self.watcher, Claims(self.work / "claims") as self._claims:
+            self.watcher.begin(len(wanted), len(wanted) - len(left))
             while waiting or self._flying:
                 while waiting and self._aloft() < self.size and not self._late(0.0):
-                    self._flying.append(self._start(waiting.pop(0)))
+                    if (squad := self._claim(waiting)) is None:
+                        break
+                    self._flying.append(self._start(squad))
+                if not self._flying and not waiting:
+                    break  # others have finished the rest
+                if not self._flying and not self._late(0.0):
+                    self.watcher.waiting(sum(map(len, waiting)))
+                    time.sleep(_OTHERS)
+                    continue
                 if all(flight.held for flight in self._flying):  # or the time is over before the first could start
                     for flight in self._flying:
                         self._checkpoint(flight)
@@ -106,6 +123,22 @@ class Fleet:
                 if not any(moved):
                     time.sleep(_PAUSE)
         return True
+
+    def _claim(self, waiting: list[list[Config]]) -> list[Config] | None:
+        """Take the first trainings that no other process has; None where others have all that are left."""
+        for squad in list(waiting):
+            if not self._claims.take(config.key for config in squad):
+                continue
+            waiting.remove(squad)
+            done = self.store.keys()
+            # Others may have finished some of them meanwhile, or brought them unequally far.
+            parts = self._squads([config for config in squad if config.key not in done])
+            kept = {config.key for config in parts[0]} if parts else set()
+            self._claims.free(config.key for config in squad if config.key not in kept)
+            waiting[:0] = parts[1:]
+            if parts:
+                return parts[0]
+        return None
 
     # What happens to a training in flight
 
@@ -169,15 +202,29 @@ class Fleet:
         weights = None if first.start is None else self._weights(first.start)
         training = self.make(configs, self.data[first.data], execution=self.execution, weights=weights)
         flight = _Flight(training, began=self.clock(), saved=self.clock(), seconds=[0.0] * len(configs))
+        for config in configs:  # a process that was killed while it wrote
+            for part in self._checkpoint_path(config).parent.glob(f".{config.key}.pt.*.part"):
+                part.unlink(missing_ok=True)
         saved = [state for config in configs if (state := self._saved(config)) is not None]
         if len(saved) == len(configs):
-            training.load(*(state["training"] for state in saved))
-            flight.seconds = [state["seconds"] for state in saved]
+            self._load(flight, saved)
         return flight
+
+    def _load(self, flight: "_Flight", saved: Sequence[Any]) -> None:
+        training = flight.training
+        names = ", ".join(str(self._checkpoint_path(each.config)) for each in training.members)
+        for state in saved:
+            if state.get("data", training.data.fingerprint) != training.data.fingerprint:
+                raise ValueError(f"{names} was begun on other data than {training.data.name} is now; remove it")
+        try:
+            training.load(*(state["training"] for state in saved))
+            flight.seconds = [float(state["seconds"]) for state in saved]
+        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+            raise ValueError(f"{names} does not fit ({error}); remove it to train from the start") from error
 
     def _finish(self, flight: "_Flight") -> None:
         training = flight.training
-        where = environment(training.data.device)
+        where = {**environment(training.data.device), "data": training.data.fingerprint}
         facts = zip(training.members, training.collapsed(), flight.seconds, strict=True)
         results = [Result(m.config, m.curves, m.diverged, gone, seconds, where) for m, gone, seconds in facts]
         if self.keep_weights:
@@ -189,12 +236,14 @@ class Fleet:
         for each in training.members:
             self._checkpoint_path(each.config).unlink(missing_ok=True)
             self.watcher.finished(each)
+        self._claims.free(each.config.key for each in training.members)
         self._flying.remove(flight)
 
     def _checkpoint(self, flight: "_Flight") -> None:
         for number, each in enumerate(flight.training.members):
             if flight.training.epoch:
                 state = {"training": flight.training.state(number), "seconds": flight.seconds[number]}
+                state["data"] = flight.training.data.fingerprint
                 _write(self._checkpoint_path(each.config), state)
         flight.saved = self.clock()
 
@@ -204,6 +253,12 @@ class Fleet:
         missing = {config.data for config in configs} - set(self.data)
         if missing:
             raise ValueError(f"data must hold {', '.join(sorted(missing))}, got {', '.join(self.data) or 'nothing'}")
+        for config in configs:
+            check_kind(config.model, config.norm)
+            if config.batch_size > (count := self.data[config.data].counts["train"]):
+                raise ValueError(
+                    f"batch_size must be at most the {count} training images of {config.data}, got {config.batch_size}"
+                )
         for start in {config.start for config in configs if config.start is not None}:
             if not self._weights_path(start).exists():
                 raise ValueError(f"no weights of {start} under {self.work}: train it first, with keep_weights=True")
@@ -211,12 +266,7 @@ class Fleet:
     def _saved(self, config: Config) -> Any:
         """The checkpoint of a training; None where it has none."""
         path = self._checkpoint_path(config)
-        if not path.exists():
-            return None
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(f"{path} cannot be read ({error}); remove it to train this one from its start") from error
+        return read_state(path) if path.exists() else None
 
     def _checkpoint_path(self, config: Config) -> Path:
         return self.work / "checkpoints" / f"{config.key}.pt"
@@ -225,7 +275,7 @@ class Fleet:
         return self.work / "weights" / f"{key}.pt"
 
     def _weights(self, key: str) -> dict[str, Tensor]:
-        return torch.load(self._weights_path(key), map_location="cpu", weights_only=True)
+        return read_state(self._weights_path(key))
 
 
 @dataclass
@@ -254,6 +304,19 @@ class _Flight:
         """The pace, as an epoch ends now."""
         self.pace = 0.0 if self.pace is None else min(self.pace or math.inf, now - self.began)
         return self.pace
+
+
+def read_state(path: Path) -> Any:
+    """A file of tensors and plain containers; nothing in it is run.
+
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} cannot be read ({reason}); remove it to train this one from its start") from error
 
 
 def _write(path: Path, content: Any) -> None:

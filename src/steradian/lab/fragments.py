@@ -95,7 +95,7 @@ def _table(kind: str, studies: Sequence[str], place: Place) -> str:
     columns, missing = _columns(studies, place)
     parts = []
     for column in columns:
-        parts.append(f"**{column.name}**, {column.epochs} epochs\n\n{markdown_table(*column.rows())}")
+        parts.append(f"**{column.name}**, {column.length}\n\n{markdown_table(*column.rows())}")
         if kind == "table":
             parts.append("\n".join(f"- {text}" for text in column.statements()))
     return "\n\n".join([*parts, *([RULE] if parts else []), *([_missing(missing)] if missing else [])])

@@ -15,7 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "NORMS", "Convolution", "WeightNormConv2d", "build", "resnet18", "resnet20", "small_cnn", "vgg16"]
+__all__ = [
+    "MODELS",
+    "NORMS",
+    "Convolution",
+    "WeightNormConv2d",
+    "build",
+    "check_kind",
+    "resnet18",
+    "resnet20",
+    "small_cnn",
+    "vgg16",
+]
 
 NORMS = ("bn", "bn-no-affine", "wn", "gn", "ln", "in")
 """Normalizations that every network can have."""
@@ -282,10 +293,16 @@ def build(
     >>> type(build("ResNet20", norm="wn").conv1).__name__
     'WeightNormConv2d'
     """
-    if name not in MODELS:
-        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    check_kind(name, norm)
     options = {} if width is None else {"width": width}
     return MODELS[name](norm=norm, channels=channels, classes=classes, size=size, members=members, **options)
+
+
+def check_kind(name: str, norm: str) -> None:
+    """Raise a ValueError where there is no such network or normalization."""
+    if name not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    _check_norm(norm)
 
 
 def _check_norm(norm: str) -> None:

@@ -38,6 +38,9 @@ class Watcher:
     def finished(self, training: "Member") -> None:
         """A training is finished."""
 
+    def waiting(self, trainings: int) -> None:
+        """Only trainings that other processes have are left, so many; told again and again."""
+
 
 class Silent(Watcher):
     """Says nothing."""
@@ -51,7 +54,7 @@ class Shown(Watcher):
         self.clock = clock
         self._rows: dict[str, tuple[str, ...]] = {}
         self._seen: dict[str, tuple[float, int]] = {}
-        self._total = self._done = 0
+        self._total = self._done = self._elsewhere = 0
         self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=2, transient=True)
 
     def __enter__(self) -> Self:
@@ -80,11 +83,16 @@ class Shown(Watcher):
         self._done += 1
         self._rows.pop(training.config.key, None)
 
+    def waiting(self, trainings: int) -> None:
+        """Say it above the table."""
+        self._elsewhere = trainings
+
     def _render(self) -> RenderableType:
         table = Table("training", "epoch", "loss", "validation", "test", "left", box=None)
         for row in list(self._rows.values())[:_ROWS]:
             table.add_row(*row)
-        return Group(Text(f"{self._done} of {self._total} trainings finished"), table)
+        others = f", {self._elsewhere} with other processes" if self._elsewhere else ""
+        return Group(Text(f"{self._done} of {self._total} trainings finished{others}"), table)
 
 
 class Lines(Watcher):
@@ -94,7 +102,7 @@ class Lines(Watcher):
         self.console = console or Console()
         self.clock = clock
         self._said: float = clock()
-        self._total = self._done = 0
+        self._total = self._done = self._elsewhere = 0
 
     def begin(self, trainings: int, finished: int) -> None:
         """Say how many there are."""
@@ -111,6 +119,12 @@ class Lines(Watcher):
         """Say what came of it."""
         self._done += 1
         self._say(f"{self._done} of {self._total}  " + "  ".join(_row(training, "")))
+
+    def waiting(self, trainings: int) -> None:
+        """Say how many, whenever it changes."""
+        if trainings != self._elsewhere:
+            self._say(f"waiting for {trainings} that other processes have")
+        self._elsewhere = trainings
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,5 +1,6 @@
 """Results of trainings: one JSON file per study, written whole or not at all, and mergeable."""
 
+import errno
 import fcntl
 import json
 import os
@@ -16,7 +17,7 @@ import torch
 
 from steradian.lab.config import Config
 
-__all__ = ["Result", "Store", "environment", "write_atomically"]
+__all__ = ["Result", "Store", "environment", "locked", "write_atomically"]
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,34 @@ class Result:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
-        curves = {
-            name: [float("nan") if value is None else value for value in curve]
-            for name, curve in values["curves"].items()
-        }
-        return cls(
-            Config.from_dict(values["config"]),
-            curves,
-            values["diverged"],
-            values["collapsed"],
-            values["seconds"],
-            values["environment"],
-        )
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: something is missing, or not what `to_dict` writes.
+        """
+        missing = [name for name in ("config", *_FACTS, "curves") if name not in values]
+        if missing:
+            raise ValueError(f"it has no {', '.join(missing)}")
+        if not all(isinstance(values[name], Mapping) for name in ("config", "environment", "curves")):
+            raise ValueError("config, environment and curves must be mappings")
+        config = Config.from_dict(values["config"])
+        if values.get("key", config.key) != config.key:
+            raise ValueError(f"{values['key']} is not the key of its configuration, which is {config.key}")
+        curves = {name: _curve(name, curve) for name, curve in values["curves"].items()}
+        lengths = {len(curves.get(name, [])) for name in (*_SHOWN, *curves)}
+        if len(lengths) > 1 or 0 in lengths:
+            raise ValueError(f"its curves must be {', '.join(_SHOWN)} and others, with one number for each epoch")
+        return cls(config, curves, *(values[name] for name in _FACTS))
+
+
+_FACTS = ("diverged", "collapsed", "seconds", "environment")
+_SHOWN = ("train_loss", "validation_accuracy", "test_accuracy")  # by tables and figures
+
+
+def _curve(name: str, values: Any) -> list[float]:
+    if not isinstance(values, list) or not all(v is None or isinstance(v, int | float) for v in values):
+        raise ValueError(f"its curve {name} must be a list of numbers")
+    return [float("nan") if value is None else value for value in values]
 
 
 class Store:
@@ -99,51 +115,99 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
+        self._known: tuple[tuple[int, int, int] | None, set[str]] = (None, set())
 
     def results(self) -> list[Result]:
         """Everything stored, ordered by key."""
+        found = [self._read(number, row) for number, row in enumerate(self._rows())]
+        return list({result.config.key: result for result in found}.values())  # files may have been joined by hand
+
+    def keys(self) -> set[str]:
+        """Keys of all finished trainings, without a look at what came of them."""
+        # A fleet asks with every start. The file is replaced whole, so that a changed one is another file.
+        state = self.path.stat() if self.path.exists() else None
+        mark = state and (state.st_ino, state.st_mtime_ns, state.st_size)
+        if mark is None or mark != self._known[0]:
+            self._known = mark, {self._key(number, row) for number, row in enumerate(self._rows())}
+        return set(self._known[1])
+
+    def _key(self, number: int, row: Mapping[str, Any]) -> str:
+        return str(row["key"]) if "key" in row else self._read(number, row).config.key
+
+    def _rows(self) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
         try:
-            rows = json.loads(self.path.read_text())["runs"]
-        except (ValueError, KeyError, TypeError) as error:
+            told = json.loads(self.path.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ValueError(f"{self.path} is not a file of results: {error}") from error
-        return [Result.from_dict(row) for row in rows]
+        rows = told.get("runs") if isinstance(told, dict) else None
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{self.path} is not a file of results: it has no list of runs")
+        return rows
 
-    def keys(self) -> set[str]:
-        """Keys of all finished trainings."""
-        return {result.config.key for result in self.results()}
+    def _read(self, number: int, row: Mapping[str, Any]) -> Result:
+        try:
+            return Result.from_dict(row)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.path}, run {row.get('key', number)}: {error}") from error
 
     def add(self, results: Iterable[Result]) -> None:
         """Add results, those of the same training replaced; other processes may do so at the same time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self.path.with_name(f".{self.path.name}.lock")):
-            merged = {result.config.key: result for result in [*self.results(), *results]}
-            lines = [json.dumps(merged[key].to_dict(), ensure_ascii=False) for key in sorted(merged)]
+        with locked(self.path):
+            # What is stored stays as it is: it need not be understood anew with every training that ends.
+            merged = {self._key(k, row): row for k, row in enumerate(self._rows())}
+            merged |= {result.config.key: result.to_dict() for result in results}
+            lines = [json.dumps(merged[key], ensure_ascii=False) for key in sorted(merged)]
             text = '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
             write_atomically(self.path, text.encode())
 
+    def prepare(self) -> None:
+        """Make the folder.
+
+        Raises:
+            OSError: results could not be written; it is better known before a training than after it.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "No results can be written to", str(self.path.parent))
+
     def adopt(self, keys: Iterable[str]) -> list[str]:
         """Take in results of these trainings that other studies in the same folder hold; returns which."""
+        found = self.elsewhere(keys)
+        if found:
+            self.add(found)
+        return [result.config.key for result in found]
+
+    def elsewhere(self, keys: Iterable[str]) -> list[Result]:
+        """Results of these trainings that other studies in the same folder hold and this one does not, by key."""
         missing = set(keys) - self.keys()
         found: dict[str, Result] = {}
         for path in sorted(self.path.parent.glob("*.json")) if missing else []:
             with suppress(ValueError):  # not a file of results
                 found |= {r.config.key: r for r in Store(path).results() if r.config.key in missing}
-        if found:
-            self.add(found.values())
-        return sorted(found)
+        return [found[key] for key in sorted(found)]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that at every moment, power cuts included, the old or the new one is there, whole."""
+    """Write a file so that at every moment, power cuts included, the old or the new one is there, whole.
+
+    A link stays one: what it points to is written.
+    """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:  # a full disk does not say for which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -178,7 +242,9 @@ def _short(value: float) -> float | None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file for reading, changing and writing it: other processes that do so wait."""
+    path = Path(os.path.realpath(path))  # whatever name it goes by
+    with path.with_name(f".{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,7 @@
 """A study from start to end: where its files are, its data on a device, and who carries it out."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
 from steradian.lab.fleet import Fleet, prepare_device
 from steradian.lab.progress import Silent, Watcher
-from steradian.lab.results import Store
+from steradian.lab.results import Result, Store
 from steradian.lab.training import Execution, Training
 
 __all__ = ["Study", "pick_device", "study_name"]
@@ -29,8 +30,12 @@ def pick_device(name: str | None = None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda is not there: this machine or this torch has no GPU")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must be one of the {torch.cuda.device_count()} GPUs there are, got {name!r}")
     return device
 
 
@@ -43,16 +48,17 @@ def study_name(recipe: str, configs: Sequence[Config]) -> str:
     """
     columns = {config.column for config in configs}
     if len(columns) == 1 and recipe in ("tables", "curves"):
-        return columns.pop().replace(" ", "-").lower()
-    data = sorted({config.data for config in configs})
-    return f"{recipe}-{'-'.join(data)}"
+        name = columns.pop().replace(" ", "-").lower()
+    else:
+        name = f"{recipe}-{'-'.join(sorted({config.data for config in configs}))}"
+    return re.sub(r"[/\\\0]+", "-", name)  # a file, wherever its data's name points
 
 
 @dataclass(frozen=True)
 class Study:
     """Where a study keeps its files.
 
-    Attributes:
+    Args:
         name: of the study.
         results: folder of results, kept in the repository.
         runs: folder of checkpoints and weights, not kept.
@@ -61,6 +67,10 @@ class Study:
     name: str
     results: Path = RESULTS
     runs: Path = RUNS
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name.startswith(".") or re.search(r"[/\\\0]", self.name):
+            raise ValueError(f"study must be the name of a file without its folder, got {self.name!r}")
 
     @property
     def store(self) -> Store:
@@ -105,11 +115,16 @@ class Study:
         device = device or pick_device()
         gpu = device.type == "cuda"
         prepare_device(device, exact=any(config.precision == "float32" for config in configs))
-        if make is Training and not keep_weights:
-            self.store.adopt(config.key for config in configs)
-        done = self.store.keys()
-        needed = sorted({config.data for config in configs if config.key not in done})
+        keys = {config.key for config in configs}
+        other = self.store.elsewhere(keys) if make is Training and not keep_weights else []
+        known = [result for result in [*self.store.results(), *other] if result.config.key in keys]
+        done = {result.config.key for result in known}
+        # Data that is shown is read even where nothing is left to do: it may not be what the results were made from.
+        needed = sorted({config.data for config in configs if config.key not in done or config.data in (roots or {})})
         data = {name: Resident(load(name, (roots or {}).get(name)), device) for name in needed}
+        self._same_data(known, data)
+        if other:
+            self.store.add(other)
         fleet = Fleet(
             data,
             self.store,
@@ -122,3 +137,14 @@ class Study:
             make=make,
         )
         return fleet.run(configs, seconds=seconds)
+
+    def _same_data(self, known: Sequence[Result], data: Mapping[str, Resident]) -> None:
+        """Refuse to go on with other images under the name of those that results were made from."""
+        for result in known:
+            name = result.config.data
+            made = result.environment.get("data")
+            if name in data and made is not None and made != data[name].fingerprint:
+                raise ValueError(
+                    f"{self.results} holds {result.config.key}, trained on other data called {name}: give this data "
+                    "another name with --data"
+                )

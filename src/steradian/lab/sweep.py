@@ -6,6 +6,7 @@ killed finds on its next start what had arrived. Finished trainings are never re
 
 import hashlib
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from steradian.lab.results import Result
 from steradian.lab.study import Study, pick_device
 
 __all__ = ["sweep", "units"]
+
+_PATIENCE = 10.0  # seconds for a cluster to answer
 
 
 def sweep(
@@ -77,6 +80,8 @@ def _on_ray(
     every: float,
 ) -> bool:
     ray = _ray()
+    if address is not None:
+        _reach(address)
     started = not ray.is_initialized()
     if started:
         quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
@@ -96,12 +101,37 @@ def _on_ray(
                 waiting.append(work.remote(left, str(_folder(study, unit)), folders, every))
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=1)
-            for unit_results in ray.get(ready):
+            for unit_results in _got(ray, ready):
                 study.store.add(Result.from_dict(values) for values in unit_results)
     finally:
         if started:
             ray.shutdown()
     return {config.key for config in configs} <= study.store.keys()
+
+
+def _reach(address: str) -> None:
+    """Ask whether anybody listens there: Ray itself takes minutes to say no, in many lines."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address in ("auto", "local"):
+        return
+    if not host or not port.isdigit():
+        raise ValueError(f"address must be HOST:PORT, ray://HOST:PORT or auto, got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"no Ray cluster answers at {address}: {error}") from error
+
+
+def _got(ray: Any, ready: Sequence[Any]) -> list[list[dict[str, Any]]]:
+    """What fleets delivered; what went wrong in one comes out as it was raised there."""
+    try:
+        return list(ray.get(ready))
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error))) from None
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(
+            f"a fleet was lost ({error}); what has arrived is stored, and a new start goes on"
+        ) from error
 
 
 def _folder(study: Study, unit: Sequence[Config]) -> Path:

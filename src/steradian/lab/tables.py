@@ -83,12 +83,19 @@ class Column:
     @property
     def name(self) -> str:
         """Network, normalization and data in words."""
-        return f"{self.model} {paper.NORM_NAMES[self.norm]}, {paper.DATA_NAMES.get(self.data, self.data)}"
+        return (
+            f"{self.model} {paper.NORM_NAMES.get(self.norm, self.norm)}, {paper.DATA_NAMES.get(self.data, self.data)}"
+        )
 
     @property
     def epochs(self) -> int:
         """Of every training."""
         return next(iter(self.results.values()))[0].config.epochs
+
+    @property
+    def length(self) -> str:
+        """The number of epochs in words."""
+        return _counted(self.epochs, "epoch")
 
     @property
     def cells(self) -> dict[str, Cell]:
@@ -125,10 +132,13 @@ class Column:
         return [text for text in said if text]
 
     def caution(self) -> str:
-        """How these trainings differ from the paper's."""
+        """How these trainings differ from the paper's, and from each other."""
         parts = []
         if self.papers and self.epochs != paper.EPOCHS:
             parts.append(f"trained for {self.epochs} epochs, the paper's for {paper.EPOCHS}")
+        images = {result.environment.get("data") for found in self.results.values() for result in found}
+        if len(images - {None}) > 1:
+            parts.append(f"trained on different images that go by the name {self.data}")
         missing = [method for method in self.papers if method not in self.results]
         if missing:
             parts.append(f"not run yet: {', '.join(missing)}")
@@ -197,7 +207,7 @@ class Column:
         every = [result for found in self.results.values() for result in found]
         devices = sorted({result.environment.get("device", "an unknown device") for result in every})
         hours = sum(result.seconds for result in every) / 3600
-        return f"{len(every)} trainings took {hours:.2f} hours of {', '.join(devices)}."
+        return f"{_counted(len(every), 'training')} took {hours:.2f} hours of {', '.join(devices)}."
 
     def markdown(self) -> str:
         """The table for a document, with its statements below."""
@@ -220,7 +230,7 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
     order = {column: k for k, column in enumerate(paper.COLUMNS)}
     made = []
     for norm, model, data in sorted(
-        grouped, key=lambda c: (norms.index(c[0]), order.get(c[1:], len(order)), c[2], models.index(c[1]))
+        grouped, key=lambda c: (_place(norms, c[0]), order.get(c[1:], len(order)), c[2], _place(models, c[1]), c)
     ):
         found = grouped[norm, model, data]
         for method, runs in found.items():
@@ -254,6 +264,15 @@ def _beside(ours: Cell, papers: Cell | None) -> list[str]:
     p = ours.p(papers)
     verdict = "" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"
     return [text, _signed(ours.mean - papers.mean), verdict]
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}" + ("" if count == 1 else "s")
+
+
+def _place(known: list[str], name: str) -> int:
+    """Where a name stands; behind all others where it is not known."""
+    return known.index(name) if name in known else len(known)
 
 
 def _signed(difference: float) -> str:

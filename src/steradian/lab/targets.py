@@ -45,9 +45,12 @@ def example_input(shape: str) -> Tensor:
     torch.Size([2, 3])
     """
     parts = shape.lower().split("x")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"input must be a shape like 8x3x32x32, got {shape!r}")
-    return torch.randn([int(part) for part in parts])
+    try:
+        return torch.randn([int(part) for part in parts])
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
+        raise ValueError(f"input must fit in memory, got {shape!r}") from error
 
 
 def _imported(name: str, why: str) -> Any:

@@ -17,10 +17,13 @@ def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
     """By network, milliseconds per step of the plain loop that `benchmarks/fleet.py` measured, and on what."""
     if not bench.exists():
         return {}
-    told: dict[str, Any] = json.loads(bench.read_text())
-    device = str(told["environment"]["device"])
-    plain = [row for row in told["rows"] if str(row["way"]).startswith("plain")]
-    return {str(row["network"]): (float(row["ms per run and step"]), device) for row in plain}
+    try:
+        told: dict[str, Any] = json.loads(bench.read_text(encoding="utf-8"))
+        device = str(told["environment"]["device"])
+        plain = [row for row in told["rows"] if str(row["way"]).startswith("plain")]
+        return {str(row["network"]): (float(row["ms per run and step"]), device) for row in plain}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{bench} is not what benchmarks/fleet.py writes ({error!r}): run it again") from error
 
 
 def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) -> tuple[list[str], list[list[str]]]:

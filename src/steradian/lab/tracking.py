@@ -192,10 +192,18 @@ class Tracked(Training):
 
     def load(self, *states: dict[str, Any]) -> None:
         """Go on from a state."""
-        super().load(*states)
         tracked = states[0]["tracked"]
+        steps = list(tracked["steps"])
+        kinds = tracked["values"].shape[1] if steps else len(self.quantities)
+        if (
+            steps != self._wanted[: len(steps)]
+            or kinds != len(self.quantities)
+            or (self.memory is None) != (tracked["memory"] is None)
+        ):
+            raise ValueError("it was begun with other points, or with other quantities: ask for the same")
+        super().load(*states)
         self._steps, self._values = list(tracked["steps"]), list(tracked["values"].numpy())
-        if self.memory is not None and tracked["memory"] is not None:
+        if self.memory is not None:
             with self.queue.here():
                 self.memory.load(tracked["memory"], device=self.data.device)
 

@@ -13,13 +13,13 @@ import torch
 from steradian.lab.comparing import compare_trajectories
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
-from steradian.lab.fleet import prepare_device
-from steradian.lab.progress import Watcher
+from steradian.lab.fleet import prepare_device, read_state
+from steradian.lab.progress import Silent, Watcher
 from steradian.lab.recipes import pretraining, trajectories
-from steradian.lab.results import environment, write_atomically
+from steradian.lab.results import environment, locked, write_atomically
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
-from steradian.lab.tracking import Tracked
-from steradian.lab.training import Execution
+from steradian.lab.tracking import PHENOMENA, Tracked
+from steradian.lab.training import Execution, Member, Training
 from steradian.watch.records import COLUMNS
 
 if TYPE_CHECKING:
@@ -43,7 +43,12 @@ class Tracks:
         """Everything recorded; empty where there is no file."""
         import pandas as pd
 
-        return pd.read_parquet(self.path) if self.path.exists() else pd.DataFrame(columns=list(COLUMNS))
+        if not self.path.exists():
+            return pd.DataFrame(columns=list(COLUMNS))
+        table = pd.read_parquet(self.path)
+        if missing := [name for name in COLUMNS if name not in table]:
+            raise ValueError(f"{self.path} is not a file of records: it has no {', '.join(missing)}")
+        return table
 
     def about(self) -> dict[str, dict[str, Any]]:
         """What is known of each run, by its key."""
@@ -51,14 +56,34 @@ class Tracks:
 
         if not self.path.exists():
             return {}
-        return json.loads((parquet.read_schema(self.path).metadata or {}).get(_ABOUT, b"{}"))
+        told = json.loads((parquet.read_schema(self.path).metadata or {}).get(_ABOUT, b"{}"))
+        for run, facts in told.items():
+            if not {"config", "steps"} <= set(facts):
+                raise ValueError(
+                    f"{self.path} is not a file of records: it says nothing of the config and steps of {run}"
+                )
+            try:
+                Config.from_dict(facts["config"])
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{self.path}, run {run}: {error}") from error
+        return dict(told)
 
     def runs(self) -> set[str]:
         """Keys of the recorded runs."""
         return set(self.about())
 
+    def measured(self) -> set[str]:
+        """Keys of the runs in which the phenomena were measured."""
+        table = self.table()
+        return set(table[table["quantity"].isin(PHENOMENA)]["run"])
+
     def add(self, config: Config, added: "pd.DataFrame", **about: Any) -> None:
-        """Add the table of a run, in the place of what was recorded of it before."""
+        """Add the table of a run, in the place of what was recorded of it before; other processes may do so too."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.path):
+            self._add(config, added, about)
+
+    def _add(self, config: Config, added: "pd.DataFrame", about: Mapping[str, Any]) -> None:
         import pandas as pd
         import pyarrow as pa
         from pyarrow import parquet
@@ -129,6 +154,12 @@ def track_study(
     lost &= {config.key for config in configs}
     if lost:
         raise ValueError(f"{study.store.path} holds {', '.join(sorted(lost))}, of which {tracks.path} has no record")
+    asked = {config.key for config in configs if config.method in phenomena}
+    if unseen := sorted((asked & tracks.runs()) - tracks.measured()):
+        raise ValueError(
+            f"{tracks.path} holds {', '.join(unseen)} without the phenomena: give the study that measures them a name "
+            "of its own"
+        )
 
     def deliver(training: Tracked) -> None:
         tracks.add(training.config, training.table(), steps=training.steps, environment=environment(where))
@@ -188,14 +219,44 @@ def trajectory_study(
         return tracks, False
     prepare_device(where, exact=True)
     data = Resident(load(starts[0].data, root), where) if left else None
-    for start in left:
-        if seconds is not None and time.monotonic() - began > seconds:
-            return tracks, False
-        first, weights = schemes[start.key][0], study.work / "weights" / f"{start.key}.pt"
-        if not weights.exists():
-            raise ValueError(f"no {weights}: bring that folder along, or take {start.key} out of {study.store.path}")
-        assert data is not None
-        compared = compare_trajectories(schemes[start.key], data, torch.load(weights, weights_only=True), points=points)
-        steps = data.counts["train"] // first.batch_size
-        tracks.add(first, compared, steps=steps, environment=environment(where))
+    with watcher or Silent() as watching:
+        watching.begin(len(starts), len(starts) - len(left))
+        for start in left:
+            if seconds is not None and time.monotonic() - began > seconds:
+                return tracks, False
+            assert data is not None
+            weights = _start_of(start, study)
+            ended = _compare(schemes[start.key], weights, data, tracks, points, watching)
+            watching.finished(ended)
     return tracks, True
+
+
+def _start_of(start: Config, study: Study) -> dict[str, torch.Tensor]:
+    """The weights of a trained network."""
+    if any(result.diverged for result in study.store.results() if result.config.key == start.key):
+        raise ValueError(f"{start.key} diverged, so that nothing can start from it: choose other epochs or seeds")
+    path = study.work / "weights" / f"{start.key}.pt"
+    if not path.exists():
+        raise ValueError(f"no {path}: bring that folder along, or take {start.key} out of {study.store.path}")
+    return dict(read_state(path))
+
+
+def _compare(
+    schemes: Sequence[Config],
+    weights: dict[str, torch.Tensor],
+    data: Resident,
+    tracks: Tracks,
+    points: int,
+    watching: Watcher,
+) -> Member:
+    """Compare the schemes from one network and record it; returns the last of them as it ended."""
+    seen: list[Member] = []
+
+    def tell(training: Training) -> None:
+        seen[:] = training.members[:1]
+        watching.epoch(seen[0])
+
+    compared = compare_trajectories(schemes, data, weights, points=points, tell=tell)
+    steps = data.counts["train"] // schemes[0].batch_size
+    tracks.add(schemes[0], compared, steps=steps, environment=environment(data.device))
+    return seen[0]

@@ -62,6 +62,9 @@ class Execution:
     def on(self, device: torch.device) -> "Execution":
         """With everything that depends on the device decided."""
         gpu = device.type == "cuda"
+        for name in ("members", "together", "chunk", "lanes"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.captured and not gpu:
             raise ValueError("captured must be None or False on a CPU, got True")
         usual = {"captured": gpu, "fused": gpu, "channels_last": gpu, "joined": gpu, "lanes": 8 if gpu else 1}
@@ -88,8 +91,12 @@ class Member:
 
     @property
     def diverged(self) -> bool:
-        """The last epoch's training loss is not a number."""
-        return bool(self.epoch) and not math.isfinite(self.curves["train_loss"][-1])
+        """The last epoch's training loss is not a number, or what came of the last epoch of all gives none."""
+        if not self.epoch:
+            return False
+        # The very last step shows in no training loss. Earlier, what is evaluated may recover.
+        ended = self.epoch >= self.config.epochs and math.isnan((self.curves["validation_loss"] or [0.0])[-1])
+        return ended or not math.isfinite(self.curves["train_loss"][-1])
 
 
 class Training:

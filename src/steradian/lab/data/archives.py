@@ -38,9 +38,17 @@ def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] = CHECKS
         root: the folder that holds them.
         checksums: MD5 of each file.
     """
-    if name == "svhn":
-        return _svhn(root, checksums)
-    path = _checked(root / _FILES[name], checksums)
+    for file in ("train_32x32.mat", "test_32x32.mat") if name == "svhn" else (_FILES[name],):
+        _checked(root / file, checksums)
+    try:
+        return _svhn(root) if name == "svhn" else _cifar(name, root / _FILES[name])
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # tar, gzip and MATLAB's format have many ways to be damaged
+        raise ValueError(f"{root / _FILES[name]} does not hold {name} ({type(error).__name__}: {error})") from error
+
+
+def _cifar(name: str, path: Path) -> DataSet:
     with tarfile.open(path) as archive:
         if name == "cifar10":
             batches = [_member(archive, f"cifar-10-batches-py/data_batch_{k}") for k in range(1, 6)]
@@ -61,7 +69,7 @@ def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] = CHECKS
 
 
 def unpickle(content: bytes) -> Any:
-    """Read a pickle of plain containers and uint8 arrays, and refuse everything else.
+    """Read a pickle of plain containers and uint8 arrays, and refuse everything else with a ValueError.
 
     Nothing named in the pickle is imported or called: the three names that numpy writes are answered with stand-ins
     that only collect shape and bytes.
@@ -71,7 +79,11 @@ def unpickle(content: bytes) -> Any:
     """
     import io
 
-    return _arrays(_Reader(io.BytesIO(content), encoding="bytes").load())
+    try:
+        return _arrays(_Reader(io.BytesIO(content), encoding="bytes").load())
+    except Exception as error:  # whatever a forged or damaged pickle does to its reader
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"the pickle cannot be read: {reason}") from error
 
 
 class _Dtype:
@@ -162,22 +174,21 @@ def _cifar_pixels(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
 
 
-def _svhn(root: Path, checksums: Mapping[str, str]) -> DataSet:
+def _svhn(root: Path) -> DataSet:
     try:
         from scipy.io import loadmat
     except ImportError as error:
         raise ImportError("SVHN's .mat files need scipy: pip install 'steradian[lab]'") from error
     splits = []
     for file in ("train_32x32.mat", "test_32x32.mat"):
-        content = loadmat(_checked(root / file, checksums))
+        content = loadmat(root / file)
         pixels = np.ascontiguousarray(content["X"].transpose(3, 0, 1, 2))
         splits.append(Images(pixels, content["y"].reshape(-1).astype(np.int64) % 10))  # the digit 0 is labelled 10
     return DataSet("svhn", splits[0], splits[1], tuple(map(str, range(10))))
 
 
-def _checked(path: Path, checksums: Mapping[str, str]) -> Path:
+def _checked(path: Path, checksums: Mapping[str, str]) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if found != checksums[path.name]:
         raise ValueError(f"{path} is damaged or not the original: MD5 {found}, expected {checksums[path.name]}")
-    return path

@@ -41,7 +41,7 @@ def pack(data: DataSet, root: Path, *, source: str = "", effort: int = 4) -> Non
         for k, start in enumerate(range(0, len(images), side * side)):
             files[f"{name}-{k}.webp"] = _webp(_mosaic(images.pixels[start : start + side * side], side), effort)
         labels = io.BytesIO()
-        np.save(labels, images.labels.astype(np.uint8 if len(data.classes) <= 256 else np.uint16))
+        np.save(labels, images.labels.astype(np.min_scalar_type(max(255, len(data.classes) - 1))))
         mosaics = list(files)
         files[f"{name}-labels.npy"] = labels.getvalue()
         for file, content in files.items():
@@ -67,9 +67,13 @@ def read_packed(root: Path) -> DataSet:
     Raises:
         ValueError: a file is not what `meta.json` says.
     """
-    meta = json.loads((root / "meta.json").read_text())
-    splits = {name: _read_split(root, meta, split) for name, split in meta["splits"].items()}
-    return DataSet(meta["name"], splits["train"], splits["test"], tuple(meta["classes"]))
+    try:
+        meta = json.loads((root / "meta.json").read_text(encoding="utf-8"))
+        splits = {name: _read_split(root, meta, meta["splits"][name]) for name in ("train", "test")}
+        return DataSet(str(meta["name"]), splits["train"], splits["test"], tuple(map(str, meta["classes"])))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{root / 'meta.json'} does not describe packed data: {reason}") from error
 
 
 def _read_split(root: Path, meta: dict[str, Any], split: dict[str, Any]) -> Images:
@@ -84,12 +88,16 @@ def _read_split(root: Path, meta: dict[str, Any], split: dict[str, Any]) -> Imag
         parts.append(tiles.reshape(-1, tile, tile, 3)[: rows * columns, ..., :channels])
     pixels = np.concatenate(parts)[: split["count"]]
     labels = np.load(io.BytesIO(_checked(root, split["labels"], meta)), allow_pickle=False)
+    if labels.dtype.kind not in "ui" or len(labels) != split["count"]:
+        raise ValueError(f"{split['labels']} must hold {split['count']} whole numbers")
     return Images(np.ascontiguousarray(pixels), labels.astype(np.int64))
 
 
 def _checked(root: Path, file: str, meta: dict[str, Any]) -> bytes:
-    if Path(file).name != file:
+    if Path(file).name != file or file in (".", ".."):
         raise ValueError(f"{root / 'meta.json'}: {file!r} must be a name in the same folder")
+    if not (root / file).is_file():
+        raise ValueError(f"{file} is missing")
     content = (root / file).read_bytes()
     if hashlib.sha256(content).hexdigest() != meta["sha256"].get(file):
         raise ValueError(f"{root / file} is damaged: its SHA-256 is not the one in meta.json")

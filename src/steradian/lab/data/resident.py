@@ -49,6 +49,7 @@ class Resident:
         counts: number of images by part: "train", "validation", "test".
         spans: where validation and test lie among the images that are held out.
         views: ways in which an image can be cropped and flipped.
+        fingerprint: of all images and labels, the same wherever they came from.
     """
 
     def __init__(
@@ -61,12 +62,17 @@ class Resident:
         flip: bool | None = None,
     ) -> None:
         usual = AUGMENT.get(data.name, _USUAL)
-        self.name, self.device = data.name, torch.device(device)
+        self.name, self.device, self.fingerprint = data.name, torch.device(device), data.fingerprint()
         self.pad = usual[0] if pad is None else pad
         self.flip = usual[1] if flip is None else flip
         self.size, self.channels, self.classes = data.train.size, data.train.channels, len(data.classes)
         if not 0 < validation < 1:
             raise ValueError(f"validation must be a share in (0, 1), got {validation}")
+        if len(data.train) < 2 or not len(data.test):
+            raise ValueError(
+                f"{data.name} must have 2 training images, one of them for validation, and a test image, "
+                f"got {len(data.train)} and {len(data.test)}"
+            )
         kept, held = _parted(data.train, validation)
         held_images = np.concatenate([held.pixels, data.test.pixels]).reshape(len(held) + len(data.test), -1)
         self.counts = {"train": len(kept), "validation": len(held), "test": len(data.test)}
@@ -127,7 +133,7 @@ class Resident:
 def _parted(train: Images, share: float) -> tuple[Images, Images]:
     """Training and validation images, by a fixed shuffle."""
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train))
-    held = max(1, round(share * len(train)))
+    held = min(max(1, round(share * len(train))), len(train) - 1)
     kept, out = np.sort(order[held:]), np.sort(order[:held])
     return Images(train.pixels[kept], train.labels[kept]), Images(train.pixels[out], train.labels[out])
 

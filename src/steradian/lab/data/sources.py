@@ -20,7 +20,10 @@ _HUB = {
     "cifar100": ("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
     "svhn": ("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
 }
-_PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm"}
+_SHAPES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32), "svhn": (10, 32)}
+"""Classes and size of the data sets that have a name: others under it would be compared with the paper's figures."""
+_PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".pbm", ".pgm", ".ppm"}
+_DEEP = ("I", "F")  # modes of more than eight bits, or of no fixed range; their variants begin like them
 
 
 def load(name: str, root: Path | str | None = None) -> DataSet:
@@ -29,8 +32,8 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     Args:
         name: one of `NAMES`, or any name for a folder of images.
         root: a folder with the packed form, with the original archives, or with images as
-            train/CLASS/FILE and test/CLASS/FILE. None: data/NAME where that exists; otherwise digits come with
-            scikit-learn and the others from the hub, through `datasets`.
+            train/CLASS/FILE and test/CLASS/FILE, names that begin with a dot left out. None: data/NAME where that
+            exists; otherwise digits come with scikit-learn and the others from the hub, through `datasets`.
 
     >>> data = load("digits")
     >>> data.train.pixels.shape, len(data.test)
@@ -38,7 +41,15 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     """
     folder = Path(root) if root is not None else Path("data") / name
     if folder.is_dir():
-        return _from_folder(name, folder)
+        found = _from_folder(name, folder)
+        shape = (len(found.classes), found.train.size)
+        if shape != _SHAPES.get(name, shape):
+            classes, size = _SHAPES[name]
+            raise ValueError(
+                f"{name} has {classes} classes of {size} × {size} pixels, and {folder} has {shape[0]} of {shape[1]} × "
+                f"{shape[1]}: give it a name of its own"
+            )
+        return found
     if root is not None:
         raise ValueError(f"root must be a folder, got {str(root)!r}")
     if name == "digits":
@@ -77,7 +88,7 @@ def _digits() -> DataSet:
 
 
 def _from_images(name: str, root: Path) -> DataSet:
-    classes = sorted(path.name for path in (root / "train").iterdir() if path.is_dir())
+    classes = _folders(root / "train")
     if not classes:
         raise ValueError(f"{root / 'train'} must have one folder for each class")
     splits = [_read_pictures(root / split, classes) for split in ("train", "test")]
@@ -85,19 +96,14 @@ def _from_images(name: str, root: Path) -> DataSet:
 
 
 def _read_pictures(root: Path, classes: list[str]) -> Images:
-    from PIL import Image
-
-    unknown = [path.name for path in root.iterdir() if path.is_dir() and path.name not in classes]
+    unknown = [name for name in _folders(root) if name not in classes]
     if unknown:
         raise ValueError(f"{root} has classes that train has not: {', '.join(unknown)}")
     pixels: list[NDArray[np.uint8]] = []
     labels: list[int] = []
     for label, each in enumerate(classes):
-        for path in sorted((root / each).glob("*")):
-            if path.suffix.lower() not in _PICTURES:
-                continue
-            with Image.open(path) as picture:
-                array = np.asarray(picture.convert("RGB"))
+        for path in _files(root / each):
+            array = _picture(path)
             if array.shape[0] != array.shape[1] or (pixels and array.shape != pixels[0].shape):
                 raise ValueError(f"images must be square and of one size, got {array.shape[:2]} in {path}")
             pixels.append(array)
@@ -105,6 +111,30 @@ def _read_pictures(root: Path, classes: list[str]) -> Images:
     if not pixels:
         raise ValueError(f"no images under {root}")
     return Images(np.stack(pixels), np.asarray(labels, dtype=np.int64))
+
+
+def _folders(root: Path) -> list[str]:
+    """Names of the classes; what begins with a dot belongs to the system."""
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _files(root: Path) -> list[Path]:
+    """The images of a class; none where it has no folder."""
+    shown = (path for path in root.glob("*") if path.suffix.lower() in _PICTURES and not path.name.startswith("."))
+    return sorted(path for path in shown if not path.is_dir())
+
+
+def _picture(path: Path) -> NDArray[np.uint8]:
+    """An image as (H, W, 3): grey ones three times the same, palettes looked up, transparency left out."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            if picture.mode.startswith(_DEEP):
+                raise ValueError(f"it must have 8 bits per channel, got the mode {picture.mode}")
+            return np.asarray(picture.convert("RGB"))
+    except Exception as error:  # each format has its own ways to be damaged
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
 
 
 def _from_hub(name: str) -> DataSet:

@@ -1,0 +1,176 @@
+"""A study among others: several processes, other data under the same name, checkpoints that do not fit, a last step."""
+
+import io
+import math
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from rich.console import Console
+
+from steradian.lab.claims import Claims
+from steradian.lab.data import DataSet, Images, Resident, load
+from steradian.lab.progress import Lines
+from steradian.lab.results import Result
+from steradian.lab.study import Study, study_name
+from steradian.lab.times import plain_loops
+from steradian.lab.tracking import Tracked
+from steradian.lab.tracks import Tracks, track_study
+from steradian.lab.training import CURVES, Execution, Member, Training
+from steradian.watch.records import COLUMNS
+
+from lab.studies import CONFIG, few, fleet
+
+ONE = replace(CONFIG, epochs=1, milestones=())
+
+
+@pytest.fixture(scope="module")
+def data():
+    return few(train=60, test=20)
+
+
+def other_images():
+    """The digits' shapes with other pixels."""
+    digits = load("digits")
+    mirrored = Images(digits.train.pixels[:, :, ::-1], digits.train.labels)
+    return DataSet("digits", mirrored, digits.test, digits.classes)
+
+
+def test_a_claim_is_held_by_one_and_free_when_it_ends(tmp_path):
+    with Claims(tmp_path) as mine, Claims(tmp_path) as others:
+        assert mine.take(["a", "b"])
+        assert not others.take(["c", "b"])
+        assert others.take(["c"])  # nothing was kept of what could not be had whole
+        mine.free(["b"])
+        assert others.take(["b"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
+    configs = [replace(ONE, seed=seed) for seed in range(2)]
+    told = io.StringIO()
+    here = fleet(tmp_path, data, watcher=Lines(Console(file=told)))
+    theirs = Claims(tmp_path / "work" / "claims")
+    assert theirs.take([configs[0].key])
+
+    def meanwhile(*_):
+        curves = {name: [1.0] for name in CURVES}
+        here.store.add([Result(configs[0], curves, environment={"device": "theirs"})])
+        theirs.free([configs[0].key])
+
+    monkeypatch.setattr(here.watcher, "waiting", lambda count: (Lines.waiting(here.watcher, count), meanwhile()))
+    monkeypatch.setattr("steradian.lab.fleet._OTHERS", 0.0)
+    assert here.run(configs)
+    made = {result.config.seed: result.environment["device"] for result in here.store.results()}
+    assert made[0] == "theirs" != made[1]
+    assert "waiting for 1 that other processes have" in told.getvalue()
+
+
+def test_the_last_step_of_all_can_diverge_too():
+    member = Member(ONE, {name: [0.5] for name in CURVES})
+    assert not member.diverged
+    member.curves["validation_loss"] = [math.nan]
+    assert member.diverged
+    longer = Member(replace(ONE, epochs=2), member.curves)
+    assert not longer.diverged  # what is evaluated may recover
+
+
+def test_a_batch_larger_than_the_data_is_refused_before_anything_is_trained(tmp_path, data):
+    with pytest.raises(ValueError, match="batch_size must be at most the 48 training images of digits, got 49"):
+        fleet(tmp_path, data).run([ONE, replace(ONE, batch_size=49)])
+
+
+@pytest.mark.parametrize("change", [{"model": "ViT"}, {"norm": "batch"}])
+def test_an_unknown_network_is_refused_before_anything_is_trained(tmp_path, data, change):
+    with pytest.raises(ValueError, match="must be one of"):
+        fleet(tmp_path, data).run([ONE, replace(ONE, **change)])
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("name", ["members", "together", "chunk", "lanes"])
+def test_execution_counts_from_one(data, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        Training(ONE, data, execution=Execution(**{name: 0}))
+
+
+def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data):
+    training = Training(ONE, data)
+    made = fleet(tmp_path, data)
+    path = made._checkpoint_path(ONE)
+    path.parent.mkdir(parents=True)
+    state = {"training": training.state(), "seconds": 1.0, "data": "of others"}
+    torch.save(state, path)
+    with pytest.raises(ValueError, match="was begun on other data"):
+        made.run([ONE])
+    state["training"]["model"].popitem()
+    torch.save({**state, "data": data.fingerprint}, path)
+    with pytest.raises(ValueError, match=rf"{path.name} does not fit .* remove it"):
+        made.run([ONE])
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=rf"{path.name} cannot be read .* remove it"):
+        made.run([ONE])
+
+
+def test_a_study_does_not_take_one_data_set_for_another(tmp_path, monkeypatch):
+    study = Study("mine", tmp_path, tmp_path / "runs")
+    mine = Resident(other_images())
+    curves = {name: [1.0] for name in CURVES}
+    study.store.add([Result(ONE, curves, environment={"data": mine.fingerprint})])
+    assert study.run([ONE])  # nothing is read where nothing is left to do
+    with pytest.raises(ValueError, match="trained on other data called digits"):
+        study.run([ONE], roots={"digits": None})
+    with pytest.raises(ValueError, match="trained on other data called digits"):
+        Study("next", tmp_path, tmp_path / "runs").run([ONE, replace(ONE, seed=1)])
+    assert not Study("next", tmp_path).store.results()
+
+
+def test_a_fingerprint_is_of_the_images_alone():
+    digits = load("digits")
+    assert Resident(digits).fingerprint == Resident(replace(digits, name="others")).fingerprint
+    assert Resident(digits).fingerprint != Resident(other_images()).fingerprint
+
+
+def test_recordings_go_on_as_they_were_begun(data):
+    configs = replace(ONE, method="Adam", epochs=2)
+    begun = Tracked(configs, data, points=12)
+    begun.run_epoch()
+    state = begun.state()
+    Tracked(configs, data, points=12).load(state)
+    for change in ({"points": 2}, {"points": 12, "phenomena": True}):
+        with pytest.raises(ValueError, match="begun with other points, or with other quantities"):
+            Tracked(configs, data, **change).load(state)
+
+
+def test_records_of_another_version_are_named_with_their_file(tmp_path):
+    tracks = Tracks(tmp_path / "t.parquet")
+    table = pd.DataFrame({name: [0] if name in ("step", "value") else ["x"] for name in COLUMNS})
+    tracks.add(ONE, table)
+    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: .* steps"):
+        tracks.about()
+    (tmp_path / "b.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"b\.json is not what benchmarks"):
+        plain_loops(tmp_path / "b.json")
+
+
+def test_time_is_a_number(tmp_path, data):
+    with pytest.raises(ValueError, match="seconds must be at least 0, got nan"):
+        fleet(tmp_path, data).run([ONE], seconds=math.nan)
+
+
+def test_phenomena_are_not_missed_in_silence(tmp_path, data, monkeypatch):
+    monkeypatch.setattr("steradian.lab.study.load", lambda *_: None)
+    monkeypatch.setattr("steradian.lab.study.Resident", lambda *_: data)
+    config = replace(ONE, method="Adam")
+    where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs", "points": 2}
+    assert track_study([config], "small", **where)
+    assert not Tracks(tmp_path / "small-tracks.parquet").measured()
+    with pytest.raises(ValueError, match="without the phenomena"):
+        track_study([config], "small", phenomena={"Adam"}, **where)
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden"])
+def test_a_study_stays_in_its_folder(name):
+    with pytest.raises(ValueError, match="study must be the name of a file"):
+        Study(name)
+    assert "/" not in study_name("tables", [replace(CONFIG, data="a/b")])
