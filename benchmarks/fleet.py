@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from steradian.lab.config import Config
 from steradian.lab.data import DataSet, Images, Resident, load
+from steradian.lab.execution import Execution
 from steradian.lab.fleet import prepare_device
 from steradian.lab.models import MODELS, build
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Training
 
 from harness import Table, write
 

@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 
 from steradian.lab import paper
+from steradian.lab.members import CURVES
 from steradian.lab.recipes import accuracy_tables, hypotheses, pretraining, trajectories
 from steradian.lab.results import Result, Store
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA, SEEN, recorded_steps, statistics_table
 from steradian.lab.tracks import Tracks
-from steradian.lab.training import CURVES
 
 STEPS = 371
 WHERE = {"device": "NVIDIA H200", "torch": "2.11", "python": "3.12", "commit": "abc"}

@@ -9,8 +9,9 @@ from torch.nn import functional
 
 from steradian.lab import convolution, joining
 from steradian.lab.convolution import FILTERS, _Corner, _Strip, _Tile, convolve
+from steradian.lab.execution import Execution
 from steradian.lab.models import build
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Training
 
 from lab.studies import few, methods
 

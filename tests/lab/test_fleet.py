@@ -20,11 +20,12 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from steradian.lab import compiling
 from steradian.lab.config import METHODS
+from steradian.lab.execution import Execution
 from steradian.lab.fleet import Fleet
 from steradian.lab.launch import Plain
 from steradian.lab.progress import Lines, Shown
 from steradian.lab.results import Result, Store
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Training
 
 from lab.studies import CONFIG, curves, few, fleet, methods
 

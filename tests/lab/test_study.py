@@ -11,13 +11,15 @@ from rich.console import Console
 
 from steradian.lab.claims import Claims
 from steradian.lab.data import DataSet, Images, Resident, load
+from steradian.lab.execution import Execution
+from steradian.lab.members import CURVES, Member
 from steradian.lab.progress import Lines
 from steradian.lab.results import Result
 from steradian.lab.study import Study, study_name
 from steradian.lab.times import plain_loops
 from steradian.lab.tracking import Tracked
 from steradian.lab.tracks import Tracks, track_study
-from steradian.lab.training import CURVES, Execution, Member, Training
+from steradian.lab.training import Training
 from steradian.watch.records import COLUMNS
 
 from lab.studies import CONFIG, few, fleet

@@ -12,9 +12,9 @@ from scipy import stats
 
 from steradian.lab.config import Config
 from steradian.lab.grids import grid_rows, is_grid, search
+from steradian.lab.members import CURVES
 from steradian.lab.results import Result, Store
 from steradian.lab.tables import Cell, accuracy_columns
-from steradian.lab.training import CURVES
 from steradian.lab.welch import student_p
 
 from lab.simulated import column

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from steradian.lab.comparing import compare_trajectories
+from steradian.lab.execution import Execution
 from steradian.lab.launch import Plain
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import Store
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA, SEEN, Tracked, recorded_steps
 from steradian.lab.tracks import Tracks, track_study, trajectory_study
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Training
 from steradian.watch import watch
 
 from lab.studies import CONFIG, curves, few, fleet, methods

@@ -12,8 +12,8 @@ from steradian.cli.show import print_table
 
 if TYPE_CHECKING:
     from steradian.lab.config import Config
+    from steradian.lab.execution import Execution
     from steradian.lab.study import Study
-    from steradian.lab.training import Execution
 
 Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, original archives, or images.")]
@@ -154,8 +154,8 @@ def _agree(recipe: str, engine: str, on_ray: dict[str, Any], asked: dict[str, An
 
 def _execution(device: str | None, compiled: bool | None, **how: Any) -> "Execution":
     """How to train: networks are compiled on a GPU, unless something else is asked for."""
+    from steradian.lab.execution import Execution
     from steradian.lab.study import pick_device
-    from steradian.lab.training import Execution
 
     return Execution(compiled=pick_device(device).type == "cuda" if compiled is None else compiled, **how)
 

@@ -12,8 +12,9 @@ from steradian import geometry
 from steradian.groups import Layout
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
+from steradian.lab.execution import Execution
 from steradian.lab.tracking import ALL, recorded_steps, statistics_table
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Training
 from steradian.watch.records import COLUMNS
 
 if TYPE_CHECKING:

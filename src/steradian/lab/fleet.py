@@ -19,10 +19,11 @@ from torch import Tensor
 from steradian.lab.claims import Claims
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
+from steradian.lab.execution import Execution
 from steradian.lab.models import check_kind
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result, Store, environment, write_atomically
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Training
 
 __all__ = ["Fleet", "prepare_device", "read_state"]
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from steradian.lab.training import Member
+    from steradian.lab.members import Member
 
 __all__ = ["Lines", "Shown", "Silent", "Watcher", "watcher_for"]
 

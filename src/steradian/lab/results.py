@@ -26,7 +26,7 @@ class Result:
 
     Attributes:
         config: the training.
-        curves: one number per epoch under each name of `training.CURVES`.
+        curves: one number per epoch under each name of `members.CURVES`.
         diverged: its loss stopped being a number; it was ended there.
         collapsed: rows that had no direction at the end.
         seconds: its share of the device's time: time during which n trainings ran counts 1/n.

@@ -10,10 +10,11 @@ import torch
 
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
+from steradian.lab.execution import Execution
 from steradian.lab.fleet import Fleet, prepare_device
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result, Store
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Training
 
 __all__ = ["Study", "pick_device", "study_name"]
 

@@ -18,8 +18,9 @@ from steradian.groups import Group, Layout
 from steradian.image import image_step
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
+from steradian.lab.execution import Execution
 from steradian.lab.remembering import Remembered
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Training
 from steradian.scheme import Step, read_step
 from steradian.watch.records import COLUMNS, STATISTICS
 

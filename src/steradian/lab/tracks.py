@@ -13,13 +13,15 @@ import torch
 from steradian.lab.comparing import compare_trajectories
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
+from steradian.lab.execution import Execution
 from steradian.lab.fleet import prepare_device, read_state
+from steradian.lab.members import Member
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.recipes import pretraining, trajectories
 from steradian.lab.results import environment, locked, write_atomically
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
 from steradian.lab.tracking import PHENOMENA, Tracked
-from steradian.lab.training import Execution, Member, Training
+from steradian.lab.training import Training
 from steradian.watch.records import COLUMNS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ code runs as a plain loop.
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,83 +20,14 @@ from steradian.groups import Layout
 from steradian.lab import compiling
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
+from steradian.lab.execution import Execution
 from steradian.lab.launch import Captured, Launcher, Plain, Queue
+from steradian.lab.members import PARTS, Member
 from steradian.lab.methods import optimizers, set_rates
 from steradian.lab.models import Convolution, ResNet
 from steradian.lab.networks import fill, load_states, member, network, stack
 
-__all__ = ["CURVES", "Execution", "Member", "Training"]
-
-PARTS = ("train", "validation", "test")
-CURVES = tuple(f"{part}_{what}" for part in PARTS for what in ("loss", "accuracy"))
-"""One number per epoch: mean loss and accuracy in percent. Training's are over its augmented batches."""
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How trainings are carried out; their results depend on it by rounding alone.
-
-    Attributes:
-        captured: replay the step as a CUDA graph; None: on a GPU.
-        compiled: compile the network, and steps that have no fused form, with torch.compile.
-        fused: take the fused optimizer steps; None: on a GPU.
-        members: how many trainings that differ by their seed alone are carried out as one network.
-        together: steps in one launch of a graph.
-        chunk: images that are evaluated at once.
-        channels_last: keep weights and images with channels last in memory; None: on a GPU.
-        joined: carry out ResNets of few channels with BN by the lab's own kernels; None: in bf16 on a GPU.
-        lanes: fill up the input channels of convolutions, with zeros, to a multiple of it; None: 8 on a GPU, whose
-            matrix units take so many at once, and 1 elsewhere.
-    """
-
-    captured: bool | None = None
-    compiled: bool = False
-    fused: bool | None = None
-    members: int = 1
-    together: int = 1
-    chunk: int = 500
-    channels_last: bool | None = None
-    joined: bool | None = None
-    lanes: int | None = None
-
-    def on(self, device: torch.device) -> "Execution":
-        """With everything that depends on the device decided."""
-        gpu = device.type == "cuda"
-        for name in ("members", "together", "chunk", "lanes"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.captured and not gpu:
-            raise ValueError("captured must be None or False on a CPU, got True")
-        usual = {"captured": gpu, "fused": gpu, "channels_last": gpu, "joined": gpu, "lanes": 8 if gpu else 1}
-        chosen: dict[str, Any] = {name: value for name, value in usual.items() if getattr(self, name) is None}
-        return replace(self, **chosen)
-
-
-@dataclass
-class Member:
-    """One of the trainings that are carried out together, and what is known of it.
-
-    Attributes:
-        config: what is trained.
-        curves: by name in `CURVES`, one number for each finished epoch.
-    """
-
-    config: Config
-    curves: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CURVES})
-
-    @property
-    def epoch(self) -> int:
-        """Epochs that are finished."""
-        return len(self.curves["train_loss"])
-
-    @property
-    def diverged(self) -> bool:
-        """The last epoch's training loss is not a number, or what came of the last epoch of all gives none."""
-        if not self.epoch:
-            return False
-        # The very last step shows in no training loss. Earlier, what is evaluated may recover.
-        ended = self.epoch >= self.config.epochs and math.isnan((self.curves["validation_loss"] or [0.0])[-1])
-        return ended or not math.isfinite(self.curves["train_loss"][-1])
+__all__ = ["Training"]
 
 
 class Training:

@@ -44,7 +44,7 @@ def sign_and_scale(flags, grad_scale, SCALED: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def motion(xx, yy, v, flags, C: tl.constexpr):
-    """(r/r')² and the rows that keep their direction: `_reference.Motion`."""
+    """(r/r')² and the rows that keep their direction: `_motion.Motion`."""
     largest, smallest, steepest = limits(C)
     shrink = xx / yy
     there = (tl.minimum(xx, yy) >= smallest) & (yy <= largest) & (shrink <= steepest)

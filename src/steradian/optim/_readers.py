@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steradian import geometry
 from steradian.groups import Layout
-from steradian.optim._reference import Motion, rate_of
+from steradian.optim._motion import Motion, rate_of
 from steradian.optim.adagradg import AdaGradG
 from steradian.optim.adam import Adam
 from steradian.optim.adamg import AdamG

@@ -7,139 +7,19 @@ device.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from steradian import geometry
 from steradian.geometry import dot
+from steradian.optim._motion import Motion, carry, carry_in_plane, emit, held, rate_of, square
 from steradian.optim._rows import RowSet, exact
 
-__all__ = ["Motion", "adagradg", "adam", "adamg", "adamp", "emit", "emit_adam", "emit_sgd", "rate_of", "sgd"]
+__all__ = ["adagradg", "adam", "adamg", "adamp", "emit_adam", "emit_sgd", "sgd"]
 
 Options = Mapping[str, Any]
-
-
-# What moves with a row --------------------------------------------------------------------------------------
-
-
-def square(q: Tensor) -> Tensor:
-    """⟨q,q⟩ of each row."""
-    # One pass where rows are short; over long rows torch's norm loses digits on the CPU, and its sum does not.
-    if q.shape[1] <= 2**14:
-        length: Tensor = torch.linalg.vector_norm(q, dim=1, keepdim=True)
-        return length.square_()
-    return dot(q, q)
-
-
-def held(usable: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows with those that take no step set to 0: 0 times an infinite number is none."""
-    # Looking costs nothing on the host, and a copy is needed only once in a long while.
-    if usable.device.type == "cpu" and not torch.compiler.is_compiling() and bool(usable.all()):
-        return rows
-    unusable = ~usable
-    return tuple(each.masked_fill(unusable, 0) for each in rows)
-
-
-class Motion(NamedTuple):
-    """⟨x,x⟩ and ⟨y,y⟩ of a step from x to y, the squared ratio (r/r')², and the rows that lost their direction.
-
-    The step works with squares, so these must be normal numbers to all their digits: radii from 3e-16 to 1e19 in
-    float32, from 1e-146 to 1e154 in float64. A row that shrinks by more than the rounding unit in one step has no
-    direction left either: what remains of it is the rounding of the subtraction.
-    """
-
-    xx: Tensor
-    yy: Tensor
-    shrink: Tensor
-    gone: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, y: Tensor, v: Tensor | None = None) -> "Motion":
-        """The motion from x to y; rows whose (r/r')² v would overflow count as gone, so that m and v stay alike."""
-        limits, xx, yy = torch.finfo(x.dtype), square(x), square(y)
-        shrink, largest = xx / yy, yy
-        if v is not None:
-            largest = torch.maximum(yy, shrink * (v if v.shape[1] == 1 else v.amax(dim=1, keepdim=True)))
-        there = (torch.minimum(xx, yy) >= limits.tiny / limits.eps) & (largest <= limits.max)
-        there &= shrink <= limits.eps**-2
-        gone = ~there
-        return cls(xx, yy, shrink.masked_fill_(gone, 1), gone)
-
-
-def carry_in_plane(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
-    """Transport, and rescale, a momentum in the plane of x and y, in place (App. D.2).
-
-    T(m) = (⟨x,y⟩m − ⟨m,y⟩x)/(r r'), which drops the radial part of m. Times r/r' it is Algorithm 1's line,
-    corrected: m ← (⟨y,x⟩m − ⟨m,y⟩x)/⟨y,y⟩. The products are taken from the vectors themselves: identities
-    between them cancel when a row collapses or is thrown far out. Collapsed rows keep their m.
-    """
-    scale = motion.yy if rescale else motion.xx.sqrt() * motion.yy.sqrt()
-    kept, removed = dot(x, y).div_(scale), dot(m, y).div_(scale)
-    gone = motion.gone | ~torch.isfinite(removed)
-    m.mul_(kept.masked_fill_(gone, 1)).addcmul_(x, removed.masked_fill_(gone, 0), value=-1)
-
-
-def carry(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
-    """Transport, and rescale, any momentum, in place: the general isometry of `geometry.transport`.
-
-    For steps that are not along the momentum, where T would shrink what is orthogonal to the plane of x and y.
-    """
-    u, p = ((row / rr.sqrt()).masked_fill_(motion.gone, 0) for row, rr in ((x, motion.xx), (y, motion.yy)))
-    moved = geometry.transport(m, u, p)
-    if rescale:
-        moved *= motion.shrink.sqrt()
-    m.copy_(torch.where(motion.gone | ~torch.isfinite(dot(moved, moved)), m, moved))
-
-
-def emit(
-    rows: RowSet,
-    piece: slice,
-    x: Tensor,
-    y: Tensor,
-    gradient: Tensor,
-    *,
-    pace: Tensor,
-    start: float | Tensor = 1.0,
-    end: Tensor | None = None,
-    inward: Tensor | None = None,
-) -> None:
-    """Leave the numbers of `TELEMETRY` for the step from x to y.
-
-    The effective rate A/(1 − A⟨c,u⟩) of x' = x − η a ⊘ b (Section 2.4) is (η/b̄)/⟨x,x'⟩. Rate, defect and radial
-    part are 0 for a row that has no direction, the rate also where b̄ is 0 and the defect where the gradient is.
-
-    Args:
-        rows: the rows.
-        piece: which of them.
-        x: before the step.
-        y: after it.
-        gradient: ∇L(x), whatever its sign.
-        pace: η/b̄.
-        start: 1 − ηδ, what a decoupled decay δ leaves of x before the step.
-        end: where the row lands, if that is elsewhere on the ray of y.
-        inward: A⟨c,u⟩, if y does not lie on the straight line of the step.
-    """
-    assert rows.telemetry is not None, "telemetry is off"
-    gone = Motion.of(x, y).gone
-    rate = pace / (start * dot(x, y))
-    rate.masked_fill_(gone | ~torch.isfinite(pace), 0)
-    radius, slope = geometry.norm(x), geometry.norm(gradient)
-    defect = dot(x / radius, gradient / slope).abs_()
-    defect.masked_fill_(gone | geometry.collapsed(slope) | ~torch.isfinite(slope), 0)
-    next_radius = geometry.norm(y if end is None else end)
-    # x − x' before the product: 1 − ⟨x,x'⟩/⟨x,x⟩ would keep no digit of a small radial part.
-    radial = dot(x, start * x - y) / (start * dot(x, x)) if inward is None else inward
-    radial.masked_fill_(gone | ~torch.isfinite(radial), 0)
-    columns = [radius, geometry.angle(x, y), rate, next_radius, slope, defect, radial]
-    rows.telemetry[piece] = torch.cat(columns, dim=1)
-
-
-def rate_of(group: Options) -> float | Tensor:
-    """The learning rate: a number, or a tensor without dimensions that is never read back."""
-    lr = group["lr"]
-    return lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
 
 
 # Adam -------------------------------------------------------------------------------------------------------

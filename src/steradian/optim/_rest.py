@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from steradian.optim._reference import rate_of
+from steradian.optim._motion import rate_of
 from steradian.optim._rows import exact
 
 __all__ = ["adam", "adamp", "sgd"]
