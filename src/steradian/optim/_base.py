@@ -1,11 +1,7 @@
 """The contract that every optimizer of the package keeps, and the plumbing that they share."""
 
-import functools
-import importlib
-import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -14,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Layout, is_sharded
 from steradian.optim._checks import check
+from steradian.optim._optional import fused_available, fused_works, sharding
 from steradian.optim._rows import RowSet, arithmetic, check_shape
 from steradian.optim._telemetry import Telemetry
 
@@ -358,48 +355,3 @@ def _count_rows(params: list[Tensor], layout: Layout) -> int:
     if any(is_sharded(param) for param in params):
         return int(sharding().count_rows(params, layout))
     return layout.size(params[0].shape)[0]
-
-
-@functools.cache
-def _fused_step() -> ModuleType | None:
-    """`steradian.optim._fused`, where Triton is there."""
-    return None if importlib.util.find_spec("triton") is None else importlib.import_module("steradian.optim._fused")
-
-
-def fused_available(params: Sequence[Tensor]) -> bool:
-    """Whether Triton is there and runs on the device of these parameters."""
-    module = _fused_step()
-    return module is not None and all(module.available(param.device) for param in params)
-
-
-def fused_works(params: Sequence[Tensor]) -> bool:
-    """Whether these parameters are on GPUs on which a Triton kernel was seen to run."""
-    if not params or not all(param.is_cuda for param in params):
-        return False
-    module = _fused_step()
-    return module is not None and all(module.works(device) for device in {param.device for param in params})
-
-
-def sharding() -> ModuleType:
-    """`steradian.optim._sharded`, imported when a parameter is sharded: not every torch has what it needs."""
-    return importlib.import_module("steradian.optim._sharded")
-
-
-# Pieces of a state
-
-
-def step_count(param: Tensor, *, on_device: bool) -> Tensor:
-    """A counter: on the host, and on the device where the step must not depend on the host."""
-    return torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
-
-
-def like(param: Tensor) -> Tensor:
-    """Zeros in the shape and memory format of a parameter."""
-    return torch.zeros_like(param, memory_format=torch.preserve_format)
-
-
-def per_row(param: Tensor, layout: Layout) -> Tensor:
-    """One zero for each row, in the dtype that rows are computed in."""
-    if is_sharded(param):
-        return sharding().per_row(param, layout, arithmetic(param.dtype))
-    return torch.zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype), device=param.device)

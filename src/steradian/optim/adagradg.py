@@ -10,8 +10,9 @@ from steradian import geometry
 from steradian.equivalence import adagradg_from_sgd
 from steradian.groups import Layout
 from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer, per_row
+from steradian.optim._base import Options, Params, RowOptimizer
 from steradian.optim._checks import check, check_number, check_rate, is_number
+from steradian.optim._states import per_row
 
 __all__ = ["AdaGradG"]
 

@@ -4,9 +4,10 @@ from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer, like, per_row, step_count
+from steradian.optim._base import Options, Params, RowOptimizer
 from steradian.optim._checks import check, check_betas, check_number, check_rate
 from steradian.optim._rows import RowSet
+from steradian.optim._states import like, per_row, step_count
 
 __all__ = ["Adam", "AdamS", "AdamSRT"]
 

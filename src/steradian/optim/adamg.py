@@ -4,8 +4,9 @@ from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer, like, per_row, step_count
+from steradian.optim._base import Options, Params, RowOptimizer
 from steradian.optim._checks import check, check_betas, check_number, check_rate, is_number
+from steradian.optim._states import like, per_row, step_count
 
 __all__ = ["AdamG"]
 

@@ -4,8 +4,9 @@ from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer, like, step_count
+from steradian.optim._base import Options, Params, RowOptimizer
 from steradian.optim._checks import check_betas, check_number, check_rate
+from steradian.optim._states import like, step_count
 
 __all__ = ["AdamP"]
 

@@ -4,9 +4,10 @@ from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer, like
+from steradian.optim._base import Options, Params, RowOptimizer
 from steradian.optim._checks import check, check_number, check_rate
 from steradian.optim._rows import RowSet
+from steradian.optim._states import like
 from steradian.optim.adam import letters
 
 __all__ = ["SGD"]

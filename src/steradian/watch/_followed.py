@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steradian.groups import Groups, Layout, is_sharded
-from steradian.optim._base import sharding
+from steradian.optim._optional import sharding
 
 __all__ = ["Followed", "follow"]
 
