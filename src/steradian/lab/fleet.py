@@ -25,7 +25,10 @@ from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result, Store, environment, write_atomically
 from steradian.lab.training import Training
 
-__all__ = ["Fleet", "prepare_device", "read_state"]
+__all__ = ["CHECKPOINTS", "Fleet", "prepare_device", "read_state"]
+
+CHECKPOINTS = 120.0
+"""Seconds between the checkpoints of a training: what a kill may cost."""
 
 _BURST = 25  # steps that a training is given before the next one's turn
 _AHEAD = 2  # turns that may wait on the device
@@ -72,7 +75,7 @@ class Fleet:
     work: Path
     size: int = 8
     execution: Execution = field(default_factory=Execution)
-    every: float = 300.0
+    every: float = CHECKPOINTS
     keep_weights: bool = False
     watcher: Watcher = field(default_factory=Silent)
     make: Callable[..., Training] = Training

@@ -11,7 +11,7 @@ import torch
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
 from steradian.lab.execution import Execution
-from steradian.lab.fleet import Fleet, prepare_device
+from steradian.lab.fleet import CHECKPOINTS, Fleet, prepare_device
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result, Store
 from steradian.lab.training import Training
@@ -93,7 +93,7 @@ class Study:
         seconds: float | None = None,
         execution: Execution | None = None,
         keep_weights: bool = False,
-        every: float = 300.0,
+        every: float = CHECKPOINTS,
         watcher: Watcher | None = None,
         make: Callable[..., Training] = Training,
     ) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from steradian.lab.config import Config
+from steradian.lab.fleet import CHECKPOINTS
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result
 from steradian.lab.study import Study, pick_device
@@ -30,7 +31,7 @@ def sweep(
     roots: Mapping[str, Path] | None = None,
     size: int = 8,
     retries: int = 3,
-    every: float = 300.0,
+    every: float = CHECKPOINTS,
     watcher: Watcher | None = None,
 ) -> bool:
     """Carry out a study, fleet by fleet; returns whether everything is finished.
