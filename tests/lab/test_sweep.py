@@ -20,7 +20,9 @@ SMALL = {"size": 2, "every": 0.0}
 
 
 @pytest.fixture
-def two_workers():
+def two_workers(monkeypatch):
+    # Ray's workers give way to every other process: beside two busy ones they would hardly run.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
