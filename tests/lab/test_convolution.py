@@ -131,9 +131,11 @@ def shaken(network):
 
 
 @pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter; the next test is the GPU's")
-@pytest.mark.parametrize(("norm", "members"), [("bn", 2), ("bn-no-affine", 1)])
-def test_a_joined_network_is_the_network(many_pixels, norm, members):
-    plain = shaken(build("ResNet20", norm=norm, members=members, size=4))
+@pytest.mark.parametrize(
+    ("norm", "members", "released"), [("bn", 2, False), ("bn-no-affine", 1, False), ("bn", 1, True)]
+)
+def test_a_joined_network_is_the_network(many_pixels, norm, members, released):
+    plain = shaken(build("ResNet20", norm=norm, members=members, size=4, released=released))
     ours = copy.deepcopy(plain)
     assert joining.can_join(ours)
     ours.route = joining.forward
@@ -164,6 +166,7 @@ def test_a_joined_network_is_the_network(many_pixels, norm, members):
         ("ResNet20", {"norm": "gn"}),
         ("ResNet20", {"norm": "wn"}),
         ("ResNet20", {"width": 8}),
+        ("ResNet20", {"released": True, "members": 2}),
     ],
 )
 def test_other_networks_are_carried_out_layer_by_layer(model, options):

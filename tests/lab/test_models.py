@@ -36,6 +36,24 @@ def test_the_standard_networks_have_their_known_sizes(name, parameters, layers):
     assert build(name, classes=100)(torch.randn(2, 3, 32, 32)).shape == (2, 100)
 
 
+def test_networks_of_the_released_code_project_their_shortcuts_and_begin_like_torchs():
+    torch.manual_seed(0)
+    model = build("ResNet20", released=True)
+    # Two projections, 16 · 32 and 32 · 64 weights, each with its BN.
+    assert count(model) == 269_722 + 16 * 32 + 2 * 32 + 32 * 64 + 2 * 64
+    assert len(convolutions(model)) == 21
+    for each in (model, build("VGG16", released=True)):
+        for layer in convolutions(each).values():
+            # Uniform on ±1/√d: variance 1/(3d), so that a row of d has the length √(1/3).
+            bound = layer.weight[0].numel() ** -0.5
+            assert layer.weight.abs().max() <= bound
+            torch.testing.assert_close(layer.weight.var(), torch.tensor(bound**2 / 3), rtol=0.1, atol=0)
+    assert {g.reason.split(" ")[0] for g in find_groups(model, torch.randn(8, 3, 32, 32)).groups} >= {
+        "stages.layer2.0.shortcut.norm",
+        "stages.layer3.0.shortcut.norm",
+    }
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_convolution_has_the_rows_of_its_normalization(name, norm):
@@ -78,7 +96,7 @@ def test_networks_that_are_one_are_the_networks_alone(name, norm):
 @pytest.mark.parametrize("norm", ["bn", "gn", "ln"])
 def test_the_rows_of_networks_that_are_one_are_their_rows(norm):
     """What the members' layouts say of the stacked tensors, found again by discovery."""
-    config = Config(model="VGG16", data="digits", method="Adam", lr=1e-3, norm=norm, width=8)
+    config = Config(model="VGG16", data="digits", method="Adam", lr=1e-3, norm=norm, width=8, released=norm == "bn")
     data = SimpleNamespace(channels=1, classes=10, size=8)
     model, groups = network([config, replace(config, seed=1)], data)
     found = find_groups(model, torch.randn(8, 2, 8, 8))

@@ -18,6 +18,29 @@ def test_the_tables_are_seven_columns_of_seven_methods_and_five_seeds():
     assert (sphere.method, sphere.lr, sphere.weight_decay, sphere.betas) == ("AdamG†", 1e-2, 2.5e-4, (0.9, 0.999))
 
 
+def test_the_released_hyper_parameters_are_the_printed_ones_but_shifted_on_cifar10():
+    """Under the heading of each method the paper prints λ of the one before it in the read-me's order."""
+    printed, released = paper.BEST, paper.RELEASED
+    for column in paper.COLUMNS:
+        for method in ("Adam", "AdamW†", "Adam w/o (a)", "Adam w/o (abc)"):
+            assert printed[method][column].beta2 == released[method][column].beta2
+            assert (printed[method][column] == released[method][column]) == (column[1] != "cifar10")
+        if column[1] == "cifar10":
+            for heading, method in (("AdamW†", "Adam"), ("AdamG†", "AdamW†"), ("Adam w/o (abc)", "Adam w/o (a)")):
+                assert printed[heading][column].weight_decay == released[method][column].weight_decay
+            assert printed["Adam"][column].weight_decay == released["SGD-M"][column].weight_decay
+
+
+def test_tables_can_take_settings_and_networks_of_the_released_code():
+    chosen = {"columns": ["ResNet20"], "methods": ["Adam w/o (abc)"], "seeds": 1}
+    [one] = accuracy_tables(**chosen, settings="released", released=True)
+    [printed] = accuracy_tables(**chosen)
+    assert (one.weight_decay, one.released) == (1e-3 / 128, True)
+    assert (printed.weight_decay, printed.released) == (5e-4, False)
+    with pytest.raises(ValueError, match="settings must be one of printed, released"):
+        accuracy_tables(settings="guessed")
+
+
 def test_recipes_scale():
     for recipe in RECIPES.values():
         configs = recipe(data="digits", columns=["VGG16"], methods=["Adam"], epochs=9, seeds=2)

@@ -161,7 +161,7 @@ def test_a_table_shows_ours_beside_the_papers_and_says_what_is_noise():
     assert cells["Adam w/o (ab)"] == expected
     assert cells["Adam"][-2] == "−0.88"
     assert cells["Adam"][-1].startswith("beyond the noise")
-    assert cells["SGD-M"] == ["92.50", "diverged", "", "92.50", "1 (1 diverged)", "92.39 (read-me)", "+0.11", ""]
+    assert cells["SGD-M"] == ["92.50", "diverged", "", "92.50", "1 (1 diverged)", "92.39 ± 0.12", "+0.11", ""]
     caution, claim, sgd, shrunk, took = column.statements()
     assert "trained for 4 epochs, the paper's for 405" in caution
     assert "not run yet: AdamW†, AdamG†, Adam w/o (a)" in caution
@@ -184,6 +184,17 @@ def test_a_whole_column_has_nothing_to_mind_and_a_lost_first_place_is_said(tmp_p
     [other] = accuracy_columns([r for m, runs in found.results.items() for r in (better if m == "AdamG†" else runs)])
     assert other.claim().startswith("AdamG† has the best mean")
     assert "The paper's best, Adam w/o (ab), is number 2 of 6" in other.claim()
+
+
+def test_other_hyper_parameters_and_networks_than_the_papers_are_said(tmp_path):
+    runs = column(tmp_path)
+    [changed] = [run for run in runs if run.config.method == "Adam w/o (a)" and run.config.seed == 0]
+    others = [run for run in runs if run.config.method != "Adam w/o (a)"]
+    [found] = accuracy_columns([*others, replace(changed, config=replace(changed.config, weight_decay=5e-4))])
+    assert "hyper-parameters other than the paper prints for Adam w/o (a);" in found.caution()
+    [found] = accuracy_columns([*others, replace(changed, config=replace(changed.config, released=True))])
+    assert "with the network of the paper's released code" in found.caution()
+    assert "hyper-parameters" not in found.caution()
 
 
 def test_a_table_does_not_mix_settings_norms_lengths_or_fine_tuning():

@@ -90,6 +90,10 @@ def reproduce(
     points: Annotated[int | None, typer.Option(min=2, help="Steps that are recorded, where steps are.")] = None,
     phenomena: Annotated[bool, typer.Option("--phenomena", help="hypotheses: measure (a) to (c) too.")] = False,
     tuning: Annotated[int | None, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = None,
+    settings: Annotated[
+        str, typer.Option(help="Hyper-parameters: printed in the paper, or of the authors' released code.")
+    ] = "printed",
+    network: Annotated[str, typer.Option(help="Networks: of the paper, or of the authors' released code.")] = "paper",
     study: Name = None,
 ) -> None:
     """Carry out the trainings behind a table or a figure of the paper, and show what came out.
@@ -102,10 +106,15 @@ def reproduce(
     from steradian.lab.study import study_name
 
     scale = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
-    options = {name: value for name, value in scale.items() if value is not None}
+    options: dict[str, Any] = {name: value for name, value in scale.items() if value is not None}
     if recipe not in (*RECIPES, "trajectories"):
         raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
+    if network not in ("paper", "released"):
+        raise ValueError(f"network must be paper or released, got {network!r}")
     asked = {"points": points, "phenomena": phenomena, "tuning": tuning, "members": members > 1}
+    asked |= {"settings": settings != "printed", "network": network != "paper"}
+    options |= {"settings": settings} if asked["settings"] else {}
+    options |= {"released": True} if asked["network"] else {}
     local = {"seconds": seconds, "device": device, "compile": compiled, "capture": captured, "fused": fused}
     _agree(recipe, engine, {"address": address}, asked, local)
     execution = _execution(device, compiled, captured=captured, fused=fused, members=members)
@@ -116,7 +125,7 @@ def reproduce(
         _trajectories(options, study, root=root, **tuned, **carried, **recorded)
         return
     configs = RECIPES[recipe](**options)
-    name = study_name(recipe, configs) if study is None else study
+    name = study_name(recipe, configs, settings=settings) if study is None else study
     if recipe in ("hypotheses", "phenomena"):
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
         measured = measured if phenomena or recipe == "phenomena" else set()
@@ -132,6 +141,8 @@ _FOR = {
     "phenomena": ("hypotheses", "phenomena"),
     "tuning": ("trajectories",),
     "members": ("tables", "tables-no-affine", "curves", "grid", "trajectories"),
+    "settings": ("tables", "tables-no-affine", "curves", "phenomena"),
+    "network": ("tables", "tables-no-affine", "curves", "phenomena"),
 }
 """Options that not every recipe has."""
 _ON_RAY = ("tables", "tables-no-affine", "curves", "grid")

@@ -50,6 +50,7 @@ class Config:
         precision: "bf16" (autocast) or "float32".
         width: channels of the first stage; None: the paper's.
         start: key of the finished training whose weights this one starts from; None: a fresh network.
+        released: the network is built as in the paper's released code (see `models.build`).
 
     >>> Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3).key
     'resnet20-bn-cifar10-adam-s0-...'
@@ -72,6 +73,7 @@ class Config:
     precision: str = "bf16"
     width: int | None = None
     start: str | None = None
+    released: bool = False
 
     def __post_init__(self) -> None:
         # One number has one spelling, so that a configuration has one key: 1, 1.0 and numpy's are the same rate.
@@ -94,6 +96,7 @@ class Config:
         _check(self.rest_lr is None or self.rest_lr > 0, "rest_lr", self.rest_lr, "positive")
         _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
         _check(self.width is None or self.width >= 1, "width", self.width, "at least 1")
+        _check(isinstance(self.released, bool), "released", self.released, "True or False")
 
     @property
     def key(self) -> str:

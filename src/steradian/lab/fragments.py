@@ -70,12 +70,16 @@ def command(study: str) -> str:
     'steradian reproduce tables --data cifar10 --columns ResNet20'
     >>> command("hypotheses-cifar10")
     'steradian reproduce hypotheses --data cifar10'
+    >>> command("resnet20-cifar10-released-settings")
+    'steradian reproduce tables --data cifar10 --columns ResNet20 --settings released'
     """
+    study, _, what = study.partition("-released-")
+    options = "".join(f" --{each} released" for each in what.split("-") if each)
     recipe, _, data = study.rpartition("-")
     model = next((model for model, _ in COLUMNS if model.lower() == recipe), None)
     if model is not None:
-        return f"steradian reproduce tables --data {data} --columns {model}"
-    return f"steradian reproduce {recipe} --data {data}"
+        return f"steradian reproduce tables --data {data} --columns {model}{options}"
+    return f"steradian reproduce {recipe} --data {data}{options}"
 
 
 def _missing(studies: Sequence[str]) -> str:

@@ -20,8 +20,12 @@ def can_join(model: nn.Module) -> bool:
     """Whether `forward` can carry out this network."""
     if not isinstance(model, ResNet) or not isinstance(model.norm1, nn.BatchNorm2d):
         return False
-    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
-    return all(
+    convolutions = [
+        layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d) and ".shortcut." not in name
+    ]
+    # Projections are carried out layer by layer, which needs the members' channels side by side.
+    projects = any(isinstance(layer, Block) and len(layer.shortcut) for layer in model.modules())
+    return (model.members == 1 or not projects) and all(
         layer.kernel_size == (3, 3) and layer.out_channels // layer.groups in FILTERS and layer.bias is None
         for layer in convolutions
     )
@@ -46,6 +50,8 @@ def _block(block: Block, a: Tensor) -> Tensor:
 
 def _passed(block: Block, a: Tensor) -> Tensor:
     """What the shortcut adds."""
+    if len(block.shortcut):
+        return block.shortcut(a)
     return functional.pad(a[:, :, :: block.stride, :: block.stride], (0, 0, 0, 0, 0, block.added))
 
 

@@ -21,7 +21,7 @@ __all__ = ["fill", "load_states", "member", "network", "stack"]
 def network(configs: Sequence[Config], data: Resident) -> tuple[nn.Module, Groups]:
     """The networks of trainings of one kind as one, each as its seed makes it, and their rows."""
     first = configs[0]
-    kind = (first.model, first.norm, data.channels, data.classes, data.size, first.width)
+    kind = (first.model, first.norm, data.channels, data.classes, data.size, first.width, first.released)
     with torch.random.fork_rng(devices=[]):
         made = []
         for config in configs:
@@ -87,15 +87,23 @@ def _stacked(group: Group, members: int) -> Group:
 
 
 @lru_cache(maxsize=32)
-def _rows(model: str, norm: str, channels: int, classes: int, size: int, width: int | None) -> Groups:
+def _rows(model: str, norm: str, channels: int, classes: int, size: int, width: int | None, released: bool) -> Groups:
     """The rows of a kind of network, found once."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = _built(model, norm, channels, classes, size, width)
+        made = _built(model, norm, channels, classes, size, width, released)
         return find_groups(made, torch.randn(8, channels, size, size))
 
 
 def _built(
-    model: str, norm: str, channels: int, classes: int, size: int, width: int | None, members: int = 1
+    model: str,
+    norm: str,
+    channels: int,
+    classes: int,
+    size: int,
+    width: int | None,
+    released: bool,
+    members: int = 1,
 ) -> nn.Module:
-    return build(model, norm=norm, channels=channels, classes=classes, size=size, width=width, members=members)
+    kind = {"norm": norm, "channels": channels, "classes": classes, "size": size, "width": width}
+    return build(model, members=members, released=released, **kind)  # type: ignore[arg-type]

@@ -64,17 +64,31 @@ def accuracy_tables(
     methods: Sequence[str] | None = None,
     epochs: int = 405,
     seeds: int = 5,
+    settings: str = "printed",
+    released: bool = False,
 ) -> list[Config]:
     """tab:results (norm "bn") and tab:results2 ("bn-no-affine"): every method at its best hyper-parameters.
 
     Data sets that the paper does not have take the hyper-parameters of CIFAR-10.
+
+    Args:
+        norm: normalization.
+        data: one data set; None: all of the paper's.
+        columns: networks, or network and data; None: all.
+        methods: None: all.
+        epochs: of each training; milestones scale.
+        seeds: how many.
+        settings: hyper-parameters as the paper prints them, or those of its released code: one of `paper.SETTINGS`.
+        released: with the networks of that code.
     """
     chosen = _methods(methods, TABLE_METHODS)
+    if settings not in paper.SETTINGS:
+        raise ValueError(f"settings must be one of {', '.join(paper.SETTINGS)}, got {settings!r}")
     made = []
     # Seeds come first, so that what is finished early is a whole table with fewer of them.
     for seed, column, method in product(range(seeds), columns_of(data, columns), chosen):
-        best = paper.BEST[method][_papers(column)]
-        config = _config(column, method, paper.LEARNING_RATE[method], norm=norm, seed=seed)
+        best = paper.SETTINGS[settings][method][_papers(column)]
+        config = _config(column, method, paper.LEARNING_RATE[method], norm=norm, seed=seed, released=released)
         config = replace(config, weight_decay=best.weight_decay, betas=(0.9, best.beta2))
         made.append(config.scaled(epochs))
     return made

@@ -40,18 +40,28 @@ def pick_device(name: str | None = None) -> torch.device:
     return device
 
 
-def study_name(recipe: str, configs: Sequence[Config]) -> str:
+def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "printed") -> str:
     """A name for the files: the column where there is only one, the recipe and the data otherwise.
+
+    Args:
+        recipe: what the trainings are for.
+        configs: the trainings.
+        settings: where their hyper-parameters are from, one of `paper.SETTINGS`.
 
     >>> one = Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3)
     >>> study_name("tables", [one])
     'resnet20-cifar10'
+    >>> study_name("tables", [one], settings="released")
+    'resnet20-cifar10-released-settings'
     """
     columns = {config.column for config in configs}
     if len(columns) == 1 and recipe in ("tables", "curves"):
         name = columns.pop().replace(" ", "-").lower()
     else:
         name = f"{recipe}-{'-'.join(sorted({config.data for config in configs}))}"
+    released = {"settings": settings == "released", "network": any(config.released for config in configs)}
+    if any(released.values()):
+        name = "-".join([name, "released", *(what for what, is_so in released.items() if is_so)])
     return re.sub(r"[/\\\0]+", "-", name)  # a file, wherever its data's name points
 
 

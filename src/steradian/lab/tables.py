@@ -26,7 +26,7 @@ _PAPERS_SEEDS = 5
 RULE = (
     "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. “Within the "
     f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}. SGD-M is "
-    "not in the paper's tables: its figure is from the authors' read-me, which gives no spread."
+    "not in the paper's tables: its figure is from the authors' read-me."
 )
 
 
@@ -104,7 +104,7 @@ class Column:
 
     @property
     def papers(self) -> dict[str, Cell]:
-        """The paper's, where it has them; SGD-M's comes from the authors' read-me, without spread."""
+        """The paper's, where it has them; SGD-M's comes from the authors' read-me."""
         found = {}
         for method, row in paper.ACCURACY.get(self.norm, {}).items():
             if (self.model, self.data) in row:
@@ -136,6 +136,10 @@ class Column:
         parts = []
         if self.papers and self.epochs != paper.EPOCHS:
             parts.append(f"trained for {self.epochs} epochs, the paper's for {paper.EPOCHS}")
+        if others := [method for method in self.papers if self._set_otherwise(method)]:
+            parts.append(f"hyper-parameters other than the paper prints for {', '.join(others)}")
+        if self.papers and any(result.config.released for found in self.results.values() for result in found):
+            parts.append("with the network of the paper's released code")
         images = {result.environment.get("data") for found in self.results.values() for result in found}
         if len(images - {None}) > 1:
             parts.append(f"trained on different images that go by the name {self.data}")
@@ -147,6 +151,13 @@ class Column:
             counts = ", ".join(f"{method} {count}" for method, count in few.items())
             parts.append(f"fewer seeds than the paper's {_PAPERS_SEEDS}: {counts}")
         return "Mind: " + "; ".join(parts) + "." if parts else ""
+
+    def _set_otherwise(self, method: str) -> bool:
+        """Whether ours were trained with other values than those printed."""
+        best = paper.BEST[method][self.model, self.data]
+        printed = (paper.LEARNING_RATE[method], best.weight_decay, best.beta2)
+        configs = [result.config for result in self.results.get(method, [])]
+        return any((config.lr, config.weight_decay, config.betas[1]) != printed for config in configs)
 
     def claim(self) -> str:
         """Whether (ab) is best among the Adam variants, as the paper says, and what of it is noise."""
@@ -258,7 +269,7 @@ def _beside(ours: Cell, papers: Cell | None) -> list[str]:
     """The paper's figure, the distance to it, and whether it is noise."""
     if papers is None:
         return ["", "", ""]
-    text = str(papers) + (" (read-me)" if math.isnan(papers.spread) else "")
+    text = str(papers)
     if not ours.seeds:
         return [text, "", ""]
     p = ours.p(papers)
