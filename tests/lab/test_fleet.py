@@ -203,6 +203,38 @@ def test_time_that_is_over_stops_at_a_checkpoint(tmp_path, data):
     assert curves(study.store) == curves(whole.store)
 
 
+class Interrupting(Lines):
+    """Presses Ctrl-C when a training has finished so many epochs, once or twice."""
+
+    def __init__(self, times):
+        super().__init__(Console(file=io.StringIO(), width=160))
+        self.times = times
+
+    def epoch(self, training):
+        if training.epoch == 2 and self.times:
+            times, self.times = self.times, 0
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupted_study_loses_nothing_and_a_second_time_stops_at_once(tmp_path, data):
+    configs = methods("Adam", "SGD-M", epochs=4)
+    before = signal.getsignal(signal.SIGINT)
+    for times in (2, 1):
+        watcher = Interrupting(times)
+        with pytest.raises(KeyboardInterrupt):
+            fleet(tmp_path, data, watcher=watcher).run(configs)
+        saved = [torch.load(p, weights_only=True) for p in (tmp_path / "work" / "checkpoints").glob("*.pt")]
+        assert [state["training"]["epoch"] for state in saved] == ([] if times == 2 else [2, 2])
+        assert watcher.console.file.getvalue().count("stopping when the epochs under way end") == 1
+        assert signal.getsignal(signal.SIGINT) is before
+    study = fleet(tmp_path, data)
+    assert study.run(configs)
+    whole = fleet(tmp_path / "whole", data)
+    whole.run(configs)
+    assert curves(study.store) == curves(whole.store)
+
+
 def test_what_compiling_takes_is_not_taken_for_the_pace_of_epochs(tmp_path, data):
     """The first epoch ends after 100 seconds, the others take 10: a sitting of 155 has room for five more."""
     now = [0.0]
@@ -229,12 +261,14 @@ def test_progress_tells_epoch_loss_accuracy_and_time_left(tmp_path, data):
         if kind is Shown:
             first = Training(methods("Adam")[0], data)
             watcher.begin(3, 1)
+            watcher.stopping()
             for _ in range(2):
                 first.run_epoch()
                 watcher.epoch(first.members[0])
             console.print(watcher._render())
         told[kind] = console.file.getvalue()
     assert "3 trainings finished" in told[Shown]
+    assert "once more (Ctrl-C) to stop now" in told[Shown]
     row = next(line for line in told[Shown].splitlines() if "Adam seed 0" in line and "2/3" in line)
     assert re.search(r"2/3 +\d+\.\d{3} +[\d.]+ +[\d.]+ +0:40 min", row)
     assert re.search(r"2 of 2 .*4/4", told[Lines])

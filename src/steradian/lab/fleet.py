@@ -20,6 +20,7 @@ from steradian.lab.claims import Claims
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
 from steradian.lab.execution import Execution
+from steradian.lab.interruption import patient
 from steradian.lab.models import check_kind
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result, Store, environment, write_atomically
@@ -85,6 +86,7 @@ class Fleet:
         """Train what is not finished yet.
 
         Several processes may carry out one study: each takes what the others have not, and waits for those at the end.
+        Interrupted (Ctrl-C), it stops as at a deadline and then raises KeyboardInterrupt; a second time, at once.
 
         Args:
             configs: the trainings; those in the store are not repeated, those with a checkpoint go on from it.
@@ -106,7 +108,8 @@ class Fleet:
         self._deadline = None if seconds is None else self.clock() + seconds
         self._flying: list[_Flight] = []
         self._accounted = self.clock()
-        with self.watcher, Claims(self.work / "claims") as self._claims:
+        self._interrupted = False
+        with self.watcher, Claims(self.work / "claims") as self._claims, patient(self._interrupt):
             self.watcher.begin(len(wanted), len(wanted) - len(left))
             while waiting or self._flying:
                 while waiting and self._aloft() < self.size and not self._late(0.0):
@@ -122,11 +125,17 @@ class Fleet:
                 if all(flight.held for flight in self._flying):  # or the time is over before the first could start
                     for flight in self._flying:
                         self._checkpoint(flight)
+                    if self._interrupted:
+                        raise KeyboardInterrupt
                     return False
                 moved = [self._advance(flight) for flight in list(self._flying)]
                 if not any(moved):
                     time.sleep(_PAUSE)
         return True
+
+    def _interrupt(self) -> None:
+        self._interrupted, self._deadline = True, -math.inf
+        self.watcher.stopping()
 
     def _claim(self, waiting: list[list[Config]]) -> list[Config] | None:
         """Take the first trainings that no other process has; None where others have all that are left."""

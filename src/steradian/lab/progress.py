@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["Lines", "Shown", "Silent", "Watcher", "watcher_for"]
 
 _ROWS = 40  # of the live table
+_STOPPING = (
+    "stopping when the epochs under way end; once more (Ctrl-C) to stop now and lose what is not in a checkpoint"
+)
 
 
 class Watcher:
@@ -41,6 +44,9 @@ class Watcher:
     def waiting(self, trainings: int) -> None:
         """Only trainings that other processes have are left, so many; told again and again."""
 
+    def stopping(self) -> None:
+        """It was asked to stop, and will when the epochs under way end."""
+
 
 class Silent(Watcher):
     """Says nothing."""
@@ -55,6 +61,7 @@ class Shown(Watcher):
         self._rows: dict[str, tuple[str, ...]] = {}
         self._seen: dict[str, tuple[float, int]] = {}
         self._total = self._done = self._elsewhere = 0
+        self._stopping = False
         self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=2, transient=True)
 
     def __enter__(self) -> Self:
@@ -87,12 +94,17 @@ class Shown(Watcher):
         """Say it above the table."""
         self._elsewhere = trainings
 
+    def stopping(self) -> None:
+        """Say it above the table, too."""
+        self._stopping = True
+
     def _render(self) -> RenderableType:
         table = Table("training", "epoch", "loss", "validation", "test", "left", box=None)
         for row in list(self._rows.values())[:_ROWS]:
             table.add_row(*row)
         others = f", {self._elsewhere} with other processes" if self._elsewhere else ""
-        return Group(Text(f"{self._done} of {self._total} trainings finished{others}"), table)
+        lines = [Text(f"{self._done} of {self._total} trainings finished{others}")]
+        return Group(*lines, *([Text(_STOPPING)] if self._stopping else []), table)
 
 
 class Lines(Watcher):
@@ -125,6 +137,10 @@ class Lines(Watcher):
         if trainings != self._elsewhere:
             self._say(f"waiting for {trainings} that other processes have")
         self._elsewhere = trainings
+
+    def stopping(self) -> None:
+        """Say it."""
+        self._say(_STOPPING)
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
