@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import pickle
+import shutil
 import sys
 import tarfile
 import types
@@ -172,17 +173,25 @@ def test_pickles_run_nothing_and_hold_nothing_but_bytes(harmful, capsys):
 
 def test_an_image_folder_is_read(tmp_path):
     made = data("mine", size=6)
+    classes = [made.classes[label] for label in np.unique(made.train.labels)]
     for split in ("train", "test"):
         for name in made.classes:
             (tmp_path / split / name).mkdir(parents=True)
         part = getattr(made, split)
         for k, label in enumerate(part.labels):
             Image.fromarray(part.pixels[k]).save(tmp_path / split / f"class {label}" / f"{k:03d}.png")
+    empty = [name for name in made.classes if name not in classes]
+    with pytest.raises(ValueError, match=f"every class must have images under .*; none in {', '.join(empty)}"):
+        load("mine", tmp_path)
+    for name in empty:
+        for split in ("train", "test"):
+            shutil.rmtree(tmp_path / split / name)
     read = load("mine", tmp_path)
     order = np.argsort(made.train.labels, kind="stable")
     np.testing.assert_array_equal(read.train.pixels, made.train.pixels[order])
-    np.testing.assert_array_equal(read.train.labels, made.train.labels[order])
-    Image.fromarray(np.zeros((5, 6, 3), dtype=np.uint8)).save(tmp_path / "test" / "class 0" / "odd.png")
+    assert [read.classes[label] for label in read.train.labels] == [f"class {k}" for k in made.train.labels[order]]
+    (tmp_path / "test" / "class 1").mkdir(exist_ok=True)
+    Image.fromarray(np.zeros((5, 6, 3), dtype=np.uint8)).save(tmp_path / "test" / "class 1" / "odd.png")
     with pytest.raises(ValueError, match="square and of one size"):
         load("mine", tmp_path)
 

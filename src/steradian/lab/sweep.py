@@ -65,9 +65,9 @@ def units(configs: Sequence[Config], size: int) -> list[list[Config]]:
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    kinds: dict[tuple[str, str, str], list[Config]] = {}
+    kinds: dict[tuple[str, str, str, bool], list[Config]] = {}
     for config in configs:
-        kinds.setdefault((config.model, config.norm, config.data), []).append(config)
+        kinds.setdefault((config.model, config.norm, config.data, config.released), []).append(config)
     return [kind[k : k + size] for kind in kinds.values() for k in range(0, len(kind), size)]
 
 

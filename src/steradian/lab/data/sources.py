@@ -91,6 +91,8 @@ def _from_images(name: str, root: Path) -> DataSet:
     classes = _folders(root / "train")
     if not classes:
         raise ValueError(f"{root / 'train'} must have one folder for each class")
+    if empty := [name for name in classes if not _files(root / "train" / name)]:
+        raise ValueError(f"every class must have images under {root / 'train'}; none in {', '.join(empty)}")
     splits = [_read_pictures(root / split, classes) for split in ("train", "test")]
     return DataSet(name, splits[0], splits[1], classes)
 
