@@ -132,8 +132,9 @@ class Watch:
         self.followed = [entry for station in self.stations for entry in station.followed]
         self.names = tuple(entry.name for entry in self.followed)
         merge = _merge(self.followed) if self.sharded else None
-        self._handover = Handover(self.run, self.stations, rows=frozenset(rows), rows_every=rows_every, merge=merge)
-        self._paths = Paths(self.followed, paths if paths is not None or folder is not None else {}, rank=_rank())
+        kept = Paths(self.followed, paths if paths is not None or folder is not None else {}, rank=_rank())
+        given: dict[str, Any] = {"rows": frozenset(rows), "rows_every": rows_every, "merge": merge, "paths": kept}
+        self._handover = Handover(self.run, self.stations, **given)
         self._asked_step = step
         self._all_names = {id(p): name for name, p in (groups.params if groups is not None else {}).items()}
         self._all_names |= {id(p): name for e in self.followed for name, p in zip(e.names, e.params, strict=True)}
@@ -239,6 +240,7 @@ class Watch:
         if lost := self._membership.look():
             text = "%s: %s not followed any more: no longer in the param group of before"
             logger.warning(text, self.run, ", ".join(lost))
+            self._handover.complete = False
         self._looking = self._calls % self.every == 0
         self._begun = True
         for station in self.stations:
@@ -257,7 +259,6 @@ class Watch:
                 station.source.after(station.scratch)
         if self._looking:
             self._handover.observe(self._calls)
-            self._paths.follow(self._handover)
         self._calls += 1
         late = not self.sharded and time.monotonic() - self._flushed_at > _SECONDS
         if self._handover.full or (late and not self._handover.empty):
