@@ -178,6 +178,31 @@ def test_new_addresses_and_new_groups_are_seen():
     assert_alike(made, 3e-6)
 
 
+def test_a_state_that_is_moved_to_other_memory_is_stepped_there():
+    made = pair([(4, 6), (3, 5)], without="abc", weight_decay=0.1)
+    run(made, 2)
+    for params, optimizer in made:
+        for state in optimizer.state.values():
+            state.update({name: value.clone() for name, value in state.items()})
+        for _ in range(2):  # the gradients stay where they are
+            optimizer.step()
+        optimizer.state[params[0]].clear()
+        optimizer.step()
+    assert_alike(made, 3e-6)
+    assert made[1][1].state[made[1][0][0]]["step"].item() == 1
+
+
+def test_gradients_at_other_addresses_and_of_other_alignment_are_read_there():
+    made = pair([(4, 8), (3, 5)], without="abc", weight_decay=0.1)
+    run(made, 2)
+    for params, optimizer in made:
+        for shift in (0, 1, 4):
+            for p, g in zip(params, gradients(params, 7 + shift), strict=True):
+                p.grad = torch.cat([g.new_zeros(shift), g.flatten()])[shift:].view(p.shape)
+            optimizer.step()
+    assert_alike(made, 3e-6)
+
+
 def test_a_loaded_or_copied_state_goes_on():
     made = pair([(4, 6), (2, 600)], without="abc", weight_decay=0.1)
     run(made, 3)
