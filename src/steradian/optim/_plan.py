@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from steradian.optim import _kernels
@@ -76,9 +75,10 @@ class Plan:
         self.kept = kept
         strides = [param.stride() for param in self.params]
         self.expected: list[object] = [*strides, *strides, *[self.dtype] * len(self.params)]
-        self.seen: list[object] = []
+        self.seen: list[Any] = []
         self.settings: list[tuple[Any, ...]] = []
         self.classes: list[int] = []
+        self.odd: list[int] = []
         self.launches: dict[bool, list[Launch]] = {}
         self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.one, self.zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
@@ -93,9 +93,6 @@ class Plan:
         self.host_lines = lines.reshape(count, 8)
         self.host_groups, self.host_rates = groups_of.view(np.float64), rates.view(np.float64)
         self.host_lines[:, 5:] = [(rows.d, rows.n, group) for group, rows in self.sets]
-        # Where a row may be read sixteen bytes at a time, and where it is; nothing is known of that yet.
-        self.even = np.array([rows.d % 4 == 0 and rows.d * self.dtype.itemsize % 16 == 0 for _, rows in self.sets])
-        self.aligned: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._new_table()
         # A graph reads its source at every replay, and no memory can be pinned while it is captured.
         spare = _CAPTURES if any(group.get("capturable") for group in self.groups) else 0
@@ -110,7 +107,7 @@ class Plan:
         try:
             # Who moves a state, to make room for something else, moves all of it: one entry is looked at.
             moments = map(_MOMENT, self.states)
-            seen = [*map(_ADDRESS, moments), *map(_ADDRESS, params), *map(_ADDRESS, gradients)]
+            seen: list[Any] = [*map(_ADDRESS, moments), *map(_ADDRESS, params), *map(_ADDRESS, gradients)]
             seen += [*map(_STRIDE, params), *map(_STRIDE, gradients), *map(_DTYPE, gradients)]
         except (KeyError, TypeError, RuntimeError):  # one is not there, None, or sparse
             return False
@@ -120,8 +117,8 @@ class Plan:
             return False
         if self.seen and seen[:count] != self.seen[:count]:
             return False
-        self.seen = seen
         self._set_addresses(seen[count : 2 * count], seen[2 * count : 3 * count])
+        self.seen = seen
         return True
 
     def use(self, settings: list[tuple[Any, ...]]) -> None:
@@ -196,20 +193,26 @@ class Plan:
 
     def _set_addresses(self, params: list[Any], gradients: list[Any]) -> None:
         """Where parameters and gradients lie now, and the states with them."""
-        lines = self.host_lines
-        lines[:, 0], lines[:, 1] = params, gradients
-        if not self.aligned.size:
-            lines[:, 2:5] = [[state[name].data_ptr() for name in _STATE] for state in self.states]
+        if not self.classes:
+            self.host_lines[:, 2:5] = [[state[name].data_ptr() for name in _STATE] for state in self.states]
+        self.host_lines[:, 0] = params
+        self.host_lines[:, 1] = gradients
         self.changed = True
-        aligned = self.even & (np.bitwise_or.reduce(lines[:, :3], axis=1) % 16 == 0)
-        if not np.array_equal(aligned, self.aligned):
-            self.aligned = aligned
-            self._set_classes([_class(rows.d, aligned=bool(aligned[k])) for k, (_, rows) in enumerate(self.sets)])
+        # Most often it is gradients at other addresses that are as even as those before.
+        odd = [address % 16 for address in (*params, *gradients)]
+        if odd != self.odd:
+            self._set_classes()
+            self.odd = odd
 
-    def _set_classes(self, classes: list[int]) -> None:
+    def _set_classes(self) -> None:
+        """How each row is read: sixteen bytes at a time where it and all of its tensors lie so."""
+        even = (self.host_lines[:, :3] % 16 == 0).all(axis=1).tolist()
+        wide = [rows.d % 4 == 0 and rows.d * self.dtype.itemsize % 16 == 0 for _, rows in self.sets]
+        each = zip(self.sets, even, wide, strict=True)
+        classes = [_class(rows.d, aligned=lies and fits) for (_, rows), lies, fits in each]
         if classes != self.classes:
+            self._make_items(classes)
             self.classes = classes
-            self._make_items()
 
     def _set_settings(self) -> None:
         lines, rates = [], []
@@ -248,12 +251,12 @@ class Plan:
 
     # Programs
 
-    def _make_items(self) -> None:
+    def _make_items(self, classes: list[int]) -> None:
         """Which program steps which rows, as the distance of its line from the line of its parameter."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("take a step with the same parameters and gradients before one is captured in a graph")
         items, long_items, slot = [], [], 0
-        for index, kind in _order(self.classes):
+        for index, kind in _order(classes):
             rows = self.sets[index][1]
             if kind == _CHUNK:
                 chunks = math.ceil(rows.d / LANES)
@@ -265,7 +268,7 @@ class Plan:
             else:
                 at_once = LANES // (4 if kind % 2 else 8) // (32 << kind // 10)
                 items.append(_columns(index, torch.arange(0, rows.n, at_once), kind, 0, 0))
-        self.present = sum(1 << kind for kind in set(self.classes))
+        self.present = sum(1 << kind for kind in set(classes))
         table = torch.cat(items)
         params, row, kinds, chunk, slots = table.unbind(1)
         across = torch.tensor([rows.d for _, rows in self.sets])[params] * row * self.dtype.itemsize
