@@ -17,7 +17,7 @@ __all__ = ["adam", "adamp", "sgd"]
 Options = Mapping[str, Any]
 States = Sequence[dict[str, Tensor]]
 
-_DEVICE, _DTYPE = attrgetter("device"), attrgetter("dtype")
+_DEVICE, _DTYPE, _GRAD = attrgetter("device"), attrgetter("dtype"), attrgetter("grad")
 
 
 def adam(
@@ -165,4 +165,4 @@ def adamp(params: list[Tensor], states: States, group: Options) -> None:
 
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
-    return [param.grad for param in params if param.grad is not None]
+    return [gradient for gradient in map(_GRAD, params) if gradient is not None]
