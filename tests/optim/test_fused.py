@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from optim.table import CountOps
 from steradian.optim import Adam, _base, _launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,6 +129,24 @@ def test_tensor_rates_and_schedules(rate):
         for _, optimizer in made:
             optimizer.param_groups[0]["lr"].fill_(0.05 / (k + 1))
         run(made, 1, seed=k)
+    assert_alike(made, 3e-6)
+
+
+def test_under_a_schedule_the_rate_alone_is_written():
+    [_, (params, optimizer)] = made = pair([(4, 6), (3, 40)], without="abc", weight_decay=0.1)
+    run(made, 1)
+    for rate in (0.1, 0.3):
+        for _, each in made:
+            each.param_groups[0]["lr"] = rate
+        with CountOps() as ops:
+            optimizer.step()
+        made[0][1].step()
+        assert not ops["aten.index_select"]
+    params[0].grad = params[0].grad.clone()
+    with CountOps() as ops:
+        optimizer.step()
+    made[0][1].step()
+    assert ops["aten.index_select"]
     assert_alike(made, 3e-6)
 
 

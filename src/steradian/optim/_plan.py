@@ -189,7 +189,7 @@ class Plan:
         self.lines, groups, rates, self.addresses_of_rates = self.table.split(self.parts)
         self.lines_of_groups, self.rates = groups.view(torch.float64), rates.view(torch.float64)
         self.launches = {}
-        self.changed, self.in_graph, self.promised = True, False, False
+        self.changed, self.moved, self.in_graph, self.promised = True, True, False, False
 
     def _set_addresses(self, params: list[Any], gradients: list[Any]) -> None:
         """Where parameters and gradients lie now, and the states with them."""
@@ -197,7 +197,7 @@ class Plan:
             self.host_lines[:, 2:5] = [[state[name].data_ptr() for name in _STATE] for state in self.states]
         self.host_lines[:, 0] = params
         self.host_lines[:, 1] = gradients
-        self.changed = True
+        self.changed = self.moved = True
         # Most often it is gradients at other addresses that are as even as those before.
         odd = [address % 16 for address in (*params, *gradients)]
         if odd != self.odd:
@@ -241,10 +241,12 @@ class Plan:
         else:
             source = self._pinned(self.values)
         self.table.copy_(source, non_blocking=True)
-        torch.index_select(self.lines.view(-1, 8), 0, self.param_of_item, out=self.items)
-        self.items += self.offsets
+        # Programs know addresses alone: under a schedule, where the rate is all that changes, they stay as they are.
+        if self.moved or self.promised or capturing:
+            torch.index_select(self.lines.view(-1, 8), 0, self.param_of_item, out=self.items)
+            self.items += self.offsets
         # What is captured is not done: until the graph is replayed, the table holds nothing.
-        self.changed, self.promised = False, capturing
+        self.changed, self.moved, self.promised = False, capturing, capturing
 
     def _pinned(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self.device.type == "cuda" else values
