@@ -111,6 +111,11 @@ class Handover:
         """Whether there is nothing to send."""
         return not self._steps and not self._logged
 
+    @property
+    def waiting(self) -> bool:
+        """Whether something was sent that is not handed over yet."""
+        return bool(self._waiting)
+
     def send(self) -> None:
         """Reduce what the stations hold and send it on its way."""
         if self.empty:
