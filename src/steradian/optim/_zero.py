@@ -20,7 +20,7 @@ def zero(gradients: Iterable[Tensor]) -> None:
     for gradient in gradients:
         if gradient.grad_fn is not None:
             gradient.detach_()
-        else:
+        elif gradient.requires_grad:
             gradient.requires_grad_(False)
         if gradient.layout != torch.strided:
             gradient.zero_()
