@@ -19,6 +19,7 @@ from optim.table import (
     RATE,
     SHAPES,
     TABLE,
+    CountOps,
     Make,
     assert_same,
     groups,
@@ -27,6 +28,7 @@ from optim.table import (
     set_gradients,
     train,
 )
+from steradian.optim._zero import zero
 
 
 @pytest.fixture(params=TABLE.values(), ids=TABLE)
@@ -70,6 +72,32 @@ def test_gradients_are_not_written(make: Make) -> None:
             assert p.grad is gradient
             assert gradient._version == version
             assert torch.equal(gradient, value)
+
+
+def test_gradients_are_zeroed_where_they_lie_in_one_launch_for_all(make: Make) -> None:
+    optimizer = make(groups())
+    set_gradients(optimizer, 0)
+    first, second, *others = parameters(optimizer)
+    first.grad = None
+    second.grad = second.grad * torch.ones((), requires_grad=True)
+    kept = [(p, p.grad) for p in (second, *others)]
+    with CountOps() as ops:
+        optimizer.zero_grad(set_to_none=False)
+    assert first.grad is None
+    assert all(p.grad is gradient and not gradient.any() for p, gradient in kept)
+    assert not second.grad.requires_grad
+    assert ops["aten._foreach_zero_"] == 1
+    assert not ops["aten.zero_"]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in parameters(optimizer))
+
+
+def test_gradients_of_several_kinds_are_zeroed() -> None:
+    dense, sparse, half = torch.ones(2, 3), torch.ones(2, 3).to_sparse(), torch.ones(4, dtype=torch.bfloat16)
+    zero([dense, sparse, half])
+    assert not dense.any()
+    assert not half.any()
+    assert not sparse.to_dense().any()
 
 
 def test_state_holds_tensors_alone(make: Make) -> None:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from optim.table import CountOps
 from steradian.optim import Adam, _base, _launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,6 +132,24 @@ def test_tensor_rates_and_schedules(rate):
     assert_alike(made, 3e-6)
 
 
+def test_under_a_schedule_the_rate_alone_is_written():
+    [_, (params, optimizer)] = made = pair([(4, 6), (3, 40)], without="abc", weight_decay=0.1)
+    run(made, 1)
+    for rate in (0.1, 0.3):
+        for _, each in made:
+            each.param_groups[0]["lr"] = rate
+        with CountOps() as ops:
+            optimizer.step()
+        made[0][1].step()
+        assert not ops["aten.index_select"]
+    params[0].grad = params[0].grad.clone()
+    with CountOps() as ops:
+        optimizer.step()
+    made[0][1].step()
+    assert ops["aten.index_select"]
+    assert_alike(made, 3e-6)
+
+
 def test_numbers_that_change_between_steps():
     made = pair([(4, 6)], without="abc", weight_decay=0.1)
     for k in range(4):
@@ -175,6 +194,31 @@ def test_new_addresses_and_new_groups_are_seen():
         params.append(extra)
         optimizer.add_param_group({"params": [extra], "rows": "filter"})
     run(made, 2, seed=5)
+    assert_alike(made, 3e-6)
+
+
+def test_a_state_that_is_moved_to_other_memory_is_stepped_there():
+    made = pair([(4, 6), (3, 5)], without="abc", weight_decay=0.1)
+    run(made, 2)
+    for params, optimizer in made:
+        for state in optimizer.state.values():
+            state.update({name: value.clone() for name, value in state.items()})
+        for _ in range(2):  # the gradients stay where they are
+            optimizer.step()
+        optimizer.state[params[0]].clear()
+        optimizer.step()
+    assert_alike(made, 3e-6)
+    assert made[1][1].state[made[1][0][0]]["step"].item() == 1
+
+
+def test_gradients_at_other_addresses_and_of_other_alignment_are_read_there():
+    made = pair([(4, 8), (3, 5)], without="abc", weight_decay=0.1)
+    run(made, 2)
+    for params, optimizer in made:
+        for shift in (0, 1, 4):
+            for p, g in zip(params, gradients(params, 7 + shift), strict=True):
+                p.grad = torch.cat([g.new_zeros(shift), g.flatten()])[shift:].view(p.shape)
+            optimizer.step()
     assert_alike(made, 3e-6)
 
 

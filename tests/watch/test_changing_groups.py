@@ -44,6 +44,23 @@ def test_rows_of_a_group_that_is_taken_out_are_not_recorded(apart, caplog):
     assert "v not followed" in said[0]
 
 
+def test_what_happens_between_observed_steps_is_seen_at_the_next_one(apart, caplog):
+    optimizer, params = apart
+    with watch(optimizer, every=3) as seen:
+        train(optimizer, params, 4)
+        optimizer.load_state_dict(optimizer.state_dict())  # makes new groups
+        train(optimizer, params, 1, first=4)
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.param_groups[1]["params"][0] = rows((3, 5))[0]
+        train(optimizer, params, 3, first=5)
+    assert seen.error is None
+    table = seen.records()
+    assert list(series(table, "angle", "w")) == [0, 3, 6]
+    assert list(series(table, "angle", "v")) == [0, 3]
+    assert list(series(table, "lr", "w", "mean").values()) == pytest.approx([0.05, 0.05, 0.5])
+    assert "v not followed any more" in caplog.text
+
+
 def test_a_parameter_that_moves_to_another_group_is_not_recorded_with_the_settings_of_the_old_one(apart, caplog):
     optimizer, params = apart
     with watch(optimizer) as seen:

@@ -13,6 +13,7 @@ from steradian.optim._checks import check
 from steradian.optim._optional import fused_available, fused_works, sharding
 from steradian.optim._rows import RowSet, arithmetic, check_shape
 from steradian.optim._telemetry import Telemetry
+from steradian.optim._zero import zero
 
 if TYPE_CHECKING:
     from steradian.optim._fused import FusedStep
@@ -250,6 +251,22 @@ class RowOptimizer(Optimizer, ABC):
             return
         if torch.cuda.is_current_stream_capturing() and not all(g["capturable"] for g in self.param_groups):
             raise RuntimeError(f"to capture {type(self).__name__}.step() in a graph, construct it with capturable=True")
+
+    @torch.compiler.disable
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that are set to zero are so together, not in a launch each.
+
+        torch does that for optimizers with fused=True alone, and here the fused step is the default.
+
+        Args:
+            set_to_none: give the gradients up instead.
+        """
+        if set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        params = (param for group in self.param_groups for param in group["params"])
+        with torch.no_grad(), torch.autograd.profiler.record_function(self._zero_grad_profile_name):
+            zero(param.grad for param in params if param.grad is not None)
 
     # Telemetry
 

@@ -1,8 +1,10 @@
 """What parameters without rows get: torch's own functional updates, bit for bit, and AdamP's without projection."""
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
@@ -14,6 +16,8 @@ __all__ = ["adam", "adamp", "sgd"]
 
 Options = Mapping[str, Any]
 States = Sequence[dict[str, Tensor]]
+
+_DEVICE, _DTYPE, _GRAD = attrgetter("device"), attrgetter("dtype"), attrgetter("grad")
 
 
 def adam(
@@ -33,6 +37,11 @@ def adam(
         grad_scale: what the gradients are to be divided by, in a fused step.
         found_inf: 1 for a fused step that is to be skipped.
     """
+    # A count on the device would be read back by any implementation but the fused one.
+    fused = states[0]["step"].device.type != "cpu" or grad_scale is not None
+    if fused and not torch.compiler.is_compiling() and _alike(params):
+        fused_adam(params, states, group, grad_scale=grad_scale, found_inf=found_inf)
+        return
     beta1, beta2 = group["betas"]
     torch_adam(
         params,
@@ -43,8 +52,7 @@ def adam(
         [state["step"] for state in states],
         # torch accepts capturable on accelerators alone; on a CPU it has no meaning.
         capturable=group["capturable"] and params[0].device.type != "cpu",
-        # A count on the device would be read back by any implementation but the fused one.
-        fused=True if states[0]["step"].device.type != "cpu" or grad_scale is not None else None,
+        fused=True if fused else None,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
@@ -56,6 +64,47 @@ def adam(
         grad_scale=grad_scale,
         found_inf=found_inf,
     )
+
+
+def fused_adam(
+    params: list[Tensor], states: States, group: Options, *, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> None:
+    """What torch's fused update comes to for parameters of one device and dtype, bit for bit.
+
+    torch sorts parameters, gradients and states by device and dtype in every step, which takes the host longer than
+    all the rest of it.
+    """
+    device, lr, (beta1, beta2) = params[0].device, group["lr"], group["betas"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        lr = lr.to(device, non_blocking=True)
+    scale, found = (each if each is None else each.to(device, non_blocking=True) for each in (grad_scale, found_inf))
+    steps = [state["step"] for state in states]
+    torch._foreach_add_(steps, 1)
+    update = torch._fused_adamw_ if group.get("decoupled_weight_decay", False) else torch._fused_adam_
+    update(
+        params,
+        _gradients(params),
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        steps,
+        amsgrad=False,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        grad_scale=scale,
+        found_inf=found,
+    )
+    if found is not None:
+        torch._foreach_sub_(steps, [found] * len(steps))
+
+
+def _alike(params: list[Tensor]) -> bool:
+    """Whether all are of one device and dtype."""
+    return len(set(map(_DTYPE, params))) == 1 and len(set(map(_DEVICE, params))) == 1
 
 
 def sgd(params: list[Tensor], states: States, group: Options) -> None:
@@ -116,4 +165,4 @@ def adamp(params: list[Tensor], states: States, group: Options) -> None:
 
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
-    return [param.grad for param in params if param.grad is not None]
+    return [gradient for gradient in map(_GRAD, params) if gradient is not None]

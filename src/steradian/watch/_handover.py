@@ -4,6 +4,8 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steradian.watch._block import Block
+from steradian.watch._paths import Paths
 from steradian.watch._station import Station
 from steradian.watch._transfer import Transfer
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Handover"]
 
 Array = NDArray[Any]
+
+_GRAD = attrgetter("grad")
 
 
 @dataclass(eq=False)
@@ -33,7 +38,7 @@ class _Waiting:
     quantities: list[tuple[str, ...]]
     kept: list[int]
     logged: list[tuple[int, str, float | None, bool]]
-    paths: list[tuple[int, str, int]]
+    paths: list[list[int]]
 
 
 class Handover:
@@ -45,6 +50,10 @@ class Handover:
         rows: names of groups all of whose rows are kept.
         rows_every: all rows of all groups are kept at every so many observations; 0: never.
         merge: brings rows of several ranks together.
+        paths: rows whose directions are kept.
+
+    Attributes:
+        complete: no row that it follows is gone.
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class Handover:
         rows: frozenset[str],
         rows_every: int,
         merge: "Merge | None",
+        paths: Paths,
     ) -> None:
         self.run = run
         self.stations = stations
@@ -64,11 +74,13 @@ class Handover:
         self._all = [True] * len(self.followed)
         self.rows, self.rows_every = rows, rows_every
         self.merge = merge
+        self.paths = paths
         self.observations = 0
+        self.complete = True
+        self._room = min(station.steps for station in stations)
         self._steps: list[int] = []
         self._active: list[list[bool]] = []
         self._logged: list[tuple[int, str, float | Tensor, Tensor | None]] = []
-        self._paths: list[tuple[int, str, int, Tensor]] = []
         self._waiting: deque[_Waiting] = deque()
 
     # On the devices
@@ -78,29 +90,31 @@ class Handover:
         for station in self.stations:
             station.observe(len(self._steps))
         self._steps.append(step)
-        usual = all(param.grad is not None for param in self._params)
-        usual = usual and not any(entry.gone for entry in self.followed)
+        # In every step, so without a line of Python for each parameter.
+        usual = self.complete and all(map(is_not, map(_GRAD, self._params), repeat(None)))
         self._active.append(self._all if usual else [entry.active for entry in self.followed])
         self.observations += 1
+        self.paths.follow(len(self._steps) - 1, self.observations)
 
     def log(self, step: int, name: str, value: float | Tensor) -> None:
         """A number of the run as a whole."""
         skipped = next((station.skipped.clone() for station in self.stations if station.may_skip), None)
         self._logged.append((step, name, value, skipped))
 
-    def path(self, group: str, row: int, x: Tensor) -> None:
-        """A row whose direction after the step that was just taken in is kept."""
-        self._paths.append((len(self._steps) - 1, group, row, x))
-
     @property
     def full(self) -> bool:
         """Whether the stations can hold no more."""
-        return len(self._steps) >= min(station.steps for station in self.stations)
+        return len(self._steps) >= self._room
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
         return not self._steps and not self._logged
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something was sent that is not handed over yet."""
+        return bool(self._waiting)
 
     def send(self) -> None:
         """Reduce what the stations hold and send it on its way."""
@@ -112,7 +126,8 @@ class Handover:
         kept = [k for k in range(count) if self.rows_every > 0 and (first + k) % self.rows_every == 0]
         tensors, quantities = self._reduced(active, kept) if count else ([], [])
         tensors += [t for _, _, value, skipped in self._logged for t in (value, skipped) if isinstance(t, Tensor)]
-        tensors += [x for *_, x in self._paths]
+        paths, points = self.paths.take()
+        tensors += points
         self._waiting.append(
             _Waiting(
                 Transfer(tensors),
@@ -124,10 +139,10 @@ class Handover:
                     (step, name, None if isinstance(value, Tensor) else float(value), skipped is not None)
                     for step, name, value, skipped in self._logged
                 ],
-                [(index, group, row) for index, group, row, _ in self._paths],
+                paths,
             )
         )
-        self._steps, self._active, self._logged, self._paths = [], [], [], []
+        self._steps, self._active, self._logged = [], [], []
 
     def _reduced(self, active: NDArray[np.bool_], kept: list[int]) -> tuple[list[Tensor], list[tuple[str, ...]]]:
         """For each station its statistics, rows and skipped steps, then the rows of each chosen group."""
@@ -190,7 +205,10 @@ class Handover:
         for step, name, value, may_skip in waiting.logged:
             value = float(next(arrays)) if value is None else value
             logged.append((max(0, step - int(next(arrays)) if may_skip else step), name, value))
-        paths = [(k, group, row, _unit(next(arrays))) for k, group, row in waiting.paths]
+        paths: list[tuple[int, str, int, Array]] = []
+        for kept in waiting.paths:
+            points = [(entry.name, row, next(arrays)) for entry, row in self.paths.chosen]
+            paths += [(k, group, row, _unit(x[i])) for i, k in enumerate(kept) for group, row, x in points]
         values = np.concatenate(parts, axis=2) if parts else np.zeros((0, len(union), len(self.names), 6))
         place = {name: k for k, name in enumerate(self.names)}
         return Block(

@@ -27,15 +27,21 @@ class Membership:
         self.stations = stations
         self._members = self._now()
 
-    def _now(self) -> list[object]:
-        return [each for group in self.optimizer.param_groups for each in (group, *group["params"])]
+    def _now(self) -> list[tuple[dict[str, object], list[object]]]:
+        return [(group, list(group["params"])) for group in self.optimizer.param_groups]
+
+    def _changed(self) -> bool:
+        groups = self.optimizer.param_groups
+        return len(groups) != len(self._members) or not all(
+            group is known and len(group["params"]) == len(params) and all(map(is_, group["params"], params))
+            for group, (known, params) in zip(groups, self._members, strict=True)
+        )
 
     def look(self) -> list[str]:
         """Take the groups as they are now; returns the names of rows that are gone since the last look."""
-        members = self._now()
-        if len(members) == len(self._members) and all(map(is_, members, self._members)):
+        if not self._changed():
             return []
-        self._members = members
+        self._members = self._now()
         groups = self.optimizer.param_groups
         owner = {id(param): group for group in groups for param in group["params"]}
         lost: list[str] = []

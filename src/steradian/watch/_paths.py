@@ -7,12 +7,12 @@ from torch import Tensor
 
 from steradian.groups import is_sharded
 from steradian.watch._followed import Followed, part
-from steradian.watch._handover import Handover
 
 __all__ = ["Paths"]
 
 _POINTS = 256
 _LONGEST = 2**14
+_AT_ONCE = 32
 
 
 class Paths:
@@ -22,14 +22,25 @@ class Paths:
         followed: all followed rows.
         chosen: {group: [row, …]}. None: the first row of the first, the middle and the last group.
         rank: rank 0 keeps the rows that it has; the others take part where rows lie on several ranks.
+
+    Attributes:
+        chosen: the rows, each as its group and its number there.
     """
+
+    chosen: list[tuple[Followed, int]]
 
     def __init__(
         self, followed: Sequence[Followed], chosen: Mapping[str, Sequence[int]] | None, *, rank: int = 0
     ) -> None:
         by_name = {entry.name: entry for entry in followed}
         self.stride, self.points = 1, 0
-        self._views: dict[int, tuple[int, Tensor]] = {}
+        # Rows as views of the weights, and where the weights lay then; None: they must be cut anew.
+        self._views: list[Tensor] | None = None
+        self._addresses: list[int] = []
+        # Room for the points of some observations at a time, and its lines, one of each row for each observation.
+        self._room: list[list[Tensor]] = []
+        self._lines: list[tuple[Tensor, ...]] = []
+        self._kept: list[int] = []
         if chosen is None:
             # Rank 0 alone comes here: it cannot ask the others for rows that lie on several ranks.
             usual = [entry for entry in followed if entry.rows and entry.size <= _LONGEST and not _gathered(entry)]
@@ -44,30 +55,54 @@ class Paths:
                     raise ValueError(f"paths: {name} has rows 0 to {by_name[name].rows - 1}, got {row}")
         self.chosen = [(by_name[name], row) for name, rows in chosen.items() for row in rows]
 
-    def follow(self, handover: Handover) -> None:
-        """Keep where the rows are after the step that was just taken in, if it is its turn; without autograd."""
-        if not self.chosen or handover.observations % self.stride:
+    def follow(self, index: int, number: int) -> None:
+        """Keep where the rows are after an observed step, if it is its turn; without autograd.
+
+        Args:
+            index: the observation among those that are not taken yet.
+            number: the observation among all.
+        """
+        if not self.chosen or number % self.stride:
             return
-        here = [self._where(k, entry, row) for k, (entry, row) in enumerate(self.chosen)]
-        kept = [x.new_empty(x.shape, dtype=torch.float32) for x in here]
-        torch._foreach_copy_(kept, here)  # one launch for all
-        for (entry, row), x in zip(self.chosen, kept, strict=True):
-            handover.path(entry.name, row, x)
+        here = self._here()
+        if len(self._kept) == len(self._lines):
+            self._make_room(here)
+        torch._foreach_copy_(self._lines[len(self._kept)], here)  # one launch for all
+        self._kept.append(index)
         self.points += 1
         if self.points >= _POINTS:
             self.stride, self.points = 2 * self.stride, _POINTS // 2
 
-    def _where(self, k: int, entry: Followed, row: int) -> Tensor:
-        """The row as it is now: a view that is kept as long as the weights stay in their memory."""
-        address = entry.params[0].data_ptr()
-        known = self._views.get(k)
-        if known is not None and known[0] == address:
-            return known[1]
-        here = _row(entry, row)
-        base = part(entry.params[0], entry.layout)
-        if here.untyped_storage().data_ptr() == base.untyped_storage().data_ptr() and len(entry.params) == 1:
-            self._views[k] = (address, here)
+    def take(self) -> tuple[list[list[int]], list[Tensor]]:
+        """What was kept since the last time: observations, some at a time, and for these of each row (points, d).
+
+        The tensors are overwritten by what is kept next.
+        """
+        kept = [self._kept[k : k + _AT_ONCE] for k in range(0, len(self._kept), _AT_ONCE)]
+        del self._room[len(kept) :], self._lines[len(kept) * _AT_ONCE :]
+        self._kept = []
+        return kept, [each[: len(k)] for k, room in zip(kept, self._room, strict=True) for each in room]
+
+    def _make_room(self, here: list[Tensor]) -> None:
+        room = [x.new_empty((_AT_ONCE, *x.shape), dtype=torch.float32) for x in here]
+        self._room.append(room)
+        self._lines += zip(*(each.unbind(0) for each in room), strict=True)
+
+    def _here(self) -> list[Tensor]:
+        """The rows as they are now: views, which are kept as long as the weights stay in their memory."""
+        addresses = [entry.params[0].data_ptr() for entry, _ in self.chosen]
+        if self._views is not None and addresses == self._addresses:
+            return self._views
+        here = [_row(entry, row) for entry, row in self.chosen]
+        viewed = all(_shares(x, entry) for x, (entry, _) in zip(here, self.chosen, strict=True))
+        self._views, self._addresses = here if viewed else None, addresses
         return here
+
+
+def _shares(here: Tensor, entry: Followed) -> bool:
+    """Whether a row lies in the memory of its only parameter."""
+    base = part(entry.params[0], entry.layout)
+    return len(entry.params) == 1 and here.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
 
 
 def _row(entry: Followed, row: int) -> Tensor:

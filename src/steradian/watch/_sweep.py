@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
+from steradian.groups import Layout, is_sharded
 from steradian.image import ImageStep
 from steradian.scheme import UnreadableOptimizerError, reader_of
 from steradian.watch._followed import Followed, part
@@ -54,6 +55,11 @@ def _plain(optimizer: Optimizer, entry: Followed) -> bool:
 def _dense(tensor: Tensor) -> bool:
     order = sorted(range(1, tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
     return tensor.permute([0, *order]).is_contiguous()
+
+
+def _here(tensor: Tensor, layout: Layout) -> Tensor:
+    """What this rank holds; without autograd, so that a tensor that is not sharded is taken as it is, not detached."""
+    return part(tensor, layout) if is_sharded(tensor) else tensor
 
 
 class Swept(Source):
@@ -104,7 +110,7 @@ class Swept(Source):
 
     @torch.no_grad()
     def before(self) -> None:
-        now = [part(entry.params[0], entry.layout) for entry in self.followed]
+        now = [_here(entry.params[0], entry.layout) for entry in self.followed]
         if not self.points:
             self.points = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in now]
         torch._foreach_copy_(self.points, now)
@@ -139,7 +145,7 @@ class Swept(Source):
                 lines.append([point.data_ptr()] * 4 + [self._one.data_ptr(), entry.size, 0, 0])
                 continue
             second = state["max_exp_avg_sq" if entry.options.get("amsgrad") else "exp_avg_sq"] if self.adam else moment
-            tensors = [part(tensor, layout) for tensor in (param.grad, moment, second)]
+            tensors = [_here(tensor, layout) for tensor in (param.grad, moment, second)]
             if any(tensor.stride() != point.stride() or tensor.dtype != point.dtype for tensor in tensors):
                 raise ValueError(f"{entry.name}: gradient and state are not laid out in memory as the weights are")
             step = self._count(state["step"], counts) if self.adam else self._one

@@ -31,7 +31,7 @@ class Told(Source):
         self.followed = placed(followed, key=lambda f: order[id(f.params[0])])
         self.optimizer = optimizer
         self._buffers: tuple[Tensor, ...] | None = None
-        self._rows: list[tuple[Tensor, slice]] = []
+        self._rows: list[tuple[Tensor, slice | None]] = []
         why = "this optimizer's telemetry does not hold it; pass phenomena=True to measure it from the weights"
         self.missing = dict.fromkeys(("deformation", *PHENOMENA), why)
 
@@ -44,10 +44,10 @@ class Told(Source):
         if telemetry.buffers is not self._buffers:
             self._buffers, self._rows = telemetry.buffers, self._find(telemetry)
         for rows, span in self._rows:
-            (out if len(rows) == len(out) else out[span]).copy_(rows)
+            (out if span is None else out[span]).copy_(rows)
 
-    def _find(self, telemetry: Telemetry) -> list[tuple[Tensor, slice]]:
-        """Where the telemetry of the followed rows lies: one tensor and its place, if nothing lies between them."""
+    def _find(self, telemetry: Telemetry) -> list[tuple[Tensor, slice | None]]:
+        """Where the telemetry of the followed rows lies, and their places; all of them (None) if nothing is between."""
         there = [entry for entry in self.followed if entry.params[0] in telemetry]
         found = [(entry, *telemetry.place(entry.params[0])) for entry in there]
         behind = len(there) == len(self.followed) and all(
@@ -56,7 +56,7 @@ class Told(Source):
         if found and behind:
             _, buffer, first = found[0]
             whole = telemetry.buffers[buffer][first.start : found[-1][2].stop]
-            return [(whole, slice(0, len(whole)))]
+            return [(whole, None)]
         return [(telemetry[entry.params[0]], entry.span) for entry in there]
 
     def quantities(self, values: Tensor, rates: Tensor, decays: Tensor) -> Quantities:

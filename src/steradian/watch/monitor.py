@@ -132,14 +132,16 @@ class Watch:
         self.followed = [entry for station in self.stations for entry in station.followed]
         self.names = tuple(entry.name for entry in self.followed)
         merge = _merge(self.followed) if self.sharded else None
-        self._handover = Handover(self.run, self.stations, rows=frozenset(rows), rows_every=rows_every, merge=merge)
-        self._paths = Paths(self.followed, paths if paths is not None or folder is not None else {}, rank=_rank())
+        kept = Paths(self.followed, paths if paths is not None or folder is not None else {}, rank=_rank())
+        given: dict[str, Any] = {"rows": frozenset(rows), "rows_every": rows_every, "merge": merge, "paths": kept}
+        self._handover = Handover(self.run, self.stations, **given)
         self._asked_step = step
         self._all_names = {id(p): name for name, p in (groups.params if groups is not None else {}).items()}
         self._all_names |= {id(p): name for e in self.followed for name, p in zip(e.names, e.params, strict=True)}
         self._membership = Membership(optimizer, self.stations)
         self._calls: int | None = None
         self._looking = self._begun = False
+        self._each_step = any(station.source.each_step for station in self.stations)
         self._cuda = any(station.device.type == "cuda" for station in self.stations)
         self._flushed_at = time.monotonic()
         self.running = self._stopped = False
@@ -236,16 +238,18 @@ class Watch:
             return
         if self._calls is None:
             self._calls = self._first_step()
+        self._begun = True
+        self._looking = self._calls % self.every == 0
+        if not self._looking and not self._each_step:
+            return
         if lost := self._membership.look():
             text = "%s: %s not followed any more: no longer in the param group of before"
             logger.warning(text, self.run, ", ".join(lost))
-        self._looking = self._calls % self.every == 0
-        self._begun = True
+            self._handover.complete = False
         for station in self.stations:
             if self._looking or station.source.each_step:
                 station.source.before()
 
-    @torch.no_grad()
     def _after(self) -> None:
         if not self._begun or self._guarded.ended:
             return
@@ -253,17 +257,24 @@ class Watch:
         self._begun = False
         for station in self.stations:
             station.note_skip()
-            if not self._looking and station.source.each_step:
-                station.source.after(station.scratch)
-        if self._looking:
-            self._handover.observe(self._calls)
-            self._paths.follow(self._handover)
+        if self._looking or self._each_step:
+            self._look(self._calls)
         self._calls += 1
         late = not self.sharded and time.monotonic() - self._flushed_at > _SECONDS
         if self._handover.full or (late and not self._handover.empty):
             self._flushed_at = time.monotonic()
             self._handover.send()
-        self._settle(wait=self.sharded and self._handover.empty)
+        if self._handover.waiting:
+            self._settle(wait=self.sharded and self._handover.empty)
+
+    @torch.no_grad()
+    def _look(self, step: int) -> None:
+        if self._looking:
+            self._handover.observe(step)
+            return
+        for station in self.stations:
+            if station.source.each_step:
+                station.source.after(station.scratch)
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, **named: float | Tensor) -> None:
         """Record numbers of the run as a whole, such as a loss, at the last step.

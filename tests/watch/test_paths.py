@@ -1,0 +1,58 @@
+"""Directions of chosen rows are those of the weights after each observed step."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+import steradian as st
+from steradian.groups import Layout
+from steradian.watch import watch
+from steradian.watch.records import read_run
+
+from small import groups_of, rows, train
+
+
+def directions(found, group, row):
+    """{step: direction} of one row."""
+    table = found.paths[(found.paths["group"] == group) & (found.paths["row"] == row)]
+    return dict(zip(table["step"].tolist(), map(np.asarray, table["direction"]), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["filter", ("axis", 1)])
+def test_paths_go_through_flushes_and_through_weights_that_move(layout, tmp_path):
+    params = rows((3, 4), (2, 5), dtype=torch.float32)
+    options = [{**group, "rows": layout} for group in groups_of(params)]
+    optimizer = st.optim.Adam(options, lr=0.05, without="abc")
+    chosen, expected = [("w", params[0], 2), ("v", params[1], 0)], {}
+    with watch(optimizer, to=tmp_path, paths={"w": [2], "v": [0]}) as seen:
+        for step in range(80):
+            if step == 10:
+                seen.flush()
+            if step == 60:
+                params[0].data = params[0].data.clone()
+            train(optimizer, params, 1, first=step)
+            for name, param, row in chosen:
+                x = Layout(layout).rows(param.detach())[row]
+                expected[name, row, step] = (x / x.norm()).numpy().copy()
+    assert seen.error is None
+    found = read_run(tmp_path)
+    for name, _, row in chosen:
+        here = directions(found, name, row)
+        assert sorted(here) == list(range(80))
+        for step, direction in here.items():
+            np.testing.assert_allclose(direction, expected[name, row, step], rtol=1e-6, atol=1e-6)
+
+
+def test_a_long_training_keeps_ever_fewer_points(tmp_path):
+    params = rows((3, 4), dtype=torch.float32)
+    optimizer = st.optim.Adam(groups_of(params), lr=0.05, without="abc")
+    with watch(optimizer, to=tmp_path, rows_every=0) as seen:
+        train(optimizer, params, 600)
+        paths = seen._handover.paths
+        assert len(paths._lines) < 256, "room that is not needed any more is given up"
+    found = directions(read_run(tmp_path), "w", 0)
+    late = [step for step in found if step >= 300]
+    assert 0 < len(late) < 300
+    assert {b - a for a, b in pairwise(late)} <= {2, 4}
