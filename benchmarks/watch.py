@@ -2,11 +2,12 @@
 
     python benchmarks/watch.py [--steps 1000] [--batch 128]
 
-Our Adam without (abc) observed in every step, torch's fused Adam in every tenth and in every one; eager and, on a GPU,
-captured in a CUDA graph. Watched and unwatched trainings take many short turns, each from an observed step to the next,
-in the order ABBA, so that a host that is slow for a while is slow for both. The ratio is that of the medians over all
-turns; that of the totals holds the rare steps that write, too, and every disturbance of the host. Prints a table and
-writes results/bench-watch-DEVICE.json.
+Our Adam without (abc) observed in every step, torch's fused Adam in every tenth and in every one; eager and, on a
+GPU, captured in a CUDA graph. A watched training and two that are not take many short turns, each from an observed
+step to the next, in an order that goes to and fro, so that a host that is slow for a while is slow for all. The ratio
+is that of the medians over all turns; that of the totals holds the rare steps that write, too, and every disturbance
+of the host. The second unwatched training against the first is the control: how far from 1 a ratio is that should be
+1. Prints a table and writes results/bench-watch-DEVICE.json.
 """
 
 import argparse
@@ -52,6 +53,7 @@ class Training:
 
     def __init__(self, make: Make, layouts: Groups, batch: int, *, every: int | None, captured: bool) -> None:
         torch.manual_seed(0)
+        self.captured = captured
         self.model = resnet18().to(DEVICE, memory_format=torch.channels_last)
         params = dict(self.model.named_parameters())
         self.groups = Groups(params, layouts.groups)
@@ -68,7 +70,7 @@ class Training:
 
     def eager_step(self) -> None:
         """Forward, backward, step."""
-        self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad(set_to_none=not self.captured)  # a graph needs gradients that stay where they are
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
             loss = nn.functional.cross_entropy(self.model(self.images), self.labels)
         loss.backward()
@@ -127,7 +129,8 @@ def main() -> None:
     # Every convolution is followed by BN, which is what find_groups proves of this network.
     weights = [(name, p) for name, p in resnet18().named_parameters() if p.ndim == 4]
     layouts = Groups({}, [Group((name,), "filter", len(p), p[0].numel(), "BN", 0.0) for name, p in weights])
-    table = Table("optimizer", "step", "unwatched ms", "watched ms", "ratio", "ratio of totals", "watch MiB")
+    heads = ("unwatched ms", "watched ms", "ratio", "ratio of totals", "control", "watch MiB")
+    table = Table("optimizer", "step", *heads)
     for name, (make, every) in CASES.items():
         for captured in (False, True) if CUDA else (False,):
             plain = Training(make, layouts, options.batch, every=None, captured=captured)
@@ -137,22 +140,21 @@ def main() -> None:
             with memory() as taken:
                 again = Training(make, layouts, options.batch, every=None, captured=captured)
                 alone = taken()
-            del again
-            length = max(4, every)
-            plain.run(length)
-            watched.run(length)
+            each, length = (plain, watched, again), max(4, every)
+            for training in each:
+                training.run(length)
             gc.collect()
             turns = []
             for turn in range(max(2, options.steps // length)):
-                order = (plain, watched) if turn % 2 == 0 else (watched, plain)
-                took = {id(training): training.run(length) for training in order}
-                turns.append((took[id(plain)], took[id(watched)]))
+                took = {id(training): training.run(length) for training in each[:: 1 if turn % 2 == 0 else -1]}
+                turns.append([took[id(training)] for training in each])
             watched.stop()
-            before, after = (statistics.median(times) for times in zip(*turns, strict=True))
+            before, after, control = (statistics.median(times) for times in zip(*turns, strict=True))
             totals = [sum(times) for times in zip(*turns, strict=True)]
             kind = "captured" if captured else "eager"
-            table.add(name, kind, before, after, after / before, totals[1] / totals[0], both - alone)
-            del plain, watched
+            ratios = (after / before, totals[1] / totals[0], control / before)
+            table.add(name, kind, before, after, *ratios, both - alone)
+            del plain, watched, again, each, training
             facts = {"batch": options.batch, "steps": options.steps}
             write(f"bench-watch-{'gpu' if CUDA else DEVICE.type}", table, **facts)
 
