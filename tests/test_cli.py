@@ -111,6 +111,7 @@ def test_inspect_prints_the_rows(call):
         ("reproduce tables --data digits --settings guessed", "settings must be one of printed, released"),
         ("reproduce tables --data digits --network guessed", "network must be paper or released"),
         ("reproduce grid --data digits --settings released", "--settings is for tables"),
+        ("reproduce tables --data digits --weight-decay 0.1", "--weight-decay is for grid"),
         ("reproduce tables --data digits --engine ray --seconds 3", "--seconds is for --engine local"),
         ("reproduce hypotheses --data digits --engine ray", "--engine ray is for tables"),
         ("reproduce hypotheses --data digits --engine slurm", "engine must be local or ray"),

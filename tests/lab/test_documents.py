@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
     "table resnet20-cifar10 resnet18-cifar10",
     "numbers resnet20-cifar10",
+    "points resnet20-cifar10",
     "times resnet20-cifar10",
     "machines resnet20-cifar10",
     "settings resnet20-cifar10",
@@ -53,6 +54,7 @@ def test_every_kind_of_region_is_written_and_all_else_kept(tmp_path):
     assert links == [f"pictures/{name}.svg" for name in expected]
     assert all((tmp_path / link).read_text().startswith("<svg") for link in links)
     assert "| AdamG† | 0.01 | 0.000125 | β₁ = 0.9 | 0.99 | 20, rate × 0.1 at 7, 11, 16 | 128 | bf16 |" in text
+    assert re.search(r"^\| ResNet20 cifar10 bn \| AdamG† \| 0.01 \| 0.000125 \| 0.99 \| 20 \|", text, re.MULTILINE)
     [missing] = re.findall(r"^\*Not run yet.+$", text, re.MULTILINE)
     assert missing == "*Not run yet: `steradian reproduce tables --data cifar10 --columns ResNet18`.*"
     write_up([made], **where)

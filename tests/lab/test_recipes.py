@@ -57,6 +57,14 @@ def test_recipes_scale():
 def test_the_grid_is_the_papers():
     configs = grid(columns=["ResNet20"], methods=["Adam", "SGD-M"], seeds=1)
     assert len(configs) == 4 * 8 * 3 + 4 * 8
+    few = grid(columns=["ResNet20"], methods=["Adam", "SGD-M"], rates=[0.5], decays=[0.0, 0.25], beta2s=[0.9, 0.8])
+    assert {(c.lr, c.weight_decay, c.betas[1]) for c in few if c.method == "Adam"} == {
+        (0.5, 0.0, 0.9),
+        (0.5, 0.0, 0.8),
+        (0.5, 0.25, 0.9),
+        (0.5, 0.25, 0.8),
+    }
+    assert len(few) == 4 + 2
     best = paper.BEST["Adam"][("ResNet20", "cifar10")]
     assert any((c.lr, c.weight_decay, c.betas[1]) == (1e-3, best.weight_decay, best.beta2) for c in configs)
 

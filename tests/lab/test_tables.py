@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from steradian.lab.config import Config
-from steradian.lab.grids import grid_rows, is_grid, search
+from steradian.lab.grids import grid_rows, is_grid, point_rows, search
 from steradian.lab.members import CURVES
 from steradian.lab.results import Result, Store
 from steradian.lab.tables import Cell, accuracy_columns
@@ -224,6 +224,15 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
     assert (second.seeds, second.points, second.diverged) == (2, 3, 1)
     assert is_grid(results)
     assert not is_grid(results[1:3])
+    heads, lines = point_rows(results)
+    assert heads[3] == "λ"
+    told = [(line[1], line[3], *line[6:]) for line in lines]
+    assert told == [
+        ("SGD-M", "0", "80.00", "92.00", "1", "92.39"),
+        ("Adam w/o (a)", "0.0001", "81.00", "62.00 ± 2.83", "2", "91.15"),
+        ("Adam w/o (a)", "0.001", "70.00", "99.00", "1", "91.15"),
+        ("Adam w/o (a)", "0.01", "", "diverged", "0 (1 diverged)", "91.15"),
+    ]
     line = grid_rows(results)[1][1]
     assert line[2:4] == ["0.001, 0.0001, 0.99", "0.001, 3.125e-05, 0.99"]
     assert line[-1] == "3 (1 diverged)"

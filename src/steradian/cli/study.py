@@ -93,6 +93,9 @@ def reproduce(
     settings: Annotated[
         str, typer.Option(help="Hyper-parameters: printed in the paper, or of the authors' released code.")
     ] = "printed",
+    rates: Annotated[list[float] | None, typer.Option("--lr", help="grid: a rate; once for each.")] = None,
+    decays: Annotated[list[float] | None, typer.Option("--weight-decay", help="grid: λ; once for each.")] = None,
+    beta2s: Annotated[list[float] | None, typer.Option("--beta2", help="grid: β2; once for each.")] = None,
     network: Annotated[str, typer.Option(help="Networks: of the paper, or of the authors' released code.")] = "paper",
     study: Name = None,
 ) -> None:
@@ -106,12 +109,14 @@ def reproduce(
     from steradian.lab.study import study_name
 
     scale = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
-    options: dict[str, Any] = {name: value for name, value in scale.items() if value is not None}
+    points_of_grid = {"rates": rates, "decays": decays, "beta2s": beta2s}
+    options: dict[str, Any] = {name: value for name, value in (scale | points_of_grid).items() if value}
     if recipe not in (*RECIPES, "trajectories"):
         raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
     if network not in ("paper", "released"):
         raise ValueError(f"network must be paper or released, got {network!r}")
-    asked = {"points": points, "phenomena": phenomena, "tuning": tuning, "members": members > 1}
+    asked: dict[str, Any] = {"points": points, "phenomena": phenomena, "tuning": tuning, "members": members > 1}
+    asked |= {"lr": rates, "weight-decay": decays, "beta2": beta2s}
     asked |= {"settings": settings != "printed", "network": network != "paper"}
     options |= {"settings": settings} if asked["settings"] else {}
     options |= {"released": True} if asked["network"] else {}
@@ -141,6 +146,9 @@ _FOR = {
     "phenomena": ("hypotheses", "phenomena"),
     "tuning": ("trajectories",),
     "members": ("tables", "tables-no-affine", "curves", "grid", "trajectories"),
+    "lr": ("grid",),
+    "weight-decay": ("grid",),
+    "beta2": ("grid",),
     "settings": ("tables", "tables-no-affine", "curves", "phenomena"),
     "network": ("tables", "tables-no-affine", "curves", "phenomena"),
 }

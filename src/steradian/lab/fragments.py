@@ -11,6 +11,7 @@ from pathlib import Path
 from steradian.lab.charts import Figure
 from steradian.lab.config import METHODS
 from steradian.lab.figures import FIGURES, TRACK_FIGURES
+from steradian.lab.grids import point_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.pictures import write_figure
 from steradian.lab.results import Result, Store
@@ -105,6 +106,14 @@ def _table(kind: str, studies: Sequence[str], place: Place) -> str:
     return "\n\n".join([*parts, *([RULE] if parts else []), *([_missing(missing)] if missing else [])])
 
 
+def _points(_: str, studies: Sequence[str], place: Place) -> str:
+    """Every setting that was tried, whatever it was tried for."""
+    results = [result for study in studies for result in place.store(study) if result.config.start is None]
+    missing = [study for study in studies if not place.store(study)]
+    parts = [markdown_table(*point_rows(results))] if results else []
+    return "\n\n".join([*parts, *([_missing(missing)] if missing else [])])
+
+
 def _times(_: str, studies: Sequence[str], place: Place) -> str:
     columns, missing = _columns(studies, place)
     parts = [markdown_table(*time_rows(columns, plain_loops(place.results / "bench-fleet.json")))] if columns else []
@@ -174,6 +183,7 @@ def _settings(_: str, studies: Sequence[str], place: Place) -> str:
 KINDS: dict[str, Callable[[str, Sequence[str], Place], str]] = {
     "table": _table,
     "numbers": _table,
+    "points": _points,
     "times": _times,
     "machines": _machines,
     "settings": _settings,

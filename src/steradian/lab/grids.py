@@ -7,8 +7,9 @@ from statistics import fmean
 from steradian.lab import paper
 from steradian.lab.config import METHODS, Config
 from steradian.lab.results import Result
+from steradian.lab.tables import Cell
 
-__all__ = ["Best", "grid_rows", "is_grid", "search"]
+__all__ = ["Best", "grid_rows", "is_grid", "point_rows", "search"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,28 @@ def grid_rows(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
         ours = _setting(config.lr, config.weight_decay, config.betas[1])
         figures = [f"{best.validation:.2f}", f"{best.accuracy:.2f}", str(best.seeds), f"{best.points}{lost}"]
         lines.append([f"{config.column} {config.norm}", config.method, ours, _papers(config), *figures])
+    return heads, lines
+
+
+def point_rows(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines of a table of every setting that was tried, with the paper's accuracy beside it."""
+    settings: dict[tuple[object, ...], list[Result]] = {}
+    for result in results:
+        c = result.config
+        place = (c.column, c.norm, c.released, METHODS.index(c.method), c.lr, c.weight_decay, c.betas[1], c.epochs)
+        settings.setdefault(place, []).append(result)
+    heads = ["column", "method", "η", "λ", "β₂", "epochs", "validation", "test", "seeds", "paper"]
+    lines = []
+    for _, runs in sorted(settings.items()):
+        c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
+        kept = [result for result in runs if not result.diverged]
+        where = f"{c.column} {c.norm}" + (", released network" if c.released else "")
+        numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]
+        reached = [f"{_validation(kept):.2f}" if kept else "", str(test), test.count]
+        figure = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
+        lines.append(
+            [where, c.method, *numbers, str(c.epochs), *reached, "" if figure is None else f"{figure.mean:.2f}"]
+        )
     return heads, lines
 
 

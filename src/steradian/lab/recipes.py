@@ -163,12 +163,26 @@ def grid(
     methods: Sequence[str] | None = None,
     epochs: int = 405,
     seeds: int = 1,
+    rates: Sequence[float] | None = None,
+    decays: Sequence[float] | None = None,
+    beta2s: Sequence[float] | None = None,
 ) -> list[Config]:
-    """The grid search of App. D.3: learning rate × weight decay × β2, for each method and column."""
+    """The grid search of App. D.3: learning rate × weight decay × β2, for each method and column.
+
+    Args:
+        data: the data set.
+        columns: networks, or network and data; None: all.
+        methods: None: all.
+        epochs: of each training; milestones scale.
+        seeds: how many.
+        rates: η; None: the paper's four.
+        decays: λ; None: the paper's eight.
+        beta2s: β2, which SGD-M has not; None: the paper's three.
+    """
     made = []
     for seed, column, method in product(range(seeds), columns_of(data, columns), _methods(methods, TABLE_METHODS)):
-        beta2s = (0.99,) if method == "SGD-M" else paper.GRID["beta2"]
-        for lr, decay, beta2 in product(paper.GRID["lr"], paper.GRID["weight_decay"], beta2s):
+        seconds = (0.99,) if method == "SGD-M" else beta2s or paper.GRID["beta2"]
+        for lr, decay, beta2 in product(rates or paper.GRID["lr"], decays or paper.GRID["weight_decay"], seconds):
             config = replace(_config(column, method, lr, seed=seed), weight_decay=decay, betas=(0.9, beta2))
             made.append(config.scaled(epochs))
     return made
