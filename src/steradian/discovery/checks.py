@@ -20,10 +20,12 @@ def check_model(model: nn.Module) -> None:
         TypeError: not an eager `nn.Module`.
         ValueError: no parameters, or parameters without values.
     """
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("model is a TorchScript module, whose tensors cannot be swapped; pass the eager module")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            which = f"the submodule {name!r}" if name else "model"
+            raise TypeError(f"{which} is a TorchScript module, whose tensors cannot be swapped; pass the eager module")
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ValueError(f"the model ({type(model).__name__}) has no parameters, so there is nothing to group")
@@ -50,6 +52,8 @@ def first_pass(prober: Prober, inputs: Any) -> Reading:
     if any(t.is_meta for t in tensors_in(inputs)):
         raise ValueError("an input is on the meta device and has no values; pass tensors with values")
     reading = _attempt(prober, inputs)
+    if reading.outputs and not any(t.numel() for t in reading.outputs):
+        raise ValueError("the model's output holds no numbers on these inputs; pass a batch with at least two samples")
     if not reading.outputs or not reading.tables or all(reading.effect(name) == 0 for name in prober.trainable):
         _check_differentiable(prober, reading)
     if any(bool(t.isnan().any()) for t in reading.outputs):

@@ -11,6 +11,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..groups import Groups
@@ -47,7 +48,6 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         RuntimeError: the model raises on these inputs.
         torch.OutOfMemoryError: a pass in float64 does not fit into the device's memory.
 
-    >>> import torch
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
     >>> groups = find_groups(model, torch.randn(4, 3, 8, 8))
     >>> groups.layouts, groups.no_effect
@@ -58,9 +58,10 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         groups = Groups(dict(model.named_parameters()))
         groups.frozen = list(groups.params)
         return groups
-    prober = Prober(model, inputs, named_inputs, training=True)
-    surveyor = Surveyor(prober, first_pass(prober, (inputs, named_inputs)))
-    surveyor.look_near()
-    surveyor.look_far()
-    survey = surveyor.survey
-    return assemble(survey, verify(prober, survey, judge(survey)))
+    with torch.inference_mode(False):
+        prober = Prober(model, inputs, named_inputs, training=True)
+        surveyor = Surveyor(prober, first_pass(prober, (inputs, named_inputs)))
+        surveyor.look_near()
+        surveyor.look_far()
+        survey = surveyor.survey
+        return assemble(survey, verify(prober, survey, judge(survey)))
