@@ -280,6 +280,14 @@ class TestWords:
         assert "eval mode" in str(groups)
         assert not model.training
 
+    def test_batch_normalization_of_two_samples_is_said(self):
+        """It gives ±1 whatever the weights are."""
+        model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh())
+        assert "pass a larger batch: 1" in str(find_groups(model, torch.randn(2, 6)))
+        for samples in (3, 16):
+            assert "larger batch" not in str(find_groups(model, torch.randn(samples, 6)))
+        assert "larger batch" not in str(find_groups(conv_net(), torch.randn(2, 3, 8, 8)))
+
     def test_a_submodule_kept_in_eval_mode_stays_there(self):
         model = conv_net()
         model[1].eval()

@@ -151,6 +151,7 @@ class Prober:
         own: the model's own point.
         shapes: of all parameters.
         forwards, backwards: passes made so far.
+        remarks: what the first pass has to say to a person.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> None:
@@ -161,6 +162,7 @@ class Prober:
         self._aligning = pairs_to_align({name: self.shapes[name] for name in self.trainable})
         self.training = training
         self.forwards = self.backwards = 0
+        self.remarks: list[str] = []
         self._args, self._kwargs = args, kwargs
         self._noisy = True
         self.use(torch.float64)

@@ -94,7 +94,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _notes(survey: Survey, verified: Verified) -> list[str]:
-    prober, notes = survey.prober, []
+    prober, notes = survey.prober, list(survey.prober.remarks)
     if not prober.model.training:
         notes.append(
             "the model was handed over in eval mode and probed in training mode; with the running statistics of "
