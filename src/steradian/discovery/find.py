@@ -5,7 +5,7 @@
    model are silent in all of them, up to two more; one more where a gain or a bias has next to no effect.
 3. Two passes with the candidates 32 and 1024 times larger. The defect that a normalization's ε leaves a row is
    divided by the square of that factor, any other is not: this is the line between "invariant up to ε" and "not
-   invariant".
+   invariant". Two more for candidates that these do not reach, since chance or the data led past them.
 4. Two forward passes with random factors on all rows found: f(ρx) = f(x).
 """
 
@@ -36,7 +36,7 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         model: an eager module, possibly compiled or data-parallel. One handed over in eval mode is probed in
             training mode, because that is where its rows are used; batch normalization is not invariant in
             eval mode. A model in training mode is probed as it is, with the submodules that it keeps in eval.
-        *inputs: an example batch, as the model's forward takes it; at least two samples for batch normalization.
+        *inputs: an example batch, as the model's forward takes it; at least three samples for batch normalization.
         **named_inputs: the same by keyword.
 
     Returns:
