@@ -161,7 +161,12 @@ def _operation(node: Any) -> str:
 
 def members(mask: Mask, names: Sequence[str]) -> tuple[str, ...]:
     """The parameters of a set."""
-    return tuple(name for bit, name in enumerate(names) if mask >> bit & 1)
+    found = []
+    while mask:  # from one bit to the next: most sets are small, and there may be thousands of parameters
+        lowest = mask & -mask
+        found.append(names[lowest.bit_length() - 1])
+        mask ^= lowest
+    return tuple(found)
 
 
 def propose(graph: Graph) -> Proposals:

@@ -19,6 +19,7 @@ __all__ = ["Holdings", "swap_value"]
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (*_MAPPINGS, list, set, deque)
+_PLAIN = (bool, int, float, str, type(None))
 _DEPTH = 4
 _MOST = 4096
 """Items of a container that is looked into; one with more holds data, not the state of a layer."""
@@ -39,7 +40,7 @@ class Holdings:
                 self._find(value, _DEPTH, objects=True)
 
     def _find(self, value: Any, depth: int, *, objects: bool) -> None:
-        if not depth or id(value) in self._containers or id(value) in self._put_back:
+        if not depth or type(value) in _PLAIN or id(value) in self._containers or id(value) in self._put_back:
             return
         if type(value) in _CONTAINERS:
             self._containers[id(value)] = value, value.copy()

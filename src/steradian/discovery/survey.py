@@ -207,6 +207,11 @@ class Survey:
         strict = self.prober.precision.strict
         return [min(30 * strict, self.prober.precision.loose), strict][-len(self.far) :]
 
+    def add_map(self, trace: Trace) -> None:
+        """One more map, which may have what the others have not."""
+        self.other_maps.append(trace)
+        self._clear.clear()
+
     def map_of(self, names: Sequence[str]) -> Trace:
         """The first map that has all of these parameters, or else the first of all."""
         for trace in (self.map, *self.other_maps):
@@ -243,14 +248,20 @@ class Survey:
 
     def transparent(self, names: tuple[str, ...]) -> bool:
         """Whether a graph shows that no curve lies between a set and a normalization."""
-        trace = self.map_of(names)
-        if trace.graph is None or any(trace.graph.leaf_node(name) is None for name in names):
-            return False
         if names not in self._clear:
-            singles = [(name,) for name in self.prober.trainable if self.map_of((name,)) is trace]
-            sets = [names, *singles]
-            self._clear |= dict(zip(sets, seen_through(trace.graph, sets), strict=True))
+            self.see_through([names, *((name,) for name in self.prober.trainable)])
         return self._clear[names]
+
+    def see_through(self, sets: Sequence[tuple[str, ...]]) -> None:
+        """Find that out for many sets in one walk through each graph."""
+        new = [names for names in sets if names not in self._clear]
+        self._clear |= dict.fromkeys(new, False)
+        maps = [self.map_of(names) for names in new]
+        for graph in (trace.graph for trace in (self.map, *self.other_maps)):
+            here = [n for n, of_set in zip(new, maps, strict=True) if of_set.graph is graph]
+            if graph is not None and here:
+                known = [names for names in here if all(graph.leaf_node(name) is not None for name in names)]
+                self._clear |= dict(zip(known, seen_through(graph, known), strict=True))
 
     def matrices(self, readings: Sequence[Reading], names: Sequence[str]) -> tuple[Matrix, Matrix]:
         """⟨∇L, x⟩ per probe and parameter, and the size that its sums are measured by."""

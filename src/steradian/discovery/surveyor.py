@@ -184,7 +184,8 @@ class Surveyor:
         reading = self._probe(seed, point, trace, pairs, draw=draw)
         if reading is None:
             return None
-        self.survey.other_maps += [trace] if trace.graph is not None else []
+        if trace.graph is not None:
+            self.survey.add_map(trace)
         return Stand(reading, point, seed, trace, draw)
 
     def _starved(self) -> bool:
