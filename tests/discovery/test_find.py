@@ -393,6 +393,22 @@ class TestScale:
         assert groups.layouts == {}
         assert groups.facts == []
 
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_clip_that_is_out_of_reach_hides_no_row(self, seed: int):
+        """BN gives hardly any number above 6; grown, gain and bias would leave nothing but sixes."""
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(3, 3, 3, bias=False),
+            nn.BatchNorm2d(3),
+            nn.ReLU6(),
+            nn.Conv2d(3, 4, 1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.Tanh(),
+        )
+        groups = find_groups(model, torch.randn(2, 3, 6, 6))
+        assert groups.layouts == {"0.weight": "filter", "3.weight": "filter"}
+        assert groups.passes[0] <= 12
+
     def test_rows_without_tokens_are_counted(self):
         model = nn.Sequential(nn.Embedding(20, 6), nn.LayerNorm(6), nn.Tanh())
         groups = find_groups(model, torch.arange(8).reshape(2, 4))

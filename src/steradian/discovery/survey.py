@@ -226,6 +226,10 @@ class Survey:
 
     def curved(self, sets: Sequence[tuple[str, ...]]) -> list[bool]:
         """Per set, whether it has a defect and runs into a curve: then ε need not be the reason."""
+        return [runs and self._has_defect(names) for runs, names in zip(self.run_into_curves(sets), sets, strict=True)]
+
+    def run_into_curves(self, sets: Sequence[tuple[str, ...]]) -> list[bool]:
+        """Per set, whether a map shows that it runs into a curve."""
         maps = [self.map_of(names) for names in sets]
         runs = [False] * len(sets)
         for trace in (self.map, *self.other_maps):
@@ -233,7 +237,7 @@ class Survey:
             if trace.graph is not None and here:
                 for i, runs_into in zip(here, run_into_curves(trace.graph, [sets[i] for i in here]), strict=True):
                     runs[i] = runs_into
-        return [found and self._has_defect(names) for found, names in zip(runs, sets, strict=True)]
+        return runs
 
     def _has_defect(self, names: tuple[str, ...]) -> bool:
         """Whether more than rounding is left of a set's sum, at the first of the near points that reach it."""

@@ -120,7 +120,8 @@ class Surveyor:
 
         What is silent there and was not before is given the other sign, as in `_revive`.
         A parameter that was balanced by chance may saturate the model when it grows, and nothing is seen behind
-        it. Then the candidates that are least balanced stay as they are in a second try.
+        it. Then the candidates that are least balanced stay as they are in a second try, and so do those that run
+        into a curve.
         """
         self._grow()
         if self._starved() and self.prober.left >= 2 * len(GROWTH):
@@ -131,9 +132,19 @@ class Surveyor:
                 or self.survey.balanced_near(name, _SURE)
                 or self.survey.slices_balanced_near(name)
             }
+            sure -= self._clipped()
             self.survey.growing = {name: share for name, share in self.survey.growing.items() if name in sure}
             self._grow()
         self._reach_further()
+
+    def _clipped(self) -> set[str]:
+        """Candidates that run into a curve: one that bends only far out, as ReLU6 does, leaves no defect before."""
+        single = [(name,) for name in self.survey.growing if name not in self._together]
+        sets = [*self._sets, *single]
+        clipped = {name for s, runs in zip(sets, self.survey.run_into_curves(sets), strict=True) if runs for name in s}
+        # What is a part of another set as well grows with that.
+        kept = {name for s in sets if clipped.isdisjoint(s) for name in s}
+        return clipped - kept
 
     def _reach_further(self) -> None:
         """Two more probes for candidates that the grown point does not reach: at a near one that does, grown.
