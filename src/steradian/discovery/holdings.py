@@ -10,6 +10,8 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import is_
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -71,8 +73,9 @@ class Holdings:
     def restore(self) -> None:
         """Put everything back."""
         for container, content in self._containers.values():
-            container.clear()
-            _fill(container, content)
+            if not _unchanged(container, content):
+                container.clear()
+                _fill(container, content)
         for put_back in self._put_back.values():
             put_back()
 
@@ -95,6 +98,15 @@ def _holds_tensors(value: Any) -> bool:
 
 def _items(content: Any) -> Iterable[Any]:
     return content.values() if isinstance(content, dict) else content
+
+
+def _unchanged(container: Any, content: Any) -> bool:
+    """Whether a container holds the very items that it held: then it is not touched, as others may be reading it."""
+    if isinstance(container, set):
+        return bool(container == content)
+    if len(container) != len(content) or not all(map(is_, _items(container), _items(content))):
+        return False
+    return not isinstance(container, dict) or all(map(is_, container, content))
 
 
 def _fill(container: Any, content: Any) -> None:
@@ -124,7 +136,7 @@ def _generator_state(value: Any) -> Callable[[], object] | None:
 
 def _is_users(value: Any) -> bool:
     """Whether a value is an object that holds some state: none of torch, no function, and none that knows a model."""
-    if isinstance(value, Tensor | nn.Module | type) or callable(value) or not hasattr(value, "__dict__"):
+    if isinstance(value, Tensor | nn.Module | ModuleType | type) or callable(value) or not hasattr(value, "__dict__"):
         return False
     if type(value).__module__.partition(".")[0] in ("torch", "builtins"):
         return False
