@@ -76,6 +76,16 @@ def test_inspect_prints_the_rows(call):
     assert "head.weight" in call("inspect", target, "--input", "8x1x8x8", "--explain", "head.weight").out
 
 
+def test_inspect_takes_tokens(call, tmp_path, monkeypatch):
+    (tmp_path / "language.py").write_text(
+        "from torch import nn\nmodel = nn.Sequential(nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 11))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    done = call("inspect", "language:model", "--input", "4x5:11")
+    assert done.code == 0
+    assert re.search(r"0\.weight +filter +11 × 6 +1 \(LayerNorm\)", done.out)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -84,6 +94,9 @@ def test_inspect_prints_the_rows(call):
         ("inspect steradian.lab.models:nothing --input 2x3", "has no 'nothing'"),
         ("inspect steradian.lab.models:small_cnn --input 2by3", "8x3x32x32"),
         ("inspect steradian.lab.models:small_cnn --input 2x3", "model raised"),
+        ("inspect torch.nn:Linear --input 2x3", "'torch.nn:Linear' must make a model when it is called without"),
+        ("inspect torch:pi --input 2x3", "'torch:pi' must be a torch.nn.Module or make one, got float"),
+        ("inspect steradian.lab.models:small_cnn --input 2x3:many", "8x16:1000 for tokens"),
         ("reproduce tables --data flowers", "data must be one of"),
         ("reproduce tables --data digits --columns ResNet50", "columns must be among"),
         ("reproduce tables --data digits --engine slurm", "engine must be local or ray"),

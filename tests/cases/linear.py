@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cases._case import Apply, Custom, case, net, parameter, vectors, zero
+from cases._case import Apply, Custom, case, net, parameter, randn, vectors, zero
 
 
 def _head(features: int = 8) -> nn.Module:
@@ -69,6 +69,22 @@ CASES = [
         lambda: net(fc=nn.Linear(6, 8), norm=nn.GroupNorm(2, 8), head=_head()),
         vectors,
         joint={"fc.weight fc.bias": 2},
+    ),
+    # In one of eight samples hardly a unit is active, and there ε has all the weight.
+    case(
+        "narrow_relu_ln",
+        lambda: net(
+            fc1=nn.Linear(4, 4),
+            bn=nn.BatchNorm1d(4),
+            act=nn.ReLU(),
+            fc2=nn.Linear(4, 4, bias=False),
+            ln=nn.LayerNorm(4),
+            head=nn.Linear(4, 2),
+        ),
+        randn(8, 4),
+        rows={"fc1.weight": "filter", "fc2.weight": "tensor"},
+        no_effect="fc1.bias",
+        facts=("bn.weight bn.bias",),
     ),
     case(
         "linear_two_norms",  # each half of the features has its own norm

@@ -43,6 +43,12 @@ class Own(torch.autograd.Function):
         pytest.param(lambda a, b: functional.gelu(a @ b), [True, True], [False, False], id="gelu"),
         pytest.param(lambda a, b: a * torch.sigmoid(1.7 * b), [False, True], [True, False], id="gate"),
         pytest.param(lambda a, b: layer_norm(a @ b).tanh(), [False, False], [True, True], id="behind a norm"),
+        pytest.param(
+            lambda a, b: functional.layer_norm(a, (4,), b[0]).tanh(), [False, True], [True, False], id="a gain"
+        ),
+        pytest.param(
+            lambda a, b: functional.layer_norm(a, (4,), b[0], b[1]).relu(), [False, False], [True, True], id="its bias"
+        ),
         pytest.param(lambda a, b: written_out(a @ b).exp(), [False, False], [True, True], id="behind its formula"),
         pytest.param(lambda a, b: (a @ b) + (a @ b) ** 3, [True, True], [False, False], id="a polynomial"),
         pytest.param(

@@ -1,5 +1,6 @@
 """find_groups as a user meets it: no trace, clear errors, words, parameter groups, cost."""
 
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +137,43 @@ class TestNoTrace:
         assert find_groups(model, torch.randn(8, 6)).layouts == {"fc.weight": "filter"}
         assert model.kept[0] is model.fc.weight
 
+    def test_what_lies_deeper_in_a_module(self):
+        class Tally:
+            def __init__(self) -> None:
+                self.calls = 0
+
+        class Holder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.bn = nn.Linear(6, 5), nn.BatchNorm1d(5)
+                self.nested = {"layer": {"calls": []}}
+                self.queue, self.counter, self.tally = deque(maxlen=2), Counter(), Tally()
+                self.means = [[torch.zeros(5)], (torch.zeros(5),)]
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.fc(x)
+                self.nested["layer"]["calls"].append(1)
+                self.queue.append(y)
+                self.counter["calls"] += 1
+                self.tally.calls += 1
+                for (mean,) in self.means:
+                    mean.mul_(0.9).add_(y.detach().mean(0))
+                return self.bn(y).tanh()
+
+        model = Holder()
+        kept = model.means[0][0], model.means[1][0]
+        assert find_groups(model, torch.randn(8, 6)).layouts == {"fc.weight": "filter"}
+        assert model.nested == {"layer": {"calls": []}}
+        assert (len(model.queue), model.counter, model.tally.calls) == (0, Counter(), 0)
+        assert (model.means[0][0] is kept[0], model.means[1][0] is kept[1]) == (True, True)
+        assert not kept[0].any()
+        assert not kept[1].any()
+
+    def test_under_inference_mode(self):
+        model, x = conv_net(), images()
+        with torch.inference_mode():
+            assert find_groups(model, x).layouts == {"0.weight": "filter"}
+
 
 class TestErrors:
     def test_no_module(self):
@@ -157,6 +195,11 @@ class TestErrors:
     def test_inputs_on_another_device(self):
         with pytest.raises(ValueError, match="meta device"):
             find_groups(nn.Linear(3, 3), torch.randn(2, 3, device="meta"))
+
+    def test_no_samples(self):
+        for model in (nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))):
+            with pytest.raises(ValueError, match="at least two samples"):
+                find_groups(model, torch.randn(0, 3))
 
     def test_no_floating_output(self):
         model = nn.Sequential(nn.Linear(3, 3))
@@ -203,6 +246,12 @@ class TestErrors:
         with pytest.raises(TypeError, match="TorchScript"):
             find_groups(torch.jit.ScriptModule(), images())
 
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_a_scripted_submodule(self):
+        model = nn.Sequential(nn.Linear(3, 3), torch.jit.ScriptModule())
+        with pytest.raises(TypeError, match="the submodule '1' is a TorchScript module"):
+            find_groups(model, torch.randn(2, 3))
+
 
 class TestWords:
     def test_table(self):
@@ -230,6 +279,14 @@ class TestWords:
         assert groups.layouts == {"0.weight": "filter"}
         assert "eval mode" in str(groups)
         assert not model.training
+
+    def test_batch_normalization_of_two_samples_is_said(self):
+        """It gives ±1 whatever the weights are."""
+        model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh())
+        assert "pass a larger batch: 1" in str(find_groups(model, torch.randn(2, 6)))
+        for samples in (3, 16):
+            assert "larger batch" not in str(find_groups(model, torch.randn(samples, 6)))
+        assert "larger batch" not in str(find_groups(conv_net(), torch.randn(2, 3, 8, 8)))
 
     def test_a_submodule_kept_in_eval_mode_stays_there(self):
         model = conv_net()
@@ -335,6 +392,22 @@ class TestScale:
         groups = find_groups(Branches(), torch.randn(6, 6))
         assert groups.layouts == {}
         assert groups.facts == []
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_clip_that_is_out_of_reach_hides_no_row(self, seed: int):
+        """BN gives hardly any number above 6; grown, gain and bias would leave nothing but sixes."""
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(3, 3, 3, bias=False),
+            nn.BatchNorm2d(3),
+            nn.ReLU6(),
+            nn.Conv2d(3, 4, 1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.Tanh(),
+        )
+        groups = find_groups(model, torch.randn(2, 3, 6, 6))
+        assert groups.layouts == {"0.weight": "filter", "3.weight": "filter"}
+        assert groups.passes[0] <= 12
 
     def test_rows_without_tokens_are_counted(self):
         model = nn.Sequential(nn.Embedding(20, 6), nn.LayerNorm(6), nn.Tanh())

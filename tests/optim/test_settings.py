@@ -13,7 +13,7 @@ from steradian import optim
 from steradian.groups import Layout
 
 BAD: dict[str, list[Any]] = {
-    "lr": [-1.0, float("nan"), "fast", torch.ones(2)],
+    "lr": [-1.0, float("nan"), "fast", torch.ones(2), torch.tensor(-1.0), torch.tensor([torch.nan])],
     "betas": [(0.9, 1.0), (-0.1, 0.9), (0.9,), 0.9],
     "eps": [-1e-8, None],
     "weight_decay": [-0.1, float("inf")],
@@ -37,6 +37,18 @@ def test_bad_settings_name_the_argument(make: Make) -> None:
                 make(groups(), **{name: value})
     with pytest.raises(ValueError, match="empty parameter list"):
         make([])
+
+
+@pytest.mark.parametrize("make", TABLE.values(), ids=TABLE)
+@pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
+def test_settings_of_torch_that_would_change_the_step_are_refused(make: Make, name: str) -> None:
+    optimizer = make(groups())
+    with pytest.raises(ValueError, match=f"{name} must be False"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], name: True})
+    state = optimizer.state_dict()
+    state["param_groups"][0][name] = True
+    with pytest.raises(ValueError, match=f"{name} must be False"):
+        make(groups()).load_state_dict(state)
 
 
 def test_nesterov_needs_momentum() -> None:

@@ -46,6 +46,43 @@ def test_a_training_by_torch_goes_on(theirs: Callable[..., Any], ours: Callable[
     assert_same(one, other)
 
 
+def test_a_step_count_that_is_a_number() -> None:
+    """As torch saved it before 1.12."""
+    one = torch.optim.Adam(without_rows(groups()), lr=RATE)
+    train(one)
+    state = copy.deepcopy(one.state_dict())
+    for of_param in state["state"].values():
+        of_param["step"] = int(of_param["step"])
+    other = optim.Adam(groups(), lr=1.0)
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        q.data.copy_(p)
+    other.load_state_dict(state)
+    train(one, 2, start=3)
+    train(other, 2, start=3)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGD-", "SGD-bc"])
+def test_a_momentum_that_is_none(name: str) -> None:
+    """As torch saved it for momentum=0."""
+    one, other = TABLE[name](groups()), TABLE[name](groups())
+    state = one.state_dict()
+    state["state"] = {i: {"momentum_buffer": None} for i in range(len(parameters(one)))}
+    one.load_state_dict(state)
+    train(one)
+    train(other)
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("name", ["Adam-", "Adam-abc", "AdamG", "AdamP", "SGD-bc", "AdaGradG"])
+def test_a_state_of_another_kind_is_refused(name: str) -> None:
+    other = torch.optim.RMSprop if name.startswith("Adam") else torch.optim.Adam
+    theirs = other(without_rows(groups()), lr=RATE)
+    train(theirs)
+    with pytest.raises(ValueError, match=f"a state of {name.split('-')[0]} must have .* made by another optimizer"):
+        TABLE[name](groups()).load_state_dict(theirs.state_dict())
+
+
 @pytest.mark.parametrize("before", ["", "b"])
 @pytest.mark.parametrize("after", ["a", "abc"])
 def test_second_moments_of_weights_are_not_taken_for_those_of_rows(before: str, after: str) -> None:

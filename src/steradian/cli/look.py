@@ -36,7 +36,9 @@ def demo(
 @app.command()
 def inspect(
     target: Annotated[str, typer.Argument(help="package.module:factory, or timm:NAME where timm is installed.")],
-    input: Annotated[list[str], typer.Option(help="Shape of an input, e.g. 8x3x32x32; once per input.")],
+    input: Annotated[
+        list[str], typer.Option(help="Shape of an input, e.g. 8x3x32x32, or 8x16:1000 for tokens; once per input.")
+    ],
     explain: Annotated[str | None, typer.Option(help="Say more about one parameter.")] = None,
 ) -> None:
     """Find which weights of a model live on spheres, proved on the model itself, and why.

@@ -1,9 +1,13 @@
 """Clear errors for models and inputs that cannot be probed, and the first pass, which finds them out."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ..groups import is_sharded
@@ -20,10 +24,12 @@ def check_model(model: nn.Module) -> None:
         TypeError: not an eager `nn.Module`.
         ValueError: no parameters, or parameters without values.
     """
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("model is a TorchScript module, whose tensors cannot be swapped; pass the eager module")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            which = f"the submodule {name!r}" if name else "model"
+            raise TypeError(f"{which} is a TorchScript module, whose tensors cannot be swapped; pass the eager module")
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ValueError(f"the model ({type(model).__name__}) has no parameters, so there is nothing to group")
@@ -50,6 +56,8 @@ def first_pass(prober: Prober, inputs: Any) -> Reading:
     if any(t.is_meta for t in tensors_in(inputs)):
         raise ValueError("an input is on the meta device and has no values; pass tensors with values")
     reading = _attempt(prober, inputs)
+    if reading.outputs and not any(t.numel() for t in reading.outputs):
+        raise ValueError("the model's output holds no numbers on these inputs; pass a batch with at least two samples")
     if not reading.outputs or not reading.tables or all(reading.effect(name) == 0 for name in prober.trainable):
         _check_differentiable(prober, reading)
     if any(bool(t.isnan().any()) for t in reading.outputs):
@@ -62,9 +70,44 @@ def first_pass(prober: Prober, inputs: Any) -> Reading:
     return reading
 
 
+class _Pairs:
+    """Looks for batch normalizations of two values per channel, of which nothing is left but their order."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, None] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Hooks for one forward pass."""
+        handles = [
+            module.register_forward_pre_hook(partial(self._look, name))
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _look(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
+            self.found[name] = None
+
+    def finish(self, outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> None:
+        """All is seen."""
+
+
 def _attempt(prober: Prober, inputs: Any) -> Reading:
     try:
-        return prober.read(prober.own, seed=0)
+        pairs = _Pairs()
+        reading = prober.read(prober.own, seed=0, recorder=pairs)
+        if pairs.found:
+            prober.remarks.append(
+                "batch normalization of two values per channel keeps nothing but their order, so that weights in front "
+                f"of it have no effect to measure; pass a larger batch: {', '.join(pairs.found)}"
+            )
+        return reading
     except torch.OutOfMemoryError as error:
         error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
         raise

@@ -44,6 +44,10 @@ _KNOWN = (_PASSING - {"where", "maskedfill"}) | {
     "nativelayernorm", "nativebatchnorm", "cudnnbatchnorm", "miopenbatchnorm", "nativegroupnorm", "fusedrmsnorm",
     "weightnorminterface", "accumulategrad",
 }
+# These take the scale of their first input away and give that of the gain and the bias, which come next.
+_AFFINE = {
+    "nativelayernorm", "nativebatchnorm", "cudnnbatchnorm", "miopenbatchnorm", "nativegroupnorm", "fusedrmsnorm",
+}
 # Of these the first two inputs are multiplied, of the next the second and the third; whatever else there is, is added.
 _PRODUCTS = {
     "mul", "mm", "bmm", "mv", "dot", "matmul", "groupedmm",
@@ -117,6 +121,12 @@ def _combine(
         # Behind a division by what depends on the set, there may be no scale left.
         left = ~_union(depends[r] for r in reads[1:] if r is not None)
         return {d: mask & left for d, mask in incoming[0].items()}, 0
+    if operation in _AFFINE:
+        left = ~_union(depends[r] for r in reads[:1] if r is not None)
+        given: Powers = {}
+        for d, mask in (item for of_input in incoming[1:3] for item in of_input.items()):
+            given[d] = given.get(d, 0) | mask & left
+        return given, 0
     if operation not in _PASSING:
         return {}, 0
     if operation in _PRODUCTS:

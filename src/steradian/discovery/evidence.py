@@ -7,6 +7,7 @@ Most blocks are that plain; some stand still, fall otherwise, or have nothing to
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -208,13 +209,17 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
 def natural(cut: Cut, trial: Trial) -> tuple[float, float]:
     """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there.
 
-    Where the near probes have no table of a pair of dimensions, each of the two speaks for itself.
+    Where the near probes have no table of a pair of dimensions, each of the two speaks for itself. Where no curve can
+    hide, the typical row is that of a typical probe: one of few samples may leave a normalization hardly any variance.
     """
     cuts = [cut]
     if cut_key(cut) not in trial.near[0].tables:
         cuts = [make_cut(len(cut), {i: cut[i]}) for i in cut_key(cut)]
-    sums = [(block_sums(e.tables, c), e.floor) for c in cuts for e in trial.near]
-    return max(float(imbalance(*s).median()) for s in sums), max(_worst(*s) for s in sums)
+    sums = [[(block_sums(e.tables, c), e.floor) for e in trial.near] for c in cuts]
+    across = median_low if trial.transparent else max
+    heard = [[s for s in of_cut if bool(s[0][1].any())] or of_cut for of_cut in sums]
+    typical = max(across([float(imbalance(*s).median()) for s in of_cut]) for of_cut in heard)
+    return typical, max(_worst(*s) for of_cut in sums for s in of_cut)
 
 
 def remaining(cut: Cut, trial: Trial) -> float:

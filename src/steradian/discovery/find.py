@@ -5,12 +5,13 @@
    model are silent in all of them, up to two more; one more where a gain or a bias has next to no effect.
 3. Two passes with the candidates 32 and 1024 times larger. The defect that a normalization's ε leaves a row is
    divided by the square of that factor, any other is not: this is the line between "invariant up to ε" and "not
-   invariant".
+   invariant". Two more for candidates that these do not reach, since chance or the data led past them.
 4. Two forward passes with random factors on all rows found: f(ρx) = f(x).
 """
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..groups import Groups
@@ -35,7 +36,7 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         model: an eager module, possibly compiled or data-parallel. One handed over in eval mode is probed in
             training mode, because that is where its rows are used; batch normalization is not invariant in
             eval mode. A model in training mode is probed as it is, with the submodules that it keeps in eval.
-        *inputs: an example batch, as the model's forward takes it; at least two samples for batch normalization.
+        *inputs: an example batch, as the model's forward takes it; at least three samples for batch normalization.
         **named_inputs: the same by keyword.
 
     Returns:
@@ -47,7 +48,6 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         RuntimeError: the model raises on these inputs.
         torch.OutOfMemoryError: a pass in float64 does not fit into the device's memory.
 
-    >>> import torch
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
     >>> groups = find_groups(model, torch.randn(4, 3, 8, 8))
     >>> groups.layouts, groups.no_effect
@@ -58,9 +58,10 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         groups = Groups(dict(model.named_parameters()))
         groups.frozen = list(groups.params)
         return groups
-    prober = Prober(model, inputs, named_inputs, training=True)
-    surveyor = Surveyor(prober, first_pass(prober, (inputs, named_inputs)))
-    surveyor.look_near()
-    surveyor.look_far()
-    survey = surveyor.survey
-    return assemble(survey, verify(prober, survey, judge(survey)))
+    with torch.inference_mode(False):
+        prober = Prober(model, inputs, named_inputs, training=True)
+        surveyor = Surveyor(prober, first_pass(prober, (inputs, named_inputs)))
+        surveyor.look_near()
+        surveyor.look_far()
+        survey = surveyor.survey
+        return assemble(survey, verify(prober, survey, judge(survey)))

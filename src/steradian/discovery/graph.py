@@ -7,6 +7,7 @@ proposes its set, and the null space of the measured inner products decides.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -96,8 +97,12 @@ class Graph:
 
     def leaf_node(self, name: str) -> int | None:
         """The node of a parameter, None where no output depends on it."""
-        bit = self.names.index(name)
-        return next((node for node, leaf in enumerate(self.leaf) if leaf == bit), None)
+        return self._leaf_nodes.get(name)
+
+    @cached_property
+    def _leaf_nodes(self) -> dict[str, int]:
+        # The first node of a parameter, should it have several.
+        return {self.names[leaf]: node for node, leaf in reversed([*enumerate(self.leaf)]) if leaf is not None}
 
     def order_of_use(self) -> list[str]:
         """The parameters that outputs depend on, by their first use in the forward pass."""
@@ -156,7 +161,12 @@ def _operation(node: Any) -> str:
 
 def members(mask: Mask, names: Sequence[str]) -> tuple[str, ...]:
     """The parameters of a set."""
-    return tuple(name for bit, name in enumerate(names) if mask >> bit & 1)
+    found = []
+    while mask:  # from one bit to the next: most sets are small, and there may be thousands of parameters
+        lowest = mask & -mask
+        found.append(names[lowest.bit_length() - 1])
+        mask ^= lowest
+    return tuple(found)
 
 
 def propose(graph: Graph) -> Proposals:

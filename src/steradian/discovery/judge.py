@@ -84,6 +84,7 @@ def judge(survey: Survey) -> Findings:
         return findings
     joint = _joint_sets(survey, names)
     together = {names[i] for indices in joint for i in indices}
+    survey.see_through([tuple(names[i] for i in indices) for indices in joint])
     single = {name for name in names if name not in together and _judge_single(survey, name, findings)}
     for indices, by_epsilon in joint.items():
         _judge_joint(survey, tuple(names[i] for i in indices), findings, by_epsilon=by_epsilon)

@@ -6,6 +6,8 @@ float64 where the model allows it, so that an exact invariance reads 1e-12 and n
 """
 
 import math
+import random
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -149,6 +151,7 @@ class Prober:
         own: the model's own point.
         shapes: of all parameters.
         forwards, backwards: passes made so far.
+        remarks: what the first pass has to say to a person.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> None:
@@ -159,6 +162,7 @@ class Prober:
         self._aligning = pairs_to_align({name: self.shapes[name] for name in self.trainable})
         self.training = training
         self.forwards = self.backwards = 0
+        self.remarks: list[str] = []
         self._args, self._kwargs = args, kwargs
         self._noisy = True
         self.use(torch.float64)
@@ -194,6 +198,7 @@ class Prober:
         recorder: Recorder | None = None,
         backward: bool = True,
         quick: bool = False,
+        draw: int | None = None,
     ) -> Reading:
         """One pass at a point.
 
@@ -204,6 +209,7 @@ class Prober:
             recorder: looks on.
             backward: whether to take derivatives.
             quick: in the model's own float32, if it is on the CPU, which convolves in it several times faster.
+            draw: seed of what the model draws by itself, if not the same.
         """
         precision, leaves = self._quick if quick else self._exact
         noise = Noise(seed)
@@ -212,7 +218,7 @@ class Prober:
         for leaf in leaves.values():
             leaf.grad = None
         with quiet(precision.dtype), swapped(self.model, leaves, dtype=precision.dtype, training=self.training):
-            _seed_generators(seed)
+            _seed_generators(seed if draw is None else draw)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=self._noisy and seed != 0)
             self.forwards += 1
             with recorder.watching(self.model) if recorder else nullcontext():
@@ -270,7 +276,13 @@ class Prober:
 
 
 def _seed_generators(seed: int) -> None:
-    """As `torch.manual_seed`, but what that leaves for a GPU that is not in use yet, nothing would take back."""
+    """The global generators of Python, numpy and torch.
+
+    As `torch.manual_seed`, but what that leaves for a GPU that is not in use yet, nothing would take back.
+    """
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
     others = torch.accelerator.is_available() and not torch.cuda.is_available()
     if others or torch.cuda.is_initialized():
         torch.manual_seed(seed)

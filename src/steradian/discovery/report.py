@@ -75,6 +75,8 @@ def _details(survey: Survey, verified: Verified, name: str) -> str:
         return "⟨∇L, x⟩ vanishes, but the outputs moved when the rows were scaled, so nothing is proved"
     if any(name in finding.names for finding in verified.curved):
         return "⟨∇L, x⟩ nearly vanishes, but through a curved activation: no normalization explains it"
+    if survey.grew(name) and not all(reading.slope(name) for reading in survey.far_readings()):
+        return "balanced where a probe reached it, but none did after growing 1024-fold, so nothing is proved"
     near = max(survey.balance(reading, name) for reading in survey.near)
     text = f"|Σ g·x| / √Σ(g·x)² of the whole tensor up to {near:.1e} at random points"
     if survey.far and survey.grew(name):
@@ -92,7 +94,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _notes(survey: Survey, verified: Verified) -> list[str]:
-    prober, notes = survey.prober, []
+    prober, notes = survey.prober, list(survey.prober.remarks)
     if not prober.model.training:
         notes.append(
             "the model was handed over in eval mode and probed in training mode; with the running statistics of "

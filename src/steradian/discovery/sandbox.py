@@ -2,12 +2,11 @@
 
 The model runs on private copies of its parameters, buffers and tensor attributes, so that running statistics,
 gradients, hooks on parameters and optimizer references never see a probe. What the forward pass does to the
-attributes of a module (counters, caches, a computed `weight`) is undone from a snapshot, also when it raises.
+attributes of a module (counters, caches, a computed `weight`) is undone, also when it raises.
 """
 
 import random
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+
+from .holdings import Holdings, swap_value
 
 __all__ = ["Leaves", "as_dtype", "make_leaves", "quiet", "swapped", "unwrap"]
 
@@ -58,7 +59,10 @@ def swapped(
     """Run the model on the leaves and on copies of everything else; restore each module afterwards."""
     twins: dict[int, Tensor] = {id(p): leaves[name] for name, p in model.named_parameters()}
     modules = list(model.modules())
-    snapshots = [(module, _snapshot(module)) for module in modules]
+    attributes = [dict(module.__dict__) for module in modules]
+    owned = [module.__dict__[store] for module in modules for store in _OWN]
+    stores = [(store, store.copy()) for store in owned]
+    holdings = Holdings({k: v for k, v in of.items() if k not in _OWN} for of in attributes)
 
     def twin(tensor: Tensor) -> Tensor:
         if id(tensor) not in twins:
@@ -66,14 +70,20 @@ def swapped(
         return twins[id(tensor)]
 
     try:
+        holdings.swap(twin)
         for module in modules:
             _swap(module, twin)
         if training:
             _train(model)
         yield
     finally:
-        for module, (attributes, contents) in snapshots:
-            _restore(module, attributes, contents)
+        for module, of_module in zip(modules, attributes, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(of_module)
+        for store, content in stores:
+            store.clear()
+            store.update(content)
+        holdings.restore()
 
 
 def _train(model: nn.Module) -> None:
@@ -99,42 +109,11 @@ def _swap(module: nn.Module, twin: Callable[[Tensor], Tensor]) -> None:
             if tensor is not None:
                 store[name] = twin(tensor)  # type: ignore[assignment]
     for name, value in list(module.__dict__.items()):
-        if name not in _OWN and _holds_tensors(value):
-            module.__dict__[name] = _swap_value(value, twin)
+        if name not in _OWN:
+            module.__dict__[name] = swap_value(value, twin)
     if isinstance(module, nn.SyncBatchNorm):
         # Its statistics over one process are those of a plain batch norm, which also runs on a CPU.
         module.__dict__["forward"] = partial(_BatchNorm.forward, module)
-
-
-def _holds_tensors(value: object) -> bool:
-    if type(value) in (list, tuple):
-        return any(isinstance(item, Tensor) for item in value)  # type: ignore[attr-defined]
-    if type(value) in (dict, OrderedDict):
-        return any(isinstance(item, Tensor) for item in value.values())  # type: ignore[attr-defined]
-    return isinstance(value, Tensor)
-
-
-def _swap_value(value: Any, twin: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return twin(value)
-    if isinstance(value, dict):
-        return type(value)((k, twin(v) if isinstance(v, Tensor) else v) for k, v in value.items())
-    return type(value)(twin(v) if isinstance(v, Tensor) else v for v in value)
-
-
-def _snapshot(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    attributes = dict(module.__dict__)
-    plain = (dict, OrderedDict, list, set)
-    return attributes, {name: value.copy() for name, value in attributes.items() if type(value) in plain}
-
-
-def _restore(module: nn.Module, attributes: dict[str, Any], contents: dict[str, Any]) -> None:
-    module.__dict__.clear()
-    module.__dict__.update(attributes)
-    for name, content in contents.items():
-        container = attributes[name]
-        container.clear()
-        (container.extend if isinstance(container, list) else container.update)(content)
 
 
 @contextmanager

@@ -45,7 +45,8 @@ def vanishing_sets(
     most = 4 if survey.prober.precision.dtype == torch.float64 else 2
     for s in zero_sums(M[:, place], sizes[:, place], allowed, most=most, larger=_LARGER_SETS):
         indices = tuple(place[i] for i in s)
-        if _whole_parts(survey, readings, [names[i] for i in indices]).cancels():
+        members_of_set = [names[i] for i in indices]
+        if _whole_parts(survey, _hearing(readings, members_of_set), members_of_set).cancels():
             found.add(indices)
     return list(found)
 
@@ -69,12 +70,15 @@ def vanishes(
         independent: readings that tell whether parts cancel, if not the same.
         least: as in `Parts.cancels`.
     """
+    heard = _hearing(readings, names)
+    allowed = [limit for limit, reading in zip(allowed, readings, strict=True) if any(reading is one for one in heard)]
+    readings, independent = heard, _hearing(independent or readings, names)
     shapes = [survey.shape(name) for name in names]
     views = (None, *(a for a in alignments(shapes) if a.slices >= MANY))
     here = (_parts(survey, readings, names, view) for view in views)
     if not any(parts is not None and parts.balanced(allowed) for parts in here):
         return False
-    there = (_parts(survey, independent or readings, names, view) for view in views)
+    there = (_parts(survey, independent, names, view) for view in views)
     return any(parts is not None and parts.cancels(least) for parts in there)
 
 
@@ -88,6 +92,11 @@ def slices_fall(survey: Survey, readings: Sequence[Reading], names: Sequence[str
             if bool(falls(before, after, settled)):
                 return True
     return False
+
+
+def _hearing(readings: Sequence[Reading], names: Sequence[str]) -> list[Reading]:
+    """The readings that reach a set: chance or the data may lead past it. All of them if none does."""
+    return [reading for reading in readings if any(map(reading.slope, names))] or list(readings)
 
 
 def _whole_parts(survey: Survey, readings: Sequence[Reading], names: Sequence[str]) -> Parts:

@@ -24,6 +24,8 @@ LEAST_SHARE = 0.03
 """Share of its effect that a parameter's part of a sum is at least measured by."""
 _NEIGHBORS = 8
 _SUSPECTED = 5e-3
+_ROUNDING = 100
+"""How many times its noise a reading's imbalance is, if it is not rounding."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Stand:
     point: Point
     seed: int
     trace: Trace
+    draw: int | None = None
 
 
 class Survey:
@@ -43,8 +46,10 @@ class Survey:
         own: the reading at the model's own point.
         near: readings at random points.
         far: readings at random points with grown candidates.
+        further: the last of those at a point that reaches other parts of the model, and `late`, what only it reaches.
         ground: the first of the near probes.
         map: a trace whose graph leads from parameters to modules.
+        other_maps: traces of passes that reach further parameters.
         proposals: what that graph says about sets.
         growing: what grows, by parameter: 1, or 1 on some blocks and 0 elsewhere.
         doubtful: the ground with grown parameters of next to no effect.
@@ -54,8 +59,11 @@ class Survey:
         self.prober, self.own = prober, own
         self.near: list[Reading] = []
         self.far: list[Stand] = []
+        self.further: Stand | None = None
+        self.late: list[str] = []
         self.ground: Stand | None = None
         self.map = Trace()
+        self.other_maps: list[Trace] = []
         self.proposals = Proposals()
         self.growing: dict[str, float | torch.Tensor] = {}
         self.doubtful: Reading | None = None
@@ -88,8 +96,12 @@ class Survey:
         return any(r.share(name) > r.noise for r in readings) or self.local_share(name) > self.own.noise
 
     def local_share(self, name: str) -> float:
-        """The largest effect of a parameter beside its neighbors, in an exact reading."""
-        exact = (reading for reading in (self.own, *self.near) if reading.noise == self.own.noise)
+        """The largest effect of a parameter beside its neighbors, in an exact reading if any reaches it.
+
+        Chance or the data may lead past a part of the model, and then that reading says nothing about it.
+        """
+        readings = (self.own, *self.near)
+        exact = [r for r in readings if r.noise == self.own.noise and r.slope(name)] or readings
         return max(reading.share(name, self.neighbors(name)) for reading in exact)
 
     def suspected(self, name: str) -> bool:
@@ -126,6 +138,15 @@ class Survey:
         """Whether the whole parameter is balanced at random points, up to a share of what is allowed there."""
         return all(self.balance(reading, name) <= share * self.prober.precision.loose for reading in self.near)
 
+    def mostly_balanced_near(self, name: str) -> bool:
+        """Whether it is balanced at most random points, where the graph shows that no curve can be the reason.
+
+        In a narrow model one sample may leave a normalization hardly any variance, and there ε has all the weight.
+        """
+        loose = self.prober.precision.loose
+        balanced = [self.balance(reading, name) <= loose for reading in self.near if reading.slope(name)]
+        return 2 * sum(balanced) > len(balanced) and self.transparent((name,))
+
     def slices_balanced_near(self, name: str) -> bool:
         """Whether many of its slices are, so that it cannot be chance."""
         shape = self.shape(name)
@@ -134,7 +155,8 @@ class Survey:
     def invariant_near(self, name: str) -> bool:
         """Whether a parameter may be invariant by itself, as a whole or slice by slice."""
         if name not in self._invariant:
-            self._invariant[name] = self.balanced_near(name) or self.slices_balanced_near(name)
+            heard = any(reading.slope(name) for reading in self.near)
+            self._invariant[name] = heard and (self.balanced_near(name) or self.slices_balanced_near(name))
         return self._invariant[name]
 
     def near_trial(self, name: str) -> Trial:
@@ -176,28 +198,74 @@ class Survey:
         """At the smaller growth and at the larger."""
         return [far.reading for far in self.far]
 
+    def is_grown(self, stand: Stand) -> bool:
+        """Whether the candidates have their full growth there, so that ε has no weight."""
+        return stand is self.far[-1] or stand is self.further
+
     def far_tolerances(self) -> list[float]:
         """The imbalance that each growth leaves to ε."""
         strict = self.prober.precision.strict
         return [min(30 * strict, self.prober.precision.loose), strict][-len(self.far) :]
 
+    def add_map(self, trace: Trace) -> None:
+        """One more map, which may have what the others have not."""
+        self.other_maps.append(trace)
+        self._clear.clear()
+
+    def map_of(self, names: Sequence[str]) -> Trace:
+        """The first map that has all of these parameters, or else the first of all."""
+        for trace in (self.map, *self.other_maps):
+            if trace.graph is not None and all(trace.graph.leaf_node(name) is not None for name in names):
+                return trace
+        return self.map
+
+    def unmapped(self) -> list[str]:
+        """Parameters with an effect that no map has, since chance or the data led past them there."""
+        graph = self.map.graph
+        return [name for name in self.effective() if graph is not None and graph.leaf_node(name) is None]
+
     def curved(self, sets: Sequence[tuple[str, ...]]) -> list[bool]:
         """Per set, whether it has a defect and runs into a curve: then ε need not be the reason."""
-        if self.ground is None or self.map.graph is None:
-            return [False] * len(sets)
-        exact, runs = self.ground.reading, run_into_curves(self.map.graph, sets)
-        evidence = [self._evidence(exact, names, self.prober.precision.resolution) for names in sets]
-        defects = [float(imbalance(e.tables[()], e.floor)) > e.tolerance for e in evidence]
-        return [a and b for a, b in zip(runs, defects, strict=True)]
+        return [runs and self._has_defect(names) for runs, names in zip(self.run_into_curves(sets), sets, strict=True)]
+
+    def run_into_curves(self, sets: Sequence[tuple[str, ...]]) -> list[bool]:
+        """Per set, whether a map shows that it runs into a curve."""
+        maps = [self.map_of(names) for names in sets]
+        runs = [False] * len(sets)
+        for trace in (self.map, *self.other_maps):
+            here = [i for i, of_set in enumerate(maps) if of_set is trace]
+            if trace.graph is not None and here:
+                for i, runs_into in zip(here, run_into_curves(trace.graph, [sets[i] for i in here]), strict=True):
+                    runs[i] = runs_into
+        return runs
+
+    def _has_defect(self, names: tuple[str, ...]) -> bool:
+        """Whether more than rounding is left of a set's sum, at the first of the near points that reach it."""
+        heard = [r for r in self.near if any(r.slope(name) for name in names)]
+        exact = [r for r in heard if self.ground is not None and r is self.ground.reading]
+        for reading in (exact or heard)[:1]:
+            # Next to the exact one, readings may be in the model's own float32.
+            tolerance = self.prober.precision.resolution if exact else _ROUNDING * reading.noise
+            evidence = self._evidence(reading, names, tolerance)
+            return float(imbalance(evidence.tables[()], evidence.floor)) > evidence.tolerance
+        return False
 
     def transparent(self, names: tuple[str, ...]) -> bool:
-        """Whether the graph shows that no curve lies between a set and a normalization."""
-        if self.map.graph is None:
-            return False
+        """Whether a graph shows that no curve lies between a set and a normalization."""
         if names not in self._clear:
-            sets = [names, *((name,) for name in self.prober.trainable)]
-            self._clear |= dict(zip(sets, seen_through(self.map.graph, sets), strict=True))
+            self.see_through([names, *((name,) for name in self.prober.trainable)])
         return self._clear[names]
+
+    def see_through(self, sets: Sequence[tuple[str, ...]]) -> None:
+        """Find that out for many sets in one walk through each graph."""
+        new = [names for names in sets if names not in self._clear]
+        self._clear |= dict.fromkeys(new, False)
+        maps = [self.map_of(names) for names in new]
+        for graph in (trace.graph for trace in (self.map, *self.other_maps)):
+            here = [n for n, of_set in zip(new, maps, strict=True) if of_set.graph is graph]
+            if graph is not None and here:
+                known = [names for names in here if all(graph.leaf_node(name) is not None for name in names)]
+                self._clear |= dict(zip(known, seen_through(graph, known), strict=True))
 
     def matrices(self, readings: Sequence[Reading], names: Sequence[str]) -> tuple[Matrix, Matrix]:
         """⟨∇L, x⟩ per probe and parameter, and the size that its sums are measured by."""

@@ -36,8 +36,9 @@ class Surveyor:
 
     def __init__(self, prober: Prober, own: Reading) -> None:
         self.prober, self.survey = prober, Survey(prober, own)
+        self._sets: list[tuple[str, ...]] = []
         self._together: set[str] = set()
-        self._revived: Stand | None = None
+        self._near: list[Stand] = []
         self._seed = 0
 
     def look_near(self) -> None:
@@ -47,16 +48,18 @@ class Surveyor:
             trace = Trace(graph=True) if self.survey.ground is None else None
             seed = self._next_seed()
             point = self._draw(seed)
-            # Whether something is balanced up to some percent needs no float64.
-            reading = self._probe(seed, point, trace, quick=trace is None)
+            # Whether something is balanced up to some percent needs no float64. But random numbers are others in
+            # float32, so that what chance leaves out there says nothing about what it leaves out in float64.
+            reading = self._probe(seed, point, trace, quick=trace is None and not self._leaves_out())
             if reading is None:
                 continue
-            self.survey.near.append(reading)
+            self._keep(Stand(reading, point, seed, trace or Trace()))
             if trace is not None and trace.graph is not None:
-                self.survey.ground = Stand(reading, point, seed, trace)
+                self.survey.ground = self._near[-1]
                 self.survey.map, self.survey.proposals = trace, propose(trace.graph)
+        stand = self.survey.ground
         for _ in range(_REVIVALS):
-            self._revive()
+            stand = self._revive(stand)
         if not self.survey.near:
             # The model bears no other point than its own.
             self.survey.near = [self.survey.own]
@@ -71,35 +74,54 @@ class Surveyor:
             point = stand.point.scaled(dict.fromkeys(suspects, GROWTH[0]))
             self.survey.doubtful = self._probe(stand.seed, point, None)
 
-    def _revive(self) -> None:
-        """One more probe, in which what was silent speaks.
+    def _leaves_out(self) -> bool:
+        """Whether the first random point is silent about something that the model's own point speaks of."""
+        ground, own = self.survey.ground, self.survey.own
+        return ground is not None and any(
+            own.slope(name) and not ground.reading.slope(name) for name in self.prober.trainable
+        )
+
+    def _keep(self, stand: Stand) -> None:
+        self._near.append(stand)
+        self.survey.near.append(stand.reading)
+
+    def _revive(self, stand: Stand | None) -> Stand | None:
+        """One more probe, in which what was silent speaks; None if there is no use in another.
 
         Behind a unit of ReLU that is dead at every point lies a part of the model that nobody has seen, and what
-        feeds it may look invariant. Where the parameters of such a unit change their sign, it is alive.
+        feeds it may look invariant. Where the parameters of such a unit change their sign, it is alive. What the
+        model leaves out by chance may be there in another draw.
         """
-        if self.survey.ground is None or self.survey.map.graph is None:
-            return
-        silent = [
+        silent = self._silent() if stand is not None else []
+        if stand is None or not silent:
+            return None
+        point, draw = stand.point.scaled(dict.fromkeys(silent, -1.0)), self._next_draw()
+        reading = self._probe(stand.seed, point, None, draw=draw)
+        if reading is None:
+            return None
+        revived = Stand(reading, point, stand.seed, stand.trace, draw)
+        self._keep(revived)
+        return revived if len(self._silent()) < len(silent) else None
+
+    def _silent(self) -> list[str]:
+        """Parameters that the graph or the model's own point knows and that no other point has heard of."""
+        graph = self.survey.map.graph
+        return [
             name
             for name in self.prober.trainable
             if all(reading.slope(name) == 0 for reading in self.survey.near)
-            and self.survey.map.graph.leaf_node(name) is not None
+            and graph is not None
+            and (graph.leaf_node(name) is not None or self.survey.own.slope(name))
             and self.prober.parameters[name].numel()
         ]
-        if silent:
-            stand = self._revived or self.survey.ground
-            point = stand.point.scaled(dict.fromkeys(silent, -1.0))
-            reading = self._probe(stand.seed, point, None)
-            if reading is not None:
-                self.survey.near.append(reading)
-                self._revived = Stand(reading, point, stand.seed, stand.trace)
 
     def look_far(self) -> None:
         """One random point with the candidates grown by two factors: how a defect falls tells where it is from.
 
         What is silent there and was not before is given the other sign, as in `_revive`.
         A parameter that was balanced by chance may saturate the model when it grows, and nothing is seen behind
-        it. Then the candidates that are least balanced stay as they are in a second try.
+        it. Then the candidates that are least balanced stay as they are in a second try, and so do those that run
+        into a curve.
         """
         self._grow()
         if self._starved() and self.prober.left >= 2 * len(GROWTH):
@@ -110,8 +132,47 @@ class Surveyor:
                 or self.survey.balanced_near(name, _SURE)
                 or self.survey.slices_balanced_near(name)
             }
+            sure -= self._clipped()
             self.survey.growing = {name: share for name, share in self.survey.growing.items() if name in sure}
             self._grow()
+        self._reach_further()
+
+    def _clipped(self) -> set[str]:
+        """Candidates that run into a curve: one that bends only far out, as ReLU6 does, leaves no defect before."""
+        single = [(name,) for name in self.survey.growing if name not in self._together]
+        sets = [*self._sets, *single]
+        clipped = {name for s, runs in zip(sets, self.survey.run_into_curves(sets), strict=True) if runs for name in s}
+        # What is a part of another set as well grows with that.
+        kept = {name for s in sets if clipped.isdisjoint(s) for name in s}
+        return clipped - kept
+
+    def _reach_further(self) -> None:
+        """Two more probes for candidates that the grown point does not reach: at a near one that does, grown.
+
+        An expert may get no token, and a layer may be left out by chance, at one point and not at another.
+        """
+        far = self.survey.far
+        if len(far) < len(GROWTH) or self.prober.left <= len(GROWTH):
+            return
+        missed = {name for name in self.survey.growing if not all(stand.reading.slope(name) for stand in far)}
+        missed = self._whole(missed)
+        there = max(self._near, key=lambda stand: sum(stand.reading.slope(name) > 0 for name in missed))
+        if not any(there.reading.slope(name) for name in missed):
+            return
+        stands = [self._grown(there.point, there.seed, growth, self._pairs(), there.draw) for growth in GROWTH]
+        found = [stand for stand in stands if stand is not None]
+        if len(found) < len(GROWTH):
+            return
+        late = self._whole({name for name in missed if all(stand.reading.slope(name) for stand in found)})
+        for stand, other in zip(far, found, strict=True):
+            stand.reading.tables.update({name: other.reading.tables[name] for name in late})
+        self.survey.further, self.survey.late = found[-1], sorted(late)
+
+    def _whole(self, names: set[str]) -> set[str]:
+        """Those that are in no set, or in one that is there as a whole: its members are measured at one point."""
+        return {name for name in names if name not in self._together} | {
+            name for s in self._sets if names.issuperset(s) for name in s
+        }
 
     def _grow(self) -> None:
         pairs, seed = self._pairs(), self._next_seed()
@@ -125,11 +186,18 @@ class Surveyor:
         stands = first, self._grown(base, seed, GROWTH[1], pairs)
         self.survey.far = [stand for stand in stands if stand is not None]
 
-    def _grown(self, base: Point, seed: int, growth: float, pairs: Mapping[str, Sequence[Key]]) -> Stand | None:
-        trace = Trace()
+    def _grown(
+        self, base: Point, seed: int, growth: float, pairs: Mapping[str, Sequence[Key]], draw: int | None = None
+    ) -> Stand | None:
+        # What a pass reaches that the first did not is to be found on a map too.
+        trace = Trace(graph=growth == GROWTH[0] and bool(self.survey.unmapped()))
         point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.survey.growing.items()})
-        reading = self._probe(seed, point, trace, pairs)
-        return None if reading is None else Stand(reading, point, seed, trace)
+        reading = self._probe(seed, point, trace, pairs, draw=draw)
+        if reading is None:
+            return None
+        if trace.graph is not None:
+            self.survey.add_map(trace)
+        return Stand(reading, point, seed, trace, draw)
 
     def _starved(self) -> bool:
         """Whether a candidate has lost its effect, which the growth of a row does not change."""
@@ -147,6 +215,9 @@ class Surveyor:
         self._seed += 1
         return self._seed
 
+    def _next_draw(self) -> int:
+        return 100 + len(self._near)
+
     def _probe(
         self,
         seed: int,
@@ -155,10 +226,11 @@ class Surveyor:
         pairs: Mapping[str, Sequence[Key]] | None = None,
         *,
         quick: bool = False,
+        draw: int | None = None,
     ) -> Reading | None:
         """One reading; None if the model does not bear the point."""
         try:
-            reading = self.prober.read(point, seed=seed, pairs=pairs, recorder=trace, quick=quick)
+            reading = self.prober.read(point, seed=seed, pairs=pairs, recorder=trace, quick=quick, draw=draw)
         except torch.OutOfMemoryError:  # says nothing about the point
             raise
         except Exception:  # a probe is no place to fail: the next one comes without noise on the inputs
@@ -173,8 +245,14 @@ class Surveyor:
         names = self.survey.effective()
         sets = vanishing_sets(self.survey, self.survey.near, [loose] * len(self.survey.near), names, least=_LIKELY)
         told = [tuple(names[i] for i in s) for s in sets]
-        self._together = {n for s, runs in zip(told, self.survey.curved(told), strict=True) if not runs for n in s}
-        single = [name for name in names if name not in self._together and self.survey.invariant_near(name)]
+        self._sets = [s for s, runs in zip(told, self.survey.curved(told), strict=True) if not runs]
+        self._together = {name for s in self._sets for name in s}
+        single = [
+            name
+            for name in names
+            if name not in self._together
+            and (self.survey.invariant_near(name) or self.survey.mostly_balanced_near(name))
+        ]
         # Of a gain or a bias only a fact can be learned: it grows where that is next to certain.
         single = [
             name for name in single if is_matrix(self.survey.shape(name)) or self.survey.balanced_near(name, _SURE)

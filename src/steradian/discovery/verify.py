@@ -49,6 +49,10 @@ def verify(prober: Prober, survey: Survey, findings: Findings) -> Verified:
     checker = _Checker(prober, survey, verified)
     far = survey.far[-1]
     verified.rows = checker.passing(verified.rows, (), checker.calmest(verified.rows))
+    late = [finding for finding in verified.rows if not set(survey.late).isdisjoint(finding.names)]
+    if survey.further is not None and late and prober.left > bool(verified.facts):
+        kept = checker.passing(late, (), survey.further)
+        verified.rows = [finding for finding in verified.rows if finding not in late or finding in kept]
     if verified.facts:
         verified.facts = checker.passing(verified.facts, tuple(verified.rows), far)
     elif prober.left:
@@ -80,7 +84,7 @@ class _Checker:
         return self.passing(tested[:half], known, stand) + self.passing(tested[half:], known, stand)
 
     def _holds(self, tested: list[Finding], known: tuple[Finding, ...], stand: Stand) -> bool:
-        grown = stand is self.survey.far[-1]
+        grown = self.survey.is_grown(stand)
         moved = self._moved(tested, known, stand, "either way" if grown else "up")
         if moved <= self._tolerance([*known, *tested], stand):
             return True
@@ -100,7 +104,9 @@ class _Checker:
             for i, finding in enumerate(scaled)
         ]
         try:
-            reading = self.prober.read(stand.point.scaled(*factors), seed=stand.seed, recorder=trace, backward=False)
+            reading = self.prober.read(
+                stand.point.scaled(*factors), seed=stand.seed, recorder=trace, backward=False, draw=stand.draw
+            )
         except torch.OutOfMemoryError:  # says nothing about the rows
             raise
         except Exception:  # a point that the model does not bear proves nothing
@@ -110,7 +116,7 @@ class _Checker:
             self._absorbers.compare(stand.trace, trace, same=10 * self.prober.precision.same)
             for name in (name for finding in tested for name in finding.names):
                 if self.verified.reasons.get(name, UNKNOWN).startswith(UNKNOWN):
-                    self.verified.reasons[name] = self._absorbers.explain(self.survey.map, name)
+                    self.verified.reasons[name] = self._absorbers.explain(self.survey.map_of((name,)), name)
         return moved
 
     def _left_alone(self, finding: Finding, stand: Stand) -> Tensor | None:
@@ -122,7 +128,7 @@ class _Checker:
 
     def _tolerance(self, scaled: list[Finding], stand: Stand) -> float:
         """What ε does to a row, it does to the outputs when that row is scaled."""
-        if stand is self.survey.far[-1]:
+        if self.survey.is_grown(stand):
             by_defect = max(10 * max(f.remaining for f in scaled), 3 * self._predicted(scaled, stand))
             return max(self.prober.precision.same, min(by_defect, _MOST_BY_EPSILON))
         least = max(

@@ -32,25 +32,39 @@ def load_model(target: str) -> nn.Module:
         if not hasattr(module, name):
             raise ValueError(f"target {target!r}: {module_name} has no {name!r}")
         made = getattr(module, name)
-        model = made if isinstance(made, nn.Module) else made()
+        model = made if isinstance(made, nn.Module) else _called(made, target)
     if not isinstance(model, nn.Module):
         raise TypeError(f"target {target!r} must make a torch.nn.Module, got {type(model).__name__}")
     return model
 
 
 def example_input(shape: str) -> Tensor:
-    """A random tensor of a shape like 8x3x32x32.
+    """A random tensor of a shape like 8x3x32x32; with a number behind a colon, whole numbers below that, as tokens are.
 
-    >>> example_input("2x3").shape
-    torch.Size([2, 3])
+    >>> example_input("2x3").shape, example_input("2x3:50").dtype
+    (torch.Size([2, 3]), torch.int64)
     """
-    parts = shape.lower().split("x")
+    sizes, colon, below = shape.lower().partition(":")
+    parts = [*sizes.split("x"), *([below] if colon else [])]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"input must be a shape like 8x3x32x32, got {shape!r}")
+        raise ValueError(f"input must be a shape like 8x3x32x32, or 8x16:1000 for tokens below 1000, got {shape!r}")
+    numbers = [int(part) for part in parts]
     try:
-        return torch.randn([int(part) for part in parts])
+        return torch.randint(numbers[-1], numbers[:-1]) if colon else torch.randn(numbers)
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
         raise ValueError(f"input must fit in memory, got {shape!r}") from error
+
+
+def _called(factory: Any, target: str) -> Any:
+    if not callable(factory):
+        raise TypeError(f"target {target!r} must be a torch.nn.Module or make one, got {type(factory).__name__}")
+    try:
+        return factory()
+    except Exception as error:
+        raise RuntimeError(
+            f"target {target!r} must make a model when it is called without arguments; "
+            f"it raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _imported(name: str, why: str) -> Any:

@@ -41,8 +41,8 @@ class RowOptimizer(Optimizer, ABC):
     others); half-precision rows are computed in float32; one number per row is kept in float32, in float64 for
     float64 parameters; nothing is read back from an accelerator.
 
-    A subclass names its row update (`_reference`), says whether there is a fused one (`_has_fused`), and gives
-    `_check`, `_new_state` and `_step_rest`.
+    A subclass names its row update (`_reference`), says whether there is a fused one (`_has_fused`) and what a state
+    consists of (`_needed`, and `_needed_by_rows` beside it), and gives `_check`, `_new_state` and `_step_rest`.
 
     Attributes:
         telemetry: after `emit()`, what the last step did to every row (`Telemetry`).
@@ -52,6 +52,8 @@ class RowOptimizer(Optimizer, ABC):
 
     _has_fused: ClassVar[bool] = False
     _row_state: ClassVar[frozenset[str]] = frozenset()
+    _needed: ClassVar[frozenset[str]] = frozenset()
+    _needed_by_rows: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, params: Params, defaults: Options) -> None:
         self.telemetry = None
@@ -298,6 +300,7 @@ class RowOptimizer(Optimizer, ABC):
 
     def _check_group(self, group: Options) -> None:
         self._check(group)
+        _check_unsupported(group)
         if group.get("fused") and not (self._has_fused and fused_available(group["params"])):
             raise ValueError(
                 f"fused must be None or False here, got True: a fused {type(self).__name__} "
@@ -335,6 +338,7 @@ class RowOptimizer(Optimizer, ABC):
         for group, saved, old in zip(self.param_groups, loaded[-1]["param_groups"], before, strict=True):
             for name, value in old.items():
                 group.setdefault(name, value)
+            _check_unsupported(group)
             for key, param in zip(saved["params"], group["params"], strict=True):
                 if param in self.state:
                     self._take(param, group, loaded[-1]["state"][key])
@@ -342,6 +346,14 @@ class RowOptimizer(Optimizer, ABC):
     def _take(self, param: Tensor, group: Options, saved: Mapping[str, Any]) -> None:
         """What torch made of a parameter's saved state, as we keep it."""
         state, per_row = self.state[param], self._per_row(group)
+        for name in [name for name, value in state.items() if value is None]:  # torch had momentum of 0 saved so
+            del state[name]
+        needed = self._needed | (self._needed_by_rows if self._layout(group) is not None else frozenset())
+        if state and not needed <= state.keys():
+            raise ValueError(
+                f"a state of {type(self).__name__} must have {_quoted(needed)} here, got {_quoted(state)}: "
+                "it was made by another optimizer or under other settings"
+            )
         for name in self._row_state.intersection(state):
             rows = Layout(group["rows"]).size(param.shape)[:1] if name in per_row else param.shape
             check_shape(name, state[name], rows)
@@ -349,7 +361,10 @@ class RowOptimizer(Optimizer, ABC):
             if name in per_row:
                 value = saved[name].to(param.device, arithmetic(param.dtype))
             if name == "step":
-                value = value.to(param.device if self._on_device(group) else "cpu")
+                # Before torch 1.12 it was a plain number.
+                value = torch.as_tensor(value, dtype=torch.float32).to(
+                    param.device if self._on_device(group) else "cpu"
+                )
             state[name] = value.clone() if isinstance(value, Tensor) else value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -361,6 +376,16 @@ class RowOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         hidden = ("_remembered", "_in_graphs")
         return {name: value for name, value in super().__getstate__().items() if name not in hidden}
+
+
+def _check_unsupported(group: Options) -> None:
+    """Settings of torch's optimizers, in a param group or in a state of theirs, that would change the step."""
+    for name in ("amsgrad", "differentiable"):
+        check(not group.get(name), name, group.get(name), "False: there is no such step here")
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names))
 
 
 def _sets(params: list[Tensor], group: Options) -> list[list[Tensor]]:

@@ -22,10 +22,11 @@ def is_number(value: object) -> bool:
 
 
 def check_rate(group: Options, name: str = "lr") -> None:
-    """A number ≥ 0, or a tensor with one."""
+    """A number ≥ 0, or a tensor with one; that of an accelerator is not read."""
     value = group[name]
     if isinstance(value, Tensor):
         check(value.numel() == 1, name, value, "a number or a tensor with one number")
+        check(value.device.type != "cpu" or bool(value >= 0), name, value, "a number ≥ 0")
     else:
         check_number(group, name)
 

@@ -42,6 +42,7 @@ class AdaGradG(RowOptimizer):
 
     _reference = staticmethod(_reference.adagradg)
     _row_state = frozenset({"sum"})
+    _needed_by_rows = frozenset({"sum"})
 
     def __init__(
         self,

@@ -61,6 +61,7 @@ class Adam(RowOptimizer):
     _reference = staticmethod(_reference.adam)
     _has_fused = True
     _row_state = frozenset({"exp_avg_sq"})
+    _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
     def __init__(
         self,

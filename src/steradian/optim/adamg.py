@@ -40,6 +40,7 @@ class AdamG(RowOptimizer):
 
     _reference = staticmethod(_reference.adamg)
     _row_state = frozenset({"exp_avg_sq"})
+    _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class AdamP(RowOptimizer):
     """
 
     _reference = staticmethod(_reference.adamp)
+    _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
     def __init__(
         self,

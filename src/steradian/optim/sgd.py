@@ -40,6 +40,7 @@ class SGD(RowOptimizer):
     """
 
     _reference = staticmethod(_reference.sgd)
+    _needed_by_rows = frozenset({"momentum_buffer"})
 
     def __init__(
         self,
