@@ -45,6 +45,20 @@ def test_paths_go_through_flushes_and_through_weights_that_move(layout, tmp_path
             np.testing.assert_allclose(direction, expected[name, row, step], rtol=1e-6, atol=1e-6)
 
 
+def test_a_path_goes_on_in_its_coordinates_when_the_memory_format_changes(tmp_path):
+    [param] = params = rows((3, 2, 3, 4), dtype=torch.float32)
+    optimizer = st.optim.Adam(groups_of(params), lr=0.05, without="abc")
+    expected = []
+    with watch(optimizer, to=tmp_path, paths={"w": [1]}):
+        for step in range(6):
+            if step == 3:
+                param.data = param.data.to(memory_format=torch.channels_last)
+            train(optimizer, params, 1, first=step)
+            expected.append((param[1] / param[1].norm()).detach().flatten().numpy().copy())
+    found = directions(read_run(tmp_path), "w", 1)
+    np.testing.assert_allclose(np.stack([found[step] for step in range(6)]), expected, atol=1e-6)
+
+
 def test_a_long_training_keeps_ever_fewer_points(tmp_path):
     params = rows((3, 4), dtype=torch.float32)
     optimizer = st.optim.Adam(groups_of(params), lr=0.05, without="abc")
