@@ -14,7 +14,7 @@ from steradian.optim._base import RowOptimizer
 from steradian.phenomena import Memory
 from steradian.scheme import Reader, Step, Taken
 from steradian.watch._followed import Followed, part
-from steradian.watch._source import PHENOMENA, UNMEASURED, Quantities, Source, of_image, placed
+from steradian.watch._source import PHENOMENA, UNMEASURED, Quantities, Source, nominal, of_image, placed
 
 __all__ = ["Seen"]
 
@@ -130,7 +130,6 @@ class Seen(Source):
             step = self.reader(self._taken(members, points, now, slope))
             image = image_step(points, step, check=False)
         gradient = geometry.as_float(slope, "gradient")
-        rate: float | Tensor = members[0].options["lr"] if step is None and "lr" in members[0].options else 0.0
         found = {
             "radius": image.radius,
             "start": image.start,
@@ -138,7 +137,7 @@ class Seen(Source):
             "tangential": geometry.norm(image.tangential).squeeze(-1),
             "gradient_norm": geometry.norm(gradient).squeeze(-1),
             "slope": geometry.dot(gradient, image.direction).squeeze(-1),
-            "rate": _column(step.lr if step is not None else rate, image.radius),
+            "rate": _column(nominal(members[0].options) if step is None else step.lr, image.radius),
         }
         if step is not None:
             assert image.scale is not None
