@@ -269,6 +269,52 @@ def test_a_phone_scrolls_in_one_direction_only(visit, page_file):
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+def test_figures_out_of_sight_do_not_widen_a_window_that_became_narrow(visit, page_file):
+    tab = visit(page_file, viewport={"width": 1200, "height": 800})
+    for section in SECTIONS:
+        for figure in section.figures:
+            see(tab, figure.id)
+    tab.set_viewport_size({"width": 400, "height": 800})
+    tab.wait_for_function("document.documentElement.scrollWidth === 400", timeout=5000)
+
+
+def test_on_paper_every_figure_is_drawn_dark_on_light_and_no_wider_than_the_paper(visit, page_file, tmp_path):
+    tab = visit(page_file, viewport={"width": 1200, "height": 800}, color_scheme="dark")
+    tab.evaluate(
+        """() => window.addEventListener("beforeprint", () => { window.printed = {
+             drawn: document.querySelectorAll("figure[data-kind][data-drawn]").length,
+             widest: Math.max(...[...document.querySelectorAll(".plot .main-svg")].map((svg) => svg.clientWidth)),
+             ground: getComputedStyle(document.body).backgroundColor } })"""
+    )
+    before = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    tab.pdf(path=tmp_path / "page.pdf")
+    printed = tab.evaluate("window.printed")
+    assert printed["drawn"] == tab.locator("figure[data-kind]").count()
+    assert 500 < printed["widest"] <= 700
+    assert printed["ground"] == "rgb(246, 247, 248)"
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == before
+
+
+def test_a_run_with_one_step_has_a_page(visit, tmp_path):
+    file = report([simulate.write(tmp_path / "run", "Adam", layers=LAYERS, steps=1, every_rows=1)], tmp_path / "p.html")
+    tab = visit(file)
+    see(tab, "angle")
+    assert "two points or more" in tab.inner_text("#trajectory")
+    tab.select_option("#layer", "conv1.weight")
+
+
+def test_long_names_widen_nothing(visit, tmp_path):
+    options = {"layers": {"block." * 60 + name: (4, 9) for name in "ab"}, "steps": 20, "every_rows": 10}
+    file = report([simulate.write(tmp_path / "run", "Adam", name="run-" * 60, **options)], tmp_path / "page.html")
+    for width in (400, 1600):
+        tab = visit(file, viewport={"width": width, "height": 800})
+        for section in SECTIONS:
+            for figure in section.figures:
+                if tab.locator(f"figure#{figure.id}").count():
+                    see(tab, figure.id)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_a_run_that_cannot_be_read_is_shown_as_far_as_it_goes(visit, runs, tmp_path):
     options = {"layers": LAYERS, "steps": 30, "only": ["radius", "angle", "velocity"], "paths": False, "every_rows": 0}
     blind = simulate.write(tmp_path / "blind", "SGD", name="unread", **options)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-__all__ = ["Path3", "Sphere", "Trajectory", "cosines", "principal_directions", "spheres", "trajectories"]
+__all__ = ["Path3", "Sphere", "Trajectory", "cosines", "followed", "principal_directions", "spheres", "trajectories"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
@@ -87,6 +87,11 @@ def trajectories(runs: Sequence[pd.DataFrame]) -> dict[tuple[str, int], list[Tra
                 steps = kept["step"].to_numpy(np.int64)[good]
                 found.setdefault((str(group), row), []).append(Trajectory(number, steps, directions[good]))
     return found
+
+
+def followed(paths: pd.DataFrame) -> bool:
+    """Whether a run holds a trajectory: one point, or points that are not finite, are none."""
+    return bool(trajectories([paths]))
 
 
 def _thin(count: int) -> Integers:
