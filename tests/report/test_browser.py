@@ -181,6 +181,18 @@ def test_heat_map_and_bounds_show_what_was_recorded(tab, runs):
     assert pytest.approx(3.14159265) in tab.evaluate(heights)
 
 
+def test_a_heat_map_has_no_gaps_where_layers_are_observed_more_rarely_than_the_loss(visit, tmp_path):
+    run = simulate.write(tmp_path / "run", "Adam", layers=LAYERS, steps=60, every=7)
+    tab = visit(report([run], tmp_path / "page.html"))
+    see(tab, "heat-map")
+    choose(tab, "heat-map", "quantity", "velocity")
+    [found] = tab.evaluate(
+        "document.querySelector('#heat-map .plot').data.map(({ x, customdata }) => ({ x, customdata }))"
+    )
+    assert found["x"] == list(range(0, 60, 7))
+    assert found["customdata"][0] == pytest.approx(recorded(run, "velocity", "conv1.weight", "median"), rel=2e-5)
+
+
 def test_a_run_can_be_left_out(tab):
     see(tab, "angle")
     tab.click("text=SGD-M >> nth=0")

@@ -82,7 +82,7 @@ def trajectories(runs: Sequence[pd.DataFrame]) -> dict[tuple[str, int], list[Tra
             kept = part.drop_duplicates("step", keep="last").sort_values("step")
             kept = kept.iloc[_thin(len(kept))]
             directions = np.stack([np.asarray(u, dtype=float) for u in kept["direction"]])
-            good = np.isfinite(directions).all(1)  # a row that collapsed has no direction
+            good = np.isfinite(directions).all(1) & directions.any(1)  # a row that collapsed has no direction
             if good.sum() >= 2:
                 steps = kept["step"].to_numpy(np.int64)[good]
                 found.setdefault((str(group), row), []).append(Trajectory(number, steps, directions[good]))
