@@ -18,6 +18,10 @@ from steradian.watch._source import PHENOMENA, UNMEASURED, Quantities, Source, n
 
 __all__ = ["Seen"]
 
+# Of past gradients that the momentum holds and nobody saw; older ones are turned further, so little is too much.
+_UNSEEN = 1e-3
+_NO_STATE = object()
+
 
 @dataclass(eq=False)
 class Batch:
@@ -64,6 +68,9 @@ class Seen(Source):
         kind = lambda f: (index[id(f.options)], f.size, str(f.dtype))  # noqa: E731
         self.batches = [Batch(list(members)) for _, members in groupby(placed(followed, key=kind), key=kind)]
         self.memories: dict[int, Memory] = {}
+        # By member: the state that its memory belongs to, and the share of the momentum from before it.
+        self._states: dict[int, object] = {}
+        self._unseen: dict[int, float] = {}
         other = next((why for why in map(_other_momentum, followed) if why), "") if reader is not None else ""
         self.phenomena = phenomena and reader is not None and not other
         self.each_step = self.phenomena
@@ -85,8 +92,14 @@ class Seen(Source):
             else:
                 self.missing = dict.fromkeys(PHENOMENA, other or UNMEASURED)
 
+    def open(self) -> None:
+        # Steps may have been taken since.
+        self._states = {}
+
     @torch.no_grad()
     def before(self) -> None:
+        if self.phenomena:
+            self._begin()
         for batch in self.batches:
             batch.points = torch.cat([member.cut(member.params) for member in batch.members])
             batch.slopes = {}
@@ -170,6 +183,15 @@ class Seen(Source):
         group = {**members[0].options, "rows": "filter", "joint": False}
         return Taken(param, group, joined, points)
 
+    def _begin(self) -> None:
+        """Forget what is not of the present state: a momentum that was loaded, or made before the watch began."""
+        for member in (member for batch in self.batches for member in batch.members):
+            state = self.optimizer.state.get(member.params[0])
+            if self._states.get(id(member), _NO_STATE) is not state:
+                self._states[id(member)] = state
+                self._unseen[id(member)] = 1.0 if state else 0.0
+                self.memories.pop(id(member), None)
+
     def _remember(self, members: list[Followed], points: Tensor, gradient: Tensor, step: Step) -> Quantities:
         sizes = [member.rows for member in members]
         found: dict[str, list[Tensor]] = {name: [] for name in PHENOMENA}
@@ -180,8 +202,12 @@ class Seen(Source):
             memory = self.memories.setdefault(id(member), Memory(check=False))
             memory.update(x, g, beta=step.beta, skip=getattr(self.optimizer, "found_inf", None))
             effects = memory.phenomena(Step(a, b, step.lr, l2=step.l2, decay=step.decay, beta=step.beta))
+            self._states[id(member)] = self.optimizer.state.get(member.params[0])
+            if unseen := self._unseen[id(member)]:
+                self._unseen[id(member)] = unseen = unseen * float(step.beta)
             for name in PHENOMENA:
-                found[name].append(getattr(effects, name).angle)
+                turned = getattr(effects, name).angle
+                found[name].append(turned if unseen <= _UNSEEN else torch.full_like(turned, float("nan")))
         return {name: torch.cat(parts) for name, parts in found.items()}
 
     def quantities(self, values: Tensor, rates: Tensor, decays: Tensor) -> Quantities:
