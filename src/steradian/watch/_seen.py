@@ -30,6 +30,7 @@ class Batch:
     members: list[Followed]
     points: Tensor | None = None
     slopes: dict[int, Tensor] = field(default_factory=dict)
+    memory: Memory = field(default_factory=lambda: Memory(check=False))
 
     @property
     def span(self) -> slice:
@@ -38,8 +39,32 @@ class Batch:
 
     def rows_of(self, members: Iterable[Followed], rows: Tensor) -> Tensor:
         """The rows of some members among those of all."""
+        return torch.cat([rows[self.place(member)] for member in members])
+
+    def place(self, member: Followed) -> slice:
+        """The place of a member's rows among those of all."""
         start = self.members[0].start
-        return torch.cat([rows[m.span.start - start : m.span.stop - start] for m in members])
+        return slice(member.span.start - start, member.span.stop - start)
+
+    def forget(self, member: Followed) -> None:
+        """What the memory holds of a member."""
+        for rows in self.memory.state().values():
+            rows[self.place(member)] = 0
+
+    def memory_of(self, members: Sequence[Followed]) -> Memory:
+        """The memory of some members alone."""
+        memory = Memory(check=False)
+        memory.load({name: self.rows_of(members, rows) for name, rows in self.memory.state().items()})
+        return memory
+
+    def remember(self, members: Sequence[Followed], memory: Memory) -> None:
+        """Take back what `memory_of` gave."""
+        state, count = memory.state(), self.span.stop - self.span.start
+        if not self.memory.state():
+            self.memory.load({name: rows.new_zeros(count, rows.shape[1]) for name, rows in state.items()})
+        for name, all_rows in self.memory.state().items():
+            for member, rows in zip(members, state[name].split([m.rows for m in members]), strict=True):
+                all_rows[self.place(member)] = rows
 
 
 class Seen(Source):
@@ -67,7 +92,6 @@ class Seen(Source):
         index = {id(group): k for k, group in enumerate(optimizer.param_groups)}
         kind = lambda f: (index[id(f.options)], f.size, str(f.dtype))  # noqa: E731
         self.batches = [Batch(list(members)) for _, members in groupby(placed(followed, key=kind), key=kind)]
-        self.memories: dict[int, Memory] = {}
         # By member: the state that its memory belongs to, and the share of the momentum from before it.
         self._states: dict[int, object] = {}
         self._unseen: dict[int, float] = {}
@@ -117,7 +141,7 @@ class Seen(Source):
                 continue
             if len(members) < len(batch.members):
                 points = batch.rows_of(members, points)
-            values = torch.stack([value.to(out.dtype) for value in self._look(members, points, batch.slopes)], dim=1)
+            values = torch.stack([value.to(out.dtype) for value in self._look(batch, members, points)], dim=1)
             if len(members) == len(batch.members):
                 out[batch.span] = values
             else:
@@ -125,12 +149,12 @@ class Seen(Source):
                     out[member.span] = part
             batch.points, batch.slopes = None, {}
 
-    def _look(self, members: list[Followed], points: Tensor, slopes: dict[int, Tensor]) -> list[Tensor]:
+    def _look(self, batch: Batch, members: list[Followed], points: Tensor) -> list[Tensor]:
         """The numbers of `columns` for the rows of some members of a batch."""
         # Torch's optimizers are read from the point before the step alone.
         apart = self.reader is None or isinstance(self.optimizer, RowOptimizer)
         now = torch.cat([member.cut(member.params) for member in members]) if apart else points
-        known = [slopes.get(id(member)) for member in members]
+        known = [batch.slopes.get(id(member)) for member in members]
         pairs = zip(members, known, strict=True)
         slope = torch.cat([member.cut(_gradients(member)) if each is None else each for member, each in pairs])
         scale = getattr(self.optimizer, "grad_scale", None)
@@ -158,7 +182,7 @@ class Seen(Source):
             found["deformation"] = _deformation(image, step.a, found["tangential"])
             if self.phenomena:
                 downhill = -gradient if members[0].options.get("maximize") else gradient
-                found |= self._remember(members, points, downhill, step)
+                found |= self._remember(batch, members, points, downhill, step)
         return [found[name] for name in self.columns]
 
     def _taken(self, members: list[Followed], points: Tensor, now: Tensor, gradient: Tensor) -> Taken:
@@ -185,30 +209,34 @@ class Seen(Source):
 
     def _begin(self) -> None:
         """Forget what is not of the present state: a momentum that was loaded, or made before the watch began."""
-        for member in (member for batch in self.batches for member in batch.members):
-            state = self.optimizer.state.get(member.params[0])
-            if self._states.get(id(member), _NO_STATE) is not state:
-                self._states[id(member)] = state
-                self._unseen[id(member)] = 1.0 if state else 0.0
-                self.memories.pop(id(member), None)
+        for batch in self.batches:
+            for member in batch.members:
+                state = self.optimizer.state.get(member.params[0])
+                if self._states.get(id(member), _NO_STATE) is not state:
+                    self._states[id(member)] = state
+                    self._unseen[id(member)] = 1.0 if state else 0.0
+                    batch.forget(member)
 
-    def _remember(self, members: list[Followed], points: Tensor, gradient: Tensor, step: Step) -> Quantities:
-        sizes = [member.rows for member in members]
-        found: dict[str, list[Tensor]] = {name: [] for name in PHENOMENA}
-        pieces = zip(
-            members, points.split(sizes), gradient.split(sizes), step.a.split(sizes), step.b.split(sizes), strict=True
-        )
-        for member, x, g, a, b in pieces:
-            memory = self.memories.setdefault(id(member), Memory(check=False))
-            memory.update(x, g, beta=step.beta, skip=getattr(self.optimizer, "found_inf", None))
-            effects = memory.phenomena(Step(a, b, step.lr, l2=step.l2, decay=step.decay, beta=step.beta))
+    def _remember(
+        self, batch: Batch, members: list[Followed], points: Tensor, gradient: Tensor, step: Step
+    ) -> Quantities:
+        whole = len(members) == len(batch.members)
+        memory = batch.memory if whole else batch.memory_of(members)
+        memory.update(points, gradient, beta=step.beta, skip=getattr(self.optimizer, "found_inf", None))
+        if not whole:
+            batch.remember(members, memory)
+        effects = memory.phenomena(step)
+        found = {name: getattr(effects, name).angle for name in PHENOMENA}
+        start = 0
+        for member in members:
             self._states[id(member)] = self.optimizer.state.get(member.params[0])
             if unseen := self._unseen[id(member)]:
                 self._unseen[id(member)] = unseen = unseen * float(step.beta)
-            for name in PHENOMENA:
-                turned = getattr(effects, name).angle
-                found[name].append(turned if unseen <= _UNSEEN else torch.full_like(turned, float("nan")))
-        return {name: torch.cat(parts) for name, parts in found.items()}
+                if unseen > _UNSEEN:
+                    for turned in found.values():
+                        turned[start : start + member.rows] = float("nan")
+            start += member.rows
+        return found
 
     def quantities(self, values: Tensor, rates: Tensor, decays: Tensor) -> Quantities:
         seen = dict(zip(self.columns, values.unbind(-1), strict=True))
