@@ -1,5 +1,7 @@
 """The page in a real Chromium: it draws, its selectors change what is drawn, and it needs no network."""
 
+from itertools import pairwise
+
 import browser as chromium
 import pytest
 import simulate
@@ -191,6 +193,22 @@ def test_a_heat_map_has_no_gaps_where_layers_are_observed_more_rarely_than_the_l
     )
     assert found["x"] == list(range(0, 60, 7))
     assert found["customdata"][0] == pytest.approx(recorded(run, "velocity", "conv1.weight", "median"), rel=2e-5)
+
+
+def test_names_beside_a_heat_map_of_many_layers_do_not_overlap(visit, tmp_path):
+    layers = {f"stages.{k}.conv.weight": (2, 4) for k in range(70)}
+    run = simulate.write(tmp_path / "run", "Adam", layers=layers, steps=8, only=["velocity"], paths=False, every_rows=0)
+    tab = visit(report([run], tmp_path / "page.html"))
+    see(tab, "heat-map")
+    boxes = tab.evaluate(
+        """[...document.querySelectorAll("#heat-map .ytick text")].map((text) => {
+             const { top, bottom, width, height } = text.getBoundingClientRect();
+             return { top, bottom, width, height } })"""
+    )
+    assert len(boxes) > 10
+    assert all(box["width"] > box["height"] for box in boxes)
+    ordered = sorted(boxes, key=lambda box: box["top"])
+    assert all(one["bottom"] <= two["top"] + 2 for one, two in pairwise(ordered))
 
 
 def test_a_run_can_be_left_out(tab):

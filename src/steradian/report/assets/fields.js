@@ -16,14 +16,17 @@ drawings.heat = (figure, { quantity, statistic }) => {
   const tall = Math.max(...fields.map(({ groups }) => groups.length));
   const panels = runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
   const narrow = place.clientWidth < 560, most = narrow ? 14 : 32;
-  const layout = frame(place, panels, { columns: 1, together: false, height: Math.min(Math.max(90, 17 * tall), 520) });
+  const height = Math.min(Math.max(90, 17 * tall), 520);
+  const layout = frame(place, panels, { columns: 1, together: false, height });
   layout.margin.l = 14 + 7 * Math.max(...data.groups.map((group) => label(group, most).length));
   layout.margin.r = narrow ? 60 : 78;
   const top = log ? Math.log10(high) : high, ticks = log ? decades(deepest, top) : undefined;
   const traces = fields.map(({ run, groups, steps, values }, i) => {
-    const n = i ? i + 1 : "";
-    Object.assign(layout[`yaxis${n}`], { type: "category", autorange: "reversed", tickvals: groups, ticktext: groups.map((group) => label(group, most)),
-                                         tickfont: { size: 11.5 }, nticks: 0, title: { text: "" }, showgrid: false });
+    const n = i ? i + 1 : "", every = Math.ceil((16 * groups.length) / height);
+    // Names as many as there is room for.
+    const named = groups.filter((_, k) => k % every === 0);
+    Object.assign(layout[`yaxis${n}`], { type: "category", autorange: "reversed", tickvals: named, ticktext: named.map((group) => label(group, most)),
+                                         tickangle: 0, tickfont: { size: 11.5 }, nticks: 0, title: { text: "" }, showgrid: false });
     return {
       type: "heatmap", x: steps, y: groups, ...axes(i), colorscale: VIRIDIS.map((colour, k) => [k / (VIRIDIS.length - 1), colour]),
       z: values.map((row) => row.map((value) => (log ? (value > 0 ? Math.log10(value) : null) : value))),
