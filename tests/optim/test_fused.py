@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -209,6 +211,56 @@ def test_a_state_that_is_moved_to_other_memory_is_stepped_there():
         optimizer.step()
     assert_alike(made, 3e-6)
     assert made[1][1].state[made[1][0][0]]["step"].item() == 1
+
+
+def _reset(params, optimizer):
+    optimizer.state = defaultdict(dict)
+
+
+def _forget(params, optimizer):
+    optimizer.state.clear()
+
+
+def _forget_one(params, optimizer):
+    optimizer.state.pop(params[0])
+
+
+def _another(params, optimizer):
+    optimizer.state[params[0]] = {name: torch.zeros_like(value) for name, value in optimizer.state[params[0]].items()}
+
+
+def _another_entry(name, params, optimizer):
+    optimizer.state[params[0]][name] = torch.zeros_like(optimizer.state[params[0]][name])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_reset, _forget, _forget_one, _another]
+    + [partial(_another_entry, name) for name in ("exp_avg", "exp_avg_sq", "step")],
+    ids=["reset", "clear", "pop", "another", "exp_avg", "exp_avg_sq", "step"],
+)
+def test_a_state_that_the_user_puts_in_place_of_the_old_is_the_one_that_is_stepped(change):
+    made = pair([(4, 6), (3, 5)], without="abc", weight_decay=0.1)
+    run(made, 2)
+    for params, optimizer in made:
+        change(params, optimizer)
+        for _ in range(2):  # the gradients stay where they are
+            optimizer.step()
+    assert_alike(made, 3e-6)
+
+
+def test_groups_and_parameters_in_place_of_the_old_are_seen():
+    made = pair([(4, 6), (3, 5)], without="abc", weight_decay=0.1)
+    run(made, 2)
+    for params, optimizer in made:
+        group = optimizer.param_groups[0]
+        gradient, params[1] = params[1].grad, torch.nn.Parameter(2 * params[1].detach())
+        params[1].grad = gradient
+        group["params"][1] = params[1]
+        optimizer.step()
+        optimizer.param_groups[0] = {**group, "lr": 0.5}
+        optimizer.step()
+    assert_alike(made, 3e-6)
 
 
 def test_gradients_at_other_addresses_and_of_other_alignment_are_read_there():

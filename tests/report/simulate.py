@@ -99,9 +99,10 @@ def train(kind, n, d, *, steps, rate, decay, seed):
 
 
 def write(
-    folder, kind, *, name=None, layers=LAYERS, steps=300, seed=0, every_rows=30, only=None, paths=True, alerts=()
-):
-    """Train every layer and write the run's folder; `only`: the quantities to record."""
+    folder, kind, *, name=None, layers=LAYERS, steps=300, seed=0, every=1, every_rows=30, only=None, paths=True,
+    alerts=(),
+):  # fmt: skip
+    """Train every layer and write the run's folder; `only`: the quantities to record; the loss is in every step."""
     rate, decay, name = {"SGD": 0.05, "Adam": 0.01, "Ours": 0.01}[kind], 5e-3, name or kind
     kept = set(QUANTITIES) if only is None else set(only)
     parts, losses = {"part": [], "rows": [], "path": []}, []
@@ -109,7 +110,7 @@ def write(
         found, path, loss = train(kind, n, d, steps=steps, rate=rate, decay=decay, seed=seed + i)
         found = {quantity: of for quantity, of in found.items() if quantity in kept}
         losses.append(loss)
-        parts["part"].append(table(name, group, found))
+        parts["part"].append(table(name, group, found, every))
         parts["rows"].append(rows(name, group, found, every_rows))
         parts["path"].append(directions(name, group, path))
     parts["part"].append(whole(name, "loss", np.mean(losses, axis=0)))
@@ -167,10 +168,10 @@ def whole(run, quantity, values):
     return {"step": np.arange(count), "value": values, **{column: [word] * count for column, word in words.items()}}
 
 
-def table(run, group, found):
+def table(run, group, found, every):
     parts = {name: [] for name in ("quantity", "statistic", "step", "value")}
     for quantity, values in found.items():
-        steps = np.arange(len(values))
+        steps, values = np.arange(0, len(values), every), values[::every]
         quantiles = np.quantile(values, [0, 0.1, 0.5, 0.9, 1], axis=1)
         of = dict(zip(("min", "q10", "median", "q90", "max"), quantiles, strict=True), mean=values.mean(1))
         for statistic, line in [("mean", of["mean"])] if quantity == "lr" else of.items():

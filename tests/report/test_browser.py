@@ -1,5 +1,7 @@
 """The page in a real Chromium: it draws, its selectors change what is drawn, and it needs no network."""
 
+from itertools import pairwise
+
 import browser as chromium
 import pytest
 import simulate
@@ -181,6 +183,34 @@ def test_heat_map_and_bounds_show_what_was_recorded(tab, runs):
     assert pytest.approx(3.14159265) in tab.evaluate(heights)
 
 
+def test_a_heat_map_has_no_gaps_where_layers_are_observed_more_rarely_than_the_loss(visit, tmp_path):
+    run = simulate.write(tmp_path / "run", "Adam", layers=LAYERS, steps=60, every=7)
+    tab = visit(report([run], tmp_path / "page.html"))
+    see(tab, "heat-map")
+    choose(tab, "heat-map", "quantity", "velocity")
+    [found] = tab.evaluate(
+        "document.querySelector('#heat-map .plot').data.map(({ x, customdata }) => ({ x, customdata }))"
+    )
+    assert found["x"] == list(range(0, 60, 7))
+    assert found["customdata"][0] == pytest.approx(recorded(run, "velocity", "conv1.weight", "median"), rel=2e-5)
+
+
+def test_names_beside_a_heat_map_of_many_layers_do_not_overlap(visit, tmp_path):
+    layers = {f"stages.{k}.conv.weight": (2, 4) for k in range(70)}
+    run = simulate.write(tmp_path / "run", "Adam", layers=layers, steps=8, only=["velocity"], paths=False, every_rows=0)
+    tab = visit(report([run], tmp_path / "page.html"))
+    see(tab, "heat-map")
+    boxes = tab.evaluate(
+        """[...document.querySelectorAll("#heat-map .ytick text")].map((text) => {
+             const { top, bottom, width, height } = text.getBoundingClientRect();
+             return { top, bottom, width, height } })"""
+    )
+    assert len(boxes) > 10
+    assert all(box["width"] > box["height"] for box in boxes)
+    ordered = sorted(boxes, key=lambda box: box["top"])
+    assert all(one["bottom"] <= two["top"] + 2 for one, two in pairwise(ordered))
+
+
 def test_a_run_can_be_left_out(tab):
     see(tab, "angle")
     tab.click("text=SGD-M >> nth=0")
@@ -267,6 +297,52 @@ def test_a_phone_scrolls_in_one_direction_only(visit, page_file):
         for figure in section.figures:
             see(tab, figure.id)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_figures_out_of_sight_do_not_widen_a_window_that_became_narrow(visit, page_file):
+    tab = visit(page_file, viewport={"width": 1200, "height": 800})
+    for section in SECTIONS:
+        for figure in section.figures:
+            see(tab, figure.id)
+    tab.set_viewport_size({"width": 400, "height": 800})
+    tab.wait_for_function("document.documentElement.scrollWidth === 400", timeout=5000)
+
+
+def test_on_paper_every_figure_is_drawn_dark_on_light_and_no_wider_than_the_paper(visit, page_file, tmp_path):
+    tab = visit(page_file, viewport={"width": 1200, "height": 800}, color_scheme="dark")
+    tab.evaluate(
+        """() => window.addEventListener("beforeprint", () => { window.printed = {
+             drawn: document.querySelectorAll("figure[data-kind][data-drawn]").length,
+             widest: Math.max(...[...document.querySelectorAll(".plot .main-svg")].map((svg) => svg.clientWidth)),
+             ground: getComputedStyle(document.body).backgroundColor } })"""
+    )
+    before = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    tab.pdf(path=tmp_path / "page.pdf")
+    printed = tab.evaluate("window.printed")
+    assert printed["drawn"] == tab.locator("figure[data-kind]").count()
+    assert 500 < printed["widest"] <= 700
+    assert printed["ground"] == "rgb(246, 247, 248)"
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == before
+
+
+def test_a_run_with_one_step_has_a_page(visit, tmp_path):
+    file = report([simulate.write(tmp_path / "run", "Adam", layers=LAYERS, steps=1, every_rows=1)], tmp_path / "p.html")
+    tab = visit(file)
+    see(tab, "angle")
+    assert "two points or more" in tab.inner_text("#trajectory")
+    tab.select_option("#layer", "conv1.weight")
+
+
+def test_long_names_widen_nothing(visit, tmp_path):
+    options = {"layers": {"block." * 60 + name: (4, 9) for name in "ab"}, "steps": 20, "every_rows": 10}
+    file = report([simulate.write(tmp_path / "run", "Adam", name="run-" * 60, **options)], tmp_path / "page.html")
+    for width in (400, 1600):
+        tab = visit(file, viewport={"width": width, "height": 800})
+        for section in SECTIONS:
+            for figure in section.figures:
+                if tab.locator(f"figure#{figure.id}").count():
+                    see(tab, figure.id)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_a_run_that_cannot_be_read_is_shown_as_far_as_it_goes(visit, runs, tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from steradian.report.histograms import BINS, MOST_STEPS, histograms, whole_steps
+from steradian.report.histograms import BINS, BUDGET, MOST_STEPS, histograms, whole_steps
 from steradian.report.sphere import MOST_POINTS, Trajectory, cosines, principal_directions, spheres, trajectories
 
 
@@ -40,6 +40,16 @@ def test_rows_that_are_all_alike_have_a_histogram(value):
     (found,) = histograms([table])
     assert not found.log
     assert (found.counts[0][1].sum(1) == 30).all()
+
+
+def test_histograms_of_many_layers_stay_within_their_budget():
+    one = rows(n=4, steps=(0, 10, 20, 30))
+    table = pd.concat([one.assign(group=f"layer {k}") for k in range(4500)]).astype({"group": "category"})
+    found = histograms([table])
+    assert len(found) == 4500
+    assert sum(len(each.edges) - 1 + each.counts[0][1].size for each in found) <= BUDGET
+    assert {tuple(each.counts[0][0]) for each in found} == {(0, 30)}
+    assert all((each.counts[0][1].sum(1) == 4).all() for each in found)
 
 
 def test_a_single_row_has_none():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from steradian import find_groups
 from steradian.watch import watch
 
 from small import pair, series, train
@@ -31,6 +32,13 @@ def test_what_makes_no_sense_is_refused(options, kind, words):
     optimizer, _ = pair()
     with pytest.raises(kind, match=words):
         watch(optimizer, **options)
+
+
+def test_a_model_without_rows_is_named_as_the_reason():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    groups = find_groups(model, torch.randn(8, 3))
+    with pytest.raises(ValueError, match="no weight of the model is radially invariant"):
+        watch(torch.optim.SGD(model.parameters(), lr=0.1), groups)
 
 
 def test_what_is_logged_must_be_a_number():

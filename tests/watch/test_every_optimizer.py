@@ -1,6 +1,7 @@
 """Every optimizer that torch has is followed, and what is recorded is where the weights went."""
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -60,3 +61,33 @@ def test_every_optimizer_with_every_option_that_it_takes(name):
             assert found["radius"]["mean"] == pytest.approx(x.norm(dim=1).mean().item(), rel=1e-9), options
             turned = torch.arccos(cosine_similarity(x, y).clamp(-1, 1)).mean().item()
             assert found["angle"]["mean"] == pytest.approx(turned, rel=1e-5, abs=1e-7), options
+
+
+class OfAnotherLibrary(torch.optim.Optimizer):
+    """It makes its own rates (lr=None), and counts in the state of all, not in that of a parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": None, "weight_decay": None})
+        self.state["k"] = torch.tensor([0])
+        self.state["step"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["k"] += 1
+        self.state["step"] += 1
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["step"] = "first"
+            param -= 0.1 * param.grad
+
+
+def test_settings_and_state_that_are_not_as_torchs_are_followed():
+    params = rows((4, 5), (3, 5))
+    optimizer = OfAnotherLibrary(groups_of(params))
+    with watch(optimizer) as seen:
+        for k in range(3):
+            before = params[0].detach().clone()
+            step(optimizer, params, k)
+    assert seen.error is None
+    turned = torch.arccos(cosine_similarity(before, params[0]).clamp(-1, 1)).mean().item()
+    assert seen.latest()["w"]["angle"]["mean"] == pytest.approx(turned, rel=1e-5)
+    assert math.isnan(seen.latest()["w"]["lr"]["mean"])

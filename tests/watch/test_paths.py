@@ -8,10 +8,11 @@ import torch
 
 import steradian as st
 from steradian.groups import Layout
+from steradian.report.sphere import trajectories
 from steradian.watch import watch
 from steradian.watch.records import read_run
 
-from small import groups_of, rows, train
+from small import groups_of, rows, set_gradients, train
 
 
 def directions(found, group, row):
@@ -43,6 +44,35 @@ def test_paths_go_through_flushes_and_through_weights_that_move(layout, tmp_path
         assert sorted(here) == list(range(80))
         for step, direction in here.items():
             np.testing.assert_allclose(direction, expected[name, row, step], rtol=1e-6, atol=1e-6)
+
+
+def test_a_path_goes_on_in_its_coordinates_when_the_memory_format_changes(tmp_path):
+    [param] = params = rows((3, 2, 3, 4), dtype=torch.float32)
+    optimizer = st.optim.Adam(groups_of(params), lr=0.05, without="abc")
+    expected = []
+    with watch(optimizer, to=tmp_path, paths={"w": [1]}):
+        for step in range(6):
+            if step == 3:
+                param.data = param.data.to(memory_format=torch.channels_last)
+            train(optimizer, params, 1, first=step)
+            expected.append((param[1] / param[1].norm()).detach().flatten().numpy().copy())
+    found = directions(read_run(tmp_path), "w", 1)
+    np.testing.assert_allclose(np.stack([found[step] for step in range(6)]), expected, atol=1e-6)
+
+
+def test_a_row_at_the_origin_has_no_direction_and_is_no_point_of_a_trajectory(tmp_path):
+    [param] = params = rows((3, 4), dtype=torch.float32)
+    optimizer = torch.optim.SGD(groups_of(params), lr=0.05)
+    with watch(optimizer, to=tmp_path, paths={"w": [0]}):
+        for step in range(4):
+            set_gradients(params, step)
+            if step >= 2:
+                param.data[0], param.grad[0] = 0, 0
+            optimizer.step()
+    found = directions(read_run(tmp_path), "w", 0)
+    assert [np.isnan(found[step]).all() for step in range(4)] == [False, False, True, True]
+    [[path]] = trajectories([read_run(tmp_path).paths]).values()
+    assert path.steps.tolist() == [0, 1]
 
 
 def test_a_long_training_keeps_ever_fewer_points(tmp_path):

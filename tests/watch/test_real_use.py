@@ -494,3 +494,34 @@ def test_groups_are_told_in_the_order_of_the_model(kind):
     assert [group["name"] for group in seen.about()["groups"]] == ["w", "v", "s", "t"]
     assert list(seen.latest()) == ["w", "v", "s", "t"]
     assert [line.split()[0] for line in seen.summary().splitlines()[2:6]] == ["w", "v", "s", "t"]
+
+
+@pytest.mark.parametrize("way", ["begun late", "stopped in between", "loaded"])
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_memory_of_a_momentum_that_was_not_seen_is_not_known_until_it_has_faded(kind, way):
+    whole, params = pair(kind)
+    with watch(whole, step=0) as all_of_it:
+        train(whole, params, 100)
+    optimizer, params = pair(kind)
+    seen = watch(optimizer, step=0)
+    if way == "stopped in between":
+        with seen:
+            train(optimizer, params, 5)
+    if way == "loaded":
+        seen.start()
+        train(optimizer, params, 20)
+        optimizer.load_state_dict(optimizer.state_dict())
+        first = 0
+    else:
+        train(optimizer, params, 20 - seen.next_step, first=seen.next_step)
+        seen.start()
+        first = 20 - seen.next_step
+    train(optimizer, params, 80, first=20)
+    seen.stop()
+    assert seen.error is None
+    for quantity in ("gradient_memory", "l2_memory", "radius_ratio"):
+        found, expected = (series(each.records(), quantity) for each in (seen, all_of_it))
+        known = {step + first: value for step, value in found.items() if step + first >= 20}
+        assert [step for step, value in known.items() if math.isnan(value)] == list(range(20, 85))
+        late = {step: value for step, value in known.items() if step >= 85}
+        assert late == pytest.approx({step: expected[step] for step in late}, rel=0.1)

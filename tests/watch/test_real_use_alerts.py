@@ -103,6 +103,14 @@ def test_an_alert_is_said_once_with_the_groups_name(kind, tmp_path, caplog):
     assert str(said[0]) in seen.summary()
 
 
+def test_gradients_that_are_not_finite_are_told_where_the_step_leaves_the_rows_alone(tmp_path):
+    def spoil(w):
+        w.grad[0, 0] = float("nan")
+
+    seen = trained(tmp_path, lambda groups: optim.Adam(groups, lr=0.1, without="abc"), 3, spoil=spoil)
+    assert [str(alert) for alert in seen.alerts] == ["step 0, w: its gradient holds NaN or infinite numbers"]
+
+
 def test_a_quiet_training_has_no_alerts(tmp_path):
     seen = trained(tmp_path, lambda groups: sgd(groups, lr=0.5, weight_decay=0.05), 150)
     assert seen.alerts == []

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
 
@@ -106,6 +107,24 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         watch(pair()[0], to=tmp_path / "file" / "run")
+
+
+def test_a_folder_that_is_taken_away_is_made_again(tmp_path):
+    optimizer, params = pair()
+    with watch(optimizer, to=tmp_path / "run") as seen:
+        train(optimizer, params, 2)
+        seen.records()
+        shutil.rmtree(tmp_path / "run")
+        train(optimizer, params, 2, first=2)
+        assert set(seen.records()["step"]) == {2, 3}
+        train(optimizer, params, 1, first=4)
+    assert set(read_run(tmp_path / "run").table["step"]) == {2, 3, 4}
+
+
+def test_a_configuration_whose_keys_are_no_words_does_not_cost_the_run(tmp_path):
+    seen = watched(tmp_path, config={(3, 4): "kernel", "sizes": [{0.5: 1}], "what": object})
+    assert read_run(tmp_path).about["config"] == {"(3, 4)": "kernel", "sizes": [{"0.5": 1}], "what": str(object)}
+    assert len(seen.records())
 
 
 def test_a_sink_that_cannot_be_opened_leaves_nothing_running(tmp_path):
@@ -234,6 +253,8 @@ def test_mlflow_takes_every_groups_name(tmp_path, monkeypatch):
 def test_what_is_no_sink_is_an_error():
     with pytest.raises(TypeError, match="to must be a folder"):
         watch(pair()[0], to=3)
+    with pytest.raises(ValueError, match="to must be a folder, got ''"):
+        watch(pair()[0], to="")
     with pytest.raises(ValueError, match="statistics must be out of"):
         Calls(print, statistics=("mode",))
 

@@ -111,8 +111,26 @@ def failing(rank, ranks, folder):
         dist.destroy_process_group()
 
 
+def moved(rank, ranks, folder):
+    """A sharded parameter has no address of its own: the path follows the part that is here to its new memory."""
+    model = fully_shard(network())
+    optimizer = OPTIMIZERS["torch's Adam"](groups_of(model, "filter"))
+    param, expected = optimizer.param_groups[0]["params"][0], []
+    with watch(optimizer, to=f"{folder}/moved", paths={"0.weight": [0]}):
+        for step in range(4):
+            if step == 2:
+                model.float().double()
+            train(model, optimizer, range(step, step + 1), rank=rank, ranks=ranks)
+            x = param.full_tensor()[0].detach().flatten()
+            expected.append((x / x.norm()).float().tolist())
+    if rank == 0:
+        assert [point.tolist() for point in read_run(f"{folder}/moved").paths["direction"]] == [
+            pytest.approx(point, rel=1e-5, abs=1e-6) for point in expected
+        ]
+
+
 def test_two_ranks(tmp_path):
-    run([(ddp,), (fsdp,), (failing,)], 2, tmp_path)
+    run([(ddp,), (fsdp,), (moved,), (failing,)], 2, tmp_path)
 
 
 def test_three_ranks_with_fsdp2(tmp_path):

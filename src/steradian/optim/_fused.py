@@ -3,7 +3,7 @@
 import functools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any
@@ -104,6 +104,9 @@ class FusedStep:
         known = {id(param) for _, sets in work for rows in sets for param in rows.owners}
         known |= {id(param) for param in self.stepped}
         self.idle = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        self.groups = list(optimizer.param_groups)
+        self.params = [list(group["params"]) for group in self.groups]
+        self.states = list(optimizer.state.values())
         self.on_cuda = any(plan.device.type == "cuda" for plan in self.plans)
         fitting = [plan.fits() for plan in self.plans]
         assert all(fitting), "a plan fits what it was made for"
@@ -112,6 +115,9 @@ class FusedStep:
         """Whether the optimizer is to take this very step again."""
         return (
             self.lasting
+            and _are(optimizer.param_groups, self.groups)
+            and _are(optimizer.state.values(), self.states)
+            and all(_are(group["params"], params) for group, params in zip(self.groups, self.params, strict=True))
             and self.shape == _shape(optimizer)
             and all(rows.renew() for rows in self.sharded)
             and all(plan.fits() for plan in self.plans)
@@ -143,5 +149,10 @@ class FusedStep:
 def _shape(optimizer: "RowOptimizer") -> list[object]:
     shape: list[object] = []
     for group in optimizer.param_groups:
-        shape += [len(group["params"]), *map(group.get, _SHAPE)]
+        shape += map(group.get, _SHAPE)
     return shape
+
+
+def _are(now: Collection[object], known: list[Any]) -> bool:
+    """Whether these are the very objects that are known."""
+    return len(now) == len(known) and all(map(is_, now, known))

@@ -5,6 +5,7 @@ what the table holds, copies the table where something changed (pinned and async
 launches. Everything that a step needs from the host lies in one table, so there is one copy.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -38,12 +39,12 @@ _STATE = ("exp_avg", "exp_avg_sq", "step")
 _FLAGS = {"a": 1, "b": 2, "c": 4}
 _CHUNK = 60
 _CAPTURES = 8
-_ADDRESS, _STRIDE, _DTYPE, _GRAD, _MOMENT = (
+_ADDRESS, _STRIDE, _DTYPE, _GRAD, _ENTRIES = (
     Tensor.data_ptr,
     Tensor.stride,
     operator.attrgetter("dtype"),
     operator.attrgetter("grad"),
-    operator.itemgetter("exp_avg"),
+    operator.itemgetter(*_STATE),
 )
 
 
@@ -105,19 +106,20 @@ class Plan:
         params, count = self.params, len(self.params)
         gradients = list(map(_GRAD, params))
         try:
-            # Who moves a state, to make room for something else, moves all of it: one entry is looked at.
-            moments = map(_MOMENT, self.states)
-            seen: list[Any] = [*map(_ADDRESS, moments), *map(_ADDRESS, params), *map(_ADDRESS, gradients)]
+            entries = itertools.chain.from_iterable(map(_ENTRIES, self.states))
+            seen: list[Any] = [*map(_ADDRESS, params), *map(_ADDRESS, gradients), *map(_ADDRESS, entries)]
             seen += [*map(_STRIDE, params), *map(_STRIDE, gradients), *map(_DTYPE, gradients)]
         except (KeyError, TypeError, RuntimeError):  # one is not there, None, or sparse
             return False
         if seen == self.seen:
             return True
-        if seen[3 * count :] != self.expected or any(p.dtype != self.dtype or p.device != self.device for p in params):
+        if seen[5 * count :] != self.expected or any(p.dtype != self.dtype or p.device != self.device for p in params):
             return False
-        if self.seen and seen[:count] != self.seen[:count]:
+        # A state may have moved, to make room for something else, or be another one.
+        states = slice(2 * count, 5 * count)
+        if self.seen and seen[states] != self.seen[states]:
             return False
-        self._set_addresses(seen[count : 2 * count], seen[2 * count : 3 * count])
+        self._set_addresses(seen[:count], seen[count : 2 * count], seen[states])
         self.seen = seen
         return True
 
@@ -191,12 +193,11 @@ class Plan:
         self.launches = {}
         self.changed, self.moved, self.in_graph, self.promised = True, True, False, False
 
-    def _set_addresses(self, params: list[Any], gradients: list[Any]) -> None:
-        """Where parameters and gradients lie now, and the states with them."""
-        if not self.classes:
-            self.host_lines[:, 2:5] = [[state[name].data_ptr() for name in _STATE] for state in self.states]
+    def _set_addresses(self, params: list[Any], gradients: list[Any], states: list[Any]) -> None:
+        """Where parameters, gradients and states lie now."""
         self.host_lines[:, 0] = params
         self.host_lines[:, 1] = gradients
+        self.host_lines[:, 2:5] = np.reshape(states, (-1, 3))
         self.changed = self.moved = True
         # Most often it is gradients at other addresses that are as even as those before.
         odd = [address % 16 for address in (*params, *gradients)]

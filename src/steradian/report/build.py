@@ -10,7 +10,7 @@ import pandas as pd
 
 from steradian.report.aggregate import Lines, aggregate, coarsen
 from steradian.report.facts import Extreme, distinct_names, extreme
-from steradian.report.histograms import BINS, histograms
+from steradian.report.histograms import histograms
 from steradian.report.pack import Pack
 from steradian.report.sphere import cosines, spheres, trajectories
 from steradian.watch.records import QUANTITIES, STATISTICS, read_run
@@ -84,13 +84,14 @@ def block(runs: Sequence[PageRun]) -> dict[str, Any]:
     groups = list(dict.fromkeys(group for run in runs for group in run.groups))
     found = trajectories([run.paths for run in runs])
     balls = spheres(found)
+    spread = histograms([run.rows for run in runs])
     data: dict[str, Any] = {
         "statistics": list(STATISTICS),
         "groups": groups,
         "quantities": _quantities(runs),
         "whole": sorted({name for run in runs for name, of in run.lines.values.items() if "" in of}),
         "runs": [_run(run, coarsen(run.lines, points), pack) for run in runs],
-        "bins": BINS,
+        "bins": len(spread[0].edges) - 1 if spread else 0,
         "histograms": [
             {
                 "quantity": each.quantity,
@@ -101,7 +102,7 @@ def block(runs: Sequence[PageRun]) -> dict[str, Any]:
                     {"run": run, "steps": steps, "at": pack.add(counts)} for run, (steps, counts) in each.counts.items()
                 ],
             }
-            for each in histograms([run.rows for run in runs])
+            for each in spread
         ],
         "spheres": [
             {

@@ -10,12 +10,13 @@ import numpy as np
 from steradian.report.build import PageRun
 from steradian.report.facts import missing, number, settings
 from steradian.report.sections import SECTIONS, Figure, Section
+from steradian.report.sphere import followed
 
 __all__ = ["alerts", "contents", "groups", "paper_index", "run_cards", "sections"]
 
 _LISTED = {
     "rows": "single rows; watch records them at some steps",
-    "paths": "trajectories; watch records them for chosen rows",
+    "paths": "trajectories of two points or more; watch records them for chosen rows",
     "whole": "a quantity of the whole run, such as a loss",
     "pairs": "trajectories of the same row in two runs",
 }
@@ -223,9 +224,9 @@ def _lacks(figure: Figure, run: PageRun, runs: Sequence[PageRun]) -> str | None:
     if need in _LISTED:
         there = {
             "rows": not run.rows.empty,
-            "paths": not run.paths.empty,
+            "paths": followed(run.paths),
             "whole": any("" in of for of in run.lines.values.values()),
-            "pairs": len(runs) > 1 and not run.paths.empty,
+            "pairs": len(runs) > 1 and followed(run.paths),
         }[need]
         if not there and need == "pairs" and len(runs) == 1:
             return "there is nothing to compare it with; give several runs that follow the same rows"

@@ -12,9 +12,9 @@ __all__ = ["Histogram", "histograms", "whole_steps"]
 
 Floats: TypeAlias = NDArray[np.float64]
 
-BINS = 80
-MOST_STEPS, FEWEST_STEPS = 24, 4
-BUDGET = 900_000  # counts in all histograms, four characters each
+BINS, FEWEST_BINS = 80, 16
+MOST_STEPS, FEWEST_STEPS = 24, 2
+BUDGET = 900_000  # numbers in all histograms, counts and edges, four characters each
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +24,9 @@ class Histogram:
     Attributes:
         quantity: its name.
         group: its group.
-        edges: of the bins, (BINS + 1,), in the quantity's own unit.
+        edges: of the bins, in the quantity's own unit; all histograms of a page have the same number of bins.
         log: whether the bins are equal in the logarithm.
-        counts: run number → (steps, rows counted in each bin (steps, BINS)).
+        counts: run number → (steps, rows counted in each bin (steps, bins)).
     """
 
     quantity: str
@@ -63,7 +63,9 @@ def histograms(runs: Sequence[pd.DataFrame]) -> list[Histogram]:
     found: dict[tuple[str, str], dict[int, tuple[list[int], list[Floats]]]] = {}
     parts = [rows.groupby(["quantity", "group"], observed=True, sort=False) for rows in runs]
     number_of = sum(each.ngroups for each in parts)
-    most = max(FEWEST_STEPS, min(MOST_STEPS, BUDGET // (BINS * max(number_of, 1))))
+    each_has = BUDGET // max(number_of, 1)
+    most = max(FEWEST_STEPS, min(MOST_STEPS, each_has // BINS - 1))
+    bins = max(FEWEST_BINS, min(BINS, each_has // (most + 1)))
     for number, each in enumerate(parts):
         for (quantity, group), part in each:
             step, value = part["step"].to_numpy(np.int64), part["value"].to_numpy(float)
@@ -71,12 +73,14 @@ def histograms(runs: Sequence[pd.DataFrame]) -> list[Histogram]:
             samples = [value[(step == each) & np.isfinite(value)] for each in steps]
             if max(map(len, samples)) > 1:
                 found.setdefault((str(quantity), str(group)), {})[number] = (steps, samples)
-    return [_histogram(quantity, group, of) for (quantity, group), of in found.items()]
+    return [_histogram(quantity, group, of, bins) for (quantity, group), of in found.items()]
 
 
-def _histogram(quantity: str, group: str, samples: Mapping[int, tuple[list[int], list[Floats]]]) -> Histogram:
+def _histogram(
+    quantity: str, group: str, samples: Mapping[int, tuple[list[int], list[Floats]]], bins: int
+) -> Histogram:
     every = np.concatenate([values for _, per_step in samples.values() for values in per_step])
-    edges, log = _edges(every)
+    edges, log = _edges(every, bins)
     counts = {
         number: (steps, np.stack([np.histogram(values, edges)[0] for values in per_step]))
         for number, (steps, per_step) in samples.items()
@@ -84,14 +88,14 @@ def _histogram(quantity: str, group: str, samples: Mapping[int, tuple[list[int],
     return Histogram(quantity, group, edges, log, counts)
 
 
-def _edges(values: Floats) -> tuple[Floats, bool]:
+def _edges(values: Floats, bins: int) -> tuple[Floats, bool]:
     """Bins from the smallest to the largest value, equal in the logarithm where the values span a factor of 4."""
     low, high = float(values.min()), float(values.max())
     if low > 0 and high / low >= 4:
-        edges, log = np.geomspace(low, high, BINS + 1), True
+        edges, log = np.geomspace(low, high, bins + 1), True
         edges[0], edges[-1] = low, high  # geomspace rounds, and the outermost rows must fall inside
     else:
         room = (high - low) / 2 or abs(high) / 100 or 1.0
         centre = (high + low) / 2
-        edges, log = np.linspace(min(low, centre - room), max(high, centre + room), BINS + 1), False
+        edges, log = np.linspace(min(low, centre - room), max(high, centre + room), bins + 1), False
     return edges, log

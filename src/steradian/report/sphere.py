@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-__all__ = ["Path3", "Sphere", "Trajectory", "cosines", "principal_directions", "spheres", "trajectories"]
+__all__ = ["Path3", "Sphere", "Trajectory", "cosines", "followed", "principal_directions", "spheres", "trajectories"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
@@ -82,11 +82,16 @@ def trajectories(runs: Sequence[pd.DataFrame]) -> dict[tuple[str, int], list[Tra
             kept = part.drop_duplicates("step", keep="last").sort_values("step")
             kept = kept.iloc[_thin(len(kept))]
             directions = np.stack([np.asarray(u, dtype=float) for u in kept["direction"]])
-            good = np.isfinite(directions).all(1)  # a row that collapsed has no direction
+            good = np.isfinite(directions).all(1) & directions.any(1)  # a row that collapsed has no direction
             if good.sum() >= 2:
                 steps = kept["step"].to_numpy(np.int64)[good]
                 found.setdefault((str(group), row), []).append(Trajectory(number, steps, directions[good]))
     return found
+
+
+def followed(paths: pd.DataFrame) -> bool:
+    """Whether a run holds a trajectory: one point, or points that are not finite, are none."""
+    return bool(trajectories([paths]))
 
 
 def _thin(count: int) -> Integers:

@@ -102,12 +102,7 @@ def follow(optimizer: Optimizer, groups: Groups | None) -> list[Followed]:
     found = _from_groups(optimizer, groups) if groups is not None else _from_options(optimizer)
     found = [followed for followed in found if followed.size and followed.layout.size(followed.params[0].shape)[0]]
     if not found:
-        raise ValueError(
-            "the optimizer's param groups say nothing of rows: pass groups=find_groups(model, inputs), or make the "
-            "optimizer from groups.param_groups()"
-            if groups is None
-            else "none of the rows in groups belongs to a parameter of this optimizer"
-        )
+        raise ValueError(_nothing(groups))
     for followed in found:
         for param in followed.params:
             if not param.is_floating_point():
@@ -115,6 +110,18 @@ def follow(optimizer: Optimizer, groups: Groups | None) -> list[Followed]:
         if len({param.device for param in followed.params}) > 1:
             raise ValueError(f"the joint rows of {followed.name} lie on several devices")
     return found
+
+
+def _nothing(groups: Groups | None) -> str:
+    """Why there are no rows to follow."""
+    if groups is None:
+        return (
+            "the optimizer's param groups say nothing of rows: pass groups=find_groups(model, inputs), or make the "
+            "optimizer from groups.param_groups()"
+        )
+    if not groups.groups:
+        return "there are no rows to follow: groups holds none, since no weight of the model is radially invariant"
+    return "none of the rows in groups belongs to a parameter of this optimizer"
 
 
 def _from_groups(optimizer: Optimizer, groups: Groups) -> list[Followed]:

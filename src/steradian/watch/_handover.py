@@ -254,6 +254,7 @@ def _spread(values: Array, names: Sequence[str], union: Sequence[str]) -> Array:
 
 
 def _unit(vector: Array) -> Array:
+    """The direction of a row; NaN for a row at the origin, which has none."""
     exact = vector.astype(np.float64)
     length = math.sqrt(exact @ exact)  # many short vectors: numpy's norm takes ten times as long
-    return vector / length if length > 0 else vector
+    return vector / (length or math.nan)

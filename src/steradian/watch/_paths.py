@@ -1,6 +1,7 @@
 """Directions of chosen rows over time, ever more rarely, so that a long training keeps no more than a short one."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ class Paths:
         self.stride, self.points = 1, 0
         # Rows as views of the weights, and where the weights lay then; None: they must be cut anew.
         self._views: list[Tensor] | None = None
-        self._addresses: list[int] = []
+        self._addresses: list[tuple[int, tuple[int, ...]]] = []
+        self._orders: dict[str, list[int]] = {}
         # Room for the points of some observations at a time, and its lines, one of each row for each observation.
         self._room: list[list[Tensor]] = []
         self._lines: list[tuple[Tensor, ...]] = []
@@ -90,28 +92,39 @@ class Paths:
 
     def _here(self) -> list[Tensor]:
         """The rows as they are now: views, which are kept as long as the weights stay in their memory."""
-        addresses = [entry.params[0].data_ptr() for entry, _ in self.chosen]
+        addresses = [_address(entry.params[0]) for entry, _ in self.chosen]
         if self._views is not None and addresses == self._addresses:
             return self._views
-        here = [_row(entry, row) for entry, row in self.chosen]
+        here = [self._row(entry, row) for entry, row in self.chosen]
         viewed = all(_shares(x, entry) for x, (entry, _) in zip(here, self.chosen, strict=True))
         self._views, self._addresses = here if viewed else None, addresses
         return here
+
+    def _row(self, entry: Followed, row: int) -> Tensor:
+        """One row as a vector; of a slice of dimension 0 in the order of memory, which needs no copy of the others.
+
+        The order is that of the first look: a path goes on in its coordinates where the memory format changes.
+        """
+        if len(entry.params) > 1 or entry.layout.spec != "filter" or not entry.params[0].ndim:
+            return entry.cut(entry.params)[row]
+        here = part(entry.params[0], entry.layout)[row]
+        order = self._orders.get(entry.name)
+        if order is None:
+            order = sorted(range(here.ndim), key=here.stride().__getitem__, reverse=True)
+            self._orders[entry.name] = order
+        return here.permute(order).reshape(-1)
+
+
+def _address(param: Any) -> tuple[int, tuple[int, ...]]:
+    """Where a parameter lies and how; of a sharded one, which has no address of its own, the part that is here."""
+    local = param.to_local() if is_sharded(param) else param
+    return local.data_ptr(), local.stride()
 
 
 def _shares(here: Tensor, entry: Followed) -> bool:
     """Whether a row lies in the memory of its only parameter."""
     base = part(entry.params[0], entry.layout)
     return len(entry.params) == 1 and here.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-
-
-def _row(entry: Followed, row: int) -> Tensor:
-    """One row as a vector; of a slice of dimension 0 in the order of memory, which needs no copy of the others."""
-    if len(entry.params) > 1 or entry.layout.spec != "filter" or not entry.params[0].ndim:
-        return entry.cut(entry.params)[row]
-    here = part(entry.params[0], entry.layout)[row]
-    order = sorted(range(here.ndim), key=here.stride().__getitem__, reverse=True)
-    return here.permute(order).reshape(-1)
 
 
 def _gathered(entry: Followed) -> bool:

@@ -14,9 +14,13 @@ from steradian.optim._base import RowOptimizer
 from steradian.phenomena import Memory
 from steradian.scheme import Reader, Step, Taken
 from steradian.watch._followed import Followed, part
-from steradian.watch._source import PHENOMENA, UNMEASURED, Quantities, Source, of_image, placed
+from steradian.watch._source import PHENOMENA, UNMEASURED, Quantities, Source, nominal, of_image, placed
 
 __all__ = ["Seen"]
+
+# Of past gradients that the momentum holds and nobody saw; older ones are turned further, so little is too much.
+_UNSEEN = 1e-3
+_NO_STATE = object()
 
 
 @dataclass(eq=False)
@@ -26,6 +30,7 @@ class Batch:
     members: list[Followed]
     points: Tensor | None = None
     slopes: dict[int, Tensor] = field(default_factory=dict)
+    memory: Memory = field(default_factory=lambda: Memory(check=False))
 
     @property
     def span(self) -> slice:
@@ -34,8 +39,32 @@ class Batch:
 
     def rows_of(self, members: Iterable[Followed], rows: Tensor) -> Tensor:
         """The rows of some members among those of all."""
+        return torch.cat([rows[self.place(member)] for member in members])
+
+    def place(self, member: Followed) -> slice:
+        """The place of a member's rows among those of all."""
         start = self.members[0].start
-        return torch.cat([rows[m.span.start - start : m.span.stop - start] for m in members])
+        return slice(member.span.start - start, member.span.stop - start)
+
+    def forget(self, member: Followed) -> None:
+        """What the memory holds of a member."""
+        for rows in self.memory.state().values():
+            rows[self.place(member)] = 0
+
+    def memory_of(self, members: Sequence[Followed]) -> Memory:
+        """The memory of some members alone."""
+        memory = Memory(check=False)
+        memory.load({name: self.rows_of(members, rows) for name, rows in self.memory.state().items()})
+        return memory
+
+    def remember(self, members: Sequence[Followed], memory: Memory) -> None:
+        """Take back what `memory_of` gave."""
+        state, count = memory.state(), self.span.stop - self.span.start
+        if not self.memory.state():
+            self.memory.load({name: rows.new_zeros(count, rows.shape[1]) for name, rows in state.items()})
+        for name, all_rows in self.memory.state().items():
+            for member, rows in zip(members, state[name].split([m.rows for m in members]), strict=True):
+                all_rows[self.place(member)] = rows
 
 
 class Seen(Source):
@@ -63,7 +92,9 @@ class Seen(Source):
         index = {id(group): k for k, group in enumerate(optimizer.param_groups)}
         kind = lambda f: (index[id(f.options)], f.size, str(f.dtype))  # noqa: E731
         self.batches = [Batch(list(members)) for _, members in groupby(placed(followed, key=kind), key=kind)]
-        self.memories: dict[int, Memory] = {}
+        # By member: the state that its memory belongs to, and the share of the momentum from before it.
+        self._states: dict[int, object] = {}
+        self._unseen: dict[int, float] = {}
         other = next((why for why in map(_other_momentum, followed) if why), "") if reader is not None else ""
         self.phenomena = phenomena and reader is not None and not other
         self.each_step = self.phenomena
@@ -85,8 +116,14 @@ class Seen(Source):
             else:
                 self.missing = dict.fromkeys(PHENOMENA, other or UNMEASURED)
 
+    def open(self) -> None:
+        # Steps may have been taken since.
+        self._states = {}
+
     @torch.no_grad()
     def before(self) -> None:
+        if self.phenomena:
+            self._begin()
         for batch in self.batches:
             batch.points = torch.cat([member.cut(member.params) for member in batch.members])
             batch.slopes = {}
@@ -104,7 +141,7 @@ class Seen(Source):
                 continue
             if len(members) < len(batch.members):
                 points = batch.rows_of(members, points)
-            values = torch.stack([value.to(out.dtype) for value in self._look(members, points, batch.slopes)], dim=1)
+            values = torch.stack([value.to(out.dtype) for value in self._look(batch, members, points)], dim=1)
             if len(members) == len(batch.members):
                 out[batch.span] = values
             else:
@@ -112,12 +149,12 @@ class Seen(Source):
                     out[member.span] = part
             batch.points, batch.slopes = None, {}
 
-    def _look(self, members: list[Followed], points: Tensor, slopes: dict[int, Tensor]) -> list[Tensor]:
+    def _look(self, batch: Batch, members: list[Followed], points: Tensor) -> list[Tensor]:
         """The numbers of `columns` for the rows of some members of a batch."""
         # Torch's optimizers are read from the point before the step alone.
         apart = self.reader is None or isinstance(self.optimizer, RowOptimizer)
         now = torch.cat([member.cut(member.params) for member in members]) if apart else points
-        known = [slopes.get(id(member)) for member in members]
+        known = [batch.slopes.get(id(member)) for member in members]
         pairs = zip(members, known, strict=True)
         slope = torch.cat([member.cut(_gradients(member)) if each is None else each for member, each in pairs])
         scale = getattr(self.optimizer, "grad_scale", None)
@@ -130,7 +167,6 @@ class Seen(Source):
             step = self.reader(self._taken(members, points, now, slope))
             image = image_step(points, step, check=False)
         gradient = geometry.as_float(slope, "gradient")
-        rate: float | Tensor = members[0].options["lr"] if step is None and "lr" in members[0].options else 0.0
         found = {
             "radius": image.radius,
             "start": image.start,
@@ -138,7 +174,7 @@ class Seen(Source):
             "tangential": geometry.norm(image.tangential).squeeze(-1),
             "gradient_norm": geometry.norm(gradient).squeeze(-1),
             "slope": geometry.dot(gradient, image.direction).squeeze(-1),
-            "rate": _column(step.lr if step is not None else rate, image.radius),
+            "rate": _column(nominal(members[0].options) if step is None else step.lr, image.radius),
         }
         if step is not None:
             assert image.scale is not None
@@ -146,7 +182,7 @@ class Seen(Source):
             found["deformation"] = _deformation(image, step.a, found["tangential"])
             if self.phenomena:
                 downhill = -gradient if members[0].options.get("maximize") else gradient
-                found |= self._remember(members, points, downhill, step)
+                found |= self._remember(batch, members, points, downhill, step)
         return [found[name] for name in self.columns]
 
     def _taken(self, members: list[Followed], points: Tensor, now: Tensor, gradient: Tensor) -> Taken:
@@ -171,19 +207,36 @@ class Seen(Source):
         group = {**members[0].options, "rows": "filter", "joint": False}
         return Taken(param, group, joined, points)
 
-    def _remember(self, members: list[Followed], points: Tensor, gradient: Tensor, step: Step) -> Quantities:
-        sizes = [member.rows for member in members]
-        found: dict[str, list[Tensor]] = {name: [] for name in PHENOMENA}
-        pieces = zip(
-            members, points.split(sizes), gradient.split(sizes), step.a.split(sizes), step.b.split(sizes), strict=True
-        )
-        for member, x, g, a, b in pieces:
-            memory = self.memories.setdefault(id(member), Memory(check=False))
-            memory.update(x, g, beta=step.beta, skip=getattr(self.optimizer, "found_inf", None))
-            effects = memory.phenomena(Step(a, b, step.lr, l2=step.l2, decay=step.decay, beta=step.beta))
-            for name in PHENOMENA:
-                found[name].append(getattr(effects, name).angle)
-        return {name: torch.cat(parts) for name, parts in found.items()}
+    def _begin(self) -> None:
+        """Forget what is not of the present state: a momentum that was loaded, or made before the watch began."""
+        for batch in self.batches:
+            for member in batch.members:
+                state = self.optimizer.state.get(member.params[0])
+                if self._states.get(id(member), _NO_STATE) is not state:
+                    self._states[id(member)] = state
+                    self._unseen[id(member)] = 1.0 if state else 0.0
+                    batch.forget(member)
+
+    def _remember(
+        self, batch: Batch, members: list[Followed], points: Tensor, gradient: Tensor, step: Step
+    ) -> Quantities:
+        whole = len(members) == len(batch.members)
+        memory = batch.memory if whole else batch.memory_of(members)
+        memory.update(points, gradient, beta=step.beta, skip=getattr(self.optimizer, "found_inf", None))
+        if not whole:
+            batch.remember(members, memory)
+        effects = memory.phenomena(step)
+        found = {name: getattr(effects, name).angle for name in PHENOMENA}
+        start = 0
+        for member in members:
+            self._states[id(member)] = self.optimizer.state.get(member.params[0])
+            if unseen := self._unseen[id(member)]:
+                self._unseen[id(member)] = unseen = unseen * float(step.beta)
+                if unseen > _UNSEEN:
+                    for turned in found.values():
+                        turned[start : start + member.rows] = float("nan")
+            start += member.rows
+        return found
 
     def quantities(self, values: Tensor, rates: Tensor, decays: Tensor) -> Quantities:
         seen = dict(zip(self.columns, values.unbind(-1), strict=True))

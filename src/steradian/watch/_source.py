@@ -15,7 +15,17 @@ from steradian.image import ImageStep
 from steradian.optim._rows import arithmetic
 from steradian.watch._followed import Followed
 
-__all__ = ["PHENOMENA", "UNMEASURED", "Quantities", "Source", "decoupled", "dtype_of", "of_image", "placed"]
+__all__ = [
+    "PHENOMENA",
+    "UNMEASURED",
+    "Quantities",
+    "Source",
+    "decoupled",
+    "dtype_of",
+    "nominal",
+    "of_image",
+    "placed",
+]
 
 PHENOMENA = ("gradient_memory", "l2_memory", "radius_ratio")
 """The phenomena that need the steps before; the deformation (a) shows in one step."""
@@ -80,9 +90,17 @@ def of_image(image: ImageStep) -> Quantities:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def nominal(options: Mapping[str, Any]) -> float | Tensor:
+    """The rate in a param group's settings; NaN where there is none, or the optimizer makes its own (lr=None)."""
+    rate: float | Tensor | None = options.get("lr")
+    return float("nan") if rate is None else rate
+
+
 def decoupled(options: Mapping[str, Any]) -> float:
     """The decoupled decay δ that a param group's rows take: AdamW's, and that of our optimizers."""
-    decay = options.get("weight_decay", 0)
+    decay = options.get("weight_decay")
+    if decay is None:
+        return 0.0
     decay = float(decay.item() if isinstance(decay, Tensor) and decay.device.type == "cpu" else decay)
     if "wd_ratio" in options:
         return decay * float(options["wd_ratio"])

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from steradian.watch._followed import Followed
 from steradian.watch._reduce import Reduction
-from steradian.watch._source import Source, decoupled, dtype_of
+from steradian.watch._source import Source, decoupled, dtype_of, nominal
 from steradian.watch._sources import source_of
 from steradian.watch.equilibrium import Balance, balance_of
 
@@ -88,7 +88,7 @@ class Station:
         """Take in the step that was just made; without autograd."""
         self.source.after(self._slots[slot])
         for k, options in enumerate(self.options):
-            rate = options.get("lr", float("nan"))
+            rate = nominal(options)
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
                 rate = 0.0

@@ -57,7 +57,8 @@ class Store:
 
     def describe(self, about: Mapping[str, Any]) -> None:
         """Write run.json."""
-        text = json.dumps(about, indent=1, ensure_ascii=False, default=str)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_plain(about), indent=1, ensure_ascii=False, default=str)
         with _complete(self.folder / "run.json") as unfinished:
             unfinished.write_text(text + "\n", encoding="utf-8")
 
@@ -80,6 +81,13 @@ class Store:
             data = line.encode()
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _plain(value: Any) -> Any:
+    """The same with words for keys: a configuration may have others, and no run is to be lost for that."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(of) for key, of in value.items()}
+    return [_plain(of) for of in value] if isinstance(value, list | tuple) else value
 
 
 def _line(alert: Mapping[str, Any]) -> str:

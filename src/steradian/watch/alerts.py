@@ -141,9 +141,14 @@ def _defect(block: Block) -> Iterator[Alert]:
 
 
 def _not_finite(block: Block) -> Iterator[Alert]:
-    if _has(block, "radius"):
-        for k, _, group in _where(block, ~np.isfinite(_get(block, "radius", "mean"))):
-            yield Alert(int(block.steps[k]), group, "not finite", "its weights hold NaN or infinite numbers")
+    found = [
+        Alert(int(block.steps[k]), group, "not finite", f"its {what} NaN or infinite numbers")
+        for quantity, what in (("radius", "weights hold"), ("gradient_norm", "gradient holds"))
+        if _has(block, quantity)
+        for k, _, group in _where(block, ~np.isfinite(_get(block, quantity, "mean")))
+    ]
+    # What came first is said. A row whose gradient is not finite may be left alone by the step, so both are looked at.
+    yield from sorted(found, key=lambda alert: alert.step)
 
 
 def _above(block: Block, quantity: str, statistic: str, bound: float, kind: str, text: str) -> Iterator[Alert]:

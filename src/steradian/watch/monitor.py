@@ -367,7 +367,9 @@ class Watch:
         return found
 
     def _counted(self) -> int | None:
-        counts = [state["step"] for state in self.optimizer.state.values() if "step" in state]
+        # Other people's optimizers keep numbers of their own in the state, beside what belongs to a parameter.
+        states = [state for state in self.optimizer.state.values() if isinstance(state, Mapping)]
+        counts = [state["step"] for state in states if isinstance(state.get("step"), Real | Tensor)]
         return int(max(float(count) for count in counts)) if counts else None
 
     def _first_step(self) -> int:

@@ -47,7 +47,7 @@ class Folder:
     """A run on disk (`records.read_run` reads it). Parts are written by a thread of their own.
 
     When the disk fails, training goes on: it is said once, and what could not be written is kept and tried again
-    with the next part, up to 256 parts.
+    with the next part, up to 256 parts. A folder that someone takes away is made again.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,6 +58,7 @@ class Folder:
         self._lost = 0
         self._failed = False
         self._begun = False
+        self._about: Mapping[str, Any] = {}
         self._path: dict[tuple[str, int], list[tuple[int, Any]]] = {}
         self._path_number = self.store.next_number("path")
 
@@ -72,6 +73,7 @@ class Folder:
             raise ValueError(f"to must be a folder of its own for each watch, but another one writes to {place}")
         _WRITTEN.add(place)
         self._begun = False
+        self._about = about
         self._save(lambda: self.store.describe(about))
         self._thread = threading.Thread(target=self._work, name="steradian-watch", daemon=True)
         self._thread.start()
@@ -128,6 +130,8 @@ class Folder:
     def _retry(self) -> None:
         while self._unsaved:
             try:
+                if not self.store.folder.is_dir():  # someone took it away
+                    self.store.describe(self._about)
                 self._unsaved[0]()
             except OSError as error:
                 if not self._failed:
@@ -313,9 +317,12 @@ def sinks_of(to: Any) -> list[Sink]:
 
     Raises:
         TypeError: it is none of these.
+        ValueError: the path is empty.
     """
     if to is None:
         return []
+    if isinstance(to, str) and not to:
+        raise ValueError("to must be a folder, got '': write '.' for the present one")
     if isinstance(to, str | Path):
         return [Folder(to)]
     if all(hasattr(to, name) for name in ("open", "write", "alert", "close")):

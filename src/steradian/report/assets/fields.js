@@ -4,7 +4,10 @@ drawings.heat = (figure, { quantity, statistic }) => {
   if (!runs.length) return empty(figure, "Nothing to draw for the runs chosen.");
   const fields = runs.map((run) => {
     const groups = data.runs[run].groups.filter((group) => lineOf(run, quantity, group, statistic));
-    return { run, groups, values: groups.map((group) => lineOf(run, quantity, group, statistic)) };
+    const lines = groups.map((group) => lineOf(run, quantity, group, statistic)), { steps } = data.runs[run];
+    // What is logged in every step has steps that layers, observed more rarely, do not have.
+    const known = steps.map((_, k) => k).filter((k) => lines.some((row) => Number.isFinite(row[k])));
+    return { run, groups, steps: known.map((k) => steps[k]), values: lines.map((row) => known.map((k) => row[k])) };
   });
   let low = Infinity, high = -Infinity, least = Infinity;
   for (const { values } of fields) for (const row of values) for (const value of row)
@@ -13,18 +16,21 @@ drawings.heat = (figure, { quantity, statistic }) => {
   const tall = Math.max(...fields.map(({ groups }) => groups.length));
   const panels = runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
   const narrow = place.clientWidth < 560, most = narrow ? 14 : 32;
-  const layout = frame(place, panels, { columns: 1, together: false, height: Math.min(Math.max(90, 17 * tall), 520) });
+  const height = Math.min(Math.max(90, 17 * tall), 520);
+  const layout = frame(place, panels, { columns: 1, together: false, height });
   layout.margin.l = 14 + 7 * Math.max(...data.groups.map((group) => label(group, most).length));
   layout.margin.r = narrow ? 60 : 78;
   const top = log ? Math.log10(high) : high, ticks = log ? decades(deepest, top) : undefined;
-  const traces = fields.map(({ run, groups, values }, i) => {
-    const n = i ? i + 1 : "";
-    Object.assign(layout[`yaxis${n}`], { type: "category", autorange: "reversed", tickvals: groups, ticktext: groups.map((group) => label(group, most)),
-                                         tickfont: { size: 11.5 }, nticks: 0, title: { text: "" }, showgrid: false });
+  const traces = fields.map(({ run, groups, steps, values }, i) => {
+    const n = i ? i + 1 : "", every = Math.ceil((16 * groups.length) / height);
+    // Names as many as there is room for.
+    const named = groups.filter((_, k) => k % every === 0);
+    Object.assign(layout[`yaxis${n}`], { type: "category", autorange: "reversed", tickvals: named, ticktext: named.map((group) => label(group, most)),
+                                         tickangle: 0, tickfont: { size: 11.5 }, nticks: 0, title: { text: "" }, showgrid: false });
     return {
-      type: "heatmap", x: data.runs[run].steps, y: groups, ...axes(i), colorscale: VIRIDIS.map((colour, k) => [k / (VIRIDIS.length - 1), colour]),
-      z: values.map((row) => Array.from(row, (value) => (log ? (value > 0 ? Math.log10(value) : null) : value))),
-      customdata: values.map((row) => Array.from(row)), zmin: deepest, zmax: top === deepest ? top + 1 : top, showscale: i === 0,
+      type: "heatmap", x: steps, y: groups, ...axes(i), colorscale: VIRIDIS.map((colour, k) => [k / (VIRIDIS.length - 1), colour]),
+      z: values.map((row) => row.map((value) => (log ? (value > 0 ? Math.log10(value) : null) : value))),
+      customdata: values, zmin: deepest, zmax: top === deepest ? top + 1 : top, showscale: i === 0,
       colorbar: { title: { text: plain(symbolOf(quantity) || titleOf(quantity)), side: "top", font: { size: 12.5 } }, thickness: 12, outlinewidth: 0, x: 1.01, xpad: 4,
                   lenmode: "pixels", len: Math.min(300, layout.height - 60), y: 1, yanchor: "top", tickfont: { size: 11.5 },
                   ...(ticks ? { tickvals: ticks, ticktext: ticks.map((tick) => short(10 ** tick)) } : {}) },

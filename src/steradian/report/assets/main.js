@@ -57,8 +57,8 @@ function chosen(figure) {
   return Object.fromEntries(every("[data-control]", figure).map((each) => [each.dataset.control, each.steps ? each.steps[Number(each.value)] : each.value]));
 }
 
-function redraw(figure) {
-  if (!figure.seen) { figure.stale = true; return; }
+function redraw(figure, unseen) {
+  if (!figure.seen && unseen !== "unseen") { figure.stale = true; return; }
   figure.stale = false;
   drawings[figure.dataset.kind](figure, chosen(figure));
   figure.dataset.drawn = "yes";
@@ -72,7 +72,7 @@ function redraw(figure) {
   }
 }
 
-const redrawAll = () => figures.forEach(redraw);
+const redrawAll = (unseen) => figures.forEach((figure) => redraw(figure, unseen));
 
 function chooseLayer(layer) {
   state.layer = layer;
@@ -118,7 +118,7 @@ data.runs.forEach((run, i) => {
 });
 
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
-dark.addEventListener("change", redrawAll);
+dark.addEventListener("change", () => redrawAll());
 document.getElementById("theme").addEventListener("click", () => {
   const theme = isDark() ? "light" : "dark";
   document.documentElement.dataset.theme = theme;
@@ -138,6 +138,21 @@ let width = window.innerWidth, waiting = 0;
 window.addEventListener("resize", () => {
   clearTimeout(waiting);
   waiting = setTimeout(() => { if (window.innerWidth !== width) { width = window.innerWidth; redrawAll(); } }, 150);
+});
+
+// On paper every figure is drawn, as wide as the paper and dark on light, whatever was looked at before.
+let shade;
+window.addEventListener("beforeprint", () => {
+  shade = document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = "light";
+  document.documentElement.classList.add("on-paper");
+  redrawAll("unseen");
+});
+window.addEventListener("afterprint", () => {
+  document.documentElement.classList.remove("on-paper");
+  if (shade) document.documentElement.dataset.theme = shade;
+  else delete document.documentElement.dataset.theme;
+  redrawAll();
 });
 
 if (window.innerWidth <= 1000) document.querySelector(".contents").open = false;
