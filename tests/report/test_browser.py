@@ -132,6 +132,21 @@ def test_every_figure_of_every_section_is_drawn(visit, page_file):
             assert shown or tab.locator(f"#{figure.id} .note").inner_text() == "No row collapsed."
 
 
+def test_the_buttons_of_a_figure_wait_for_the_pointer_and_send_nothing_away(tab):
+    see(tab, "effective-rate")
+    figure = tab.locator("#effective-rate .plot")
+    bar = figure.locator(".modebar-group").first
+    tab.mouse.move(0, 0)
+    tab.wait_for_function("e => getComputedStyle(e).opacity === '0'", arg=bar.element_handle())
+    figure.hover()
+    tab.wait_for_function("e => Number(getComputedStyle(e).opacity) > 0.5", arg=bar.element_handle())
+    buttons = figure.locator(".modebar-btn").evaluate_all("found => found.map((b) => b.dataset.title)")
+    assert "Zoom" in buttons
+    assert not [
+        name for name in buttons if "share" in name.lower() or "cloud" in name.lower() or "edit" in name.lower()
+    ]
+
+
 def test_a_chosen_layer_is_drawn_in_the_colours_of_the_runs(tab, runs):
     see(tab, "effective-rate")
     every = [line for line in lines(tab, "effective-rate") if line["name"] != "nominal rate"]

@@ -10,6 +10,10 @@ from steradian.lab.results import write_atomically
 __all__ = ["write_figure"]
 
 
+_ALONE = {"displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": ["sendChartToCloud"]}
+"""No button that sends the figure away."""
+
+
 def write_figure(figure: Figure, path: Path) -> None:
     """Write a figure to an .svg, or to an .html with plotly that can be zoomed.
 
@@ -32,7 +36,8 @@ def _page(figure: Figure) -> str:
 
     parts, paint = [], Paint(figure)
     for k, chart in enumerate(figure.charts):
-        data = json.dumps({"data": _traces(chart, paint), "layout": _layout(chart)}).replace("</", "<\\/")
+        made = {"data": _traces(chart, paint), "layout": _layout(chart), "config": _ALONE}
+        data = json.dumps(made).replace("</", "<\\/")
         parts.append(f'<div id="f{k}"></div><script>Plotly.newPlot("f{k}", {data})</script>')
     head = f'<meta charset="utf-8"><title>Figures</title><script>{get_plotlyjs()}</script>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'

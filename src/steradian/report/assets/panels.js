@@ -1,8 +1,8 @@
 // Panels beside each other or, on a narrow screen, below each other: axes, headings, drops of the schedule.
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif";
 const CONFIG = {
-  displaylogo: false, responsive: false,
-  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+  displaylogo: false, responsive: false, plotlyServerURL: "",  // nothing leaves the page
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d", "sendChartToCloud", "sendDataToCloud"],
   toImageButtonOptions: { scale: 2 },
 };
 
@@ -23,6 +23,7 @@ function frame(place, panels, { columns, height = 250, log = false, together = t
     height: total + margin.t + margin.b, width: place.clientWidth, margin, showlegend: false, shapes: [], annotations: [],
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: FONT, size: 13, color: css("--soft") },
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { family: FONT, color: css("--ink") }, align: "left" },
+    modebar: { bgcolor: css("--card"), color: css("--soft"), activecolor: css("--ink") },
     hovermode: "closest", dragmode: window.matchMedia("(pointer: coarse)").matches ? false : "zoom",  // a finger scrolls
   };
   panels.forEach((panel, i) => {
