@@ -233,6 +233,10 @@ def test_an_interrupted_study_loses_nothing_and_a_second_time_stops_at_once(tmp_
     whole = fleet(tmp_path / "whole", data)
     whole.run(configs)
     assert curves(study.store) == curves(whole.store)
+    last = fleet(tmp_path / "last", data, watcher=Interrupting(1))
+    with pytest.raises(KeyboardInterrupt):  # also where nothing is left to do
+        last.run(methods("Adam", epochs=2))
+    assert len(last.store.results()) == 1
 
 
 def test_what_compiling_takes_is_not_taken_for_the_pace_of_epochs(tmp_path, data):

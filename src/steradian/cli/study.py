@@ -109,8 +109,8 @@ def reproduce(
     from steradian.lab.study import study_name
 
     scale = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
-    points_of_grid = {"rates": rates, "decays": decays, "beta2s": beta2s}
-    options: dict[str, Any] = {name: value for name, value in (scale | points_of_grid).items() if value}
+    options: dict[str, Any] = {name: value for name, value in scale.items() if value is not None}
+    options |= {name: given for name, given in (("rates", rates), ("decays", decays), ("beta2s", beta2s)) if given}
     if recipe not in (*RECIPES, "trajectories"):
         raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
     if network not in ("paper", "released"):

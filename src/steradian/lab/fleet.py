@@ -108,7 +108,7 @@ class Fleet:
         self._deadline = None if seconds is None else self.clock() + seconds
         self._flying: list[_Flight] = []
         self._accounted = self.clock()
-        self._interrupted = False
+        self._interrupted, finished = False, True
         with self.watcher, Claims(self.work / "claims") as self._claims, patient(self._interrupt):
             self.watcher.begin(len(wanted), len(wanted) - len(left))
             while waiting or self._flying:
@@ -125,13 +125,14 @@ class Fleet:
                 if all(flight.held for flight in self._flying):  # or the time is over before the first could start
                     for flight in self._flying:
                         self._checkpoint(flight)
-                    if self._interrupted:
-                        raise KeyboardInterrupt
-                    return False
+                    finished = False
+                    break
                 moved = [self._advance(flight) for flight in list(self._flying)]
                 if not any(moved):
                     time.sleep(_PAUSE)
-        return True
+        if self._interrupted:  # in the last epoch, too: what the caller has in mind next was to be stopped as well
+            raise KeyboardInterrupt
+        return finished
 
     def _interrupt(self) -> None:
         self._interrupted, self._deadline = True, -math.inf

@@ -103,8 +103,8 @@ class Shown(Watcher):
         for row in list(self._rows.values())[:_ROWS]:
             table.add_row(*row)
         others = f", {self._elsewhere} with other processes" if self._elsewhere else ""
-        lines = [Text(f"{self._done} of {self._total} trainings finished{others}")]
-        return Group(*lines, *([Text(_STOPPING)] if self._stopping else []), table)
+        said = [f"{self._done} of {self._total} trainings finished{others}", *([_STOPPING] if self._stopping else [])]
+        return Group(*map(Text, said), table)
 
 
 class Lines(Watcher):

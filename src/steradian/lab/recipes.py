@@ -181,8 +181,8 @@ def grid(
     """
     made = []
     for seed, column, method in product(range(seeds), columns_of(data, columns), _methods(methods, TABLE_METHODS)):
-        seconds = (0.99,) if method == "SGD-M" else beta2s or paper.GRID["beta2"]
-        for lr, decay, beta2 in product(rates or paper.GRID["lr"], decays or paper.GRID["weight_decay"], seconds):
+        tried = (0.99,) if method == "SGD-M" else beta2s or paper.GRID["beta2"]
+        for lr, decay, beta2 in product(rates or paper.GRID["lr"], decays or paper.GRID["weight_decay"], tried):
             config = replace(_config(column, method, lr, seed=seed), weight_decay=decay, betas=(0.9, beta2))
             made.append(config.scaled(epochs))
     return made
