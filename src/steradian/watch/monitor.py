@@ -26,10 +26,10 @@ from steradian.watch._guard import Guard
 from steradian.watch._handover import Handover
 from steradian.watch._membership import Membership
 from steradian.watch._paths import Paths
+from steradian.watch._settings import counted, decays, first_step
 from steradian.watch._station import Station
 from steradian.watch._summary import summary
 from steradian.watch.alerts import Alerts
-from steradian.watch.records import read_run
 from steradian.watch.sinks import Folder, sinks_of
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Watch:
         folder = next((sink.store.folder for sink in self.sinks if isinstance(sink, Folder)), None)
         self.run = run or (folder.resolve().name if folder is not None else type(optimizer).__name__)
         self._guarded = Guard(self.run)
-        self._delivery = Delivery(self.sinks, Alerts(self._decays()), self._guarded)
+        self._delivery = Delivery(self.sinks, Alerts(decays(optimizer, self.followed)), self._guarded)
         if phenomena is None:
             phenomena = every == 1 and not isinstance(optimizer, RowOptimizer)
         devices = dict.fromkeys(entry.device for entry in self.followed)
@@ -159,7 +159,7 @@ class Watch:
             return self
         self._delivery.open(self.about())
         if self._calls is not None:  # it was stopped before, and steps may have been taken since
-            self._calls = max(self._calls, self._counted() or 0)
+            self._calls = max(self._calls, counted(self.optimizer) or 0)
         for station in self.stations:
             station.source.open()
         # Dynamo is not to look into the hooks of a compiled step.
@@ -370,38 +370,8 @@ class Watch:
         given = {"run": self.run, "every": self.every, "missing": self.missing, "config": self.config}
         return about(self.optimizer, ordered, self._all_names, **given)
 
-    # Choices
-
-    def _decays(self) -> dict[str, float]:
-        """Weight decay by group; 0 where there is one that rows of fixed radius do not feel."""
-        from steradian import optim
-
-        found = {}
-        for entry in self.followed:
-            decay = entry.options.get("weight_decay", 0)
-            decay = decay.item() if isinstance(decay, Tensor) else float(decay or 0)
-            if decay:
-                found[entry.name] = 0.0 if isinstance(self.optimizer, optim.AdamG) else decay
-        return found
-
-    def _counted(self) -> int | None:
-        # Other people's optimizers keep numbers of their own in the state, beside what belongs to a parameter.
-        states = [state for state in self.optimizer.state.values() if isinstance(state, Mapping)]
-        counts = [state["step"] for state in states if isinstance(state.get("step"), Real | Tensor)]
-        return int(max(float(count) for count in counts)) if counts else None
-
     def _first_step(self) -> int:
-        """What the optimizer counted so far; this is read once."""
-        if self._asked_step is not None:
-            return self._asked_step
-        counted = self._counted()
-        if counted is not None:
-            return counted
-        folder = self._delivery.folder
-        if folder is not None and self.optimizer.state:
-            steps = read_run(folder.store.folder).table["step"]
-            return int(steps.max()) + 1 if len(steps) else 0
-        return 0
+        return self._asked_step if self._asked_step is not None else first_step(self.optimizer, self._delivery.folder)
 
 
 def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
