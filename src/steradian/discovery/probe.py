@@ -117,6 +117,7 @@ class Reading:
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
     peak: float = 0.0
     steepest: float = 0.0
+    _wholes: dict[str, tuple[Table, tuple[float, ...]]] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -126,15 +127,24 @@ class Reading:
 
     def radial(self, name: str) -> float:
         """⟨∇L, x⟩ of the whole parameter."""
-        return float(self.tables[name][()][0])
+        return self._whole(name)[0]
 
     def effect(self, name: str) -> float:
         """‖g ⊙ x‖ of the whole parameter: what ⟨∇L, x⟩ would be of, were its terms of random sign."""
-        return math.sqrt(float(self.tables[name][()][1]))
+        return self._whole(name)[1]
 
     def slope(self, name: str) -> float:
         """‖∇L‖ of the whole parameter."""
-        return math.sqrt(float(self.tables[name][()][2]))
+        return self._whole(name)[2]
+
+    def _whole(self, name: str) -> tuple[float, ...]:
+        """⟨∇L, x⟩, ‖g ⊙ x‖ and ‖g‖ as numbers: they are asked for again and again, in large models a million times."""
+        table = self.tables[name][()]
+        known = self._wholes.get(name)
+        if known is None or known[0] is not table:
+            radial, effect, slope, _ = table.tolist()
+            known = self._wholes[name] = (table, (radial, math.sqrt(effect), math.sqrt(slope)))
+        return known[1]
 
     def share(self, name: str, beside: Sequence[str] | None = None) -> float:
         """How much outputs depend on a parameter, beside the one that they depend on most, or the most of some.

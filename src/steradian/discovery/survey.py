@@ -69,6 +69,7 @@ class Survey:
         self.doubtful: Reading | None = None
         self._invariant: dict[str, bool] = {}
         self._used: list[str] | None = None
+        self._place: dict[str, int] = {}
         self._clear: dict[tuple[str, ...], bool] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -117,9 +118,10 @@ class Survey:
         if self._used is None:
             self._used = self.map.graph.order_of_use() if self.map.graph is not None else []
             self._used = [n for n in self._used if self.prober.parameters[n].requires_grad]
-        if name not in self._used:
+            self._place = {used: place for place, used in reversed(list(enumerate(self._used)))}
+        place = self._place.get(name)
+        if place is None:
             return self.prober.trainable
-        place = self._used.index(name)
         return self._used[max(0, place - _NEIGHBORS) : place + _NEIGHBORS + 1]
 
     def floor(self, reading: Reading, name: str) -> float:
