@@ -86,6 +86,14 @@ def test_inspect_takes_tokens(call, tmp_path, monkeypatch):
     assert re.search(r"0\.weight +filter +11 × 6 +1 \(LayerNorm\)", done.out)
 
 
+def test_inspect_says_which_module_is_missing(call, tmp_path):
+    (tmp_path / "needs_more.py").write_text("import no_such_module.inside\n")
+    done = call("inspect", "needs_more:model", "--input", "2x3")
+    assert done.err == "steradian: needs_more imports 'no_such_module', and there is no such module\n"
+    done = call("inspect", "no_such_module.inside:model", "--input", "2x3")
+    assert "no module 'no_such_module.inside'" in done.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -217,6 +225,7 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     assert (tmp_path / "loss.svg").read_text().startswith("<svg")
     stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)
     assert "The time is over" in stopped.out
+    assert "Test accuracy" not in stopped.out  # there is no table yet
 
 
 def test_tracked_trainings_and_the_write_up(call, tmp_path):

@@ -59,6 +59,12 @@ def test_curves_mix_no_settings_and_count_no_training_twice(tmp_path):
         FIGURES["loss"]([one, replace(two, config=replace(two.config, lr=0.5))])
 
 
+def test_curves_of_different_lengths_are_apart(tmp_path):
+    short, long = (column(tmp_path, seeds=1, epochs=n, methods=["Adam"]) for n in (3, 5))
+    found = {chart.title: chart.lines[0].x[-1] for chart in FIGURES["loss"]([*short, *long]).charts}
+    assert found == {"ResNet20 BN, CIFAR-10, 3 epochs": 3, "ResNet20 BN, CIFAR-10, 5 epochs": 5}
+
+
 def test_records_of_another_kind_are_no_figure(tmp_path):
     others, own = compared(tmp_path, points=4), tracked(tmp_path, points=4)
     assert hypotheses_figure(others.table(), others.about()).empty

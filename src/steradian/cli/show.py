@@ -115,7 +115,8 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
             found.add_row(*line)
         console.print(found)
         return
-    for column in accuracy_columns(results):
+    columns = accuracy_columns(results)
+    for column in columns:
         heads, lines = column.rows(seeds=True)
         shown = Table(*heads, title=f"{column.name}, {column.length}")
         for line in lines:
@@ -123,7 +124,8 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
         console.print(shown)
         for text in column.statements():
             console.print(text, soft_wrap=True)
-    console.print(RULE, soft_wrap=True)
+    if columns:
+        console.print(RULE, soft_wrap=True)
 
 
 def _stored(study: str, folder: Path) -> "list[Result]":

@@ -56,20 +56,22 @@ def _by_epoch(
     *,
     logarithmic: bool = False,
 ) -> Figure:
-    kinds: dict[tuple[str, str, str], dict[str, list[Result]]] = {}
+    kinds: dict[tuple[str, str, str, int], dict[str, list[Result]]] = {}
     for result in {result.config.key: result for result in results}.values():
         config = result.config
         if not result.diverged and config.start is None:
-            methods = kinds.setdefault((config.model, config.norm, config.data), {})
+            methods = kinds.setdefault((config.model, config.norm, config.data, config.epochs), {})
             methods.setdefault(config.method, []).append(result)
     charts = []
-    for (model, norm, data), by_method in kinds.items():
+    for (model, norm, data, epochs), by_method in kinds.items():
         ordered = [method for method in METHODS if method in by_method]
         for method in ordered:
             if len({result.config.setting for result in by_method[method]}) > 1:
                 raise ValueError(f"{model} {data} holds {method} with several settings: they have no mean over seeds")
         lines = [_line(method, [r.curves[curve] for r in by_method[method]]) for method in ordered]
         name = f"{model} {NORM_NAMES.get(norm, norm)}, {DATA_NAMES.get(data, data)}"
+        if len([kind for kind in kinds if kind[:3] == (model, norm, data)]) > 1:
+            name += f", {epochs} epochs"
         longest = max(len(line.x) for line in lines)
         start = 1 if logarithmic else 1 + _EARLY * longest
         charts.append(Chart(name, "epoch", title, lines, logarithmic, (start, float(longest))))
