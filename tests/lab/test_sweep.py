@@ -6,10 +6,13 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from steradian.lab.members import CURVES
 from steradian.lab.recipes import accuracy_tables
+from steradian.lab.results import Result, Store
 from steradian.lab.study import Study
 from steradian.lab.sweep import _got, sweep
 
@@ -108,6 +111,20 @@ def test_what_goes_wrong_in_a_fleet_comes_out_as_it_was_raised():
     lost.error = ray.exceptions.WorkerCrashedError()
     with pytest.raises(RuntimeError, match=r"a fleet was lost .* a new start goes on"):
         _got(lost, [])
+
+
+def test_what_another_study_has_finished_is_not_sent_to_workers(tmp_path, monkeypatch):
+    def nobody(*_, **__):
+        raise AssertionError("there is nothing to do")
+
+    working = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict)
+    working.remote = lambda **_: lambda _: SimpleNamespace(remote=nobody)
+    monkeypatch.setattr("steradian.lab.sweep._ray", lambda: working)
+    known = [Result(config, {name: [1.0] for name in CURVES}) for config in configs()]
+    Store(tmp_path / "other.json").add(known)
+    study = Study("spread", tmp_path, tmp_path / "runs")
+    assert sweep(configs(), study, engine="ray")
+    assert study.store.keys() == {config.key for config in configs()}
 
 
 def test_an_unknown_engine_is_refused(tmp_path):

@@ -93,6 +93,23 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*.part"))
 
 
+def test_what_killed_writers_left_is_removed(tmp_path):
+    store = Store(tmp_path / "study [1].json")
+    left, other = tmp_path / ".study [1].json.99999.part", tmp_path / ".study 1.json.99999.part"
+    left.write_text("half of")
+    other.write_text("somebody's")
+    store.add([result()])
+    assert not left.exists()
+    assert other.exists()
+
+
+def test_a_folder_that_is_called_like_results_stops_no_study(tmp_path):
+    (tmp_path / "folder.json").mkdir()
+    assert Store(tmp_path / "study.json").elsewhere([CONFIG.key]) == []
+    with pytest.raises(ValueError, match=r"folder\.json is not a file of results"):
+        Store(tmp_path / "folder.json").results()
+
+
 def test_a_link_to_results_stays_one(tmp_path):
     real, link = tmp_path / "real.json", tmp_path / "link.json"
     link.symlink_to(real)

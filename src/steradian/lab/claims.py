@@ -3,6 +3,7 @@
 import fcntl
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -66,6 +67,7 @@ def _locked(path: Path) -> IO[bytes] | None:
         except OSError:  # a file system without locks has nobody to tell apart
             return file
         # Who held it before may have removed it between opening and locking: then it is nobody's file.
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-            return file
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
         file.close()

@@ -23,7 +23,7 @@ from steradian.lab.execution import Execution
 from steradian.lab.interruption import patient
 from steradian.lab.models import check_kind
 from steradian.lab.progress import Silent, Watcher
-from steradian.lab.results import Result, Store, environment, write_atomically
+from steradian.lab.results import Result, Store, environment, remove_parts, write_atomically
 from steradian.lab.training import Training
 
 __all__ = ["CHECKPOINTS", "Fleet", "prepare_device", "read_state"]
@@ -104,6 +104,9 @@ class Fleet:
         left = [config for config in wanted if config.key not in done]
         self._check(left)
         self.store.prepare()
+        for config in wanted:
+            if config.key in done:  # a process that was killed before it could remove it
+                self._checkpoint_path(config).unlink(missing_ok=True)
         waiting = self._squads(left)
         self._deadline = None if seconds is None else self.clock() + seconds
         self._flying: list[_Flight] = []
@@ -217,8 +220,8 @@ class Fleet:
         training = self.make(configs, self.data[first.data], execution=self.execution, weights=weights)
         flight = _Flight(training, began=self.clock(), saved=self.clock(), seconds=[0.0] * len(configs))
         for config in configs:  # a process that was killed while it wrote
-            for part in self._checkpoint_path(config).parent.glob(f".{config.key}.pt.*.part"):
-                part.unlink(missing_ok=True)
+            remove_parts(self._checkpoint_path(config))
+            remove_parts(self._weights_path(config.key))
         saved = [state for config in configs if (state := self._saved(config)) is not None]
         if len(saved) == len(configs):
             self._load(flight, saved)

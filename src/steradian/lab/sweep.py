@@ -88,6 +88,7 @@ def _on_ray(
         quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
         ray.init(address=address, **({} if address else quiet))
     try:
+        study.store.adopt(config.key for config in configs)
         done = study.store.keys()
         gpus = ray.cluster_resources().get("GPU", 0)
         needs = {"num_gpus": 1} if gpus else {"num_cpus": 1}
