@@ -1,13 +1,15 @@
 """Figures show what was stored, in colours that are the same everywhere, for light and dark readers."""
 
+import json
 import math
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from steradian.lab.charts import Chart, Figure, Line, svg
+from steradian.lab.charts import Chart, Figure, Line, scales, svg
 from steradian.lab.colours import METHOD_COLOURS
 from steradian.lab.figures import FIGURES, hypotheses_figure, phenomena_figure, trajectories_figure
 from steradian.lab.pictures import write_figure
@@ -63,6 +65,22 @@ def test_curves_of_different_lengths_are_apart(tmp_path):
     short, long = (column(tmp_path, seeds=1, epochs=n, methods=["Adam"]) for n in (3, 5))
     found = {chart.title: chart.lines[0].x[-1] for chart in FIGURES["loss"]([*short, *long]).charts}
     assert found == {"ResNet20 BN, CIFAR-10, 3 epochs": 3, "ResNet20 BN, CIFAR-10, 5 epochs": 5}
+
+
+def test_a_zoom_is_one_in_a_page_too(tmp_path):
+    """Both axes end where those of the picture do, so that the vertical one follows what the zoom shows."""
+    x = [float(k) for k in range(100)]
+    whole = Chart("all", "epoch", "loss", [Line("a", x, [100.0 / (1 + k) for k in x])], logarithmic=True)
+    zoom = replace(whole, title="the end", x_range=(50.0, 99.0), marks=[(1.5, "bound")])
+    write_figure(Figure([whole, zoom]), tmp_path / "f.html")
+    found = re.findall(r'"layout": (\{.*?\}), "config"', (tmp_path / "f.html").read_text())
+    layouts = [json.loads(text) for text in found]
+    for made, chart in zip(layouts, (whole, zoom), strict=True):
+        _, up = scales(chart, 1, 1)
+        np.testing.assert_allclose(10 ** np.array(made["yaxis"]["range"]), [up.low, up.high])
+    assert layouts[1]["xaxis"]["range"] == [50, 99]
+    assert 10 ** layouts[1]["yaxis"]["range"][1] < 2.5
+    assert [note["text"] for note in layouts[1]["annotations"]] == ["bound"]
 
 
 def test_records_of_another_kind_are_no_figure(tmp_path):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from steradian.lab.colours import Colour, usual
 from steradian.lab.scales import Scale
 
-__all__ = ["Chart", "Figure", "Line", "Paint", "Ramp", "svg"]
+__all__ = ["Chart", "Figure", "Line", "Paint", "Ramp", "scales", "svg"]
 
 _WIDTH, _HEIGHT, _ACROSS = 470, 310, 2
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 14, 34, 46
@@ -189,7 +189,7 @@ def _legend(entries: Sequence[tuple[str, int]], room: float, *, below: bool) -> 
 
 def _chart(chart: Chart, paint: Paint, left: float, top: float) -> str:
     wide, high = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-    across, up = _scales(chart, wide, high)
+    across, up = scales(chart, wide, high)
     made = [f'<text x="{_LEFT}" y="20" font-weight="bold" font-size="13">{html.escape(chart.title)}</text>']
     for value, text in across.ticks():
         x = _LEFT + across(value)
@@ -228,7 +228,7 @@ def _chart(chart: Chart, paint: Paint, left: float, top: float) -> str:
     return f'<g transform="translate({left} {top})">' + "\n".join(made) + "</g>"
 
 
-def _scales(chart: Chart, wide: float, high: float) -> tuple[Scale, Scale]:
+def scales(chart: Chart, wide: float, high: float) -> tuple[Scale, Scale]:
     """The horizontal and the vertical one, the latter over what is shown of the lines and their bands."""
     xs = [x for line in chart.lines for x in line.x]
     start, end = chart.x_range or (min(xs, default=0.0), max(xs, default=1.0))
