@@ -239,6 +239,16 @@ def test_a_known_name_is_kept_for_its_own_data(tmp_path):
         load("svhn", root)
 
 
+def test_a_name_of_ones_own_holds_whatever_form_the_data_have(tmp_path):
+    """Digits under another name are augmented as that name is, packed or not, and are called by it."""
+    digits = data("digits", size=8, channels=1)
+    pack(digits, tmp_path, effort=0)
+    named, known = load("mine", tmp_path), load("digits", tmp_path)
+    assert (named.name, known.name) == ("mine", "digits")
+    assert named.fingerprint() == known.fingerprint()
+    assert (Resident(named).flip, Resident(known).flip) == (True, False)
+
+
 def test_too_few_images_are_refused():
     with pytest.raises(ValueError, match="2 training images"):
         Resident(data(train=1))

@@ -1,5 +1,6 @@
 """Where data comes from: digits that are always there, a folder in one of three forms, or the hub."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def _from_folder(name: str, root: Path) -> DataSet:
         data = read_packed(root)
         if name in NAMES and data.name != name:
             raise ValueError(f"{root} holds {data.name}, not {name}")
-        return data
+        return replace(data, name=name)  # by which it is augmented, wherever it comes from
     if find_archive(name, root):
         return read_archive(name, root)
     if (root / "train").is_dir() and (root / "test").is_dir():
