@@ -177,6 +177,17 @@ def test_what_nobody_expected_is_one_line_too_and_shows_where_when_asked(call, m
         call("inspect", "x:y", "--input", "1")
 
 
+def test_a_missing_package_is_said_with_what_installs_it(call, monkeypatch):
+    def lacks(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("steradian.lab.targets.load_model", lacks)
+    done = call("inspect", "plotly.offline", "--input", "1")
+    hint = ", which comes with the extra 'lab': pip install 'steradian[lab]'"
+    assert (done.code, done.err) == (1, f"steradian: No module named 'plotly.offline'{hint}\n")
+    assert call("inspect", "another", "--input", "1").err == "steradian: No module named 'another'\n"
+
+
 def test_an_interruption_is_said(call, monkeypatch):
     def stop(_):
         raise KeyboardInterrupt
