@@ -180,6 +180,32 @@ def test_phenomena_by_layer_and_method(tmp_path):
     assert phenomena_figure(none.table(), none.about()).empty
 
 
+def test_summaries_of_one_file_keep_to_their_kind(tmp_path):
+    """Both kinds of records under the name of one study."""
+    tracked(tmp_path, epochs=4, name="both")
+    both = compared(tmp_path, points=4, name="both")
+    table, about = both.table(), both.about()
+    assert [line[0] for line in hypotheses_summary(table, about)[1]] == ["SGD-M", "Adam", "SGD"]
+    assert len(phenomena_summary(table, about)[1]) == 8
+    assert len(trajectories_summary(table, about)[1]) == 6
+
+
+def test_summaries_of_what_diverged_say_so_or_nothing(tmp_path):
+    tracks = tracked(tmp_path, epochs=40)
+    table, about = tracks.table(), tracks.about()
+    adam = next(run for run in about if "adam" in run)
+    early = table[(table["run"] != adam) | (table["step"] < 3)]  # then nothing is a number any more
+    assert [line[-1] for line in phenomena_summary(early, about)[1][4:]] == [""] * 4
+    gone = early[(early["run"] != adam) | ~early["group"].isin([LIVING]) & (early["quantity"] != "living")]
+    line = hypotheses_summary(gone, about)[1][1]
+    assert line == ["Adam", *[""] * 10]
+    others = compared(tmp_path)
+    table = others.table()
+    lost = table[~table["group"].str.startswith("AdaGrad:") | (table["step"] < 100)]
+    lines = trajectories_summary(lost, others.about())[1]
+    assert [line[3] == "diverged" for line in lines] == [False, True] * 3
+
+
 def test_trajectories_by_norm(tmp_path):
     tracks = compared(tmp_path)
     charts = trajectories_figure(tracks.table(), tracks.about()).charts

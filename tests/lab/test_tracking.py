@@ -127,6 +127,17 @@ def test_filters_that_shrank_away_count_in_no_layer(data):
     assert after[last, name, "radius", "min"] >= before[last, name, "radius", "min"]
 
 
+def test_filters_of_a_training_that_diverges_did_not_shrink_away(data):
+    [config] = methods("SGD", epochs=1, norm="wn")
+    training = Tracked(replace(config, lr=1e30), data, points=6)
+    training.run_epoch()
+    assert training.diverged
+    table = training.table()
+    living = table[(table["quantity"] == "living") & (table["statistic"] == "mean")]
+    assert len(living) < 6  # the others are not known
+    assert (living["value"] == 1).all()
+
+
 def test_what_cannot_be_measured_is_said(data):
     for method in ("Adam w/o (ab)", "AdamG†"):
         with pytest.raises(ValueError, match="where momentum is a sum of past gradients"):
