@@ -1,5 +1,6 @@
 """Data: every source gives the same arrays, damage is noticed, pickles run nothing, batches are pure functions."""
 
+import errno
 import hashlib
 import io
 import json
@@ -354,3 +355,13 @@ def test_plans_depend_on_seed_and_epoch_alone():
     assert len(different) == 16
     with pytest.raises(ValueError, match="batch must be at most"):
         epoch_plan(0, 0, images=5, batch=6, views=1)
+
+
+def test_a_full_disk_is_named_with_its_file_and_leaves_no_parts(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*train-0\.webp'"):
+        pack(data("mine", size=4), tmp_path, effort=0)
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,6 +156,16 @@ def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=rf"{path.name} cannot be read .* remove it"):
         made.run([ONE])
+
+
+@pytest.mark.parametrize("content", [b"", b"not a file of tensors", pickle.dumps(ONE)])
+def test_a_damaged_checkpoint_is_named_and_nobody_is_told_to_run_it(tmp_path, data, content):
+    path = tmp_path / "work" / "checkpoints" / f"{ONE.key}.pt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{path} cannot be read .*; remove it to train") as raised:
+        fleet(tmp_path, data).run([ONE])
+    assert "weights_only" not in str(raised.value)
 
 
 def test_a_study_does_not_take_one_data_set_for_another(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ nothing but the data, which nobody writes, so none depends on its neighbours.
 
 import io
 import math
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -330,9 +331,13 @@ def read_state(path: Path) -> Any:
         ValueError: it is damaged, or holds something else.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # of what it then refuses
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # whose text advises to run what is in the file
+            reason = "it is damaged, or holds more than tensors and plain containers"
         raise ValueError(f"{path} cannot be read ({reason}); remove it to train this one from its start") from error
 
 
