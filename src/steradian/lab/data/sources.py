@@ -11,7 +11,7 @@ from steradian.lab.data.archives import find_archive, read_archive
 from steradian.lab.data.images import DataSet, Images
 from steradian.lab.data.packed import is_packed, read_packed
 
-__all__ = ["NAMES", "load"]
+__all__ = ["NAMES", "load", "usual_root"]
 
 NAMES = ("digits", "cifar10", "cifar100", "svhn")
 """The data sets that have a name; any other name is an image folder."""
@@ -40,7 +40,7 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     >>> data.train.pixels.shape, len(data.test)
     ((1438, 8, 8, 1), 359)
     """
-    folder = Path(root) if root is not None else Path("data") / name
+    folder = Path(root) if root is not None else usual_root(name)
     if folder.is_dir():
         found = _from_folder(name, folder)
         shape = (len(found.classes), found.train.size)
@@ -58,6 +58,11 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     if name in _HUB:
         return _from_hub(name)
     raise ValueError(f"data must be one of {', '.join(NAMES)}, or come with the folder of its images, got {name!r}")
+
+
+def usual_root(name: str) -> Path:
+    """Where a data set is looked for that comes without its folder."""
+    return Path("data") / name
 
 
 def _from_folder(name: str, root: Path) -> DataSet:
