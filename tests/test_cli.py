@@ -121,6 +121,7 @@ def test_inspect_says_which_module_is_missing(call, tmp_path):
         ("write-up nothing.md --results nowhere", "results must be a folder"),
         ("data check cifar10 --root nowhere", "root must be a folder"),
         ("bench nothing", "no benchmark 'nothing'"),
+        ("bench harness", "there are convolution, discovery, fleet, image, step, timm_survey, watch"),
         ("inspect steradian.lab.models:small_cnn --input 99999999999999999999x1", "input must fit in memory"),
         ("inspect steradian.lab.models:small_cnn --input ²x3", "input must be a shape"),
         ("train --data svhn --root nowhere", "root must be a folder"),
