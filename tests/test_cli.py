@@ -13,6 +13,8 @@ import pytest
 from steradian.cli import main
 from steradian.lab.results import Store
 
+from lab.simulated import column
+
 COMMANDS = [
     "demo",
     "inspect",
@@ -238,6 +240,19 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)
     assert "The time is over" in stopped.out
     assert "Test accuracy" not in stopped.out  # there is no table yet
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_figure_is_cut_off_on_a_narrow_screen(call, tmp_path, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    results = column(tmp_path)
+    told = call("table", "resnet20-cifar10", "--results", tmp_path).out
+    assert "…" not in told
+    for result in results:
+        assert f"{result.accuracy:.2f}" in told
+    table = told[: told.index("Adam w/o (ab) has") if "Adam w/o (ab) has" in told else None].splitlines()
+    assert max(len(line) for line in table if line[:1] in "┏┃┡│└") <= width
+    assert ("seed by seed" in told) == (width < 140)
 
 
 def test_tracked_trainings_and_the_write_up(call, tmp_path):

@@ -127,6 +127,14 @@ class Column:
             lines.append(line + (_beside(cell, papers.get(method)) if papers else []))
         return heads, lines
 
+    def singles(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and lines of every seed's figure, for a page that is narrow."""
+        lines = []
+        for method, found in self.results.items():
+            told = (f"{result.config.seed}:\u00a0{figure(result.accuracy)}" for result in found)
+            lines.append([method, ", ".join(told)])
+        return ["method", "accuracy"], lines
+
     def statements(self) -> list[str]:
         """What a reader of the figures must know, and what they say."""
         said = [self.caution(), self.claim(), self.against_sgd(), self.shrunk(), self.time()]
