@@ -92,7 +92,7 @@ def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
         theirs.free([configs[0].key])
 
     monkeypatch.setattr(here.watcher, "waiting", lambda count: (Lines.waiting(here.watcher, count), meanwhile()))
-    monkeypatch.setattr("steradian.lab.fleet._OTHERS", 0.0)
+    monkeypatch.setattr("steradian.lab.claims.AGAIN", 0.0)
     assert here.run(configs)
     made = {result.config.seed: result.environment["device"] for result in here.store.results()}
     assert made[0] == "theirs" != made[1]

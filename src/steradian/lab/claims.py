@@ -8,7 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-__all__ = ["Claims"]
+__all__ = ["AGAIN", "Claims"]
+
+AGAIN = 1.0
+"""Seconds before asking again for what other processes have."""
 
 
 class Claims:

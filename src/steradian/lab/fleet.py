@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steradian.lab import claims
 from steradian.lab.claims import Claims
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
@@ -35,7 +36,6 @@ CHECKPOINTS = 120.0
 _BURST = 25  # steps that a training is given before the next one's turn
 _AHEAD = 2  # turns that may wait on the device
 _PAUSE = 2e-4  # seconds before asking the device again
-_OTHERS = 1.0  # seconds before asking again for trainings that other processes have
 
 
 def prepare_device(device: torch.device, *, exact: bool) -> None:
@@ -124,7 +124,7 @@ class Fleet:
                     break  # others have finished the rest
                 if not self._flying and not self._late(0.0):
                     self.watcher.waiting(sum(map(len, waiting)))
-                    time.sleep(_OTHERS)
+                    time.sleep(claims.AGAIN)
                     continue
                 if all(flight.held for flight in self._flying):  # or the time is over before the first could start
                     for flight in self._flying:
