@@ -136,6 +136,7 @@ def test_inspect_says_which_module_is_missing(call, tmp_path):
         ("reproduce tables --data digits --network guessed", "network must be paper or released"),
         ("reproduce grid --data digits --settings released", "--settings is for tables"),
         ("reproduce tables --data digits --weight-decay 0.1", "--weight-decay is for grid"),
+        ("reproduce grid --data digits --methods SGD-M --beta2 0.9", "beta2s are for the Adam variants"),
         ("reproduce tables --data digits --engine ray --seconds 3", "--seconds is for --engine local"),
         ("reproduce hypotheses --data digits --engine ray", "--engine ray is for tables"),
         ("reproduce hypotheses --data digits --engine slurm", "engine must be local or ray"),

@@ -265,6 +265,16 @@ def test_trainings_of_different_lengths_are_no_grid():
     assert [(best.config.epochs, best.points, best.seeds) for best in search(results)] == [(4, 2, 2), (5, 1, 1)]
 
 
+def test_another_network_is_no_point_of_a_grid():
+    results = [result(), result(released=True), result(released=True, weight_decay=1e-3)]
+    assert not is_grid(results[:2])
+    assert is_grid(results)
+    assert [line[0] for line in grid_rows(results)[1]] == [
+        "ResNet20 cifar10 bn",
+        "ResNet20 cifar10 bn, released network",
+    ]
+
+
 def test_a_method_that_diverged_everywhere_is_in_the_table_of_its_grid():
     [line] = grid_rows([result(diverged=True), result(diverged=True, weight_decay=1e-3)])[1]
     assert line[1:] == ["Adam", "4", "", "0.001, 0.00025, 0.99", "diverged", "diverged", "0", "2 (2 diverged)"]

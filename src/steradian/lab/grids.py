@@ -35,7 +35,7 @@ class Best:
 
 
 def is_grid(results: Iterable[Result]) -> bool:
-    """Whether some method was trained with several settings in one column, equally long."""
+    """Whether some method was trained with several settings in one column, with one network and equally long."""
     return any(len(settings) > 1 for settings in _searches(results))
 
 
@@ -53,17 +53,15 @@ def search(results: Iterable[Result]) -> list[Best]:
         best = max(alive.values(), key=_validation)
         accuracy = fmean(result.accuracy for result in best)
         found.append(Best(best[0].config, _validation(best), accuracy, len(best), len(settings), lost))
-    return sorted(
-        found, key=lambda b: (b.config.column, b.config.norm, METHODS.index(b.config.method), b.config.epochs)
-    )
+    return sorted(found, key=lambda best: (_where(best.config), METHODS.index(best.config.method), best.config.epochs))
 
 
 def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
-    """By setting, what may be compared: one method in one column, equally long; longer is no better point."""
-    kinds: dict[tuple[str, str, str, int], dict[str, list[Result]]] = {}
+    """By setting, what may be compared: one method in one column, with one network and equally long."""
+    kinds: dict[tuple[str, str, bool, str, int], dict[str, list[Result]]] = {}
     for result in results:
         config = result.config
-        kind = kinds.setdefault((config.column, config.norm, config.method, config.epochs), {})
+        kind = kinds.setdefault((config.column, config.norm, config.released, config.method, config.epochs), {})
         kind.setdefault(config.setting, []).append(result)
     return list(kinds.values())
 
@@ -77,7 +75,7 @@ def grid_rows(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
         lost = f" ({best.diverged} diverged)" if best.diverged else ""
         ours = _setting(config.lr, config.weight_decay, config.betas[1]) if best.seeds else ""
         figures = [figure(best.validation), figure(best.accuracy), str(best.seeds), f"{best.points}{lost}"]
-        where = [f"{config.column} {config.norm}", config.method, str(config.epochs)]
+        where = [_where(config), config.method, str(config.epochs)]
         lines.append([*where, ours, _papers(config), *figures])
     return heads, lines
 
@@ -94,18 +92,21 @@ def point_rows(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
     for _, runs in sorted(settings.items()):
         c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
         kept = [result for result in runs if not result.diverged]
-        where = f"{c.column} {c.norm}" + (", released network" if c.released else "")
         numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]
         reached = [f"{_validation(kept):.2f}" if kept else "", str(test), test.count]
         papers = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
         lines.append(
-            [where, c.method, *numbers, str(c.epochs), *reached, "" if papers is None else f"{papers.mean:.2f}"]
+            [_where(c), c.method, *numbers, str(c.epochs), *reached, "" if papers is None else f"{papers.mean:.2f}"]
         )
     return heads, lines
 
 
 def _validation(results: Sequence[Result]) -> float:
     return fmean(max(result.curves["validation_accuracy"]) for result in results)
+
+
+def _where(config: Config) -> str:
+    return f"{config.column} {config.norm}" + (", released network" if config.released else "")
 
 
 def _papers(config: Config) -> str:
