@@ -67,6 +67,16 @@ def test_curves_of_different_lengths_are_apart(tmp_path):
     assert found == {"ResNet20 BN, CIFAR-10, 3 epochs": 3, "ResNet20 BN, CIFAR-10, 5 epochs": 5}
 
 
+@pytest.mark.parametrize("kind", FIGURES)
+@pytest.mark.parametrize("epochs", [1, 2, 12])
+def test_curves_of_few_epochs_show_all_of_them(tmp_path, kind, epochs):
+    whole = FIGURES[kind](column(tmp_path, seeds=1, epochs=epochs, methods=["Adam"])).charts[0]
+    assert whole.x_range == (1, epochs)
+    [line] = paths(ET.fromstring(svg(Figure([whole]))))
+    assert len(re.findall(r"[ML]", line.get("d"))) == epochs
+    assert (line.get("stroke-linecap") == "round") == (epochs == 1)
+
+
 def test_a_zoom_is_one_in_a_page_too(tmp_path):
     """Both axes end where those of the picture do, so that the vertical one follows what the zoom shows."""
     x = [float(k) for k in range(100)]
@@ -100,7 +110,7 @@ def test_a_chart_puts_points_where_they_belong():
     assert math.isclose(y0 - y1, y1 - y2, abs_tol=0.2)
     assert y0 > y2
     assert float(second.split()[0]) > x2
-    assert float(second.split()[1]) == y2
+    assert second.split()[1] == f"{y2}h0"  # a point alone is seen, too
     assert "far" in texts(drawn)
 
 

@@ -221,6 +221,8 @@ def _chart(chart: Chart, paint: Paint, left: float, top: float) -> str:
         path = _path(line.x, line.y, across, up)
         if path:
             stroke = _stroke(line, 0.8 if line.thin else 1.6)
+            if "h0" in path:
+                stroke += ' stroke-linecap="round"'  # without it a line of no length is not seen
             made.append(
                 f'<path d="{path}" class="s{paint.number(line)}" fill="none" stroke-linejoin="round" {stroke}/>'
             )
@@ -268,7 +270,7 @@ def _band(line: Line, across: Scale, up: Scale, number: int) -> list[str]:
 
 
 def _path(xs: Sequence[float], ys: Sequence[float], across: Scale, up: Scale) -> str:
-    """The line, begun anew after what cannot be shown."""
+    """The line, begun anew after what cannot be shown; a single point is a line of no length."""
     parts: list[list[str]] = [[]]
     for x, y in zip(xs, ys, strict=True):
         if across.shows(x) and up.has(y):
@@ -277,4 +279,4 @@ def _path(xs: Sequence[float], ys: Sequence[float], across: Scale, up: Scale) ->
                 parts[-1].append(point)
         elif parts[-1]:
             parts.append([])
-    return "".join("M" + "L".join(part) for part in parts if part)
+    return "".join("M" + "L".join(part) + ("h0" if len(part) == 1 else "") for part in parts if part)

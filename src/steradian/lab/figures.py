@@ -41,7 +41,7 @@ def loss_figure(results: Iterable[Result]) -> Figure:
 
 def accuracy_figure(results: Iterable[Result]) -> Figure:
     """fig:acc_comparison: mean validation accuracy by epoch, the first third of the epochs, and the last quarter."""
-    zooms = {"the first epochs": lambda n: (1 + _EARLY * n, n / 3), "the last epochs": lambda n: (0.75 * n, float(n))}
+    zooms = {"the first epochs": lambda n: (_first(n), n / 3), "the last epochs": lambda n: (0.75 * n, float(n))}
     return _by_epoch(results, "validation_accuracy", "validation accuracy (%)", zooms)
 
 
@@ -73,11 +73,17 @@ def _by_epoch(
         if len([kind for kind in kinds if kind[:3] == (model, norm, data)]) > 1:
             name += f", {epochs} epochs"
         longest = max(len(line.x) for line in lines)
-        start = 1 if logarithmic else 1 + _EARLY * longest
+        start = 1 if logarithmic else _first(longest)
         charts.append(Chart(name, "epoch", title, lines, logarithmic, (start, float(longest))))
         if longest >= _WORTH_A_ZOOM:
             charts += [Chart(part, "epoch", title, lines, logarithmic, cut(longest)) for part, cut in zooms.items()]
     return Figure(charts)
+
+
+def _first(epochs: int) -> float:
+    """The epoch after the early ones; of few epochs none is left out."""
+    early = _EARLY * epochs
+    return 1 + early if early >= 1 else 1
 
 
 def _line(method: str, curves: Sequence[Sequence[float]]) -> Line:

@@ -48,8 +48,8 @@ def _traces(chart: Chart, paint: Paint) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for line in chart.lines:
         colour = paint.colour(line)[0]
-        shared = {"x": list(line.x), "mode": "lines", "legendgroup": line.name}
-        hidden = {"line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+        shared = {"x": list(line.x), "mode": "lines" if len(line.x) > 1 else "markers", "legendgroup": line.name}
+        hidden = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
         if line.low:
             made.append({**shared, **hidden, "y": list(line.low)})
             made.append({**shared, **hidden, "y": list(line.high), "fill": "tonexty", "fillcolor": colour + "26"})
