@@ -75,6 +75,9 @@ def test_curves_of_few_epochs_show_all_of_them(tmp_path, kind, epochs):
     [line] = paths(ET.fromstring(svg(Figure([whole]))))
     assert len(re.findall(r"[ML]", line.get("d"))) == epochs
     assert (line.get("stroke-linecap") == "round") == (epochs == 1)
+    if epochs == 1:  # in the middle, and large enough to be seen
+        across, _ = scales(whole, 100, 100)
+        assert (across(1), float(line.get("stroke-width"))) == (50, 6)
 
 
 def test_a_zoom_is_one_in_a_page_too(tmp_path):

@@ -220,7 +220,8 @@ def _chart(chart: Chart, paint: Paint, left: float, top: float) -> str:
     for line in chart.lines:
         path = _path(line.x, line.y, across, up)
         if path:
-            stroke = _stroke(line, 0.8 if line.thin else 1.6)
+            alone = path.endswith("h0") and path.count("M") == 1
+            stroke = _stroke(line, 6 if alone else 0.8 if line.thin else 1.6)
             if "h0" in path:
                 stroke += ' stroke-linecap="round"'  # without it a line of no length is not seen
             made.append(
@@ -234,7 +235,8 @@ def scales(chart: Chart, wide: float, high: float) -> tuple[Scale, Scale]:
     """The horizontal and the vertical one, the latter over what is shown of the lines and their bands."""
     xs = [x for line in chart.lines for x in line.x]
     start, end = chart.x_range or (min(xs, default=0.0), max(xs, default=1.0))
-    across = Scale(start, end, 0, wide)
+    around = 0.5 if start == end else 0  # so that a point alone stands in the middle
+    across = Scale(start - around, end + around, 0, wide)
     ys = [
         y
         for line in chart.lines
