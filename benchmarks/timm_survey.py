@@ -24,8 +24,8 @@ from timm_models import LABELS, LIMIT, inspect, weigh
 
 from harness import RESULTS, environment
 
-HEAVY, MOST_HEAVY = 2**29, 6
-"""Bytes of parameters above which only so many architectures are inspected at a time."""
+HEAVY = 2**29
+"""Bytes of parameters above which fewer architectures are inspected at a time."""
 
 Records = dict[str, dict[str, Any]]
 
@@ -66,6 +66,7 @@ class Survey:
         self.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.until = time.monotonic() + options.seconds
         self.only: list[str] = options.only
+        self.heavy: int = options.heavy
         self.least_bytes, self.most_bytes = options.least * 2**30, options.gigabytes * 2**30
         self.pool = Pool(
             options.workers, setup, preload=["torch", "timm", "steradian", "timm_models"], limit=options.limit
@@ -90,7 +91,7 @@ class Survey:
         waiting = self._open()
         heavy = [name for name in waiting if self.records[name]["bytes"] > HEAVY]
         self._inspect([name for name in waiting if name not in heavy], batch=4)
-        self._inspect(heavy, batch=4, most=MOST_HEAVY)
+        self._inspect(heavy, batch=4, most=self.heavy)
         self._inspect([name for name in self._open() if self.records[name].get("memory")], batch=2, most=2)
         self.pool.close()
         self.save()
@@ -185,6 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--heavy", type=int, default=6, help="most workers for those above half a gigabyte")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one architecture")
     parser.add_argument("--device", default="")
     parser.add_argument("--out", type=Path, default=RESULTS / "timm.json")

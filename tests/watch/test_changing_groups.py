@@ -9,6 +9,7 @@ from torch import nn
 import steradian as st
 from steradian.groups import Group, Groups
 from steradian.watch import watch
+from steradian.watch._membership import Membership
 
 from small import groups_of, rows, series, set_gradients, train
 
@@ -16,6 +17,7 @@ KINDS = {
     "torch": lambda groups: torch.optim.Adam(groups, lr=0.05),
     "unreadable": lambda groups: torch.optim.NAdam(groups, lr=0.05),
     "ours": lambda groups: st.optim.Adam(groups, lr=0.05, without="abc"),
+    "ours fused": lambda groups: st.optim.Adam(groups, lr=0.05, without="abc", fused=True),
 }
 
 
@@ -72,6 +74,34 @@ def test_a_parameter_that_moves_to_another_group_is_not_recorded_with_the_settin
     assert list(series(seen.records(), "angle", "v")) == [0, 1]
     assert list(series(seen.records(), "angle", "w")) == [0, 1, 2, 3]
     assert "v not followed any more" in caplog.text
+
+
+def test_rows_without_a_gradient_are_recorded_when_they_step(apart):
+    optimizer, params = apart
+    there = [True, True, False, False, True, True, False]
+    with watch(optimizer) as seen:
+        for step, both in enumerate(there):
+            set_gradients(params, step)
+            if not both:
+                params[1].grad = None
+            optimizer.step()
+    assert seen.error is None
+    assert list(series(seen.records(), "angle", "w")) == list(range(7))
+    assert list(series(seen.records(), "angle", "v")) == [0, 1, 4, 5]
+
+
+def test_a_step_that_the_optimizer_remembers_is_not_looked_through_again(monkeypatch):
+    looks = []
+    monkeypatch.setattr(Membership, "look", lambda _: looks.append(1) or [])
+    params = rows((4, 5), (3, 5))
+    optimizer = KINDS["ours fused"](groups_of(params))
+    with watch(optimizer) as seen:
+        train(optimizer, params, 5)
+        assert len(looks) == 1
+        params[1].grad = None
+        optimizer.step()
+        assert len(looks) == 2
+    assert list(series(seen.records(), "angle", "w")) == list(range(6))
 
 
 def test_a_joint_set_may_lie_in_two_param_groups():

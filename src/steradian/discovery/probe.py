@@ -8,13 +8,15 @@ float64 where the model allows it, so that an exact invariance reads 1e-12 and n
 import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from .align import pairs_to_align
 from .graph import graph_nodes
@@ -165,20 +167,27 @@ class Prober:
         self.remarks: list[str] = []
         self._args, self._kwargs = args, kwargs
         self._noisy = True
+        self._made: tuple[torch.dtype | None, Leaves] | None = None
         self.use(torch.float64)
 
     def use(self, dtype: torch.dtype | None) -> None:
         """Choose the arithmetic."""
-        self._exact = self._quick = self._arithmetic(dtype)
-        self.precision = self._exact[0]
+        self.precision = self._quick = self._arithmetic(dtype)
         # On a GPU, float32 may mean TF32, whose ten bits are too few to tell an effect from rounding.
         plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.parameters.values())
         if dtype is not None and plain:
             self._quick = self._arithmetic(None)
         self.own = Point(self.parameters)
 
-    def _arithmetic(self, dtype: torch.dtype | None) -> tuple[Precision, Leaves]:
-        return precision_of(dtype, [p for p in self.parameters.values() if floating(p)]), make_leaves(self.model, dtype)
+    def _arithmetic(self, dtype: torch.dtype | None) -> Precision:
+        return precision_of(dtype, [p for p in self.parameters.values() if floating(p)])
+
+    def _leaves(self, dtype: torch.dtype | None) -> Leaves:
+        """Leaves of a type. Those of the last one are gone then: a large model has no room for both."""
+        if self._made is None or self._made[0] != dtype:
+            self._made = None
+            self._made = (dtype, make_leaves(self.model, dtype))
+        return self._made[1]
 
     @property
     def left(self) -> int:
@@ -211,8 +220,8 @@ class Prober:
             quick: in the model's own float32, if it is on the CPU, which convolves in it several times faster.
             draw: seed of what the model draws by itself, if not the same.
         """
-        precision, leaves = self._quick if quick else self._exact
-        noise = Noise(seed)
+        precision = self._quick if quick else self.precision
+        leaves, noise = self._leaves(precision.dtype), Noise(seed)
         with torch.inference_mode(False):
             point.write(leaves)
         for leaf in leaves.values():
@@ -228,9 +237,10 @@ class Prober:
                 recorder.finish(outputs, leaves)
             reading = Reading([t.detach().clone() for t in outputs], precision.noise)
             if backward:
-                self._backward([t for t in outputs if t.requires_grad], leaves, noise)
+                take = partial(self._tabulate, reading, leaves, pairs or {})
+                self._backward([t for t in outputs if t.requires_grad], leaves, noise, take)
         if backward:
-            self._tabulate(reading, leaves, pairs or {})
+            self._complete(reading, take)
         return reading
 
     def _inputs(
@@ -245,7 +255,8 @@ class Prober:
         args = tuple(map_inputs(value, change, name) for value, name in zip(self._args, names, strict=True))
         return args, {name: map_inputs(value, change, name) for name, value in self._kwargs.items()}
 
-    def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise) -> None:
+    def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise, take: Callable[[str], None]) -> None:
+        """Derivatives of a random loss. Each gradient is taken as soon as it is complete, where that can be known."""
         if not outputs:
             return
         self.backwards += 1
@@ -255,22 +266,38 @@ class Prober:
             )
             for t in outputs
         ]
-        if any("CheckpointFunction" in node.name() for node in graph_nodes(outputs)):
+        nodes = graph_nodes(outputs)
+        if any("CheckpointFunction" in node.name() for node in nodes):
             # Reentrant checkpointing refuses `inputs`; the leaves are private, so nothing else is touched.
             torch.autograd.backward(outputs, cotangents)
-        else:
-            wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
-            torch.autograd.backward(outputs, cotangents, inputs=wanted)
+            return
+        wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        # A function written in Python may go backward inside: then a gradient comes in parts.
+        whole = {} if any(isinstance(node, BackwardCFunction) for node in nodes) else wanted
+        handles = [
+            leaf.register_post_accumulate_grad_hook(lambda _, name=name: take(name)) for name, leaf in whole.items()
+        ]
+        try:
+            torch.autograd.backward(outputs, cotangents, inputs=list(wanted.values()))
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def _tabulate(self, reading: Reading, leaves: Leaves, pairs: Mapping[str, Sequence[Key]]) -> None:
+    @torch.no_grad()
+    def _tabulate(self, reading: Reading, leaves: Leaves, pairs: Mapping[str, Sequence[Key]], name: str) -> None:
+        """Keep of a gradient what a reading needs, and let it go: a large model has no room for all of them."""
+        leaf = leaves[name]
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        grad = grad.to_dense() if grad.is_sparse else grad
+        keys = dict.fromkeys([*self._aligning.get(name, ()), *pairs.get(name, ())])
+        reading.tables[name] = tabulate(grad, leaf.detach(), list(keys))
+        leaf.grad = None
+
+    def _complete(self, reading: Reading, take: Callable[[str], None]) -> None:
         for name in self.trainable:
-            leaf = leaves[name]
-            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            grad = grad.to_dense() if grad.is_sparse else grad
-            keys = dict.fromkeys([*self._aligning.get(name, ()), *pairs.get(name, ())])
-            reading.tables[name] = tabulate(grad, leaf.detach(), list(keys))
-            leaf.grad = None
-        reading.tables = to_host(reading.tables)
+            if name not in reading.tables:
+                take(name)
+        reading.tables = to_host({name: reading.tables[name] for name in self.trainable})
         reading.peak = max((reading.effect(name) for name in self.trainable), default=0.0)
         reading.steepest = max((reading.slope(name) for name in self.trainable), default=0.0)
 

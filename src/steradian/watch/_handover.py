@@ -71,7 +71,7 @@ class Handover:
         self.followed = [entry for station in stations for entry in station.followed]
         self.names = tuple(entry.name for entry in self.followed)
         self._params = [param for entry in self.followed for param in entry.params]
-        self._all = [True] * len(self.followed)
+        self._all = self._now = [True] * len(self.followed)
         self.rows, self.rows_every = rows, rows_every
         self.merge = merge
         self.paths = paths
@@ -85,14 +85,21 @@ class Handover:
 
     # On the devices
 
-    def observe(self, step: int) -> None:
-        """Have the stations take in the step that was just made."""
+    def observe(self, step: int, *, again: bool = False) -> None:
+        """Have the stations take in the step that was just made.
+
+        Args:
+            step: its number.
+            again: the same parameters have gradients as in the last one.
+        """
         for station in self.stations:
             station.observe(len(self._steps))
         self._steps.append(step)
-        # In every step, so without a line of Python for each parameter.
-        usual = self.complete and all(map(is_not, map(_GRAD, self._params), repeat(None)))
-        self._active.append(self._all if usual else [entry.active for entry in self.followed])
+        if not again:
+            # It may be in every step, so without a line of Python for each parameter.
+            usual = self.complete and all(map(is_not, map(_GRAD, self._params), repeat(None)))
+            self._now = self._all if usual else [entry.active for entry in self.followed]
+        self._active.append(self._now)
         self.observations += 1
         self.paths.follow(len(self._steps) - 1, self.observations)
 

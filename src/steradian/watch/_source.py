@@ -42,12 +42,14 @@ class Source(ABC):
         columns: the names of the numbers.
         missing: quantities that this source cannot give, and why.
         each_step: it must see every step, also those that are not recorded.
+        beforehand: it must see what there is before a step, too.
         dtype: what the numbers are kept in; None: what rows are computed in.
     """
 
     columns: tuple[str, ...]
     missing: dict[str, str]
     each_step: bool = False
+    beforehand: bool = True
     dtype: torch.dtype | None = None
 
     def open(self) -> None:  # noqa: B027
@@ -55,6 +57,10 @@ class Source(ABC):
 
     def before(self) -> None:  # noqa: B027
         """Called before a step."""
+
+    def again(self) -> bool:
+        """Called after a step: whether it was one of the same parameters, in the same groups, as at the last call."""
+        return False
 
     @abstractmethod
     def after(self, out: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Our optimizers' steps as they tell them themselves."""
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ class Told(Source):
     """The telemetry of our optimizers: one copy per observed step."""
 
     columns = TELEMETRY
+    beforehand = False
 
     def __init__(self, optimizer: RowOptimizer, followed: Sequence[Followed]) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -32,8 +34,17 @@ class Told(Source):
         self.optimizer = optimizer
         self._buffers: tuple[Tensor, ...] | None = None
         self._rows: list[tuple[Tensor, slice | None]] = []
+        self._last: weakref.ref[object] | None = None
         why = "this optimizer's telemetry does not hold it; pass phenomena=True to measure it from the weights"
         self.missing = dict.fromkeys(("deformation", *PHENOMENA), why)
+
+    def again(self) -> bool:
+        # The optimizer has compared parameters, groups and gradients, where it took a step that it remembers.
+        taken = self.optimizer._remembered
+        same = taken is not None and self._last is not None and self._last() is taken
+        if not same:
+            self._last = None if taken is None else weakref.ref(taken)
+        return same
 
     def after(self, out: Tensor) -> None:
         telemetry = self.optimizer.telemetry

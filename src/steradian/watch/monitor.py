@@ -140,8 +140,9 @@ class Watch:
         self._all_names |= {id(p): name for e in self.followed for name, p in zip(e.names, e.params, strict=True)}
         self._membership = Membership(optimizer, self.stations)
         self._calls: int | None = None
-        self._looking = self._begun = False
+        self._looking = self._begun = self._again = False
         self._each_step = any(station.source.each_step for station in self.stations)
+        self._beforehand = any(station.source.beforehand for station in self.stations)
         self._cuda = any(station.device.type == "cuda" for station in self.stations)
         self._flushed_at = time.monotonic()
         self.running = self._stopped = False
@@ -234,18 +235,19 @@ class Watch:
 
     def _before(self) -> None:
         self._begun = False
-        if (self._cuda and torch.cuda.is_current_stream_capturing()) or not self.running or self._guarded.ended:
+        if not self.running or self._guarded.ended:
+            return
+        if (self._beforehand or self._calls is None) and self._capturing():
             return
         if self._calls is None:
             self._calls = self._first_step()
         self._begun = True
+        if not self._beforehand:
+            return
         self._looking = self._calls % self.every == 0
         if not self._looking and not self._each_step:
             return
-        if lost := self._membership.look():
-            text = "%s: %s not followed any more: no longer in the param group of before"
-            logger.warning(text, self.run, ", ".join(lost))
-            self._handover.complete = False
+        self._look_at_groups()
         for station in self.stations:
             if self._looking or station.source.each_step:
                 station.source.before()
@@ -255,6 +257,13 @@ class Watch:
             return
         assert self._calls is not None
         self._begun = False
+        if not self._beforehand:
+            if self._capturing():
+                return
+            self._looking = self._calls % self.every == 0
+            self._again = self._looking and all(station.source.again() for station in self.stations)
+            if self._looking and not self._again:
+                self._look_at_groups()
         for station in self.stations:
             station.note_skip()
         if self._looking or self._each_step:
@@ -267,10 +276,19 @@ class Watch:
         if self._handover.waiting:
             self._settle(wait=self.sharded and self._handover.empty)
 
+    def _capturing(self) -> bool:
+        return self._cuda and torch.cuda.is_current_stream_capturing()
+
+    def _look_at_groups(self) -> None:
+        if lost := self._membership.look():
+            text = "%s: %s not followed any more: no longer in the param group of before"
+            logger.warning(text, self.run, ", ".join(lost))
+            self._handover.complete = False
+
     @torch.no_grad()
     def _look(self, step: int) -> None:
         if self._looking:
-            self._handover.observe(step)
+            self._handover.observe(step, again=self._again)
             return
         for station in self.stations:
             if station.source.each_step:
