@@ -283,8 +283,8 @@ def test_a_method_that_diverged_everywhere_is_in_the_table_of_its_grid():
 def test_what_took_seconds_is_not_told_as_no_hours():
     [column] = accuracy_columns([result(), result(seed=1)])
     assert column.time() == "2 trainings took 3 s of x."
-    [column] = accuracy_columns([replace(result(), seconds=360.0)])
-    assert column.time() == "1 training took 0.10 hours of x."
+    [column] = accuracy_columns([replace(result(), seconds=120.0)])
+    assert column.time() == "1 training took 0.03 hours of x."
 
 
 def test_different_images_under_one_name_are_said():
