@@ -57,5 +57,6 @@ def write(name: str, table: Table, **facts: object) -> None:
         shown.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
     Console().print(shown)
     RESULTS.mkdir(exist_ok=True)
-    record = {"environment": environment(), **facts, "rows": table.rows}
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    rows = [{column: None if value != value else value for column, value in row.items()} for row in table.rows]
+    record = {"environment": environment(), **facts, "rows": rows}  # JSON has no NaN: what was not measured is null
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")

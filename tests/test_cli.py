@@ -13,6 +13,8 @@ import pytest
 from steradian.cli import main
 from steradian.lab.results import Store
 
+from lab.simulated import column
+
 COMMANDS = [
     "demo",
     "inspect",
@@ -86,6 +88,14 @@ def test_inspect_takes_tokens(call, tmp_path, monkeypatch):
     assert re.search(r"0\.weight +filter +11 × 6 +1 \(LayerNorm\)", done.out)
 
 
+def test_inspect_says_which_module_is_missing(call, tmp_path):
+    (tmp_path / "needs_more.py").write_text("import no_such_module.inside\n")
+    done = call("inspect", "needs_more:model", "--input", "2x3")
+    assert done.err == "steradian: needs_more imports 'no_such_module', and there is no such module\n"
+    done = call("inspect", "no_such_module.inside:model", "--input", "2x3")
+    assert "no module 'no_such_module.inside'" in done.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -113,6 +123,7 @@ def test_inspect_takes_tokens(call, tmp_path, monkeypatch):
         ("write-up nothing.md --results nowhere", "results must be a folder"),
         ("data check cifar10 --root nowhere", "root must be a folder"),
         ("bench nothing", "no benchmark 'nothing'"),
+        ("bench harness", "there are convolution, discovery, fleet, image, step, timm_survey, watch"),
         ("inspect steradian.lab.models:small_cnn --input 99999999999999999999x1", "input must fit in memory"),
         ("inspect steradian.lab.models:small_cnn --input ²x3", "input must be a shape"),
         ("train --data svhn --root nowhere", "root must be a folder"),
@@ -125,6 +136,7 @@ def test_inspect_takes_tokens(call, tmp_path, monkeypatch):
         ("reproduce tables --data digits --network guessed", "network must be paper or released"),
         ("reproduce grid --data digits --settings released", "--settings is for tables"),
         ("reproduce tables --data digits --weight-decay 0.1", "--weight-decay is for grid"),
+        ("reproduce grid --data digits --methods SGD-M --beta2 0.9", "beta2s are for the Adam variants"),
         ("reproduce tables --data digits --engine ray --seconds 3", "--seconds is for --engine local"),
         ("reproduce hypotheses --data digits --engine ray", "--engine ray is for tables"),
         ("reproduce hypotheses --data digits --engine slurm", "engine must be local or ray"),
@@ -167,6 +179,17 @@ def test_what_nobody_expected_is_one_line_too_and_shows_where_when_asked(call, m
     monkeypatch.setenv("STERADIAN_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         call("inspect", "x:y", "--input", "1")
+
+
+def test_a_missing_package_is_said_with_what_installs_it(call, monkeypatch):
+    def lacks(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("steradian.lab.targets.load_model", lacks)
+    done = call("inspect", "plotly.offline", "--input", "1")
+    hint = ", which comes with the extra 'lab': pip install 'steradian[lab]'"
+    assert (done.code, done.err) == (1, f"steradian: No module named 'plotly.offline'{hint}\n")
+    assert call("inspect", "another", "--input", "1").err == "steradian: No module named 'another'\n"
 
 
 def test_an_interruption_is_said(call, monkeypatch):
@@ -217,6 +240,20 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     assert (tmp_path / "loss.svg").read_text().startswith("<svg")
     stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)
     assert "The time is over" in stopped.out
+    assert "Test accuracy" not in stopped.out  # there is no table yet
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_figure_is_cut_off_on_a_narrow_screen(call, tmp_path, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    results = column(tmp_path)
+    told = call("table", "resnet20-cifar10", "--results", tmp_path).out
+    assert "…" not in told
+    for result in results:
+        assert f"{result.accuracy:.2f}" in told
+    table = told[: told.index("Adam w/o (ab) has") if "Adam w/o (ab) has" in told else None].splitlines()
+    assert max(len(line) for line in table if line[:1] in "┏┃┡│└") <= width
+    assert ("seed by seed" in told) == (width < 140)
 
 
 def test_tracked_trainings_and_the_write_up(call, tmp_path):

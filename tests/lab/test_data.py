@@ -1,5 +1,6 @@
 """Data: every source gives the same arrays, damage is noticed, pickles run nothing, batches are pure functions."""
 
+import errno
 import hashlib
 import io
 import json
@@ -239,6 +240,16 @@ def test_a_known_name_is_kept_for_its_own_data(tmp_path):
         load("svhn", root)
 
 
+def test_a_name_of_ones_own_holds_whatever_form_the_data_have(tmp_path):
+    """Digits under another name are augmented as that name is, packed or not, and are called by it."""
+    digits = data("digits", size=8, channels=1)
+    pack(digits, tmp_path, effort=0)
+    named, known = load("mine", tmp_path), load("digits", tmp_path)
+    assert (named.name, known.name) == ("mine", "digits")
+    assert named.fingerprint() == known.fingerprint()
+    assert (Resident(named).flip, Resident(known).flip) == (True, False)
+
+
 def test_too_few_images_are_refused():
     with pytest.raises(ValueError, match="2 training images"):
         Resident(data(train=1))
@@ -344,3 +355,13 @@ def test_plans_depend_on_seed_and_epoch_alone():
     assert len(different) == 16
     with pytest.raises(ValueError, match="batch must be at most"):
         epoch_plan(0, 0, images=5, batch=6, views=1)
+
+
+def test_a_full_disk_is_named_with_its_file_and_leaves_no_parts(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*train-0\.webp'"):
+        pack(data("mine", size=4), tmp_path, effort=0)
+    assert not list(tmp_path.iterdir())

@@ -1,5 +1,8 @@
 """Documents: regions are made from results, all else is kept, and those of the repository are up to date."""
 
+import importlib.util
+import json
+import math
 import re
 from pathlib import Path
 
@@ -133,6 +136,33 @@ def test_the_documents_are_up_to_date_with_the_results(tmp_path, name):
         assert number.sub("#", here) == number.sub("#", there), made.name
         pairs = zip(number.findall(here), number.findall(there), strict=True)
         assert all(abs(float(a) - float(b)) < 0.15 for a, b in pairs), made.name
+
+
+def test_the_steps_in_the_readme_are_those_of_the_file():
+    [_, table] = (ROOT / "README.md").read_text().split("| shapes of | eager | graph | share of copy bandwidth |\n")
+    lines = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[1:]]
+    told = json.loads((ROOT / "results" / "bench-step-gpu.json").read_text())["rows"]
+    names = ("eager / fused Adam", "graph / fused Adam", "share of copy")
+    ours = [row for row in told if row["method"] == 'Adam, without="abc", fused']
+    assert [line[1:] for line in lines] == [[f"{row[name]:.2f}" for name in names] for row in ours]
+    assert [line[0].split()[0] for line in lines] == [row["set"].split()[0] for row in ours]
+
+
+def test_what_benchmarks_write_is_json(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("benchmarks_harness", ROOT / "benchmarks" / "harness.py")
+    harness = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(harness)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    table = harness.Table("method", "ms")
+    table.add("measured", 1.5)
+    table.add("not measured", math.nan)
+    harness.write("bench", table)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    told = json.loads((tmp_path / "bench.json").read_text(), parse_constant=refuse)
+    assert [row["ms"] for row in told["rows"]] == [1.5, None]
 
 
 def test_every_result_that_a_document_can_show_is_small():

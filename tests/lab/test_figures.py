@@ -1,13 +1,15 @@
 """Figures show what was stored, in colours that are the same everywhere, for light and dark readers."""
 
+import json
 import math
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from steradian.lab.charts import Chart, Figure, Line, svg
+from steradian.lab.charts import Chart, Figure, Line, scales, svg
 from steradian.lab.colours import METHOD_COLOURS
 from steradian.lab.figures import FIGURES, hypotheses_figure, phenomena_figure, trajectories_figure
 from steradian.lab.pictures import write_figure
@@ -59,6 +61,41 @@ def test_curves_mix_no_settings_and_count_no_training_twice(tmp_path):
         FIGURES["loss"]([one, replace(two, config=replace(two.config, lr=0.5))])
 
 
+def test_curves_of_different_lengths_are_apart(tmp_path):
+    short, long = (column(tmp_path, seeds=1, epochs=n, methods=["Adam"]) for n in (3, 5))
+    found = {chart.title: chart.lines[0].x[-1] for chart in FIGURES["loss"]([*short, *long]).charts}
+    assert found == {"ResNet20 BN, CIFAR-10, 3 epochs": 3, "ResNet20 BN, CIFAR-10, 5 epochs": 5}
+
+
+@pytest.mark.parametrize("kind", FIGURES)
+@pytest.mark.parametrize("epochs", [1, 2, 12])
+def test_curves_of_few_epochs_show_all_of_them(tmp_path, kind, epochs):
+    whole = FIGURES[kind](column(tmp_path, seeds=1, epochs=epochs, methods=["Adam"])).charts[0]
+    assert whole.x_range == (1, epochs)
+    [line] = paths(ET.fromstring(svg(Figure([whole]))))
+    assert len(re.findall(r"[ML]", line.get("d"))) == epochs
+    assert (line.get("stroke-linecap") == "round") == (epochs == 1)
+    if epochs == 1:  # in the middle, and large enough to be seen
+        across, _ = scales(whole, 100, 100)
+        assert (across(1), float(line.get("stroke-width"))) == (50, 6)
+
+
+def test_a_zoom_is_one_in_a_page_too(tmp_path):
+    """Both axes end where those of the picture do, so that the vertical one follows what the zoom shows."""
+    x = [float(k) for k in range(100)]
+    whole = Chart("all", "epoch", "loss", [Line("a", x, [100.0 / (1 + k) for k in x])], logarithmic=True)
+    zoom = replace(whole, title="the end", x_range=(50.0, 99.0), marks=[(1.5, "bound")])
+    write_figure(Figure([whole, zoom]), tmp_path / "f.html")
+    found = re.findall(r'"layout": (\{.*?\}), "config"', (tmp_path / "f.html").read_text())
+    layouts = [json.loads(text) for text in found]
+    for made, chart in zip(layouts, (whole, zoom), strict=True):
+        _, up = scales(chart, 1, 1)
+        np.testing.assert_allclose(10 ** np.array(made["yaxis"]["range"]), [up.low, up.high])
+    assert layouts[1]["xaxis"]["range"] == [50, 99]
+    assert 10 ** layouts[1]["yaxis"]["range"][1] < 2.5
+    assert [note["text"] for note in layouts[1]["annotations"]] == ["bound"]
+
+
 def test_records_of_another_kind_are_no_figure(tmp_path):
     others, own = compared(tmp_path, points=4), tracked(tmp_path, points=4)
     assert hypotheses_figure(others.table(), others.about()).empty
@@ -76,7 +113,7 @@ def test_a_chart_puts_points_where_they_belong():
     assert math.isclose(y0 - y1, y1 - y2, abs_tol=0.2)
     assert y0 > y2
     assert float(second.split()[0]) > x2
-    assert float(second.split()[1]) == y2
+    assert second.split()[1] == f"{y2}h0"  # a point alone is seen, too
     assert "far" in texts(drawn)
 
 
@@ -154,6 +191,32 @@ def test_phenomena_by_layer_and_method(tmp_path):
     assert lines[4][-1].startswith(f"{later['value'].max():.2g} in {later.loc[later['value'].idxmax(), 'group']}")
     none = tracked(tmp_path, measured=(), name="none", epochs=2)
     assert phenomena_figure(none.table(), none.about()).empty
+
+
+def test_summaries_of_one_file_keep_to_their_kind(tmp_path):
+    """Both kinds of records under the name of one study."""
+    tracked(tmp_path, epochs=4, name="both")
+    both = compared(tmp_path, points=4, name="both")
+    table, about = both.table(), both.about()
+    assert [line[0] for line in hypotheses_summary(table, about)[1]] == ["SGD-M", "Adam", "SGD"]
+    assert len(phenomena_summary(table, about)[1]) == 8
+    assert len(trajectories_summary(table, about)[1]) == 6
+
+
+def test_summaries_of_what_diverged_say_so_or_nothing(tmp_path):
+    tracks = tracked(tmp_path, epochs=40)
+    table, about = tracks.table(), tracks.about()
+    adam = next(run for run in about if "adam" in run)
+    early = table[(table["run"] != adam) | (table["step"] < 3)]  # then nothing is a number any more
+    assert [line[-1] for line in phenomena_summary(early, about)[1][4:]] == [""] * 4
+    gone = early[(early["run"] != adam) | ~early["group"].isin([LIVING]) & (early["quantity"] != "living")]
+    line = hypotheses_summary(gone, about)[1][1]
+    assert line == ["Adam", *[""] * 10]
+    others = compared(tmp_path)
+    table = others.table()
+    lost = table[~table["group"].str.startswith("AdaGrad:") | (table["step"] < 100)]
+    lines = trajectories_summary(lost, others.about())[1]
+    assert [line[3] == "diverged" for line in lines] == [False, True] * 3
 
 
 def test_trajectories_by_norm(tmp_path):

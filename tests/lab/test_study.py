@@ -1,8 +1,11 @@
 """A study among others: several processes, other data under the same name, checkpoints that do not fit, a last step."""
 
+import fcntl
 import io
 import math
+import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -49,6 +52,33 @@ def test_a_claim_is_held_by_one_and_free_when_it_ends(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_claim_that_two_others_give_up_meanwhile_can_be_taken(tmp_path, monkeypatch):
+    """Before it is locked, who had it removes its file; the next one's file goes while it is looked at."""
+    path, done = tmp_path / "a.lock", []
+    flock, stat = fcntl.flock, Path.stat
+
+    def late(file, how):
+        if not done:
+            path.unlink()
+            path.touch()
+            done.append("locked")
+        flock(file, how)
+
+    def gone_after(self, **options):
+        found = stat(self, **options)
+        if self == path and done == ["locked"]:
+            done.append("looked at")
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(Path, "stat", gone_after)
+    with Claims(tmp_path) as claims:
+        assert claims.take(["a"])
+        assert path.exists()
+    assert done == ["locked", "looked at"]
+
+
 def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
     configs = [replace(ONE, seed=seed) for seed in range(2)]
     told = io.StringIO()
@@ -62,11 +92,25 @@ def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
         theirs.free([configs[0].key])
 
     monkeypatch.setattr(here.watcher, "waiting", lambda count: (Lines.waiting(here.watcher, count), meanwhile()))
-    monkeypatch.setattr("steradian.lab.fleet._OTHERS", 0.0)
+    monkeypatch.setattr("steradian.lab.claims.AGAIN", 0.0)
     assert here.run(configs)
     made = {result.config.seed: result.environment["device"] for result in here.store.results()}
     assert made[0] == "theirs" != made[1]
     assert "waiting for 1 that other processes have" in told.getvalue()
+
+
+def test_what_killed_processes_left_in_the_way_is_removed(tmp_path, data):
+    """A part of the weights that were being written, and a checkpoint of a training whose result was stored."""
+    left = tmp_path / "work" / "weights" / f".{ONE.key}.pt.99999.part"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half of")
+    assert fleet(tmp_path, data, keep_weights=True).run([ONE])
+    assert not left.exists()
+    checkpoint = tmp_path / "work" / "checkpoints" / f"{ONE.key}.pt"
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_bytes(b"of the epoch before the last")
+    assert fleet(tmp_path, data).run([ONE])
+    assert not checkpoint.exists()
 
 
 def test_the_last_step_of_all_can_diverge_too():
@@ -112,6 +156,16 @@ def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=rf"{path.name} cannot be read .* remove it"):
         made.run([ONE])
+
+
+@pytest.mark.parametrize("content", [b"", b"not a file of tensors", pickle.dumps(ONE)])
+def test_a_damaged_checkpoint_is_named_and_nobody_is_told_to_run_it(tmp_path, data, content):
+    path = tmp_path / "work" / "checkpoints" / f"{ONE.key}.pt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{path} cannot be read .*; remove it to train") as raised:
+        fleet(tmp_path, data).run([ONE])
+    assert "weights_only" not in str(raised.value)
 
 
 def test_a_study_does_not_take_one_data_set_for_another(tmp_path, monkeypatch):

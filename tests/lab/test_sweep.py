@@ -6,12 +6,17 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from steradian.lab.data import DataSet, Images, pack
+from steradian.lab.members import CURVES
 from steradian.lab.recipes import accuracy_tables
+from steradian.lab.results import Result, Store
 from steradian.lab.study import Study
-from steradian.lab.sweep import _got, sweep
+from steradian.lab.sweep import _got, _work, sweep
 
 from lab.studies import curves
 
@@ -108,6 +113,41 @@ def test_what_goes_wrong_in_a_fleet_comes_out_as_it_was_raised():
     lost.error = ray.exceptions.WorkerCrashedError()
     with pytest.raises(RuntimeError, match=r"a fleet was lost .* a new start goes on"):
         _got(lost, [])
+
+
+def test_what_another_study_has_finished_is_not_sent_to_workers(tmp_path, monkeypatch):
+    def nobody(*_, **__):
+        raise AssertionError("there is nothing to do")
+
+    working = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict)
+    working.remote = lambda **_: lambda _: SimpleNamespace(remote=nobody)
+    monkeypatch.setattr("steradian.lab.sweep._ray", lambda: working)
+    known = [Result(config, {name: [1.0] for name in CURVES}) for config in configs()]
+    Store(tmp_path / "other.json").add(known)
+    study = Study("spread", tmp_path, tmp_path / "runs")
+    assert sweep(configs(), study, engine="ray")
+    assert study.store.keys() == {config.key for config in configs()}
+
+
+def test_workers_look_for_data_where_the_driver_would(tmp_path, monkeypatch):
+    """A worker begins in a folder of its own: here the driver's calls, carried out there."""
+
+    def elsewhere(*arguments):
+        with monkeypatch.context() as worker:
+            worker.chdir("/")
+            return _work(*arguments)
+
+    here = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict, exceptions=ray.exceptions)
+    here.remote = lambda **_: lambda _: SimpleNamespace(remote=elsewhere)
+    here.wait, here.get = (lambda left, num_returns: (left, [])), list
+    monkeypatch.setattr("steradian.lab.sweep._ray", lambda: here)
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    some = Images(random.integers(0, 256, (30, 8, 8, 1), dtype=np.uint8), random.integers(0, 2, 30))
+    pack(DataSet("mine", some, some, ["a", "b"]), tmp_path / "data" / "mine", effort=0)
+    [config] = accuracy_tables(data="mine", columns=["VGG16"], methods=["Adam"], epochs=1, seeds=1)
+    small = replace(config, width=4, batch_size=8, precision="float32")
+    assert sweep([small], Study("spread", tmp_path / "results", tmp_path / "runs"), engine="ray")
 
 
 def test_an_unknown_engine_is_refused(tmp_path):

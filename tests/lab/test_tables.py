@@ -93,6 +93,23 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*.part"))
 
 
+def test_what_killed_writers_left_is_removed(tmp_path):
+    store = Store(tmp_path / "study [1].json")
+    left, other = tmp_path / ".study [1].json.99999.part", tmp_path / ".study 1.json.99999.part"
+    left.write_text("half of")
+    other.write_text("somebody's")
+    store.add([result()])
+    assert not left.exists()
+    assert other.exists()
+
+
+def test_a_folder_that_is_called_like_results_stops_no_study(tmp_path):
+    (tmp_path / "folder.json").mkdir()
+    assert Store(tmp_path / "study.json").elsewhere([CONFIG.key]) == []
+    with pytest.raises(ValueError, match=r"folder\.json is not a file of results"):
+        Store(tmp_path / "folder.json").results()
+
+
 def test_a_link_to_results_stays_one(tmp_path):
     real, link = tmp_path / "real.json", tmp_path / "link.json"
     link.symlink_to(real)
@@ -172,7 +189,7 @@ def test_a_table_shows_ours_beside_the_papers_and_says_what_is_noise():
     assert "is first (in the paper's own figures Adam w/o (ab) leads Adam w/o (abc) by 0.11, p = 0.39)" in claim
     assert sgd == "SGD-M is 0.50 above the best Adam variant, Adam w/o (ab)."
     assert shrunk.endswith("SGD-M 3, Adam 3, Adam w/o (ab) 3, Adam w/o (abc) 3.")
-    assert took == "11 trainings took 0.00 hours of x."
+    assert took == "11 trainings took 16 s of x."
     assert "| Adam | 90.10 ± 0.10 | 3 | 90.98 ± 0.06 | −0.88 |" in column.markdown()
 
 
@@ -200,8 +217,9 @@ def test_other_hyper_parameters_and_networks_than_the_papers_are_said(tmp_path):
 def test_a_table_does_not_mix_settings_norms_lengths_or_fine_tuning():
     with pytest.raises(ValueError, match="several settings"):
         accuracy_columns([result(), result(weight_decay=1e-3)])
-    with pytest.raises(ValueError, match="several lengths"):
-        accuracy_columns([result(), result("SGD-M", epochs=5)])
+    short, long = accuracy_columns([result("SGD-M"), result(epochs=5), result()])
+    assert (short.epochs, list(short.results)) == (4, ["SGD-M", "Adam"])
+    assert (long.length, list(long.results)) == ("5 epochs", ["Adam"])
     results = [result(norm="bn-no-affine", reached=80.0), result(start="something", reached=1.0), result()]
     made = accuracy_columns(results)
     assert [(c.norm, c.cells["Adam"].mean) for c in made] == [("bn", 90.0), ("bn-no-affine", 80.0)]
@@ -234,8 +252,39 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
         ("Adam w/o (a)", "0.01", "", "diverged", "0 (1 diverged)", "91.15"),
     ]
     line = grid_rows(results)[1][1]
-    assert line[2:4] == ["0.001, 0.0001, 0.99", "0.001, 3.125e-05, 0.99"]
+    assert line[2:5] == ["4", "0.001, 0.0001, 0.99", "0.001, 3.125e-05, 0.99"]
     assert line[-1] == "3 (1 diverged)"
+
+
+def test_trainings_of_different_lengths_are_no_grid():
+    """Fewer epochs are tried before many, under the name of one study."""
+    lengths = [result(), result(seed=1), result(epochs=5, reached=95.0)]
+    assert not is_grid(lengths)
+    results = [*lengths, result(weight_decay=1e-3)]
+    assert is_grid(results)
+    assert [(best.config.epochs, best.points, best.seeds) for best in search(results)] == [(4, 2, 2), (5, 1, 1)]
+
+
+def test_another_network_is_no_point_of_a_grid():
+    results = [result(), result(released=True), result(released=True, weight_decay=1e-3)]
+    assert not is_grid(results[:2])
+    assert is_grid(results)
+    assert [line[0] for line in grid_rows(results)[1]] == [
+        "ResNet20 cifar10 bn",
+        "ResNet20 cifar10 bn, released network",
+    ]
+
+
+def test_a_method_that_diverged_everywhere_is_in_the_table_of_its_grid():
+    [line] = grid_rows([result(diverged=True), result(diverged=True, weight_decay=1e-3)])[1]
+    assert line[1:] == ["Adam", "4", "", "0.001, 0.00025, 0.99", "diverged", "diverged", "0", "2 (2 diverged)"]
+
+
+def test_what_took_seconds_is_not_told_as_no_hours():
+    [column] = accuracy_columns([result(), result(seed=1)])
+    assert column.time() == "2 trainings took 3 s of x."
+    [column] = accuracy_columns([replace(result(), seconds=120.0)])
+    assert column.time() == "1 training took 0.03 hours of x."
 
 
 def test_different_images_under_one_name_are_said():

@@ -5,12 +5,16 @@ from functools import partial
 from itertools import count
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+from steradian.lab.claims import Claims
 from steradian.lab.comparing import compare_trajectories
 from steradian.lab.execution import Execution
 from steradian.lab.launch import Plain
+from steradian.lab.members import Member
+from steradian.lab.progress import Watcher
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import Store
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA, SEEN, Tracked, recorded_steps
@@ -127,6 +131,17 @@ def test_filters_that_shrank_away_count_in_no_layer(data):
     assert after[last, name, "radius", "min"] >= before[last, name, "radius", "min"]
 
 
+def test_filters_of_a_training_that_diverges_did_not_shrink_away(data):
+    [config] = methods("SGD", epochs=1, norm="wn")
+    training = Tracked(replace(config, lr=1e30), data, points=6)
+    training.run_epoch()
+    assert training.diverged
+    table = training.table()
+    living = table[(table["quantity"] == "living") & (table["statistic"] == "mean")]
+    assert len(living) < 6  # the others are not known
+    assert (living["value"] == 1).all()
+
+
 def test_what_cannot_be_measured_is_said(data):
     for method in ("Adam w/o (ab)", "AdamG†"):
         with pytest.raises(ValueError, match="where momentum is a sum of past gradients"):
@@ -183,6 +198,39 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     assert trajectory_study({}, "paths", tuning=1, **where) == (made, True)
     with pytest.raises(ValueError, match="bring that folder along"):
         trajectory_study({}, "paths", tuning=2, **where)
+
+
+def test_a_comparison_that_another_process_has_is_left_to_it(tmp_path, monkeypatch):
+    small = few(train=60, test=20)
+    for module in ("tracks", "study"):
+        monkeypatch.setattr(f"steradian.lab.{module}.load", lambda *_: None)
+        monkeypatch.setattr(f"steradian.lab.{module}.Resident", lambda *_: small)
+    monkeypatch.setattr("steradian.lab.claims.AGAIN", 0.0)
+    starts = [replace(CONFIG, method="SGD-M", epochs=1, seed=seed) for seed in range(3)]
+    keys = [trajectories([start], epochs=1)[0].key for start in starts]
+    monkeypatch.setattr("steradian.lab.tracks.pretraining", lambda **_: starts)
+    other, compared, told = Claims(tmp_path / "runs" / "paths" / "claims"), [], []
+    tracks = Tracks(tmp_path / "paths-tracks.parquet")
+
+    def compare(schemes, *_):
+        compared.append(schemes[0].key)
+        tracks.add(schemes[0], table, steps=1)
+        return Member(schemes[0])
+
+    class Asked(Watcher):
+        def waiting(self, trainings):
+            told.append(trainings)
+            if len(told) == 1:  # the other one finishes the first, and gives the second up
+                tracks.add(trajectories([starts[0]], epochs=1)[0], table, steps=1)
+            other.free(keys[:2])
+
+    values = {"run": ["r"], "step": [1], "group": ["g"], "quantity": ["cosine"], "statistic": ["mean"], "value": [1.0]}
+    table = pd.DataFrame(values)
+    monkeypatch.setattr("steradian.lab.tracks._compare", compare)
+    assert other.take(keys[:2])
+    where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs"}
+    assert trajectory_study({}, "paths", tuning=1, watcher=Asked(), **where) == (tracks, True)
+    assert (told, compared) == ([2], [keys[2], keys[1]])
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

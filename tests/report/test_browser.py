@@ -12,6 +12,10 @@ from steradian.watch.records import read_run
 
 LAYERS = {"conv1.weight": (8, 9), "layer1.conv.weight": (8, 18), "layer2.0.downsample.conv.weight": (12, 18)}
 STEPS = 80
+STILL = """new Promise((done) => {
+  const before = scrollY;
+  setTimeout(() => done(before > 500 && before === scrollY), 200);
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -358,6 +362,27 @@ def test_long_names_widen_nothing(visit, tmp_path):
                 if tab.locator(f"figure#{figure.id}").count():
                     see(tab, figure.id)
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_many_runs_leave_room_for_figures(visit, tmp_path):
+    """The bar that stays in sight is a small part of a phone's window, too, and what is jumped to lies below it."""
+    options = {"layers": {"a": (2, 3)}, "steps": 2, "every_rows": 0, "paths": False}
+    runs = [simulate.write(tmp_path / f"{k}", "Adam", name=f"a run with number {k}", **options) for k in range(30)]
+    file = report(runs, tmp_path / "page.html")
+    for width, height in ((390, 660), (1200, 800)):
+        tab = visit(file, viewport={"width": width, "height": height})
+        assert tab.inner_text("h1").endswith("a run with number 4 and 25 more")
+        tab.evaluate("location.hash = 'rates'")
+        tab.wait_for_function(STILL)
+        bar, heading = (tab.locator(where).bounding_box() for where in (".bar", "#rates h2"))
+        assert bar["height"] < height / 4
+        assert heading["y"] >= bar["y"] + bar["height"]
+        last = tab.locator(".run-toggles button").last
+        last.scroll_into_view_if_needed()
+        last.click()
+        assert last.get_attribute("aria-pressed") == "false"
+        if width > 1000:  # where the contents stay in sight as well
+            assert tab.locator("nav").bounding_box()["y"] >= bar["y"] + bar["height"]
 
 
 def test_a_run_that_cannot_be_read_is_shown_as_far_as_it_goes(visit, runs, tmp_path):

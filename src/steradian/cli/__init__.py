@@ -7,12 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
+
+_INSTALL = "pip install 'steradian[lab]'"
+
 try:
     import typer
 except ImportError:  # the library works without its command line
-    sys.exit("steradian: the command line needs the extra 'lab': pip install 'steradian[lab]'")
-
-from rich.console import Console
+    sys.exit(f"steradian: the command line needs the extra 'lab': {_INSTALL}")
 
 __all__ = ["app", "main", "screen"]
 
@@ -24,6 +26,7 @@ app = typer.Typer(
 )
 
 _EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError)
+_LAB = ("pandas", "pyarrow", "plotly", "PIL", "sklearn", "scipy")
 _WIDE = 160  # columns, where no terminal says how many there are
 _INTERRUPTED = 130
 
@@ -103,6 +106,8 @@ def _told(error: Exception) -> int:
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     if isinstance(error, FileExistsError) and error.filename:
         message = f"a folder is needed, and {error.filename} is a file"
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] in _LAB:
+        message += f", which comes with the extra 'lab': {_INSTALL}"
     _say(message.split("\nException raised from")[0] or type(error).__name__)
     return 1
 

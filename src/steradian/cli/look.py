@@ -30,7 +30,7 @@ def demo(
         table.add_row(result.name, f"{100 * result.accuracy:.1f} %", f"{result.seconds:.1f}")
     console = screen()
     console.print(table)
-    console.print(f"The page: {out / 'index.html'}")
+    console.print(f"The page: {out / 'index.html'}", soft_wrap=True)
 
 
 @app.command()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from steradian.lab.results import Result
 
 GRID = "best of the grid, by validation accuracy"
+_ANY = 10_000  # columns: as wide as a table may become
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
@@ -109,21 +110,31 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
     from steradian.lab.tables import RULE, accuracy_columns
 
     if is_grid(results):
-        heads, lines = grid_rows(results)
-        found = Table(*heads, title=GRID)
-        for line in lines:
-            found.add_row(*line)
-        console.print(found)
+        console.print(_table(GRID, *grid_rows(results)))
         return
-    for column in accuracy_columns(results):
-        heads, lines = column.rows(seeds=True)
-        shown = Table(*heads, title=f"{column.name}, {column.length}")
-        for line in lines:
-            shown.add_row(*line)
-        console.print(shown)
+    columns = accuracy_columns(results)
+    for column in columns:
+        title = f"{column.name}, {column.length}"
+        whole = _table(title, *column.rows(seeds=True))
+        if console.measure(whole, options=console.options.update(width=_ANY)).maximum <= console.width:
+            console.print(whole)
+        else:
+            console.print(_table(title, *column.rows()), _table("seed by seed", *column.singles()))
         for text in column.statements():
             console.print(text, soft_wrap=True)
-    console.print(RULE, soft_wrap=True)
+    if columns:
+        console.print(RULE, soft_wrap=True)
+
+
+def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    """Cells are broken between words where the screen is narrow, and never cut off."""
+    shown = Table(title=title)
+    for number, head in enumerate(heads):
+        words = [word for text in (head, *(line[number] for line in lines)) for word in text.split()]
+        shown.add_column(head, min_width=max(map(len, words), default=1))
+    for line in lines:
+        shown.add_row(*line)
+    return shown
 
 
 def _stored(study: str, folder: Path) -> "list[Result]":

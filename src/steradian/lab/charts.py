@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from steradian.lab.colours import Colour, usual
 from steradian.lab.scales import Scale
 
-__all__ = ["Chart", "Figure", "Line", "Paint", "Ramp", "svg"]
+__all__ = ["Chart", "Figure", "Line", "Paint", "Ramp", "scales", "svg"]
 
 _WIDTH, _HEIGHT, _ACROSS = 470, 310, 2
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 14, 34, 46
@@ -189,7 +189,7 @@ def _legend(entries: Sequence[tuple[str, int]], room: float, *, below: bool) -> 
 
 def _chart(chart: Chart, paint: Paint, left: float, top: float) -> str:
     wide, high = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-    across, up = _scales(chart, wide, high)
+    across, up = scales(chart, wide, high)
     made = [f'<text x="{_LEFT}" y="20" font-weight="bold" font-size="13">{html.escape(chart.title)}</text>']
     for value, text in across.ticks():
         x = _LEFT + across(value)
@@ -220,7 +220,10 @@ def _chart(chart: Chart, paint: Paint, left: float, top: float) -> str:
     for line in chart.lines:
         path = _path(line.x, line.y, across, up)
         if path:
-            stroke = _stroke(line, 0.8 if line.thin else 1.6)
+            alone = path.endswith("h0") and path.count("M") == 1
+            stroke = _stroke(line, 6 if alone else 0.8 if line.thin else 1.6)
+            if "h0" in path:
+                stroke += ' stroke-linecap="round"'  # without it a line of no length is not seen
             made.append(
                 f'<path d="{path}" class="s{paint.number(line)}" fill="none" stroke-linejoin="round" {stroke}/>'
             )
@@ -228,11 +231,12 @@ def _chart(chart: Chart, paint: Paint, left: float, top: float) -> str:
     return f'<g transform="translate({left} {top})">' + "\n".join(made) + "</g>"
 
 
-def _scales(chart: Chart, wide: float, high: float) -> tuple[Scale, Scale]:
+def scales(chart: Chart, wide: float, high: float) -> tuple[Scale, Scale]:
     """The horizontal and the vertical one, the latter over what is shown of the lines and their bands."""
     xs = [x for line in chart.lines for x in line.x]
     start, end = chart.x_range or (min(xs, default=0.0), max(xs, default=1.0))
-    across = Scale(start, end, 0, wide)
+    around = 0.5 if start == end else 0  # so that a point alone stands in the middle
+    across = Scale(start - around, end + around, 0, wide)
     ys = [
         y
         for line in chart.lines
@@ -268,7 +272,7 @@ def _band(line: Line, across: Scale, up: Scale, number: int) -> list[str]:
 
 
 def _path(xs: Sequence[float], ys: Sequence[float], across: Scale, up: Scale) -> str:
-    """The line, begun anew after what cannot be shown."""
+    """The line, begun anew after what cannot be shown; a single point is a line of no length."""
     parts: list[list[str]] = [[]]
     for x, y in zip(xs, ys, strict=True):
         if across.shows(x) and up.has(y):
@@ -277,4 +281,4 @@ def _path(xs: Sequence[float], ys: Sequence[float], across: Scale, up: Scale) ->
                 parts[-1].append(point)
         elif parts[-1]:
             parts.append([])
-    return "".join("M" + "L".join(part) for part in parts if part)
+    return "".join("M" + "L".join(part) + ("h0" if len(part) == 1 else "") for part in parts if part)

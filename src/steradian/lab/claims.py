@@ -3,11 +3,15 @@
 import fcntl
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-__all__ = ["Claims"]
+__all__ = ["AGAIN", "Claims"]
+
+AGAIN = 1.0
+"""Seconds before asking again for what other processes have."""
 
 
 class Claims:
@@ -66,6 +70,7 @@ def _locked(path: Path) -> IO[bytes] | None:
         except OSError:  # a file system without locks has nobody to tell apart
             return file
         # Who held it before may have removed it between opening and locking: then it is nobody's file.
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-            return file
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
         file.close()

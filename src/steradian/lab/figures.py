@@ -41,7 +41,7 @@ def loss_figure(results: Iterable[Result]) -> Figure:
 
 def accuracy_figure(results: Iterable[Result]) -> Figure:
     """fig:acc_comparison: mean validation accuracy by epoch, the first third of the epochs, and the last quarter."""
-    zooms = {"the first epochs": lambda n: (1 + _EARLY * n, n / 3), "the last epochs": lambda n: (0.75 * n, float(n))}
+    zooms = {"the first epochs": lambda n: (_first(n), n / 3), "the last epochs": lambda n: (0.75 * n, float(n))}
     return _by_epoch(results, "validation_accuracy", "validation accuracy (%)", zooms)
 
 
@@ -56,26 +56,34 @@ def _by_epoch(
     *,
     logarithmic: bool = False,
 ) -> Figure:
-    kinds: dict[tuple[str, str, str], dict[str, list[Result]]] = {}
+    kinds: dict[tuple[str, str, str, int], dict[str, list[Result]]] = {}
     for result in {result.config.key: result for result in results}.values():
         config = result.config
         if not result.diverged and config.start is None:
-            methods = kinds.setdefault((config.model, config.norm, config.data), {})
+            methods = kinds.setdefault((config.model, config.norm, config.data, config.epochs), {})
             methods.setdefault(config.method, []).append(result)
     charts = []
-    for (model, norm, data), by_method in kinds.items():
+    for (model, norm, data, epochs), by_method in kinds.items():
         ordered = [method for method in METHODS if method in by_method]
         for method in ordered:
             if len({result.config.setting for result in by_method[method]}) > 1:
                 raise ValueError(f"{model} {data} holds {method} with several settings: they have no mean over seeds")
         lines = [_line(method, [r.curves[curve] for r in by_method[method]]) for method in ordered]
         name = f"{model} {NORM_NAMES.get(norm, norm)}, {DATA_NAMES.get(data, data)}"
+        if len([kind for kind in kinds if kind[:3] == (model, norm, data)]) > 1:
+            name += f", {epochs} epochs"
         longest = max(len(line.x) for line in lines)
-        start = 1 if logarithmic else 1 + _EARLY * longest
+        start = 1 if logarithmic else _first(longest)
         charts.append(Chart(name, "epoch", title, lines, logarithmic, (start, float(longest))))
         if longest >= _WORTH_A_ZOOM:
             charts += [Chart(part, "epoch", title, lines, logarithmic, cut(longest)) for part, cut in zooms.items()]
     return Figure(charts)
+
+
+def _first(epochs: int) -> float:
+    """The epoch after the early ones; of few epochs none is left out."""
+    early = _EARLY * epochs
+    return 1 + early if early >= 1 else 1
 
 
 def _line(method: str, curves: Sequence[Sequence[float]]) -> Line:

@@ -6,6 +6,7 @@ nothing but the data, which nobody writes, so none depends on its neighbours.
 
 import io
 import math
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steradian.lab import claims
 from steradian.lab.claims import Claims
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
@@ -23,7 +25,7 @@ from steradian.lab.execution import Execution
 from steradian.lab.interruption import patient
 from steradian.lab.models import check_kind
 from steradian.lab.progress import Silent, Watcher
-from steradian.lab.results import Result, Store, environment, write_atomically
+from steradian.lab.results import Result, Store, environment, remove_parts, write_atomically
 from steradian.lab.training import Training
 
 __all__ = ["CHECKPOINTS", "Fleet", "prepare_device", "read_state"]
@@ -34,7 +36,6 @@ CHECKPOINTS = 120.0
 _BURST = 25  # steps that a training is given before the next one's turn
 _AHEAD = 2  # turns that may wait on the device
 _PAUSE = 2e-4  # seconds before asking the device again
-_OTHERS = 1.0  # seconds before asking again for trainings that other processes have
 
 
 def prepare_device(device: torch.device, *, exact: bool) -> None:
@@ -104,6 +105,9 @@ class Fleet:
         left = [config for config in wanted if config.key not in done]
         self._check(left)
         self.store.prepare()
+        for config in wanted:
+            if config.key in done:  # a process that was killed before it could remove it
+                self._checkpoint_path(config).unlink(missing_ok=True)
         waiting = self._squads(left)
         self._deadline = None if seconds is None else self.clock() + seconds
         self._flying: list[_Flight] = []
@@ -120,7 +124,7 @@ class Fleet:
                     break  # others have finished the rest
                 if not self._flying and not self._late(0.0):
                     self.watcher.waiting(sum(map(len, waiting)))
-                    time.sleep(_OTHERS)
+                    time.sleep(claims.AGAIN)
                     continue
                 if all(flight.held for flight in self._flying):  # or the time is over before the first could start
                     for flight in self._flying:
@@ -217,8 +221,8 @@ class Fleet:
         training = self.make(configs, self.data[first.data], execution=self.execution, weights=weights)
         flight = _Flight(training, began=self.clock(), saved=self.clock(), seconds=[0.0] * len(configs))
         for config in configs:  # a process that was killed while it wrote
-            for part in self._checkpoint_path(config).parent.glob(f".{config.key}.pt.*.part"):
-                part.unlink(missing_ok=True)
+            remove_parts(self._checkpoint_path(config))
+            remove_parts(self._weights_path(config.key))
         saved = [state for config in configs if (state := self._saved(config)) is not None]
         if len(saved) == len(configs):
             self._load(flight, saved)
@@ -327,9 +331,13 @@ def read_state(path: Path) -> Any:
         ValueError: it is damaged, or holds something else.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # of what it then refuses
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # whose text advises to run what is in the file
+            reason = "it is damaged, or holds more than tensors and plain containers"
         raise ValueError(f"{path} cannot be read ({reason}); remove it to train this one from its start") from error
 
 

@@ -1,10 +1,11 @@
 """Figures as files: SVG for documents, or a page in which one can zoom."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from steradian.lab.charts import Chart, Figure, Line, Paint, svg
+from steradian.lab.charts import Chart, Figure, Line, Paint, scales, svg
 from steradian.lab.results import write_atomically
 
 __all__ = ["write_figure"]
@@ -47,8 +48,8 @@ def _traces(chart: Chart, paint: Paint) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for line in chart.lines:
         colour = paint.colour(line)[0]
-        shared = {"x": list(line.x), "mode": "lines", "legendgroup": line.name}
-        hidden = {"line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+        shared = {"x": list(line.x), "mode": "lines" if len(line.x) > 1 else "markers", "legendgroup": line.name}
+        hidden = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
         if line.low:
             made.append({**shared, **hidden, "y": list(line.low)})
             made.append({**shared, **hidden, "y": list(line.high), "fill": "tonexty", "fillcolor": colour + "26"})
@@ -63,12 +64,16 @@ def _look(line: Line) -> dict[str, Any]:
 
 
 def _layout(chart: Chart) -> dict[str, Any]:
-    x: dict[str, Any] = {"title": {"text": chart.x_title}}
-    if chart.x_range:
-        x["range"] = list(chart.x_range)
-    y = {"title": {"text": chart.y_title}, "type": "log" if chart.logarithmic else "linear"}
-    marks = [
-        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level, "y1": level, "line": {"dash": "dot"}}
-        for level, _ in chart.marks
-    ]
-    return {"title": {"text": chart.title}, "xaxis": x, "yaxis": y, "shapes": marks, "template": "none"}
+    # Plotly by itself makes room for every line, also for what a zoom leaves out.
+    across, up = scales(chart, 1, 1)
+    place = math.log10 if chart.logarithmic else float  # where plotly expects what is not data
+    x = {"title": {"text": chart.x_title}, "range": [across.low, across.high]}
+    y = {"title": {"text": chart.y_title}, "range": [place(up.low), place(up.high)], "exponentformat": "power"}
+    y["type"] = "log" if chart.logarithmic else "linear"
+    marks = [(level, text) for level, text in chart.marks if up.shows(level)]
+    wide = {"xref": "paper", "x0": 0, "x1": 1}
+    lines = [{"type": "line", **wide, "y0": level, "y1": level, "line": {"dash": "dot"}} for level, _ in marks]
+    beside = {"xref": "paper", "x": 1, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
+    words = [{**beside, "y": place(level), "text": text} for level, text in marks]
+    axes = {"xaxis": x, "yaxis": y}
+    return {"title": {"text": chart.title}, **axes, "shapes": lines, "annotations": words, "template": "none"}

@@ -179,8 +179,10 @@ def grid(
         decays: λ; None: the paper's eight.
         beta2s: β2, which SGD-M has not; None: the paper's three.
     """
-    made = []
-    for seed, column, method in product(range(seeds), columns_of(data, columns), _methods(methods, TABLE_METHODS)):
+    chosen, made = _methods(methods, TABLE_METHODS), []
+    if beta2s and set(chosen) == {"SGD-M"}:
+        raise ValueError(f"beta2s are for the Adam variants, and SGD-M has none, got {', '.join(map(str, beta2s))}")
+    for seed, column, method in product(range(seeds), columns_of(data, columns), chosen):
         tried = (0.99,) if method == "SGD-M" else beta2s or paper.GRID["beta2"]
         for lr, decay, beta2 in product(rates or paper.GRID["lr"], decays or paper.GRID["weight_decay"], tried):
             config = replace(_config(column, method, lr, seed=seed), weight_decay=decay, betas=(0.9, beta2))

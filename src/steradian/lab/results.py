@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ import torch
 
 from steradian.lab.config import Config
 
-__all__ = ["Result", "Store", "environment", "locked", "write_atomically"]
+__all__ = ["Result", "Store", "environment", "locked", "remove_parts", "write_atomically"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Store:
             return []
         try:
             told = json.loads(self.path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, IsADirectoryError) as error:
             raise ValueError(f"{self.path} is not a file of results: {error}") from error
         rows = told.get("runs") if isinstance(told, dict) else None
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -210,6 +211,13 @@ def write_atomically(path: Path, content: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
+def remove_parts(path: Path) -> None:
+    """Remove what writers that were killed left of a file; to be called where nobody else may be writing it."""
+    path = Path(os.path.realpath(path))
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        part.unlink(missing_ok=True)
+
+
 def environment(device: torch.device) -> dict[str, str]:
     """What a training ran on."""
     from steradian import __version__
@@ -247,4 +255,5 @@ def locked(path: Path) -> Iterator[None]:
     path = Path(os.path.realpath(path))  # whatever name it goes by
     with path.with_name(f".{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        remove_parts(path)
         yield

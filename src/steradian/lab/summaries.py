@@ -1,5 +1,6 @@
 """What was recorded within trainings, in few numbers: the tables below the figures."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,16 @@ Rows = tuple[list[str], list[list[str]]]
 def hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
     """For each method the largest |A⟨c,u⟩|, z and z² of a living filter at any recorded step, when, and what is usual.
 
-    Usual is the median, over the recorded steps after the first epoch, of the largest over the filters.
+    Usual is the median, over the recorded steps after the first epoch, of the largest over the filters. Runs that
+    recorded other things are left out.
     """
     heads = ["method"]
     for quantity in ("|A⟨c,u⟩|", "z", "z²"):
         heads += [f"largest {quantity}", "at epoch", "usually"]
     heads.append("filters that shrank away")
     lines = []
-    for run in sorted(about, key=lambda run: METHODS.index(about[run]["config"]["method"])):
+    recorded = set(table[table["quantity"] == "radial"]["run"])
+    for run in sorted(recorded, key=lambda run: (METHODS.index(about[run]["config"]["method"]), run)):
         line = [str(about[run]["config"]["method"])]
         for quantity, power in (("radial", 1), ("velocity", 1), ("velocity", 2)):
             found = _of(table, run, LIVING, quantity)
@@ -35,24 +38,32 @@ def hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
             largest = found["value"].abs().groupby(found["step"]).max() ** power
             later = largest[largest.index >= about[run]["steps"]]
             usual = (later if len(later) else largest).median()
-            line += [f"{largest.max():.2g}", f"{largest.idxmax() / about[run]['steps']:.3g}", f"{usual:.2g}"]
+            when = f"{largest.idxmax() / about[run]['steps']:.3g}" if len(largest) else ""
+            line += [_number(largest.max()), when, _number(usual)]
         living = _of(table, run, ALL, "living")
         share = living[living["statistic"] == "mean"].sort_values("step")["value"]
-        lines.append([*line, f"{1 - share.iloc[-1]:.1%}"])
+        lines.append([*line, f"{1 - share.iloc[-1]:.1%}" if len(share) else ""])
     return heads, lines
 
 
 def trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
-    """For each network and scheme, the cosine of the filters with those under SGD after the last iteration."""
+    """For each network and scheme, the cosine of the filters with those under SGD after the last iteration.
+
+    A scheme that diverged has none; runs that recorded other things are left out.
+    """
     lines = []
-    for run in about:
-        config, rows = about[run]["config"], table[table["run"] == run]
+    compared = table[table["quantity"].isin(["cosine", "angle"])]
+    for run in (run for run in about if run in set(compared["run"])):
+        config, rows = about[run]["config"], compared[compared["run"] == run]
         last = rows[rows["step"] == rows["step"].max()]
         for method in ("AdaGradG", "AdaGrad"):
             own = last[last["group"] == f"{method}: {ALL}"].set_index(["quantity", "statistic"])["value"]
             network = f"{config['model']} {NORM_NAMES[config['norm']]}"
-            figures = [_cosine(own["cosine", name]) for name in ("min", "median", "mean")]
-            lines.append([network, method, f"{last['step'].max()}", *figures, f"{own['angle', 'max']:.2g}"])
+            figures = ["diverged", "", "", ""]
+            if len(own):
+                figures = [_cosine(own["cosine", name]) for name in ("min", "median", "mean")]
+                figures.append(f"{own['angle', 'max']:.2g}")
+            lines.append([network, method, f"{last['step'].max()}", *figures])
     return ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean", "largest angle (rad)"], lines
 
 
@@ -74,8 +85,10 @@ def phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
             parts = [_within(every, 0, 1), _within(every, 0.9 * falls[0], falls[0])]
             parts.append(_within(every, 0.95 * config["epochs"], config["epochs"]))
             layers = own[~own["group"].isin([ALL, LIVING]) & (own["epoch"] >= min(1, config["epochs"] / 2))]
-            largest = layers.loc[layers["value"].idxmax()]
-            where = f"{largest['value']:.2g} in {largest['group']}, epoch {largest['epoch']:.0f}"
+            where = ""
+            if len(layers):  # a run that diverged may have none
+                largest = layers.loc[layers["value"].idxmax()]
+                where = f"{largest['value']:.2g} in {largest['group']}, epoch {largest['epoch']:.0f}"
             lines.append([str(config["method"]), QUANTITIES[quantity].title, *parts, where])
     heads = ["method", "phenomenon", "first epoch", "before the rate falls", "last epochs", "largest median of a layer"]
     return heads, lines
@@ -104,6 +117,11 @@ def _of(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.DataF
 def _within(rows: "pd.DataFrame", start: float, end: float) -> str:
     """The median over the recorded steps of some epochs; that of the nearest step where there is none."""
     inside = rows[(rows["epoch"] >= start) & (rows["epoch"] <= end)]
-    if not len(inside):
+    if not len(inside) and len(rows):
         inside = rows.loc[[(rows["epoch"] - (start + end) / 2).abs().idxmin()]]
-    return f"{inside['value'].median():.2g}"
+    return _number(inside["value"].median())
+
+
+def _number(value: float) -> str:
+    """In two digits; nothing where there is none."""
+    return "" if math.isnan(value) else f"{value:.2g}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from steradian.lab.config import Config
+from steradian.lab.data import usual_root
 from steradian.lab.fleet import CHECKPOINTS
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result
@@ -42,7 +43,8 @@ def sweep(
             their own file system.
         engine: "local", or "ray".
         address: of an existing Ray cluster; None: one is started on this machine.
-        roots: folders of the data, by name, as the workers see them.
+        roots: folders of the data, by name, as the workers see them; others are looked for where `data.load` does, from
+            the driver's folder first, where the workers see it.
         size: trainings in a fleet.
         retries: how often a fleet whose worker died is started again.
         every: seconds between checkpoints.
@@ -88,6 +90,7 @@ def _on_ray(
         quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
         ray.init(address=address, **({} if address else quiet))
     try:
+        study.store.adopt(config.key for config in configs)
         done = study.store.keys()
         gpus = ray.cluster_resources().get("GPU", 0)
         needs = {"num_gpus": 1} if gpus else {"num_cpus": 1}
@@ -95,11 +98,13 @@ def _on_ray(
         work = ray.remote(**needs, max_retries=retries)(_work)
         waiting = []
         folders = {name: str(root) for name, root in roots.items()}
+        # Workers have another folder of their own, and perhaps another machine.
+        usual = {name: str(usual_root(name).absolute()) for name in {config.data for config in configs} - set(roots)}
         # Fleets are cut from all trainings, so that each finds its folder again whatever has arrived since.
         for unit in units(list(dict.fromkeys(configs)), size):
             left = [config.to_dict() for config in unit if config.key not in done]
             if left:
-                waiting.append(work.remote(left, str(_folder(study, unit)), folders, every))
+                waiting.append(work.remote(left, str(_folder(study, unit)), folders, usual, every))
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=1)
             for unit_results in _got(ray, ready):
@@ -141,13 +146,16 @@ def _folder(study: Study, unit: Sequence[Config]) -> Path:
     return study.work.absolute() / f"fleet-{name}"
 
 
-def _work(configs: list[dict[str, Any]], folder: str, roots: dict[str, str], every: float) -> list[dict[str, Any]]:
+def _work(
+    configs: list[dict[str, Any]], folder: str, roots: dict[str, str], usual: dict[str, str], every: float
+) -> list[dict[str, Any]]:
     """What a worker does: a fleet with a store of its own, which a second start finds."""
     unit, work = [Config.from_dict(values) for values in configs], Path(folder)
     study = Study(work.name, work.parent, work.parent)
     study.work.mkdir(parents=True, exist_ok=True)
     (study.work / "worker").write_text(str(os.getpid()))
-    paths = {key: Path(root) for key, root in roots.items()}
+    paths = {key: Path(root) for key, root in usual.items() if Path(root).is_dir()}
+    paths |= {key: Path(root) for key, root in roots.items()}
     study.run(unit, roots=paths, device=pick_device(), size=len(unit), every=every)
     return [result.to_dict() for result in study.store.results()]
 

@@ -15,13 +15,14 @@ from steradian.lab.config import METHODS
 from steradian.lab.results import Result
 from steradian.lab.welch import welch_p
 
-__all__ = ["BEST", "LEVEL", "RULE", "Cell", "Column", "accuracy_columns", "markdown_table"]
+__all__ = ["BEST", "LEVEL", "RULE", "Cell", "Column", "accuracy_columns", "duration", "figure", "markdown_table"]
 
 LEVEL = 0.05
 """Below this p a difference of means is not called noise."""
 BEST = "Adam w/o (ab)"
 """The Adam variant that the paper finds best."""
 _PAPERS_SEEDS = 5
+_HOURS = 120  # seconds that are told as hours
 
 RULE = (
     "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. “Within the "
@@ -66,7 +67,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One network with one normalization on one data set: results of every method.
+    """One network with one normalization on one data set, trained for so many epochs: results of every method.
 
     Attributes:
         model: the network.
@@ -108,9 +109,9 @@ class Column:
         found = {}
         for method, row in paper.ACCURACY.get(self.norm, {}).items():
             if (self.model, self.data) in row:
-                figure = row[self.model, self.data]
-                spread = math.nan if figure.spread is None else figure.spread
-                found[method] = Cell(figure.mean, spread, _PAPERS_SEEDS)
+                printed = row[self.model, self.data]
+                spread = math.nan if printed.spread is None else printed.spread
+                found[method] = Cell(printed.mean, spread, _PAPERS_SEEDS)
         return found
 
     def rows(self, *, seeds: bool = False) -> tuple[list[str], list[list[str]]]:
@@ -121,10 +122,18 @@ class Column:
         heads += ["paper", "ours − paper", "that is"] if papers else []
         lines = []
         for method, cell in self.cells.items():
-            single = {result.config.seed: _figure(result.accuracy) for result in self.results[method]}
+            single = {result.config.seed: figure(result.accuracy) for result in self.results[method]}
             line = [method, *(single.get(k, "") for k in numbers if seeds), str(cell), cell.count]
             lines.append(line + (_beside(cell, papers.get(method)) if papers else []))
         return heads, lines
+
+    def singles(self) -> tuple[list[str], list[list[str]]]:
+        """Headings and lines of every seed's figure, for a page that is narrow."""
+        lines = []
+        for method, found in self.results.items():
+            told = (f"{result.config.seed}:\u00a0{figure(result.accuracy)}" for result in found)
+            lines.append([method, ", ".join(told)])
+        return ["method", "accuracy"], lines
 
     def statements(self) -> list[str]:
         """What a reader of the figures must know, and what they say."""
@@ -135,7 +144,7 @@ class Column:
         """How these trainings differ from the paper's, and from each other."""
         parts = []
         if self.papers and self.epochs != paper.EPOCHS:
-            parts.append(f"trained for {self.epochs} epochs, the paper's for {paper.EPOCHS}")
+            parts.append(f"trained for {self.length}, the paper's for {paper.EPOCHS}")
         if others := [method for method in self.papers if self._set_otherwise(method)]:
             parts.append(f"hyper-parameters other than the paper prints for {', '.join(others)}")
         if self.papers and any(result.config.released for found in self.results.values() for result in found):
@@ -217,8 +226,9 @@ class Column:
         """The device time of all trainings together, and the devices."""
         every = [result for found in self.results.values() for result in found]
         devices = sorted({result.environment.get("device", "an unknown device") for result in every})
-        hours = sum(result.seconds for result in every) / 3600
-        return f"{_counted(len(every), 'training')} took {hours:.2f} hours of {', '.join(devices)}."
+        seconds = sum(result.seconds for result in every)
+        took = f"{seconds / 3600:.2f} hours" if seconds >= _HOURS else duration(seconds)
+        return f"{_counted(len(every), 'training')} took {took} of {', '.join(devices)}."
 
     def markdown(self) -> str:
         """The table for a document, with its statements below."""
@@ -226,30 +236,28 @@ class Column:
 
 
 def accuracy_columns(results: Iterable[Result]) -> list[Column]:
-    """Tables from stored results, in the paper's order; fine-tuning is left out.
+    """Tables from stored results, in the paper's order, one for each number of epochs; fine-tuning is left out.
 
     Raises:
         ValueError: results of one method and column were trained differently, so that they have no common mean.
     """
-    grouped: dict[tuple[str, str, str], dict[str, list[Result]]] = {}
+    grouped: dict[tuple[str, str, str, int], dict[str, list[Result]]] = {}
     for result in sorted(results, key=lambda r: (METHODS.index(r.config.method), r.config.seed)):
         config = result.config
         if config.start is None:
-            column = grouped.setdefault((config.norm, config.model, config.data), {})
+            column = grouped.setdefault((config.norm, config.model, config.data, config.epochs), {})
             column.setdefault(config.method, []).append(result)
     norms, models = list(paper.NORM_NAMES), list(dict.fromkeys(model for model, _ in paper.COLUMNS))
     order = {column: k for k, column in enumerate(paper.COLUMNS)}
     made = []
-    for norm, model, data in sorted(
-        grouped, key=lambda c: (_place(norms, c[0]), order.get(c[1:], len(order)), c[2], _place(models, c[1]), c)
+    for kind in sorted(
+        grouped, key=lambda c: (_place(norms, c[0]), order.get(c[1:3], len(order)), c[2], _place(models, c[1]), c)
     ):
-        found = grouped[norm, model, data]
-        for method, runs in found.items():
+        norm, model, data, _ = kind
+        for method, runs in grouped[kind].items():
             if len({result.config.setting for result in runs}) > 1:
                 raise ValueError(f"{model} {data} holds {method} with several settings: a grid has no table of means")
-        if len({runs[0].config.epochs for runs in found.values()}) > 1:
-            raise ValueError(f"{model} {data} holds trainings of several lengths, which one table cannot compare")
-        made.append(Column(model, data, norm, found))
+        made.append(Column(model, data, norm, grouped[kind]))
     return made
 
 
@@ -263,6 +271,17 @@ def markdown_table(heads: list[str], lines: list[list[str]]) -> str:
     """
     rows = [[cell.replace("|", "\\|") for cell in row] for row in [heads, ["---"] * len(heads), *lines]]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def duration(seconds: float) -> str:
+    """In the unit that suits it.
+
+    >>> duration(12), duration(754), duration(36_000)
+    ('12 s', '12.6 min', '10.0 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _beside(ours: Cell, papers: Cell | None) -> list[str]:
@@ -290,5 +309,6 @@ def _signed(difference: float) -> str:
     return f"{difference:+.2f}".replace("-", "−")
 
 
-def _figure(accuracy: float) -> str:
+def figure(accuracy: float) -> str:
+    """An accuracy in percent; NaN is what diverged."""
     return "diverged" if math.isnan(accuracy) else f"{accuracy:.2f}"

@@ -71,4 +71,7 @@ def _imported(name: str, why: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        missing = error.name or name
+        if name != missing and not name.startswith(f"{missing}."):  # it is there, and imports what is not
+            raise ImportError(f"{name} imports {missing!r}, and there is no such module") from error
         raise ImportError(f"no module {name!r} ({why})") from error

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from steradian.lab.tables import Column
+from steradian.lab.tables import Column, duration
 
 __all__ = ["plain_loops", "time_rows"]
 
@@ -39,12 +39,12 @@ def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) ->
         seconds = sum(result.seconds for result in every)
         steps = sum(len(r.curves["train_loss"]) * _steps(column.data, r.config.batch_size) for r in every)
         device = ", ".join(sorted({result.environment.get("device", "") for result in every}))
-        line = [column.name, str(len(every)), f"{steps:,}" if steps else "", device, _duration(seconds)]
+        line = [column.name, str(len(every)), f"{steps:,}" if steps else "", device, duration(seconds)]
         line.append(f"{1e3 * seconds / steps:.3g}" if steps else "")
         each, where = plain.get(column.model, (0.0, ""))
         if each and steps and where == device:
             estimate = steps * each / 1e3
-            line += [f"{each:.3g}", _duration(estimate), f"{estimate / seconds:.1f} ×" if seconds else ""]
+            line += [f"{each:.3g}", duration(estimate), f"{estimate / seconds:.1f} ×" if seconds else ""]
         else:
             line += ["not measured there", "", ""]
         lines.append(line)
@@ -55,14 +55,3 @@ def _steps(data: str, batch: int) -> int:
     """In an epoch; 0 where the size of the data is not known."""
     images = _IMAGES.get(data, 0)
     return (images - max(1, round(0.05 * images))) // batch if images else 0
-
-
-def _duration(seconds: float) -> str:
-    """In the unit that suits it.
-
-    >>> _duration(12), _duration(754), _duration(36_000)
-    ('12 s', '12.6 min', '10.0 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

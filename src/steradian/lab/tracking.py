@@ -125,7 +125,8 @@ class Tracked(Training):
     def table(self) -> "pd.DataFrame":
         """What was recorded: statistics over the living rows of each group, and over the groups `LIVING` and `ALL`.
 
-        The quantity "living" of `ALL` has 1 for each row that lives and 0 for the others.
+        The quantity "living" of `ALL` has 1 for each row that lives and 0 for the others; a radius that is not a number
+        tells nothing of its row.
         """
         import pandas as pd
 
@@ -139,7 +140,7 @@ class Tracked(Training):
         spans = sorted(zip(names, ends[:-1], ends[1:], strict=True), key=lambda span: order[span[0]])
         blocks = {name: (values * living)[:, :, start:end] for name, start, end in spans}
         blocks |= {LIVING: values * living, ALL: values}
-        share = np.isfinite(living).astype(np.float32)
+        share = np.where(np.isnan(radius)[:, None], np.nan, np.isfinite(living)).astype(np.float32)
         parts = [
             statistics_table(self.config.key, self._steps, self.quantities, blocks),
             statistics_table(self.config.key, self._steps, ["living"], {ALL: share}),
@@ -221,7 +222,7 @@ def statistics_table(
     parts = []
     for group, values in blocks.items():
         quantile, mean = (np.nanquantile, np.nanmean) if np.isnan(values).any() else (np.quantile, np.mean)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), np.errstate(invalid="ignore", over="ignore"):  # infinite where it diverges
             warnings.filterwarnings("ignore", "(All-NaN|Mean of empty) slice", RuntimeWarning)
             means = mean(values, axis=-1, dtype=np.float64, keepdims=True)
             spread = quantile(values, [0, 0.1, 0.5, 0.9, 1], axis=-1)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from steradian.lab import claims
+from steradian.lab.claims import Claims
 from steradian.lab.comparing import compare_trajectories
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
@@ -192,6 +194,8 @@ def trajectory_study(
 ) -> tuple[Tracks, bool]:
     """Section 3.3: train the networks that are missing, then compare SGD, AdaGradG and AdaGrad from each of them.
 
+    Several processes share both, as for `Fleet`.
+
     Args:
         options: of `recipes.pretraining`: data, columns, norms, epochs, seeds.
         name: of the study; None: trajectories-DATA.
@@ -213,23 +217,32 @@ def trajectory_study(
     starts = pretraining(**options)
     name = name or f"trajectories-{starts[0].data}"
     study, tracks = Study(name, folder, runs), Tracks(folder / f"{name}-tracks.parquet")
-    schemes = {start.key: trajectories([start], epochs=tuning) for start in starts}
-    left = [start for start in starts if schemes[start.key][0].key not in tracks.runs()]
+    schemes = {start: trajectories([start], epochs=tuning) for start in starts}
+    done = tracks.runs()
+    left = [start for start in starts if schemes[start][0].key not in done]
     roots = {} if root is None else {starts[0].data: root}
     how: dict[str, Any] = {"size": size, "execution": execution, "keep_weights": True, "watcher": watcher}
     if not study.run(left, roots=roots, device=where, seconds=seconds, **how):
         return tracks, False
     prepare_device(where, exact=True)
     data = Resident(load(starts[0].data, root), where) if left else None
-    with watcher or Silent() as watching:
+    with watcher or Silent() as watching, Claims(study.work / "claims") as own:
         watching.begin(len(starts), len(starts) - len(left))
-        for start in left:
+        while left:
             if seconds is not None and time.monotonic() - began > seconds:
                 return tracks, False
-            assert data is not None
-            weights = _start_of(start, study)
-            ended = _compare(schemes[start.key], weights, data, tracks, points, watching)
-            watching.finished(ended)
+            start = next((start for start in left if own.take([schemes[start][0].key])), None)
+            done = tracks.runs()  # others may have finished some meanwhile
+            if start is None:
+                watching.waiting(len(left))
+                time.sleep(claims.AGAIN)
+            elif schemes[start][0].key not in done:
+                assert data is not None
+                ended = _compare(schemes[start], _start_of(start, study), data, tracks, points, watching)
+                watching.finished(ended)
+                done.add(schemes[start][0].key)
+            own.free([] if start is None else [schemes[start][0].key])
+            left = [start for start in left if schemes[start][0].key not in done]
     return tracks, True
 
 

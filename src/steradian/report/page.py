@@ -15,6 +15,7 @@ from steradian.report.build import PageRun, block, load
 
 __all__ = ["report"]
 
+_NAMED = 5  # runs in the heading
 SCRIPTS = ("base.js", "panels.js", "lines.js", "fields.js", "sphere.js", "main.js")
 
 
@@ -26,7 +27,7 @@ def report(paths: Sequence[str | Path], out: str | Path, *, title: str | None = 
     Args:
         paths: folders that `watch` wrote, one per run.
         out: the HTML file; its folder is made.
-        title: the page's heading; without it, the names of the runs.
+        title: the page's heading; without it, the names of the runs, of the first where there are many.
 
     Returns:
         `out`.
@@ -76,4 +77,6 @@ def _asset(name: str) -> str:
 
 
 def _title(names: Sequence[str]) -> str:
+    if len(names) > _NAMED + 1:
+        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

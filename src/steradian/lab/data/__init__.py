@@ -4,6 +4,6 @@ from steradian.lab.data.digits import Split, digits
 from steradian.lab.data.images import DataSet, Images
 from steradian.lab.data.packed import pack
 from steradian.lab.data.resident import Resident, epoch_plan
-from steradian.lab.data.sources import NAMES, load
+from steradian.lab.data.sources import NAMES, load, usual_root
 
-__all__ = ["NAMES", "DataSet", "Images", "Resident", "Split", "digits", "epoch_plan", "load", "pack"]
+__all__ = ["NAMES", "DataSet", "Images", "Resident", "Split", "digits", "epoch_plan", "load", "pack", "usual_root"]

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steradian.lab.data.images import DataSet, Images
+from steradian.lab.results import write_atomically
 
 __all__ = ["is_packed", "pack", "read_packed"]
 
@@ -45,7 +45,7 @@ def pack(data: DataSet, root: Path, *, source: str = "", effort: int = 4) -> Non
         mosaics = list(files)
         files[f"{name}-labels.npy"] = labels.getvalue()
         for file, content in files.items():
-            _write(root / file, content)
+            write_atomically(root / file, content)
             sums[file] = hashlib.sha256(content).hexdigest()
         splits[name] = {"images": mosaics, "labels": f"{name}-labels.npy", "count": len(images)}
     meta = {
@@ -58,7 +58,7 @@ def pack(data: DataSet, root: Path, *, source: str = "", effort: int = 4) -> Non
         "sha256": sums,
         "source": source,
     }
-    _write(root / "meta.json", json.dumps(meta, indent=1).encode())
+    write_atomically(root / "meta.json", json.dumps(meta, indent=1).encode())
 
 
 def read_packed(root: Path) -> DataSet:
@@ -119,9 +119,3 @@ def _webp(mosaic: NDArray[np.uint8], effort: int) -> bytes:
     out = io.BytesIO()
     Image.fromarray(mosaic).save(out, "WEBP", lossless=True, exact=True, method=effort)
     return out.getvalue()
-
-
-def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    os.replace(part, path)

@@ -1,5 +1,6 @@
 """Where data comes from: digits that are always there, a folder in one of three forms, or the hub."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from steradian.lab.data.archives import find_archive, read_archive
 from steradian.lab.data.images import DataSet, Images
 from steradian.lab.data.packed import is_packed, read_packed
 
-__all__ = ["NAMES", "load"]
+__all__ = ["NAMES", "load", "usual_root"]
 
 NAMES = ("digits", "cifar10", "cifar100", "svhn")
 """The data sets that have a name; any other name is an image folder."""
@@ -39,7 +40,7 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     >>> data.train.pixels.shape, len(data.test)
     ((1438, 8, 8, 1), 359)
     """
-    folder = Path(root) if root is not None else Path("data") / name
+    folder = Path(root) if root is not None else usual_root(name)
     if folder.is_dir():
         found = _from_folder(name, folder)
         shape = (len(found.classes), found.train.size)
@@ -59,12 +60,17 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     raise ValueError(f"data must be one of {', '.join(NAMES)}, or come with the folder of its images, got {name!r}")
 
 
+def usual_root(name: str) -> Path:
+    """Where a data set is looked for that comes without its folder."""
+    return Path("data") / name
+
+
 def _from_folder(name: str, root: Path) -> DataSet:
     if is_packed(root):
         data = read_packed(root)
         if name in NAMES and data.name != name:
             raise ValueError(f"{root} holds {data.name}, not {name}")
-        return data
+        return replace(data, name=name)  # by which it is augmented, wherever it comes from
     if find_archive(name, root):
         return read_archive(name, root)
     if (root / "train").is_dir() and (root / "test").is_dir():

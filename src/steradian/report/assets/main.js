@@ -117,6 +117,10 @@ data.runs.forEach((run, i) => {
   toggles.append(button);
 });
 
+// What stays in sight beside or below the bar begins where it ends, however many runs it holds.
+const bar = document.querySelector(".bar");
+new ResizeObserver(() => document.documentElement.style.setProperty("--bar", `${bar.offsetHeight}px`)).observe(bar);
+
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 dark.addEventListener("change", () => redrawAll());
 document.getElementById("theme").addEventListener("click", () => {
