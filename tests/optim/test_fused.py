@@ -496,6 +496,21 @@ def test_rows_that_pass_through_the_origin(without, d):
     close(made[1][0][0].detach(), made[0][0][0].detach(), 1e-3, "param")
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in reduce:RuntimeWarning")  # numpy's, in Triton's interpreter
+@pytest.mark.parametrize("bad", [1e18, torch.inf])
+@pytest.mark.parametrize("without", ["ab", "ac", "abc"])
+def test_a_long_row_whose_gradient_overflows_takes_no_step(without, bad):
+    """Finite as it is in every chunk, or not: what the chunks left of the momentum is not taken."""
+    made = pair([(2, 6000)], without=without, weight_decay=0.5, decoupled_weight_decay=True)
+    for k in range(4):
+        for params, optimizer in made:
+            params[0].grad = gradients(params, k)[0]
+            if k == 2:
+                params[0].grad[0] *= bad
+            optimizer.step()
+    assert_alike(made, 3e-6)
+
+
 @pytest.mark.parametrize("shape", [(3, 40), (1, 6000)])
 @pytest.mark.parametrize("without", ["abc", "bc"])
 def test_moments_without_memory_forget_a_spike(without, shape):

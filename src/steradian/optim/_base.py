@@ -294,7 +294,7 @@ class RowOptimizer(Optimizer, ABC):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-        except (TypeError, ValueError):
+        except Exception:
             self.param_groups.pop()
             raise
         if self.telemetry is not None:

@@ -71,6 +71,8 @@ def apply_long_rows(
         start, l2 = tl.where(decoupled, 1.0 - rate * decay, 1.0), tl.where(decoupled, 0.0, decay)
         largest, _smallest, _steepest = parts.limits(C)
         usable = gg <= largest
+        # The chunks could not know that the row takes no step: their ⟨x,m⟩ and ⟨m,m⟩ are of an m that it does not get.
+        xm, mm = tl.where(usable, xm, 0.0), tl.where(usable, mm, 0.0)
         v = tl.where(usable, parts.lerp(v, tl.minimum(gg / d, largest), share2), v)
         s = parts.divided(v, usable, pace, root, eps)
         kept_x = start - tl.where((flags & WITHOUT_B) != 0, s * share1 * l2, 0.0)
