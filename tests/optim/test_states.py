@@ -179,3 +179,18 @@ def test_a_parameter_that_took_no_step_has_none_to_load(make: Make) -> None:
     other.load_state_dict(one.state_dict())
     assert not other.state.get(parameters(other)[0])
     train(other)
+
+
+def test_a_state_is_loaded_in_the_memory_format_of_its_parameter(make: Make) -> None:
+    """A checkpoint of a contiguous model, or one that knows no formats, for a model in channels_last."""
+    start = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+    one, other = (
+        make([{"params": [nn.Parameter(start.to(memory_format=form))], "rows": "filter"}])
+        for form in (torch.contiguous_format, torch.channels_last)
+    )
+    train(one)
+    other.load_state_dict(one.state_dict())
+    (p,), (q,) = parameters(one), parameters(other)
+    for name, value in other.state[q].items():
+        assert torch.equal(value, one.state[p][name])
+        assert value.shape != q.shape or value.stride() == q.stride(), name

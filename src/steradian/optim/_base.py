@@ -12,6 +12,7 @@ from steradian.groups import Groups, Layout, is_sharded
 from steradian.optim._checks import check_rows, check_unsupported
 from steradian.optim._optional import fused_available, fused_works, sharding
 from steradian.optim._rows import RowSet, arithmetic, check_shape
+from steradian.optim._states import laid_out_as
 from steradian.optim._telemetry import Telemetry
 from steradian.optim._zero import zero
 
@@ -311,7 +312,7 @@ class RowOptimizer(Optimizer, ABC):
         check_rows(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, on the parameters' device, sharing no memory with it.
+        """Load a state, on the parameters' device and in their memory format, sharing no memory with it.
 
         torch casts whatever it loads to the parameter's dtype; one number per row keeps the dtype that rows are
         computed in. A setting that the saved groups do not have, such as the rows of one that torch's Adam saved,
@@ -368,7 +369,7 @@ class RowOptimizer(Optimizer, ABC):
                 # Before torch 1.12 it was a plain number.
                 device = param.device if self._on_device(group) else torch.device("cpu")
                 value = torch.as_tensor(value, dtype=torch.float32, device=device)
-            state[name] = value.clone() if isinstance(value, Tensor) else value
+            state[name] = laid_out_as(param, value) if name != "step" else value.clone()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
