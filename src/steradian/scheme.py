@@ -89,7 +89,7 @@ class Taken:
             return gradient
         if self.before is not None:
             return gradient.add_(as_float(self.before.detach(), "before") * l2)
-        kept = 1 - (pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=torch.float64)) * l2
+        kept = 1 - (pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=torch.float64, device="cpu")) * l2
         if bool((kept.abs() < 0.5).any()):
             raise ValueError(
                 "the point before this step cannot be recovered accurately from the point after it "

@@ -74,6 +74,14 @@ def test_gradients_of_any_size(make: Make, dtype: torch.dtype) -> None:
     assert_others_untouched(make, start(dtype, len(sizes)), once, bad=7)
 
 
+def test_what_float16_does_not_hold_is_kept_at_the_end_of_its_range(make: Make) -> None:
+    """Gradients and radii that float16 has, whose squares, sums and ratios it does not have."""
+    for size in (7e3, 1e3, 1e-3):
+        for radius in (1e4, 1e2, 1.0, 1e-3):
+            first = (start() * radius).to(torch.float16)
+            run(make, first, [(gradient(k) * size).to(torch.float16) for k in range(8)])
+
+
 def test_radii_of_any_size(make: Make) -> None:
     radii = torch.tensor([1e30, 1e18, 1e-12, 1e-20, 1e-30, 1e-40, 0.0, 1, 1, 1]).unsqueeze(1)
     gradients = [gradient(k, rows=len(radii)) for k in range(30)]

@@ -542,6 +542,27 @@ def test_capturable(make: Make) -> None:
     assert_same(one, other)
 
 
+def test_a_default_device_is_not_where_steps_are_counted(make: Make) -> None:
+    """`torch.set_default_device`, as many scripts have it: parameters need not lie there."""
+    one, other = make(groups()), make(groups())
+    steps = []
+    for k in range(3):
+        set_gradients(other, k)
+        steps.append([p.grad for p in parameters(other)])
+    torch.set_default_device("meta")
+    try:
+        other.emit()
+        for gradients in steps:
+            for p, gradient in zip(parameters(other), gradients, strict=True):
+                p.grad = gradient
+            other.step()
+            other.load_state_dict(other.state_dict())
+    finally:
+        torch.set_default_device(None)
+    train(one)
+    assert_same(one, other)
+
+
 def test_fused_is_refused_where_it_cannot_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if "fused" not in inspect.signature(type(make(groups()))).parameters:

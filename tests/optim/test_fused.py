@@ -473,3 +473,78 @@ def test_a_compiled_kernel_gets_what_triton_got(monkeypatch):
     assert calls[0][1:] == ((table, scale, found, counter, 3, "constant"), {"num_warps": 8})
     addresses = [tensor.data_ptr() for tensor in (table, found, scale, counter)]
     assert calls[1][1] == (*addresses, 3, "constant")
+
+
+# At the ends of the range --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("without", ["b", "bc"])
+@pytest.mark.parametrize("d", [1, 5])
+def test_rows_that_pass_through_the_origin(without, d):
+    """They land at the antipode, where 1 + ⟨u,u'⟩ is rounding; the momentum is tangent there, so nothing is left."""
+    made = pair([(64, d)], without=without)
+    for params, _ in made:
+        params[0].data *= 0.01
+    for k in range(12):
+        for params, optimizer in made:
+            (p,) = params
+            p.grad = p.detach() * torch.rand(64, 1, generator=torch.Generator().manual_seed(k)).to(DEVICE)
+            optimizer.step()
+    for params, optimizer in made:
+        assert params[0].detach().abs().max() < 0.1
+        assert optimizer.state[params[0]]["exp_avg"].abs().max() < 1e-6
+    close(made[1][0][0].detach(), made[0][0][0].detach(), 1e-3, "param")
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in reduce:RuntimeWarning")  # numpy's, in Triton's interpreter
+@pytest.mark.parametrize("bad", [1e18, torch.inf])
+@pytest.mark.parametrize("without", ["ab", "ac", "abc"])
+def test_a_long_row_whose_gradient_overflows_takes_no_step(without, bad):
+    """Finite as it is in every chunk, or not: what the chunks left of the momentum is not taken."""
+    made = pair([(2, 6000)], without=without, weight_decay=0.5, decoupled_weight_decay=True)
+    for k in range(4):
+        for params, optimizer in made:
+            params[0].grad = gradients(params, k)[0]
+            if k == 2:
+                params[0].grad[0] *= bad
+            optimizer.step()
+    assert_alike(made, 3e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (1, 6000)])
+@pytest.mark.parametrize("without", ["abc", "bc"])
+def test_moments_without_memory_forget_a_spike(without, shape):
+    made = pair([shape], without=without)
+    for params, optimizer in made:
+        optimizer.param_groups[0]["betas"] = (0.0, 0.0)
+        for k, size in enumerate((1e6, 1.0)):
+            params[0].grad = size * gradients(params, k)[0]
+            optimizer.step()
+    assert_alike(made, 3e-6)
+
+
+@pytest.mark.parametrize("without", ["b", "c", "abc"])
+def test_what_float16_does_not_hold(without):
+    made = pair([(3, 40)], dtype=torch.float16, without=without)
+    for k in range(4):
+        for params, optimizer in made:
+            params[0].grad = (7e3 * gradients(params, k)[0].float()).half()
+            optimizer.step()
+    assert all(torch.isfinite(value).all() for value in (made[1][0][0], *made[1][1].state[made[1][0][0]].values()))
+    assert_alike(made, 2e-3)
+
+
+def test_a_default_device_is_not_where_the_tables_are():
+    made = pair([(3, 40), (2, 6000)], without="abc")
+    steps = [[gradients(params, k) for k in range(2)] for params, _ in made]
+    torch.set_default_device("meta")
+    try:
+        for (params, optimizer), of_steps in zip(made, steps, strict=True):
+            optimizer.emit()
+            for gradients_of_step in of_steps:
+                for p, g in zip(params, gradients_of_step, strict=True):
+                    p.grad = g
+                optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    assert_alike(made, 3e-6)

@@ -198,3 +198,23 @@ def test_the_fused_step_is_the_default(make: Make) -> None:
     train(optimizer, 1)
     fused = isinstance(optimizer, optim.Adam) and bool(optimizer.param_groups[0]["without"])
     assert (optimizer._remembered is not None) == fused
+
+
+def test_a_default_device(make: Make) -> None:
+    """The device as the default, as many scripts have it; parameters on it and on the host."""
+    one, other, twin = on_device(make), make(groups()), make(groups())
+    torch.set_default_device("cuda")
+    try:
+        for optimizer in (one, other):
+            optimizer.emit()
+            for k in range(3):
+                with torch.device("cpu"):
+                    set_gradients(optimizer, k)
+                optimizer.step()
+                optimizer.load_state_dict(optimizer.state_dict())
+    finally:
+        torch.set_default_device(None)
+    train(twin)
+    assert_same(other, twin)
+    for p, q in zip(parameters(one), parameters(twin), strict=True):
+        torch.testing.assert_close(p.cpu(), q, rtol=1e-4, atol=1e-5)

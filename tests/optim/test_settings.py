@@ -10,10 +10,13 @@ from torch import nn
 
 from optim.table import TABLE, Make, assert_same, groups, parameters, set_gradients, train
 from steradian import optim
-from steradian.groups import Layout
+from steradian.groups import Groups, Layout
 
 BAD: dict[str, list[Any]] = {
-    "lr": [-1.0, float("nan"), "fast", torch.ones(2), torch.tensor(-1.0), torch.tensor([torch.nan])],
+    "lr": [
+        *(-1.0, float("nan"), float("inf"), "fast", torch.ones(2)),
+        *map(torch.tensor, (-1.0, float("nan"), float("inf"), 1j)),
+    ],
     "betas": [(0.9, 1.0), (-0.1, 0.9), (0.9,), 0.9],
     "eps": [-1e-8, None],
     "weight_decay": [-0.1, float("inf")],
@@ -21,7 +24,7 @@ BAD: dict[str, list[Any]] = {
     "dampening": [-0.1],
     "without": ["d", "aa", "A", None, ["a"]],
     "beta": [-0.1, 1.5],
-    "v0": [0.0, -1.0, [torch.ones(3)] * 5],
+    "v0": [0.0, -1.0, float("inf"), None, "50", (1.0,), [torch.ones(3)] * 5],
     "clip": [0.0, -1.0],
     "wd_ratio": [-0.1],
     "rest_lr": [-0.1],
@@ -37,6 +40,14 @@ def test_bad_settings_name_the_argument(make: Make) -> None:
                 make(groups(), **{name: value})
     with pytest.raises(ValueError, match="empty parameter list"):
         make([])
+    with pytest.raises(TypeError, match=r"pass groups.param_groups\(\)"):
+        make(Groups({}))
+
+
+def test_a_part_of_a_joint_set_is_refused() -> None:
+    """As ZeroRedundancyOptimizer hands them to ranks: rows of the weight alone are not invariant."""
+    with pytest.raises(ValueError, match="joint must be for two parameters or more"):
+        optim.Adam([{"params": [nn.Parameter(torch.ones(4, 3))], "rows": 2, "joint": True}])
 
 
 @pytest.mark.parametrize("make", TABLE.values(), ids=TABLE)
@@ -109,3 +120,22 @@ def test_numpys_numbers_are_numbers(make: Make) -> None:
     train(one)
     train(other)
     assert_same(one, other)
+
+
+def test_adagradg_from_sgd_takes_param_groups_of_any_kind() -> None:
+    weight = nn.Parameter(torch.ones(4, 3))
+    for params in (weight, [weight], [("weight", weight)], iter([weight])):
+        [group] = optim.AdaGradG.from_sgd([{"params": params, "rows": "filter"}], lr=0.1).param_groups
+        assert group["params"] == [weight]
+        assert group["v0"][0].shape == (4,)
+    with pytest.raises(TypeError, match="params must be param groups"):
+        optim.AdaGradG.from_sgd([weight], lr=0.1)
+
+
+def test_an_endless_clip_is_none() -> None:
+    one, other = (optim.AdamG(groups(radial_alone=True), clip=clip) for clip in (1e6, float("inf")))
+    before = [p.detach().clone() for p in parameters(one)]
+    train(one)
+    train(other)
+    assert_same(one, other)
+    assert not any(torch.equal(p, old) for p, old in zip(parameters(other), before, strict=True))

@@ -83,6 +83,31 @@ def test_a_state_of_another_kind_is_refused(name: str) -> None:
         TABLE[name](groups()).load_state_dict(theirs.state_dict())
 
 
+def test_a_state_that_is_refused_leaves_the_optimizer_as_it_was(make: Make) -> None:
+    """A setting that makes no sense, another optimizer's state, and parameters in another order."""
+    one, twin = make(groups()), make(groups())
+    train(one)
+    train(twin)
+    changed = [copy.deepcopy(one.state_dict()) for _ in range(3)]
+    changed[0]["param_groups"][0]["rows"] = 5
+    changed[1]["param_groups"][-1]["lr"] = -1.0
+    first, second = (changed[2]["state"].get(k, {}) for k in range(2))
+    changed[2]["state"] |= {0: second, 1: first}
+    states = [*changed[:2], *([changed[2]] if first else [])]
+    for state in states:
+        with pytest.raises(ValueError, match=r"rows 5 do not divide|lr must be|must have the shape"):
+            one.load_state_dict(state)
+    if one._needed:
+        theirs = torch.optim.RMSprop(without_rows(groups()))
+        train(theirs)
+        with pytest.raises(ValueError, match="made by another optimizer"):
+            one.load_state_dict(theirs.state_dict())
+    assert_same(one, twin)
+    train(one, 2, start=3)
+    train(twin, 2, start=3)
+    assert_same(one, twin)
+
+
 @pytest.mark.parametrize("before", ["", "b"])
 @pytest.mark.parametrize("after", ["a", "abc"])
 def test_second_moments_of_weights_are_not_taken_for_those_of_rows(before: str, after: str) -> None:
@@ -154,3 +179,18 @@ def test_a_parameter_that_took_no_step_has_none_to_load(make: Make) -> None:
     other.load_state_dict(one.state_dict())
     assert not other.state.get(parameters(other)[0])
     train(other)
+
+
+def test_a_state_is_loaded_in_the_memory_format_of_its_parameter(make: Make) -> None:
+    """A checkpoint of a contiguous model, or one that knows no formats, for a model in channels_last."""
+    start = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+    one, other = (
+        make([{"params": [nn.Parameter(start.to(memory_format=form))], "rows": "filter"}])
+        for form in (torch.contiguous_format, torch.channels_last)
+    )
+    train(one)
+    other.load_state_dict(one.state_dict())
+    (p,), (q,) = parameters(one), parameters(other)
+    for name, value in other.state[q].items():
+        assert torch.equal(value, one.state[p][name])
+        assert value.shape != q.shape or value.stride() == q.stride(), name

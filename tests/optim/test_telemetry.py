@@ -180,3 +180,14 @@ def test_joint_rows_are_read_where_nothing_must_be_scaled_back() -> None:
         else:
             with pytest.raises(UnreadableOptimizerError, match="span several parameters"):
                 read_step(optimizer, p, before=before)
+
+
+def test_a_rate_keeps_its_digits() -> None:
+    """0.1 is not a float32 number; the default dtype has no part in it."""
+    optimizer = optim.SGD(groups(torch.float64, radial_alone=True), lr=0.1)
+    optimizer.emit()
+    before = parameters(optimizer)[0].detach().flatten(1).clone()
+    train(optimizer, 1)
+    p = parameters(optimizer)[0]
+    expected = 0.1 / (before * p.detach().flatten(1)).sum(1)
+    torch.testing.assert_close(optimizer.telemetry[p][:, 2], expected, rtol=1e-13, atol=0)

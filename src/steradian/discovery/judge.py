@@ -155,7 +155,7 @@ def _joint_sets(survey: Survey, names: list[str]) -> dict[Indices, bool]:
     # A set that vanishes by chance at one point must not hide the larger one that it is part of.
     explained: dict[Indices, bool] = {}
     for s in sets:
-        after, before = torch.tensor(signed_set_imbalance(*far, s))[[0, -1], None]
+        after, before = torch.tensor(signed_set_imbalance(*far, s), device="cpu")[[0, -1], None]
         linear = bool((set_imbalance(*near, s) <= precision.linear).all())
         linear = linear and bool(obeys(before, after, precision.resolution, order=1))
         falling, members = bool(falls(before.abs(), after.abs(), precision.settled)), [names[i] for i in s]

@@ -88,7 +88,7 @@ def slices_fall(survey: Survey, readings: Sequence[Reading], names: Sequence[str
     for alignment in alignments([survey.shape(name) for name in names]):
         parts = _parts(survey, readings, names, alignment) if alignment.slices >= MANY else None
         if parts is not None and len(readings) > 1:
-            after, before = torch.tensor(parts.typical())[:, None]
+            after, before = torch.tensor(parts.typical(), device="cpu")[:, None]
             if bool(falls(before, after, settled)):
                 return True
     return False

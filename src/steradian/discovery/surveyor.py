@@ -270,7 +270,7 @@ class Surveyor:
         shape = self.survey.shape(name)
         found = partial_cut(shape, self.survey.near_trial(name))
         if found is not None and len(found[1]) * 8 >= found[0]:
-            share = torch.zeros(found[0])
+            share = torch.zeros(found[0], device="cpu")
             share[found[1]] = 1.0
             share = share.repeat_interleave(shape[0] // found[0]).to(self.prober.parameters[name].device)
             self.survey.growing[name] = share.reshape(-1, *[1] * (len(shape) - 1))

@@ -163,9 +163,10 @@ def row_factors(
     4 and 16 ("up"): growing takes ε's weight away, which moves a true row less than shrinking would, and another row
     more. "A little" is between 1.01 and 1.02 either way.
     """
-    generator = Noise(seed)(torch.device("cpu"))
-    exponent = 0.5 + 0.5 * torch.rand(finding.rows, generator=generator, dtype=torch.float64)
-    sign = torch.where(torch.rand(finding.rows, generator=generator) < 0.5, -1.0, 1.0)
+    host = torch.device("cpu")
+    generator = Noise(seed)(host)
+    exponent = 0.5 + 0.5 * torch.rand(finding.rows, generator=generator, dtype=torch.float64, device=host)
+    sign = torch.where(torch.rand(finding.rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
     rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
     if left_alone is not None:
         rho = rho.masked_fill(left_alone, 1.0)

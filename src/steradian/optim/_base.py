@@ -1,17 +1,18 @@
 """The contract that every optimizer of the package keeps, and the plumbing that they share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from steradian.groups import Layout, is_sharded
-from steradian.optim._checks import check
+from steradian.groups import Groups, Layout, is_sharded
+from steradian.optim._checks import check_rows, check_unsupported
 from steradian.optim._optional import fused_available, fused_works, sharding
 from steradian.optim._rows import RowSet, arithmetic, check_shape
+from steradian.optim._states import laid_out_as
 from steradian.optim._telemetry import Telemetry
 from steradian.optim._zero import zero
 
@@ -59,6 +60,8 @@ class RowOptimizer(Optimizer, ABC):
         self.telemetry = None
         self._remembered: FusedStep | None = None
         self._in_graphs: list[object] = []
+        if isinstance(params, Groups):
+            raise TypeError("params must be parameters or param groups, got Groups: pass groups.param_groups()")
         super().__init__(params, defaults)
 
     # What a subclass gives
@@ -292,7 +295,7 @@ class RowOptimizer(Optimizer, ABC):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-        except (TypeError, ValueError):
+        except Exception:
             self.param_groups.pop()
             raise
         if self.telemetry is not None:
@@ -300,51 +303,53 @@ class RowOptimizer(Optimizer, ABC):
 
     def _check_group(self, group: Options) -> None:
         self._check(group)
-        _check_unsupported(group)
+        check_unsupported(group)
         if group.get("fused") and not (self._has_fused and fused_available(group["params"])):
             raise ValueError(
                 f"fused must be None or False here, got True: a fused {type(self).__name__} "
                 + ("needs Triton and parameters on a GPU" if self._has_fused else "does not exist")
             )
-        if group.get("rows") is None:
-            check(not group.get("joint"), "joint", group.get("joint"), 'given together with "rows"')
-            return
-        layout = Layout(group["rows"])
-        group["rows"] = layout.spec
-        counts = {layout.size(param.shape)[0] for param in group["params"]}
-        if group.get("joint") and len(counts) > 1:
-            shapes = [tuple(param.shape) for param in group["params"]]
-            raise ValueError(f"rows {layout.spec!r} cut the joint shapes {shapes} into different numbers of rows")
+        check_rows(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, on the parameters' device, sharing no memory with it.
+        """Load a state, on the parameters' device and in their memory format, sharing no memory with it.
 
         torch casts whatever it loads to the parameter's dtype; one number per row keeps the dtype that rows are
         computed in. A setting that the saved groups do not have, such as the rows of one that torch's Adam saved,
         stays as it is.
 
         Raises:
-            ValueError: the state does not fit the parameters, or was made under other settings.
+            ValueError: the state does not fit the parameters, or was made under other settings. The optimizer is then
+                as it was.
         """
         self._remembered = None
-        before = self.param_groups
+        state, groups = self.state, self.param_groups
         loaded = [state_dict]
         # Behind the user's own hooks, which may put another state in the place of this one.
         handle = self.register_load_state_dict_pre_hook(lambda _, last: loaded.append(last))
         try:
             super().load_state_dict(state_dict)
+            self._take_all(loaded[-1], groups)
+        except Exception:
+            self.state, self.param_groups = state, groups
+            raise
         finally:
             handle.remove()
-        for group, saved, old in zip(self.param_groups, loaded[-1]["param_groups"], before, strict=True):
+
+    def _take_all(self, saved: Mapping[str, Any], before: Sequence[Options]) -> None:
+        """What torch made of a saved state, as we keep it; settings that it does not have are those before."""
+        for group, of_group, old in zip(self.param_groups, saved["param_groups"], before, strict=True):
             for name, value in old.items():
                 group.setdefault(name, value)
-            _check_unsupported(group)
-            for key, param in zip(saved["params"], group["params"], strict=True):
+            self._check(group)
+            check_unsupported(group)
+            check_rows(group)
+            for key, param in zip(of_group["params"], group["params"], strict=True):
                 if param in self.state:
-                    self._take(param, group, loaded[-1]["state"][key])
+                    self._take(param, group, saved["state"][key])
 
     def _take(self, param: Tensor, group: Options, saved: Mapping[str, Any]) -> None:
-        """What torch made of a parameter's saved state, as we keep it."""
+        """What torch made of the saved state of a parameter, as we keep it."""
         state, per_row = self.state[param], self._per_row(group)
         for name in [name for name, value in state.items() if value is None]:  # torch had momentum of 0 saved so
             del state[name]
@@ -354,7 +359,7 @@ class RowOptimizer(Optimizer, ABC):
                 f"a state of {type(self).__name__} must have {_quoted(needed)} here, got {_quoted(state)}: "
                 "it was made by another optimizer or under other settings"
             )
-        for name in self._row_state.intersection(state):
+        for name in sorted((self._needed | self._needed_by_rows) & state.keys() - {"step"}):
             rows = Layout(group["rows"]).size(param.shape)[:1] if name in per_row else param.shape
             check_shape(name, state[name], rows)
         for name, value in state.items():
@@ -362,10 +367,9 @@ class RowOptimizer(Optimizer, ABC):
                 value = saved[name].to(param.device, arithmetic(param.dtype))
             if name == "step":
                 # Before torch 1.12 it was a plain number.
-                value = torch.as_tensor(value, dtype=torch.float32).to(
-                    param.device if self._on_device(group) else "cpu"
-                )
-            state[name] = value.clone() if isinstance(value, Tensor) else value
+                device = param.device if self._on_device(group) else torch.device("cpu")
+                value = torch.as_tensor(value, dtype=torch.float32, device=device)
+            state[name] = laid_out_as(param, value) if name != "step" else value.clone()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -376,12 +380,6 @@ class RowOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         hidden = ("_remembered", "_in_graphs")
         return {name: value for name, value in super().__getstate__().items() if name not in hidden}
-
-
-def _check_unsupported(group: Options) -> None:
-    """Settings of torch's optimizers, in a param group or in a state of theirs, that would change the step."""
-    for name in ("amsgrad", "differentiable"):
-        check(not group.get(name), name, group.get(name), "False: there is no such step here")
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -5,7 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["check", "check_betas", "check_number", "check_rate", "is_number"]
+from steradian.groups import Layout
+
+__all__ = ["check", "check_betas", "check_number", "check_rate", "check_rows", "check_unsupported", "is_number"]
 
 Options = dict[str, Any]
 
@@ -25,8 +27,8 @@ def check_rate(group: Options, name: str = "lr") -> None:
     """A number ≥ 0, or a tensor with one; that of an accelerator is not read."""
     value = group[name]
     if isinstance(value, Tensor):
-        check(value.numel() == 1, name, value, "a number or a tensor with one number")
-        check(value.device.type != "cpu" or bool(value >= 0), name, value, "a number ≥ 0")
+        check(value.numel() == 1 and not value.is_complex(), name, value, "a number or a tensor with one number")
+        check(value.device.type != "cpu" or 0 <= value.item() < float("inf"), name, value, "a number ≥ 0")
     else:
         check_number(group, name)
 
@@ -44,3 +46,25 @@ def check_betas(group: Options) -> None:
     fine = isinstance(betas, list | tuple) and len(betas) == 2
     fine = fine and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
     check(fine, "betas", betas, "two numbers in [0, 1)")
+
+
+def check_rows(group: Options) -> None:
+    """The layout of a group, if it has one, cuts its parameters; a joint set is there as a whole."""
+    shapes, joint = [tuple(param.shape) for param in group["params"]], group.get("joint")
+    if group.get("rows") is None:
+        check(not joint, "joint", joint, 'given together with "rows"')
+        return
+    layout = Layout(group["rows"])
+    group["rows"] = layout.spec
+    counts = {layout.size(shape)[0] for shape in shapes}
+    if joint and len(shapes) < 2:
+        # ZeroRedundancyOptimizer hands single parameters to ranks: rows of a part of the set are not invariant.
+        raise ValueError(f"joint must be for two parameters or more, which stay together, got {len(shapes)}")
+    if joint and len(counts) > 1:
+        raise ValueError(f"rows {layout.spec!r} cut the joint shapes {shapes} into different numbers of rows")
+
+
+def check_unsupported(group: Options) -> None:
+    """Settings of torch's optimizers, in a param group or in a state of theirs, that would change the step."""
+    for name in ("amsgrad", "differentiable"):
+        check(not group.get(name), name, group.get(name), "False: there is no such step here")

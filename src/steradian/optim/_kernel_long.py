@@ -26,7 +26,7 @@ def _leave_sums(item, d, sums, settings, rates, grad_scale,
     g = tl.load(parts.first(item + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
     m = tl.load(parts.first(item + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
     gl = g + l2 * x
-    m = m + share1.to(C) * (tl.where((flags & WITHOUT_B) != 0, g, gl) - m)
+    m = parts.lerp(m, tl.where((flags & WITHOUT_B) != 0, g, gl), share1.to(C))
     out = sums + (last >> 32) * 7
     tl.store(out, tl.sum(gl * gl, axis=0).to(tl.float64))
     tl.store(out + 1, tl.sum(x * x, axis=0).to(tl.float64))
@@ -71,7 +71,9 @@ def apply_long_rows(
         start, l2 = tl.where(decoupled, 1.0 - rate * decay, 1.0), tl.where(decoupled, 0.0, decay)
         largest, _smallest, _steepest = parts.limits(C)
         usable = gg <= largest
-        v = tl.where(usable, v + share2 * (tl.minimum(gg / d, largest) - v), v)
+        # The chunks could not know that the row takes no step: their ⟨x,m⟩ and ⟨m,m⟩ are of an m that it does not get.
+        xm, mm = tl.where(usable, xm, 0.0), tl.where(usable, mm, 0.0)
+        v = tl.where(usable, parts.lerp(v, tl.minimum(gg / d, largest), share2), v)
         s = parts.divided(v, usable, pace, root, eps)
         kept_x = start - tl.where((flags & WITHOUT_B) != 0, s * share1 * l2, 0.0)
         # y = kept_x·x − s·m, so its products follow from the sums; in float64 they keep float32's digits.
@@ -98,9 +100,9 @@ def apply_long_rows(
         m = tl.load(m_at, mask=mask, other=0.0).to(C)
         g = tl.load(tl.load(line + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
         target = tl.where((flags & WITHOUT_B) != 0, g, g + l2.to(C) * x)
-        m = tl.where(usable, m + share1.to(C) * (target - m), m)
-        tl.store(x_at, (kept_x.to(C) * x - s.to(C) * m).to(P), mask=mask)
-        tl.store(m_at, (kept.to(C) * m - removed.to(C) * x).to(P), mask=mask)
+        m = tl.where(usable, parts.lerp(m, target, share1.to(C)), m)
+        tl.store(x_at, parts.kept_in(kept_x.to(C) * x - s.to(C) * m, P), mask=mask)
+        tl.store(m_at, parts.kept_in(kept.to(C) * m - removed.to(C) * x, P), mask=mask)
 
 
 @triton.jit

@@ -83,10 +83,25 @@ def bias_corrections(step, log_beta1, log_beta2, rate):
 
 
 @triton.jit
+def lerp(old, new, share):
+    """(1−s)·old + s·new as `Tensor.lerp` has it: from the nearer end, so that s = 1 leaves nothing of the old."""
+    near = share < 0.5
+    return tl.where(near, old, new) + tl.where(near, share, share - 1.0) * (new - old)
+
+
+@triton.jit
 def divided(v, usable, pace, root, eps):
     """s = η̂/(√v̂ + ε), 0 where that divides by 0 or the row is not usable."""
     divisor = tl.sqrt(v) / root + eps
     return tl.where(usable & (divisor > 0), pace / tl.where(divisor > 0, divisor, 1.0), 0.0)
+
+
+@triton.jit
+def kept_in(value, P: tl.constexpr):
+    """A number as it is kept: at the end of float16's range what lies beyond it, which would come back infinite."""
+    if P == tl.float16:
+        value = tl.where(value > 65504.0, 65504.0, tl.where(value < -65504.0, -65504.0, value))
+    return value.to(P)
 
 
 @triton.jit

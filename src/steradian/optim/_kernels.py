@@ -92,7 +92,7 @@ def _tile(
     moments = ()
     for k in tl.static_range(K):
         target = gs[k] * factor + inside * xs[k]
-        moments = moments + (tl.where(usable[:, None], ms[k] + share1 * (target - ms[k]), ms[k]),)
+        moments = moments + (tl.where(usable[:, None], parts.lerp(ms[k], target, share1), ms[k]),)
 
     ys, vs = (), ()
     if ELEMENTWISE:
@@ -102,7 +102,7 @@ def _tile(
             mask = alive[:, None] & (k * S + cols[None, :] < d)
             g = gs[k] * factor + l2 * xs[k]
             v = tl.load(v_at + at + k * S, mask=mask, other=0.0).to(C)
-            v = tl.where(usable[:, None], v + share2 * (tl.minimum(g * g, largest) - v), v)
+            v = tl.where(usable[:, None], parts.lerp(v, tl.minimum(g * g, largest), share2), v)
             s = parts.divided(v, usable[:, None], pace, root, eps)
             ys = ys + ((start - s * outside) * xs[k] - s * moments[k],)
             vs = vs + (v,)
@@ -114,36 +114,40 @@ def _tile(
     else:
         v_at = parts.first(item + 3).to(tl.pointer_type(C))
         top = tl.load(v_at + rows, mask=alive, other=0.0)
-        top = tl.where(usable, top + share2 * (tl.minimum(gg / d, largest) - top), top)
+        top = tl.where(usable, parts.lerp(top, tl.minimum(gg / d, largest), share2), top)
         mean_divisor = tl.sqrt(top) / root + eps
         s = parts.divided(top, usable, pace, root, eps)
         for k in tl.static_range(K):
             ys = ys + ((start - s * outside)[:, None] * xs[k] - s[:, None] * moments[k],)
 
     axx, ayy = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
-    axy, amy = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+    axy, along = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
     for k in tl.static_range(K):
         axx += xs[k] * xs[k]
         ayy += ys[k] * ys[k]
         axy += xs[k] * ys[k]
-        amy += moments[k] * ys[k]
-    xx, yy, xy, my = _sums(axx, ayy, axy, amy)
+        along += moments[k] * (xs[k] if ELEMENTWISE else ys[k])
+    xx, yy, xy, mxy = _sums(axx, ayy, axy, along)  # ⟨m,x⟩ where v is element-wise, else ⟨m,y⟩
     shrink, there = parts.motion(xx, yy, top, flags, C)
     growth = tl.where((flags & WITHOUT_C) != 0, shrink, 1.0)
     if ELEMENTWISE:
-        # The step is not along m: the general isometry, m − ⟨m,u⟩u − ⟨m^⊥,u'⟩/(1+⟨u,u'⟩)·(u + u').
-        axm = tl.zeros([R, S], dtype=C)
-        for k in tl.static_range(K):
-            axm += xs[k] * moments[k]
+        # The step is not along m: the general isometry, m^⊥ − 2⟨m^⊥,w⟩/⟨w,w⟩·w with w = u + u'. From w's entries, since
+        # ⟨w,w⟩ = 2(1 + ⟨u,u'⟩) has no digits near the antipode.
         r, q = tl.sqrt(tl.where(there, xx, 1.0)), tl.sqrt(tl.where(there, yy, 1.0))
-        inward, cosine = tl.sum(axm, axis=1) / (r * r), xy / (r * q)
-        turn = (my - inward * xy) / q / tl.maximum(1.0 + cosine, 1e-30)
+        inward = mxy / (r * r)
+        amw, aww = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        for k in tl.static_range(K):
+            w = xs[k] / r[:, None] + ys[k] / q[:, None]
+            amw += (moments[k] - inward[:, None] * xs[k]) * w
+            aww += w * w
+        mw, ww = tl.sum(amw, axis=1), tl.sum(aww, axis=1)
+        turn = 2.0 * mw / tl.where(ww > 0, ww, 1.0)
         kept = tl.sqrt(growth)
         turned = transported & there & (tl.abs(turn) <= largest)
         by_x = tl.where(turned, kept * (inward + turn / r), 0.0)[:, None]
         by_y = tl.where(turned, kept * turn / q, 0.0)[:, None]
     else:
-        kept, removed = parts.carried_in_plane(xx, yy, xy, my, shrink, there, flags, C)
+        kept, removed = parts.carried_in_plane(xx, yy, xy, mxy, shrink, there, flags, C)
         by_x = removed[:, None]
         tl.store(v_at + rows, top * growth, mask=alive)
     for k in tl.static_range(K):
@@ -151,9 +155,9 @@ def _tile(
         m = kept[:, None] * moments[k] - by_x * xs[k]
         if ELEMENTWISE:
             m -= by_y * ys[k]
-            tl.store(v_at + at + k * S, (vs[k] * growth[:, None]).to(P), mask=mask)
-        tl.store(x_at + at + k * S, ys[k].to(P), mask=mask, eviction_policy=WRITTEN)
-        tl.store(m_at + at + k * S, m.to(P), mask=mask, eviction_policy=WRITTEN)
+            tl.store(v_at + at + k * S, parts.kept_in(vs[k] * growth[:, None], P), mask=mask)
+        tl.store(x_at + at + k * S, parts.kept_in(ys[k], P), mask=mask, eviction_policy=WRITTEN)
+        tl.store(m_at + at + k * S, parts.kept_in(m, P), mask=mask, eviction_policy=WRITTEN)
 
     if EMIT:
         # y − (⟨x,y⟩/⟨x,x⟩)x, entry by entry: its square from the sums would cancel for small angles.

@@ -87,7 +87,7 @@ class Plan:
         # One table: a line of eight for each parameter and each group, the rates, and their addresses.
         count, groups = len(self.sets), len(self.groups) + len(self.groups) % 2
         self.parts = [8 * count, 8 * groups, groups, groups]
-        self.values = torch.zeros(sum(self.parts), dtype=torch.int64)
+        self.values = torch.zeros(sum(self.parts), dtype=torch.int64, device="cpu")
         # The same memory as arrays: a few numbers are written in a tenth of the time that torch's operations take.
         cuts = np.cumsum(self.parts[:-1])
         lines, groups_of, rates, self.host_addresses_of_rates = np.split(self.values.numpy(), cuts)
@@ -212,7 +212,8 @@ class Plan:
         each = zip(self.sets, even, wide, strict=True)
         classes = [_class(rows.d, aligned=lies and fits) for (_, rows), lies, fits in each]
         if classes != self.classes:
-            self._make_items(classes)
+            with torch.device("cpu"):  # whatever the default is
+                self._make_items(classes)
             self.classes = classes
 
     def _set_settings(self) -> None:

@@ -150,18 +150,19 @@ def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], gro
     else:
         m.mul_(motion.shrink.sqrt())
     if rows.telemetry is not None:
-        emit(rows, piece, x, y, gradient, pace=_sgd_pace(group))
+        emit(rows, piece, x, y, gradient, pace=_sgd_pace(rows, group))
     x.copy_(y)
 
 
 def emit_sgd(rows: RowSet, before: Tensor, group: Options) -> None:
     """Telemetry of rows that took torch's SGD step."""
-    emit(rows, slice(None), before, rows.read("param"), rows.read("grad"), pace=_sgd_pace(group))
+    emit(rows, slice(None), before, rows.read("param"), rows.read("grad"), pace=_sgd_pace(rows, group))
 
 
-def _sgd_pace(group: Options) -> Tensor:
+def _sgd_pace(rows: RowSet, group: Options) -> Tensor:
     """η/b̄: b is 1/(1−τ) where a is in units of a gradient."""
-    return torch.as_tensor(rate_of(group) * (1 - group["dampening"] if group["momentum"] else 1))
+    pace = rate_of(group) * (1 - group["dampening"] if group["momentum"] else 1)
+    return pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=rows.dtype, device="cpu")
 
 
 # On the unit sphere -----------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ def adamg(rows: RowSet, group: Options) -> None:
         u, g = _on_sphere(x[piece], gradient[piece], group)
         h = geometry.tangent(g, u)
         if not group["retraction"]:
-            h *= group["clip"] / _length(h).clamp_(min=group["clip"])
+            h *= (group["clip"] / _length(h)).clamp_(max=1)
         hh = dot(h, h)
         usable = torch.isfinite(hh)
         h, hh = held(usable, h, hh)

@@ -98,6 +98,7 @@ class RowSet:
         joint = len(self.params) > 1
         pieces = torch.split(rows, self._widths, dim=1) if joint else (rows,)
         for tensor, order, piece in zip(self._tensors(name), self._orders, pieces, strict=True):
+            piece = _held_by(tensor.dtype, piece)
             if order is None:
                 tensor.copy_(self.layout.restore(piece, tensor.shape))
             elif joint or tensor.dtype != self.dtype or not tensor.permute(order).is_contiguous():
@@ -174,6 +175,15 @@ class RowSet:
         if order is None:
             return self.layout.rows(tensor).to(self.dtype)
         return tensor.permute(order).contiguous().view(self.n, width).to(self.dtype)
+
+
+def _held_by(dtype: torch.dtype, rows: Tensor) -> Tensor:
+    """Rows as a dtype holds them: at the end of its range what lies beyond it, which would come back infinite."""
+    # bfloat16 ends where float32 does.
+    if dtype.itemsize > 2 or dtype == torch.bfloat16:
+        return rows
+    limits = torch.finfo(dtype)
+    return rows.clamp(limits.min, limits.max)
 
 
 def _gradient(param: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Pieces of an optimizer's state, as they are at first."""
+"""Pieces of an optimizer's state, as they are at first and when they are loaded."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from steradian.groups import Layout, is_sharded
 from steradian.optim._optional import sharding
 from steradian.optim._rows import arithmetic
 
-__all__ = ["like", "per_row", "step_count"]
+__all__ = ["laid_out_as", "like", "per_row", "step_count"]
 
 
 def step_count(param: Tensor, *, on_device: bool) -> Tensor:
@@ -25,3 +27,12 @@ def per_row(param: Tensor, layout: Layout) -> Tensor:
     if is_sharded(param):
         return sharding().per_row(param, layout, arithmetic(param.dtype))
     return torch.zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype), device=param.device)
+
+
+def laid_out_as(param: Tensor, value: Any) -> Any:
+    """A copy of an entry of the state, in the parameter's memory format: the fused step walks both in one order."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != param.shape or is_sharded(param):
+        return value.clone()
+    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)

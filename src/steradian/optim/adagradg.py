@@ -1,9 +1,9 @@
 """AdaGradG: the scheme on the unit sphere that SGD is equivalent to (Section 3.2, Theorem 4)."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from steradian import geometry
@@ -36,6 +36,7 @@ class AdaGradG(RowOptimizer):
         rest_lr: rate of param groups without rows that give no rate.
         maximize: ascend.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.randn(8, 3))
     >>> optimizer = AdaGradG.from_sgd([{"params": [weight], "rows": "filter"}], lr=0.1, weight_decay=5e-4)
     """
@@ -70,20 +71,23 @@ class AdaGradG(RowOptimizer):
         """The AdaGradG that SGD with this rate and L2 from the present radii is equivalent to (Theorem 4).
 
         Args:
-            params: param groups.
+            params: param groups; `Groups.param_groups()` makes them.
             lr: SGD's rate η, also of the parameters without rows.
             weight_decay: SGD's L2 coefficient λ, also of the parameters without rows.
         """
         groups = []
         for group in params:
+            if not isinstance(group, dict):
+                raise TypeError(f"params must be param groups, of which some have rows, got {type(group).__name__}")
             if group.get("rows") is None:
                 groups.append({**group, "lr": lr, "weight_decay": weight_decay})
                 continue
-            tensors = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            tensors = [member[1] if isinstance(member, tuple) else member for member in members]
             radii = _radii(tensors, Layout(group["rows"]), bool(group.get("joint")))
             made = [adagradg_from_sgd(lr, weight_decay, radius) for radius in radii]
             constants = {"lr": made[0]["lr"], "beta": made[0]["beta"], "v0": [each["v0"] for each in made]}
-            groups.append({**group, "params": tensors, **constants})
+            groups.append({**group, "params": members, **constants})
         return cls(groups)
 
     def add_param_group(self, param_group: Options) -> None:
@@ -101,7 +105,8 @@ class AdaGradG(RowOptimizer):
         if isinstance(v0, list):
             check(len(v0) == len(group["params"]), "v0", v0, "a list with one tensor for each parameter")
         for each in v0 if isinstance(v0, list) else [v0]:
-            check(bool((torch.as_tensor(each) > 0).all()), "v0", each, "positive")
+            fine = bool((each > 0).all()) if isinstance(each, Tensor) else is_number(each) and 0 < each < math.inf
+            check(fine, "v0", each, "positive: a number, or a tensor with one for each row")
 
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         if layout is None:
