@@ -484,6 +484,25 @@ def test_what_goes_wrong_inside_does_not_stop_the_training(caplog):
     assert list(series(seen.records(), "angle")) == [0, 1]
 
 
+@pytest.mark.parametrize("kind", ["SGD", "ours", "ours, classic"])
+@pytest.mark.parametrize("phenomena", [False, True])
+def test_a_default_device_is_not_where_numbers_are_kept(kind, phenomena, tmp_path):
+    """`torch.set_default_device`, as many scripts have it: the parameters need not lie there."""
+    optimizer, params = pair(kind)
+    elsewhere = torch.device("meta")
+    with elsewhere:
+        seen = watch(optimizer, phenomena=phenomena, to=tmp_path / "run").start()
+    for step in range(4):
+        set_gradients(params, step)
+        with elsewhere:
+            optimizer.step()
+    with elsewhere:
+        seen.stop()
+        table = seen.records()
+    assert seen.error is None
+    assert_same_records(table, plain(kind, 4))
+
+
 @pytest.mark.parametrize("kind", ["Adam", "ours"])
 def test_groups_are_told_in_the_order_of_the_model(kind):
     """Whatever order they are looked at in."""

@@ -61,14 +61,14 @@ class Reduction:
 
 
 def _bucket(groups: list[int], spans: list[slice], length: int, device: torch.device | str) -> _Bucket:
-    starts = torch.tensor([[span.start] for span in spans])
-    counts = torch.tensor([[span.stop - span.start] for span in spans])
-    places = torch.arange(length)
+    starts = torch.tensor([[span.start] for span in spans], device="cpu")
+    counts = torch.tensor([[span.stop - span.start] for span in spans], device="cpu")
+    places = torch.arange(length, device="cpu")
     there = places < counts
-    at = torch.tensor(_LEVELS, dtype=torch.float64) * (counts - 1)
+    at = torch.tensor(_LEVELS, dtype=torch.float64, device="cpu") * (counts - 1)
     low = at.floor().long()
     parts = {
-        "groups": torch.tensor(groups),
+        "groups": torch.tensor(groups, device="cpu"),
         "counts": counts.squeeze(1),
         "index": torch.where(there, starts + places, starts),
         "there": there,

@@ -52,10 +52,10 @@ class Station:
         self.settings = [[(0.0, 0.0)] * len(self.options) for _ in range(self.steps)]
         self.skips = torch.zeros(self.steps, 2, device=self.device)
         self.skipped = torch.zeros((), device=self.device)
-        self.counts = counts = torch.tensor([entry.rows for entry in self.followed])
+        self.counts = counts = torch.tensor([entry.rows for entry in self.followed], device="cpu")
         places = [self._option(entry) for entry in self.followed]
-        self.column = torch.repeat_interleave(torch.tensor(places), counts).to(self.device)
-        self.group = torch.repeat_interleave(torch.arange(len(counts)), counts).to(self.device)
+        self.column = torch.repeat_interleave(torch.tensor(places, device="cpu"), counts).to(self.device)
+        self.group = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts).to(self.device)
         self._find_balances()
         self.slopes = torch.zeros(2, self.rows, dtype=dtype_of(followed), device=self.device)
         self.reduced = Reduction([entry.span for entry in self.followed], device=self.device)
@@ -107,7 +107,7 @@ class Station:
             active: (steps, groups), on the host.
         """
         values = self.values[:count]
-        settings = self._sent(torch.tensor(self.settings[:count], dtype=self.rates.dtype))
+        settings = self._sent(torch.tensor(self.settings[:count], dtype=self.rates.dtype, device="cpu"))
         rates = self.rates[:count] + settings[..., 0]
         found = self.source.quantities(values, rates[:, self.column], settings[..., 1][:, self.column])
         there = self._sent(active)[:, self.group] if not bool(active.all()) else None

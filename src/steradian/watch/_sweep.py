@@ -84,7 +84,9 @@ class Swept(Source):
         self.known: list[tuple[Any, ...]] = []
         self.table = torch.zeros(len(self.followed), 8, dtype=torch.int64, device=self.device)
         self.settings = torch.zeros(len(self._options()), 4, dtype=torch.float64, device=self.device)
-        self._sizes = torch.cat([torch.full((e.rows,), float(e.size)) for e in self.followed]).to(self.device)
+        self._sizes = torch.cat([torch.full((e.rows,), float(e.size), device="cpu") for e in self.followed]).to(
+            self.device
+        )
         self._one = torch.ones(1, device=self.device)
         self._counts: dict[float, Tensor] = {}
         self._items()
@@ -155,12 +157,12 @@ class Swept(Source):
         flat = [number for line in lines for number in line]
         if flat != self.addresses:
             self.addresses = flat
-            self.table.copy_(self._pinned(torch.tensor(lines, dtype=torch.int64)), non_blocking=True)
+            self.table.copy_(self._pinned(torch.tensor(lines, dtype=torch.int64, device="cpu")), non_blocking=True)
         settings = [self._setting(options) for options in known]
         if settings != self.known:
             self.known = settings
             self.settings[: len(settings)].copy_(
-                self._pinned(torch.tensor(settings, dtype=torch.float64)), non_blocking=True
+                self._pinned(torch.tensor(settings, dtype=torch.float64, device="cpu")), non_blocking=True
             )
 
     def _count(self, step: Tensor, counts: dict[float, Tensor]) -> Tensor:
@@ -170,7 +172,11 @@ class Swept(Source):
         at = float(step)
         if at not in counts:
             known = self._counts.get(at)
-            counts[at] = self._pinned(torch.tensor([at])).to(self.device, non_blocking=True) if known is None else known
+            counts[at] = (
+                self._pinned(torch.tensor([at], device="cpu")).to(self.device, non_blocking=True)
+                if known is None
+                else known
+            )
         return counts[at]
 
     def _setting(self, options: dict[str, Any]) -> tuple[float, ...]:

@@ -30,7 +30,7 @@ class Transfer:
                 self.copies.append((chosen, flat.cpu(), None))
                 continue
             with torch.cuda.device(device):
-                host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+                host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
                 host.copy_(flat, non_blocking=True)
                 done = torch.cuda.Event()
                 done.record()

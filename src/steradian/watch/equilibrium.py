@@ -79,7 +79,9 @@ class Balance:
 
         def column(name: str) -> Tensor:
             missing = False if name == "free" else math.nan
-            values = torch.tensor([missing if balance is None else getattr(balance, name) for balance in known])
+            values = torch.tensor(
+                [missing if balance is None else getattr(balance, name) for balance in known], device="cpu"
+            )
             return torch.repeat_interleave(values, rows).to(device, torch.bool if name == "free" else dtype)
 
         return Balance(*(column(name) for name in ("gain", "power", "root", "pace", "free")))
