@@ -11,6 +11,7 @@ from torch import nn
 from optim.table import TABLE, Make, assert_same, groups, parameters, set_gradients, train
 from steradian import optim
 from steradian.groups import Groups, Layout
+from steradian.optim import _base
 
 BAD: dict[str, list[Any]] = {
     "lr": [
@@ -139,3 +140,19 @@ def test_an_endless_clip_is_none() -> None:
     train(other)
     assert_same(one, other)
     assert not any(torch.equal(p, old) for p, old in zip(parameters(other), before, strict=True))
+
+
+@pytest.mark.parametrize(("make", "said"), [(optim.AdamSRT, True), (optim.AdamG, True), (optim.Adam, False)])
+def test_an_optimizer_without_any_rows_says_so_once(make, said, caplog):
+    _base._say_that_nothing_has_rows.cache_clear()
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    for _ in range(2):
+        make([weight])
+    made = [record.message for record in caplog.records if "no param group has rows" in record.message]
+    assert len(made) == said
+    assert all(f"{make.__name__}: " in text and "find_groups" in text for text in made)
+    caplog.clear()
+    _base._say_that_nothing_has_rows.cache_clear()
+    make([{"params": [weight], "rows": None}])
+    make([{"params": [weight], "rows": "filter"}])
+    assert not caplog.records

@@ -1,5 +1,7 @@
 """The contract that every optimizer of the package keeps, and the plumbing that they share."""
 
+import functools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, overload
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from steradian.optim._fused import FusedStep
 
 __all__ = ["Classic", "Options", "Params", "RowOptimizer", "Work"]
+
+logger = logging.getLogger("steradian")
 
 Options = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -63,6 +67,8 @@ class RowOptimizer(Optimizer, ABC):
         if isinstance(params, Groups):
             raise TypeError("params must be parameters or param groups, got Groups: pass groups.param_groups()")
         super().__init__(params, defaults)
+        if not any("rows" in group for group in self.param_groups) and defaults.get("without") != "":
+            _say_that_nothing_has_rows(type(self).__name__)
 
     # What a subclass gives
 
@@ -380,6 +386,16 @@ class RowOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         hidden = ("_remembered", "_in_graphs")
         return {name: value for name, value in super().__getstate__().items() if name not in hidden}
+
+
+@functools.cache
+def _say_that_nothing_has_rows(optimizer: str) -> None:
+    """Once: somebody may have one optimizer for each of many parameters, and some of these have no rows."""
+    logger.warning(
+        "%s: no param group has rows, so that every parameter gets the classic update: pass "
+        "st.find_groups(model, batch).param_groups()",
+        optimizer,
+    )
 
 
 def _quoted(names: Iterable[str]) -> str:
