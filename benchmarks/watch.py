@@ -5,9 +5,10 @@
 Our Adam without (abc) observed in every step, torch's fused Adam in every tenth and in every one; eager and, on a
 GPU, captured in a CUDA graph. A watched training and two that are not take many short turns, each from an observed
 step to the next, in an order that goes to and fro, so that a host that is slow for a while is slow for all. The ratio
-is that of the medians over all turns; that of the totals holds the rare steps that write, too, and every disturbance
-of the host. The second unwatched training against the first is the control: how far from 1 a ratio is that should be
-1. Prints a table and writes results/bench-watch-DEVICE.json.
+is the median over all rounds of a watched turn against the mean of the two unwatched ones of its round; that of the
+totals holds the rare steps that write, too, and every disturbance of the host. The second unwatched training against
+the first is the control: how far from 1 a ratio is that should be 1. Prints a table and writes
+results/bench-watch-DEVICE.json.
 """
 
 import argparse
@@ -149,11 +150,13 @@ def main() -> None:
                 took = {id(training): training.run(length) for training in each[:: 1 if turn % 2 == 0 else -1]}
                 turns.append([took[id(training)] for training in each])
             watched.stop()
-            before, after, control = (statistics.median(times) for times in zip(*turns, strict=True))
-            totals = [sum(times) for times in zip(*turns, strict=True)]
-            kind = "captured" if captured else "eager"
-            ratios = (after / before, totals[1] / totals[0], control / before)
-            table.add(name, kind, before, after, *ratios, both - alone)
+            before = statistics.median((first + second) / 2 for first, _, second in turns)
+            after = statistics.median(took for _, took, _ in turns)
+            ratio = statistics.median(2 * took / (first + second) for first, took, second in turns)
+            control = statistics.median(second / first for first, _, second in turns)
+            first, all_watched, second = (sum(times) for times in zip(*turns, strict=True))
+            ratios = (ratio, 2 * all_watched / (first + second), control)
+            table.add(name, "captured" if captured else "eager", before, after, *ratios, both - alone)
             del plain, watched, again, each, training
             facts = {"batch": options.batch, "steps": options.steps}
             write(f"bench-watch-{'gpu' if CUDA else DEVICE.type}", table, **facts)
