@@ -34,6 +34,7 @@ def test_the_rate_falls_at_milestones():
     assert [factors.index(f) for f in sorted(set(factors), reverse=True)] == [0, 135, 225, 315]
     assert math.isclose(factors[-1], 1e-3)
     assert CONFIG.scaled(81).milestones == (27, 45, 63)
+    assert [CONFIG.scaled(epochs).rate_factor(0) for epochs in (1, 2, 3)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

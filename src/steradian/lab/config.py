@@ -132,7 +132,9 @@ class Config:
         >>> Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3).scaled(9).milestones
         (3, 5, 7)
         """
-        return replace(self, epochs=epochs, milestones=tuple(round(m * epochs / self.epochs) for m in self.milestones))
+        # The first epoch has the rate that was asked for, however few there are.
+        milestones = tuple(m and max(1, round(m * epochs / self.epochs)) for m in self.milestones)
+        return replace(self, epochs=epochs, milestones=milestones)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
