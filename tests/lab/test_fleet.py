@@ -204,17 +204,26 @@ def test_time_that_is_over_stops_at_a_checkpoint(tmp_path, data):
 
 
 class Interrupting(Lines):
-    """Presses Ctrl-C when a training has finished so many epochs, once or twice."""
+    """Presses Ctrl-C, or sends another signal, when a training has finished so many epochs, once or twice."""
 
-    def __init__(self, times):
+    def __init__(self, times, number=signal.SIGINT):
         super().__init__(Console(file=io.StringIO(), width=160))
-        self.times = times
+        self.times, self.number = times, number
 
     def epoch(self, training):
         if training.epoch == 2 and self.times:
             times, self.times = self.times, 0
             for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self.number)
+
+
+def test_a_scheduler_that_asks_a_study_to_end_finds_it_with_checkpoints(tmp_path, data):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        fleet(tmp_path, data, watcher=Interrupting(1, signal.SIGTERM)).run(methods("Adam", epochs=4))
+    [saved] = (tmp_path / "work" / "checkpoints").glob("*.pt")
+    assert torch.load(saved, weights_only=True)["training"]["epoch"] == 2
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_interrupted_study_loses_nothing_and_a_second_time_stops_at_once(tmp_path, data):

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from steradian.lab.interruption import end
+
 _INSTALL = "pip install 'steradian[lab]'"
 
 try:
@@ -72,10 +74,6 @@ def main() -> None:
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
     """Within it a request to end closes what is open: a live table gives the cursor back, a cluster is stopped."""
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
