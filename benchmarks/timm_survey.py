@@ -88,11 +88,12 @@ class Survey:
                 {"unbuilt": weight} if isinstance(weight, str) else weight
             )
             self._progress(f"weighed {len(self.records)} of {len(self.family)}")
-        waiting = self._open()
+        waiting = [name for name in self._open() if not self._starved(name)]
         heavy = [name for name in waiting if self.records[name]["bytes"] > HEAVY]
         self._inspect([name for name in waiting if name not in heavy], batch=4)
         self._inspect(heavy, batch=4, most=self.heavy)
-        self._inspect([name for name in self._open() if self.records[name].get("memory")], batch=2, most=2)
+        starved = sorted(filter(self._starved, self._open()), key=lambda name: self.records[name]["bytes"])
+        self._inspect(starved, batch=2, most=max(1, self.heavy // 3))
         self.pool.close()
         self.save()
 
@@ -103,6 +104,11 @@ class Survey:
             for name in dict.fromkeys(order(self.records, self.family))
             if self.wanted(name) and "rows" not in self.records[name]
         ]
+
+    def _starved(self, name: str) -> bool:
+        """Whether its batch did not fit into the memory: it said so, or the system killed it."""
+        record = self.records[name]
+        return bool(record.get("memory")) or record.get("error", "").endswith("exit code -9")
 
     def wanted(self, name: str) -> bool:
         """Whether an architecture builds and is light enough."""
