@@ -4,6 +4,7 @@ A bias has an entry for each output of its weight, and the outputs lie along dim
 dimension 1 of a transposed one, and along g blocks of dimension 0 times dimension 1 of one with g groups.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,8 @@ def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
     ([Alignment(slices=8, dim=0, groups=1)], [Alignment(slices=6, dim=1, groups=1)])
     >>> alignments([(4, 3, 5, 5), (6,)])
     [Alignment(slices=6, dim=1, groups=2)]
+    >>> pairs_to_align({"expand.weight": (12, 3, 1, 1), "expand.bias": (12,)})
+    {}
     """
     tensors, vectors = [s for s in shapes if len(s) > 1], {s for s in shapes if len(s) == 1}
     if not tensors or len(vectors) > 1 or any(not s for s in shapes):
@@ -81,13 +84,19 @@ def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
             found.append(Alignment(size, dim))
     for (length,) in vectors:
         groups = length // tensors[0][1]
-        # Convolutions alone have groups; a table of both dimensions of a matrix would be larger than the matrix.
-        if groups > 1 and all(len(s) > 2 and _grouped(s, length, groups) for s in tensors):
+        if groups > 1 and all(_grouped(s, length, groups) for s in tensors):
             found.append(Alignment(length, 1, groups))
     return found
 
 
 def _grouped(shape: Shape, length: int, groups: int) -> bool:
+    """Whether a weight may be that of a transposed convolution with groups.
+
+    Convolutions alone have groups. A table of both dimensions of a matrix would be larger than the matrix, and so would
+    be that of a 1 × 1 convolution, which has an entry of the vector for each slice of dimension 0 already.
+    """
+    if len(shape) < 3 or (math.prod(shape[2:]) == 1 and shape[0] == length):
+        return False
     return shape[1] * groups == length and shape[0] % groups == 0
 
 
