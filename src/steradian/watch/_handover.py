@@ -90,7 +90,8 @@ class Handover:
 
         Args:
             step: its number.
-            again: the same parameters have gradients as in the last one.
+            again: the same parameters have gradients as in the last one, and autograd need not be off: turning it off
+                takes longer than most of what there is to do then.
         """
         for station in self.stations:
             station.observe(len(self._steps))

@@ -58,7 +58,7 @@ class Paths:
         self.chosen = [(by_name[name], row) for name, rows in chosen.items() for row in rows]
 
     def follow(self, index: int, number: int) -> None:
-        """Keep where the rows are after an observed step, if it is its turn; without autograd.
+        """Keep where the rows are after an observed step, if it is its turn.
 
         Args:
             index: the observation among those that are not taken yet.
@@ -95,7 +95,8 @@ class Paths:
         addresses = [_address(entry.params[0]) for entry, _ in self.chosen]
         if self._views is not None and addresses == self._addresses:
             return self._views
-        here = [self._row(entry, row) for entry, row in self.chosen]
+        with torch.no_grad():
+            here = [self._row(entry, row) for entry, row in self.chosen]
         viewed = all(_shares(x, entry) for x, (entry, _) in zip(here, self.chosen, strict=True))
         self._views, self._addresses = here if viewed else None, addresses
         return here

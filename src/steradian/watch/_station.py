@@ -1,6 +1,7 @@
 """The numbers of observed steps on one device, until they are reduced there and sent to the host in one transfer."""
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ __all__ = ["Station"]
 _NUMBERS = 2**24
 _STEPS = 256
 _FORGET = 0.99
+_SETTINGS = ("lr", "weight_decay", "wd_ratio", "decoupled_weight_decay")
+"""What `nominal` and `decoupled` look at."""
 
 
 class Station:
@@ -49,7 +52,9 @@ class Station:
         self.options = list({id(entry.options): entry.options for entry in followed}.values())
         self.rates = torch.zeros(self.steps, len(self.options), dtype=dtype, device=self.device)
         # On the host: rates that are numbers, and decoupled decays.
-        self.settings = [[(0.0, 0.0)] * len(self.options) for _ in range(self.steps)]
+        self._setting: list[tuple[float, float]] = [(0.0, 0.0)] * len(self.options)
+        self.settings = [self._setting] * self.steps
+        self._known: list[object] = []
         self.skips = torch.zeros(self.steps, 2, device=self.device)
         self.skipped = torch.zeros((), device=self.device)
         self.counts = counts = torch.tensor([entry.rows for entry in self.followed], device="cpu")
@@ -85,18 +90,28 @@ class Station:
             self.skipped += (found.reshape(()).to(self.skipped) != 0).to(self.skipped)
 
     def observe(self, slot: int) -> None:
-        """Take in the step that was just made; without autograd."""
+        """Take in the step that was just made."""
         self.source.after(self._slots[slot])
+        now = [setting for options in self.options for setting in map(options.get, _SETTINGS)]
+        # In every step, and most often they are what they were; a tensor may hold another number.
+        if len(now) != len(self._known) or not all(map(is_, now, self._known)):
+            self._read_settings(slot)
+            self._known = [] if any(isinstance(setting, Tensor) for setting in now) else now
+        self.settings[slot] = self._setting
+        if self.may_skip:
+            found = getattr(self.optimizer, "found_inf", None)
+            verdict = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
+            self.skips[slot] = torch.stack([verdict, self.skipped])
+
+    @torch.no_grad()
+    def _read_settings(self, slot: int) -> None:
+        self._setting = []
         for k, options in enumerate(self.options):
             rate = nominal(options)
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
                 rate = 0.0
-            self.settings[slot][k] = (float(rate), decoupled(options))
-        if self.may_skip:
-            found = getattr(self.optimizer, "found_inf", None)
-            now = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
-            self.skips[slot] = torch.stack([now, self.skipped])
+            self._setting.append((float(rate), decoupled(options)))
 
     @torch.no_grad()
     def reduce(self, count: int, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,6 +124,7 @@ class Station:
         values = self.values[:count]
         settings = self._sent(torch.tensor(self.settings[:count], dtype=self.rates.dtype, device="cpu"))
         rates = self.rates[:count] + settings[..., 0]
+        self.rates.zero_()  # a rate may be a tensor now and a number later
         found = self.source.quantities(values, rates[:, self.column], settings[..., 1][:, self.column])
         there = self._sent(active)[:, self.group] if not bool(active.all()) else None
         if self.may_skip:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from numbers import Real
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ __all__ = ["Watch", "watch"]
 logger = logging.getLogger("steradian")
 
 _SECONDS = 30.0
+_AGAIN = methodcaller("again")
 
 
 def watch(
@@ -141,8 +143,9 @@ class Watch:
         self._membership = Membership(optimizer, self.stations)
         self._calls: int | None = None
         self._looking = self._begun = self._again = False
-        self._each_step = any(station.source.each_step for station in self.stations)
-        self._beforehand = any(station.source.beforehand for station in self.stations)
+        self._sources = [station.source for station in self.stations]
+        self._each_step = any(source.each_step for source in self._sources)
+        self._beforehand = any(source.beforehand for source in self._sources)
         self._cuda = any(station.device.type == "cuda" for station in self.stations)
         self._flushed_at = time.monotonic()
         self.running = self._stopped = False
@@ -261,13 +264,16 @@ class Watch:
             if self._capturing():
                 return
             self._looking = self._calls % self.every == 0
-            self._again = self._looking and all(station.source.again() for station in self.stations)
+            self._again = self._looking and all(map(_AGAIN, self._sources))
             if self._looking and not self._again:
                 self._look_at_groups()
         for station in self.stations:
             station.note_skip()
-        if self._looking or self._each_step:
-            self._look(self._calls)
+        if self._again:
+            self._handover.observe(self._calls, again=True)
+        elif self._looking or self._each_step:
+            with torch.no_grad():
+                self._look(self._calls)
         self._calls += 1
         late = not self.sharded and time.monotonic() - self._flushed_at > _SECONDS
         if self._handover.full or (late and not self._handover.empty):
@@ -285,10 +291,9 @@ class Watch:
             logger.warning(text, self.run, ", ".join(lost))
             self._handover.complete = False
 
-    @torch.no_grad()
     def _look(self, step: int) -> None:
         if self._looking:
-            self._handover.observe(step, again=self._again)
+            self._handover.observe(step)
             return
         for station in self.stations:
             if station.source.each_step:
