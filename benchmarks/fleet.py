@@ -32,7 +32,7 @@ from steradian.lab.training import Training
 from harness import Table, write
 
 METHODS = ["Adam", "AdamW†", "Adam w/o (a)", "Adam w/o (ab)", "Adam w/o (abc)", "SGD-M"]
-SIZES = {"ResNet20": [1, 8, 16, 32], "ResNet18": [1, 4, 8, 16], "VGG16": [1, 4, 8, 16]}
+SIZES = {"ResNet20": [1, 8, 14, 20], "ResNet18": [1, 4, 8], "VGG16": [1, 4, 8]}
 BURST, AHEAD = 10, 2
 
 
