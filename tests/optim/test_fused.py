@@ -326,6 +326,33 @@ def test_a_step_that_a_scaler_skips_tells_nothing():
         torch.testing.assert_close(optimizer.telemetry[p], told, rtol=0, atol=0)
 
 
+def test_a_second_place_gets_the_same_telemetry():
+    """Rows in tiles and in chunks; nothing comes where a step misses some rows, or is not the kernels' alone."""
+    params = parameters([(5, 3, 3, 3), (3, 147), (2, 5000)])
+    optimizer = Adam([{"params": params, "rows": "filter"}], without="abc", fused=True)
+    optimizer.emit()
+    run([(params, optimizer)], 1)
+    telemetry = optimizer.telemetry
+    [buffer] = telemetry.buffers
+    assert telemetry.left is None
+    telemetry.also = torch.full_like(buffer, -1)
+    run([(params, optimizer)], 1, seed=7)
+    assert telemetry.left is telemetry.also
+    assert buffer[:, :2].gt(0).all()
+    torch.testing.assert_close(telemetry.also, buffer, rtol=0, atol=0)
+    telemetry.also.fill_(-1)
+    params[1].grad = None
+    optimizer.step()
+    assert telemetry.left is None
+    assert (telemetry.also == -1).all()
+    params[1].grad = params[0].grad.new_ones(params[1].shape)
+    optimizer.step()
+    assert telemetry.left is telemetry.also
+    optimizer.param_groups[0]["fused"] = False
+    optimizer.step()
+    assert telemetry.left is None
+
+
 @pytest.mark.parametrize("angle", [1e-7, 1e-3, 0.5, 1.5, 3.0, 3.1415])
 def test_emitted_angles_keep_their_digits(angle):
     """A step of known angle: x along one axis, the gradient along another."""
@@ -465,13 +492,13 @@ def test_a_compiled_kernel_gets_what_triton_got(monkeypatch):
             return lambda *arguments, **options: (calls.append((grid, arguments, options)), Compiled())[1]
 
     monkeypatch.setattr(_launch.triton.compiler, "CompiledKernel", Compiled)
-    table, scale, found, counter = (torch.zeros(2) for _ in range(4))
+    table, scale, found, also, counter = (torch.zeros(2) for _ in range(5))
     launch = _launch.Launch(Kernel(), 5, (table,), (counter, 3), ("constant",), {"num_warps": 8})
-    launch(scale, found)
-    launch(found, scale)
+    launch(scale, found, also)
+    launch(found, also, scale)
     assert [grid for grid, *_ in calls] == [(5,), (5, 1, 1)]
-    assert calls[0][1:] == ((table, scale, found, counter, 3, "constant"), {"num_warps": 8})
-    addresses = [tensor.data_ptr() for tensor in (table, found, scale, counter)]
+    assert calls[0][1:] == ((table, scale, found, also, counter, 3, "constant"), {"num_warps": 8})
+    addresses = [tensor.data_ptr() for tensor in (table, found, also, scale, counter)]
     assert calls[1][1] == (*addresses, 3, "constant")
 
 

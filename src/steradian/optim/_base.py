@@ -150,6 +150,7 @@ class RowOptimizer(Optimizer, ABC):
         for group in self.param_groups:
             self._check_gradients(group)
         if self.telemetry is not None:
+            self.telemetry.left = None
             self.telemetry.cover(self._row_counts())
         classic: Classic = []
         work: Work = []

@@ -18,6 +18,7 @@ from steradian.optim._rows import RowSet
 
 if TYPE_CHECKING:
     from steradian.optim._base import Classic, RowOptimizer, Work
+    from steradian.optim._telemetry import Telemetry
 
 __all__ = ["FusedStep", "available", "can_step", "works"]
 
@@ -95,8 +96,13 @@ class FusedStep:
             for kind in dict.fromkeys((rows.params[0].device, rows.params[0].dtype) for rows in fused):
                 part = [rows for rows in fused if (rows.params[0].device, rows.params[0].dtype) == kind]
                 chosen.setdefault((*kind, "a" in group["without"]), []).append((group, part))
-        kept = optimizer._in_graphs
-        self.plans = [Plan(entries, elementwise=not kind[2], kept=kept) for kind, entries in chosen.items()]
+        kept, telemetry = optimizer._in_graphs, optimizer.telemetry
+        self.plans = [
+            Plan(entries, elementwise=not kind[2], told=_buffer(telemetry, entries), kept=kept)
+            for kind, entries in chosen.items()
+        ]
+        stepped = sum(rows.n for plan in self.plans for _, rows in plan.sets)
+        self.tells_all = telemetry is not None and [len(buffer) for buffer in telemetry.buffers] == [stepped]
         self.sharded = [rows for _, sets in work for rows in sets if rows.sharded]
         self.lasting = all(rows.lasting for rows in self.sharded)
         self.stepped = [param for _, params, _ in classic for param in params]
@@ -131,9 +137,13 @@ class FusedStep:
         scale: Tensor | None = getattr(optimizer, "grad_scale", None)
         found: Tensor | None = getattr(optimizer, "found_inf", None)
         capturing = self.on_cuda and torch.cuda.is_current_stream_capturing()
+        also, telemetry = None, optimizer.telemetry
+        if telemetry is not None:
+            # A graph would write to the same place for ever.
+            telemetry.left = also = telemetry.also if self.tells_all and not capturing else None
         for plan in self.plans:
             plan.use([setting(group, plan.device) for group in plan.groups])
-            plan.launch(grad_scale=scale, found_inf=found, capturing=capturing)
+            plan.launch(grad_scale=scale, found_inf=found, also=also, capturing=capturing)
         if not self.classic and not self.left:
             return
         with torch.no_grad():
@@ -144,6 +154,15 @@ class FusedStep:
                     with rows.scaled(scale, found):
                         optimizer._reference(rows, group)
                     rows.finish()
+
+
+def _buffer(telemetry: "Telemetry | None", entries: list[tuple[Options, list[RowSet]]]) -> Tensor | None:
+    """The tensor in which all rows of one device and dtype leave their telemetry."""
+    if telemetry is None:
+        return None
+    group, sets = entries[0]
+    at, _ = telemetry.place(group["params"][0] if group.get("joint") else sets[0].owners[0])
+    return telemetry.buffers[at]
 
 
 def _shape(optimizer: "RowOptimizer") -> list[object]:

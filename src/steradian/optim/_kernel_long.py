@@ -40,7 +40,7 @@ def _leave_sums(item, d, sums, settings, rates, grad_scale,
 
 @triton.jit
 def apply_long_rows(
-    items, lines, settings, rates, emitted, sums, grad_scale, found_inf,
+    items, lines, settings, rates, emitted, told, sums, grad_scale, found_inf, also,
     EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The step of one chunk of a long row, from the sums of all of its chunks.
@@ -85,12 +85,14 @@ def apply_long_rows(
             v_at = tl.load(line + 3).to(tl.pointer_type(C)) + row
             tl.store(v_at, (v * tl.where((flags & WITHOUT_C) != 0, shrink, 1.0)).to(C))
             if EMIT:
-                out = tl.load(emitted + tl.program_id(0)).to(tl.pointer_type(C))
+                place = tl.load(emitted + tl.program_id(0))
                 hh, xh = _added(sums + 5, slot, chunks)
                 across = tl.sqrt(tl.maximum(mm - xm * xm / tl.where(xx > 0, xx, 1.0), 0.0)) * s
                 pace_e = share1 * pace / (tl.sqrt(v) / root + eps)
                 radial = (start - kept_x + s * xm / tl.where(xx > 0, xx, 1.0)) / start
-                parts.emit(out, row >= 0, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
+                parts.emit(
+                    told + place, also + place, row >= 0, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C
+                )
         factor = parts.sign_and_scale(flags, grad_scale, SCALED, C)
         cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
         at, mask = row.to(tl.int64) * d + cols, cols < d

@@ -135,18 +135,24 @@ def angle(across, along):
 
 
 @triton.jit
-def emit(out, alive, xx, yy, xy, hh, xh, across, radial, there, pace, start, C: tl.constexpr):
-    """The numbers of `TELEMETRY` for each row; h is the gradient alone, without L2."""
+def _leave(told, also, column: tl.constexpr, value, alive):
+    tl.store(told + column, value, mask=alive)
+    tl.store(also + column, value, mask=alive)
+
+
+@triton.jit
+def emit(told, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace, start, C: tl.constexpr):
+    """The numbers of `TELEMETRY` for each row, in two places; h is the gradient alone, without L2."""
     largest, _smallest, _steepest = limits(C)
     radius, slope = tl.sqrt(xx), tl.sqrt(hh)
     along = tl.where(there, xy / tl.where(there, radius, 1.0), 1.0)
     rate = tl.where(there, pace / tl.where(there, start * xy, 1.0), 0.0)
-    tl.store(out, radius.to(C), mask=alive)
-    tl.store(out + 1, tl.where(there, angle(across, along), 0.0).to(C), mask=alive)
-    tl.store(out + 2, tl.where(tl.abs(pace) <= largest, rate, 0.0).to(C), mask=alive)
-    tl.store(out + 3, tl.sqrt(yy).to(C), mask=alive)
-    tl.store(out + 4, slope.to(C), mask=alive)
+    _leave(told, also, 0, radius.to(C), alive)
+    _leave(told, also, 1, tl.where(there, angle(across, along), 0.0).to(C), alive)
+    _leave(told, also, 2, tl.where(tl.abs(pace) <= largest, rate, 0.0).to(C), alive)
+    _leave(told, also, 3, tl.sqrt(yy).to(C), alive)
+    _leave(told, also, 4, slope.to(C), alive)
     inclined = there & (hh > 0) & (hh <= largest)
     defect = tl.abs(xh) / tl.where(inclined, radius * slope, 1.0)
-    tl.store(out + 5, tl.where(inclined, defect, 0.0).to(C), mask=alive)
-    tl.store(out + 6, tl.where(there & (tl.abs(radial) <= largest), radial, 0.0).to(C), mask=alive)
+    _leave(told, also, 5, tl.where(inclined, defect, 0.0).to(C), alive)
+    _leave(told, also, 6, tl.where(there & (tl.abs(radial) <= largest), radial, 0.0).to(C), alive)

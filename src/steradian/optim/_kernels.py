@@ -42,7 +42,7 @@ def _sums(a, b, c, d):
 
 @triton.jit
 def _tile(
-    item, d, emitted, settings, rates, grad_scale,
+    item, d, told, also, settings, rates, grad_scale,
     R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, ELEMENTWISE: tl.constexpr,
     EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -166,10 +166,11 @@ def _tile(
         for k in tl.static_range(K):
             across += (ys[k] - slope * xs[k]) * (ys[k] - slope * xs[k])
             inward += xs[k] * (start * xs[k] - ys[k])
-        out = emitted.to(tl.pointer_type(C)) + rows * 7
         radial = tl.sum(inward, axis=1) / tl.where(there, start * xx, 1.0)
         pace_e = share1 * pace / mean_divisor
-        parts.emit(out, alive, xx, yy, xy, hh, xh, tl.sqrt(tl.sum(across, axis=1)), radial, there, pace_e, start, C)
+        across = tl.sqrt(tl.sum(across, axis=1))
+        told, also = told + rows * 7, also + rows * 7
+        parts.emit(told, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def _count(lines, entries, finished, N_PARAMS: tl.constexpr):
 
 @triton.jit
 def step_rows(
-    items, lines, settings, rates, emitted, sums, grad_scale, found_inf, finished, entries,
+    items, lines, settings, rates, emitted, told, sums, grad_scale, found_inf, also, finished, entries,
     CLASSES: tl.constexpr, ELEMENTWISE: tl.constexpr, EMIT: tl.constexpr, SCALED: tl.constexpr,
     P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +198,8 @@ def step_rows(
 
     `items` has a line of eight int64 per program: what `lines` has, at the first row of the program; with d its
     class, with n (the rows that are left) the number of a chunk, with the settings line the slot of a chunk, in the
-    upper halves. CLASSES is a bit per class that occurs, so that no other code is compiled.
+    upper halves. CLASSES is a bit per class that occurs, so that no other code is compiled. Telemetry goes to `told`
+    and `also`, in both as far from the beginning as `emitted` says for each program.
     """
     item = items + tl.program_id(0).to(tl.int64) * 8
     shape = parts.first(item + 5)
@@ -213,11 +215,11 @@ def step_rows(
                     # Rows at odd addresses get tiles of another shape: where both kinds share one, the compiler
                     # shares their constants and carries whole tiles through shared memory from one to the other.
                     R: tl.constexpr = LANES // (4 if k % 2 == 1 else 8) // S
-                    target = emitted
                     if EMIT:
-                        target = tl.load(emitted + tl.program_id(0))
-                    _tile(item, d.to(tl.int32), target, settings, rates, grad_scale, R, S, 1 + (k // 2) % 5, k % 2 == 1,
-                          ELEMENTWISE, EMIT, SCALED, P, C)  # fmt: skip
+                        place = tl.load(emitted + tl.program_id(0))
+                        told, also = told + place, also + place
+                    _tile(item, d.to(tl.int32), told, also, settings, rates, grad_scale, R, S, 1 + (k // 2) % 5,
+                          k % 2 == 1, ELEMENTWISE, EMIT, SCALED, P, C)  # fmt: skip
         if (CLASSES >> 60) & 1:
             if kind == 60:
                 _leave_sums(item, d, sums, settings, rates, grad_scale, EMIT, SCALED, P, C)

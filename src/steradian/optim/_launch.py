@@ -18,13 +18,15 @@ _STRAIGHT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3
 
 
 class Launch:
-    """One kernel on a line of programs, with a gradient scaler's scale and verdict to be given in each step.
+    """One kernel on a line of programs, with three addresses that are given in each step.
+
+    These are a gradient scaler's scale and verdict, and a second place for telemetry.
 
     Args:
         kernel: the kernel.
         programs: how many.
         tables: its first arguments, tensors that lie at multiples of 16 bytes.
-        more: its arguments behind scale and verdict.
+        more: its arguments behind those three.
         constants: its compile-time arguments.
         options: Triton's.
     """
@@ -44,13 +46,13 @@ class Launch:
         self.before: list[int] = []
         self.behind: list[Any] = []
 
-    def __call__(self, scale: Tensor, found: Tensor) -> None:
+    def __call__(self, scale: Tensor, found: Tensor, also: Tensor) -> None:
         """Launch on the current stream of the current device."""
         if self.run is not None:
-            self.run(*self.before, scale.data_ptr(), found.data_ptr(), *self.behind)
+            self.run(*self.before, scale.data_ptr(), found.data_ptr(), also.data_ptr(), *self.behind)
             return
         compiled = self.kernel[(self.programs,)](
-            *self.tables, scale, found, *self.more, *self.constants, **self.options
+            *self.tables, scale, found, also, *self.more, *self.constants, **self.options
         )
         if _STRAIGHT and isinstance(compiled, triton.compiler.CompiledKernel):
             self.run = compiled[(self.programs, 1, 1)]

@@ -54,6 +54,7 @@ class Plan:
     Args:
         work: param groups with the row sets that are to be stepped.
         elementwise: the second moments are element-wise ("a" is not among the letters).
+        told: the tensor that holds the telemetry of these rows, and perhaps of others; None: they tell nothing.
         kept: where tensors that a graph refers to are put, to live as long as the optimizer.
     """
 
@@ -65,7 +66,12 @@ class Plan:
     emitted_of_long_rows: Tensor
 
     def __init__(
-        self, work: Sequence[tuple[Options, Sequence[RowSet]]], *, elementwise: bool, kept: list[object]
+        self,
+        work: Sequence[tuple[Options, Sequence[RowSet]]],
+        *,
+        elementwise: bool,
+        told: Tensor | None,
+        kept: list[object],
     ) -> None:
         self.groups = [group for group, _ in work]
         self.sets = [(line, rows) for line, (_, sets) in enumerate(work) for rows in sets]
@@ -83,7 +89,8 @@ class Plan:
         self.launches: dict[bool, list[Launch]] = {}
         self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.one, self.zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
-        self.emitting = any(rows.telemetry is not None for _, rows in self.sets)
+        self.emitting = told is not None
+        self.told = self.zero if told is None else told
         # One table: a line of eight for each parameter and each group, the rates, and their addresses.
         count, groups = len(self.sets), len(self.groups) + len(self.groups) % 2
         self.parts = [8 * count, 8 * groups, groups, groups]
@@ -131,8 +138,17 @@ class Plan:
 
     # The step
 
-    def launch(self, *, grad_scale: Tensor | None, found_inf: Tensor | None, capturing: bool) -> None:
-        """Take one step of all rows, after `fits` and `use`."""
+    def launch(
+        self, *, grad_scale: Tensor | None, found_inf: Tensor | None, also: Tensor | None, capturing: bool
+    ) -> None:
+        """Take one step of all rows, after `fits` and `use`.
+
+        Args:
+            grad_scale: a gradient scaler's scale.
+            found_inf: its verdict.
+            also: where telemetry is left besides `told`, in the same layout.
+            capturing: a graph is being captured.
+        """
         if self.changed or self.promised:
             self._write(capturing)
         for k, group in enumerate(self.groups):
@@ -150,13 +166,14 @@ class Plan:
             self.in_graph = True
             self.kept += [self, self.table, self.items, self.long_items, self.sums, self.emitted, scale, found]
             self.kept.append(self.emitted_of_long_rows)
+        also = self.told if also is None else also
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
             for each in launches:
-                each(scale, found)
+                each(scale, found, also)
         else:
             with torch.cuda.device(self.device):
                 for each in launches:
-                    each(scale, found)
+                    each(scale, found, also)
 
     def _plain(self, number: Tensor) -> Tensor:
         """A gradient scaler's number as the kernels are compiled for it."""
@@ -172,7 +189,7 @@ class Plan:
             Launch(
                 _kernels.step_rows,
                 self.items.shape[0],
-                (self.items, *tables, self.emitted, self.sums),
+                (self.items, *tables, self.emitted, self.told, self.sums),
                 (self.finished, len(self.sets)),
                 (self.present, self.elementwise, *constants),
                 {"num_warps": WARPS, "maxnreg": registers},
@@ -180,7 +197,7 @@ class Plan:
         ]
         if self.long_items.shape[0]:
             options = {"num_warps": WARPS}
-            items = (self.long_items, *tables, self.emitted_of_long_rows, self.sums)
+            items = (self.long_items, *tables, self.emitted_of_long_rows, self.told, self.sums)
             made.append(Launch(_kernels.apply_long_rows, items[0].shape[0], items, (), constants, options))
         return made
 
@@ -289,13 +306,12 @@ class Plan:
         self.launches = {}
 
     def _targets(self, table: Tensor) -> Tensor:
-        """Where each program leaves its telemetry, which stays where it is as long as a plan lasts."""
+        """How far from the beginning of `told`, a tensor of its own, each program leaves its telemetry, in numbers."""
         if not self.emitting:
             return self.zero
-        told = [rows.telemetry for _, rows in self.sets]
-        first = torch.tensor([0 if each is None else each.data_ptr() for each in told])
-        width = len(TELEMETRY) * arithmetic(self.dtype).itemsize
-        return self._sent(first[table[:, 0]] + table[:, 1] * width)
+        views = [rows.telemetry for _, rows in self.sets]
+        first = torch.tensor([0 if view is None else view.storage_offset() for view in views])
+        return self._sent(first[table[:, 0]] + table[:, 1] * len(TELEMETRY))
 
     def _sent(self, values: Tensor) -> Tensor:
         return self._pinned(values).to(self.device, non_blocking=True)

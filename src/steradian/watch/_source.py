@@ -66,6 +66,9 @@ class Source(ABC):
     def after(self, out: Tensor) -> None:
         """Called after a step: write the numbers of the active rows to `out`, (n, columns)."""
 
+    def expect(self, out: Tensor) -> None:  # noqa: B027
+        """Called where the next step is observed as well: its numbers will be wanted in `out`."""
+
     @abstractmethod
     def quantities(self, values: Tensor, rates: Tensor, decays: Tensor) -> Quantities:
         """Every quantity, (steps, n), from the numbers of many steps, (steps, n, columns).

@@ -18,6 +18,7 @@ __all__ = ["Station"]
 
 _NUMBERS = 2**24
 _STEPS = 256
+_EVEN = 4
 _FORGET = 0.99
 _SETTINGS = ("lr", "weight_decay", "wd_ratio", "decoupled_weight_decay")
 """What `nominal` and `decoupled` look at."""
@@ -30,12 +31,15 @@ class Station:
         optimizer: the optimizer.
         followed: its rows on this device.
         phenomena: as for `watch`.
+        each: every step is observed.
 
     Attributes:
         steps: how many observations it holds before it must be emptied.
     """
 
-    def __init__(self, optimizer: Optimizer, followed: Sequence[Followed], *, phenomena: bool | None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, followed: Sequence[Followed], *, phenomena: bool | None, each: bool = False
+    ) -> None:
         self.optimizer = optimizer
         self.source: Source = source_of(optimizer, followed, phenomena=phenomena)
         self.followed = sorted(followed, key=lambda entry: entry.start)
@@ -46,8 +50,12 @@ class Station:
         # All ranks must hand over at the same steps, however many of the rows each of them has.
         rows = sum(entry.layout.size(entry.params[0].shape)[0] for entry in followed)
         self.steps = max(1, min(_STEPS, _NUMBERS // max(1, rows * width)))
-        self.values = torch.zeros(self.steps, self.rows, width, dtype=dtype, device=self.device)
+        # An observation begins at a multiple of 16 bytes, as a kernel that writes to it may expect.
+        room, numbers = -(-self.rows * width // _EVEN) * _EVEN, self.rows * width
+        whole = torch.zeros(self.steps, room, dtype=dtype, device=self.device)
+        self.values = whole[:, :numbers].unflatten(1, (self.rows, width))
         self._slots = self.values.unbind(0)
+        self._next = (*self._slots[1:], self._slots[0]) if each else ()
         self.scratch = torch.zeros(self.rows if self.source.each_step else 0, width, dtype=dtype, device=self.device)
         self.options = list({id(entry.options): entry.options for entry in followed}.values())
         self.rates = torch.zeros(self.steps, len(self.options), dtype=dtype, device=self.device)
@@ -92,6 +100,8 @@ class Station:
     def observe(self, slot: int) -> None:
         """Take in the step that was just made."""
         self.source.after(self._slots[slot])
+        if self._next:
+            self.source.expect(self._next[slot])
         now = [setting for options in self.options for setting in map(options.get, _SETTINGS)]
         # In every step, and most often they are what they were; a tensor may hold another number.
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):

@@ -22,7 +22,7 @@ _LISTENERS: WeakKeyDictionary[RowOptimizer, tuple[int, bool]] = WeakKeyDictionar
 
 
 class Told(Source):
-    """The telemetry of our optimizers: one copy per observed step."""
+    """The telemetry of our optimizers: one copy per observed step, or none where a fused step leaves it in place."""
 
     columns = TELEMETRY
     beforehand = False
@@ -52,10 +52,25 @@ class Told(Source):
             self.optimizer.emit()
             out.fill_(float("nan"))
             return
+        if telemetry.left is out:  # by the step itself
+            telemetry.left = None
+            return
         if telemetry.buffers is not self._buffers:
             self._buffers, self._rows = telemetry.buffers, self._find(telemetry)
         for rows, span in self._rows:
             (out if span is None else out[span]).copy_(rows)
+
+    def expect(self, out: Tensor) -> None:
+        telemetry = self.optimizer.telemetry
+        if telemetry is not None and telemetry.also is not out:
+            telemetry.also = out if self._is_like_buffer(out) else None
+
+    def _is_like_buffer(self, out: Tensor) -> bool:
+        """Whether `out` is laid out as the telemetry: its rows are those that are followed, and nothing else."""
+        if self._buffers is None or len(self._buffers) != 1 or len(self._rows) != 1:
+            return False
+        [buffer], [(rows, span)] = self._buffers, self._rows
+        return span is None and rows.shape == buffer.shape == out.shape and buffer.dtype == out.dtype
 
     def _find(self, telemetry: Telemetry) -> list[tuple[Tensor, slice | None]]:
         """Where the telemetry of the followed rows lies, and their places; all of them (None) if nothing is between."""
@@ -99,6 +114,8 @@ class Told(Source):
     def close(self) -> None:
         # An optimizer that is being collected is not among them any more, and needs nothing turned off.
         listeners, ours = _LISTENERS.pop(self.optimizer, (1, False))
+        if self.optimizer.telemetry is not None:
+            self.optimizer.telemetry.also = None
         if listeners > 1:
             _LISTENERS[self.optimizer] = (listeners - 1, ours)
         elif ours:

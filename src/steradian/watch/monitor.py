@@ -128,7 +128,7 @@ class Watch:
             phenomena = every == 1 and not isinstance(optimizer, RowOptimizer)
         devices = dict.fromkeys(entry.device for entry in self.followed)
         self.stations = [
-            Station(optimizer, [e for e in self.followed if e.device == device], phenomena=phenomena)
+            Station(optimizer, [e for e in self.followed if e.device == device], phenomena=phenomena, each=every == 1)
             for device in devices
         ]
         self.followed = [entry for station in self.stations for entry in station.followed]
