@@ -215,11 +215,11 @@ def step_rows(
                     # Rows at odd addresses get tiles of another shape: where both kinds share one, the compiler
                     # shares their constants and carries whole tiles through shared memory from one to the other.
                     R: tl.constexpr = LANES // (4 if k % 2 == 1 else 8) // S
+                    place = tl.zeros([], dtype=tl.int64)
                     if EMIT:
                         place = tl.load(emitted + tl.program_id(0))
-                        told, also = told + place, also + place
-                    _tile(item, d.to(tl.int32), told, also, settings, rates, grad_scale, R, S, 1 + (k // 2) % 5,
-                          k % 2 == 1, ELEMENTWISE, EMIT, SCALED, P, C)  # fmt: skip
+                    _tile(item, d.to(tl.int32), told + place, also + place, settings, rates, grad_scale, R, S,
+                          1 + (k // 2) % 5, k % 2 == 1, ELEMENTWISE, EMIT, SCALED, P, C)  # fmt: skip
         if (CLASSES >> 60) & 1:
             if kind == 60:
                 _leave_sums(item, d, sums, settings, rates, grad_scale, EMIT, SCALED, P, C)
