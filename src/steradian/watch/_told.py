@@ -34,6 +34,7 @@ class Told(Source):
         self.optimizer = optimizer
         self._buffers: tuple[Tensor, ...] | None = None
         self._rows: list[tuple[Tensor, slice | None]] = []
+        self._direct: bool | None = None
         self._last: weakref.ref[object] | None = None
         why = "this optimizer's telemetry does not hold it; pass phenomena=True to measure it from the weights"
         self.missing = dict.fromkeys(("deformation", *PHENOMENA), why)
@@ -57,13 +58,16 @@ class Told(Source):
             return
         if telemetry.buffers is not self._buffers:
             self._buffers, self._rows = telemetry.buffers, self._find(telemetry)
+            self._direct = None
         for rows, span in self._rows:
             (out if span is None else out[span]).copy_(rows)
 
     def expect(self, out: Tensor) -> None:
         telemetry = self.optimizer.telemetry
-        if telemetry is not None and telemetry.also is not out:
-            telemetry.also = out if self._is_like_buffer(out) else None
+        if telemetry is not None:
+            if self._direct is None:  # looked at once: what comes later is like it
+                self._direct = self._is_like_buffer(out)
+            telemetry.also = out if self._direct else None
 
     def _is_like_buffer(self, out: Tensor) -> bool:
         """Whether `out` is laid out as the telemetry: its rows are those that are followed, and nothing else."""
