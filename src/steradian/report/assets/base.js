@@ -77,7 +77,8 @@ function label(group, most) {
 }
 const cut = (text, most) => (text.length > most ? `${text.slice(0, Math.max(most - 1, 3))}…` : text);
 
-const escapeHtml = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+// For text alone, never for attributes: Plotly shows &quot; as it is.
+const escapeHtml = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
 const titleOf = (quantity) => data.quantities[quantity]?.title ?? quantity.replaceAll("_", " ");
 const symbolOf = (quantity) => data.quantities[quantity]?.symbol ?? "";
 // Plotly reads a little HTML; exponents are set as such.
@@ -90,5 +91,5 @@ function short(value) {
   if (!Number.isFinite(value)) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  return size >= 1e4 || size < 1e-3 ? value.toExponential(1).replace("e+", "e") : String(Number(value.toPrecision(3)));
+  return size >= 1e4 || size < 1e-3 ? value.toExponential(1).replace(".0e", "e").replace("e+", "e") : String(Number(value.toPrecision(3)));
 }

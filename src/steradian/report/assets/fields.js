@@ -12,6 +12,7 @@ drawings.heat = (figure, { quantity, statistic }) => {
   let low = Infinity, high = -Infinity, least = Infinity;
   for (const { values } of fields) for (const row of values) for (const value of row)
     if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); if (value > 0) least = Math.min(least, value); }
+  if (low > high) return empty(figure, `${titleOf(quantity)}: ${BLANK} in the runs chosen.`);
   const log = low >= 0 && high > 0, deepest = log ? Math.max(Math.log10(least), Math.log10(high) - 8) : low;
   const tall = Math.max(...fields.map(({ groups }) => groups.length));
   const panels = runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
@@ -25,6 +26,12 @@ drawings.heat = (figure, { quantity, statistic }) => {
     const n = i ? i + 1 : "", every = Math.ceil((16 * groups.length) / height);
     // Names as many as there is room for.
     const named = groups.filter((_, k) => k % every === 0);
+    if (!values.some((row) => row.some((value) => (log ? value > 0 : Number.isFinite(value))))) {
+      const zero = values.some((row) => row.some(Number.isFinite));
+      Object.assign(layout[`yaxis${n}`], { showticklabels: false });
+      Object.assign(layout[`xaxis${n}`], { showticklabels: false });
+      say(layout, i, zero ? "0 throughout" : BLANK);
+    }
     Object.assign(layout[`yaxis${n}`], { type: "category", autorange: "reversed", tickvals: named, ticktext: named.map((group) => label(group, most)),
                                          tickangle: 0, tickfont: { size: 11.5 }, nticks: 0, title: { text: "" }, showgrid: false });
     return {
