@@ -350,6 +350,35 @@ def test_there_are_no_half_steps(visit, tmp_path):
     tab = visit(report([run], tmp_path / "page.html"))
     see(tab, "angle")
     assert tab.locator("#angle .xtick text").all_text_contents() == ["0", "1", "2"]
+    see(tab, "heat-map")
+    assert tab.locator("#heat-map .xtick text").all_text_contents() == ["0", "1", "2"]
+
+
+def test_keys_are_those_of_the_lines_that_are_drawn(visit, tmp_path):
+    def write(name, layers):
+        return simulate.write(tmp_path / name, "SGD", name=name, layers=layers, steps=5, paths=False)
+
+    many = [write(f"run {i}", {"a": (2, 3)}) for i in range(8)]
+    tab = visit(report([*many, write("other", {"b": (2, 3)})], tmp_path / "page.html"))
+    tab.select_option("#layer", "a")
+    for figure in ("angle", "equilibrium-radius", "phenomena-turns"):
+        see(tab, figure)
+        keys = tab.locator(f"#{figure} .legend .key")
+        assert [text for text in keys.all_text_contents() if text.startswith(("run", "other"))] == [
+            f"run {i}" for i in range(8)
+        ]
+        dashes = keys.locator("i").evaluate_all("found => found.map((mark) => mark.className)")
+        assert dashes[:8] == ["solid"] * 7 + ["dash"]  # colours come again after seven
+
+
+def test_many_layers_are_told_apart_in_every_run(visit, tmp_path):
+    deep = simulate.write(tmp_path / "deep", "SGD", layers={f"{i}": (2, 3) for i in range(12)}, steps=5, paths=False)
+    flat = simulate.write(tmp_path / "flat", "Adam", layers={"x": (2, 3), "y": (2, 3)}, steps=5, paths=False)
+    tab = visit(report([deep, flat], tmp_path / "page.html"))
+    see(tab, "angle")
+    colours = {line["name"]: line["colour"] for line in lines(tab, "angle") if line["name"] != "nominal rate"}
+    assert (colours["x"], colours["y"]) == (colours["0"], colours["11"])
+    assert "first … last layer of each run" in tab.inner_text("#angle .legend")
 
 
 def test_a_run_with_one_step_has_a_page(visit, tmp_path):

@@ -56,8 +56,11 @@ function depth(t) {
   const low = Number(css("--depth-low")), high = Number(css("--depth-high"));
   return viridis(low + (high - low) * t);
 }
-function layerColour(group) {
-  return depth(data.groups.length > 1 ? data.groups.indexOf(group) / (data.groups.length - 1) : 0.4);
+// Few layers are named below a figure, each in its colour; of many, each run goes from its first to its last.
+const FEW_LAYERS = 10;
+function layerColour(group, run) {
+  const groups = data.groups.length > FEW_LAYERS ? data.runs[run].groups : data.groups;
+  return depth(groups.length > 1 ? groups.indexOf(group) / (groups.length - 1) : 0.4);
 }
 // One colour on its way to another, opaque, so that pieces of a line may overlap.
 function mixed(colour, ground, share) {

@@ -41,7 +41,7 @@ function drawLines(figure, { quantity, statistic = "band", scale = "", bound } =
   const traces = [], rate = quantity === "effective_lr", drawn = new Set();
   for (const { run, group, values } of found) {
     const panel = overlay ? 0 : runs.indexOf(run), steps = data.runs[run].steps;
-    const colour = overlay ? runColour(run) : layerColour(group);
+    const colour = overlay ? runColour(run) : layerColour(group, run);
     if (statistic === "band" && few) {
       const low = line(run, quantity, group, "q10"), high = line(run, quantity, group, "q90");
       if (low && high) traces.push(...band(steps, low, high, { panel, colour, log }));
@@ -94,21 +94,22 @@ const drawings = {
         const values = line(run, measured, group, "median"), ideal = lineOf(run, predicted, group, "band");
         if (!values) continue;
         if (!overlay) {
-          if (ideal) traces.push(curve(steps, values.map((value, k) => value / ideal[k]), { panel: i, colour: layerColour(group), log: true, name: group, extra: data.runs[run].name, width: 1.5 }));
+          if (ideal) traces.push(curve(steps, values.map((value, k) => value / ideal[k]), { panel: i, colour: layerColour(group, run), log: true, name: group, extra: data.runs[run].name, width: 1.5 }));
           continue;
         }
         const colour = runColour(run), low = line(run, measured, group, "q10"), high = line(run, measured, group, "q90");
         if (low && high) traces.push(...band(steps, low, high, { colour, log: true }));
         traces.push(curve(steps, values, { colour, log: true, name: data.runs[run].name, extra: "measured", width: 2, dash: runDash(run) }));
-        if (ideal) traces.push(curve(steps, ideal, { colour, log: true, name: data.runs[run].name, extra: "predicted", dash: "dash", width: 1.6 }));
+        if (ideal) traces.push({ ...curve(steps, ideal, { colour, log: true, name: data.runs[run].name, extra: "predicted", dash: "dash", width: 1.6 }), predicted: true });
       }
       markDrops(layout, run, overlay ? 0 : i, { colour: overlay ? runColour(run) : css("--soft") });
       if (!overlay) layout.shapes.push({ type: "line", xref: `${axes(i).xaxis} domain`, yref: axes(i).yaxis, x0: 0, x1: 1, y0: 1, y1: 1,
                                          line: { color: css("--ink"), width: 1.5, dash: "dash" }, layer: "below" });
     });
-    const soft = css("--soft");
+    const soft = css("--soft"), drawn = runs.filter((run) => shownGroups(run).some((group) => line(run, measured, group, "median")));
+    const foreseen = traces.some(({ predicted: is }) => is) ? [{ text: "predicted equilibrium", colour: soft, kind: "dash" }] : [];
     legend(figure, overlay
-      ? [...runKeys(runs), { text: "predicted equilibrium", colour: soft, kind: "dash" }, { text: "10th to 90th percentile of rows", colour: soft, kind: "band" }]
+      ? [...runKeys(drawn), ...foreseen, { text: "10th to 90th percentile of rows", colour: soft, kind: "band" }]
       : [...layerKeys(), { text: "equilibrium", colour: css("--ink"), kind: "dash" }]);
     note(figure, "");
     show(figure, traces, layout, { bounds: overlay ? [] : [1] });
@@ -137,10 +138,10 @@ const drawings = {
           const values = line(own, name, group, "median");
           if (!values) continue;
           if (!values.some((value) => value > 0)) { if (values.some(Number.isFinite)) zero.push({ name, run: own, group }); continue; }
-          const colour = overlay ? runColour(own) : layerColour(group), steps = data.runs[own].steps;
+          const colour = overlay ? runColour(own) : layerColour(group, own), steps = data.runs[own].steps;
           const low = line(own, name, group, "q10"), high = line(own, name, group, "q90");
           if (overlay && low && high) traces.push(...band(steps, low, high, { panel: i, colour, log: true }));
-          traces.push(curve(steps, values, { panel: i, colour, log: true, width: overlay ? 1.8 : 1.3, name: overlay ? data.runs[own].name : group, extra: titleOf(name) }));
+          traces.push(curve(steps, values, { panel: i, colour, log: true, width: overlay ? 1.8 : 1.3, dash: overlay ? runDash(own) : "solid", name: overlay ? data.runs[own].name : group, extra: titleOf(name) }));
         }
       if (!traces.some((each) => each.xaxis === axes(i).xaxis))
         say(layout, i, zero.some((each) => each.name === name && (run === null || each.run === run)) ? "0 throughout" : (run === null ? runs : [run]).some((own) => shownGroups(own).some((group) => line(own, name, group, "median"))) ? BLANK : "not recorded");
@@ -148,7 +149,8 @@ const drawings = {
     const gone = new Map();
     for (const { name, run } of zero) gone.set(run, (gone.get(run) ?? new Set()).add(titleOf(name).split(" ")[0]));
     note(figure, overlay && gone.size ? `Zero throughout: ${[...gone].map(([run, of]) => `${data.runs[run].name} ${[...of].join(", ")}`).join("; ")}.` : "");
-    legend(figure, overlay ? [...runKeys(runs), { text: "10th to 90th percentile of rows", colour: css("--soft"), kind: "band" }] : layerKeys());
+    const drawn = runs.filter((run) => shownGroups(run).some((group) => names.some((name) => line(run, name, group, "median"))));
+    legend(figure, overlay ? [...runKeys(drawn), { text: "10th to 90th percentile of rows", colour: css("--soft"), kind: "band" }] : layerKeys());
     show(figure, traces, layout);
   },
 

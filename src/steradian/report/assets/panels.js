@@ -185,13 +185,15 @@ function legend(figure, keys) {
 }
 
 function layerKeys() {
-  if (data.groups.length <= 10) return data.groups.map((group) => ({ text: group, colour: layerColour(group), layer: group }));
+  if (data.groups.length <= FEW_LAYERS) return data.groups.map((group) => ({ text: group, colour: layerColour(group), layer: group }));
   const ramp = Array.from({ length: 9 }, (_, i) => depth(i / 8));
-  return [{ text: `${data.groups[0]} … ${data.groups.at(-1)}: hover a line for its layer, click to see it alone`, ramp, colour: "" }];
+  const alike = data.runs.every(({ groups }) => groups.join() === data.groups.join());
+  const ends = alike ? `${data.groups[0]} … ${data.groups.at(-1)}` : "first … last layer of each run";
+  return [{ text: `${ends}: hover a line for its layer, click to see it alone`, ramp, colour: "" }];
 }
 
 function runKeys(runs) {
-  return runs.map((run) => ({ text: data.runs[run].name, colour: runColour(run) }));
+  return runs.map((run) => ({ text: data.runs[run].name, colour: runColour(run), kind: runDash(run) }));
 }
 
 function note(figure, text) {
