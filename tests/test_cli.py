@@ -1,5 +1,6 @@
 """The command line: every command explains itself with an example, works, and says in one line what is wrong."""
 
+import errno
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from steradian import __version__
 from steradian.cli import main
 from steradian.lab.results import Store
 
@@ -70,6 +72,25 @@ def test_python_m_steradian_is_the_command_line():
     assert "Traceback" not in done.stderr
 
 
+def test_version_and_a_short_help(call):
+    assert call("--version").out == f"steradian {__version__}\n"
+    assert call("report", "-h").out == call("report", "--help").out
+
+
+def test_a_terminal_without_a_sign_gets_one_that_is_near(tmp_path):
+    column(tmp_path)
+    told = [
+        subprocess.run(
+            [sys.executable, "-m", "steradian", "table", "resnet20-cifar10", "--results", tmp_path],
+            capture_output=True, check=True, env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "200"},
+        ).stdout.decode(encoding)
+        for encoding in ("utf-8", "ascii")
+    ]  # fmt: skip
+    signs = [re.sub("−", "-", figure) for figure in re.findall(r"[+−]\d\.\d\d", told[0])]
+    assert any(figure.startswith("-") for figure in signs)
+    assert re.findall(r"[+-]\d\.\d\d", told[1]) == signs
+
+
 def test_inspect_prints_the_rows(call):
     target = "steradian.lab.models:small_cnn"
     done = call("inspect", target, "--input", "8x1x8x8")
@@ -116,7 +137,7 @@ def test_inspect_says_which_module_is_missing(call, tmp_path):
         ("table nothing", "no results of 'nothing'"),
         ("figure nothing loss -o x.svg", "no results of 'nothing'"),
         ("figure nothing pie -o x.svg", "kind must be one of loss, accuracy"),
-        ("figure nothing hypotheses -o x.svg", "nothing to show"),
+        ("figure nothing hypotheses -o x.svg", "no records of 'nothing' in results; there are none"),
         ("reproduce trajectories --methods Adam", "there are no methods to choose"),
         ("reproduce phenomena --data digits --methods AdamG --epochs 1", "where momentum is a sum of past gradients"),
         ("write-up nothing.md --results .", "document must be a file"),
@@ -181,6 +202,15 @@ def test_what_nobody_expected_is_one_line_too_and_shows_where_when_asked(call, m
         call("inspect", "x:y", "--input", "1")
 
 
+def test_an_error_of_a_file_begins_with_the_file(call, monkeypatch):
+    def refuse(name):
+        raise PermissionError(errno.EACCES, "Permission denied", *([name] if name != "x:y" else []))
+
+    monkeypatch.setattr("steradian.lab.targets.load_model", refuse)
+    assert call("inspect", "a file", "--input", "1").err == "steradian: a file: Permission denied\n"
+    assert call("inspect", "x:y", "--input", "1").err == "steradian: Permission denied\n"
+
+
 def test_a_missing_package_is_said_with_what_installs_it(call, monkeypatch):
     def lacks(name):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -199,6 +229,16 @@ def test_an_interruption_is_said(call, monkeypatch):
     monkeypatch.setattr("steradian.lab.targets.load_model", stop)
     done = call("inspect", "x:y", "--input", "1")
     assert (done.code, done.err.strip()) == (130, "steradian: interrupted")
+
+
+def test_a_study_that_is_interrupted_says_how_it_goes_on(call, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("steradian.lab.study.Study.run", stop)
+    done = call("train", "--epochs", 1)
+    assert (done.code, done.err.strip()) == (130, "steradian: interrupted")
+    assert "the same command goes on" in done.out
 
 
 def test_a_request_to_end_closes_what_is_open(call, monkeypatch):
@@ -254,6 +294,17 @@ def test_no_figure_is_cut_off_on_a_narrow_screen(call, tmp_path, monkeypatch, wi
     table = told[: told.index("Adam w/o (ab) has") if "Adam w/o (ab) has" in told else None].splitlines()
     assert max(len(line) for line in table if line[:1] in "┏┃┡│└") <= width
     assert ("seed by seed" in told) == (width < 140)
+
+
+def test_a_screen_too_narrow_for_a_table_gets_paragraphs(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    results = column(tmp_path)
+    told = call("table", "resnet20-cifar10", "--results", tmp_path).out
+    wide = call("table", "resnet20-cifar10", "--results", tmp_path, "--markdown").out
+    for cell in {cell.strip() for line in wide.splitlines() if line.startswith("|") for cell in line.split("|")}:
+        assert cell in told or set(cell) <= {"-"}
+    assert f"{results[0].accuracy:.2f}" in told
+    assert "\n  ours − paper: " in told
 
 
 def test_tracked_trainings_and_the_write_up(call, tmp_path):

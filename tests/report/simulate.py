@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from steradian.watch._store import Store
-from steradian.watch.records import QUANTITIES
+from steradian.watch.records import QUANTITIES, read_run
 
 LAYERS = {
     "conv1.weight": (16, 27),
@@ -122,6 +122,15 @@ def write(
         store.alert(alert)
     store.describe(about(kind, name, layers, rate, decay, kept))
     return Path(folder)
+
+
+def spoil(folder, step):
+    """From a step on, what a gradient that is not a number leaves: NaN, an equilibrium of 0, and the rate as it was."""
+    table = read_run(folder).table.query("step >= @step").astype({"quantity": str})
+    table.loc[~table["quantity"].isin(["lr", "collapsed", "equilibrium_angle"]), "value"] = np.nan
+    table.loc[table["quantity"] == "equilibrium_radius", "value"] = 0.0
+    Store(folder).add("part", {name: table[name].tolist() for name in table.columns})
+    return folder
 
 
 def about(kind, name, layers, rate, decay, kept):

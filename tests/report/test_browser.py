@@ -8,6 +8,7 @@ import simulate
 
 from steradian.report.page import report
 from steradian.report.sections import SECTIONS
+from steradian.watch._store import Store
 from steradian.watch.records import read_run
 
 LAYERS = {"conv1.weight": (8, 9), "layer1.conv.weight": (8, 18), "layer2.0.downsample.conv.weight": (12, 18)}
@@ -344,6 +345,42 @@ def test_on_paper_every_figure_is_drawn_dark_on_light_and_no_wider_than_the_pape
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == before
 
 
+def test_there_are_no_half_steps(visit, tmp_path):
+    run = simulate.write(tmp_path / "run", "Adam", layers=LAYERS, steps=3)
+    tab = visit(report([run], tmp_path / "page.html"))
+    see(tab, "angle")
+    assert tab.locator("#angle .xtick text").all_text_contents() == ["0", "1", "2"]
+    see(tab, "heat-map")
+    assert tab.locator("#heat-map .xtick text").all_text_contents() == ["0", "1", "2"]
+
+
+def test_keys_are_those_of_the_lines_that_are_drawn(visit, tmp_path):
+    def write(name, layers):
+        return simulate.write(tmp_path / name, "SGD", name=name, layers=layers, steps=5, paths=False)
+
+    many = [write(f"run {i}", {"a": (2, 3)}) for i in range(8)]
+    tab = visit(report([*many, write("other", {"b": (2, 3)})], tmp_path / "page.html"))
+    tab.select_option("#layer", "a")
+    for figure in ("angle", "equilibrium-radius", "phenomena-turns"):
+        see(tab, figure)
+        keys = tab.locator(f"#{figure} .legend .key")
+        assert [text for text in keys.all_text_contents() if text.startswith(("run", "other"))] == [
+            f"run {i}" for i in range(8)
+        ]
+        dashes = keys.locator("i").evaluate_all("found => found.map((mark) => mark.className)")
+        assert dashes[:8] == ["solid"] * 7 + ["dash"]  # colours come again after seven
+
+
+def test_many_layers_are_told_apart_in_every_run(visit, tmp_path):
+    deep = simulate.write(tmp_path / "deep", "SGD", layers={f"{i}": (2, 3) for i in range(12)}, steps=5, paths=False)
+    flat = simulate.write(tmp_path / "flat", "Adam", layers={"x": (2, 3), "y": (2, 3)}, steps=5, paths=False)
+    tab = visit(report([deep, flat], tmp_path / "page.html"))
+    see(tab, "angle")
+    colours = {line["name"]: line["colour"] for line in lines(tab, "angle") if line["name"] != "nominal rate"}
+    assert (colours["x"], colours["y"]) == (colours["0"], colours["11"])
+    assert "first … last layer of each run" in tab.inner_text("#angle .legend")
+
+
 def test_a_run_with_one_step_has_a_page(visit, tmp_path):
     file = report([simulate.write(tmp_path / "run", "Adam", layers=LAYERS, steps=1, every_rows=1)], tmp_path / "p.html")
     tab = visit(file)
@@ -398,6 +435,41 @@ def test_a_run_that_cannot_be_read_is_shown_as_far_as_it_goes(visit, runs, tmp_p
     assert "unread: equilibrium_radius" in both.inner_text("#equilibrium-radius .missing")
     both.select_option("#layer", "conv1.weight")
     assert [line["name"] for line in lines(both, "equilibrium-radius")] == ["SGD-M", "SGD-M", "unread"]
+
+
+def test_a_run_that_is_not_a_number_says_so_and_does_not_hang(visit, runs, tmp_path):
+    options = {"layers": LAYERS, "steps": 10, "paths": False}
+    lost = simulate.spoil(simulate.write(tmp_path / "lost", "SGD", name="lost", **options), 0)
+    tab = visit(report([lost], tmp_path / "one.html"))
+    for figure in (figure.id for section in SECTIONS for figure in section.figures):
+        if tab.locator(f"figure#{figure}").count():
+            see(tab, figure)
+    for figure in ("effective-rate", "angle", "h1"):
+        assert tab.inner_text(f"#{figure} .note") == "Not a finite number in any step: lost."
+    assert tab.inner_text("#heat-map .note") == "Effective rate: no finite number in the runs chosen."
+    assert tab.inner_text("#equilibrium-radius .note") == "No finite number in the runs and the layer chosen."
+    assert tab.locator("#phenomena-turns .plot").text_content().count("no finite number") == 4
+    both = visit(report([runs[0], lost], tmp_path / "both.html"))
+    for figure in ("heat-map", "equilibrium-radius", "equilibrium-angle"):
+        see(both, figure)
+        assert both.locator(f"#{figure} .plot").text_content().count("no finite number") == 1
+
+
+def test_a_map_of_zeros_says_so(visit, runs, tmp_path):
+    still = simulate.write(tmp_path / "still", "SGD", name="still", layers=LAYERS, steps=3)
+    table = read_run(still).table
+    Store(still).add("part", {**{name: table[name].tolist() for name in table.columns}, "value": [0.0] * len(table)})
+    tab = visit(report([runs[0], still], tmp_path / "page.html"))
+    see(tab, "heat-map")
+    assert tab.locator("#heat-map .plot").text_content().count("0 throughout") == 1
+
+
+def test_quotes_stand_in_headings_and_on_hovering_as_they_are(visit, runs, tmp_path):
+    quoted = simulate.write(tmp_path / "run", "Adam", name='"a" & b', layers=LAYERS, steps=5)
+    tab = visit(report([runs[0], quoted], tmp_path / "page.html"))
+    see(tab, "angle")
+    assert '"a" & b' in tab.locator("#angle .plot").text_content()
+    assert "&quot;" not in tab.evaluate("JSON.stringify(document.querySelector('#angle .plot').data)")
 
 
 def test_names_are_text_and_nothing_else(visit, tmp_path):

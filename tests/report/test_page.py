@@ -1,6 +1,7 @@
 """The page's file: what is in it, what it says of what is missing, and what it refuses."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -91,6 +92,16 @@ def test_a_bound_that_is_broken_is_said_so(tmp_path):
     assert text.count('class="held"') == 2  # H2 and the Taylor variable
 
 
+def test_nothing_is_said_of_steps_that_are_not_a_number(tmp_path):
+    folder = simulate.spoil(write(tmp_path / "run"), 30)
+    _, text = data_of(report([folder], tmp_path / "page.html"))
+    words = r'class="unsure"><b>Adam</b>: not a finite number at 10 steps, below the bound otherwise; largest'
+    assert len(re.findall(words, text)) == 3
+    assert "below the bound throughout" not in text
+    assert "<dt>Effective rate, end</dt><dd>not a finite number</dd>" in text
+    assert re.search(r"<dt>Nominal rate, end</dt><dd>[\d.e-]+</dd>", text)
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path):
     one, two = write(tmp_path / "x" / "run"), write(tmp_path / "y" / "run", seed=5)
     data, _ = data_of(report([one, two], tmp_path / "page.html"))
@@ -131,6 +142,18 @@ def test_bad_input_is_refused_in_words(tmp_path):
             report(path, page)
     assert page.read_text() == "old"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "page.html", "run"]
+
+
+def test_a_link_to_a_page_stays_one_and_no_device_is_replaced(tmp_path):
+    run, page, link, pipe = write(tmp_path / "run"), tmp_path / "page.html", tmp_path / "link.html", tmp_path / "pipe"
+    link.symlink_to(page)
+    assert report([run], link) == link
+    assert link.is_symlink()
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="is no file"):
+        report([run], pipe)
+    assert pipe.is_fifo()
 
 
 def test_the_page_may_be_named_by_a_string(tmp_path):

@@ -1,14 +1,17 @@
 """The command line, thin: it parses, calls, and prints errors in one line."""
 
+import codecs
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 from rich.console import Console
 
+from steradian import __version__
 from steradian.lab.interruption import end
 
 _INSTALL = "pip install 'steradian[lab]'"
@@ -25,12 +28,24 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 _EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError)
 _LAB = ("pandas", "pyarrow", "plotly", "PIL", "sklearn", "scipy")
 _WIDE = 160  # columns, where no terminal says how many there are
 _INTERRUPTED = 130
+_PLAINER = {"−": "-", "±": "~", "×": "x", "…": ".", "†": "+", "“": '"', "”": '"'}  # one for one: tables stay straight
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    """What a terminal without a sign gets: one that is near, or a question mark."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAINER.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("steradian", _plainly)
 
 
 def screen(*, stderr: bool = False) -> Console:
@@ -44,8 +59,18 @@ def screen(*, stderr: bool = False) -> Console:
 from steradian.cli import bench, data, look, show, study  # noqa: E402, F401  # each adds its commands
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"steradian {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def steradian() -> None:
+def steradian(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Commands of Steradian."""
 
 
@@ -55,8 +80,8 @@ def main() -> None:
     With STERADIAN_TRACEBACK=1 in the environment an error shows where it comes from.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that lacks a sign gets a question mark
-            stream.reconfigure(errors="replace")
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="steradian")
     try:
         with _ended_in_order():
             code = app(prog_name="steradian", standalone_mode=False)
@@ -102,6 +127,8 @@ def _told(error: Exception) -> int:
         return 1
     # A KeyError writes its message in quotes, and torch adds the frames of its own code.
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    if isinstance(error, OSError) and error.strerror:
+        message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, FileExistsError) and error.filename:
         message = f"a folder is needed, and {error.filename} is a file"
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] in _LAB:

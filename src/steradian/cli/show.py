@@ -63,6 +63,9 @@ def figure(
         drawn = FIGURES[kind](_stored(study, folder))
     elif kind in TRACK_FIGURES:
         tracks = Tracks(folder / f"{study}-tracks.parquet")
+        if not tracks.path.exists():
+            there = [path.name.removesuffix("-tracks.parquet") for path in sorted(folder.glob("*-tracks.parquet"))]
+            raise ValueError(f"no records of {study!r} in {folder}; there are {', '.join(there) or 'none'}")
         drawn = TRACK_FIGURES[kind](tracks.table(), tracks.about())
     else:
         raise ValueError(f"kind must be one of {', '.join([*FIGURES, *TRACK_FIGURES])}, got {kind!r}")
@@ -74,6 +77,7 @@ def figure(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Recorded runs.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="Its heading; the names of the runs by default.")] = None,
 ) -> None:
     """Write one page from recorded runs, which opens without network.
 
@@ -81,7 +85,7 @@ def report(
     """
     from steradian.report import page
 
-    page.report(runs, out)
+    page.report(runs, out, title=title)
     screen().print(f"The page: {out}", soft_wrap=True)
 
 
@@ -110,7 +114,7 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
     from steradian.lab.tables import RULE, accuracy_columns
 
     if is_grid(results):
-        console.print(_table(GRID, *grid_rows(results)))
+        _print(console, GRID, *grid_rows(results))
         return
     columns = accuracy_columns(results)
     for column in columns:
@@ -119,11 +123,27 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
         if console.measure(whole, options=console.options.update(width=_ANY)).maximum <= console.width:
             console.print(whole)
         else:
-            console.print(_table(title, *column.rows()), _table("seed by seed", *column.singles()))
+            _print(console, title, *column.rows())
+            _print(console, "seed by seed", *column.singles())
         for text in column.statements():
             console.print(text, soft_wrap=True)
     if columns:
         console.print(RULE, soft_wrap=True)
+
+
+def _print(console: Console, title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """A table, or one paragraph for each of its lines where the screen is too narrow for its words."""
+    whole = _table(title, heads, lines)
+    if console.measure(whole, options=console.options.update(width=_ANY)).minimum <= console.width:
+        console.print(whole)
+        return
+    console.print(title, soft_wrap=True)
+    for name, *cells in lines:
+        console.print(f"\n{name}", soft_wrap=True)
+        for head, cell in zip(heads[1:], cells, strict=True):
+            if cell:
+                console.print(f"  {head}: {cell}", soft_wrap=True)
+    console.print()
 
 
 def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:

@@ -1,6 +1,7 @@
 """Commands that train: train and reproduce."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,7 @@ Compiled = Annotated[bool | None, typer.Option("--compile/--no-compile", help="C
 Captured = Annotated[bool | None, typer.Option("--capture/--no-capture", help="Replay steps as CUDA graphs.")]
 Fused = Annotated[bool | None, typer.Option("--fused/--no-fused", help="Take the fused optimizer steps.")]
 _OVER = "The time is over before the end: the same command goes on from here."
+_STOPPED = "Stopped before the end: the same command goes on from the last checkpoint."
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 
 
@@ -179,6 +181,16 @@ def _execution(device: str | None, compiled: bool | None, **how: Any) -> "Execut
     return Execution(compiled=pick_device(device).type == "cuda" if compiled is None else compiled, **how)
 
 
+@contextmanager
+def _going_on(console: Console) -> Iterator[None]:
+    """Say of an interruption that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(_STOPPED, soft_wrap=True)
+        raise
+
+
 def _carry_out(
     configs: Sequence["Config"],
     name: str,
@@ -194,15 +206,16 @@ def _carry_out(
 
     where, console = pick_device(device), screen()
     study = Study(name)
-    finished = study.run(
-        configs,
-        roots=_roots(configs, root),
-        device=where,
-        size=size or (None if where.type == "cuda" else execution.members),
-        seconds=seconds,
-        execution=execution,
-        watcher=watcher_for(console),
-    )
+    with _going_on(console):
+        finished = study.run(
+            configs,
+            roots=_roots(configs, root),
+            device=where,
+            size=size or (None if where.type == "cuda" else execution.members),
+            seconds=seconds,
+            execution=execution,
+            watcher=watcher_for(console),
+        )
     _outcome(configs, study, finished, console)
 
 
@@ -230,7 +243,8 @@ def _tracked(configs: Sequence["Config"], name: str, *, root: Path | None, **opt
     from steradian.lab.tracks import track_study
 
     console = screen()
-    finished = track_study(configs, name, roots=_roots(configs, root), watcher=watcher_for(console), **options)
+    with _going_on(console):
+        finished = track_study(configs, name, roots=_roots(configs, root), watcher=watcher_for(console), **options)
     _recorded(RESULTS / f"{name}-tracks.parquet", finished, console)
 
 
@@ -241,7 +255,8 @@ def _trajectories(options: dict[str, Any], study: str | None, **more: Any) -> No
     if options.pop("methods", None):
         raise ValueError("trajectories compare SGD, AdaGradG and AdaGrad: there are no methods to choose")
     console = screen()
-    tracks, finished = trajectory_study(options, study, watcher=watcher_for(console), **more)
+    with _going_on(console):
+        tracks, finished = trajectory_study(options, study, watcher=watcher_for(console), **more)
     _recorded(tracks.path, finished, console)
 
 

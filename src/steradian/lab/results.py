@@ -84,6 +84,8 @@ class Result:
             raise ValueError(f"it has no {', '.join(missing)}")
         if not all(isinstance(values[name], Mapping) for name in ("config", "environment", "curves")):
             raise ValueError("config, environment and curves must be mappings")
+        if not all(isinstance(values[name], int | float) for name in ("diverged", "collapsed", "seconds")):
+            raise ValueError("diverged, collapsed and seconds must be numbers")
         config = Config.from_dict(values["config"])
         if values.get("key", config.key) != config.key:
             raise ValueError(f"{values['key']} is not the key of its configuration, which is {config.key}")

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from steradian.report.aggregate import Lines, aggregate, coarsen
-from steradian.report.facts import Extreme, distinct_names, extreme
+from steradian.report.facts import Extreme, distinct_names, extreme, lost
 from steradian.report.histograms import histograms
 from steradian.report.pack import Pack
 from steradian.report.sphere import cosines, spheres, trajectories
@@ -35,6 +35,7 @@ class PageRun:
     paths: pd.DataFrame
     alerts: pd.DataFrame
     extremes: dict[str, Extreme] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
 
     @property
     def quantities(self) -> set[str]:
@@ -73,7 +74,7 @@ def _load(path: str | Path) -> PageRun:
     found = {name: extreme(run.table, name) for name in HYPOTHESES}
     extremes = {name: of for name, of in found.items() if of is not None}
     lines = aggregate(run.table, points=POINTS)
-    return PageRun(run.name, Path(path), run.about, lines, run.rows, run.paths, run.alerts, extremes)
+    return PageRun(run.name, Path(path), run.about, lines, run.rows, run.paths, run.alerts, extremes, lost(run.table))
 
 
 def block(runs: Sequence[PageRun]) -> dict[str, Any]:

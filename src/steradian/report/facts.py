@@ -8,28 +8,29 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-__all__ = ["Extreme", "distinct_names", "extreme", "missing", "number", "settings"]
+__all__ = ["Extreme", "distinct_names", "extreme", "lost", "missing", "number", "settings"]
 
 
 @dataclass(frozen=True)
 class Extreme:
-    """The largest value of a quantity in a whole run, and where it was."""
+    """The largest value of a quantity in a whole run, where it was, and at how many steps it was not finite."""
 
     value: float
     step: int
     group: str
+    blank: int = 0
 
 
 def number(value: Any) -> str:
     """A number as people write it.
 
-    >>> number(0.0005), number(2.5e-07), number(3), number((0.9, 0.999)), number(1234.5678), number(True)
-    ('0.0005', '2.5e-7', '3', '0.9, 0.999', '1235', 'yes')
+    >>> number(0.0005), number(2.5e-07), number(3), number((0.9, 0.999)), number(1234.5678), number(True), number(-0.0)
+    ('0.0005', '2.5e-7', '3', '0.9, 0.999', '1235', 'yes', '0')
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        text = f"{value:.4g}"
+        text = f"{value + 0.0:.4g}"  # no -0
         head, exponent, power = text.partition("e")
         return f"{head}e{int(power)}" if exponent else text
     if isinstance(value, list | tuple):
@@ -78,7 +79,15 @@ def extreme(table: pd.DataFrame, quantity: str) -> Extreme | None:
     if not np.isfinite(value).any():
         return None
     at = int(np.argmax(np.where(np.isfinite(value), value, -np.inf)))
-    return Extreme(float(value[at]), int(part["step"].iloc[at]), str(part["group"].iloc[at]))
+    blank = part["step"][~np.isfinite(value)].nunique()
+    return Extreme(float(value[at]), int(part["step"].iloc[at]), str(part["group"].iloc[at]), blank)
+
+
+def lost(table: pd.DataFrame) -> set[str]:
+    """Quantities that are not finite in some group at the end: of these there is nothing to say but that."""
+    part = table[table["statistic"].isin(["median", "mean"]) & (table["group"] != "")]
+    last = part.drop_duplicates(["group", "quantity", "statistic"], keep="last")
+    return {str(name) for name in last["quantity"][~np.isfinite(last["value"].to_numpy(float))]}
 
 
 def missing(about: Mapping[str, Any], recorded: set[str], quantity: str) -> str | None:

@@ -75,6 +75,9 @@ def _ends(run: PageRun) -> dict[str, str]:
         ("effective_lr", "Effective rate, end"),
         ("angle", "Angle per step, end"),
     ):
+        if quantity in run.lost:
+            result[label] = "not a finite number"
+            continue
         of = run.lines.values.get(quantity, {})
         lines = [line.get("median", line.get("mean")) for group, line in of.items() if group]
         last = [line[np.isfinite(line)][-1] for line in lines if line is not None and np.isfinite(line).any()]
@@ -249,8 +252,14 @@ def _verdict(figure: Figure, runs: Sequence[PageRun]) -> str:
         if worst is not None:
             held = worst.value < figure.bound[0]
             word = "below the bound throughout" if held else "above the bound"
+            mark = "held" if held else "failed"
+            if worst.blank:  # nothing is known of these steps
+                steps = "1 step" if worst.blank == 1 else f"{worst.blank} steps"
+                blank = f"not a finite number at {steps}"
+                word = f"{blank}, below the bound otherwise" if held else f"{word}, and {blank}"
+                mark = "unsure" if held else mark
             lines.append(
-                f'<li class="{"held" if held else "failed"}"><b>{escape(run.name)}</b>: {word}; largest '
+                f'<li class="{mark}"><b>{escape(run.name)}</b>: {word}; largest '
                 f"{number(float(f'{worst.value:.3g}'))} at step {worst.step} in {escape(worst.group)}</li>"
             )
     return f'<ul class="verdict">{"".join(lines)}</ul>' if lines else ""

@@ -22,7 +22,7 @@ SCRIPTS = ("base.js", "panels.js", "lines.js", "fields.js", "sphere.js", "main.j
 def report(paths: Sequence[str | Path], out: str | Path, *, title: str | None = None) -> Path:
     """Write a page that compares recorded runs; it opens without network.
 
-    An existing page is replaced only when the new one is complete.
+    An existing page is replaced only when the new one is complete. A link stays one: what it points to is written.
 
     Args:
         paths: folders that `watch` wrote, one per run.
@@ -33,7 +33,8 @@ def report(paths: Sequence[str | Path], out: str | Path, *, title: str | None = 
         `out`.
 
     Raises:
-        ValueError: a path is not a run, is given twice, or holds no record; `out` is a folder.
+        ValueError: a path is not a run, is given twice, or holds no record; `out` is a folder or a device.
+        OSError: the page cannot be written.
         TypeError: `paths` is one path.
     """
     if isinstance(paths, str | Path):
@@ -41,13 +42,18 @@ def report(paths: Sequence[str | Path], out: str | Path, *, title: str | None = 
     out = Path(out)
     if out.is_dir():
         raise ValueError(f"out must be a file such as page.html, and {out} is a folder")
+    if out.exists() and not out.is_file():
+        raise ValueError(f"out must be a file such as page.html, and {out} is no file")
     runs = load(paths)
     text = document(runs, title or _title([run.name for run in runs]))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
+    page = Path(os.path.realpath(out))
+    page.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = page.with_name(f".{page.name}.{os.getpid()}.unfinished")
     try:
         unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, out)
+        os.replace(unfinished, page)
+    except OSError as error:  # by the name that the user knows
+        raise OSError(error.errno, error.strerror, str(out)) from error
     finally:
         unfinished.unlink(missing_ok=True)
     return out

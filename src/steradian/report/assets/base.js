@@ -56,8 +56,11 @@ function depth(t) {
   const low = Number(css("--depth-low")), high = Number(css("--depth-high"));
   return viridis(low + (high - low) * t);
 }
-function layerColour(group) {
-  return depth(data.groups.length > 1 ? data.groups.indexOf(group) / (data.groups.length - 1) : 0.4);
+// Few layers are named below a figure, each in its colour; of many, each run goes from its first to its last.
+const FEW_LAYERS = 10;
+function layerColour(group, run) {
+  const groups = data.groups.length > FEW_LAYERS ? data.runs[run].groups : data.groups;
+  return depth(groups.length > 1 ? groups.indexOf(group) / (groups.length - 1) : 0.4);
 }
 // One colour on its way to another, opaque, so that pieces of a line may overlap.
 function mixed(colour, ground, share) {
@@ -77,7 +80,8 @@ function label(group, most) {
 }
 const cut = (text, most) => (text.length > most ? `${text.slice(0, Math.max(most - 1, 3))}…` : text);
 
-const escapeHtml = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+// For text alone, never for attributes: Plotly shows &quot; as it is.
+const escapeHtml = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
 const titleOf = (quantity) => data.quantities[quantity]?.title ?? quantity.replaceAll("_", " ");
 const symbolOf = (quantity) => data.quantities[quantity]?.symbol ?? "";
 // Plotly reads a little HTML; exponents are set as such.
@@ -90,5 +94,5 @@ function short(value) {
   if (!Number.isFinite(value)) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  return size >= 1e4 || size < 1e-3 ? value.toExponential(1).replace("e+", "e") : String(Number(value.toPrecision(3)));
+  return size >= 1e4 || size < 1e-3 ? value.toExponential(1).replace(".0e", "e").replace("e+", "e") : String(Number(value.toPrecision(3)));
 }

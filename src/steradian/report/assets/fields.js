@@ -12,6 +12,7 @@ drawings.heat = (figure, { quantity, statistic }) => {
   let low = Infinity, high = -Infinity, least = Infinity;
   for (const { values } of fields) for (const row of values) for (const value of row)
     if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); if (value > 0) least = Math.min(least, value); }
+  if (low > high) return empty(figure, `${titleOf(quantity)}: ${BLANK} in the runs chosen.`);
   const log = low >= 0 && high > 0, deepest = log ? Math.max(Math.log10(least), Math.log10(high) - 8) : low;
   const tall = Math.max(...fields.map(({ groups }) => groups.length));
   const panels = runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
@@ -23,8 +24,15 @@ drawings.heat = (figure, { quantity, statistic }) => {
   const top = log ? Math.log10(high) : high, ticks = log ? decades(deepest, top) : undefined;
   const traces = fields.map(({ run, groups, steps, values }, i) => {
     const n = i ? i + 1 : "", every = Math.ceil((16 * groups.length) / height);
+    if (steps.length < 5 && steps.at(-1) - steps[0] < 5) layout[`xaxis${n}`].dtick = 1;  // there is no half step
     // Names as many as there is room for.
     const named = groups.filter((_, k) => k % every === 0);
+    if (!values.some((row) => row.some((value) => (log ? value > 0 : Number.isFinite(value))))) {
+      const zero = values.some((row) => row.some(Number.isFinite));
+      Object.assign(layout[`yaxis${n}`], { showticklabels: false });
+      Object.assign(layout[`xaxis${n}`], { showticklabels: false });
+      say(layout, i, zero ? "0 throughout" : BLANK);
+    }
     Object.assign(layout[`yaxis${n}`], { type: "category", autorange: "reversed", tickvals: named, ticktext: named.map((group) => label(group, most)),
                                          tickangle: 0, tickfont: { size: 11.5 }, nticks: 0, title: { text: "" }, showgrid: false });
     return {
@@ -71,7 +79,7 @@ drawings.histogram = (figure, { "row-quantity": quantity, "row-group": group, "r
     traces.push({ type: "scatter", mode: "lines", x, y: outline, line: { shape: "hv", color: colour, width: 1.8, dash: runDash(run) }, fill: "tozeroy",
                   fillcolor: faded(colour, 0.2), name: data.runs[run].name, meta: steps[i], ...axes(0),
                   hovertemplate: `from %{x:.3~g}: %{y:.1%} of rows<extra>${escapeHtml(data.runs[run].name)}, step ${steps[i]}</extra>` });
-    keys.push({ text: `${data.runs[run].name}, step ${steps[i]}`, colour });
+    keys.push({ text: `${data.runs[run].name}, step ${steps[i]}`, colour, kind: runDash(run) });
   }
   Object.assign(layout.xaxis, { type: found.log ? "log" : "linear", exponentformat: "power", showgrid: true, range: found.log ? [Math.log10(edges[0]), Math.log10(edges.at(-1))] : [edges[0], edges.at(-1)] });
   if (found.log) Object.assign(layout.xaxis, logTicks(...layout.xaxis.range, place.clientWidth < 560 ? 4 : 9), { tickangle: 0 });

@@ -1,25 +1,25 @@
 // Figures over time.
 const LINEAR = new Set(["collapsed", "radial"]);
 
-// The lines to draw: one per run and layer, with what is zero throughout named apart (a log scale cannot show it).
+// The lines to draw: one per run and layer; what is zero throughout (a log scale cannot show it) or never a number apart.
 function gather(quantity, statistic, log) {
-  const found = [], zero = [];
+  const found = [], zero = [], blank = [];
   for (const run of shownRuns())
     for (const group of shownGroups(run)) {
       const values = lineOf(run, quantity, group, statistic);
       if (!values) continue;
-      if (log && !values.some((value) => value > 0)) zero.push({ run, group });
+      if (!values.some(Number.isFinite)) blank.push({ run, group });
+      else if (log && !values.some((value) => value > 0)) zero.push({ run, group });
       else found.push({ run, group, values });
     }
-  return { found, zero };
+  return { found, note: [told(zero, "Zero throughout, so not on this logarithmic scale"), told(blank, "Not a finite number in any step")].filter(Boolean).join(" ") };
 }
 
-function zeroNote(zero) {
-  if (!zero.length) return "";
+function told(lines, what) {
   const by = new Map();
-  for (const { run, group } of zero) by.set(run, [...(by.get(run) ?? []), group]);
+  for (const { run, group } of lines) by.set(run, [...(by.get(run) ?? []), group]);
   const said = [...by].map(([run, groups]) => data.runs[run].name + (groups.length === shownGroups(run).length ? "" : ` (${groups.join(", ")})`));
-  return `Zero throughout, so not on this logarithmic scale: ${said.join("; ")}.`;
+  return said.length ? `${what}: ${said.join("; ")}.` : "";
 }
 
 function scaleOf(quantity, wanted, statistic) {
@@ -31,9 +31,9 @@ function scaleOf(quantity, wanted, statistic) {
 // One layer: all runs in one panel, in their colours. All layers: a panel per run, layers coloured by depth.
 function drawLines(figure, { quantity, statistic = "band", scale = "", bound } = {}) {
   const place = figure.querySelector(".plot");
-  const log = scaleOf(quantity, scale, statistic), { found, zero } = gather(quantity, statistic, log);
+  const log = scaleOf(quantity, scale, statistic), { found, note: unseen } = gather(quantity, statistic, log);
   const runs = [...new Set(found.map(({ run }) => run))];
-  if (!found.length) return empty(figure, zero.length ? zeroNote(zero) : "Nothing to draw for the runs and the layer chosen.");
+  if (!found.length) return empty(figure, unseen || "Nothing to draw for the runs and the layer chosen.");
   const overlay = Boolean(state.layer) || data.groups.length === 1;
   const few = overlay || data.groups.length <= 4;
   const panels = overlay ? [{ title: "" }] : runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
@@ -41,7 +41,7 @@ function drawLines(figure, { quantity, statistic = "band", scale = "", bound } =
   const traces = [], rate = quantity === "effective_lr", drawn = new Set();
   for (const { run, group, values } of found) {
     const panel = overlay ? 0 : runs.indexOf(run), steps = data.runs[run].steps;
-    const colour = overlay ? runColour(run) : layerColour(group);
+    const colour = overlay ? runColour(run) : layerColour(group, run);
     if (statistic === "band" && few) {
       const low = line(run, quantity, group, "q10"), high = line(run, quantity, group, "q90");
       if (low && high) traces.push(...band(steps, low, high, { panel, colour, log }));
@@ -62,7 +62,7 @@ function drawLines(figure, { quantity, statistic = "band", scale = "", bound } =
   if (drawn.size) keys.push({ text: "nominal rate", colour: overlay ? css("--soft") : css("--ink"), kind: "dash" });
   if (quantity === "collapsed") axisNames(layout, "y").forEach((name) => Object.assign(layout[name], { tickformat: ".0%", rangemode: "tozero" }));
   legend(figure, keys);
-  note(figure, zeroNote(zero));
+  note(figure, unseen);
   show(figure, traces, layout, { bounds: bound ? [bound.value] : [] });
 }
 
@@ -94,21 +94,22 @@ const drawings = {
         const values = line(run, measured, group, "median"), ideal = lineOf(run, predicted, group, "band");
         if (!values) continue;
         if (!overlay) {
-          if (ideal) traces.push(curve(steps, values.map((value, k) => value / ideal[k]), { panel: i, colour: layerColour(group), log: true, name: group, extra: data.runs[run].name, width: 1.5 }));
+          if (ideal) traces.push(curve(steps, values.map((value, k) => value / ideal[k]), { panel: i, colour: layerColour(group, run), log: true, name: group, extra: data.runs[run].name, width: 1.5 }));
           continue;
         }
         const colour = runColour(run), low = line(run, measured, group, "q10"), high = line(run, measured, group, "q90");
         if (low && high) traces.push(...band(steps, low, high, { colour, log: true }));
         traces.push(curve(steps, values, { colour, log: true, name: data.runs[run].name, extra: "measured", width: 2, dash: runDash(run) }));
-        if (ideal) traces.push(curve(steps, ideal, { colour, log: true, name: data.runs[run].name, extra: "predicted", dash: "dash", width: 1.6 }));
+        if (ideal) traces.push({ ...curve(steps, ideal, { colour, log: true, name: data.runs[run].name, extra: "predicted", dash: "dash", width: 1.6 }), predicted: true });
       }
       markDrops(layout, run, overlay ? 0 : i, { colour: overlay ? runColour(run) : css("--soft") });
       if (!overlay) layout.shapes.push({ type: "line", xref: `${axes(i).xaxis} domain`, yref: axes(i).yaxis, x0: 0, x1: 1, y0: 1, y1: 1,
                                          line: { color: css("--ink"), width: 1.5, dash: "dash" }, layer: "below" });
     });
-    const soft = css("--soft");
+    const soft = css("--soft"), drawn = runs.filter((run) => shownGroups(run).some((group) => line(run, measured, group, "median")));
+    const foreseen = traces.some(({ predicted: is }) => is) ? [{ text: "predicted equilibrium", colour: soft, kind: "dash" }] : [];
     legend(figure, overlay
-      ? [...runKeys(runs), { text: "predicted equilibrium", colour: soft, kind: "dash" }, { text: "10th to 90th percentile of rows", colour: soft, kind: "band" }]
+      ? [...runKeys(drawn), ...foreseen, { text: "10th to 90th percentile of rows", colour: soft, kind: "band" }]
       : [...layerKeys(), { text: "equilibrium", colour: css("--ink"), kind: "dash" }]);
     note(figure, "");
     show(figure, traces, layout, { bounds: overlay ? [] : [1] });
@@ -130,24 +131,26 @@ const drawings = {
       return { title: runs.length > 1 ? `${titleOf(name).split(" ")[0]} ${data.runs[run].name}` : titleOf(name), colour: runs.length > 1 ? runColour(run) : undefined };
     });
     const layout = frame(place, panels, { log: true, columns, height: overlay ? 200 : 150, ytitle: "radians" }), traces = [], zero = [];
+    if (columned) layout.margin.l += 14;  // for a title of two lines
     cells.forEach(({ name, run }, i) => {
       for (const own of run === null ? runs : [run])
         for (const group of shownGroups(own)) {
           const values = line(own, name, group, "median");
           if (!values) continue;
-          if (!values.some((value) => value > 0)) { zero.push({ name, run: own, group }); continue; }
-          const colour = overlay ? runColour(own) : layerColour(group), steps = data.runs[own].steps;
+          if (!values.some((value) => value > 0)) { if (values.some(Number.isFinite)) zero.push({ name, run: own, group }); continue; }
+          const colour = overlay ? runColour(own) : layerColour(group, own), steps = data.runs[own].steps;
           const low = line(own, name, group, "q10"), high = line(own, name, group, "q90");
           if (overlay && low && high) traces.push(...band(steps, low, high, { panel: i, colour, log: true }));
-          traces.push(curve(steps, values, { panel: i, colour, log: true, width: overlay ? 1.8 : 1.3, name: overlay ? data.runs[own].name : group, extra: titleOf(name) }));
+          traces.push(curve(steps, values, { panel: i, colour, log: true, width: overlay ? 1.8 : 1.3, dash: overlay ? runDash(own) : "solid", name: overlay ? data.runs[own].name : group, extra: titleOf(name) }));
         }
       if (!traces.some((each) => each.xaxis === axes(i).xaxis))
-        say(layout, i, zero.some((each) => each.name === name && (run === null || each.run === run)) ? "0 throughout" : "not recorded");
+        say(layout, i, zero.some((each) => each.name === name && (run === null || each.run === run)) ? "0 throughout" : (run === null ? runs : [run]).some((own) => shownGroups(own).some((group) => line(own, name, group, "median"))) ? BLANK : "not recorded");
     });
     const gone = new Map();
     for (const { name, run } of zero) gone.set(run, (gone.get(run) ?? new Set()).add(titleOf(name).split(" ")[0]));
     note(figure, overlay && gone.size ? `Zero throughout: ${[...gone].map(([run, of]) => `${data.runs[run].name} ${[...of].join(", ")}`).join("; ")}.` : "");
-    legend(figure, overlay ? [...runKeys(runs), { text: "10th to 90th percentile of rows", colour: css("--soft"), kind: "band" }] : layerKeys());
+    const drawn = runs.filter((run) => shownGroups(run).some((group) => names.some((name) => line(run, name, group, "median"))));
+    legend(figure, overlay ? [...runKeys(drawn), { text: "10th to 90th percentile of rows", colour: css("--soft"), kind: "band" }] : layerKeys());
     show(figure, traces, layout);
   },
 

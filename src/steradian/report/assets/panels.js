@@ -50,11 +50,11 @@ function frame(place, panels, { columns, height = 250, log = false, together = t
 
 const axes = (i) => ({ xaxis: `x${i ? i + 1 : ""}`, yaxis: `y${i ? i + 1 : ""}` });
 
-// Points that a scale can show.
+// Points that a scale can show. What is divided by a prediction of 0 is infinite.
 function points(steps, values, log, other) {
   const x = [], y = [], z = [];
   for (let i = 0; i < values.length; i += 1) {
-    const good = log ? values[i] > 0 && (!other || other[i] > 0) : Number.isFinite(values[i]) && (!other || Number.isFinite(other[i]));
+    const fits = (value) => Number.isFinite(value) && (!log || value > 0), good = fits(values[i]) && (!other || fits(other[i]));
     if (good) { x.push(steps[i]); y.push(values[i]); if (other) z.push(other[i]); }
   }
   return { x, y, z };
@@ -112,8 +112,12 @@ function logTicks(low, high, most = 7) {
 function fit(traces, layout, bounds) {
   let first = Infinity, last = -Infinity;
   for (const { x } of traces) if (x.length) { first = Math.min(first, x[0]); last = Math.max(last, x.at(-1)); }
+  if (first > last) { first = 0; last = 1; }  // no panel has a point
   if (first === last) { first -= 1; last += 1; }
-  for (const name of axisNames(layout, "x")) layout[name].range = [first - 0.004 * (last - first), last + 0.012 * (last - first)];
+  for (const name of axisNames(layout, "x")) {
+    layout[name].range = [first - 0.004 * (last - first), last + 0.012 * (last - first)];
+    if (last - first < 5) layout[name].dtick = 1;  // there is no half step
+  }
   const shared = layout.yaxis2?.matches;
   for (const name of axisNames(layout, "y")) {
     const axis = layout[name], own = traces.filter((each) => shared || each.yaxis === name.replace("axis", ""));
@@ -126,8 +130,9 @@ function fit(traces, layout, bounds) {
     axis.range = [low - room, high + room];
     Object.assign(axis, logTicks(...axis.range));
   }
-  axisNames(layout, "y").forEach((name) => {
+  axisNames(layout, "y").forEach((name, i) => {
     const key = name.replace("axis", "");
+    if (!traces.some((each) => each.yaxis === key && each.x.length) && !layout.annotations.some((each) => each.said === i)) say(layout, i, BLANK);
     // Plotly leaves out a panel without a line.
     if (!traces.some((each) => each.yaxis === key))
       traces.push({ type: "scatter", mode: "lines", x: [first, last], y: [null, null], xaxis: key.replace("y", "x"), yaxis: key, hoverinfo: "skip" });
@@ -148,6 +153,8 @@ function freeTicks(place) {
 function show(figure, traces, layout, { overTime = true, bounds = [] } = {}) {
   const place = figure.querySelector(".plot");
   place.style.minHeight = "";
+  if (overTime && !traces.some(({ x }) => x.length) && !layout.annotations.some(({ said }) => said !== undefined))
+    return empty(figure, "No finite number in the runs and the layer chosen.");
   if (overTime) fit(traces, layout, bounds);
   const config = { ...CONFIG, toImageButtonOptions: { ...CONFIG.toImageButtonOptions, filename: figure.id } };
   Plotly.react(place, traces, layout, config);
@@ -178,13 +185,15 @@ function legend(figure, keys) {
 }
 
 function layerKeys() {
-  if (data.groups.length <= 10) return data.groups.map((group) => ({ text: group, colour: layerColour(group), layer: group }));
+  if (data.groups.length <= FEW_LAYERS) return data.groups.map((group) => ({ text: group, colour: layerColour(group), layer: group }));
   const ramp = Array.from({ length: 9 }, (_, i) => depth(i / 8));
-  return [{ text: `${data.groups[0]} … ${data.groups.at(-1)}: hover a line for its layer, click to see it alone`, ramp, colour: "" }];
+  const alike = data.runs.every(({ groups }) => groups.join() === data.groups.join());
+  const ends = alike ? `${data.groups[0]} … ${data.groups.at(-1)}` : "first … last layer of each run";
+  return [{ text: `${ends}: hover a line for its layer, click to see it alone`, ramp, colour: "" }];
 }
 
 function runKeys(runs) {
-  return runs.map((run) => ({ text: data.runs[run].name, colour: runColour(run) }));
+  return runs.map((run) => ({ text: data.runs[run].name, colour: runColour(run), kind: runDash(run) }));
 }
 
 function note(figure, text) {
@@ -192,7 +201,8 @@ function note(figure, text) {
 }
 
 // A word in the middle of a panel that has no line.
+const BLANK = "no finite number";
 function say(layout, panel, text) {
   const { xaxis, yaxis } = axes(panel);
-  layout.annotations.push({ xref: `${xaxis} domain`, yref: `${yaxis} domain`, x: 0.5, y: 0.5, showarrow: false, text, font: { color: css("--soft"), size: 13 } });
+  layout.annotations.push({ said: panel, xref: `${xaxis} domain`, yref: `${yaxis} domain`, x: 0.5, y: 0.5, showarrow: false, text, font: { color: css("--soft"), size: 13 } });
 }

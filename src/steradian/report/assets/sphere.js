@@ -136,7 +136,7 @@ drawings.sphere = (figure, { "sphere-row": chosen, "sphere-step": until }) => {
     `<p><b>${escapeHtml(sphere.group)}</b>, row ${sphere.row}: a point on the unit sphere in ${sphere.size} dimensions.</p>` +
     `<p>The three directions drawn hold <b>${percent(sphere.kept)}</b> of its squared length and <b>${percent(sphere.moved)}</b> of its motion.</p>` +
     `<p>${paths.map((path) => `<b style="color:${path.colour}">${escapeHtml(data.runs[path.run].name)}</b> ended <b>${degrees(path.turned)}</b> from its start, after a way of at least ${degrees(path.travelled)}.`).join("<br>")}</p>`;
-  legend(figure, [...runKeys(paths.map(({ run }) => run)), { text: "ring: start, dot: end", colour: "transparent" }]);
+  legend(figure, [...runKeys(paths.map(({ run }) => run)).map((key) => ({ ...key, kind: "" })), { text: "ring: start, dot: end", colour: "transparent" }]);
 };
 
 function play(figure) {
