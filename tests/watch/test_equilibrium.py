@@ -127,6 +127,22 @@ def test_recorded_equilibria_follow_the_equations(name):
         assert found[quantity]["q90"] == pytest.approx(np.quantile(values, 0.9), rel=1e-7)
 
 
+def test_nothing_is_predicted_before_a_gradient_is_finite():
+    x = nn.Parameter(torch.eye(3))
+    optimizer = SIMULATED["SGD-M"](x)
+    with watch(optimizer) as seen:
+        for gradient in (torch.full((3, 3), torch.nan), torch.eye(3).roll(1, 0)):
+            x.grad = gradient
+            optimizer.step()
+            with torch.no_grad():
+                x.copy_(torch.eye(3))
+    table = seen.records()
+    chosen = table[(table["quantity"] == "equilibrium_radius") & (table["statistic"] == "median")]
+    first, second = chosen["value"]
+    assert math.isnan(first)
+    assert second > 0
+
+
 @pytest.mark.parametrize(
     ("build", "why"),
     [

@@ -68,6 +68,26 @@ def test_a_broken_or_foreign_part_is_named_and_the_others_can_be_read_without_it
     assert len(read_run(run).table) == whole
 
 
+@pytest.mark.parametrize("column", ["step", "value"])
+def test_a_part_with_words_for_numbers_is_named(run, column):
+    table = pd.read_parquet(run / "part-00000.parquet")
+    table[column] = "x"
+    table.to_parquet(run / "part-00007.parquet")
+    with pytest.raises(ValueError, match=rf"part-00007\.parquet is no part of a run; .*{column} is "):
+        read_run(run)
+
+
+def test_a_part_that_may_not_be_read_is_not_to_be_removed(run, monkeypatch):
+    from pyarrow import parquet
+
+    def refused(file, **_):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(parquet, "read_table", refused)
+    with pytest.raises(PermissionError, match=r"part-0000\d\.parquet"):
+        read_run(run)
+
+
 def test_files_that_are_not_of_the_run_are_left_alone(run):
     whole = read_run(run)
     for name in ("part-old.parquet", "part-00000-copy.parquet", "part-.parquet", "notes.txt"):

@@ -167,7 +167,7 @@ class Station:
         total = weights @ torch.where(use, slope, 0) + fading * self.slopes[0]
         weight = weights @ use.to(slope.dtype) + fading * self.slopes[1]
         self.slopes = torch.stack([total[-1], weight[-1]])
-        mean = (total / weight.clamp(min=1e-30)).sqrt()
+        mean = (total / weight).sqrt()  # NaN where no gradient was finite so far
         radius, angle = self.balance(found["lr"], mean)
         return {"equilibrium_radius": radius, "equilibrium_angle": angle}
 

@@ -218,6 +218,11 @@ def _parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFrame":
     for _, file in sorted(numbered(folder, kind).items(), reverse=True):
         try:
             table = parquet.read_table(file, columns=list(columns), read_dictionary=words)
+            for name, right in (("step", pa.types.is_integer), ("value", pa.types.is_floating)):
+                if name in columns and not right(table.schema.field(name).type):
+                    raise pa.ArrowTypeError(f"{name} is {table.schema.field(name).type}")
+        except PermissionError:  # nothing is wrong with the part
+            raise
         except (pa.ArrowException, OSError) as error:
             why = str(error).splitlines()[0]
             raise ValueError(f"{file} is no part of a run; remove it to read the others ({why})") from error
