@@ -29,6 +29,13 @@ CASES = [
         no_effect="fc.bias",
     ),
     case(
+        "one_output_bn",  # one filter, in the shape of a gain
+        lambda: net(fc=nn.Linear(6, 1), bn=nn.BatchNorm1d(1), head=_head(1)),
+        vectors,
+        rows={"fc.weight": "filter"},
+        no_effect="fc.bias",
+    ),
+    case(
         "linear_ln",
         lambda: net(fc=nn.Linear(6, 8), ln=nn.LayerNorm(8), head=_head()),
         vectors,

@@ -14,7 +14,7 @@ from ..groups import is_sharded
 from .probe import Prober, Reading
 from .values import tensors_in
 
-__all__ = ["check_model", "first_pass"]
+__all__ = ["check_model", "first_pass", "in_words"]
 
 
 def check_model(model: nn.Module) -> None:
@@ -130,11 +130,16 @@ def _translate(prober: Prober, inputs: Any, error: Exception) -> Exception:
     hint = "call the model on these inputs yourself to see where"
     if "more than 1 value per channel" in str(error):
         hint = "batch normalization needs more than one sample: pass a larger batch"
-    return RuntimeError(f"the model raised {type(error).__name__} on these inputs ({_first_line(error)}); {hint}")
+    return RuntimeError(f"on these inputs the model raised {in_words(error)}; {hint}")
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
+def in_words(error: Exception) -> str:
+    """An exception in one line.
+
+    >>> in_words(KeyError("x"))
+    "KeyError ('x')"
+    """
+    return f"{type(error).__name__} ({(str(error).strip().splitlines() or ['no message'])[0]})"
 
 
 def _check_differentiable(prober: Prober, reading: Reading) -> None:

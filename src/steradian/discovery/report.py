@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..groups import Group, Groups
+from .checks import in_words
 from .defects import imbalance
 from .judge import Finding, row_sums
 from .structure import UNKNOWN
@@ -102,7 +103,15 @@ def _notes(survey: Survey, verified: Verified) -> list[str]:
         )
     if prober.precision.dtype is None:
         notes.append("the model does not run in float64, so it was probed in its own types with wider tolerances")
+    if complex_ones := [name for name in prober.trainable if prober.parameters[name].is_complex()]:
+        notes.append(
+            "complex parameters are left to the rest, since rows are real vectors; a real parameter that forward passes "
+            f"through torch.view_as_complex has rows: {', '.join(complex_ones)}"
+        )
+    raised = f"raised {in_words(prober.raised)}" if prober.raised is not None else ""
     if not survey.far:
-        notes.append("the model gave no finite result with grown parameters, so nothing is proved")
+        notes.append(f"the model {raised or 'gave no finite result'} with grown parameters, so nothing is proved")
+    elif raised and verified.rejected:
+        notes.append(f"the model {raised} in one of the passes")
     rejected = [", ".join(finding.names) for finding in (*verified.rejected, *verified.curved)]
     return [*notes, *(f"balanced but not proved, left to the rest: {names}" for names in rejected)]

@@ -85,10 +85,10 @@ class Survey:
         return [
             name
             for name in self.prober.trainable
-            if not self.prober.parameters[name].is_complex() and self._speaks(name)
+            if not self.prober.parameters[name].is_complex() and self.speaks(name)
         ]
 
-    def _speaks(self, name: str) -> bool:
+    def speaks(self, name: str) -> bool:
         """Whether a parameter has an effect in some probe, beside all others or at least beside its neighbors.
 
         Rounding is in proportion to what passes through a place, and in float32 to what passes elsewhere too.
@@ -271,8 +271,8 @@ class Survey:
 
     def matrices(self, readings: Sequence[Reading], names: Sequence[str]) -> tuple[Matrix, Matrix]:
         """⟨∇L, x⟩ per probe and parameter, and the size that its sums are measured by."""
-        M = np.array([[r.radial(name) for name in names] for r in readings]).reshape(-1, len(names))
-        effects = np.array([[r.effect(name) for name in names] for r in readings]).reshape(-1, len(names))
+        M = np.array([[r.radial(name) for name in names] for r in readings]).reshape(len(readings), -1)
+        effects = np.array([[r.effect(name) for name in names] for r in readings]).reshape(len(readings), -1)
         return M, np.hypot(M, LEAST_SHARE * effects)
 
 

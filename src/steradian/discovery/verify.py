@@ -109,7 +109,8 @@ class _Checker:
             )
         except torch.OutOfMemoryError:  # says nothing about the rows
             raise
-        except Exception:  # a point that the model does not bear proves nothing
+        except Exception as error:  # a point that the model does not bear proves nothing
+            self.prober.raised = error
             return math.inf
         moved = _difference(stand.reading.outputs, reading.outputs)
         if moved <= self._tolerance(scaled, stand):
