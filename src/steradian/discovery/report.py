@@ -105,7 +105,7 @@ def _notes(survey: Survey, verified: Verified) -> list[str]:
         notes.append("the model does not run in float64, so it was probed in its own types with wider tolerances")
     if complex_ones := [name for name in prober.trainable if prober.parameters[name].is_complex()]:
         notes.append(
-            "complex parameters are left to the rest, since rows are real vectors; a real parameter that forward passes "
+            "complex parameters are left to the rest, since rows are real vectors; a real parameter that forward takes "
             f"through torch.view_as_complex has rows: {', '.join(complex_ones)}"
         )
     raised = f"raised {in_words(prober.raised)}" if prober.raised is not None else ""
