@@ -64,6 +64,7 @@ CASES = [
         ),
         _two_images,
         rows={"of_features.weight": "filter", "of_signal.weight": "filter", "gate.weight": "filter"},
+        facts=("bn1.weight bn1.bias bn2.weight bn2.bias",),
     ),
     case(
         "gain_of_channels_bn",  # every number of this gain is invariant, in the shape of one filter

@@ -63,11 +63,6 @@ def _jacobian(m: nn.Module, x: Tensor) -> Tensor:
     return torch.func.vmap(torch.func.jacrev(lambda sample: m.ln(m.fc(sample)).tanh()))(x)
 
 
-def _spectrum(m: nn.Module, x: Tensor) -> Tensor:
-    waves = m.fc(x).to(torch.complex64) * torch.ones((), dtype=torch.complex64)
-    return (waves / waves.abs().square().mean(-1, keepdim=True).sqrt()).cfloat().real.tanh()
-
-
 CASES = [
     case(
         "two_inputs",
@@ -182,12 +177,6 @@ CASES = [
     case(
         "jacobian_inside",
         lambda: Custom(_jacobian, fc=nn.Linear(6, 8, bias=False), ln=nn.LayerNorm(8)),
-        vectors,
-        rows={"fc.weight": "tensor"},
-    ),
-    case(
-        "casts_to_complex",
-        lambda: Custom(_spectrum, fc=nn.Linear(6, 8, bias=False)),
         vectors,
         rows={"fc.weight": "tensor"},
     ),

@@ -374,6 +374,22 @@ class TestScale:
         for share in (1.0, 0.1, 0.01):
             assert find_groups(Sum(share), torch.randn(16, 6)).layouts == {}
 
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_narrow_way_past_the_normalization(self, seed: int):
+        """Grown 1024-fold it is no wider than a hundredth, but it is wider than it was."""
+
+        class Narrow(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.norm, self.head = nn.Linear(6, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.fc(x)
+                return self.head(self.norm(y).tanh() + 1e-5 * y)
+
+        torch.manual_seed(seed)
+        assert find_groups(Narrow(), torch.randn(10, 6)).layouts == {}
+
     @pytest.mark.parametrize("seed", [10, 23, 34, 36, 57, 58])
     def test_a_dead_unit_hides_no_branch(self, seed: int):
         """One branch normalizes, the other does not, and the only unit of ReLU on its way is dead at most points."""

@@ -13,6 +13,7 @@ from .evidence import Evidence, Trial
 from .graph import Proposals
 from .joint import Matrix
 from .layouts import slices_balanced
+from .outputs import difference
 from .points import Point, is_matrix
 from .probe import Prober, Reading
 from .structure import Trace
@@ -71,6 +72,7 @@ class Survey:
         self._used: list[str] | None = None
         self._place: dict[str, int] = {}
         self._clear: dict[tuple[str, ...], bool] = {}
+        self._undone: bool | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter."""
@@ -179,10 +181,22 @@ class Survey:
             far,
             precision.settled,
             precision.flat,
+            precision.flat if self.undone() else precision.flat / 10,
             precision.linear,
             self.transparent(names),
             precision.resolution,
         )
+
+    def undone(self) -> bool:
+        """Whether the outputs stay as they are from one growth to the other.
+
+        Where another normalization undoes the growth of a row they do. A logarithm of its length also leaves a defect
+        that stays, and moves the outputs.
+        """
+        if self._undone is None and len(self.far) > 1:
+            first, last = self.far[0].reading.outputs, self.far[-1].reading.outputs
+            self._undone = difference(first, last) <= 10 * self.prober.precision.same
+        return bool(self._undone)
 
     def _evidence(
         self, reading: Reading, names: Sequence[str], tolerance: float, alignment: Alignment | None = None
