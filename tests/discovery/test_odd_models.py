@@ -55,6 +55,36 @@ def test_weights_whose_squares_are_beyond_float32():
     assert find_groups(model, torch.randn(16, 6)).layouts == {"0.weight": "filter"}
 
 
+class Narrow(nn.Module):
+    """A layer whose bias belongs to its weight, in half precision, with kernels for some types alone."""
+
+    def __init__(self, *types: torch.dtype) -> None:
+        super().__init__()
+        self.types, self.conv, self.norm = types, nn.Conv2d(3, 6, 3), nn.GroupNorm(1, 6)
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype not in self.types:
+            raise TypeError("no kernel")
+        return self.norm(self.conv(x)).tanh()
+
+
+class TestHalfPrecision:
+    @pytest.mark.parametrize("seed", range(3))
+    def test_float32_is_tried_next(self, seed: int):
+        torch.manual_seed(seed)
+        groups = find_groups(Narrow(torch.bfloat16, torch.float32), torch.randn(6, 3, 8, 8).bfloat16())
+        assert groups.joint == [("conv.weight", "conv.bias")]
+        assert groups.layouts == {"conv.weight": "tensor", "conv.bias": "tensor"}
+        assert groups.notes == ["the model does not run in float64, so it was probed in float32 with wider tolerances"]
+        assert groups.passes[0] <= 12
+
+    def test_what_it_is_worth_is_said(self):
+        groups = find_groups(Narrow(torch.bfloat16), torch.randn(6, 3, 8, 8).bfloat16())
+        assert "probed in its own types" in groups.notes[0]
+        assert "what is nearly invariant counts as rows here" in groups.notes[1]
+
+
 @pytest.mark.parametrize("name", ["dropped", "of the input"])
 def test_nothing_has_an_effect(name: str):
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(1.0))

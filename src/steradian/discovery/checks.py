@@ -16,6 +16,8 @@ from .values import tensors_in
 
 __all__ = ["check_model", "first_pass", "in_words"]
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 def check_model(model: nn.Module) -> None:
     """Raise on what is no model to probe.
@@ -46,7 +48,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def first_pass(prober: Prober, inputs: Any) -> Reading:
-    """One pass at the model's own point, in float64 if the model bears it, else in its own types.
+    """One pass at the model's own point, in float64 if the model bears it, else in float32 or in its own types.
 
     Raises:
         ValueError: inputs on another device, NaN outputs, or no output that depends on a parameter.
@@ -112,11 +114,27 @@ def _attempt(prober: Prober, inputs: Any) -> Reading:
         error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
         raise
     except Exception:  # whatever the model cannot do in float64, its own types decide
+        single = _attempt_single(prober)
+        if single is not None:
+            return single
         try:
             prober.use(None)
             return prober.read(prober.own, seed=0)
         except Exception as error:
             raise _translate(prober, inputs, error) from error
+
+
+def _attempt_single(prober: Prober) -> Reading | None:
+    """In float32, if that is better than the model's own half precision, which tells invariance up to some percent."""
+    if not any(p.dtype in _HALF for p in prober.parameters.values()):
+        return None
+    try:
+        prober.use(torch.float32)
+        return prober.read(prober.own, seed=0)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # as in float64
+        return None
 
 
 def _translate(prober: Prober, inputs: Any, error: Exception) -> Exception:
