@@ -410,6 +410,21 @@ class TestScale:
         assert groups.layouts == {}
         assert groups.facts == []
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_rows_of_two_numbers(self, seed: int):
+        """One of them may have next to no effect, and what ε does to such a row falls faster than to others."""
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4, affine=False),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(4, 6, 1, groups=2),
+            nn.BatchNorm2d(6, affine=False),
+            nn.Tanh(),
+            nn.Conv2d(6, 3, 1),
+        )
+        assert find_groups(model, torch.randn(6, 3, 8, 8)).layouts == {"0.weight": "filter", "3.weight": "filter"}
+
     @pytest.mark.parametrize("seed", range(4))
     def test_a_clip_that_is_out_of_reach_hides_no_row(self, seed: int):
         """BN gives hardly any number above 6; grown, gain and bias would leave nothing but sixes."""

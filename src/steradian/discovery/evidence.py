@@ -151,7 +151,8 @@ def _saturated(cut: Cut, trial: Trial) -> Tensor:
     fast &= effect >= _MUTE * effect.median()
     if cut_key(cut) not in trial.near[0].tables:
         return fast
-    typical = torch.stack([imbalance(block_sums(e.tables, cut), e.floor) for e in trial.near]).median(0).values
+    # A row of few numbers may act along its radius alone at some points, through ε: that is little beside the others.
+    typical = torch.stack([_beside_others(block_sums(e.tables, cut), e.floor) for e in trial.near]).median(0).values
     tolerance = trial.near[0].tolerance
     if bool(typical.median() > PARTLY * tolerance):  # ε has weight everywhere
         return fast

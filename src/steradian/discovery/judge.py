@@ -86,8 +86,9 @@ def judge(survey: Survey) -> Findings:
     together = {names[i] for indices in joint for i in indices}
     survey.see_through([tuple(names[i] for i in indices) for indices in joint])
     single = {name for name in names if name not in together and _judge_single(survey, name, findings)}
-    for indices, by_epsilon in joint.items():
-        _judge_joint(survey, tuple(names[i] for i in indices), findings, by_epsilon=by_epsilon)
+    # Of sets that share a bias the first one gets it: its own layer's.
+    for indices in sorted(joint, key=lambda s: (len(s), survey.reach([names[i] for i in s]))):
+        _judge_joint(survey, tuple(names[i] for i in indices), findings, by_epsilon=joint[indices])
     curved = survey.curved([(name,) for name in names])
     for name, runs in zip(names, curved, strict=True):
         if is_matrix(survey.shape(name)) and name not in single and name not in together and not runs:

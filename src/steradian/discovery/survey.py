@@ -117,14 +117,23 @@ class Survey:
         In a deep model effects may grow by a constant factor from layer to layer, until the last ones are nothing
         beside the first. Beside its neighbors a parameter keeps its size.
         """
+        used, place = self._order_of_use(), self._place.get(name)
+        if place is None:
+            return self.prober.trainable
+        return used[max(0, place - _NEIGHBORS) : place + _NEIGHBORS + 1]
+
+    def reach(self, names: Sequence[str]) -> int:
+        """How many parameters lie between the first and the last of a set, by their use in the forward pass."""
+        used = self._order_of_use()
+        places = [self._place.get(name, len(used)) for name in names]
+        return max(places) - min(places)
+
+    def _order_of_use(self) -> list[str]:
         if self._used is None:
             self._used = self.map.graph.order_of_use() if self.map.graph is not None else []
             self._used = [n for n in self._used if self.prober.parameters[n].requires_grad]
             self._place = {used: place for place, used in reversed(list(enumerate(self._used)))}
-        place = self._place.get(name)
-        if place is None:
-            return self.prober.trainable
-        return self._used[max(0, place - _NEIGHBORS) : place + _NEIGHBORS + 1]
+        return self._used
 
     def floor(self, reading: Reading, name: str) -> float:
         """The effect below which a row of this parameter says nothing."""
