@@ -149,6 +149,7 @@ class TestNoTrace:
                 self.nested = {"layer": {"calls": []}}
                 self.queue, self.counter, self.tally = deque(maxlen=2), Counter(), Tally()
                 self.means = [[torch.zeros(5)], (torch.zeros(5),)]
+                self.counts = {"calls": np.zeros(3)}
 
             def forward(self, x: Tensor) -> Tensor:
                 y = self.fc(x)
@@ -156,6 +157,7 @@ class TestNoTrace:
                 self.queue.append(y)
                 self.counter["calls"] += 1
                 self.tally.calls += 1
+                self.counts["calls"] += 1
                 for (mean,) in self.means:
                     mean.mul_(0.9).add_(y.detach().mean(0))
                 return self.bn(y).tanh()
@@ -168,6 +170,7 @@ class TestNoTrace:
         assert (model.means[0][0] is kept[0], model.means[1][0] is kept[1]) == (True, True)
         assert not kept[0].any()
         assert not kept[1].any()
+        assert not model.counts["calls"].any()
 
     def test_under_inference_mode(self):
         model, x = conv_net(), images()
@@ -191,6 +194,12 @@ class TestErrors:
     def test_model_on_meta(self):
         with pytest.raises(ValueError, match="meta device"):
             find_groups(nn.Linear(3, 3, device="meta"), torch.randn(2, 3))
+
+    def test_a_sparse_parameter(self):
+        model = nn.Linear(3, 3)
+        model.weight = nn.Parameter(torch.eye(3).to_sparse())
+        with pytest.raises(ValueError, match="'weight' is sparse"):
+            find_groups(model, torch.randn(2, 3))
 
     def test_inputs_on_another_device(self):
         with pytest.raises(ValueError, match="meta device"):
