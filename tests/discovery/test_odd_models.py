@@ -123,6 +123,19 @@ class TestOddTensors:
         groups = find_groups(Graph(), torch.randn(12, 6), neighbors.to_sparse())
         assert groups.layouts == {"fc.weight": "filter"}
 
+    def test_frozen_sparse_parameters(self):
+        class Fixed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mix = nn.Parameter(torch.randn(12, 12).to_sparse(), requires_grad=False)
+                self.fc, self.norm = nn.Linear(6, 8, bias=False), nn.LayerNorm(8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.norm(torch.sparse.mm(self.mix, self.fc(x))).tanh()
+
+        groups = find_groups(Fixed(), torch.randn(12, 6))
+        assert (groups.layouts, groups.frozen) == ({"fc.weight": "tensor"}, ["mix"])
+
     def test_casts_to_complex_go_to_the_type_of_the_probe(self):
         class Cast(nn.Module):
             def __init__(self) -> None:

@@ -40,7 +40,7 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"parameter {name!r} is not initialized yet; run the lazy model once on a batch first")
         if parameter.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values; call model.to_empty first")
-        if parameter.layout != torch.strided:
+        if parameter.requires_grad and parameter.layout != torch.strided:
             raise ValueError(
                 f"parameter {name!r} is sparse, and rows are cut from dense tensors; pass the dense parameter"
             )
