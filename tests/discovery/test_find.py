@@ -419,6 +419,27 @@ class TestScale:
         assert groups.layouts == {}
         assert groups.facts == []
 
+    @pytest.mark.parametrize("seed", range(12))
+    def test_a_stream_that_runs_into_a_curve_behind_a_normalized_branch(self, seed: int):
+        """Grown, GELU is as good as homogeneous. That the branch has a scale of its own does not hide it."""
+
+        class Blocks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.stem = nn.Linear(8, 8), nn.Linear(5, 8)
+                self.before, self.after, self.last = (nn.LayerNorm(8) for _ in range(3))
+                self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8, bias=False), nn.Linear(8, 3)
+                nn.init.zeros_(self.up.bias).requires_grad_(False)
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.stem(x)
+                x = x + self.after(self.inner(self.before(x)).tanh())
+                return self.head(self.last(x + self.down(functional.gelu(self.up(x)))))
+
+        torch.manual_seed(seed)
+        groups = find_groups(Blocks(), torch.randn(4, 6, 5))
+        assert not any("stem.weight" in group.names for group in groups.groups)
+
     @pytest.mark.parametrize("seed", range(3))
     def test_rows_of_two_numbers(self, seed: int):
         """One of them may have next to no effect, and what ε does to such a row falls faster than to others."""
