@@ -121,6 +121,7 @@ def test_inspect_says_which_module_is_missing(call, tmp_path):
     ("arguments", "words"),
     [
         ("inspect nothing --input 2x3", "package.module:factory"),
+        ("inspect .here:x --input 2x3", "package.module:factory"),
         ("inspect no_such_module:x --input 2x3", "no_such_module"),
         ("inspect steradian.lab.models:nothing --input 2x3", "has no 'nothing'"),
         ("inspect steradian.lab.models:small_cnn --input 2by3", "8x3x32x32"),

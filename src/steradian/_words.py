@@ -51,6 +51,8 @@ def _verdict(groups: "Groups", name: str) -> list[str]:
         return ["no effect: no output depends on it"]
     if name in groups.partial:
         return [f"rest: {groups.partial[name]}"]
+    if groups.params[name].is_complex():
+        return ["rest: complex, and rows are real vectors"]
     return ["rest: not radially invariant"]
 
 

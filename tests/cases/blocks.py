@@ -40,7 +40,43 @@ def _demodulated(m: nn.Module, x: torch.Tensor, style: torch.Tensor) -> torch.Te
     return y.reshape(len(x), -1, *y.shape[2:])
 
 
+def _attention_gate(m: nn.Module, x: torch.Tensor, signal: torch.Tensor) -> torch.Tensor:
+    both = functional.relu(m.bn1(m.of_features(x)) + m.bn2(m.of_signal(signal)))
+    return m.head(x * m.bn3(m.gate(both)).sigmoid())
+
+
+def _two_images() -> tuple[tuple[torch.Tensor, ...], dict]:
+    return (torch.randn(6, 3, 8, 8), torch.randn(6, 3, 8, 8)), {}
+
+
 CASES = [
+    case(
+        "attention_gate",  # of the Attention U-Net: its last filter is alone
+        lambda: Custom(
+            _attention_gate,
+            of_features=nn.Conv2d(3, 5, 1, bias=False),
+            bn1=nn.BatchNorm2d(5),
+            of_signal=nn.Conv2d(3, 5, 1, bias=False),
+            bn2=nn.BatchNorm2d(5),
+            gate=nn.Conv2d(5, 1, 1, bias=False),
+            bn3=nn.BatchNorm2d(1),
+            head=nn.Conv2d(3, 2, 1),
+        ),
+        _two_images,
+        rows={"of_features.weight": "filter", "of_signal.weight": "filter", "gate.weight": "filter"},
+        facts=("bn1.weight bn1.bias bn2.weight bn2.bias",),
+    ),
+    case(
+        "gain_of_channels_bn",  # every number of this gain is invariant, in the shape of one filter
+        lambda: Custom(
+            lambda m, x: m.head(m.bn(x * m.gain).tanh()),
+            gain=nn.Parameter(torch.rand(1, 6, 1, 1) + 0.5),
+            bn=nn.BatchNorm2d(6),
+            head=nn.Conv2d(6, 2, 1),
+        ),
+        randn(6, 6, 8, 8),
+        no_effect="gain",
+    ),
     case(
         "two_layers_bn",
         lambda: net(

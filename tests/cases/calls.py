@@ -53,6 +53,16 @@ def _halves() -> tuple[tuple[Tensor, ...], dict]:
     return (x,), {}
 
 
+def _mapped(m: nn.Module, x: Tensor) -> Tensor:
+    """Sample by sample, through the functional interface."""
+    weights = dict(m.body.named_parameters())
+    return torch.func.vmap(lambda sample: torch.func.functional_call(m.body, weights, (sample,)))(x)
+
+
+def _jacobian(m: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.jacrev(lambda sample: m.ln(m.fc(sample)).tanh()))(x)
+
+
 CASES = [
     case(
         "two_inputs",
@@ -157,6 +167,18 @@ CASES = [
         _halves,
         rows={"a.weight": "tensor"},
         joint={"b.weight b.bias": "tensor"},
+    ),
+    case(
+        "vmap_inside",
+        lambda: Custom(_mapped, body=net(fc=nn.Linear(6, 8), ln=nn.LayerNorm(8), head=nn.Linear(8, 3))),
+        vectors,
+        joint={"body.fc.weight body.fc.bias": "tensor"},
+    ),
+    case(
+        "jacobian_inside",
+        lambda: Custom(_jacobian, fc=nn.Linear(6, 8, bias=False), ln=nn.LayerNorm(8)),
+        vectors,
+        rows={"fc.weight": "tensor"},
     ),
     case("loop_on_data", lambda: _body(_repeated), images, rows=_ROWS),
     case(

@@ -29,10 +29,31 @@ CASES = [
         no_effect="fc.bias",
     ),
     case(
+        "one_output_bn",  # one filter, in the shape of a gain
+        lambda: net(fc=nn.Linear(6, 1), bn=nn.BatchNorm1d(1), head=_head(1)),
+        vectors,
+        rows={"fc.weight": "filter"},
+        no_effect="fc.bias",
+    ),
+    case(
         "linear_ln",
         lambda: net(fc=nn.Linear(6, 8), ln=nn.LayerNorm(8), head=_head()),
         vectors,
         joint={"fc.weight fc.bias": "tensor"},
+    ),
+    case(
+        "gated_linear_bias_ln",  # {up.weight, down.bias} is another such set, and the bias is not up's
+        lambda: Custom(
+            lambda m, x: m.head(m.ln(m.down(functional.silu(m.gate(x)) * m.up(x)))),
+            up=nn.Linear(6, 10, bias=False),
+            gate=nn.Linear(6, 10, bias=False),
+            down=nn.Linear(10, 8),
+            ln=nn.LayerNorm(8),
+            head=_head(),
+        ),
+        vectors,
+        joint={"down.weight down.bias": "tensor"},
+        facts=("up.weight down.bias",),
     ),
     case(
         "linear_ln_zero_bias",  # at zero the bias hides that the weight needs it

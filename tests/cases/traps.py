@@ -162,6 +162,26 @@ CASES = [
         joint={"a.weight b.weight": "tensor"},
     ),
     case(
+        "nearly_unit_length",  # |y|^0.01 is left: its defect stays, as that of a row does whose growth is undone
+        lambda: net(
+            fc=nn.Linear(6, 8, bias=False),
+            norm=Apply(lambda y: y / y.norm(dim=-1, keepdim=True) ** 0.99),
+            act=nn.Tanh(),
+            head=nn.Linear(8, 3),
+        ),
+        vectors,
+    ),
+    case(
+        "logarithm_past_ln",
+        lambda: Custom(
+            lambda m, x: (lambda y: m.head(m.norm(y).tanh() + 2e-3 * y.norm(dim=-1, keepdim=True).log()))(m.fc(x)),
+            fc=nn.Linear(6, 8, bias=False),
+            norm=nn.LayerNorm(8),
+            head=nn.Linear(8, 3),
+        ),
+        vectors,
+    ),
+    case(
         "bn_of_one_branch_of_a_product",
         lambda: Custom(
             lambda m, x: m.bn(m.a(x)) * m.b(x),

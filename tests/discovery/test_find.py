@@ -149,6 +149,7 @@ class TestNoTrace:
                 self.nested = {"layer": {"calls": []}}
                 self.queue, self.counter, self.tally = deque(maxlen=2), Counter(), Tally()
                 self.means = [[torch.zeros(5)], (torch.zeros(5),)]
+                self.counts = {"calls": np.zeros(3)}
 
             def forward(self, x: Tensor) -> Tensor:
                 y = self.fc(x)
@@ -156,6 +157,7 @@ class TestNoTrace:
                 self.queue.append(y)
                 self.counter["calls"] += 1
                 self.tally.calls += 1
+                self.counts["calls"] += 1
                 for (mean,) in self.means:
                     mean.mul_(0.9).add_(y.detach().mean(0))
                 return self.bn(y).tanh()
@@ -168,6 +170,7 @@ class TestNoTrace:
         assert (model.means[0][0] is kept[0], model.means[1][0] is kept[1]) == (True, True)
         assert not kept[0].any()
         assert not kept[1].any()
+        assert not model.counts["calls"].any()
 
     def test_under_inference_mode(self):
         model, x = conv_net(), images()
@@ -191,6 +194,12 @@ class TestErrors:
     def test_model_on_meta(self):
         with pytest.raises(ValueError, match="meta device"):
             find_groups(nn.Linear(3, 3, device="meta"), torch.randn(2, 3))
+
+    def test_a_sparse_parameter(self):
+        model = nn.Linear(3, 3)
+        model.weight = nn.Parameter(torch.eye(3).to_sparse())
+        with pytest.raises(ValueError, match="'weight' is sparse"):
+            find_groups(model, torch.randn(2, 3))
 
     def test_inputs_on_another_device(self):
         with pytest.raises(ValueError, match="meta device"):
@@ -374,6 +383,22 @@ class TestScale:
         for share in (1.0, 0.1, 0.01):
             assert find_groups(Sum(share), torch.randn(16, 6)).layouts == {}
 
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_narrow_way_past_the_normalization(self, seed: int):
+        """Grown 1024-fold it is no wider than a hundredth, but it is wider than it was."""
+
+        class Narrow(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.norm, self.head = nn.Linear(6, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.fc(x)
+                return self.head(self.norm(y).tanh() + 1e-5 * y)
+
+        torch.manual_seed(seed)
+        assert find_groups(Narrow(), torch.randn(10, 6)).layouts == {}
+
     @pytest.mark.parametrize("seed", [10, 23, 34, 36, 57, 58])
     def test_a_dead_unit_hides_no_branch(self, seed: int):
         """One branch normalizes, the other does not, and the only unit of ReLU on its way is dead at most points."""
@@ -393,6 +418,41 @@ class TestScale:
         groups = find_groups(Branches(), torch.randn(6, 6))
         assert groups.layouts == {}
         assert groups.facts == []
+
+    @pytest.mark.parametrize("seed", [3, 11, 22, 26, 29, 52])
+    def test_a_stream_that_runs_into_a_curve_behind_a_normalized_branch(self, seed: int):
+        """Grown, GELU is as good as homogeneous. That the branch has a scale of its own does not hide it."""
+
+        class Blocks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.stem, self.inner = nn.Linear(5, 8), nn.Linear(8, 8)
+                self.before, self.after, self.last = (nn.LayerNorm(8) for _ in range(3))
+                self.up, self.down, self.head = (nn.Linear(8, n, bias=n == 3) for n in (8, 8, 3))
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.stem(x)
+                x = x + self.after(self.inner(self.before(x)).tanh())
+                return self.head(self.last(x + self.down(functional.gelu(self.up(x)))))
+
+        torch.manual_seed(seed)
+        groups = find_groups(Blocks(), torch.randn(4, 6, 5))
+        assert not any("stem.weight" in group.names for group in groups.groups)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_rows_of_two_numbers(self, seed: int):
+        """One of them may have next to no effect, and what ε does to such a row falls faster than to others."""
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4, affine=False),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(4, 6, 1, groups=2),
+            nn.BatchNorm2d(6, affine=False),
+            nn.Tanh(),
+            nn.Conv2d(6, 3, 1),
+        )
+        assert find_groups(model, torch.randn(6, 3, 8, 8)).layouts == {"0.weight": "filter", "3.weight": "filter"}
 
     @pytest.mark.parametrize("seed", range(4))
     def test_a_clip_that_is_out_of_reach_hides_no_row(self, seed: int):

@@ -14,7 +14,9 @@ from ..groups import is_sharded
 from .probe import Prober, Reading
 from .values import tensors_in
 
-__all__ = ["check_model", "first_pass"]
+__all__ = ["check_model", "first_pass", "in_words"]
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def check_model(model: nn.Module) -> None:
@@ -38,6 +40,10 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"parameter {name!r} is not initialized yet; run the lazy model once on a batch first")
         if parameter.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values; call model.to_empty first")
+        if parameter.requires_grad and parameter.layout != torch.strided:
+            raise ValueError(
+                f"parameter {name!r} is sparse, and rows are cut from dense tensors; pass the dense parameter"
+            )
         if is_sharded(parameter):
             raise ValueError(
                 f"parameter {name!r} is sharded over several processes; find the rows before fully_shard, then "
@@ -46,7 +52,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def first_pass(prober: Prober, inputs: Any) -> Reading:
-    """One pass at the model's own point, in float64 if the model bears it, else in its own types.
+    """One pass at the model's own point, in float64 if the model bears it, else in float32 or in its own types.
 
     Raises:
         ValueError: inputs on another device, NaN outputs, or no output that depends on a parameter.
@@ -112,11 +118,27 @@ def _attempt(prober: Prober, inputs: Any) -> Reading:
         error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
         raise
     except Exception:  # whatever the model cannot do in float64, its own types decide
+        single = _attempt_single(prober)
+        if single is not None:
+            return single
         try:
             prober.use(None)
             return prober.read(prober.own, seed=0)
         except Exception as error:
             raise _translate(prober, inputs, error) from error
+
+
+def _attempt_single(prober: Prober) -> Reading | None:
+    """In float32, if that is better than the model's own half precision, which tells invariance up to some percent."""
+    if not any(p.dtype in _HALF for p in prober.parameters.values()):
+        return None
+    try:
+        prober.use(torch.float32)
+        return prober.read(prober.own, seed=0)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # as in float64
+        return None
 
 
 def _translate(prober: Prober, inputs: Any, error: Exception) -> Exception:
@@ -130,11 +152,16 @@ def _translate(prober: Prober, inputs: Any, error: Exception) -> Exception:
     hint = "call the model on these inputs yourself to see where"
     if "more than 1 value per channel" in str(error):
         hint = "batch normalization needs more than one sample: pass a larger batch"
-    return RuntimeError(f"the model raised {type(error).__name__} on these inputs ({_first_line(error)}); {hint}")
+    return RuntimeError(f"on these inputs the model raised {in_words(error)}; {hint}")
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
+def in_words(error: Exception) -> str:
+    """An exception in one line.
+
+    >>> in_words(KeyError("x"))
+    "KeyError ('x')"
+    """
+    return f"{type(error).__name__} ({(str(error).strip().splitlines() or ['no message'])[0]})"
 
 
 def _check_differentiable(prober: Prober, reading: Reading) -> None:

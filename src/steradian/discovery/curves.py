@@ -104,8 +104,9 @@ def _reach(
         incoming = [{} if r is None else {d: m & known for d, m in powers[r].items()} for r in graph.inputs[node]]
         if wanted(operation):
             hit |= _union(mask for of_input in incoming for mask in of_input.values())
-        depends.append(_union(depends[r] for r in reads))
         found, mixed = _combine(operation, incoming, graph.exponent[node], depends, graph.inputs[node])
+        taken = _union(incoming[0].values()) if operation in _AFFINE else 0
+        depends.append(_union(depends[r] & ~(taken if i == 0 else 0) for i, r in enumerate(reads)))
         powers.append(found)
         hit |= mixed if mixtures else 0
     return [bool(hit >> number & 1) for number in range(len(sets))]
@@ -122,7 +123,8 @@ def _combine(
         left = ~_union(depends[r] for r in reads[1:] if r is not None)
         return {d: mask & left for d, mask in incoming[0].items()}, 0
     if operation in _AFFINE:
-        left = ~_union(depends[r] for r in reads[:1] if r is not None)
+        # A power of the factor that is known is gone behind it; what else there is of the set is not known.
+        left = ~_union(depends[r] & ~_union(incoming[0].values()) for r in reads[:1] if r is not None)
         given: Powers = {}
         for d, mask in (item for of_input in incoming[1:3] for item in of_input.items()):
             given[d] = given.get(d, 0) | mask & left

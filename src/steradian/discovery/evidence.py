@@ -72,7 +72,8 @@ class Trial:
         near: probes at random points, independent of each other.
         far: two growths of one more point, the smaller first; may be empty.
         settled: a defect above this must fall from one growth to the other as ε's does.
-        flat: largest defect that may stay as it is, where growth has no effect on it.
+        flat: largest defect of a row that the others may speak for.
+        still: largest defect that may stay as it is, where growth has no effect on it.
         linear: largest typical defect that may fall with the growth and not with its square.
         transparent: whether the graph shows that no curve lies in front of a normalization.
         resolution: largest rounding error of an imbalance.
@@ -82,6 +83,7 @@ class Trial:
     far: Sequence[Evidence] = ()
     settled: float = 0.0
     flat: float = 0.0
+    still: float = 0.0
     linear: float = 0.0
     transparent: bool = False
     resolution: float = 0.0
@@ -149,7 +151,8 @@ def _saturated(cut: Cut, trial: Trial) -> Tensor:
     fast &= effect >= _MUTE * effect.median()
     if cut_key(cut) not in trial.near[0].tables:
         return fast
-    typical = torch.stack([imbalance(block_sums(e.tables, cut), e.floor) for e in trial.near]).median(0).values
+    # A row of few numbers may act along its radius alone at some points, through ε: that is little beside the others.
+    typical = torch.stack([_beside_others(block_sums(e.tables, cut), e.floor) for e in trial.near]).median(0).values
     tolerance = trial.near[0].tolerance
     if bool(typical.median() > PARTLY * tolerance):  # ε has weight everywhere
         return fast
@@ -161,8 +164,9 @@ def _still(cut: Cut, trial: Trial) -> Tensor:
     before, after = (imbalance(block_sums(trial.far[i].tables, cut), trial.far[i].floor) for i in (0, -1))
     if cut_key(cut) not in trial.near[0].tables:
         return torch.zeros_like(after, dtype=torch.bool)
-    small = torch.stack([within(cut, e, trial.flat) for e in trial.evidence(cut_key(cut))]).all(0)
-    return small & (after > before / 4)
+    small = torch.stack([within(cut, e, trial.still) for e in trial.evidence(cut_key(cut))]).all(0)
+    # What grows with the row is a way past the normalization, however narrow.
+    return small & (after > before / 4) & (after <= 4 * torch.maximum(before, before.median()).clamp(min=trial.settled))
 
 
 def _linear(cut: Cut, trial: Trial) -> Tensor:

@@ -26,6 +26,9 @@ _DEPTH = 4
 _MOST = 4096
 """Items of a container that is looked into; one with more holds data, not the state of a layer."""
 
+_MOST_NUMBERS = 2**20
+"""Numbers of an array that is remembered."""
+
 
 class Holdings:
     """Containers, objects and generators that are reached from some dictionaries of attributes.
@@ -52,7 +55,7 @@ class Holdings:
         elif isinstance(value, tuple):
             for item in value if len(value) <= _MOST else ():
                 self._find(item, depth - 1, objects=objects)
-        elif (restore := _generator_state(value)) is not None:
+        elif (restore := _restorer(value)) is not None:
             self._put_back[id(value)] = restore
         elif objects and _is_users(value):
             self._containers[id(value.__dict__)] = value.__dict__, value.__dict__.copy()
@@ -119,14 +122,17 @@ def _fill(container: Any, content: Any) -> None:
         container.extend(content)
 
 
-def _generator_state(value: Any) -> Callable[[], object] | None:
-    """How to bring a generator back to where it is now; None for anything else."""
+def _restorer(value: Any) -> Callable[[], object] | None:
+    """How to bring a generator, or an array of numpy's that is no data set, back to what it is now; None for others."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return partial(value.setstate, value.getstate())
     if "numpy" in sys.modules:
-        numpy_random = sys.modules["numpy"].random
+        numpy = sys.modules["numpy"]
+        numpy_random = numpy.random
+        if isinstance(value, numpy.ndarray) and value.size <= _MOST_NUMBERS and value.flags.writeable:
+            return partial(numpy.copyto, value, value.copy())
         if isinstance(value, numpy_random.RandomState):
             return partial(value.set_state, value.get_state())
         if isinstance(value, numpy_random.Generator):

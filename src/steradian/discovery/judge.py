@@ -12,7 +12,7 @@ from .defects import GROWTH, falls, obeys
 from .evidence import Cut, block_sums, natural, remaining
 from .joint import Indices, minimal, set_imbalance, signed_set_imbalance
 from .layouts import finest, partial_cut, to_spec
-from .points import is_matrix
+from .points import is_matrix, is_one_filter
 from .probe import Reading
 from .sets import proposed_sets, slices_fall, vanishes, vanishing_sets
 from .survey import Survey
@@ -78,7 +78,7 @@ def judge(survey: Survey) -> Findings:
     """Rows, joint sets, parameters without effect and partly invariant ones."""
     findings = Findings()
     names = survey.effective()
-    _judge_effects(survey, names, findings)
+    _judge_effects(survey, findings)
     names = [name for name in names if name not in findings.no_effect]
     if not survey.far:
         return findings
@@ -86,8 +86,9 @@ def judge(survey: Survey) -> Findings:
     together = {names[i] for indices in joint for i in indices}
     survey.see_through([tuple(names[i] for i in indices) for indices in joint])
     single = {name for name in names if name not in together and _judge_single(survey, name, findings)}
-    for indices, by_epsilon in joint.items():
-        _judge_joint(survey, tuple(names[i] for i in indices), findings, by_epsilon=by_epsilon)
+    # Of sets that share a bias the first one gets it: its own layer's.
+    for indices in sorted(joint, key=lambda s: (len(s), survey.reach([names[i] for i in s]))):
+        _judge_joint(survey, tuple(names[i] for i in indices), findings, by_epsilon=joint[indices])
     curved = survey.curved([(name,) for name in names])
     for name, runs in zip(names, curved, strict=True):
         if is_matrix(survey.shape(name)) and name not in single and name not in together and not runs:
@@ -104,10 +105,10 @@ def _split(survey: Survey, found: list[Finding]) -> tuple[list[Finding], list[Fi
     return [f for f, runs in pairs if not runs], [f for f, runs in pairs if runs]
 
 
-def _judge_effects(survey: Survey, effective: list[str], findings: Findings) -> None:
+def _judge_effects(survey: Survey, findings: Findings) -> None:
     for name in survey.prober.trainable:
         shape, share = survey.shape(name), survey.local_share(name)
-        if name not in effective and not survey.prober.parameters[name].is_complex():
+        if not survey.speaks(name):
             findings.no_effect[name] = f"effect {share:.1e} of the largest around it"
         elif (share < _VANISHING and not is_matrix(shape)) or (survey.suspected(name) and _vanishes_with(survey, name)):
             findings.no_effect[name] = (
@@ -134,7 +135,9 @@ def _judge_single(survey: Survey, name: str, findings: Findings) -> bool:
     if cut is None:
         return False
     defects = natural(cut, trial)[1], remaining(cut, trial)
-    finding = Finding((name,), (cut,), to_spec(cut, shape), is_matrix(shape), *defects)
+    # A layer with one output has the shape of some gains. Those are seldom in front of what mixes all their numbers.
+    weights = is_matrix(shape) or (is_one_filter(shape) and math.prod(cut) == 1)
+    finding = Finding((name,), (cut,), to_spec(cut, shape), weights, *defects)
     (findings.rows if finding.weights else findings.facts).append(finding)
     return True
 

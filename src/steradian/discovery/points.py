@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-__all__ = ["Factors", "Noise", "Point", "chunks", "is_matrix"]
+__all__ = ["Factors", "Noise", "Point", "chunks", "is_matrix", "is_one_filter"]
 
 Factors = Mapping[str, float | Tensor]
 
@@ -78,6 +78,15 @@ def is_matrix(shape: torch.Size | tuple[int, ...]) -> bool:
     (True, False, False)
     """
     return sum(size > 1 for size in shape) >= 2
+
+
+def is_one_filter(shape: torch.Size | tuple[int, ...]) -> bool:
+    """Whether all numbers lie along dimension 1, as those of a layer with one output do.
+
+    >>> is_one_filter((1, 8)), is_one_filter((1, 8, 1, 1)), is_one_filter((1, 1, 8)), is_one_filter((8, 1))
+    (True, True, False, False)
+    """
+    return len(shape) > 1 and shape[1] == math.prod(shape) > 1
 
 
 def chunks(tensor: Tensor) -> tuple[Tensor, ...]:

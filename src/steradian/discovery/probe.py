@@ -164,6 +164,7 @@ class Prober:
         shapes: of all parameters.
         forwards, backwards: passes made so far.
         remarks: what the first pass has to say to a person.
+        raised: what the model raised in a later pass, if it did.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> None:
@@ -175,8 +176,10 @@ class Prober:
         self.training = training
         self.forwards = self.backwards = 0
         self.remarks: list[str] = []
+        self.raised: Exception | None = None
         self._args, self._kwargs = args, kwargs
         self._noisy = True
+        self._noise_of_seed: dict[int, bool] = {}
         self._made: tuple[torch.dtype | None, Leaves] | None = None
         self.use(torch.float64)
 
@@ -238,7 +241,8 @@ class Prober:
             leaf.grad = None
         with quiet(precision.dtype), swapped(self.model, leaves, dtype=precision.dtype, training=self.training):
             _seed_generators(seed if draw is None else draw)
-            args, kwargs = self._inputs(noise, precision.dtype, noisy=self._noisy and seed != 0)
+            noisy = self._noise_of_seed.get(seed, self._noisy and seed != 0)
+            args, kwargs = self._inputs(noise, precision.dtype, noisy=noisy)
             self.forwards += 1
             with recorder.watching(self.model) if recorder else nullcontext():
                 result = unwrap(self.model)(*args, **kwargs)
@@ -251,6 +255,9 @@ class Prober:
                 self._backward([t for t in outputs if t.requires_grad], leaves, noise, take)
         if backward:
             self._complete(reading, take)
+        if reading.finite:
+            # What is read with this seed later is compared with this reading, and must see the same inputs.
+            self._noise_of_seed.setdefault(seed, noisy)
         return reading
 
     def _inputs(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..groups import Group, Groups
+from .checks import in_words
 from .defects import imbalance
 from .judge import Finding, row_sums
 from .structure import UNKNOWN
@@ -100,9 +101,20 @@ def _notes(survey: Survey, verified: Verified) -> list[str]:
             "the model was handed over in eval mode and probed in training mode; with the running statistics of "
             "eval mode, rows under batch normalization are not invariant"
         )
-    if prober.precision.dtype is None:
-        notes.append("the model does not run in float64, so it was probed in its own types with wider tolerances")
+    if prober.precision.dtype != torch.float64:
+        types = "float32" if prober.precision.dtype is not None else "its own types"
+        notes.append(f"the model does not run in float64, so it was probed in {types} with wider tolerances")
+    if prober.precision.dtype is None and any(p.dtype.itemsize < 4 for p in prober.parameters.values()):
+        notes.append("half precision tells invariance up to some percent: what is nearly invariant counts as rows here")
+    if complex_ones := [name for name in prober.trainable if prober.parameters[name].is_complex()]:
+        notes.append(
+            "complex parameters are left to the rest, since rows are real vectors; a real parameter that forward takes "
+            f"through torch.view_as_complex has rows: {', '.join(complex_ones)}"
+        )
+    raised = f"raised {in_words(prober.raised)}" if prober.raised is not None else ""
     if not survey.far:
-        notes.append("the model gave no finite result with grown parameters, so nothing is proved")
+        notes.append(f"the model {raised or 'gave no finite result'} with grown parameters, so nothing is proved")
+    elif raised and verified.rejected:
+        notes.append(f"the model {raised} in one of the passes")
     rejected = [", ".join(finding.names) for finding in (*verified.rejected, *verified.curved)]
     return [*notes, *(f"balanced but not proved, left to the rest: {names}" for names in rejected)]

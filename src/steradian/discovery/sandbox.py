@@ -26,8 +26,9 @@ Leaves = dict[str, nn.Parameter]
 
 _OWN = {"_parameters", "_buffers", "_modules"}
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_COMPLEX_CASTS = {Tensor.cfloat, Tensor.chalf}  # type: ignore[attr-defined]
 _GROUPED_MM = getattr(torch, "_grouped_mm", None)
-_NARROW = {torch.float32, torch.float16, torch.bfloat16}
+_NARROW = {torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32}
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -155,12 +156,19 @@ class _Widen(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _CASTS:
             return args[0].to(self.dtype)
+        if func in _COMPLEX_CASTS:
+            return args[0].to(self.dtype.to_complex())
         if func is _GROUPED_MM and args[0].dtype == torch.float64 and args[1].ndim == 3 and args[0].ndim == 2:
             return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         if _any_narrow(args) or _any_narrow(kwargs.values()):
-            args = tuple(self.dtype if _narrow(a) else a for a in args)
-            kwargs = {k: self.dtype if _narrow(a) else a for k, a in kwargs.items()}
+            args = tuple(self._widened(a) for a in args)
+            kwargs = {k: self._widened(a) for k, a in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _widened(self, value: object) -> object:
+        if not isinstance(value, torch.dtype) or value not in _NARROW:
+            return value
+        return self.dtype.to_complex() if value.is_complex else self.dtype
 
 
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -169,10 +177,6 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     parts = [a[start:stop] @ b[i] for i, (start, stop) in enumerate(pairwise(stops))]
     left = len(a) - stops[-1]
     return torch.cat([*parts, a.new_zeros(left, b.shape[-1])] if left else parts)
-
-
-def _narrow(value: object) -> bool:
-    return isinstance(value, torch.dtype) and value in _NARROW
 
 
 def _any_narrow(values: Iterable[object]) -> bool:

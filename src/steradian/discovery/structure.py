@@ -5,6 +5,7 @@ same call before: a module whose input changed and whose output did not is what 
 autograd graph then leads from a parameter to the nearest such module.
 """
 
+import math
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -147,7 +148,7 @@ class _Prints:
         if known is None or known[0]() is not tensor or known[1] != version:
             known = weakref.ref(tensor), version, len(self._taken)
             self._known[id(tensor)] = known
-            self._taken.append(_fingerprint(tensor.detach()))
+            self._taken.append(_fingerprint(tensor))
         return known[2]
 
     def read(self) -> list[Fingerprint]:
@@ -162,14 +163,28 @@ class _Prints:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    flat = torch.nan_to_num(tensor.abs() if tensor.is_complex() else tensor).flatten().double()
-    return torch.stack([torch.linalg.vector_norm(flat), flat.sum() / flat.numel() ** 0.5])
+    """Not numbers where there is none: a look must not be what a pass fails at."""
+    try:
+        # Inside `torch.func.vmap` and `grad`, what lies beneath outlives the transformation.
+        flat = _beneath(tensor).detach()
+        flat = torch.nan_to_num(flat.abs() if flat.is_complex() else flat).flatten().double()
+        return _beneath(torch.stack([torch.linalg.vector_norm(flat), flat.sum() / flat.numel() ** 0.5]))
+    except (RuntimeError, NotImplementedError):  # sparse and nested tensors know few operations
+        return torch.full((2,), torch.nan, dtype=torch.float64, device=tensor.device)
+
+
+def _beneath(tensor: Tensor) -> Tensor:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _difference(before: list[Fingerprint], after: list[Fingerprint]) -> float:
     if len(before) != len(after):
         return float("inf")
-    return max((_relative(a, b) for a, b in zip(before, after, strict=True)), default=0.0)
+    changes = [_relative(a, b) for a, b in zip(before, after, strict=True)]
+    # Of what has no fingerprint nobody can say that it changed, nor that it did not.
+    return math.nan if any(map(math.isnan, changes)) else max(changes, default=0.0)
 
 
 def _relative(before: Fingerprint, after: Fingerprint) -> float:

@@ -13,6 +13,7 @@ from .evidence import Evidence, Trial
 from .graph import Proposals
 from .joint import Matrix
 from .layouts import slices_balanced
+from .outputs import difference
 from .points import Point, is_matrix
 from .probe import Prober, Reading
 from .structure import Trace
@@ -71,6 +72,7 @@ class Survey:
         self._used: list[str] | None = None
         self._place: dict[str, int] = {}
         self._clear: dict[tuple[str, ...], bool] = {}
+        self._undone: bool | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter."""
@@ -85,10 +87,10 @@ class Survey:
         return [
             name
             for name in self.prober.trainable
-            if not self.prober.parameters[name].is_complex() and self._speaks(name)
+            if not self.prober.parameters[name].is_complex() and self.speaks(name)
         ]
 
-    def _speaks(self, name: str) -> bool:
+    def speaks(self, name: str) -> bool:
         """Whether a parameter has an effect in some probe, beside all others or at least beside its neighbors.
 
         Rounding is in proportion to what passes through a place, and in float32 to what passes elsewhere too.
@@ -115,14 +117,23 @@ class Survey:
         In a deep model effects may grow by a constant factor from layer to layer, until the last ones are nothing
         beside the first. Beside its neighbors a parameter keeps its size.
         """
+        used, place = self._order_of_use(), self._place.get(name)
+        if place is None:
+            return self.prober.trainable
+        return used[max(0, place - _NEIGHBORS) : place + _NEIGHBORS + 1]
+
+    def reach(self, names: Sequence[str]) -> int:
+        """How many parameters lie between the first and the last of a set, by their use in the forward pass."""
+        used = self._order_of_use()
+        places = [self._place.get(name, len(used)) for name in names]
+        return max(places) - min(places)
+
+    def _order_of_use(self) -> list[str]:
         if self._used is None:
             self._used = self.map.graph.order_of_use() if self.map.graph is not None else []
             self._used = [n for n in self._used if self.prober.parameters[n].requires_grad]
             self._place = {used: place for place, used in reversed(list(enumerate(self._used)))}
-        place = self._place.get(name)
-        if place is None:
-            return self.prober.trainable
-        return self._used[max(0, place - _NEIGHBORS) : place + _NEIGHBORS + 1]
+        return self._used
 
     def floor(self, reading: Reading, name: str) -> float:
         """The effect below which a row of this parameter says nothing."""
@@ -179,10 +190,22 @@ class Survey:
             far,
             precision.settled,
             precision.flat,
+            precision.flat if self.undone() else precision.flat / 10,
             precision.linear,
             self.transparent(names),
             precision.resolution,
         )
+
+    def undone(self) -> bool:
+        """Whether the outputs stay as they are from one growth to the other.
+
+        Where another normalization undoes the growth of a row they do. A logarithm of its length also leaves a defect
+        that stays, and moves the outputs.
+        """
+        if self._undone is None and len(self.far) > 1:
+            first, last = self.far[0].reading.outputs, self.far[-1].reading.outputs
+            self._undone = difference(first, last) <= 10 * self.prober.precision.same
+        return bool(self._undone)
 
     def _evidence(
         self, reading: Reading, names: Sequence[str], tolerance: float, alignment: Alignment | None = None
@@ -271,8 +294,8 @@ class Survey:
 
     def matrices(self, readings: Sequence[Reading], names: Sequence[str]) -> tuple[Matrix, Matrix]:
         """⟨∇L, x⟩ per probe and parameter, and the size that its sums are measured by."""
-        M = np.array([[r.radial(name) for name in names] for r in readings]).reshape(-1, len(names))
-        effects = np.array([[r.effect(name) for name in names] for r in readings]).reshape(-1, len(names))
+        M = np.array([[r.radial(name) for name in names] for r in readings]).reshape(len(readings), -1)
+        effects = np.array([[r.effect(name) for name in names] for r in readings]).reshape(len(readings), -1)
         return M, np.hypot(M, LEAST_SHARE * effects)
 
 

@@ -233,8 +233,8 @@ class Surveyor:
             reading = self.prober.read(point, seed=seed, pairs=pairs, recorder=trace, quick=quick, draw=draw)
         except torch.OutOfMemoryError:  # says nothing about the point
             raise
-        except Exception:  # a probe is no place to fail: the next one comes without noise on the inputs
-            reading = None
+        except Exception as error:  # a probe is no place to fail: the next one comes without noise on the inputs
+            reading, self.prober.raised = None, error
         if reading is None or not reading.finite:
             self.prober.calm()
             return None

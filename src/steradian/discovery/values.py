@@ -89,11 +89,14 @@ def floating(tensor: Tensor) -> bool:
 def perturb(tensor: Tensor, name: str, generator: Callable[[torch.device], torch.Generator]) -> Tensor:
     """A random input like the given one: noise of half its size, inside its range.
 
-    Integers are token ids or labels, zeros and ones or infinities are masks: those stay as they are. A
+    Integers are token ids or labels, zeros and ones or infinities are masks: those stay as they are, and so do sparse
+    and nested tensors. A
     constant input, such as a dummy batch of zeros, says nothing about the range and becomes random; one much
     smaller than 1, which a normalization's ε would drown, is brought to the size 1.
     """
-    if not floating(tensor) or tensor.numel() == 0 or "mask" in name or not bool(torch.isfinite(tensor).all()):
+    if not floating(tensor) or tensor.layout != torch.strided or tensor.numel() == 0 or "mask" in name:
+        return tensor.clone()
+    if not bool(torch.isfinite(tensor).all()):
         return tensor.clone()
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     low, high = values.min(), values.max()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .defects import imbalance
 from .judge import Finding, Findings, row_sums
+from .outputs import difference, spread_of
 from .points import Factors, Noise
 from .probe import Prober
 from .structure import UNKNOWN, Absorbers, Trace
@@ -109,9 +110,10 @@ class _Checker:
             )
         except torch.OutOfMemoryError:  # says nothing about the rows
             raise
-        except Exception:  # a point that the model does not bear proves nothing
+        except Exception as error:  # a point that the model does not bear proves nothing
+            self.prober.raised = error
             return math.inf
-        moved = _difference(stand.reading.outputs, reading.outputs)
+        moved = difference(stand.reading.outputs, reading.outputs)
         if moved <= self._tolerance(scaled, stand):
             self._absorbers.compare(stand.trace, trace, same=10 * self.prober.precision.same)
             for name in (name for finding in tested for name in finding.names):
@@ -149,7 +151,7 @@ class _Checker:
         for reading in self.survey.near if stand is self.survey.ground else [stand.reading]:
             radial = [row_sums(self.survey, reading, finding)[0][0] for finding in scaled]
             change = sum(max(abs(float(D.sum())), float(D.norm())) for D in radial) / 2
-            spread = math.hypot(*(_spread(t[torch.isfinite(t)]) for t in reading.outputs))
+            spread = math.hypot(*(spread_of(t[torch.isfinite(t)]) for t in reading.outputs))
             moves.append(change / spread if spread else 0.0)
         return max(moves)
 
@@ -178,33 +180,3 @@ def row_factors(
                 factor = factor.repeat_interleave(tensor.shape[dim] // blocks, dim)
         factors[name] = factor.to(tensor.device)
     return factors
-
-
-def _difference(before: list[Tensor], after: list[Tensor]) -> float:
-    if [t.shape for t in before] != [t.shape for t in after]:
-        return float("inf")
-    return max((_relative(a, b) for a, b in zip(before, after, strict=True)), default=float("inf"))
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    """‖a − b‖ over the spread of a; entries that are infinite in both, such as masked logits, do not count."""
-    finite = torch.isfinite(a)
-    if not bool((finite == torch.isfinite(b)).all()):
-        return float("inf")
-    if a.numel() == 0 or not bool(finite.any()):
-        return 0.0
-    a, b = a[finite], b[finite]
-    spread, moved = _spread(a), _norm(a - b)
-    return moved / spread if spread else moved
-
-
-def _spread(a: Tensor) -> float:
-    """‖a − its mean‖, or ‖a‖ where all entries are the same."""
-    if a.numel() == 0:
-        return 0.0
-    spread = _norm(a - a.mean())
-    return spread if spread > 1e-9 * float(a.abs().max()) else _norm(a)
-
-
-def _norm(a: Tensor) -> float:
-    return float(a.abs().square().sum().sqrt())

@@ -20,7 +20,7 @@ def load_model(target: str) -> nn.Module:
     'Sequential'
     """
     module_name, separator, name = target.partition(":")
-    if not separator or not module_name or not name:
+    if not separator or not module_name or not name or module_name.startswith("."):
         raise ValueError(f"target must be package.module:factory or timm:NAME, got {target!r}")
     if module_name == "timm":
         timm = _imported("timm", "it names timm's models")

@@ -1,0 +1,167 @@
+"""Models that raise in the middle, tensors of odd kinds, and parameters that have nothing to say."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steradian.discovery import find_groups
+
+
+class Moody(nn.Module):
+    """Raises in some of its calls, which it counts where nobody takes it back."""
+
+    def __init__(self, calls: range) -> None:
+        super().__init__()
+        self.calls, self.clock = calls, iter(range(100))
+        self.fc, self.bn, self.head = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if next(self.clock) in self.calls:
+            raise RuntimeError("not now\nbut later")
+        return self.head(self.bn(self.fc(x)).tanh())
+
+
+class TestPassesThatFail:
+    @pytest.mark.parametrize("call", range(1, 6))
+    def test_one_of_them(self, call: int):
+        """Later ones are made without noise on the inputs, and are not compared with those that had some."""
+        groups = find_groups(Moody(range(call, call + 1)), torch.randn(16, 6))
+        assert groups.layouts == {"fc.weight": "filter"}
+        assert groups.notes == []
+
+    def test_the_proof_itself(self):
+        groups = find_groups(Moody(range(6, 100)), torch.randn(16, 6))
+        assert groups.layouts == {}
+        assert groups.notes[0] == "the model raised RuntimeError (not now) in one of the passes"
+        assert "balanced but not proved" in groups.notes[1]
+
+    def test_all_but_the_first(self):
+        groups = find_groups(Moody(range(1, 100)), torch.randn(16, 6))
+        assert groups.layouts == {}
+        assert groups.notes == [
+            "the model raised RuntimeError (not now) with grown parameters, so nothing is proved",
+        ]
+
+    def test_inputs_of_a_wider_type(self):
+        """Only the passes in float64 are possible."""
+        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.LayerNorm(8), nn.Tanh())
+        assert find_groups(model, torch.randn(9, 6, dtype=torch.float64)).layouts == {"0.weight": "tensor"}
+
+
+def test_weights_whose_squares_are_beyond_float32():
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh())
+    with torch.no_grad():
+        model[0].weight.mul_(1e20)
+    assert find_groups(model, torch.randn(16, 6)).layouts == {"0.weight": "filter"}
+
+
+class Narrow(nn.Module):
+    """A layer whose bias belongs to its weight, in half precision, with kernels for some types alone."""
+
+    def __init__(self, *types: torch.dtype) -> None:
+        super().__init__()
+        self.types, self.conv, self.norm = types, nn.Conv2d(3, 6, 3), nn.GroupNorm(1, 6)
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype not in self.types:
+            raise TypeError("no kernel")
+        return self.norm(self.conv(x)).tanh()
+
+
+class TestHalfPrecision:
+    @pytest.mark.parametrize("seed", range(3))
+    def test_float32_is_tried_next(self, seed: int):
+        torch.manual_seed(seed)
+        groups = find_groups(Narrow(torch.bfloat16, torch.float32), torch.randn(6, 3, 8, 8).bfloat16())
+        assert groups.joint == [("conv.weight", "conv.bias")]
+        assert groups.layouts == {"conv.weight": "tensor", "conv.bias": "tensor"}
+        assert groups.notes == ["the model does not run in float64, so it was probed in float32 with wider tolerances"]
+        assert groups.passes[0] <= 12
+
+    def test_what_it_is_worth_is_said(self):
+        groups = find_groups(Narrow(torch.bfloat16), torch.randn(6, 3, 8, 8).bfloat16())
+        assert "probed in its own types" in groups.notes[0]
+        assert "what is nearly invariant counts as rows here" in groups.notes[1]
+
+
+@pytest.mark.parametrize("name", ["dropped", "of the input"])
+def test_nothing_has_an_effect(name: str):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(1.0))
+    x = torch.randn(4, 6)
+    if name == "of the input":
+        model.forward = lambda x: 2 * x
+        x.requires_grad_()
+    groups = find_groups(model, x)
+    assert (groups.layouts, groups.no_effect) == ({}, ["0.weight", "0.bias"])
+
+
+class TestOddTensors:
+    def test_nested(self):
+        class Ragged(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.norm = nn.Linear(6, 8, bias=False), nn.LayerNorm(8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.norm(self.fc(x)).values().tanh()
+
+        parts = [torch.randn(3, 6), torch.randn(5, 6)]
+        groups = find_groups(Ragged(), torch.nested.nested_tensor(parts, layout=torch.jagged))
+        assert groups.layouts == {"fc.weight": "tensor"}
+
+    def test_sparse(self):
+        class Graph(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.norm = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8)
+
+            def forward(self, x: Tensor, neighbors: Tensor) -> Tensor:
+                return self.norm(torch.sparse.mm(neighbors, self.fc(x))).tanh()
+
+        neighbors = (torch.rand(12, 12) < 0.4).float() + torch.eye(12)
+        groups = find_groups(Graph(), torch.randn(12, 6), neighbors.to_sparse())
+        assert groups.layouts == {"fc.weight": "filter"}
+
+    def test_frozen_sparse_parameters(self):
+        class Fixed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mix = nn.Parameter(torch.randn(12, 12).to_sparse(), requires_grad=False)
+                self.fc, self.norm = nn.Linear(6, 8, bias=False), nn.LayerNorm(8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.norm(torch.sparse.mm(self.mix, self.fc(x))).tanh()
+
+        groups = find_groups(Fixed(), torch.randn(12, 6))
+        assert (groups.layouts, groups.frozen) == ({"fc.weight": "tensor"}, ["mix"])
+
+    def test_casts_to_complex_go_to_the_type_of_the_probe(self):
+        class Cast(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = nn.Linear(6, 8, bias=False)
+                self.phases = nn.Buffer(torch.exp(1j * torch.randn(8)))
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.phases @ torch.diag_embed(self.fc(x).to(torch.complex64).cfloat())
+                return (y / y.abs().square().mean(-1, keepdim=True).sqrt()).real.tanh()
+
+        groups = find_groups(Cast(), torch.randn(12, 6))
+        assert (groups.layouts, groups.notes) == ({"fc.weight": "tensor"}, [])
+
+    def test_complex_parameters_are_left_to_the_rest(self):
+        class Waves(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = nn.Parameter(torch.randn(8, 6, dtype=torch.complex64))
+                self.unused = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = x.to(self.w.dtype) @ self.w.T
+                return y / y.abs().square().mean(0).sqrt()
+
+        groups = find_groups(Waves(), torch.randn(12, 6))
+        assert (groups.layouts, groups.rest, groups.no_effect) == ({}, ["w", "unused"], ["unused"])
+        assert "complex parameters are left to the rest" in str(groups)
+        assert "rows are real vectors" in groups.explain("w")
