@@ -165,3 +165,33 @@ class TestOddTensors:
         assert (groups.layouts, groups.rest, groups.no_effect) == ({}, ["w", "unused"], ["unused"])
         assert "complex parameters are left to the rest" in str(groups)
         assert "rows are real vectors" in groups.explain("w")
+
+
+class ClassToken(nn.Module):
+    """The token of the class is normalized and goes through a curve, beside tokens that do not."""
+
+    def __init__(self, *, attended: bool) -> None:
+        super().__init__()
+        self.attended = attended
+        self.embed, self.token = nn.Linear(6, 8), nn.Parameter(torch.randn(1, 1, 8))
+        self.first, self.last, self.norm = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, own = self.embed(x), self.token.expand(len(x), 1, 8)
+        if self.attended:
+            own = own + tokens.mean(1, keepdim=True)
+        both = torch.cat([self.first(own), tokens], dim=1)
+        own = both[:, :1] + self.mlp(both[:, :1])
+        both = torch.cat([own, both[:, 1:]], dim=1)
+        return self.head(self.last(both[:, 0]) + self.norm(both[:, 1:]).mean(1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("attended", [False, True])
+def test_what_lies_beside_a_curve_does_not_run_into_it(seed: int, attended: bool):
+    torch.manual_seed(seed)
+    groups = find_groups(ClassToken(attended=attended), torch.randn(6, 4, 6))
+    together = {"embed.weight", "embed.bias"} | ({"token"} if attended else set())
+    assert [(set(group.names), group.layout) for group in groups.groups] == [(together, "tensor")]

@@ -54,8 +54,9 @@ _PRODUCTS = {
     "convolution", "mkldnnconvolution", "cudnnconvolution", "linear", "mkldnnlinear",
 }
 _SUMS_OF_PRODUCTS = {"addmm", "addbmm", "baddbmm", "addmv", "addcmul"}
-# These lay inputs beside each other or choose among them.
-_BESIDE = {"cat", "stack", "where", "max", "prelukernel", "rreluwithnoise", "trilinear", "lerp"}
+# These lay inputs beside each other, and these and others choose among them.
+_LAID = {"cat", "stack"}
+_BESIDE = {*_LAID, "where", "max", "prelukernel", "rreluwithnoise", "trilinear", "lerp"}
 # fmt: on
 
 
@@ -105,6 +106,10 @@ def _reach(
         if wanted(operation):
             hit |= _union(mask for of_input in incoming for mask in of_input.values())
         found, mixed = _combine(operation, incoming, graph.exponent[node], depends, graph.inputs[node])
+        if operation in _LAID:
+            # Where a part is without the factor, what is cut out behind it may be of that part.
+            for part in incoming:
+                found = {d: mask & _union(part.values()) for d, mask in found.items()}
         taken = _union(incoming[0].values()) if operation in _AFFINE else 0
         depends.append(_union(depends[r] & ~(taken if i == 0 else 0) for i, r in enumerate(reads)))
         powers.append(found)
