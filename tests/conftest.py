@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,9 @@ settings.load_profile("steradian")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where tests run: a process that only hands them out to workers need not import torch."""
+    # A shell that runs the tests in the background has Ctrl-C ignored, and they are about what it does.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     hands_out = config.getoption("numprocesses", default=None) and not hasattr(config, "workerinput")
     if not hands_out:
         set_up_torch()
