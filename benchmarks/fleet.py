@@ -54,30 +54,29 @@ class Augmented(Dataset):
         return (image - 120.0) / 64.0, int(self.labels[index])
 
 
-def plain_loop(name: str, data: DataSet, args: argparse.Namespace) -> float:
-    """Milliseconds per step of the usual way, with torch.optim.Adam as it is by default."""
-    device = args.device
-    torch.manual_seed(0)
-    model = build(name, width=args.width).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    pinned = device.type == "cuda"
+def batches(data: DataSet, args: argparse.Namespace) -> Iterator[list[torch.Tensor]]:
+    """Batches of a DataLoader without end; its workers, which take a while to start, serve all networks."""
     loader = DataLoader(
         Augmented(data.train),
         args.batch,
         shuffle=True,
         drop_last=True,
         num_workers=args.workers,
-        pin_memory=pinned,
+        pin_memory=args.device.type == "cuda",
         persistent_workers=args.workers > 0,
         # A worker forked from a process that uses CUDA dies as soon as it frees one of its parent's tensors.
         multiprocessing_context="spawn" if args.workers else None,
     )
+    while True:
+        yield from loader
 
-    def batches() -> Iterator[list[torch.Tensor]]:
-        while True:
-            yield from loader
 
-    endless = batches()
+def plain_loop(name: str, endless: Iterator[list[torch.Tensor]], args: argparse.Namespace) -> float:
+    """Milliseconds per step of the usual way, with torch.optim.Adam as it is by default."""
+    device = args.device
+    torch.manual_seed(0)
+    model = build(name, width=args.width).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-4)
     for step in range(args.eager_steps + 10):
         if step == 10:
             wait(device)
@@ -253,10 +252,11 @@ def main() -> None:
         "captured": args.capture,
     }
     table = Table("network", "way", "in flight", "members", "ms per run and step", "× plain loop", "setup s")
+    endless = batches(images, args)
     for name in args.models:
         plain = float("nan")
         if args.eager:
-            plain = plain_loop(name, images, args)
+            plain = plain_loop(name, endless, args)
             table.add(name, "plain eager loop, DataLoader", 1, 1, plain, 1.0, 0.0)
         for members in args.members:
             sizes = args.sizes or SIZES[name]

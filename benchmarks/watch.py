@@ -6,7 +6,8 @@ Our Adam without (abc) observed in every step, torch's fused Adam in every tenth
 GPU, captured in a CUDA graph. A watched training and two that are not take many short turns, each from an observed
 step to the next, in an order that goes to and fro, so that a host that is slow for a while is slow for all. The ratio
 is the median over all rounds of a watched turn against the mean of the two unwatched ones of its round; that of the
-totals holds the rare steps that write, too, and every disturbance of the host. The second unwatched training against
+totals holds the steps that hand numbers over, one in 256, too, and every disturbance of the host. What a watch does
+once, such as importing what it writes with, is done before. The second unwatched training against
 the first is the control: how far from 1 a ratio is that should be 1. Prints a table and writes
 results/bench-watch-DEVICE.json.
 """
@@ -106,6 +107,11 @@ class Training:
             torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - started) / steps
 
+    def settle(self) -> None:
+        """Have the watch write what it has, so that whatever is done once in its life is done."""
+        if self.watch is not None:
+            self.watch.flush()
+
     def stop(self) -> None:
         """End the watch, and say so if it failed."""
         if self.watch is not None:
@@ -144,6 +150,7 @@ def main() -> None:
             each, length = (plain, watched, again), max(4, every)
             for training in each:
                 training.run(length)
+                training.settle()
             gc.collect()
             turns = []
             for turn in range(max(2, options.steps // length)):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ __all__ = ["Alert", "Block", "Columns", "Point", "Words", "path_columns"]
 
 ONE_NUMBER = frozenset({"lr"})
 """Quantities of a group that are the same in all of its rows."""
+
+_MEAN = STATISTICS.index("mean")
 
 
 class Words(NamedTuple):
@@ -78,29 +81,27 @@ class Block:
 
     def columns(self) -> "Columns":
         """The columns run, step, group, quantity, statistic, value."""
-        shape, mean = self.values.shape, STATISTICS.index("mean")
-        there = np.broadcast_to(self.active[:, None, :, None], shape).copy()
-        for k, quantity in enumerate(self.quantities):
-            if quantity in ONE_NUMBER:
-                there[:, k, :, :mean] = there[:, k, :, mean + 1 :] = False
         names = list(dict.fromkeys(name for _, name, _ in self.logged))
         code = {name: len(self.quantities) + k for k, name in enumerate(names)}
         extra = len(self.logged)
+        places = _places(self.values.shape, tuple(name in ONE_NUMBER for name in self.quantities))
+        if not self.active.all():
+            places = places.where(self.active[places.step, places.group])
 
-        def spread(axis: int, more: Any) -> NDArray[Any]:
-            along = np.arange(shape[axis], dtype=np.int16).reshape([-1 if k == axis else 1 for k in range(4)])
-            return np.concatenate([np.broadcast_to(along, shape)[there], np.asarray(more, dtype=np.int16)])
+        def words(codes: NDArray[Any], more: list[int], names: list[str]) -> Words:
+            return Words(np.append(codes, np.array(more, dtype=codes.dtype)), names)
 
-        steps = np.broadcast_to(self.steps[:, None, None, None], shape)[there]
         found: Columns = {
-            "run": Words(np.zeros(len(steps) + extra, dtype=np.int16), [self.run]),
-            "step": np.concatenate([steps, np.array([step for step, _, _ in self.logged], dtype=np.int64)]),
-            "group": Words(spread(2, [len(self.groups)] * extra), [*self.groups, ""]),
-            "quantity": Words(
-                spread(1, [code[name] for _, name, _ in self.logged]), _distinct([*self.quantities, *names])
+            "run": Words(np.zeros(len(places.flat) + extra, dtype=np.int16), [self.run]),
+            "step": np.append(self.steps[places.step], np.array([step for step, *_ in self.logged], dtype=np.int64)),
+            "group": words(places.group, [len(self.groups)] * extra, [*self.groups, ""]),
+            "quantity": words(
+                places.quantity, [code[name] for _, name, _ in self.logged], _distinct([*self.quantities, *names])
             ),
-            "statistic": Words(spread(3, [mean] * extra), list(STATISTICS)),
-            "value": np.concatenate([self.values[there].astype(float), np.array([v for *_, v in self.logged], float)]),
+            "statistic": words(places.statistic, [_MEAN] * extra, list(STATISTICS)),
+            "value": np.append(
+                self.values.reshape(-1)[places.flat].astype(float), np.array([v for *_, v in self.logged], float)
+            ),
         }
         return {name: found[name] for name in COLUMNS}
 
@@ -140,7 +141,7 @@ class Block:
             for g in np.flatnonzero(self.active[k]):
                 name = f"{quantity}/{self.groups[g]}"
                 if quantity in ONE_NUMBER:
-                    found[name] = float(self.values[k, q, g, STATISTICS.index("mean")])
+                    found[name] = float(self.values[k, q, g, _MEAN])
                     continue
                 for statistic in statistics:
                     found[f"{name}/{statistic}"] = float(self.values[k, q, g, STATISTICS.index(statistic)])
@@ -155,6 +156,32 @@ class Block:
             }
             for g in np.flatnonzero(self.active[k])
         }
+
+
+class _Places(NamedTuple):
+    """Where numbers of a block stand: in its values, made flat, and along each dimension of them."""
+
+    flat: NDArray[Any]
+    step: NDArray[Any]
+    quantity: NDArray[Any]
+    group: NDArray[Any]
+    statistic: NDArray[Any]
+
+    def where(self, chosen: NDArray[np.bool_]) -> "_Places":
+        """Some of them."""
+        return _Places(*(each[chosen] for each in self))
+
+
+@lru_cache(maxsize=2)
+def _places(shape: tuple[int, ...], single: tuple[bool, ...]) -> _Places:
+    """All numbers of blocks of this shape but, of quantities with a single one, all that are not the mean.
+
+    A run's blocks are all alike but for the last, and finding the places takes longer than the rest of the columns.
+    """
+    there = np.ones(shape, dtype=bool)
+    there[:, np.array(single, dtype=bool)] = np.arange(shape[3]) == _MEAN
+    step, *codes = np.nonzero(there)
+    return _Places(np.flatnonzero(there), step.astype(np.int32), *(code.astype(np.int16) for code in codes))
 
 
 def path_columns(run: str, paths: Sequence[Point]) -> "Columns":

@@ -27,6 +27,8 @@ class Store:
 
     def __init__(self, folder: str | Path) -> None:
         try:
+            # pyarrow takes pandas in with its first array: better here than in the middle of a training.
+            import pandas  # noqa: F401
             import pyarrow.parquet  # noqa: F401
         except ImportError as error:
             raise ImportError(
