@@ -368,7 +368,7 @@ def test_keys_are_those_of_the_lines_that_are_drawn(visit, tmp_path):
             f"run {i}" for i in range(8)
         ]
         dashes = keys.locator("i").evaluate_all("found => found.map((mark) => mark.className)")
-        assert dashes[:8] == ["solid"] * 7 + ["dash"]  # colours come again after seven
+        assert dashes[:8] == ["solid"] * 7 + ["dot"]  # colours come again after seven, and dashes are predictions
 
 
 def test_many_layers_are_told_apart_in_every_run(visit, tmp_path):

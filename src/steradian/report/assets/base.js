@@ -39,7 +39,8 @@ const hasQuantity = (run, quantity) => Object.keys(data.runs[run].series[quantit
 const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const runColour = (run) => css(`--run-${run % 7}`);
-const runDash = (run) => ["solid", "dash", "dot", "dashdot"][Math.floor(run / 7) % 4];
+// Dashes alone are the nominal rate and predictions.
+const runDash = (run) => ["solid", "dot", "dashdot", "longdashdot"][Math.floor(run / 7) % 4];
 
 // Viridis: even steps of lightness, from the first layer to the last.
 const VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"];

@@ -44,7 +44,7 @@ function drawLines(figure, { quantity, statistic = "band", scale = "", bound } =
     const colour = overlay ? runColour(run) : layerColour(group, run);
     if (statistic === "band" && few) {
       const low = line(run, quantity, group, "q10"), high = line(run, quantity, group, "q90");
-      if (low && high) traces.push(...band(steps, low, high, { panel, colour, log }));
+      if (low && high) traces.push(...band(steps, low, high, { panel, colour, log, alpha: veil(overlay ? runs.length : 1) }));
     }
     const name = overlay ? data.runs[run].name : group;
     traces.push(curve(steps, values, { panel, colour, log, name, extra: overlay ? group : data.runs[run].name, width: few ? 2 : 1.4, dash: overlay ? runDash(run) : "solid" }));
@@ -98,7 +98,7 @@ const drawings = {
           continue;
         }
         const colour = runColour(run), low = line(run, measured, group, "q10"), high = line(run, measured, group, "q90");
-        if (low && high) traces.push(...band(steps, low, high, { colour, log: true }));
+        if (low && high) traces.push(...band(steps, low, high, { colour, log: true, alpha: veil(runs.length) }));
         traces.push(curve(steps, values, { colour, log: true, name: data.runs[run].name, extra: "measured", width: 2, dash: runDash(run) }));
         if (ideal) traces.push({ ...curve(steps, ideal, { colour, log: true, name: data.runs[run].name, extra: "predicted", dash: "dash", width: 1.6 }), predicted: true });
       }
@@ -140,7 +140,7 @@ const drawings = {
           if (!values.some((value) => value > 0)) { if (values.some(Number.isFinite)) zero.push({ name, run: own, group }); continue; }
           const colour = overlay ? runColour(own) : layerColour(group, own), steps = data.runs[own].steps;
           const low = line(own, name, group, "q10"), high = line(own, name, group, "q90");
-          if (overlay && low && high) traces.push(...band(steps, low, high, { panel: i, colour, log: true }));
+          if (overlay && low && high) traces.push(...band(steps, low, high, { panel: i, colour, log: true, alpha: veil(runs.length) }));
           traces.push(curve(steps, values, { panel: i, colour, log: true, width: overlay ? 1.8 : 1.3, dash: overlay ? runDash(own) : "solid", name: overlay ? data.runs[own].name : group, extra: titleOf(name) }));
         }
       if (!traces.some((each) => each.xaxis === axes(i).xaxis))

@@ -66,7 +66,9 @@ function curve(steps, values, { panel = 0, colour, width = 1.7, dash = "solid", 
            type: "scatter", meta: name, ...(skip ? { hoverinfo: "skip" } : { hovertemplate: `<b>${escapeHtml(name)}</b><br>step %{x}: %{y:.3~g}<extra>${escapeHtml(extra)}</extra>` }) };
 }
 
-function band(steps, low, high, { panel = 0, colour, alpha = 0.17, log = false }) {
+// Bands of many runs lie on each other.
+const veil = (runs) => Math.min(0.17, 0.85 / runs);
+function band(steps, low, high, { panel = 0, colour, alpha = veil(1), log = false }) {
   const { x, y, z } = points(steps, low, log, high);
   const edge = { x, mode: "lines", line: { width: 0, color: colour }, hoverinfo: "skip", type: "scatter", ...axes(panel) };
   return [{ ...edge, y }, { ...edge, y: z, fill: "tonexty", fillcolor: faded(colour, alpha) }];
