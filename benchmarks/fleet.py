@@ -55,7 +55,10 @@ class Augmented(Dataset):
 
 
 def batches(data: DataSet, args: argparse.Namespace) -> Iterator[list[torch.Tensor]]:
-    """Batches of a DataLoader without end; its workers, which take a while to start, serve all networks."""
+    """Batches of a DataLoader without end, for all networks.
+
+    Ask for the first before CUDA is used: a worker forked later dies as soon as it frees one of its parent's tensors.
+    """
     loader = DataLoader(
         Augmented(data.train),
         args.batch,
@@ -64,8 +67,7 @@ def batches(data: DataSet, args: argparse.Namespace) -> Iterator[list[torch.Tens
         num_workers=args.workers,
         pin_memory=args.device.type == "cuda",
         persistent_workers=args.workers > 0,
-        # A worker forked from a process that uses CUDA dies as soon as it frees one of its parent's tensors.
-        multiprocessing_context="spawn" if args.workers else None,
+        multiprocessing_context="fork" if args.workers else None,
     )
     while True:
         yield from loader
@@ -227,6 +229,10 @@ def main() -> None:
     if args.device.type == "cpu":
         args.compile = False
     began = time.perf_counter()
+    images = load("cifar10", args.data) if args.data else random_images()
+    if args.eager and not args.check:
+        endless = batches(images, args)
+        next(endless)
     prepare_device(args.device, exact=args.precision == "float32")
     if args.tried is not None:
         torch.backends.cudnn.benchmark_limit = args.tried
@@ -235,7 +241,6 @@ def main() -> None:
 
         key, value = option.split("=")
         setattr(inductor, key, type(getattr(inductor, key))(int(value)))
-    images = load("cifar10", args.data) if args.data else random_images()
     data = Resident(images, args.device)
     if args.check:
         for name in args.models:
@@ -252,7 +257,6 @@ def main() -> None:
         "captured": args.capture,
     }
     table = Table("network", "way", "in flight", "members", "ms per run and step", "× plain loop", "setup s")
-    endless = batches(images, args)
     for name in args.models:
         plain = float("nan")
         if args.eager:

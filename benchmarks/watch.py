@@ -1,6 +1,6 @@
 """What watching costs: a training step of ResNet18 at batch 128, watched against unwatched, in one run.
 
-    python benchmarks/watch.py [--steps 1000] [--batch 128]
+    python benchmarks/watch.py [--steps 1000] [--batch 128] [--only without --name bench-watch-gpu-ours]
 
 Our Adam without (abc) observed in every step, torch's fused Adam in every tenth and in every one; eager and, on a
 GPU, captured in a CUDA graph. A watched training and two that are not take many short turns, each from an observed
@@ -9,7 +9,7 @@ is the median over all rounds of a watched turn against the mean of the two unwa
 totals holds the steps that hand numbers over, one in 256, too, and every disturbance of the host. What a watch does
 once, such as importing what it writes with, is done before. The second unwatched training against
 the first is the control: how far from 1 a ratio is that should be 1. Prints a table and writes
-results/bench-watch-DEVICE.json.
+results/bench-watch-DEVICE.json. --only measures the optimizers whose name holds a text.
 """
 
 import argparse
@@ -131,6 +131,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=1000 if CUDA else 20, help="of each of both")
     parser.add_argument("--batch", type=int, default=128 if CUDA else 16)
+    parser.add_argument("--only", default="", help="a part of an optimizer's name in the table")
+    parser.add_argument(
+        "--name", default=f"bench-watch-{'gpu' if CUDA else DEVICE.type}", help="of the file in results/"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     # Every convolution is followed by BN, which is what find_groups proves of this network.
@@ -138,7 +142,7 @@ def main() -> None:
     layouts = Groups({}, [Group((name,), "filter", len(p), p[0].numel(), "BN", 0.0) for name, p in weights])
     heads = ("unwatched ms", "watched ms", "ratio", "ratio of totals", "control", "watch MiB")
     table = Table("optimizer", "step", *heads)
-    for name, (make, every) in CASES.items():
+    for name, (make, every) in ((name, case) for name, case in CASES.items() if options.only in name):
         for captured in (False, True) if CUDA else (False,):
             plain = Training(make, layouts, options.batch, every=None, captured=captured)
             with memory() as taken:
@@ -166,7 +170,7 @@ def main() -> None:
             table.add(name, "captured" if captured else "eager", before, after, *ratios, both - alone)
             del plain, watched, again, each, training
             facts = {"batch": options.batch, "steps": options.steps}
-            write(f"bench-watch-{'gpu' if CUDA else DEVICE.type}", table, **facts)
+            write(options.name, table, **facts)
 
 
 if __name__ == "__main__":
