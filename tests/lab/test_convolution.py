@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from steradian.lab import convolution, joining
-from steradian.lab.convolution import FILTERS, _Corner, _Strip, _Tile, convolve
+from steradian.lab.convolution import FILTERS, _Corner, _Strip, _Tile, _Whole, convolve
 from steradian.lab.execution import Execution
 from steradian.lab.models import build
 from steradian.lab.training import Training
@@ -18,27 +18,31 @@ from lab.studies import few, methods
 CUDA = torch.cuda.is_available()
 
 
-def plan(monkeypatch, one, two, corner):
-    """Carry out convolutions with stride 1, with stride 2, and gradients to weights in these ways."""
+def plan(monkeypatch, one, two, corner, stem=None, whole=None):
+    """Carry out convolutions with stride 1, with stride 2, and gradients to weights in these ways; images in others."""
     by_filters = {1: dict.fromkeys(FILTERS, one), 2: dict.fromkeys(FILTERS, two)}
     monkeypatch.setattr(convolution, "_FORWARD", by_filters)
     monkeypatch.setattr(convolution, "_INPUT_GRADIENT", by_filters)
     monkeypatch.setattr(convolution, "_WEIGHT_GRADIENT", dict.fromkeys((1, 2), dict.fromkeys(FILTERS, corner)))
+    monkeypatch.setattr(convolution, "_STEM_FORWARD", dict.fromkeys((1, 2), dict.fromkeys(FILTERS, stem)))
+    monkeypatch.setattr(convolution, "_STEM_WEIGHT_GRADIENT", dict.fromkeys((1, 2), dict.fromkeys(FILTERS, whole)))
 
 
-@pytest.fixture(params=["tiles", "strips"])
+@pytest.fixture(params=["tiles", "strips", "stems"])
 def few_pixels(request, monkeypatch):
     """So few that several programs share the work and the last has too little."""
     if request.param == "tiles":
         plan(monkeypatch, _Tile(32, 2, 4), _Tile(32, 1, 2), _Corner(32, 2, 4, 4))
-    else:
+    elif request.param == "strips":
         plan(monkeypatch, _Strip(16, 3), _Tile(64, 2, 1), _Corner(16, 3, 4, 1))
+    else:
+        plan(monkeypatch, _Strip(32, 3), _Tile(32, 2, 9), _Corner(32, 2, 1, 1), _Tile(32, 2, 9), _Whole(32, 2))
 
 
 @pytest.fixture
 def many_pixels(monkeypatch):
     """One program for each member: an interpreter takes its time for each."""
-    plan(monkeypatch, _Strip(16, 4), _Tile(64, 1, 16), _Corner(64, 1, 4, 4))
+    plan(monkeypatch, _Strip(16, 4), _Tile(64, 1, 16), _Corner(64, 1, 4, 4), _Tile(64, 1, 9), _Whole(64, 1))
 
 
 def twin(x, weight, members, stride):
@@ -59,6 +63,7 @@ def twin(x, weight, members, stride):
         (32, 64, 2, 1, (8, 4), torch.float32),
         (8, 16, 1, 2, (7, 9), torch.float32),
         (3, 16, 2, 1, (4, 4), torch.float32),
+        (3, 64, 1, 2, (5, 6), torch.float32),
     ],
 )
 def test_convolution_and_gradients_are_torchs(few_pixels, channels, filters, stride, members, size, dtype):
@@ -132,10 +137,19 @@ def shaken(network):
 
 @pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter; the next test is the GPU's")
 @pytest.mark.parametrize(
-    ("norm", "members", "released"), [("bn", 2, False), ("bn-no-affine", 1, False), ("bn", 1, True)]
+    ("model", "options"),
+    [
+        ("ResNet20", {"members": 2}),
+        ("ResNet20", {"norm": "bn-no-affine"}),
+        ("ResNet20", {"released": True}),
+        ("ResNet18", {"width": 16}),
+        ("ResNet18", {"width": 32, "norm": "bn-no-affine"}),
+        ("VGG16", {"width": 16}),
+    ],
 )
-def test_a_joined_network_is_the_network(many_pixels, norm, members, released):
-    plain = shaken(build("ResNet20", norm=norm, members=members, size=4, released=released))
+def test_a_joined_network_is_the_network(many_pixels, model, options):
+    members = options.get("members", 1)
+    plain = shaken(build(model, size=4, **options))
     ours = copy.deepcopy(plain)
     assert joining.can_join(ours)
     ours.route = joining.forward
@@ -161,8 +175,12 @@ def test_a_joined_network_is_the_network(many_pixels, norm, members, released):
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ("ResNet18", {}),
-        ("VGG16", {}),
+        ("ResNet18", {"members": 2}),
+        ("ResNet18", {"norm": "in"}),
+        ("ResNet18", {"width": 24}),
+        ("VGG16", {"members": 2}),
+        ("VGG16", {"norm": "ln"}),
+        ("VGG16", {"norm": "wn"}),
         ("ResNet20", {"norm": "gn"}),
         ("ResNet20", {"norm": "wn"}),
         ("ResNet20", {"width": 8}),
