@@ -192,9 +192,9 @@ def test_other_networks_are_carried_out_layer_by_layer(model, options):
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-@pytest.mark.parametrize("members", [1, 3])
-def test_on_a_gpu_a_joined_network_is_as_near_to_float32_as_torchs(members):
-    plain = shaken(build("ResNet20", members=members)).cuda().to(memory_format=torch.channels_last)
+@pytest.mark.parametrize(("model", "members"), [("ResNet20", 1), ("ResNet20", 3), ("ResNet18", 1), ("VGG16", 1)])
+def test_on_a_gpu_a_joined_network_is_as_near_to_float32_as_torchs(model, members):
+    plain = shaken(build(model, members=members)).cuda().to(memory_format=torch.channels_last)
     images = torch.randn(32, 3 * members, 32, 32, device="cuda").to(memory_format=torch.channels_last)
     toward = torch.randn_like(plain(images))
 

@@ -160,8 +160,8 @@ _WEIGHT_GRADIENT: dict[int, dict[int, _Corner]] = {
     2: {16: _Corner(64, 32, 4, 4), 32: _Corner(64, 16, 4, 4, 8), 64: _Corner(64, 16, 4, 1, 8, 2)},
 }
 # The same for images, which have few channels: all taps of all of them fit into one product.
-_STEM_FORWARD: dict[int, dict[int, _Plan]] = {1: {64: _Tile(128, 1, 9, 4)}, 2: {}}
-_STEM_WEIGHT_GRADIENT: dict[int, dict[int, _Whole]] = {1: {64: _Whole(128, 8, 4, 2)}, 2: {}}
+_STEM_FORWARD: dict[int, dict[int, _Plan]] = {1: {64: _Tile(64, 4, 9)}, 2: {}}
+_STEM_WEIGHT_GRADIENT: dict[int, dict[int, _Whole]] = {1: {64: _Whole(128, 4, 4, 2)}, 2: {}}
 _FEW = 8  # channels
 
 

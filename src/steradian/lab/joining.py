@@ -18,7 +18,7 @@ from steradian.lab.models import VGG, Block, ResNet
 __all__ = ["can_join", "forward", "is_narrow"]
 
 _LANES = 8  # channels that are loaded at once
-_STEM_LANES = 1  # the same for the first convolution of a wide network, which takes all taps at once
+_STEM_LANES = 4  # the same for the first convolution of a wide network, which takes all taps at once
 
 # What a wide network gains from each of these can be measured without it.
 _STEM = True  # its first convolution is ours
@@ -97,7 +97,7 @@ def _activated(convolution: nn.Module, norm: nn.Module, x: Tensor, *, ours: bool
     """relu(norm(convolution(x))), in the dtype of x."""
     if not _MASKS or not (ours or _SUMS):
         return _rounded_relu(_normalized(convolution, norm, x, ours=ours), x.dtype)
-    return _Activation.apply(*_scaled(convolution, norm, x, ours=ours)).flatten(0, 1)
+    return _Activation.apply(*_scaled(convolution, norm, x, ours=ours), x.dtype).flatten(0, 1)
 
 
 def _normalized(convolution: nn.Module, norm: nn.Module, x: Tensor, *, ours: bool) -> Tensor:
@@ -105,7 +105,7 @@ def _normalized(convolution: nn.Module, norm: nn.Module, x: Tensor, *, ours: boo
     if not (ours or _SUMS):
         return norm(_by_torch(convolution, x))
     y, scale, shift = _scaled(convolution, norm, x, ours=ours)
-    return (y.float() * scale + shift).flatten(0, 1)
+    return (y * scale + shift).flatten(0, 1)
 
 
 def _rounded_relu(z: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,23 +117,26 @@ class _Activation(torch.autograd.Function):
     """relu(scale·y + shift), whose gradient needs y and not what ReLU gave: BN's gradient needs y as well."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """In the dtype of y, which is (members, batch, channels, height, width)."""
+    def forward(ctx: Any, y: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+        """In this dtype; y is (members, batch, channels, height, width)."""
         ctx.save_for_backward(y, scale, shift)
-        return torch.relu(y.float() * scale + shift).to(y.dtype)
+        return torch.relu(y * scale + shift).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, da: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """The gradients to y, scale and shift."""
         y, scale, shift = ctx.saved_tensors
-        wide = y.float()
-        dz = torch.where(wide * scale + shift <= 0, 0.0, da.float())
+        dz = torch.where(y * scale + shift <= 0, 0.0, da.float())
         pixels = (1, 3, 4)
-        return (dz * scale).to(y.dtype), (dz * wide).sum(pixels, keepdim=True), dz.sum(pixels, keepdim=True)
+        return dz * scale, (dz * y).sum(pixels, keepdim=True), dz.sum(pixels, keepdim=True), None
 
 
 def _scaled(convolution: nn.Module, norm: nn.Module, x: Tensor, *, ours: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """y, scale and shift: norm(convolution(x)) is scale·y + shift; y is (members, batch, channels, height, width)."""
+    """y, scale and shift in float32: norm(convolution(x)) is scale·y + shift.
+
+    y is (members, batch, channels, height, width). What is stored of it has the dtype of x where a compiler joins what
+    follows; its gradient is added up in float32 and rounded once.
+    """
     assert isinstance(convolution, nn.Conv2d)
     assert isinstance(norm, nn.BatchNorm2d)
     members, [stride, _] = convolution.groups, convolution.stride
@@ -141,9 +144,10 @@ def _scaled(convolution: nn.Module, norm: nn.Module, x: Tensor, *, ours: bool) -
     if ours:
         weight = functional.pad(convolution.weight, (0, 0, 0, 0, 0, x.shape[1] - convolution.weight.shape[1]))
         y, sums = convolve(x, weight, members=members, stride=stride, sums=norm.training)
+        y = y.float()
     else:
-        y = _by_torch(convolution, x)
-        sums = y.float().sum(dim=(0, 2, 3)), y.float().square().sum(dim=(0, 2, 3))
+        y = _by_torch(convolution, x).float()
+        sums = y.sum(dim=(0, 2, 3)), y.square().sum(dim=(0, 2, 3))
     scale, shift = (term.view(members, 1, -1, 1, 1) for term in _terms(norm, sums, y.numel() // (members * y.shape[1])))
     return y.unflatten(0, (members, -1)), scale, shift
 
