@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steradian.lab import _kernels
 
-__all__ = ["FILTERS", "Convolved", "convolve"]
+__all__ = ["FILTERS", "Convolved", "apart", "by_channel", "convolve", "together"]
 
 FILTERS = (16, 32, 64)
 """Filters that a member's convolution may have; its channels, too, where x needs a gradient."""
@@ -64,21 +64,39 @@ class _Convolution(torch.autograd.Function):
         y, parts = _forward(x, weight, members, stride, sums)
         ctx.save_for_backward(x, weight, y if sums else None)
         ctx.members, ctx.stride = members, stride
+        ctx.set_materialize_grads(False)
         return y, parts.sum(dim=0)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dsums: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dsums: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients to x and weight: Σy and Σy² send dΣ₁ + 2·dΣ₂·y back to y."""
         x, weight, y = ctx.saved_tensors
-        if y is not None:
-            first, second = (part.view(ctx.members, 1, -1, 1, 1) for part in dsums)
-            of = (ctx.members, -1)
-            dy = dy.unflatten(0, of).float() + first + 2 * second * y.unflatten(0, of).float()
-            dy = dy.to(x.dtype).flatten(0, 1)
+        if y is not None and dsums is not None:
+            first, second = (by_channel(part, ctx.members) for part in dsums)
+            dy = apart(dy, ctx.members).float() + first + 2 * second * apart(y, ctx.members).float()
+            dy = together(dy.to(x.dtype))
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = _input_gradient(dy, weight, x, ctx.members, ctx.stride) if ctx.needs_input_grad[0] else None
         parts = _weight_gradient(x, dy, ctx.members, ctx.stride)
         return dx, parts.sum(dim=0).permute(0, 3, 1, 2).to(weight.dtype), None, None, None
+
+
+def apart(y: Tensor, members: int) -> Tensor:
+    """(members · batch, channels, height, width) with a dimension for the members where there are several.
+
+    With one dimension more than it needs a compiler would go through channels-last tensors in another order.
+    """
+    return y if members == 1 else y.unflatten(0, (members, -1))
+
+
+def by_channel(term: Tensor, members: int) -> Tensor:
+    """A number for each channel of each member, to be multiplied with what `apart` gives."""
+    return term.view(1, -1, 1, 1) if members == 1 else term.view(members, 1, -1, 1, 1)
+
+
+def together(y: Tensor) -> Tensor:
+    """What `apart` was given."""
+    return y.flatten(0, 1) if y.ndim == 5 else y
 
 
 class _Tile(NamedTuple):

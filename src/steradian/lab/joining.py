@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from steradian.lab.convolution import FILTERS, convolve
+from steradian.lab.convolution import FILTERS, apart, by_channel, convolve, together
 from steradian.lab.models import VGG, Block, ResNet
 
 __all__ = ["can_join", "forward", "is_narrow"]
@@ -23,8 +23,7 @@ _STEM_LANES = 4  # the same for the first convolution of a wide network, which t
 # What a wide network gains from each of these can be measured without it.
 _STEM = True  # its first convolution is ours
 _PROJECTIONS = True  # its 1 × 1 convolutions are products of matrices
-_SUMS = True  # BN behind torch's convolutions is computed from Σy and Σy²
-_MASKS = True  # where ReLU is 0 is found from what is kept anyway: y, which BN's gradient needs, or what ReLU gave
+_NORMALIZATIONS = True  # BN behind torch's convolutions is ours
 
 
 def can_join(model: nn.Module) -> bool:
@@ -82,61 +81,27 @@ def _vgg(model: VGG, a: Tensor) -> Tensor:
 
 def _block(block: Block, a: Tensor, *, ours: bool) -> Tensor:
     h = _activated(block.conv1, block.norm1, a, ours=ours)
-    return _rounded_relu(_normalized(block.conv2, block.norm2, h, ours=ours) + _passed(block, a), a.dtype)
+    return _activated(block.conv2, block.norm2, h, passed=_passed(block, a), ours=ours)
 
 
 def _passed(block: Block, a: Tensor) -> Tensor:
     """What the shortcut adds."""
     if len(block.shortcut):
         convolution, norm = block.shortcut
-        return _normalized(convolution, norm, a, ours=False)
+        return _activated(convolution, norm, a, ours=False, rectified=False)
     return functional.pad(a[:, :, :: block.stride, :: block.stride], (0, 0, 0, 0, 0, block.added))
 
 
-def _activated(convolution: nn.Module, norm: nn.Module, x: Tensor, *, ours: bool) -> Tensor:
-    """relu(norm(convolution(x))), in the dtype of x."""
-    if not _MASKS or not (ours or _SUMS):
-        return _rounded_relu(_normalized(convolution, norm, x, ours=ours), x.dtype)
-    return _Activation.apply(*_scaled(convolution, norm, x, ours=ours), x.dtype).flatten(0, 1)
-
-
-def _normalized(convolution: nn.Module, norm: nn.Module, x: Tensor, *, ours: bool) -> Tensor:
-    """norm(convolution(x)), in float32, which is not stored where a compiler joins what follows."""
-    if not (ours or _SUMS):
-        return norm(_by_torch(convolution, x))
-    y, scale, shift = _scaled(convolution, norm, x, ours=ours)
-    return (y * scale + shift).flatten(0, 1)
-
-
-def _rounded_relu(z: Tensor, dtype: torch.dtype) -> Tensor:
-    """relu(z), rounded; with the rounding first its gradient needs nothing that is not stored."""
-    return torch.relu(z.to(dtype)) if _MASKS else torch.relu(z).to(dtype)
-
-
-class _Activation(torch.autograd.Function):
-    """relu(scale·y + shift), whose gradient needs y and not what ReLU gave: BN's gradient needs y as well."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, scale: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """In this dtype; y is (members, batch, channels, height, width)."""
-        ctx.save_for_backward(y, scale, shift)
-        return torch.relu(y * scale + shift).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, da: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """The gradients to y, scale and shift."""
-        y, scale, shift = ctx.saved_tensors
-        dz = torch.where(y * scale + shift <= 0, 0.0, da.float())
-        pixels = (1, 3, 4)
-        return dz * scale, (dz * y).sum(pixels, keepdim=True), dz.sum(pixels, keepdim=True), None
-
-
-def _scaled(convolution: nn.Module, norm: nn.Module, x: Tensor, *, ours: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """y, scale and shift in float32: norm(convolution(x)) is scale·y + shift.
-
-    y is (members, batch, channels, height, width). What is stored of it has the dtype of x where a compiler joins what
-    follows; its gradient is added up in float32 and rounded once.
-    """
+def _activated(
+    convolution: nn.Module,
+    norm: nn.Module,
+    x: Tensor,
+    *,
+    ours: bool,
+    passed: Tensor | None = None,
+    rectified: bool = True,
+) -> Tensor:
+    """relu(norm(convolution(x)) + passed), in the dtype of x; not rectified without the ReLU."""
     assert isinstance(convolution, nn.Conv2d)
     assert isinstance(norm, nn.BatchNorm2d)
     members, [stride, _] = convolution.groups, convolution.stride
@@ -144,12 +109,57 @@ def _scaled(convolution: nn.Module, norm: nn.Module, x: Tensor, *, ours: bool) -
     if ours:
         weight = functional.pad(convolution.weight, (0, 0, 0, 0, 0, x.shape[1] - convolution.weight.shape[1]))
         y, sums = convolve(x, weight, members=members, stride=stride, sums=norm.training)
-        y = y.float()
     else:
-        y = _by_torch(convolution, x).float()
-        sums = y.sum(dim=(0, 2, 3)), y.square().sum(dim=(0, 2, 3))
-    scale, shift = (term.view(members, 1, -1, 1, 1) for term in _terms(norm, sums, y.numel() // (members * y.shape[1])))
-    return y.unflatten(0, (members, -1)), scale, shift
+        y = _by_torch(convolution, x)
+        if not _NORMALIZATIONS:
+            z = norm(y) if passed is None else norm(y) + passed
+            return torch.relu(z) if rectified else z
+        wide = y.detach().float()
+        sums = wide.sum(dim=(0, 2, 3)), wide.square().sum(dim=(0, 2, 3))
+    count = y.numel() // (members * y.shape[1])
+    terms = [by_channel(term, members) for term in _terms(norm, sums, count)]
+    share = 1 / count if norm.training else 0.0
+    passed = None if passed is None else apart(passed, members)
+    return together(_Normalization.apply(apart(y, members), *terms, passed, share, rectified))
+
+
+class _Normalization(torch.autograd.Function):
+    """relu(weight·ŷ + bias + passed) with ŷ = (y − mean)/deviation, where these are those of y itself.
+
+    What goes in and out is as it is stored, and gradients are found from what is stored anyway: nothing wider than y
+    is written or read again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        mean: Tensor,
+        inverse: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        passed: Tensor | None,
+        share: float,
+        rectified: bool,
+    ) -> Tensor:
+        """With 1/deviation, the share of a pixel in the mean (0 where the statistics are not those of y)."""
+        z = (y.float() - mean) * (inverse * weight) + bias
+        a = (z if passed is None else z + passed).to(y.dtype)
+        a = torch.relu(a) if rectified else a
+        ctx.save_for_backward(y, mean, inverse, weight, a if rectified else None)
+        ctx.passed, ctx.share = passed is not None, share
+        return a
+
+    @staticmethod
+    def backward(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
+        """dy = weight/deviation · (dz − mean(dz) − ŷ·mean(ŷ·dz))."""
+        y, mean, inverse, weight, a = ctx.saved_tensors
+        dz = da if a is None else torch.where(a <= 0, 0, da)
+        wide, unit = dz.float(), (y.float() - mean) * inverse
+        pixels = (-4, -2, -1)
+        to_bias, to_weight = wide.sum(pixels, keepdim=True), (wide * unit).sum(pixels, keepdim=True)
+        dy = (wide - ctx.share * to_bias - unit * (ctx.share * to_weight)) * (inverse * weight)
+        return dy.to(y.dtype), None, None, to_weight, to_bias, dz if ctx.passed else None, None, None
 
 
 def _by_torch(convolution: nn.Module, x: Tensor) -> Tensor:
@@ -161,24 +171,21 @@ def _by_torch(convolution: nn.Module, x: Tensor) -> Tensor:
     return functional.linear(pixels, convolution.weight.flatten(1)).permute(0, 3, 1, 2)
 
 
-def _terms(norm: nn.BatchNorm2d, sums: Tensor | tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """BN as scale·y + shift, channel by channel, with its running statistics updated in training."""
+def _terms(norm: nn.BatchNorm2d, sums: Tensor | tuple[Tensor, Tensor], count: int) -> tuple[Tensor, ...]:
+    """BN's mean, 1/deviation, weight and bias, with its running statistics updated in training."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     assert norm.momentum is not None
+    mean, variance = norm.running_mean, norm.running_var
     if norm.training:
-        mean = sums[0] / count
-        variance = (sums[1] / count - mean.square()).clamp(min=0)
         with torch.no_grad():
-            norm.running_mean.lerp_(mean.detach(), norm.momentum)
-            norm.running_var.lerp_(variance.detach() * (count / (count - 1)), norm.momentum)
-    else:
-        mean, variance = norm.running_mean, norm.running_var
-    scale = torch.rsqrt(variance + norm.eps)
-    if norm.weight is not None:
-        scale = scale * norm.weight
-    shift = -mean * scale
-    return scale, shift if norm.bias is None else shift + norm.bias
+            mean = sums[0] / count
+            variance = (sums[1] / count - mean.square()).clamp(min=0)
+            norm.running_mean.lerp_(mean, norm.momentum)
+            norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
+    weight = torch.ones_like(mean) if norm.weight is None else norm.weight
+    bias = torch.zeros_like(mean) if norm.bias is None else norm.bias
+    return mean, torch.rsqrt(variance + norm.eps), weight, bias
 
 
 def _apart(images: Tensor, members: int, lanes: int) -> Tensor:
