@@ -24,6 +24,7 @@ _STEM_LANES = 4  # the same for the first convolution of a wide network, which t
 _STEM = True  # its first convolution is ours
 _PROJECTIONS = True  # its 1 × 1 convolutions are products of matrices
 _NORMALIZATIONS = True  # BN behind torch's convolutions is ours
+_MASKS = True  # where a ReLU behind BN is 0 is found from y, which BN's gradient reads anyway
 
 
 def can_join(model: nn.Module) -> bool:
@@ -124,7 +125,7 @@ def _activated(
 
 
 class _Normalization(torch.autograd.Function):
-    """relu(weight·ŷ + bias + passed) with ŷ = (y − mean)/deviation, where these are those of y itself.
+    """relu(weight·ŷ + bias + passed) with ŷ = (y − mean)/deviation, where mean and deviation are those of y itself.
 
     What goes in and out is as it is stored, and gradients are found from what is stored anyway: nothing wider than y
     is written or read again.
@@ -142,24 +143,34 @@ class _Normalization(torch.autograd.Function):
         share: float,
         rectified: bool,
     ) -> Tensor:
-        """With 1/deviation, the share of a pixel in the mean (0 where the statistics are not those of y)."""
-        z = (y.float() - mean) * (inverse * weight) + bias
+        """With 1/deviation, and the share of a pixel in the mean (0 where the statistics are not those of y)."""
+        scale = _kept(inverse * weight)
+        shift = _kept(bias - mean * scale)
+        z = y.float() * scale + shift
         a = (z if passed is None else z + passed).to(y.dtype)
         a = torch.relu(a) if rectified else a
-        ctx.save_for_backward(y, mean, inverse, weight, a if rectified else None)
+        # Where ReLU is 0 can be found from y, which is read anyway, unless more was added to it.
+        masked = (a, None) if passed is not None or not _MASKS else (scale, shift)
+        ctx.save_for_backward(y, mean, inverse, weight, *(masked if rectified else (None, None)))
         ctx.passed, ctx.share = passed is not None, share
         return a
 
     @staticmethod
     def backward(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
         """dy = weight/deviation · (dz − mean(dz) − ŷ·mean(ŷ·dz))."""
-        y, mean, inverse, weight, a = ctx.saved_tensors
+        y, mean, inverse, weight, mask, shift = ctx.saved_tensors
+        a = mask if shift is None else y.float() * mask + shift
         dz = da if a is None else torch.where(a <= 0, 0, da)
         wide, unit = dz.float(), (y.float() - mean) * inverse
         pixels = (-4, -2, -1)
         to_bias, to_weight = wide.sum(pixels, keepdim=True), (wide * unit).sum(pixels, keepdim=True)
         dy = (wide - ctx.share * to_bias - unit * (ctx.share * to_weight)) * (inverse * weight)
         return dy.to(y.dtype), None, None, to_weight, to_bias, dz if ctx.passed else None, None, None
+
+
+def _kept(term: Tensor) -> Tensor:
+    """The term as a tensor in memory: else a compiler computes it again for each pixel, which costs reads."""
+    return term.as_strided(term.shape, term.stride()) if _MASKS else term
 
 
 def _by_torch(convolution: nn.Module, x: Tensor) -> Tensor:
