@@ -97,6 +97,15 @@ def test_sums_are_left_out_where_nobody_asks(few_pixels):
     torch.testing.assert_close(y.float().cpu(), functional.conv2d(x, weight, padding=1), **near)
 
 
+@pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter")
+def test_sums_alone_have_a_gradient(many_pixels):
+    x, weight = torch.randn(2, 3, 4, 4), torch.randn(16, 3, 3, 3, requires_grad=True)
+    convolve(x, weight).sums[1].sum().backward()
+    exact = weight.detach().double().requires_grad_()
+    twin(x.double(), exact, 1, 1)[1][1].sum().backward()
+    torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=1e-5, atol=1e-4)
+
+
 def test_what_is_not_a_number_stays_so(many_pixels):
     x = torch.full((1, 16, 4, 4), torch.nan, device="cuda" if CUDA else "cpu", dtype=torch.bfloat16 if CUDA else None)
     y, sums = convolve(x, torch.ones(16, 16, 3, 3, device=x.device))
@@ -168,8 +177,31 @@ def test_a_joined_network_is_the_network(many_pixels, model, options):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6, msg=name)
     ours.eval()
     plain.eval()
-    judged = plain(images.double()).detach()
-    torch.testing.assert_close(ours(images).detach().double() / scale, judged / scale, rtol=0, atol=1e-5)
+    judged, expected = ours(images), plain(images.double())
+    torch.testing.assert_close(judged.double() / scale, expected / scale, rtol=0, atol=1e-5)
+    [one], [other] = (
+        torch.autograd.grad(y.sum(), next(net.parameters())) for y, net in ((judged, ours), (expected, plain))
+    )
+    assert float((one.double() - other).norm() / other.norm()) < 1e-4
+
+
+@pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter")
+@pytest.mark.parametrize("model", ["ResNet18", "VGG16"])
+def test_every_way_gives_the_same(many_pixels, monkeypatch, model):
+    network = shaken(build(model, width=16, size=4))
+    images = torch.randn(3, 3, 4, 4)
+
+    def gradients():
+        ours = copy.deepcopy(network)
+        ours.route = joining.forward
+        ours(images).square().sum().backward()
+        return [parameter.grad for parameter in ours.parameters()]
+
+    usual = gradients()
+    for name in ("_STEM", "_PROJECTIONS", "_NORMALIZATIONS", "_MASKS"):
+        monkeypatch.setattr(joining, name, False)
+        for one, other in zip(gradients(), usual, strict=True):
+            assert float((one - other).norm() / other.norm()) < 1e-4, name
 
 
 @pytest.mark.parametrize(
@@ -189,6 +221,17 @@ def test_a_joined_network_is_the_network(many_pixels, model, options):
 )
 def test_other_networks_are_carried_out_layer_by_layer(model, options):
     assert not joining.can_join(build(model, **options))
+
+
+@pytest.mark.parametrize(
+    ("model", "compiled", "joined"),
+    [("ResNet20", False, True), ("ResNet18", False, False), ("ResNet18", True, True), ("VGG16", True, True)],
+)
+def test_wide_networks_are_joined_where_they_are_compiled(model, compiled, joined):
+    data = few("cpu", train=20, test=10)
+    [config] = methods("Adam", model=model, width=16, precision="bf16", epochs=1)
+    training = Training(config, data, execution=Execution(joined=True, compiled=compiled))
+    assert (training.model.route is not None) == joined
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

@@ -68,9 +68,10 @@ class _Convolution(torch.autograd.Function):
         return y, parts.sum(dim=0)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dsums: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dsums: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients to x and weight: Σy and Σy² send dΣ₁ + 2·dΣ₂·y back to y."""
         x, weight, y = ctx.saved_tensors
+        dy = torch.zeros_like(y) if dy is None else dy
         if y is not None and dsums is not None:
             first, second = (by_channel(part, ctx.members) for part in dsums)
             dy = apart(dy, ctx.members).float() + first + 2 * second * apart(y, ctx.members).float()

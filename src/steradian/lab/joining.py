@@ -56,11 +56,13 @@ def forward(model: ResNet | VGG, images: Tensor) -> Tensor:
     """Logits of a batch of images; under autocast in its dtype, else in the images'."""
     kind = images.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else images.dtype
-    if isinstance(model, VGG):
-        return _vgg(model, _apart(images, 1, _STEM_LANES).to(dtype))
     narrow = is_narrow(model)
-    x = _apart(images, model.members, _LANES if narrow else _STEM_LANES).to(dtype)
-    a = _activated(model.conv1, model.norm1, x, ours=narrow or _STEM)
+    ours = narrow or _STEM
+    lanes = _LANES if narrow else _STEM_LANES
+    x = _apart(images, _convolutions(model)[0].groups, lanes if ours else 1).to(dtype)
+    if isinstance(model, VGG):
+        return _vgg(model, x, ours=ours)
+    a = _activated(model.conv1, model.norm1, x, ours=ours)
     for layer in model.stages.modules():
         if isinstance(layer, Block):
             a = _block(layer, a, ours=narrow)
@@ -68,8 +70,7 @@ def forward(model: ResNet | VGG, images: Tensor) -> Tensor:
     return model.head(features.transpose(0, 1).flatten(1))
 
 
-def _vgg(model: VGG, a: Tensor) -> Tensor:
-    ours = _STEM
+def _vgg(model: VGG, a: Tensor, *, ours: bool) -> Tensor:
     for stage in model:
         layers = iter(stage if isinstance(stage, nn.Sequential) else [stage])
         for layer in layers:
