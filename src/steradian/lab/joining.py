@@ -162,10 +162,10 @@ class _Normalization(torch.autograd.Function):
         y, mean, inverse, weight, mask, shift = ctx.saved_tensors
         a = mask if shift is None else y.float() * mask + shift
         dz = da if a is None else torch.where(a <= 0, 0, da)
-        wide, unit = dz.float(), (y.float() - mean) * inverse
-        pixels = (-4, -2, -1)
-        to_bias, to_weight = wide.sum(pixels, keepdim=True), (wide * unit).sum(pixels, keepdim=True)
-        dy = (wide - ctx.share * to_bias - unit * (ctx.share * to_weight)) * (inverse * weight)
+        unit, pixels = (y - mean) * inverse, (-4, -2, -1)
+        to_bias = dz.sum(pixels, keepdim=True, dtype=torch.float32)
+        to_weight = (dz * unit).sum(pixels, keepdim=True)
+        dy = (dz - ctx.share * to_bias - unit * (ctx.share * to_weight)) * (inverse * weight)
         return dy.to(y.dtype), None, None, to_weight, to_bias, dz if ctx.passed else None, None, None
 
 
