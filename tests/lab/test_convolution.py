@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from steradian.lab import convolution, joining
-from steradian.lab.convolution import FILTERS, _Corner, _Strip, _Tile, convolve
+from steradian.lab.convolution import FILTERS, _Corner, _Strip, _Tile, _Whole, convolve
 from steradian.lab.execution import Execution
 from steradian.lab.models import build
 from steradian.lab.training import Training
@@ -18,27 +18,31 @@ from lab.studies import few, methods
 CUDA = torch.cuda.is_available()
 
 
-def plan(monkeypatch, one, two, corner):
-    """Carry out convolutions with stride 1, with stride 2, and gradients to weights in these ways."""
+def plan(monkeypatch, one, two, corner, stem=None, whole=None):
+    """Carry out convolutions with stride 1, with stride 2, and gradients to weights in these ways; images in others."""
     by_filters = {1: dict.fromkeys(FILTERS, one), 2: dict.fromkeys(FILTERS, two)}
     monkeypatch.setattr(convolution, "_FORWARD", by_filters)
     monkeypatch.setattr(convolution, "_INPUT_GRADIENT", by_filters)
     monkeypatch.setattr(convolution, "_WEIGHT_GRADIENT", dict.fromkeys((1, 2), dict.fromkeys(FILTERS, corner)))
+    monkeypatch.setattr(convolution, "_STEM_FORWARD", dict.fromkeys((1, 2), dict.fromkeys(FILTERS, stem)))
+    monkeypatch.setattr(convolution, "_STEM_WEIGHT_GRADIENT", dict.fromkeys((1, 2), dict.fromkeys(FILTERS, whole)))
 
 
-@pytest.fixture(params=["tiles", "strips"])
+@pytest.fixture(params=["tiles", "strips", "stems"])
 def few_pixels(request, monkeypatch):
     """So few that several programs share the work and the last has too little."""
     if request.param == "tiles":
         plan(monkeypatch, _Tile(32, 2, 4), _Tile(32, 1, 2), _Corner(32, 2, 4, 4))
-    else:
+    elif request.param == "strips":
         plan(monkeypatch, _Strip(16, 3), _Tile(64, 2, 1), _Corner(16, 3, 4, 1))
+    else:
+        plan(monkeypatch, _Strip(32, 3), _Tile(32, 2, 9), _Corner(32, 2, 1, 1), _Tile(32, 2, 9), _Whole(32, 2))
 
 
 @pytest.fixture
 def many_pixels(monkeypatch):
     """One program for each member: an interpreter takes its time for each."""
-    plan(monkeypatch, _Strip(16, 4), _Tile(64, 1, 16), _Corner(64, 1, 4, 4))
+    plan(monkeypatch, _Strip(16, 4), _Tile(64, 1, 16), _Corner(64, 1, 4, 4), _Tile(64, 1, 9), _Whole(64, 1))
 
 
 def twin(x, weight, members, stride):
@@ -59,6 +63,7 @@ def twin(x, weight, members, stride):
         (32, 64, 2, 1, (8, 4), torch.float32),
         (8, 16, 1, 2, (7, 9), torch.float32),
         (3, 16, 2, 1, (4, 4), torch.float32),
+        (3, 64, 1, 2, (5, 6), torch.float32),
     ],
 )
 def test_convolution_and_gradients_are_torchs(few_pixels, channels, filters, stride, members, size, dtype):
@@ -90,6 +95,15 @@ def test_sums_are_left_out_where_nobody_asks(few_pixels):
     assert sums.numel() == 0
     near = {"rtol": 0, "atol": 0.2 if CUDA else 1e-4}
     torch.testing.assert_close(y.float().cpu(), functional.conv2d(x, weight, padding=1), **near)
+
+
+@pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter")
+def test_sums_alone_have_a_gradient(many_pixels):
+    x, weight = torch.randn(2, 3, 4, 4), torch.randn(16, 3, 3, 3, requires_grad=True)
+    convolve(x, weight).sums[1].sum().backward()
+    exact = weight.detach().double().requires_grad_()
+    twin(x.double(), exact, 1, 1)[1][1].sum().backward()
+    torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=1e-5, atol=1e-4)
 
 
 def test_what_is_not_a_number_stays_so(many_pixels):
@@ -132,10 +146,19 @@ def shaken(network):
 
 @pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter; the next test is the GPU's")
 @pytest.mark.parametrize(
-    ("norm", "members", "released"), [("bn", 2, False), ("bn-no-affine", 1, False), ("bn", 1, True)]
+    ("model", "options"),
+    [
+        ("ResNet20", {"members": 2}),
+        ("ResNet20", {"norm": "bn-no-affine"}),
+        ("ResNet20", {"released": True}),
+        ("ResNet18", {"width": 16}),
+        ("ResNet18", {"width": 32, "norm": "bn-no-affine"}),
+        ("VGG16", {"width": 16}),
+    ],
 )
-def test_a_joined_network_is_the_network(many_pixels, norm, members, released):
-    plain = shaken(build("ResNet20", norm=norm, members=members, size=4, released=released))
+def test_a_joined_network_is_the_network(many_pixels, model, options):
+    members = options.get("members", 1)
+    plain = shaken(build(model, size=4, **options))
     ours = copy.deepcopy(plain)
     assert joining.can_join(ours)
     ours.route = joining.forward
@@ -154,15 +177,42 @@ def test_a_joined_network_is_the_network(many_pixels, norm, members, released):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6, msg=name)
     ours.eval()
     plain.eval()
-    judged = plain(images.double()).detach()
-    torch.testing.assert_close(ours(images).detach().double() / scale, judged / scale, rtol=0, atol=1e-5)
+    judged, expected = ours(images), plain(images.double())
+    torch.testing.assert_close(judged.double() / scale, expected / scale, rtol=0, atol=1e-5)
+    [one], [other] = (
+        torch.autograd.grad(y.sum(), next(net.parameters())) for y, net in ((judged, ours), (expected, plain))
+    )
+    assert float((one.double() - other).norm() / other.norm()) < 1e-4
+
+
+@pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter")
+@pytest.mark.parametrize("model", ["ResNet18", "VGG16"])
+def test_every_way_gives_the_same(many_pixels, monkeypatch, model):
+    network = shaken(build(model, width=16, size=4))
+    images = torch.randn(3, 3, 4, 4)
+
+    def gradients():
+        ours = copy.deepcopy(network)
+        ours.route = joining.forward
+        ours(images).square().sum().backward()
+        return [parameter.grad for parameter in ours.parameters()]
+
+    usual = gradients()
+    for name in ("_STEM", "_PROJECTIONS", "_NORMALIZATIONS", "_MASKS"):
+        monkeypatch.setattr(joining, name, False)
+        for one, other in zip(gradients(), usual, strict=True):
+            assert float((one - other).norm() / other.norm()) < 1e-4, name
 
 
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ("ResNet18", {}),
-        ("VGG16", {}),
+        ("ResNet18", {"members": 2}),
+        ("ResNet18", {"norm": "in"}),
+        ("ResNet18", {"width": 24}),
+        ("VGG16", {"members": 2}),
+        ("VGG16", {"norm": "ln"}),
+        ("VGG16", {"norm": "wn"}),
         ("ResNet20", {"norm": "gn"}),
         ("ResNet20", {"norm": "wn"}),
         ("ResNet20", {"width": 8}),
@@ -173,10 +223,21 @@ def test_other_networks_are_carried_out_layer_by_layer(model, options):
     assert not joining.can_join(build(model, **options))
 
 
+@pytest.mark.parametrize(
+    ("model", "compiled", "joined"),
+    [("ResNet20", False, True), ("ResNet18", False, False), ("ResNet18", True, True), ("VGG16", True, True)],
+)
+def test_wide_networks_are_joined_where_they_are_compiled(model, compiled, joined):
+    data = few("cpu", train=20, test=10)
+    [config] = methods("Adam", model=model, width=16, precision="bf16", epochs=1)
+    training = Training(config, data, execution=Execution(joined=True, compiled=compiled))
+    assert (training.model.route is not None) == joined
+
+
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-@pytest.mark.parametrize("members", [1, 3])
-def test_on_a_gpu_a_joined_network_is_as_near_to_float32_as_torchs(members):
-    plain = shaken(build("ResNet20", members=members)).cuda().to(memory_format=torch.channels_last)
+@pytest.mark.parametrize(("model", "members"), [("ResNet20", 1), ("ResNet20", 3), ("ResNet18", 1), ("VGG16", 1)])
+def test_on_a_gpu_a_joined_network_is_as_near_to_float32_as_torchs(model, members):
+    plain = shaken(build(model, members=members)).cuda().to(memory_format=torch.channels_last)
     images = torch.randn(32, 3 * members, 32, 32, device="cuda").to(memory_format=torch.channels_last)
     toward = torch.randn_like(plain(images))
 

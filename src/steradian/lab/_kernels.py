@@ -9,7 +9,7 @@ which are what bounds these kernels.
 import triton
 import triton.language as tl
 
-__all__ = ["convolve_kernel", "rolling_kernel", "weight_gradient_kernel"]
+__all__ = ["convolve_kernel", "rolling_kernel", "weight_gradient_kernel", "whole_weight_gradient_kernel"]
 
 
 @triton.jit
@@ -40,16 +40,38 @@ def _behind(image, row, column, there, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
+def _taps(
+    weight, member, tap, channel, real, filters,
+    CI: tl.constexpr, CO: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Some taps of every filter, (places, filters); with BACK the filters' channels change places."""
+    if BACK:
+        turned = tap if STRIDE == 2 else 8 - tap
+        of = ((member * CI + channel) * 9 + turned)[:, None] * CO + filters[None, :]
+    else:
+        of = ((member * CO + filters)[None, :] * 9 + tap[:, None]) * CI + channel[:, None]
+    return tl.load(weight + of, mask=real[:, None], other=0.0).to(KIND)
+
+
+@triton.jit
 def convolve_kernel(
     x, weight, y, sums, images, members,
     CI: tl.constexpr, CO: tl.constexpr, KI: tl.constexpr, HI: tl.constexpr, WI: tl.constexpr,
     HO: tl.constexpr, WO: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr, SUMS: tl.constexpr,
-    BLOCK: tl.constexpr, TILES: tl.constexpr, TAPS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, TAPS: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y = x ∗ weight, and the sums of y and y² over this program's pixels; with BACK x is dy and y is dx."""
+    """y = x ∗ weight, and the sums of y and y² over this program's pixels; with BACK x is dy and y is dx.
+
+    A product takes TAPS taps of KI channels, which are the first of its PLACES.
+    """
     part, member = tl.program_id(0), tl.program_id(1)
-    filters, place = tl.arange(0, CO), tl.arange(0, TAPS * KI)
+    filters, place = tl.arange(0, CO), tl.arange(0, PLACES)
     channel = place % KI
+    kind: tl.constexpr = x.dtype.element_ty
+    groups: tl.constexpr = (9 + TAPS - 1) // TAPS
+    mine = (channel < CI) & (place < TAPS * KI)
+    if groups == 1:
+        taps = _taps(weight, member, place // KI, channel, mine & (place < 9 * KI), filters, CI, CO, STRIDE, BACK, kind)
     first = tl.zeros([BLOCK, CO], tl.float32)
     second = tl.zeros([BLOCK, CO], tl.float32)
     for k in range(TILES):
@@ -62,24 +84,20 @@ def convolve_kernel(
             middle, inside = _around(image, row, column, there, HI, WI, 1 if BACK else STRIDE)
         middle = (member * images * HI * WI + middle) * CI
         total = tl.zeros([BLOCK, CO], tl.float32)
-        for group in tl.static_range((9 + TAPS - 1) // TAPS):
+        for group in tl.static_range(groups):
             tap = group * TAPS + place // KI
             if BACK and STRIDE == 2:
                 far = tl.where(tap < 3, WI, 0) + tl.where(tap % 3 == 0, 1, 0)
             else:
                 far = (tap // 3 - 1) * WI + tap % 3 - 1
             seen = ((inside[:, None] >> tap[None, :]) & 1) != 0
-            if KI > CI:
-                seen = seen & (channel < CI)[None, :]
+            if PLACES > TAPS * CI:
+                seen = seen & mine[None, :]
             at = middle[:, None] + (far * CI + channel)[None, :]
             value = tl.load(x + at, mask=seen, other=0.0)
-            if BACK:
-                turned = tap if STRIDE == 2 else 8 - tap
-                of = ((member * CI + channel) * 9 + turned)[:, None] * CO + filters[None, :]
-            else:
-                of = ((member * CO + filters)[None, :] * 9 + tap[:, None]) * CI + channel[:, None]
-            taps = tl.load(weight + of, mask=((tap < 9) & (channel < CI))[:, None], other=0.0)
-            total = tl.dot(value, taps.to(x.dtype.element_ty), total, input_precision=PRECISION)
+            if groups > 1:
+                taps = _taps(weight, member, tap, channel, mine & (tap < 9), filters, CI, CO, STRIDE, BACK, kind)
+            total = tl.dot(value, taps, total, input_precision=PRECISION)
         kept = total.to(y.dtype.element_ty)
         to = ((member * images * HO * WO + pixel) * CO)[:, None] + filters[None, :]
         tl.store(y + to, kept, mask=there[:, None])
@@ -215,3 +233,30 @@ def weight_gradient_kernel(
         total = tl.dot(tl.trans(back), value, total, input_precision=PRECISION)
     to = (((part * members + member) * CO + filters) * 9 + down * 3)[:, None] * CI + (across * CI + channel)[None, :]
     tl.store(out + to, total, mask=(down < 3)[:, None] & ((across < 3) & (channel < CI))[None, :])
+
+
+@triton.jit
+def whole_weight_gradient_kernel(
+    x, dy, out, images, members,
+    CI: tl.constexpr, CO: tl.constexpr, HI: tl.constexpr, WI: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same with all taps of few channels, the first of PLACES, in one product: dy is loaded once."""
+    part, member = tl.program_id(0), tl.program_id(1)
+    filters, place = tl.arange(0, CO), tl.arange(0, PLACES)
+    tap = place // CI
+    far = ((tap // 3 - 1) * WI + tap % 3 - 1) * CI + place % CI
+    total = tl.zeros([CO, PLACES], tl.float32)
+    for k in range(TILES):
+        pixel = (part * TILES + k) * BLOCK + tl.arange(0, BLOCK)
+        there = pixel < images * HO * WO
+        image, row, column = pixel // (HO * WO), pixel // WO % HO, pixel % WO
+        middle, inside = _around(image, row, column, there, HI, WI, STRIDE)
+        at = (member * images * HI * WI + middle) * CI
+        seen = ((inside[:, None] >> tap[None, :]) & 1) != 0
+        value = tl.load(x + at[:, None] + far[None, :], mask=seen, other=0.0)
+        behind = (member * images * HO * WO + pixel) * CO
+        back = tl.load(dy + behind[:, None] + filters[None, :], mask=there[:, None], other=0.0)
+        total = tl.dot(tl.trans(back), value, total, input_precision=PRECISION)
+    to = ((part * members + member) * CO + filters)[:, None] * (9 * CI) + place[None, :]
+    tl.store(out + to, total, mask=(place < 9 * CI)[None, :])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steradian.lab import _kernels
 
-__all__ = ["FILTERS", "Convolved", "convolve"]
+__all__ = ["FILTERS", "Convolved", "apart", "by_channel", "convolve", "together"]
 
 FILTERS = (16, 32, 64)
 """Filters that a member's convolution may have; its channels, too, where x needs a gradient."""
@@ -64,25 +64,44 @@ class _Convolution(torch.autograd.Function):
         y, parts = _forward(x, weight, members, stride, sums)
         ctx.save_for_backward(x, weight, y if sums else None)
         ctx.members, ctx.stride = members, stride
+        ctx.set_materialize_grads(False)
         return y, parts.sum(dim=0)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dsums: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dsums: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients to x and weight: Σy and Σy² send dΣ₁ + 2·dΣ₂·y back to y."""
         x, weight, y = ctx.saved_tensors
-        if y is not None:
-            first, second = (part.view(ctx.members, 1, -1, 1, 1) for part in dsums)
-            of = (ctx.members, -1)
-            dy = dy.unflatten(0, of).float() + first + 2 * second * y.unflatten(0, of).float()
-            dy = dy.to(x.dtype).flatten(0, 1)
+        dy = torch.zeros_like(y) if dy is None else dy
+        if y is not None and dsums is not None:
+            first, second = (by_channel(part, ctx.members) for part in dsums)
+            dy = apart(dy, ctx.members).float() + first + 2 * second * apart(y, ctx.members).float()
+            dy = together(dy.to(x.dtype))
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = _input_gradient(dy, weight, x, ctx.members, ctx.stride) if ctx.needs_input_grad[0] else None
         parts = _weight_gradient(x, dy, ctx.members, ctx.stride)
         return dx, parts.sum(dim=0).permute(0, 3, 1, 2).to(weight.dtype), None, None, None
 
 
+def apart(y: Tensor, members: int) -> Tensor:
+    """(members · batch, channels, height, width) with a dimension for the members where there are several.
+
+    With one dimension more than it needs a compiler would go through channels-last tensors in another order.
+    """
+    return y if members == 1 else y.unflatten(0, (members, -1))
+
+
+def by_channel(term: Tensor, members: int) -> Tensor:
+    """A number for each channel of each member, to be multiplied with what `apart` gives."""
+    return term.view(1, -1, 1, 1) if members == 1 else term.view(members, 1, -1, 1, 1)
+
+
+def together(y: Tensor) -> Tensor:
+    """What `apart` was given."""
+    return y.flatten(0, 1) if y.ndim == 5 else y
+
+
 class _Tile(NamedTuple):
-    """Pixels at a time, how many times, taps at a time, warps, and loads ahead."""
+    """Pixels at a time, how many times, taps at a time (9: all of them), warps, and loads ahead."""
 
     block: int
     tiles: int
@@ -132,6 +151,19 @@ class _Corner(NamedTuple):
         return (3 if self.down == 1 else 1) * (3 if self.across == 1 else 1)
 
 
+class _Whole(NamedTuple):
+    """All taps at a time: pixels at a time, how many times, warps, and loads ahead."""
+
+    block: int
+    tiles: int
+    warps: int = 4
+    stages: int = 1
+
+    def parts(self, images: int, height: int, width: int) -> int:
+        """Programs of a member."""
+        return -(-images * height * width // (self.block * self.tiles))
+
+
 # By the stride and the filters of a member, or its channels for the gradient to x: benchmarks/convolution.py --tune.
 _Plan = _Tile | _Strip
 _FORWARD: dict[int, dict[int, _Plan]] = {
@@ -146,6 +178,20 @@ _WEIGHT_GRADIENT: dict[int, dict[int, _Corner]] = {
     1: {16: _Corner(64, 16, 4, 4, 4, 2), 32: _Corner(64, 16, 4, 1, 4, 2), 64: _Corner(64, 16, 1, 1, 4, 3)},
     2: {16: _Corner(64, 32, 4, 4), 32: _Corner(64, 16, 4, 4, 8), 64: _Corner(64, 16, 4, 1, 8, 2)},
 }
+# The same for images, which have few channels: all taps of all of them fit into one product.
+_STEM_FORWARD: dict[int, dict[int, _Plan]] = {1: {64: _Tile(64, 4, 9)}, 2: {}}
+_STEM_WEIGHT_GRADIENT: dict[int, dict[int, _Whole]] = {1: {64: _Whole(128, 4, 4, 2)}, 2: {}}
+_FEW = 8  # channels
+
+
+def _forward_plan(stride: int, channels: int, filters: int) -> _Plan:
+    stems = _STEM_FORWARD[stride] if channels <= _FEW else {}
+    return stems.get(filters) or _FORWARD[stride][filters]
+
+
+def _weight_gradient_plan(stride: int, channels: int, filters: int) -> _Corner | _Whole:
+    stems = _STEM_WEIGHT_GRADIENT[stride] if channels <= _FEW else {}
+    return stems.get(filters) or _WEIGHT_GRADIENT[stride][filters]
 
 
 # The launches, as operators that a compiler does not look into
@@ -156,7 +202,7 @@ def _fill_up(channels: int) -> int:
     return max(16, triton.next_power_of_2(channels))
 
 
-def _how(plan: _Tile | _Strip | _Corner, x: Tensor) -> dict[str, Any]:
+def _how(plan: _Plan | _Corner | _Whole, x: Tensor) -> dict[str, Any]:
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     return {"BLOCK": plan.block, "PRECISION": precision, "num_warps": plan.warps, "num_stages": plan.stages}
 
@@ -167,24 +213,24 @@ def _launch(
     """y = x ∗ weight, or dx = dy ∗ weight turned round, and the sums where parts has room for them."""
     images, (channels, height, width), (filters, *size) = len(x) // members, x.shape[1:], y.shape[1:]
     tensors = (x, weight, y, parts, images, members)
-    shape = {"CI": channels, "CO": filters, "KI": _fill_up(channels), "BACK": back, "SUMS": parts.numel() > 0}
-    shape |= _how(plan, x)
+    shape = {"CI": channels, "CO": filters, "BACK": back, "SUMS": parts.numel() > 0} | _how(plan, x)
     if isinstance(plan, _Strip):
         across, strips = plan.grid(images, *size)
         _kernels.rolling_kernel[(across, members, strips)](
-            *tensors, HEIGHT=height, WIDTH=width, ROWS=plan.rows, **shape
+            *tensors, KI=_fill_up(channels), HEIGHT=height, WIDTH=width, ROWS=plan.rows, **shape
         )
     else:
+        each = channels if plan.taps > 1 else _fill_up(channels)
         _kernels.convolve_kernel[(plan.parts(images, *size), members)](
-            *tensors, HI=height, WI=width, HO=size[0], WO=size[1], STRIDE=stride, TILES=plan.tiles, TAPS=plan.taps,
-            **shape,
+            *tensors, KI=each, HI=height, WI=width, HO=size[0], WO=size[1], STRIDE=stride, TILES=plan.tiles,
+            TAPS=plan.taps, PLACES=_fill_up(plan.taps * each), **shape,
         )  # fmt: skip
 
 
 @torch.library.custom_op("steradian::convolve", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, members: int, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
     y, parts = _like_forward(x, weight, members, stride, sums)
-    _launch(_FORWARD[stride][y.shape[1]], x, weight, y, parts, members, stride, back=False)
+    _launch(_forward_plan(stride, x.shape[1], y.shape[1]), x, weight, y, parts, members, stride, back=False)
     return y, parts
 
 
@@ -193,7 +239,7 @@ def _like_forward(x: Tensor, weight: Tensor, members: int, stride: int, sums: bo
     filters, height, width = weight.shape[0] // members, x.shape[2] // stride, x.shape[3] // stride
     size = (len(x), filters, height, width)
     y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    parts = _FORWARD[stride][filters].parts(len(x) // members, height, width)
+    parts = _forward_plan(stride, x.shape[1], filters).parts(len(x) // members, height, width)
     return y, x.new_empty((parts, 2, members * filters) if sums else (1, 0), dtype=torch.float32)
 
 
@@ -214,17 +260,23 @@ def _like_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, members: int, st
 def _weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor:
     out = _like_weight_gradient(x, dy, members, stride)
     channels, filters = x.shape[1], dy.shape[1]
-    plan = _WEIGHT_GRADIENT[stride][filters]
-    _kernels.weight_gradient_kernel[(len(out), members, plan.shares)](
-        x, dy, out, len(x) // members, members,
-        CI=channels, CO=filters, KI=_fill_up(channels), HI=x.shape[2], WI=x.shape[3], HO=dy.shape[2], WO=dy.shape[3],
-        STRIDE=stride, TILES=plan.tiles, DOWN=plan.down, ACROSS=plan.across, **_how(plan, x),
-    )  # fmt: skip
+    plan = _weight_gradient_plan(stride, channels, filters)
+    tensors = (x, dy, out, len(x) // members, members)
+    shape = {"CI": channels, "CO": filters, "HI": x.shape[2], "WI": x.shape[3], "HO": dy.shape[2], "WO": dy.shape[3]}
+    shape |= {"STRIDE": stride, "TILES": plan.tiles} | _how(plan, x)
+    if isinstance(plan, _Whole):
+        _kernels.whole_weight_gradient_kernel[(len(out), members)](*tensors, PLACES=_fill_up(9 * channels), **shape)
+    else:
+        _kernels.weight_gradient_kernel[(len(out), members, plan.shares)](
+            *tensors, KI=_fill_up(channels), DOWN=plan.down, ACROSS=plan.across, **shape
+        )
     return out
 
 
 @_weight_gradient.register_fake
 def _like_weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor:
-    # A pixel is a row of x and a column of y.
-    parts = _WEIGHT_GRADIENT[stride][dy.shape[1]].parts(len(x) // members, x.shape[2], dy.shape[3])
+    plan = _weight_gradient_plan(stride, x.shape[1], dy.shape[1])
+    # For a share of the taps a pixel is a row of x and a column of y.
+    height = dy.shape[2] if isinstance(plan, _Whole) else x.shape[2]
+    parts = plan.parts(len(x) // members, height, dy.shape[3])
     return x.new_empty(parts, members * dy.shape[1], 3, 3, x.shape[1], dtype=torch.float32)

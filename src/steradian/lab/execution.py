@@ -20,7 +20,8 @@ class Execution:
         together: steps in one launch of a graph.
         chunk: images that are evaluated at once.
         channels_last: keep weights and images with channels last in memory; None: on a GPU.
-        joined: carry out ResNets of few channels with BN by the lab's own kernels; None: in bf16 on a GPU.
+        joined: carry out networks with BN by the lab's own kernels, of those with many channels the first convolution
+            where they are compiled; None: in bf16 on a GPU.
         lanes: fill up the input channels of convolutions, with zeros, to a multiple of it; None: 8 on a GPU, whose
             matrix units take so many at once, and 1 elsewhere.
     """

@@ -199,6 +199,20 @@ class ResNet(nn.Module):
         return self.head(self.stages(x).mean(dim=(2, 3)))
 
 
+class VGG(nn.Sequential):
+    """Stages of 3 × 3 convolutions, mean, linear head.
+
+    Attributes:
+        route: as a `ResNet` has it.
+    """
+
+    route: Callable[["VGG", Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of a batch of images."""
+        return super().forward(x) if self.route is None else self.route(self, x)
+
+
 def resnet20(
     *,
     norm: str = "bn",
@@ -251,7 +265,7 @@ def vgg16(
     """
     _check_norm(norm)
     stages = [[width] * 2, [2 * width] * 2, [4 * width] * 3, [8 * width] * 3, [8 * width] * 3]
-    model, before = nn.Sequential(), channels
+    model, before = VGG(), channels
     for number, widths in enumerate(stages, start=1):
         stage = nn.Sequential()
         for k, out in enumerate(widths, start=1):

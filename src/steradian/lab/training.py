@@ -24,7 +24,7 @@ from steradian.lab.execution import Execution
 from steradian.lab.launch import Captured, Launcher, Plain, Queue
 from steradian.lab.members import PARTS, Member
 from steradian.lab.methods import optimizers, set_rates
-from steradian.lab.models import Convolution, ResNet
+from steradian.lab.models import VGG, Convolution, ResNet
 from steradian.lab.networks import fill, load_states, member, network, stack
 
 __all__ = ["Training"]
@@ -81,7 +81,7 @@ class Training:
             if isinstance(layer, Convolution):
                 layer.lanes = self.execution.lanes or 1
         if self.execution.joined and self._half:
-            _join(model)
+            _join(model, compiled=self.execution.compiled)
         self.model = model
         self.groups = replace(groups, params=dict(model.named_parameters()))
         captured, fused = bool(self.execution.captured), bool(self.execution.fused)
@@ -310,14 +310,15 @@ class Training:
         self._next_plan, self._begun = None, False
 
 
-def _join(model: nn.Module) -> None:
+def _join(model: nn.Module, *, compiled: bool) -> None:
     """Carry the network out by joint kernels, where there are such for it."""
     if importlib.util.find_spec("triton") is None:
         return
     from steradian.lab import joining
 
-    if joining.can_join(model):
-        assert isinstance(model, ResNet)
+    # What a wide network gains is left to a compiler.
+    if joining.can_join(model) and (compiled or joining.is_narrow(model)):
+        assert isinstance(model, ResNet | VGG)
         model.route = joining.forward
 
 
