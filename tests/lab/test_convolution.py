@@ -185,25 +185,6 @@ def test_a_joined_network_is_the_network(many_pixels, model, options):
     assert float((one.double() - other).norm() / other.norm()) < 1e-4
 
 
-@pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter")
-@pytest.mark.parametrize("model", ["ResNet18", "VGG16"])
-def test_every_way_gives_the_same(many_pixels, monkeypatch, model):
-    network = shaken(build(model, width=16, size=4))
-    images = torch.randn(3, 3, 4, 4)
-
-    def gradients():
-        ours = copy.deepcopy(network)
-        ours.route = joining.forward
-        ours(images).square().sum().backward()
-        return [parameter.grad for parameter in ours.parameters()]
-
-    usual = gradients()
-    for name in ("_STEM", "_PROJECTIONS", "_NORMALIZATIONS", "_MASKS"):
-        monkeypatch.setattr(joining, name, False)
-        for one, other in zip(gradients(), usual, strict=True):
-            assert float((one - other).norm() / other.norm()) < 1e-4, name
-
-
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -20,12 +20,6 @@ __all__ = ["can_join", "forward", "is_narrow"]
 _LANES = 8  # channels that are loaded at once
 _STEM_LANES = 4  # the same for the first convolution of a wide network, which takes all taps at once
 
-# What a wide network gains from each of these can be measured without it.
-_STEM = True  # its first convolution is ours
-_PROJECTIONS = True  # its 1 × 1 convolutions are products of matrices
-_NORMALIZATIONS = True  # BN behind torch's convolutions is ours
-_MASKS = True  # where a ReLU behind BN is 0 is found from y, which BN's gradient reads anyway
-
 
 def can_join(model: nn.Module) -> bool:
     """Whether `forward` can carry out this network."""
@@ -57,12 +51,10 @@ def forward(model: ResNet | VGG, images: Tensor) -> Tensor:
     kind = images.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else images.dtype
     narrow = is_narrow(model)
-    ours = narrow or _STEM
-    lanes = _LANES if narrow else _STEM_LANES
-    x = _apart(images, _convolutions(model)[0].groups, lanes if ours else 1).to(dtype)
+    x = _apart(images, _convolutions(model)[0].groups, _LANES if narrow else _STEM_LANES).to(dtype)
     if isinstance(model, VGG):
-        return _vgg(model, x, ours=ours)
-    a = _activated(model.conv1, model.norm1, x, ours=ours)
+        return _vgg(model, x)
+    a = _activated(model.conv1, model.norm1, x, ours=True)
     for layer in model.stages.modules():
         if isinstance(layer, Block):
             a = _block(layer, a, ours=narrow)
@@ -70,7 +62,8 @@ def forward(model: ResNet | VGG, images: Tensor) -> Tensor:
     return model.head(features.transpose(0, 1).flatten(1))
 
 
-def _vgg(model: VGG, a: Tensor, *, ours: bool) -> Tensor:
+def _vgg(model: VGG, a: Tensor) -> Tensor:
+    ours = True
     for stage in model:
         layers = iter(stage if isinstance(stage, nn.Sequential) else [stage])
         for layer in layers:
@@ -113,9 +106,6 @@ def _activated(
         y, sums = convolve(x, weight, members=members, stride=stride, sums=norm.training)
     else:
         y = _by_torch(convolution, x)
-        if not _NORMALIZATIONS:
-            z = norm(y) if passed is None else norm(y) + passed
-            return torch.relu(z) if rectified else z
         wide = y.detach().float()
         sums = wide.sum(dim=(0, 2, 3)), wide.square().sum(dim=(0, 2, 3))
     count = y.numel() // (members * y.shape[1])
@@ -151,7 +141,7 @@ class _Normalization(torch.autograd.Function):
         a = (z if passed is None else z + passed).to(y.dtype)
         a = torch.relu(a) if rectified else a
         # Where ReLU is 0 can be found from y, which is read anyway, unless more was added to it.
-        masked = (a, None) if passed is not None or not _MASKS else (scale, shift)
+        masked = (scale, shift) if passed is None else (a, None)
         ctx.save_for_backward(y, mean, inverse, weight, *(masked if rectified else (None, None)))
         ctx.passed, ctx.share = passed is not None, share
         return a
@@ -171,12 +161,12 @@ class _Normalization(torch.autograd.Function):
 
 def _kept(term: Tensor) -> Tensor:
     """The term as a tensor in memory: else a compiler computes it again for each pixel, which costs reads."""
-    return term.as_strided(term.shape, term.stride()) if _MASKS else term
+    return term.as_strided(term.shape, term.stride())
 
 
-def _by_torch(convolution: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(convolution, nn.Conv2d)
-    if convolution.kernel_size != (1, 1) or not _PROJECTIONS:
+def _by_torch(convolution: nn.Conv2d, x: Tensor) -> Tensor:
+    """The convolution; one of 1 × 1 as a product of matrices."""
+    if convolution.kernel_size != (1, 1):
         return convolution(x)
     down, across = convolution.stride
     pixels = x[:, :, ::down, ::across].permute(0, 2, 3, 1)
