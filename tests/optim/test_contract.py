@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 from optim.table import (
     CLASSIC,
@@ -432,16 +433,34 @@ def test_float64_agrees_with_float32(make: Make) -> None:
 
 
 @pytest.mark.parametrize("rows", [None, "filter"])
-def test_sparse_and_complex_gradients_are_refused(make: Make, rows: Any) -> None:
-    p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
-    first = nn.Parameter(torch.ones(3))
-    for bad, message in ((p, "dense gradients"), (q, "real parameters")):
+def test_gradients_that_no_step_is_for_are_refused(make: Make, rows: Any) -> None:
+    first, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 2))
+    of = {d: nn.Parameter(torch.ones(3, 2).to(d), requires_grad=False) for d in (torch.int32, torch.float8_e5m2)}
+    of[torch.complex64] = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+    cases = [(plain, "dense gradients"), (of.pop(torch.complex64), "real parameters")]
+    cases += [(p, f"needs parameters .*, got {dtype}") for dtype, p in of.items()]
+    for bad, message in cases:
         optimizer = make([{"params": [first]}, {"params": [bad], "rows": rows}])
         first.grad = torch.ones(3)
-        bad.grad = torch.ones(3, 2).to_sparse() if bad is p else torch.ones_like(q)
+        bad.grad = torch.ones(3, 2).to_sparse() if bad is plain else torch.ones_like(bad)
         with pytest.raises(RuntimeError, match=message):
             optimizer.step()
         assert torch.equal(first, torch.ones(3)), "no parameter moves when one is refused"
+
+
+def test_parameters_of_a_wrapping_class_step_as_plain_ones(make: Make) -> None:
+    one, other = make(groups()), make(groups())
+    for group in other.param_groups:
+        group["params"] = [nn.Parameter(TwoTensor(p.detach(), p.detach().clone())) for p in group["params"]]
+    for k in range(3):
+        set_gradients(one, k)
+        for p, q in zip(parameters(one), parameters(other), strict=True):
+            q.grad = TwoTensor(p.grad, p.grad.clone())
+        one.step()
+        other.step()
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        assert torch.equal(p, q.a)
+        assert torch.equal(p, q.b)
 
 
 # Inside torch's machinery -----------------------------------------------------------------------------------
@@ -560,6 +579,18 @@ def test_a_default_device_is_not_where_steps_are_counted(make: Make) -> None:
     finally:
         torch.set_default_device(None)
     train(one)
+    assert_same(one, other)
+
+
+def test_what_is_made_in_inference_mode_is_stepped_outside(make: Make) -> None:
+    one, other = make(groups()), make(groups())
+    train(one)
+    train(other)
+    with torch.inference_mode():
+        other.emit()
+        other.load_state_dict(copy.deepcopy(other.state_dict()))
+    train(one, start=3)
+    train(other, start=3)
     assert_same(one, other)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Groups, Layout, is_sharded
-from steradian.optim._checks import check_rows, check_unsupported
+from steradian.optim._checks import check_gradients, check_rows, check_unsupported
 from steradian.optim._optional import fused_available, fused_works, sharding
 from steradian.optim._rows import RowSet, arithmetic, check_shape
 from steradian.optim._states import laid_out_as
@@ -148,7 +148,7 @@ class RowOptimizer(Optimizer, ABC):
     def _collect(self) -> tuple[Classic, Work]:
         """What has a gradient: parameters for the classic update, and row sets."""
         for group in self.param_groups:
-            self._check_gradients(group)
+            check_gradients(group["params"], type(self).__name__)
         if self.telemetry is not None:
             self.telemetry.left = None
             self.telemetry.cover(self._row_counts())
@@ -241,20 +241,6 @@ class RowOptimizer(Optimizer, ABC):
         """Entries of the state that have one number per row in this group."""
         return self._row_state if self._layout(group) is not None else frozenset()
 
-    def _check_gradients(self, group: Options) -> None:
-        name = type(self).__name__
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            if param.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"{name} needs dense gradients, got {param.grad.layout}; torch.optim.SparseAdam exists"
-                )
-            if param.is_complex() or param.grad.is_complex():
-                raise RuntimeError(
-                    f"{name} needs real parameters, got {param.dtype}; torch.view_as_real makes them real"
-                )
-
     def _check_capture(self) -> None:
         remembered = self._remembered
         if torch.compiler.is_compiling() or "capturable" not in self.defaults:
@@ -318,6 +304,7 @@ class RowOptimizer(Optimizer, ABC):
             )
         check_rows(group)
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, on the parameters' device and in their memory format, sharing no memory with it.
 

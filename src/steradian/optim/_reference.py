@@ -282,7 +282,8 @@ def adamp(rows: RowSet, group: Options) -> None:
         divisor = (moment.sqrt() / root).add_(group["eps"])
         ahead = momentum.lerp(g, 1 - beta1) if group["nesterov"] else momentum
         q = torch.where(usable & (divisor > 0), ahead / divisor, 0)
-        unit = at / (_length(at) + group["eps"])
+        length = _length(at) + group["eps"]
+        unit = at / length.masked_fill(length == 0, 1)
         q -= dot(q, unit) * unit
         y = at * kept - q * pace
         if rows.telemetry is not None:

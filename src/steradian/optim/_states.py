@@ -26,7 +26,8 @@ def per_row(param: Tensor, layout: Layout) -> Tensor:
     """One zero for each row, in the dtype that rows are computed in."""
     if is_sharded(param):
         return sharding().per_row(param, layout, arithmetic(param.dtype))
-    return torch.zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype), device=param.device)
+    # A tensor of another class gets numbers of its class: plain ones may not mix with it.
+    return param.new_zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype))
 
 
 def laid_out_as(param: Tensor, value: Any) -> Any:
