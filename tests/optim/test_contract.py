@@ -123,6 +123,21 @@ def test_steps_change_parameters_and_keep_them_finite(make: Make) -> None:
         assert not torch.equal(p, old)
 
 
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_a_rate_of_zero_changes_no_digit(make: Make, gradient: float) -> None:
+    """`set_optimizer_state_dict` takes such a step to have a state to load into, after the weights were loaded."""
+    optimizer = make(groups())
+    train(optimizer)
+    before = [p.detach().clone() for p in parameters(optimizer)]
+    set_gradients(optimizer, 5)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad.mul_(gradient)
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(parameters(optimizer), before, strict=True))
+
+
 def test_maximize_is_descent_on_the_negative(make: Make) -> None:
     one, other = make(groups(), maximize=True), make(groups())
     for k in range(3):

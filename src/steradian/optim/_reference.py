@@ -177,10 +177,10 @@ def _length(q: Tensor) -> Tensor:
 
 
 def _direction(q: Tensor) -> tuple[Tensor, Tensor]:
-    """r and u, 0 for a collapsed row."""
+    """r and u, 0 for a collapsed row; a row on the sphere is its u, so that a step of no length changes no digit."""
     r = _length(q)
-    gone = geometry.collapsed(r)
-    return r, (q / r.masked_fill(gone, 1)).masked_fill_(gone, 0)
+    gone, there = geometry.collapsed(r), (r - 1).abs_() <= 4 * torch.finfo(r.dtype).eps
+    return r, (q / r.masked_fill(gone | there, 1)).masked_fill_(gone, 0)
 
 
 def _on_sphere(x: Tensor, gradient: Tensor, group: Options) -> tuple[Tensor, Tensor]:
