@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from steradian import find_groups, optim
@@ -98,10 +98,20 @@ def crossing(rank, ranks, folder, kind):
         assert_same(whole(model), alone(kind, rows))
 
 
+def flattened(rank, ranks, folder, kind):
+    """What it leaves of parameters are pieces of a line, in which every number would be a row."""
+    model = FullyShardedDataParallel(network().float(), use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="FullyShardedDataParallel made flat"):
+        OPTIMIZERS[kind](groups_of(model))
+    with pytest.raises(ValueError, match="shard with fully_shard, after the rows are found"):
+        find_groups(model, torch.randn(2, 2, 4, 4))
+
+
 PLAIN = [kind for kind in OPTIMIZERS if not kind.endswith("fused")]
 # Fused on a CPU needs Triton's interpreter.
 FUSED = [] if torch.cuda.is_available() else [(fsdp, "Adam abc, fused"), (crossing, "Adam abc, fused")]
 TWO = [(ddp, "Adam abc"), *((fsdp, kind) for kind in PLAIN), (crossing, "Adam abc"), (crossing, "SGD bc"), *FUSED]
+TWO.append((flattened, "Adam abc"))
 THREE = [(fsdp, "Adam abc"), (fsdp, "SGD bc"), (crossing, "Adam bc")]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steradian.groups import Layout
+from steradian.groups import Layout, is_flattened
 
 __all__ = [
     *("check", "check_betas", "check_gradients", "check_number", "check_rate", "check_rows", "check_unsupported"),
@@ -63,6 +63,12 @@ def check_rows(group: Options) -> None:
         check(not joint, "joint", joint, 'given together with "rows"')
         return
     layout = Layout(group["rows"])
+    if any(map(is_flattened, group["params"])):
+        # Cut as they are now, every number would be a row.
+        raise ValueError(
+            f"rows must be None for parameters that FullyShardedDataParallel made flat, got {layout.spec!r}: "
+            "fully_shard keeps their rows"
+        )
     group["rows"] = layout.spec
     counts = {layout.size(shape)[0] for shape in shapes}
     if joint and len(shapes) < 2:
