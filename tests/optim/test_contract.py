@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -464,10 +465,10 @@ def test_gradients_that_no_step_is_for_are_refused(make: Make, rows: Any) -> Non
 
 
 def test_parameters_of_a_wrapping_class_step_as_plain_ones(make: Make) -> None:
-    one, other = make(groups()), make(groups())
+    one, other = make(one_of_each()), make(one_of_each())
     for group in other.param_groups:
         group["params"] = [nn.Parameter(TwoTensor(p.detach(), p.detach().clone())) for p in group["params"]]
-    for k in range(3):
+    for k in range(2):
         set_gradients(one, k)
         for p, q in zip(parameters(one), parameters(other), strict=True):
             q.grad = TwoTensor(p.grad, p.grad.clone())
@@ -595,6 +596,24 @@ def test_a_default_device_is_not_where_steps_are_counted(make: Make) -> None:
         torch.set_default_device(None)
     train(one)
     assert_same(one, other)
+
+
+def test_a_step_without_numbers_has_the_shapes_of_one(make: Make) -> None:
+    """As tools take it that count memory before there is any, on fake parameters."""
+    real = make(one_of_each())
+    train(real)
+    with FakeTensorMode():
+        fake = make(one_of_each())
+        fake.emit()
+        for _ in range(2):
+            for p in parameters(fake):
+                p.grad = torch.empty_like(p)
+            fake.step()
+    for p, q in zip(parameters(real), parameters(fake), strict=True):
+        kept = [
+            {name: (v.shape, v.dtype) for name, v in each.state[key].items()} for each, key in ((real, p), (fake, q))
+        ]
+        assert kept[0] == kept[1]
 
 
 def test_what_is_made_in_inference_mode_is_stepped_outside(make: Make) -> None:

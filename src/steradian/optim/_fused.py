@@ -62,7 +62,7 @@ def can_step(rows: RowSet, group: Options) -> bool:
     gradient = param.grad
     if len(rows.params) > 1 or gradient is None or param.dtype not in DTYPES or rows.n == 0 or rows.d == 0:
         return False
-    if not rows.lasting:
+    if not rows.lasting or not (_in_memory(param) and _in_memory(gradient)):
         return False
     if "a" in group["without"]:
         rows.number("exp_avg_sq")  # raises where it is not the rows' own: the kernel could not tell
@@ -154,6 +154,11 @@ class FusedStep:
                     with rows.scaled(scale, found):
                         optimizer._reference(rows, group)
                     rows.finish()
+
+
+def _in_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is the memory at its address; one of a class that wraps others, or is a fake, is not."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _buffer(telemetry: "Telemetry | None", entries: list[tuple[Options, list[RowSet]]]) -> Tensor | None:

@@ -14,7 +14,10 @@ __all__ = ["laid_out_as", "like", "per_row", "step_count"]
 
 def step_count(param: Tensor, *, on_device: bool) -> Tensor:
     """A counter: on the host, and on the device where the step must not depend on the host."""
-    return torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
+    if on_device:
+        return torch.zeros((), dtype=torch.float32, device=param.device)
+    # From a number, as torch does: a fake tensor that was made so knows its value.
+    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
 
 def like(param: Tensor) -> Tensor:
