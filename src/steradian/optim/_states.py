@@ -9,7 +9,7 @@ from steradian.groups import Layout, is_sharded
 from steradian.optim._optional import sharding
 from steradian.optim._rows import arithmetic
 
-__all__ = ["laid_out_as", "like", "per_row", "step_count"]
+__all__ = ["fill", "laid_out_as", "like", "per_row", "step_count"]
 
 
 def step_count(param: Tensor, *, on_device: bool) -> Tensor:
@@ -31,6 +31,14 @@ def per_row(param: Tensor, layout: Layout) -> Tensor:
         return sharding().per_row(param, layout, arithmetic(param.dtype))
     # A tensor of another class gets numbers of its class: plain ones may not mix with it.
     return param.new_zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype))
+
+
+def fill(entry: Tensor, numbers: Tensor) -> None:
+    """Put numbers into an entry of the state; where it is sharded they may be those of the whole."""
+    if is_sharded(entry) and not is_sharded(numbers):
+        sharding().keep(entry, numbers.to(entry.device).contiguous())
+    else:
+        entry.copy_(numbers)
 
 
 def laid_out_as(param: Tensor, value: Any) -> Any:
