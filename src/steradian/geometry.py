@@ -192,7 +192,12 @@ def _pair(a: Tensor, b: Tensor, name_a: str, name_b: str) -> tuple[Tensor, Tenso
 
 def at_hand(x: Tensor) -> bool:
     """Whether looking at numbers costs nothing: they are on the host, and no fake ones or ones that are traced."""
-    return x.is_cpu and not torch.compiler.is_compiling() and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return x.is_cpu and not torch.compiler.is_compiling() and is_plain(x)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is the memory at its address; one of a class that wraps others, or a fake one, is not."""
+    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _scale(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steradian.geometry import is_plain
 from steradian.groups import Layout, is_sharded
 from steradian.optim._optional import sharding
 from steradian.optim._rows import arithmetic
@@ -29,8 +30,9 @@ def per_row(param: Tensor, layout: Layout) -> Tensor:
     """One zero for each row, in the dtype that rows are computed in."""
     if is_sharded(param):
         return sharding().per_row(param, layout, arithmetic(param.dtype))
-    # A tensor of another class gets numbers of its class: plain ones may not mix with it.
-    return param.new_zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype))
+    # Of the class that the momentum has: plain numbers may not mix with it, and those of the parameter's may be coded.
+    alike = param if is_plain(param) else like(param)
+    return alike.new_zeros(layout.size(param.shape)[0], dtype=arithmetic(param.dtype))
 
 
 def fill(entry: Tensor, numbers: Tensor) -> None:
@@ -45,6 +47,6 @@ def laid_out_as(param: Tensor, value: Any) -> Any:
     """A copy of an entry of the state, in the parameter's memory format: the fused step walks both in one order."""
     if not isinstance(value, Tensor):
         return value
-    if value.shape != param.shape or is_sharded(param):
+    if value.shape != param.shape or not is_plain(param):  # of a class that codes its numbers, a copy would be coded
         return value.clone()
     return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
