@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steradian import find_groups, optim
+from steradian import find_groups, optim, watch
 
 from ranks import network, run, train
 
@@ -117,6 +117,8 @@ def flattened(rank, ranks, folder, kind):
         OPTIMIZERS[kind](groups_of(model))
     with pytest.raises(ValueError, match="shard with fully_shard, after the rows are found"):
         find_groups(model, torch.randn(2, 2, 4, 4))
+    with pytest.raises(ValueError, match="made flat by FullyShardedDataParallel"):
+        watch(torch.optim.SGD(groups_of(model), lr=0.1))
 
 
 PLAIN = [kind for kind in OPTIMIZERS if not kind.endswith(("fused", "AdaGradG"))]
