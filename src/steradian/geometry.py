@@ -191,8 +191,9 @@ def _pair(a: Tensor, b: Tensor, name_a: str, name_b: str) -> tuple[Tensor, Tenso
 
 
 def at_hand(x: Tensor) -> bool:
-    """Whether looking at numbers costs nothing: they are on the host, and no fake ones or ones that are traced."""
-    return x.is_cpu and not torch.compiler.is_compiling() and is_plain(x)
+    """Whether looking at numbers costs nothing: they are on the host, and neither fake nor traced nor transformed."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return x.is_cpu and not traced and is_plain(x)
 
 
 def is_plain(x: Tensor) -> bool:
