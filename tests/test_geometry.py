@@ -244,3 +244,16 @@ def test_gradients_flow_through_every_function(scale):
         return exp(u, a), log(u, p), transport(a, u, p), angle(u, p)
 
     assert torch.autograd.gradcheck(everything, (u, p, a), eps=1e-6 * scale)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_every_function_under_vmap():
+    u, p, a = (torch.stack([rows(seed + k, 3, 4) for k in range(2)]) for seed in (0, 10, 20))
+
+    def everything(u, p, a):
+        (_, u), (_, p) = split(u, check=False), split(p, check=False)
+        a = tangent(a, u)
+        return norm(a), exp(u, a), log(u, p), transport(a, u, p), angle(u, p)
+
+    for found, expected in zip(torch.func.vmap(everything)(u, p, a), everything(u, p, a), strict=True):
+        torch.testing.assert_close(found, expected)

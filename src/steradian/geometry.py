@@ -53,8 +53,8 @@ def norm(q: Tensor) -> Tensor:
     [38.47999954223633, -29.299999237060547]
     """
     q = _rows(q, "q")
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        # Where looking is free, most rows need no care; the results are the same to the last bit.
+    if at_hand(q):
+        # Most rows need no care; the results are the same to the last bit.
         length = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
         if _ordinary(length):
             return length
@@ -188,6 +188,17 @@ def _pair(a: Tensor, b: Tensor, name_a: str, name_b: str) -> tuple[Tensor, Tenso
         )
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
+
+
+def at_hand(x: Tensor) -> bool:
+    """Whether looking at numbers costs nothing: they are on the host, and neither fake nor traced nor transformed."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return x.is_cpu and not traced and is_plain(x)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is the memory at its address; one of a class that wraps others, or a fake one, is not."""
+    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _scale(x: Tensor) -> Tensor:

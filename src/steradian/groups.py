@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from steradian import _words
 
-__all__ = ["Group", "Groups", "Layout", "Spec", "is_sharded"]
+__all__ = ["Group", "Groups", "Layout", "Spec", "is_flattened", "is_sharded"]
 
 Spec = str | int | tuple[str | int, ...]
 """Plain data that names a layout: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
@@ -371,6 +371,11 @@ def is_sharded(param: Tensor) -> bool:
     """Whether a parameter is a DTensor; there is none before torch's module for them is imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(param, module.DTensor)
+
+
+def is_flattened(param: Tensor) -> bool:
+    """Whether `FullyShardedDataParallel` made a piece of a flat tensor of a parameter, in which there are no rows."""
+    return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def _bare(name: str) -> str:

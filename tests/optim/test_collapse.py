@@ -1,5 +1,6 @@
 """Rows without a direction, and gradients at the ends of the range: never NaN or Inf, and no other row is touched."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from steradian import optim
 
 # The classic updates are torch's, also in what they do at the ends of the range.
 OURS = {name: make for name, make in TABLE.items() if name not in CLASSIC}
+OURS["AdamP-exact"] = partial(TABLE["AdamP"], eps=0.0)
 ADAM = ["a", "b", "c", "ab", "ac", "bc", "abc"]
 
 

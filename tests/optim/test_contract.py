@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 from optim.table import (
     CLASSIC,
@@ -120,6 +122,21 @@ def test_steps_change_parameters_and_keep_them_finite(make: Make) -> None:
     for p, old in zip(parameters(optimizer), before, strict=True):
         assert torch.isfinite(p).all()
         assert not torch.equal(p, old)
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_a_rate_of_zero_changes_no_digit(make: Make, gradient: float) -> None:
+    """`set_optimizer_state_dict` takes such a step to have a state to load into, after the weights were loaded."""
+    optimizer = make(groups())
+    train(optimizer)
+    before = [p.detach().clone() for p in parameters(optimizer)]
+    set_gradients(optimizer, 5)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad.mul_(gradient)
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(parameters(optimizer), before, strict=True))
 
 
 def test_maximize_is_descent_on_the_negative(make: Make) -> None:
@@ -432,16 +449,35 @@ def test_float64_agrees_with_float32(make: Make) -> None:
 
 
 @pytest.mark.parametrize("rows", [None, "filter"])
-def test_sparse_and_complex_gradients_are_refused(make: Make, rows: Any) -> None:
-    p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
-    first = nn.Parameter(torch.ones(3))
-    for bad, message in ((p, "dense gradients"), (q, "real parameters")):
+def test_gradients_that_no_step_is_for_are_refused(make: Make, rows: Any) -> None:
+    first, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 2))
+    of = {d: nn.Parameter(torch.ones(3, 2).to(d), requires_grad=False) for d in (torch.int32, torch.float8_e5m2)}
+    of[torch.complex64] = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+    cases = [(plain, "dense gradients"), (of.pop(torch.complex64), "real parameters")]
+    cases += [(p, f"needs parameters .*, got {dtype}") for dtype, p in of.items()]
+    for bad, message in cases:
         optimizer = make([{"params": [first]}, {"params": [bad], "rows": rows}])
         first.grad = torch.ones(3)
-        bad.grad = torch.ones(3, 2).to_sparse() if bad is p else torch.ones_like(q)
+        bad.grad = torch.ones(3, 2).to_sparse() if bad is plain else torch.ones_like(bad)
         with pytest.raises(RuntimeError, match=message):
             optimizer.step()
         assert torch.equal(first, torch.ones(3)), "no parameter moves when one is refused"
+
+
+def test_parameters_of_a_wrapping_class_step_as_plain_ones(make: Make) -> None:
+    one, other = make(one_of_each()), make(one_of_each())
+    for group in other.param_groups:
+        group["params"] = [nn.Parameter(TwoTensor(p.detach(), p.detach().clone())) for p in group["params"]]
+    for k in range(2):
+        set_gradients(one, k)
+        for p, q in zip(parameters(one), parameters(other), strict=True):
+            q.grad = TwoTensor(p.grad, p.grad.clone())
+        one.step()
+        other.step()
+        other.load_state_dict(other.state_dict())
+    for p, q in zip(parameters(one), parameters(other), strict=True):
+        assert torch.equal(p, q.a)
+        assert torch.equal(p, q.b)
 
 
 # Inside torch's machinery -----------------------------------------------------------------------------------
@@ -560,6 +596,36 @@ def test_a_default_device_is_not_where_steps_are_counted(make: Make) -> None:
     finally:
         torch.set_default_device(None)
     train(one)
+    assert_same(one, other)
+
+
+def test_a_step_without_numbers_has_the_shapes_of_one(make: Make) -> None:
+    """As tools take it that count memory before there is any, on fake parameters."""
+    real = make(one_of_each())
+    train(real)
+    with FakeTensorMode():
+        fake = make(one_of_each())
+        fake.emit()
+        for _ in range(2):
+            for p in parameters(fake):
+                p.grad = torch.empty_like(p)
+            fake.step()
+    for p, q in zip(parameters(real), parameters(fake), strict=True):
+        kept = [
+            {name: (v.shape, v.dtype) for name, v in each.state[key].items()} for each, key in ((real, p), (fake, q))
+        ]
+        assert kept[0] == kept[1]
+
+
+def test_what_is_made_in_inference_mode_is_stepped_outside(make: Make) -> None:
+    one, other = make(groups()), make(groups())
+    train(one)
+    train(other)
+    with torch.inference_mode():
+        other.emit()
+        other.load_state_dict(copy.deepcopy(other.state_dict()))
+    train(one, start=3)
+    train(other, start=3)
     assert_same(one, other)
 
 

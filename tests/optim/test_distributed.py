@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steradian import find_groups, optim
+from steradian import find_groups, optim, watch
 
 from ranks import network, run, train
 
@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "SGD bc": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.05, without="bc"),
     "AdamP": lambda groups: optim.AdamP(groups, lr=0.02),
     "AdamG": lambda groups: optim.AdamG(groups, lr=0.02),
+    "AdaGradG": lambda groups: optim.AdaGradG.from_sgd(groups, lr=0.05),
 }
 
 
@@ -98,10 +99,33 @@ def crossing(rank, ranks, folder, kind):
         assert_same(whole(model), alone(kind, rows))
 
 
-PLAIN = [kind for kind in OPTIMIZERS if not kind.endswith("fused")]
+def sharded_later(rank, ranks, folder, kind):
+    """As accelerate does: the sharded parameters are put in the place of those that the optimizer was made for."""
+    for rows in ("filter", "tensor"):
+        model = network()
+        optimizer = OPTIMIZERS[kind](groups_of(model, rows))
+        for group, now in zip(optimizer.param_groups, groups_of(fully_shard(model), rows), strict=True):
+            group["params"] = now["params"]
+        train(model, optimizer, STEPS, rank=rank, ranks=ranks)
+        assert_same(whole(model), alone(kind, rows))
+
+
+def flattened(rank, ranks, folder, kind):
+    """What it leaves of parameters are pieces of a line, in which every number would be a row."""
+    model = FullyShardedDataParallel(network().float(), use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="FullyShardedDataParallel made flat"):
+        OPTIMIZERS[kind](groups_of(model))
+    with pytest.raises(ValueError, match="shard with fully_shard, after the rows are found"):
+        find_groups(model, torch.randn(2, 2, 4, 4))
+    with pytest.raises(ValueError, match="made flat by FullyShardedDataParallel"):
+        watch(torch.optim.SGD(groups_of(model), lr=0.1))
+
+
+PLAIN = [kind for kind in OPTIMIZERS if not kind.endswith(("fused", "AdaGradG"))]
 # Fused on a CPU needs Triton's interpreter.
 FUSED = [] if torch.cuda.is_available() else [(fsdp, "Adam abc, fused"), (crossing, "Adam abc, fused")]
 TWO = [(ddp, "Adam abc"), *((fsdp, kind) for kind in PLAIN), (crossing, "Adam abc"), (crossing, "SGD bc"), *FUSED]
+TWO += [(sharded_later, "AdaGradG"), (flattened, "Adam abc")]
 THREE = [(fsdp, "Adam abc"), (fsdp, "SGD bc"), (crossing, "Adam bc")]
 
 

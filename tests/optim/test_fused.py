@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from optim.table import CountOps
 from steradian.optim import Adam, _base, _launch
@@ -575,3 +576,19 @@ def test_a_default_device_is_not_where_the_tables_are():
     finally:
         torch.set_default_device(None)
     assert_alike(made, 3e-6)
+
+
+@pytest.mark.parametrize("without", ["c", "abc"])
+def test_parameters_of_a_wrapping_class_get_the_plain_step(without):
+    """They have no memory of their own for a kernel to step on; others beside them do."""
+    plain, wrapped, beside = (parameters([(3, 40)])[0] for _ in range(3))
+    wrapped = torch.nn.Parameter(TwoTensor(wrapped.detach(), wrapped.detach().clone()))
+    one = Adam([{"params": [plain], "rows": "filter"}], lr=0.02, without=without, fused=False)
+    two = Adam([{"params": [wrapped, beside], "rows": "filter"}], lr=0.02, without=without, fused=True)
+    for k in range(3):
+        plain.grad = beside.grad = gradients([plain], k)[0]
+        wrapped.grad = TwoTensor(plain.grad, plain.grad.clone())
+        one.step()
+        two.step()
+    for found in (wrapped.a, wrapped.b, beside):
+        close(found.detach(), plain.detach(), 3e-6, "param")

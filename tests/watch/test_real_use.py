@@ -503,6 +503,17 @@ def test_a_default_device_is_not_where_numbers_are_kept(kind, phenomena, tmp_pat
     assert_same_records(table, plain(kind, 4))
 
 
+@pytest.mark.parametrize("kind", ["SGD", "ours"])
+def test_a_watch_may_be_made_in_inference_mode(kind):
+    optimizer, params = pair(kind)
+    with torch.inference_mode():
+        seen = watch(optimizer).start()
+    train(optimizer, params, 4)
+    seen.stop()
+    assert seen.error is None
+    assert_same_records(seen.records(), plain(kind, 4))
+
+
 @pytest.mark.parametrize("kind", ["Adam", "ours"])
 def test_groups_are_told_in_the_order_of_the_model(kind):
     """Whatever order they are looked at in."""

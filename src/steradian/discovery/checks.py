@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from ..groups import is_sharded
+from ..groups import is_flattened, is_sharded
 from .probe import Prober, Reading
 from .values import tensors_in
 
@@ -43,6 +43,11 @@ def check_model(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.layout != torch.strided:
             raise ValueError(
                 f"parameter {name!r} is sparse, and rows are cut from dense tensors; pass the dense parameter"
+            )
+        if is_flattened(parameter):
+            raise ValueError(
+                f"parameter {name!r} is a piece of what FullyShardedDataParallel made flat, where there are no rows; "
+                "shard with fully_shard, after the rows are found"
             )
         if is_sharded(parameter):
             raise ValueError(

@@ -3,7 +3,7 @@
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Groups, Layout, is_sharded
-from steradian.optim._checks import check_rows, check_unsupported
+from steradian.optim._checks import check_gradients, check_rows, check_unsupported
+from steradian.optim._loading import take_state
 from steradian.optim._optional import fused_available, fused_works, sharding
-from steradian.optim._rows import RowSet, arithmetic, check_shape
-from steradian.optim._states import laid_out_as
+from steradian.optim._rows import RowSet, check_shape
 from steradian.optim._telemetry import Telemetry
 from steradian.optim._zero import zero
 
@@ -148,7 +148,7 @@ class RowOptimizer(Optimizer, ABC):
     def _collect(self) -> tuple[Classic, Work]:
         """What has a gradient: parameters for the classic update, and row sets."""
         for group in self.param_groups:
-            self._check_gradients(group)
+            check_gradients(group["params"], type(self).__name__)
         if self.telemetry is not None:
             self.telemetry.left = None
             self.telemetry.cover(self._row_counts())
@@ -241,20 +241,6 @@ class RowOptimizer(Optimizer, ABC):
         """Entries of the state that have one number per row in this group."""
         return self._row_state if self._layout(group) is not None else frozenset()
 
-    def _check_gradients(self, group: Options) -> None:
-        name = type(self).__name__
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            if param.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"{name} needs dense gradients, got {param.grad.layout}; torch.optim.SparseAdam exists"
-                )
-            if param.is_complex() or param.grad.is_complex():
-                raise RuntimeError(
-                    f"{name} needs real parameters, got {param.dtype}; torch.view_as_real makes them real"
-                )
-
     def _check_capture(self) -> None:
         remembered = self._remembered
         if torch.compiler.is_compiling() or "capturable" not in self.defaults:
@@ -318,6 +304,7 @@ class RowOptimizer(Optimizer, ABC):
             )
         check_rows(group)
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, on the parameters' device and in their memory format, sharing no memory with it.
 
@@ -336,47 +323,12 @@ class RowOptimizer(Optimizer, ABC):
         handle = self.register_load_state_dict_pre_hook(lambda _, last: loaded.append(last))
         try:
             super().load_state_dict(state_dict)
-            self._take_all(loaded[-1], groups)
+            take_state(self, loaded[-1], groups)
         except Exception:
             self.state, self.param_groups = state, groups
             raise
         finally:
             handle.remove()
-
-    def _take_all(self, saved: Mapping[str, Any], before: Sequence[Options]) -> None:
-        """What torch made of a saved state, as we keep it; settings that it does not have are those before."""
-        for group, of_group, old in zip(self.param_groups, saved["param_groups"], before, strict=True):
-            for name, value in old.items():
-                group.setdefault(name, value)
-            self._check(group)
-            check_unsupported(group)
-            check_rows(group)
-            for key, param in zip(of_group["params"], group["params"], strict=True):
-                if param in self.state:
-                    self._take(param, group, saved["state"][key])
-
-    def _take(self, param: Tensor, group: Options, saved: Mapping[str, Any]) -> None:
-        """What torch made of the saved state of a parameter, as we keep it."""
-        state, per_row = self.state[param], self._per_row(group)
-        for name in [name for name, value in state.items() if value is None]:  # torch had momentum of 0 saved so
-            del state[name]
-        needed = self._needed | (self._needed_by_rows if self._layout(group) is not None else frozenset())
-        if state and not needed <= state.keys():
-            raise ValueError(
-                f"a state of {type(self).__name__} must have {_quoted(needed)} here, got {_quoted(state)}: "
-                "it was made by another optimizer or under other settings"
-            )
-        for name in sorted((self._needed | self._needed_by_rows) & state.keys() - {"step"}):
-            rows = Layout(group["rows"]).size(param.shape)[:1] if name in per_row else param.shape
-            check_shape(name, state[name], rows)
-        for name, value in state.items():
-            if name in per_row:
-                value = saved[name].to(param.device, arithmetic(param.dtype))
-            if name == "step":
-                # Before torch 1.12 it was a plain number.
-                device = param.device if self._on_device(group) else torch.device("cpu")
-                value = torch.as_tensor(value, dtype=torch.float32, device=device)
-            state[name] = laid_out_as(param, value) if name != "step" else value.clone()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -397,10 +349,6 @@ def _say_that_nothing_has_rows(optimizer: str) -> None:
         "st.find_groups(model, batch).param_groups()",
         optimizer,
     )
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in sorted(names))
 
 
 def _sets(params: list[Tensor], group: Options) -> list[list[Tensor]]:

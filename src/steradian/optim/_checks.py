@@ -1,15 +1,23 @@
-"""Checks of the settings of a param group: a ValueError names the argument, the value and what would be right."""
+"""Checks of the settings and gradients of a param group: an error names the value and what would be right."""
 
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from steradian.groups import Layout
+from steradian.groups import Layout, is_flattened
 
-__all__ = ["check", "check_betas", "check_number", "check_rate", "check_rows", "check_unsupported", "is_number"]
+__all__ = [
+    *("check", "check_betas", "check_gradients", "check_number", "check_rate", "check_rows", "check_unsupported"),
+    "is_number",
+]
 
 Options = dict[str, Any]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_NAMES = "float32, float64, bfloat16 or float16"
 
 
 def check(fine: bool, name: str, value: object, expected: str) -> None:
@@ -55,6 +63,12 @@ def check_rows(group: Options) -> None:
         check(not joint, "joint", joint, 'given together with "rows"')
         return
     layout = Layout(group["rows"])
+    if any(map(is_flattened, group["params"])):
+        # Cut as they are now, every number would be a row.
+        raise ValueError(
+            f"rows must be None for parameters that FullyShardedDataParallel made flat, got {layout.spec!r}: "
+            "fully_shard keeps their rows"
+        )
     group["rows"] = layout.spec
     counts = {layout.size(shape)[0] for shape in shapes}
     if joint and len(shapes) < 2:
@@ -68,3 +82,21 @@ def check_unsupported(group: Options) -> None:
     """Settings of torch's optimizers, in a param group or in a state of theirs, that would change the step."""
     for name in ("amsgrad", "differentiable"):
         check(not group.get(name), name, group.get(name), "False: there is no such step here")
+
+
+def check_gradients(params: Iterable[Tensor], optimizer: str) -> None:
+    """The gradients that are there are dense, and of dtypes that momentum can be kept in."""
+    for param in params:
+        if param.grad is None:
+            continue
+        if param.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{optimizer} needs dense gradients, got {param.grad.layout}; torch.optim.SparseAdam exists"
+            )
+        for dtype in (param.dtype, param.grad.dtype):
+            if dtype.is_complex:
+                raise RuntimeError(
+                    f"{optimizer} needs real parameters, got {dtype}; torch.view_as_real makes them real"
+                )
+            if dtype not in _DTYPES:
+                raise RuntimeError(f"{optimizer} needs parameters and gradients of {_NAMES}, got {dtype}")

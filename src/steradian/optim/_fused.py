@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from steradian.geometry import is_plain
 from steradian.optim._plan import DTYPES, Plan, setting
 from steradian.optim._rows import RowSet
 
@@ -62,7 +63,7 @@ def can_step(rows: RowSet, group: Options) -> bool:
     gradient = param.grad
     if len(rows.params) > 1 or gradient is None or param.dtype not in DTYPES or rows.n == 0 or rows.d == 0:
         return False
-    if not rows.lasting:
+    if not rows.lasting or not (is_plain(param) and is_plain(gradient)):
         return False
     if "a" in group["without"]:
         rows.number("exp_avg_sq")  # raises where it is not the rows' own: the kernel could not tell

@@ -30,8 +30,8 @@ def square(q: Tensor) -> Tensor:
 
 def held(usable: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
     """Rows with those that take no step set to 0: 0 times an infinite number is none."""
-    # Looking costs nothing on the host, and a copy is needed only once in a long while.
-    if usable.device.type == "cpu" and not torch.compiler.is_compiling() and bool(usable.all()):
+    # A copy is needed only once in a long while.
+    if geometry.at_hand(usable) and bool(usable.all()):
         return rows
     unusable = ~usable
     return tuple(each.masked_fill(unusable, 0) for each in rows)

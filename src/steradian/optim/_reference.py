@@ -177,10 +177,10 @@ def _length(q: Tensor) -> Tensor:
 
 
 def _direction(q: Tensor) -> tuple[Tensor, Tensor]:
-    """r and u, 0 for a collapsed row."""
+    """r and u, 0 for a collapsed row; a row on the sphere is its u, so that a step of no length changes no digit."""
     r = _length(q)
-    gone = geometry.collapsed(r)
-    return r, (q / r.masked_fill(gone, 1)).masked_fill_(gone, 0)
+    gone, there = geometry.collapsed(r), (r - 1).abs_() <= 4 * torch.finfo(r.dtype).eps
+    return r, (q / r.masked_fill(gone | there, 1)).masked_fill_(gone, 0)
 
 
 def _on_sphere(x: Tensor, gradient: Tensor, group: Options) -> tuple[Tensor, Tensor]:
@@ -282,7 +282,8 @@ def adamp(rows: RowSet, group: Options) -> None:
         divisor = (moment.sqrt() / root).add_(group["eps"])
         ahead = momentum.lerp(g, 1 - beta1) if group["nesterov"] else momentum
         q = torch.where(usable & (divisor > 0), ahead / divisor, 0)
-        unit = at / (_length(at) + group["eps"])
+        length = _length(at) + group["eps"]
+        unit = at / length.masked_fill(length == 0, 1)
         q -= dot(q, unit) * unit
         y = at * kept - q * pace
         if rows.telemetry is not None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from steradian.groups import Layout
 from steradian.optim._rows import RowSet
 
-__all__ = ["count_rows", "part", "per_row", "row_set"]
+__all__ = ["count_rows", "keep", "part", "per_row", "row_set"]
 
 
 def _stays_whole(param: Tensor, layout: Layout) -> bool:
@@ -106,15 +106,17 @@ def _gathered(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, A
     whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
     def put_back() -> None:
-        _keep(param, full)
+        keep(param, full)
         for name, value in state.items():
             if isinstance(value, DTensor):
-                _keep(value, whole[name])
+                keep(value, whole[name])
 
     return full, whole, put_back
 
 
-def _keep(sharded: DTensor, full: Tensor) -> None:
+def keep(sharded: Tensor, full: Tensor) -> None:
+    """Give a sharded tensor this rank's part of a whole one that every rank has."""
+    assert isinstance(sharded, DTensor)
     mesh = sharded.device_mesh
     replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     sharded.to_local().copy_(replicated.redistribute(placements=sharded.placements).to_local())

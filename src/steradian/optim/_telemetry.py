@@ -50,6 +50,7 @@ class Telemetry(Mapping[Tensor, Tensor]):
         """Which of the buffers holds the rows of a parameter, and where in it."""
         return self._places[param]
 
+    @torch.inference_mode(False)
     def cover(self, counts: Sequence[tuple[Tensor, int]]) -> None:
         """Have room for these parameters with their numbers of rows; nothing moves where there is room already."""
         wanted = [(param, n, param.device, arithmetic(param.dtype)) for param, n in counts]

@@ -12,7 +12,7 @@ from steradian.groups import Layout
 from steradian.optim import _reference, _rest
 from steradian.optim._base import Options, Params, RowOptimizer
 from steradian.optim._checks import check, check_number, check_rate, is_number
-from steradian.optim._states import per_row
+from steradian.optim._states import fill, per_row
 
 __all__ = ["AdaGradG"]
 
@@ -116,7 +116,7 @@ class AdaGradG(RowOptimizer):
             v0 = next(each for each, other in zip(v0, group["params"], strict=True) if other is param)
         if isinstance(v0, Tensor):
             check(v0.numel() in (1, len(v)), "v0", tuple(v0.shape), f"one number for each of {len(v)} rows")
-            v.copy_(v0.reshape(-1).expand(len(v)))
+            fill(v, v0.reshape(-1).expand(len(v)))
         else:
             v.fill_(v0)
         return {"sum": v}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from steradian.groups import Groups, Layout, is_sharded
+from steradian.groups import Groups, Layout, is_flattened, is_sharded
 from steradian.optim._optional import sharding
 
 __all__ = ["Followed", "follow"]
@@ -96,7 +96,7 @@ def follow(optimizer: Optimizer, groups: Groups | None) -> list[Followed]:
     """The rows to follow: those of `groups` that the optimizer steps, or those that its param groups name.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or they are no rows any more.
         TypeError: they do not hold real numbers.
     """
     found = _from_groups(optimizer, groups) if groups is not None else _from_options(optimizer)
@@ -107,6 +107,8 @@ def follow(optimizer: Optimizer, groups: Groups | None) -> list[Followed]:
         for param in followed.params:
             if not param.is_floating_point():
                 raise TypeError(f"rows must hold real floating-point numbers, but {followed.name} has {param.dtype}")
+        if any(map(is_flattened, followed.params)):
+            raise ValueError(f"{followed.name} was made flat by FullyShardedDataParallel, where there are no rows")
         if len({param.device for param in followed.params}) > 1:
             raise ValueError(f"the joint rows of {followed.name} lie on several devices")
     return found

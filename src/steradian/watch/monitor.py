@@ -93,6 +93,7 @@ class Watch:
         step: the number of the first step. None: what the optimizer's state counted so far.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         optimizer: Optimizer,
