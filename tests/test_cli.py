@@ -10,9 +10,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from steradian import __version__
 from steradian.cli import main
+from steradian.lab.progress import Lines, Shown, watcher_for
 from steradian.lab.results import Store
 
 from lab.simulated import column
@@ -57,6 +59,15 @@ def test_every_command_shows_an_example(call, command):
     done = call(*command.split(), "--help")
     assert done.code == 0
     assert f"Example: steradian {command}" in done.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_example_can_be_pasted(call, command, monkeypatch):
+    """On a screen of usual width it is one line, and what it names is there or made by another example."""
+    monkeypatch.setenv("COLUMNS", "80")
+    told = call(*command.split(), "--help").out.splitlines()
+    [number] = [k for k, line in enumerate(told) if "Example:" in line]
+    assert not told[number + 1].strip(" │")
 
 
 def test_the_commands_are_these(call):
@@ -149,7 +160,8 @@ def test_inspect_says_which_module_is_missing(call, tmp_path):
         ("inspect steradian.lab.models:small_cnn --input 99999999999999999999x1", "input must fit in memory"),
         ("inspect steradian.lab.models:small_cnn --input ²x3", "input must be a shape"),
         ("train --data svhn --root nowhere", "root must be a folder"),
-        ("train --model resnet20", "model must be one of ResNet20"),
+        ("train --model ResNet50", "model must be one of ResNet20"),
+        ("train --norm batch", "norm must be one of bn"),
         ("train --device meta", "device must be cpu, cuda"),
         ("train --study ../up", "study must be the name of a file"),
         ("reproduce tables --data digits --address x", "--address is for --engine ray"),
@@ -267,7 +279,7 @@ def test_the_demo_needs_a_folder_it_can_write(call, tmp_path):
 
 
 def test_training_a_table_and_a_figure(call, tmp_path):
-    chosen = ["--columns", "VGG16", "--methods", "Adam", "--methods", "AdamW"]
+    chosen = ["--columns", "vgg16", "--methods", "Adam", "--methods", "adamw"]
     done = call("reproduce", "tables", "--data", "digits", "--epochs", 1, "--seeds", 1, *chosen)
     assert done.code == 0, done.err
     assert "AdamW†" in done.out
@@ -322,6 +334,12 @@ def test_tracked_trainings_and_the_write_up(call, tmp_path):
     assert "Not run" not in (tmp_path / "docs.md").read_text()
     assert len(list((tmp_path / "pictures").glob("*.svg"))) == 2
     assert call("figure", "hypotheses-digits", "phenomena", "-o", "p.html").code == 0
+
+
+def test_a_terminal_that_cannot_go_back_gets_lines(monkeypatch):
+    shown = Console(force_terminal=True, _environ={"TERM": "xterm"})
+    assert isinstance(watcher_for(shown), Shown)
+    assert isinstance(watcher_for(Console(force_terminal=True, _environ={"TERM": "dumb"})), Lines)
 
 
 def test_data_are_packed_and_checked(call):

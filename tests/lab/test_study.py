@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from pyarrow import parquet
 from rich.console import Console
 
 from steradian.lab.claims import Claims
@@ -204,9 +205,28 @@ def test_records_of_another_version_are_named_with_their_file(tmp_path):
     tracks.add(ONE, table)
     with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: .* steps"):
         tracks.about()
+    tracks.path.unlink()
+    tracks.add(ONE, table, steps=0)
+    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: steps .* got 0"):
+        tracks.about()
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is not what benchmarks"):
         plain_loops(tmp_path / "b.json")
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut off", "no numbers", "a list"])
+def test_damaged_records_are_named_with_their_file(tmp_path, kind):
+    tracks = Tracks(tmp_path / "t.parquet")
+    table = pd.DataFrame({name: [0] if name in ("step", "value") else ["x"] for name in COLUMNS})
+    tracks.add(ONE, table, steps=1)
+    if kind == "no numbers":
+        table.assign(value="x").to_parquet(tracks.path)
+    elif kind == "a list":
+        parquet.write_table(parquet.read_table(tracks.path).replace_schema_metadata({"steradian": "[1]"}), tracks.path)
+    else:
+        tracks.path.write_bytes(tracks.path.read_bytes()[: 0 if kind == "empty" else 100])
+    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records"):
+        tracks.add(ONE, table, steps=1)
 
 
 def test_time_is_a_number(tmp_path, data):

@@ -81,7 +81,9 @@ def report(
 ) -> None:
     """Write one page from recorded runs, which opens without network.
 
-    Example: steradian report runs/adam runs/ab --out page.html
+    Runs are folders that watch(optimizer, to=…) writes; steradian demo leaves three in demo/runs.
+
+    Example: steradian report demo/runs/SGD demo/runs/Adam --out page.html
     """
     from steradian.report import page
 

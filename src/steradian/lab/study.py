@@ -80,6 +80,8 @@ class Study:
     runs: Path = RUNS
 
     def __post_init__(self) -> None:
+        for name in ("results", "runs"):
+            object.__setattr__(self, name, Path(getattr(self, name)))
         if not self.name or self.name.startswith(".") or re.search(r"[/\\\0]", self.name):
             raise ValueError(f"study must be the name of a file without its folder, got {self.name!r}")
 
@@ -98,7 +100,7 @@ class Study:
         configs: Sequence[Config],
         *,
         roots: Mapping[str, Path] | None = None,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         size: int | None = None,
         seconds: float | None = None,
         execution: Execution | None = None,
@@ -123,7 +125,7 @@ class Study:
             watcher: told what happens.
             make: makes a training, as for `Fleet`.
         """
-        device = device or pick_device()
+        device = device if isinstance(device, torch.device) else pick_device(device)
         gpu = device.type == "cuda"
         prepare_device(device, exact=any(config.precision == "float32" for config in configs))
         keys = {config.key for config in configs}

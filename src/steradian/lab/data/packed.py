@@ -23,7 +23,7 @@ def is_packed(root: Path) -> bool:
     return (root / "meta.json").is_file()
 
 
-def pack(data: DataSet, root: Path, *, source: str = "", effort: int = 4) -> None:
+def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) -> None:
     """Write a data set in the packed form, `meta.json` last, so that a folder that has one is complete.
 
     Args:
@@ -32,6 +32,7 @@ def pack(data: DataSet, root: Path, *, source: str = "", effort: int = 4) -> Non
         source: where the data came from, in words.
         effort: WebP's effort from 0 (fast) to 6 (small).
     """
+    root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
     side = min(_SIDE, _LARGEST // data.train.size)
     splits: dict[str, Any] = {}
