@@ -1,6 +1,7 @@
 """The command line: every command explains itself with an example, works, and says in one line what is wrong."""
 
 import errno
+import importlib
 import os
 import re
 import signal
@@ -126,6 +127,41 @@ def test_inspect_says_which_module_is_missing(call, tmp_path):
     assert done.err == "steradian: needs_more imports 'no_such_module', and there is no such module\n"
     done = call("inspect", "no_such_module.inside:model", "--input", "2x3")
     assert "no module 'no_such_module.inside'" in done.err
+
+
+def test_inspect_takes_a_file_wherever_it_is(call, tmp_path):
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / "parts.py").write_text("from torch import nn\nWIDTH = 6\n")
+    (folder / "types.py").write_text(  # as a module of Python's is called
+        "from parts import WIDTH, nn\n"
+        "class Networks:\n"
+        "    small = staticmethod(lambda: nn.Sequential(nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH)))\n"
+    )
+    done = call("inspect", folder / "types.py:Networks.small", "--input", "8x4")
+    assert re.search(r"0\.weight +filter +6 × 4 +1 \(BatchNorm1d\)", done.out), done.err
+    assert "has no 'Networks.large'" in call("inspect", "a b/types.py:Networks.large", "--input", "8x4").err
+    assert "a file that is there" in call("inspect", "a b/no.py:model", "--input", "8x4").err
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def model(:", "cannot be imported: it raised SyntaxError: invalid syntax"),
+        ("1 / 0", "cannot be imported: it raised ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "cannot be imported: it raised SystemExit: 3"),
+        ("import no_such_module", "imports 'no_such_module', and there is no such module"),
+    ],
+)
+@pytest.mark.parametrize("name", ["broken:model", "broken.py:model"])
+def test_inspect_says_what_a_module_does_instead_of_being_imported(call, tmp_path, monkeypatch, name, code, words):
+    (tmp_path / "broken.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    importlib.invalidate_caches()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    done = call("inspect", name, "--input", "2x3")
+    assert done.code == 1
+    assert re.fullmatch(rf"steradian: broken(\.py)? {re.escape(words)}.*\n", done.err)
 
 
 @pytest.mark.parametrize(
