@@ -325,6 +325,7 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     again = call("reproduce", "tables", "--data", "digits", "--epochs", 1, "--seeds", 1, *chosen)
     assert "2 of 2 trainings were finished before" in again.out
     assert "| Adam |" in call("table", "vgg16-digits", "--markdown").out
+    assert "| Adam |" in call("table", "results/vgg16-digits.json", "--markdown", "--results", "nowhere").out
     assert call("figure", "vgg16-digits", "loss", "-o", "loss.svg").code == 0
     assert (tmp_path / "loss.svg").read_text().startswith("<svg")
     stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)

@@ -272,6 +272,7 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
     ]
     line = grid_rows(results)[1][1]
     assert line[2:5] == ["4", "0.001, 0.0001, 0.99", "0.001, 3.125e-05, 0.99"]
+    assert grid_rows(results)[1][0][3] == "0.001, 0"  # SGD-M has no β2
     assert line[-1] == "3 (1 diverged)"
 
 
