@@ -47,6 +47,18 @@ def test_packed_data_come_back_exactly(tmp_path, kind):
     assert_same(load("mine", tmp_path), before)
 
 
+def test_packing_replaces_packed_data_alone(tmp_path):
+    pack(data("mine", size=4), tmp_path, effort=0)
+    other = data("mine", size=4)
+    pack(other, str(tmp_path), effort=0)
+    assert_same(load("mine", tmp_path), other)
+    for content in ('{"title": "of a page"}', "3", "not JSON"):
+        (tmp_path / "meta.json").write_text(content)
+        with pytest.raises(ValueError, match=r"meta\.json is not of packed data"):
+            pack(other, tmp_path)
+        assert (tmp_path / "meta.json").read_text() == content
+
+
 def test_packed_data_notice_damage_and_strange_names(tmp_path):
     pack(data(), tmp_path, effort=0)
     with pytest.raises(ValueError, match="holds cifar10, not svhn"):

@@ -31,8 +31,13 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
         root: the folder, made where missing.
         source: where the data came from, in words.
         effort: WebP's effort from 0 (fast) to 6 (small).
+
+    Raises:
+        ValueError: the folder has a `meta.json` of something else.
     """
     root = Path(root)
+    if is_packed(root) and not _own(root / "meta.json"):
+        raise ValueError(f"{root / 'meta.json'} is not of packed data, which would replace it: pack to another folder")
     root.mkdir(parents=True, exist_ok=True)
     side = min(_SIDE, _LARGEST // data.train.size)
     splits: dict[str, Any] = {}
@@ -60,6 +65,14 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
         "source": source,
     }
     write_atomically(root / "meta.json", json.dumps(meta, indent=1).encode())
+
+
+def _own(path: Path) -> bool:
+    """Whether the file describes packed data, however damaged."""
+    try:
+        return "sha256" in json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError):
+        return False
 
 
 def read_packed(root: Path) -> DataSet:
