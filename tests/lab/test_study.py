@@ -1,9 +1,11 @@
 """A study among others: several processes, other data under the same name, checkpoints that do not fit, a last step."""
 
+import errno
 import fcntl
 import io
 import math
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from steradian.lab.data import DataSet, Images, Resident, load
 from steradian.lab.execution import Execution
 from steradian.lab.members import CURVES, Member
 from steradian.lab.progress import Lines
-from steradian.lab.results import Result
+from steradian.lab.results import Result, Store
 from steradian.lab.study import Study, study_name
 from steradian.lab.times import plain_loops
 from steradian.lab.tracking import Tracked
@@ -51,6 +53,24 @@ def test_a_claim_is_held_by_one_and_free_when_it_ends(tmp_path):
         mine.free(["b"])
         assert others.take(["b"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_holds_results_and_claims(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    store = Store(tmp_path / "x.json")
+    store.add([Result(ONE, {name: [1.0] for name in CURVES})])
+    assert store.keys() == {ONE.key}
+    with Claims(tmp_path / "claims") as claims:
+        assert claims.take(["a"])
+
+
+def test_a_study_whose_folder_is_cleaned_up_meanwhile_goes_on(tmp_path, data, monkeypatch):
+    here = fleet(tmp_path, data, size=1)
+    monkeypatch.setattr(here.watcher, "finished", lambda _: shutil.rmtree(tmp_path / "work"))
+    assert here.run([replace(ONE, seed=seed) for seed in range(2)])
 
 
 def test_a_claim_that_two_others_give_up_meanwhile_can_be_taken(tmp_path, monkeypatch):
