@@ -370,7 +370,9 @@ def test_tracked_trainings_and_the_write_up(call, tmp_path):
     assert done.code == 0, done.err
     assert "Not run" not in (tmp_path / "docs.md").read_text()
     assert len(list((tmp_path / "pictures").glob("*.svg"))) == 2
-    assert call("figure", "hypotheses-digits", "phenomena", "-o", "p.html").code == 0
+    assert call("figure", "hypotheses-digits", "Phenomena", "-o", "p.html").code == 0
+    other = call("figure", "results/hypotheses-digits-tracks.parquet", "trajectories", "-o", "t.svg")
+    assert other.err.endswith("has no trajectories to show; it has hypotheses, phenomena\n")
 
 
 def test_a_terminal_that_cannot_go_back_gets_lines(monkeypatch):

@@ -70,7 +70,11 @@ def figure(
         if not tracks.path.exists():
             there = [path.name.removesuffix("-tracks.parquet") for path in sorted(folder.glob("*-tracks.parquet"))]
             raise ValueError(f"no records of {study!r} in {folder}; there are {', '.join(there) or 'none'}")
-        drawn = TRACK_FIGURES[kind](tracks.table(), tracks.about())
+        recorded = tracks.table(), tracks.about()
+        drawn = TRACK_FIGURES[kind](*recorded)
+        if drawn.empty:
+            shown = [name for name, draw in TRACK_FIGURES.items() if not draw(*recorded).empty]
+            raise ValueError(f"{tracks.path} has no {kind} to show; it has {', '.join(shown) or 'nothing'}")
     else:
         raise ValueError(f"kind must be one of {', '.join([*FIGURES, *TRACK_FIGURES])}, got {kind!r}")
     write_figure(drawn, out)
