@@ -60,9 +60,11 @@ def test_a_file_system_without_locks_holds_results_and_claims(tmp_path, monkeypa
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    store = Store(tmp_path / "x.json")
+    store, part = Store(tmp_path / "x.json"), tmp_path / ".x.json.1.part"
+    part.write_text("of a writer who may be at work")
     store.add([Result(ONE, {name: [1.0] for name in CURVES})])
     assert store.keys() == {ONE.key}
+    assert part.exists()
     with Claims(tmp_path / "claims") as claims:
         assert claims.take(["a"])
 

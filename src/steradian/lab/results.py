@@ -259,7 +259,7 @@ def locked(path: Path) -> Iterator[None]:
     """Hold a file for reading, changing and writing it: other processes that do so wait."""
     path = Path(os.path.realpath(path))  # whatever name it goes by
     with path.with_name(f".{path.name}.lock").open("w") as file:
-        with suppress(OSError):  # a file system without locks has nobody to tell apart
+        with suppress(OSError):  # a file system without locks cannot tell who writes: others' parts are left alone
             fcntl.flock(file, fcntl.LOCK_EX)
-        remove_parts(path)
+            remove_parts(path)
         yield
