@@ -132,6 +132,23 @@ def test_what_another_study_has_finished_is_not_sent_to_workers(tmp_path, monkey
     assert study.store.keys() == {config.key for config in configs()}
 
 
+def test_a_worker_with_other_images_under_the_name_is_refused(tmp_path, monkeypatch):
+    first, *_, last = configs()
+
+    def of(config, images):
+        return Result(config, {name: [1.0] for name in CURVES}, environment={"data": images})
+
+    far = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict, exceptions=ray.exceptions)
+    far.remote = lambda **_: lambda _: SimpleNamespace(remote=lambda *_: [of(last, "theirs").to_dict()])
+    far.wait, far.get = (lambda left, num_returns: (left, [])), list
+    monkeypatch.setattr("steradian.lab.sweep._ray", lambda: far)
+    study = Study("spread", tmp_path, tmp_path / "runs")
+    study.store.add([of(first, "ours")])
+    with pytest.raises(ValueError, match=f"holds {first.key}, trained on other data called digits"):
+        sweep([first, last], study, engine="ray")
+    assert study.store.keys() == {first.key}
+
+
 def test_workers_look_for_data_where_the_driver_would(tmp_path, monkeypatch):
     """A worker begins in a folder of its own: here the driver's calls, carried out there."""
 

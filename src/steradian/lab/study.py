@@ -135,7 +135,7 @@ class Study:
         # Data that is shown is read even where nothing is left to do: it may not be what the results were made from.
         needed = sorted({config.data for config in configs if config.key not in done or config.data in (roots or {})})
         data = {name: Resident(load(name, (roots or {}).get(name)), device) for name in needed}
-        self._same_data(known, data)
+        self.check_data(known, {name: resident.fingerprint for name, resident in data.items()})
         if other:
             self.store.add(other)
         fleet = Fleet(
@@ -151,12 +151,17 @@ class Study:
         )
         return fleet.run(configs, seconds=seconds)
 
-    def _same_data(self, known: Sequence[Result], data: Mapping[str, Resident]) -> None:
-        """Refuse to go on with other images under the name of those that results were made from."""
+    def check_data(self, known: Sequence[Result], data: Mapping[str, str]) -> None:
+        """Refuse to go on with other images under the name of those that results were made from.
+
+        Args:
+            known: the results.
+            data: fingerprints of the images, by name.
+        """
         for result in known:
             name = result.config.data
             made = result.environment.get("data")
-            if name in data and made is not None and made != data[name].fingerprint:
+            if name in data and made is not None and made != data[name]:
                 raise ValueError(
                     f"{self.results} holds {result.config.key}, trained on other data called {name}: give this data "
                     "another name with --data"

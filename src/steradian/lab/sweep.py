@@ -94,6 +94,8 @@ def _on_ray(
     try:
         study.store.adopt(config.key for config in configs)
         done = study.store.keys()
+        keys = {config.key for config in configs}
+        known = [result for result in study.store.results() if result.config.key in keys]
         gpus = ray.cluster_resources().get("GPU", 0)
         needs = {"num_gpus": 1} if gpus else {"num_cpus": 1}
         # Ray itself starts a task again whose worker died; an error in the task is an error of the study.
@@ -114,14 +116,23 @@ def _on_ray(
                 ready, waiting = ray.wait(waiting, num_returns=1)
                 for unit_results in _got(ray, ready):
                     arrived = [Result.from_dict(values) for values in unit_results]
-                    study.store.add(arrived)
+                    _take_in(arrived, known, study)
                     for result in arrived:
                         if result.config.key not in done:  # a fleet tells what it found finished, too
                             watcher.finished(Member(result.config, dict(result.curves)))
     finally:
         if started:
             ray.shutdown()
-    return {config.key for config in configs} <= study.store.keys()
+    return keys <= study.store.keys()
+
+
+def _take_in(arrived: list[Result], known: list[Result], study: Study) -> None:
+    """Store results; machines may have different images under one name, which are refused."""
+    for result in arrived:
+        if images := result.environment.get("data"):
+            study.check_data(known, {result.config.data: images})
+    study.store.add(arrived)
+    known += arrived
 
 
 def _reach(address: str) -> None:
