@@ -271,4 +271,6 @@ def test_phenomena_are_not_missed_in_silence(tmp_path, data, monkeypatch):
 def test_a_study_stays_in_its_folder(name):
     with pytest.raises(ValueError, match="study must be the name of a file"):
         Study(name)
+    with pytest.raises(ValueError, match="study must have at most 200 bytes"):
+        Study("x" * 201)
     assert "/" not in study_name("tables", [replace(CONFIG, data="a/b")])

@@ -19,6 +19,7 @@ from steradian.lab.training import Training
 __all__ = ["Study", "pick_device", "study_name"]
 
 RESULTS, RUNS = Path("results"), Path("runs")
+_LONGEST = 200  # bytes of a study's name
 
 
 def pick_device(name: str | None = None) -> torch.device:
@@ -84,6 +85,8 @@ class Study:
             object.__setattr__(self, name, Path(getattr(self, name)))
         if not self.name or self.name.startswith(".") or re.search(r"[/\\\0]", self.name):
             raise ValueError(f"study must be the name of a file without its folder, got {self.name!r}")
+        if len(os.fsencode(self.name)) > _LONGEST:  # what is written beside a file has a longer name
+            raise ValueError(f"study must have at most {_LONGEST} bytes, got {self.name!r}")
 
     @property
     def store(self) -> Store:
