@@ -125,6 +125,8 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--workers", type=int, default=14)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("cuDNN and our kernels are compared on a GPU, and there is none")
     torch.backends.cudnn.benchmark = True
     if options.tune:
         tune(options.members, options.batch, options.workers)

@@ -6,7 +6,8 @@ A fleet of N is N trainings in flight; M members are M seeds of one setting carr
 graphs are captured. Methods go round: Adam, AdamW†, w/o (a), (ab), (abc), SGD-M. Both sides train with bf16 autocast,
 channels last, batch 128, crops and flips; the evaluation is not part of it. Without --data the images are random.
 --check compares the weights of trainings in a fleet with those of the same trainings alone.
-Prints a table and writes results/bench-fleet.json, again after every measurement; none is begun after --seconds.
+Prints a table and writes results/bench-fleet.json (on a CPU bench-fleet-cpu.json), again after every measurement; none
+is begun after --seconds.
 """
 
 import argparse
@@ -224,8 +225,9 @@ def main() -> None:
     parser.add_argument("--option", nargs="*", default=[], help="settings of torch._inductor.config, NAME=1")
     parser.add_argument("--check", action="store_true", help="compare weights instead: results/fleet-check.json")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
-    parser.add_argument("--name", default="bench-fleet", help="of the file in results/")
+    parser.add_argument("--name", help="of the file in results/: bench-fleet, on a CPU bench-fleet-cpu")
     args = parser.parse_args()
+    args.name = args.name or f"bench-fleet{'-cpu' if args.device.type == 'cpu' else ''}"
     if args.device.type == "cpu":
         args.compile = False
     began = time.perf_counter()

@@ -1,6 +1,7 @@
 """The command line: every command explains itself with an example, works, and says in one line what is wrong."""
 
 import errno
+import importlib
 import os
 import re
 import signal
@@ -10,9 +11,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from steradian import __version__
 from steradian.cli import main
+from steradian.lab.progress import Lines, Shown, watcher_for
 from steradian.lab.results import Store
 
 from lab.simulated import column
@@ -57,6 +60,15 @@ def test_every_command_shows_an_example(call, command):
     done = call(*command.split(), "--help")
     assert done.code == 0
     assert f"Example: steradian {command}" in done.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_example_can_be_pasted(call, command, monkeypatch):
+    """On a screen of usual width it is one line, and what it names is there or made by another example."""
+    monkeypatch.setenv("COLUMNS", "80")
+    told = call(*command.split(), "--help").out.splitlines()
+    [number] = [k for k, line in enumerate(told) if "Example:" in line]
+    assert not told[number + 1].strip(" │")
 
 
 def test_the_commands_are_these(call):
@@ -117,6 +129,41 @@ def test_inspect_says_which_module_is_missing(call, tmp_path):
     assert "no module 'no_such_module.inside'" in done.err
 
 
+def test_inspect_takes_a_file_wherever_it_is(call, tmp_path):
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / "parts.py").write_text("from torch import nn\nWIDTH = 6\n")
+    (folder / "types.py").write_text(  # as a module of Python's is called
+        "from parts import WIDTH, nn\n"
+        "class Networks:\n"
+        "    small = staticmethod(lambda: nn.Sequential(nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH)))\n"
+    )
+    done = call("inspect", folder / "types.py:Networks.small", "--input", "8x4")
+    assert re.search(r"0\.weight +filter +6 × 4 +1 \(BatchNorm1d\)", done.out), done.err
+    assert "has no 'Networks.large'" in call("inspect", "a b/types.py:Networks.large", "--input", "8x4").err
+    assert "a file that is there" in call("inspect", "a b/no.py:model", "--input", "8x4").err
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def model(:", "cannot be imported: it raised SyntaxError: invalid syntax"),
+        ("1 / 0", "cannot be imported: it raised ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "cannot be imported: it raised SystemExit: 3"),
+        ("import no_such_module", "imports 'no_such_module', and there is no such module"),
+    ],
+)
+@pytest.mark.parametrize("name", ["broken:model", "broken.py:model"])
+def test_inspect_says_what_a_module_does_instead_of_being_imported(call, tmp_path, monkeypatch, name, code, words):
+    (tmp_path / "broken.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    importlib.invalidate_caches()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    done = call("inspect", name, "--input", "2x3")
+    assert done.code == 1
+    assert re.fullmatch(rf"steradian: broken(\.py)? {re.escape(words)}.*\n", done.err)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -149,7 +196,8 @@ def test_inspect_says_which_module_is_missing(call, tmp_path):
         ("inspect steradian.lab.models:small_cnn --input 99999999999999999999x1", "input must fit in memory"),
         ("inspect steradian.lab.models:small_cnn --input ²x3", "input must be a shape"),
         ("train --data svhn --root nowhere", "root must be a folder"),
-        ("train --model resnet20", "model must be one of ResNet20"),
+        ("train --model ResNet50", "model must be one of ResNet20"),
+        ("train --norm batch", "norm must be one of bn"),
         ("train --device meta", "device must be cpu, cuda"),
         ("train --study ../up", "study must be the name of a file"),
         ("reproduce tables --data digits --address x", "--address is for --engine ray"),
@@ -267,7 +315,7 @@ def test_the_demo_needs_a_folder_it_can_write(call, tmp_path):
 
 
 def test_training_a_table_and_a_figure(call, tmp_path):
-    chosen = ["--columns", "VGG16", "--methods", "Adam", "--methods", "AdamW"]
+    chosen = ["--columns", "vgg16", "--methods", "Adam", "--methods", "adamw"]
     done = call("reproduce", "tables", "--data", "digits", "--epochs", 1, "--seeds", 1, *chosen)
     assert done.code == 0, done.err
     assert "AdamW†" in done.out
@@ -277,6 +325,7 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     again = call("reproduce", "tables", "--data", "digits", "--epochs", 1, "--seeds", 1, *chosen)
     assert "2 of 2 trainings were finished before" in again.out
     assert "| Adam |" in call("table", "vgg16-digits", "--markdown").out
+    assert "| Adam |" in call("table", "results/vgg16-digits.json", "--markdown", "--results", "nowhere").out
     assert call("figure", "vgg16-digits", "loss", "-o", "loss.svg").code == 0
     assert (tmp_path / "loss.svg").read_text().startswith("<svg")
     stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)
@@ -321,7 +370,15 @@ def test_tracked_trainings_and_the_write_up(call, tmp_path):
     assert done.code == 0, done.err
     assert "Not run" not in (tmp_path / "docs.md").read_text()
     assert len(list((tmp_path / "pictures").glob("*.svg"))) == 2
-    assert call("figure", "hypotheses-digits", "phenomena", "-o", "p.html").code == 0
+    assert call("figure", "hypotheses-digits", "Phenomena", "-o", "p.html").code == 0
+    other = call("figure", "results/hypotheses-digits-tracks.parquet", "trajectories", "-o", "t.svg")
+    assert other.err.endswith("has no trajectories to show; it has hypotheses, phenomena\n")
+
+
+def test_a_terminal_that_cannot_go_back_gets_lines(monkeypatch):
+    shown = Console(force_terminal=True, _environ={"TERM": "xterm"})
+    assert isinstance(watcher_for(shown), Shown)
+    assert isinstance(watcher_for(Console(force_terminal=True, _environ={"TERM": "dumb"})), Lines)
 
 
 def test_data_are_packed_and_checked(call):

@@ -47,6 +47,18 @@ def test_packed_data_come_back_exactly(tmp_path, kind):
     assert_same(load("mine", tmp_path), before)
 
 
+def test_packing_replaces_packed_data_alone(tmp_path):
+    pack(data("mine", size=4), tmp_path, effort=0)
+    other = data("mine", size=4)
+    pack(other, str(tmp_path), effort=0)
+    assert_same(load("mine", tmp_path), other)
+    for content in ('{"title": "of a page"}', "3", "not JSON"):
+        (tmp_path / "meta.json").write_text(content)
+        with pytest.raises(ValueError, match=r"meta\.json is not of packed data"):
+            pack(other, tmp_path)
+        assert (tmp_path / "meta.json").read_text() == content
+
+
 def test_packed_data_notice_damage_and_strange_names(tmp_path):
     pack(data(), tmp_path, effort=0)
     with pytest.raises(ValueError, match="holds cifar10, not svhn"):
@@ -211,9 +223,26 @@ def test_grey_palette_and_transparent_images_are_colours_and_what_has_a_dot_is_l
     (root / "train" / "d" / "._1.png").write_bytes(b"not an image")
     (root / "train" / "d" / "notes.txt").write_bytes(b"not an image")
     (root / "train" / "d" / "old.png").mkdir()
+    (root / "train" / "d" / ".hidden").mkdir()
+    (root / "train" / "d" / ".hidden" / "2.png").write_bytes(b"not an image")
     read = load("mine", root)
     assert list(read.classes) == ["b [c]", "d", "e", "猫"]
     assert read.train.pixels.shape == (4, 6, 6, 3)
+
+
+def test_images_in_folders_of_a_class_belong_to_it(tmp_path):
+    root = folder_of_images(tmp_path, {"a": "RGB", "b": "RGB"})
+    (root / "train" / "b" / "more" / "of them").mkdir(parents=True)
+    shutil.copy(root / "train" / "a" / "1.TIFF", root / "train" / "b" / "more" / "of them" / "2.tiff")
+    assert load("mine", root).train.labels.tolist() == [0, 1, 1]
+
+
+def test_a_palette_with_transparency_is_read_in_silence(tmp_path):
+    root = folder_of_images(tmp_path, {"a": "RGB"})
+    palette = Image.new("P", (6, 6))
+    palette.putpalette(list(range(256)) * 3)
+    palette.save(root / "train" / "a" / "2.png", transparency=bytes(range(256)))
+    assert len(load("mine", root).train) == 2
 
 
 @pytest.mark.parametrize(
@@ -248,6 +277,15 @@ def test_a_name_of_ones_own_holds_whatever_form_the_data_have(tmp_path):
     assert (named.name, known.name) == ("mine", "digits")
     assert named.fingerprint() == known.fingerprint()
     assert (Resident(named).flip, Resident(known).flip) == (True, False)
+
+
+def test_what_cannot_be_images_or_labels_is_said():
+    with pytest.raises(ValueError, match=r"labels must be a whole number for each .* got float64"):
+        Images(images(2).pixels, np.array([0.0, 1.0]))
+    with pytest.raises(ValueError, match=r"pixels must be uint8 .* \(2, 0, 0, 1\)"):
+        Images(np.zeros((2, 0, 0, 1), dtype=np.uint8), np.array([0, 1]))
+    with pytest.raises(ValueError, match="pad must be at least 0, got -1"):
+        Resident(data(), pad=-1)
 
 
 def test_too_few_images_are_refused():
@@ -353,8 +391,9 @@ def test_plans_depend_on_seed_and_epoch_alone():
     np.testing.assert_array_equal(epoch_plan(1, 2, **kind), epoch_plan(1, 2, **kind))
     different = {epoch_plan(s, e, **kind).tobytes() for s in range(4) for e in range(4)}
     assert len(different) == 16
-    with pytest.raises(ValueError, match="batch must be at most"):
-        epoch_plan(0, 0, images=5, batch=6, views=1)
+    for batch in (0, 6):
+        with pytest.raises(ValueError, match=f"batch must be at least 1 and at most the 5 images .* got {batch}"):
+            epoch_plan(0, 0, images=5, batch=batch, views=1)
 
 
 def test_a_full_disk_is_named_with_its_file_and_leaves_no_parts(tmp_path, monkeypatch):

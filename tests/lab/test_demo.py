@@ -1,5 +1,7 @@
 """The demo, shortened: it trains, every step is recorded, and the page holds all three runs."""
 
+import pytest
+
 from steradian.lab import demo
 from steradian.lab.data import digits
 from steradian.watch.records import read_run
@@ -17,6 +19,20 @@ def test_the_demo_records_every_step(tmp_path):
         assert {"effective_lr", "angle", "radius", "radial", "nu", "loss"} <= set(recorded.table["quantity"])
     page = (tmp_path / "index.html").read_text()
     assert all(name in page for name in demo.METHODS)
+
+
+def test_the_demo_replaces_its_own_runs_and_no_others(tmp_path):
+    """A training of the user's may be called Adam, too."""
+    demo.run(tmp_path, epochs=1)
+    demo.run(tmp_path, epochs=1)
+    told = tmp_path / "runs" / "Adam" / "run.json"
+    told.write_text(told.read_text().replace("small_cnn", "mine"))
+    with pytest.raises(ValueError, match="Adam is not a run of the demo"):
+        demo.run(tmp_path, epochs=1)
+    told.unlink()
+    with pytest.raises(ValueError, match="Adam is not a run of the demo"):
+        demo.run(tmp_path, epochs=1)
+    assert list(told.parent.iterdir())
 
 
 def test_the_split_is_a_partition():

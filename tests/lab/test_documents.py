@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,17 @@ def test_what_has_not_been_run_is_said_with_its_command(tmp_path):
     assert text.count("*Not run yet: `steradian reproduce ") == len(NAMES) + 1
     assert "`steradian reproduce trajectories --data cifar10`" in text
     assert not (tmp_path / "pictures").exists()
+
+
+def test_what_diverged_was_run(tmp_path):
+    results = column(tmp_path, name="mine")
+    Store(tmp_path / "mine.json").add(replace(result, diverged=True) for result in results)
+    made = document(tmp_path / "docs.md", ["loss mine", "loss yours"])
+    write_up([made], results=tmp_path, figures=tmp_path)
+    assert re.findall(r"^\*.+\*$", made.read_text(), re.MULTILINE) == [
+        "*Nothing to show: every training diverged.*",
+        "*Not run yet: `steradian reproduce RECIPE --study yours`.*",
+    ]
 
 
 @pytest.mark.parametrize(

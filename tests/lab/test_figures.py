@@ -15,6 +15,7 @@ from steradian.lab.figures import FIGURES, hypotheses_figure, phenomena_figure, 
 from steradian.lab.pictures import write_figure
 from steradian.lab.scales import Scale
 from steradian.lab.summaries import hypotheses_summary, phenomena_summary, trajectories_summary
+from steradian.lab.tables import accuracy_columns
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 
 from lab.simulated import STEPS, column, compared, tracked
@@ -59,6 +60,15 @@ def test_curves_mix_no_settings_and_count_no_training_twice(tmp_path):
     assert line.name == "Adam (2 seeds)"
     with pytest.raises(ValueError, match="Adam with several settings"):
         FIGURES["loss"]([one, replace(two, config=replace(two.config, lr=0.5))])
+
+
+def test_charts_are_in_the_order_of_the_tables(tmp_path):
+    [first, *_] = column(tmp_path)
+    models = [("VGG16", "cifar10"), ("ResNet18", "mine"), ("ResNet18", "cifar10"), ("ResNet20", "cifar10")]
+    results = [replace(first, config=replace(first.config, model=m, data=d)) for m, d in models]
+    whole = [chart.title for chart in FIGURES["loss"](results).charts if chart.title != "the last epochs"]
+    assert whole == [made.name for made in accuracy_columns(results)]
+    assert whole[0].startswith("ResNet20")
 
 
 def test_curves_of_different_lengths_are_apart(tmp_path):
@@ -181,6 +191,10 @@ def test_phenomena_by_layer_and_method(tmp_path):
     for chart in figure.charts:
         assert [line.name for line in chart.lines] == ["", "", "", "SGD-M, all layers", "Adam, all layers"]
     assert len(figure.ramp.colours) == 3
+    write_figure(figure, tmp_path / "f.HTML")
+    page = (tmp_path / "f.HTML").read_text()
+    assert page.index(">Adam, first layer ") < page.index(figure.ramp.colours[0][0], page.index(">Adam, first layer "))
+    assert "last layer</p>" in page
     lines = phenomena_summary(table, about)[1]
     assert [line[0] for line in lines] == ["SGD-M"] * 4 + ["Adam"] * 4
     adam = next(run for run in about if "adam" in run)

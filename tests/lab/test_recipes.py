@@ -3,6 +3,8 @@
 import pytest
 
 from steradian.lab import paper
+from steradian.lab.config import METHODS
+from steradian.lab.names import meant
 from steradian.lab.recipes import RECIPES, accuracy_tables, grid, pretraining, trajectories
 
 
@@ -52,6 +54,22 @@ def test_recipes_scale():
             recipe(columns=["ResNet50"])
         with pytest.raises(ValueError, match="methods must be among"):
             recipe(methods=["Lion"])
+
+
+def test_names_are_found_as_people_type_them():
+    """Every method of every recipe by its letters and digits alone, and no two of them are one."""
+    assert len({meant(name.lower(), METHODS) for name in METHODS}) == len(METHODS)
+    for typed, name in (("adamw", "AdamW†"), ("ADAM-WO-ABC", "Adam w/o (abc)"), ("sgdm", "SGD-M"), ("adam", "Adam")):
+        [one] = accuracy_tables(data="digits", columns="resnet20-digits", methods=typed, seeds=1)
+        assert (one.method, one.model) == (name, "ResNet20")
+    both = accuracy_tables(columns=["vgg16 CIFAR10", "ResNet-20"], methods=["Adam"], seeds=1)
+    assert [c.column for c in both] == ["ResNet20 cifar10", "VGG16 cifar10"]
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, [0, 1]])
+def test_seeds_are_counted(count):
+    with pytest.raises(ValueError, match=r"seeds must be .*, got"):
+        accuracy_tables(seeds=count)
 
 
 def test_the_grid_is_the_papers():

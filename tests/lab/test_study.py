@@ -1,15 +1,18 @@
 """A study among others: several processes, other data under the same name, checkpoints that do not fit, a last step."""
 
+import errno
 import fcntl
 import io
 import math
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from pyarrow import parquet
 from rich.console import Console
 
 from steradian.lab.claims import Claims
@@ -17,7 +20,7 @@ from steradian.lab.data import DataSet, Images, Resident, load
 from steradian.lab.execution import Execution
 from steradian.lab.members import CURVES, Member
 from steradian.lab.progress import Lines
-from steradian.lab.results import Result
+from steradian.lab.results import Result, Store
 from steradian.lab.study import Study, study_name
 from steradian.lab.times import plain_loops
 from steradian.lab.tracking import Tracked
@@ -50,6 +53,26 @@ def test_a_claim_is_held_by_one_and_free_when_it_ends(tmp_path):
         mine.free(["b"])
         assert others.take(["b"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_holds_results_and_claims(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    store, part = Store(tmp_path / "x.json"), tmp_path / ".x.json.1.part"
+    part.write_text("of a writer who may be at work")
+    store.add([Result(ONE, {name: [1.0] for name in CURVES})])
+    assert store.keys() == {ONE.key}
+    assert part.exists()
+    with Claims(tmp_path / "claims") as claims:
+        assert claims.take(["a"])
+
+
+def test_a_study_whose_folder_is_cleaned_up_meanwhile_goes_on(tmp_path, data, monkeypatch):
+    here = fleet(tmp_path, data, size=1)
+    monkeypatch.setattr(here.watcher, "finished", lambda _: shutil.rmtree(tmp_path / "work"))
+    assert here.run([replace(ONE, seed=seed) for seed in range(2)])
 
 
 def test_a_claim_that_two_others_give_up_meanwhile_can_be_taken(tmp_path, monkeypatch):
@@ -204,9 +227,28 @@ def test_records_of_another_version_are_named_with_their_file(tmp_path):
     tracks.add(ONE, table)
     with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: .* steps"):
         tracks.about()
+    tracks.path.unlink()
+    tracks.add(ONE, table, steps=0)
+    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: steps .* got 0"):
+        tracks.about()
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is not what benchmarks"):
         plain_loops(tmp_path / "b.json")
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut off", "no numbers", "a list"])
+def test_damaged_records_are_named_with_their_file(tmp_path, kind):
+    tracks = Tracks(tmp_path / "t.parquet")
+    table = pd.DataFrame({name: [0] if name in ("step", "value") else ["x"] for name in COLUMNS})
+    tracks.add(ONE, table, steps=1)
+    if kind == "no numbers":
+        table.assign(value="x").to_parquet(tracks.path)
+    elif kind == "a list":
+        parquet.write_table(parquet.read_table(tracks.path).replace_schema_metadata({"steradian": "[1]"}), tracks.path)
+    else:
+        tracks.path.write_bytes(tracks.path.read_bytes()[: 0 if kind == "empty" else 100])
+    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records"):
+        tracks.add(ONE, table, steps=1)
 
 
 def test_time_is_a_number(tmp_path, data):
@@ -229,4 +271,6 @@ def test_phenomena_are_not_missed_in_silence(tmp_path, data, monkeypatch):
 def test_a_study_stays_in_its_folder(name):
     with pytest.raises(ValueError, match="study must be the name of a file"):
         Study(name)
+    with pytest.raises(ValueError, match="study must have at most 200 bytes"):
+        Study("x" * 201)
     assert "/" not in study_name("tables", [replace(CONFIG, data="a/b")])

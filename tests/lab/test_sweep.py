@@ -1,5 +1,6 @@
 """A sweep on a real Ray of two workers, whose driver and one worker are killed in the middle: the same results."""
 
+import io
 import multiprocessing
 import os
 import signal
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from steradian.lab.data import DataSet, Images, pack
 from steradian.lab.members import CURVES
+from steradian.lab.progress import Lines
 from steradian.lab.recipes import accuracy_tables
 from steradian.lab.results import Result, Store
 from steradian.lab.study import Study
@@ -129,6 +132,23 @@ def test_what_another_study_has_finished_is_not_sent_to_workers(tmp_path, monkey
     assert study.store.keys() == {config.key for config in configs()}
 
 
+def test_a_worker_with_other_images_under_the_name_is_refused(tmp_path, monkeypatch):
+    first, *_, last = configs()
+
+    def of(config, images):
+        return Result(config, {name: [1.0] for name in CURVES}, environment={"data": images})
+
+    far = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict, exceptions=ray.exceptions)
+    far.remote = lambda **_: lambda _: SimpleNamespace(remote=lambda *_: [of(last, "theirs").to_dict()])
+    far.wait, far.get = (lambda left, num_returns: (left, [])), list
+    monkeypatch.setattr("steradian.lab.sweep._ray", lambda: far)
+    study = Study("spread", tmp_path, tmp_path / "runs")
+    study.store.add([of(first, "ours")])
+    with pytest.raises(ValueError, match=f"holds {first.key}, trained on other data called digits"):
+        sweep([first, last], study, engine="ray")
+    assert study.store.keys() == {first.key}
+
+
 def test_workers_look_for_data_where_the_driver_would(tmp_path, monkeypatch):
     """A worker begins in a folder of its own: here the driver's calls, carried out there."""
 
@@ -147,7 +167,12 @@ def test_workers_look_for_data_where_the_driver_would(tmp_path, monkeypatch):
     pack(DataSet("mine", some, some, ["a", "b"]), tmp_path / "data" / "mine", effort=0)
     [config] = accuracy_tables(data="mine", columns=["VGG16"], methods=["Adam"], epochs=1, seeds=1)
     small = replace(config, width=4, batch_size=8, precision="float32")
-    assert sweep([small], Study("spread", tmp_path / "results", tmp_path / "runs"), engine="ray")
+    told = io.StringIO()
+    assert sweep([small], Study("spread", "results", "runs"), engine="ray", watcher=Lines(Console(file=told)))
+    assert [line.split("  ")[0] for line in told.getvalue().splitlines()] == [
+        "0 of 1 trainings were finished before",
+        "1 of 1",
+    ]
 
 
 def test_an_unknown_engine_is_refused(tmp_path):

@@ -5,6 +5,7 @@ import json
 import math
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from scipy import stats
 from steradian.lab.config import Config
 from steradian.lab.grids import grid_rows, is_grid, point_rows, search
 from steradian.lab.members import CURVES
-from steradian.lab.results import Result, Store
+from steradian.lab.results import Result, Store, write_atomically
 from steradian.lab.tables import Cell, accuracy_columns
 from steradian.lab.welch import student_p
 
@@ -62,6 +63,7 @@ def test_a_store_keeps_replaces_and_merges(tmp_path):
     [
         (lambda run: run.pop("curves"), "it has no curves"),
         (lambda run: run.update(environment=None), "must be mappings"),
+        (lambda run: run.update(environment={"device": None}), "environment must hold words"),
         (lambda run: run["curves"].update(test_accuracy=[]), "one number for each epoch"),
         (lambda run: run["curves"].update(train_loss="1234"), "train_loss must be a list of numbers"),
         (lambda run: run["config"].update(cosine=True), "unknown or missing fields: cosine"),
@@ -91,6 +93,23 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
         store.add([result(seed=1)])
     assert [r.config.seed for r in store.results()] == [0]
     assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_folder_that_cannot_be_written_is_said_with_the_file_that_was_asked_for(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", "a part")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match=r"Read-only file system: '.*loss\.svg'"):
+        write_atomically(tmp_path / "loss.svg", b"")
+
+
+def test_what_is_nested_too_deep_is_no_file_of_results_and_stops_no_study(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"deep\.json is not a file of results"):
+        Store(tmp_path / "deep.json").results()
+    assert Store(tmp_path / "study.json").adopt([CONFIG.key]) == []
 
 
 def test_what_killed_writers_left_is_removed(tmp_path):
@@ -253,6 +272,7 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
     ]
     line = grid_rows(results)[1][1]
     assert line[2:5] == ["4", "0.001, 0.0001, 0.99", "0.001, 3.125e-05, 0.99"]
+    assert grid_rows(results)[1][0][3] == "0.001, 0"  # SGD-M has no β2
     assert line[-1] == "3 (1 diverged)"
 
 

@@ -38,7 +38,7 @@ def pack(
 def check(name: Name, root: Root = None) -> None:
     """Read a data set, its checksums verified, and say what it holds.
 
-    Example: steradian data check cifar10 --root data/cifar10
+    Example: steradian data check digits
     """
     from steradian.lab.data import load
 

@@ -35,7 +35,9 @@ def demo(
 
 @app.command()
 def inspect(
-    target: Annotated[str, typer.Argument(help="package.module:factory, or timm:NAME where timm is installed.")],
+    target: Annotated[
+        str, typer.Argument(help="package.module:factory, file.py:factory, or timm:NAME where timm is installed.")
+    ],
     input: Annotated[
         list[str], typer.Option(help="Shape of an input, e.g. 8x3x32x32, or 8x16:1000 for tokens; once per input.")
     ],

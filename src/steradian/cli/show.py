@@ -32,6 +32,7 @@ def table(
     from steradian.lab.grids import grid_rows, is_grid
     from steradian.lab.tables import accuracy_columns, markdown_table
 
+    study, folder = _found(study, folder)
     results = [result for result in _stored(study, folder) if result.config.start is None]
     if not results:
         raise ValueError(f"{study} holds fine-tuning alone, which has no table")
@@ -56,9 +57,12 @@ def figure(
     Example: steradian figure resnet20-cifar10 loss --out loss.svg
     """
     from steradian.lab.figures import FIGURES, TRACK_FIGURES
+    from steradian.lab.names import meant
     from steradian.lab.pictures import write_figure
     from steradian.lab.tracks import Tracks
 
+    kind = meant(kind, [*FIGURES, *TRACK_FIGURES]) or kind
+    study, folder = _found(study, folder)
     if kind in FIGURES:
         drawn = FIGURES[kind](_stored(study, folder))
     elif kind in TRACK_FIGURES:
@@ -66,7 +70,11 @@ def figure(
         if not tracks.path.exists():
             there = [path.name.removesuffix("-tracks.parquet") for path in sorted(folder.glob("*-tracks.parquet"))]
             raise ValueError(f"no records of {study!r} in {folder}; there are {', '.join(there) or 'none'}")
-        drawn = TRACK_FIGURES[kind](tracks.table(), tracks.about())
+        recorded = tracks.table(), tracks.about()
+        drawn = TRACK_FIGURES[kind](*recorded)
+        if drawn.empty:
+            shown = [name for name, draw in TRACK_FIGURES.items() if not draw(*recorded).empty]
+            raise ValueError(f"{tracks.path} has no {kind} to show; it has {', '.join(shown) or 'nothing'}")
     else:
         raise ValueError(f"kind must be one of {', '.join([*FIGURES, *TRACK_FIGURES])}, got {kind!r}")
     write_figure(drawn, out)
@@ -81,7 +89,9 @@ def report(
 ) -> None:
     """Write one page from recorded runs, which opens without network.
 
-    Example: steradian report runs/adam runs/ab --out page.html
+    Runs are folders that watch(optimizer, to=…) writes; steradian demo leaves three in demo/runs.
+
+    Example: steradian report demo/runs/SGD demo/runs/Adam --out page.html
     """
     from steradian.report import page
 
@@ -155,6 +165,14 @@ def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> 
     for line in lines:
         shown.add_row(*line)
     return shown
+
+
+def _found(study: str, folder: Path) -> tuple[str, Path]:
+    """Name and folder of a study; its file may be given, as a shell completes it."""
+    for ending in ("-tracks.parquet", ".json"):
+        if study.endswith(ending) and Path(study).is_file():
+            return Path(study).name.removesuffix(ending), Path(study).parent
+    return study, folder
 
 
 def _stored(study: str, folder: Path) -> "list[Result]":

@@ -37,7 +37,7 @@ def train(
     norm: Annotated[str, typer.Option(help="bn, bn-no-affine, wn, gn, ln or in.")] = "bn",
     data: Annotated[str, typer.Option(help="Data set.")] = "digits",
     root: Root = None,
-    method: Annotated[str, typer.Option(help='e.g. "Adam w/o (ab)".')] = "Adam w/o (ab)",
+    method: Annotated[str, typer.Option(help='e.g. "Adam w/o (ab)", or adam-wo-ab.')] = "Adam w/o (ab)",
     lr: Annotated[float | None, typer.Option(help="Rate; the paper's by default.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="The paper's by default.")] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 10,
@@ -48,20 +48,22 @@ def train(
 ) -> None:
     """Train one network by one method and store the result.
 
-    Example: steradian train --model ResNet20 --data digits --method "Adam w/o (ab)" --epochs 5
+    Example: steradian train --data digits --method "Adam w/o (ab)" --epochs 5
     """
     from dataclasses import replace
 
-    from steradian.lab.models import MODELS
+    from steradian.lab.models import MODELS, NORMS
+    from steradian.lab.names import meant
     from steradian.lab.paper import COLUMNS
     from steradian.lab.recipes import accuracy_tables
 
-    if model not in MODELS:
+    if (network := meant(model, MODELS)) is None:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {model!r}")
+    norm = meant(norm, NORMS) or norm
     # A network that the paper did not train on this data takes what is best for it on CIFAR-10.
-    papers = [name for each, name in COLUMNS if each == model]
+    papers = [name for each, name in COLUMNS if each == network]
     like = data if data in papers or data not in {name for _, name in COLUMNS} else papers[0]
-    configs = accuracy_tables(norm=norm, data=like, columns=[model], methods=[method], epochs=epochs, seeds=seeds)
+    configs = accuracy_tables(norm=norm, data=like, columns=[network], methods=[method], epochs=epochs, seeds=seeds)
     given: dict[str, Any] = {"data": data, "lr": lr, "weight_decay": weight_decay, "batch_size": batch_size}
     changes = {name: value for name, value in given.items() if value is not None}
     configs = [replace(config, **changes) for config in configs]
@@ -229,11 +231,14 @@ def _outcome(configs: Sequence["Config"], study: "Study", finished: bool, consol
 
 
 def _sweep(configs: Sequence["Config"], name: str, *, root: Path | None, address: str | None, size: int | None) -> None:
+    from steradian.lab.progress import watcher_for
     from steradian.lab.study import Study
     from steradian.lab.sweep import sweep
 
     study, console = Study(name), screen()
-    finished = sweep(configs, study, engine="ray", address=address, roots=_roots(configs, root), size=size or 8)
+    where: dict[str, Any] = {"address": address, "roots": _roots(configs, root)}
+    with _going_on(console):
+        finished = sweep(configs, study, engine="ray", size=size or 8, watcher=watcher_for(console), **where)
     _outcome(configs, study, finished, console)
 
 

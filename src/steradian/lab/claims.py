@@ -61,6 +61,7 @@ class Claims:
 def _locked(path: Path) -> IO[bytes] | None:
     """The file, locked; None where another process has it."""
     while True:
+        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may clean up meanwhile
         file = path.open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -95,6 +95,9 @@ class Config:
         _check(self.lr > 0, "lr", self.lr, "positive")
         _check(self.rest_lr is None or self.rest_lr > 0, "rest_lr", self.rest_lr, "positive")
         _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        _check(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
+        _check(self.gamma > 0, "gamma", self.gamma, "positive")
+        _check(self.start is None or isinstance(self.start, str), "start", self.start, "the key of a training")
         _check(self.width is None or self.width >= 1, "width", self.width, "at least 1")
         _check(isinstance(self.released, bool), "released", self.released, "True or False")
 
@@ -132,6 +135,7 @@ class Config:
         >>> Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3).scaled(9).milestones
         (3, 5, 7)
         """
+        epochs = _plain("epochs", epochs, operator.index, "a whole number")
         # The first epoch has the rate that was asked for, however few there are.
         milestones = tuple(m and max(1, round(m * epochs / self.epochs)) for m in self.milestones)
         return replace(self, epochs=epochs, milestones=milestones)

@@ -1,5 +1,6 @@
 """The demo: a BN network on digits, its spheres found, three optimizers watched on them, and a page that shows it."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ METHODS: dict[str, Callable[[Groups], Optimizer]] = {
 }
 """How each method makes its optimizer from the rows of the network."""
 BATCH = 64
+_OWN = {"data": "digits", "model": "small_cnn"}
+"""By which a run of the demo is known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,19 +61,22 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
         out: folder; the runs are recorded under out/runs, and the page is out/index.html.
         epochs: of each training.
         seed: of weights, split and batches.
+
+    Raises:
+        ValueError: where a run would be recorded there is something else.
     """
     train_split, test_split = digits(seed=seed)
-    results, folders = [], []
+    results, folders = [], [out / "runs" / name for name in METHODS]
+    for folder in folders:
+        _check_own(folder)
     out.mkdir(parents=True, exist_ok=True)
     with Progress(transient=True) as progress:
         steps = epochs * (len(train_split.labels) // BATCH)
-        for name in METHODS:
+        for name, folder in zip(METHODS, folders, strict=True):
             task = progress.add_task(f"{name} on digits", total=steps)
             tick = partial(progress.advance, task)
-            folder = out / "runs" / name
             shutil.rmtree(folder, ignore_errors=True)
             results.append(train(name, train_split, test_split, folder, epochs=epochs, seed=seed, tick=tick))
-            folders.append(folder)
     report(folders, out / "index.html", title="A BN network on digits, seen on its spheres")
     return results
 
@@ -101,7 +107,7 @@ def train(
     groups = find_groups(model, train_split.images[:BATCH])
     optimizer = METHODS[name](groups)
     schedule = MultiStepLR(optimizer, [epochs * 6 // 10, epochs * 17 // 20], gamma=0.1)
-    config = {"data": "digits", "model": "small_cnn", "epochs": epochs, "batch": BATCH, "seed": seed}
+    config = {**_OWN, "epochs": epochs, "batch": BATCH, "seed": seed}
     started, step = time.perf_counter(), 0
     with Watch(optimizer, groups, to=folder, run=name, config=config) as watch:
         for _ in range(epochs):
@@ -116,6 +122,19 @@ def train(
             schedule.step()
             watch.log({"test accuracy": _accuracy(model, test_split)})
     return Result(name, groups, watch, _accuracy(model, test_split), time.perf_counter() - started)
+
+
+def _check_own(folder: Path) -> None:
+    """What the demo recorded before is replaced; a run of the user's that has the same name is not."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    try:
+        config = json.loads((folder / "run.json").read_text(encoding="utf-8"))["config"]
+        own = {name: config.get(name) for name in _OWN} == _OWN
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        own = False
+    if not own:
+        raise ValueError(f"{folder} is not a run of the demo, which would replace it: give the demo another folder")
 
 
 def _batches(split: Split, *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

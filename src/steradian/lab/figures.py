@@ -10,6 +10,7 @@ from steradian.lab.colours import METHOD_COLOURS, ramp
 from steradian.lab.config import METHODS
 from steradian.lab.paper import DATA_NAMES, NORM_NAMES
 from steradian.lab.results import Result
+from steradian.lab.tables import place
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 from steradian.watch.records import QUANTITIES
 
@@ -56,21 +57,22 @@ def _by_epoch(
     *,
     logarithmic: bool = False,
 ) -> Figure:
-    kinds: dict[tuple[str, str, str, int], dict[str, list[Result]]] = {}
+    kinds: dict[tuple[str, str, str, int], dict[str, list[Result]]] = {}  # norm, network, data, epochs
     for result in {result.config.key: result for result in results}.values():
         config = result.config
         if not result.diverged and config.start is None:
-            methods = kinds.setdefault((config.model, config.norm, config.data, config.epochs), {})
+            methods = kinds.setdefault((config.norm, config.model, config.data, config.epochs), {})
             methods.setdefault(config.method, []).append(result)
     charts = []
-    for (model, norm, data, epochs), by_method in kinds.items():
+    for kind in sorted(kinds, key=lambda kind: place(*kind)):
+        (norm, model, data, epochs), by_method = kind, kinds[kind]
         ordered = [method for method in METHODS if method in by_method]
         for method in ordered:
             if len({result.config.setting for result in by_method[method]}) > 1:
                 raise ValueError(f"{model} {data} holds {method} with several settings: they have no mean over seeds")
         lines = [_line(method, [r.curves[curve] for r in by_method[method]]) for method in ordered]
         name = f"{model} {NORM_NAMES.get(norm, norm)}, {DATA_NAMES.get(data, data)}"
-        if len([kind for kind in kinds if kind[:3] == (model, norm, data)]) > 1:
+        if len([each for each in kinds if each[:3] == kind[:3]]) > 1:
             name += f", {epochs} epochs"
         longest = max(len(line.x) for line in lines)
         start = 1 if logarithmic else _first(longest)

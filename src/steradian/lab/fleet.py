@@ -97,6 +97,7 @@ class Fleet:
         Returns:
             Whether everything is finished.
         """
+        self.work = Path(self.work)
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
         if seconds is not None and not seconds >= 0:

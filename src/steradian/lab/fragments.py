@@ -14,6 +14,7 @@ from steradian.lab.figures import FIGURES, TRACK_FIGURES
 from steradian.lab.grids import point_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.pictures import write_figure
+from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store
 from steradian.lab.summaries import SUMMARIES
 from steradian.lab.tables import RULE, Column, accuracy_columns, markdown_table
@@ -65,7 +66,7 @@ def fragment(name: str, place: Place) -> str:
 
 
 def command(study: str) -> str:
-    """What runs a study.
+    """What runs a study; with a name of its own, it is not known what of.
 
     >>> command("resnet20-cifar10")
     'steradian reproduce tables --data cifar10 --columns ResNet20'
@@ -73,13 +74,18 @@ def command(study: str) -> str:
     'steradian reproduce hypotheses --data cifar10'
     >>> command("resnet20-cifar10-released-settings")
     'steradian reproduce tables --data cifar10 --columns ResNet20 --settings released'
+    >>> command("mine")
+    'steradian reproduce RECIPE --study mine'
     """
+    name = study
     study, _, what = study.partition("-released-")
     options = "".join(f" --{each} released" for each in what.split("-") if each)
     recipe, _, data = study.rpartition("-")
     model = next((model for model, _ in COLUMNS if model.lower() == recipe), None)
     if model is not None:
         return f"steradian reproduce tables --data {data} --columns {model}{options}"
+    if recipe not in (*RECIPES, "trajectories"):
+        return f"steradian reproduce RECIPE --study {name}"
     return f"steradian reproduce {recipe} --data {data}{options}"
 
 
@@ -133,7 +139,8 @@ def _curves(kind: str, studies: Sequence[str], place: Place) -> str:
     results = [result for study in studies for result in place.store(study)]
     figure = FIGURES[kind](results)
     if figure.empty:
-        return _missing(studies)
+        ran = any(result.config.start is None for result in results)
+        return "*Nothing to show: every training diverged.*" if ran else _missing(studies)
     return f"{place.show(figure, f'{kind}-{studies[0]}', _CAPTIONS[kind])}\n\n*{_CAPTIONS[kind]}*"
 
 

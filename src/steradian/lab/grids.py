@@ -73,7 +73,7 @@ def grid_rows(results: Iterable[Result]) -> tuple[list[str], list[list[str]]]:
     for best in search(results):
         config = best.config
         lost = f" ({best.diverged} diverged)" if best.diverged else ""
-        ours = _setting(config.lr, config.weight_decay, config.betas[1]) if best.seeds else ""
+        ours = _setting(config.method, config.lr, config.weight_decay, config.betas[1]) if best.seeds else ""
         figures = [figure(best.validation), figure(best.accuracy), str(best.seeds), f"{best.points}{lost}"]
         where = [_where(config), config.method, str(config.epochs)]
         lines.append([*where, ours, _papers(config), *figures])
@@ -114,8 +114,9 @@ def _papers(config: Config) -> str:
     if config.method not in paper.BEST or column not in paper.BEST[config.method]:
         return ""
     best = paper.BEST[config.method][column]
-    return _setting(paper.LEARNING_RATE[config.method], best.weight_decay, best.beta2)
+    return _setting(config.method, paper.LEARNING_RATE[config.method], best.weight_decay, best.beta2)
 
 
-def _setting(lr: float, decay: float, beta2: float) -> str:
-    return f"{lr:g}, {decay:g}, {beta2:g}"
+def _setting(method: str, lr: float, decay: float, beta2: float) -> str:
+    """η, λ and, where the method has it, β2."""
+    return f"{lr:g}, {decay:g}" + ("" if method.startswith("SGD") else f", {beta2:g}")

@@ -1,11 +1,12 @@
 """Figures as files: SVG for documents, or a page in which one can zoom."""
 
+import html
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-from steradian.lab.charts import Chart, Figure, Line, Paint, scales, svg
+from steradian.lab.charts import Chart, Figure, Line, Paint, Ramp, scales, svg
 from steradian.lab.results import write_atomically
 
 __all__ = ["write_figure"]
@@ -21,14 +22,14 @@ def write_figure(figure: Figure, path: Path) -> None:
     Raises:
         ValueError: the file's name ends in something else, or there is nothing to show.
     """
-    if figure.empty:
-        raise ValueError("there is nothing to show: no results of this kind")
-    if path.suffix == ".svg":
-        write_atomically(path, svg(figure).encode())
-    elif path.suffix == ".html":
-        write_atomically(path, _page(figure).encode())
-    else:
+    if (kind := path.suffix.lower()) not in (".svg", ".html"):
         raise ValueError(f"the file of a figure must end in .svg or .html, got {path.name!r}")
+    if figure.empty:
+        raise ValueError("there is nothing to show: no results of this kind, or none that did not diverge")
+    if kind == ".svg":
+        write_atomically(path, svg(figure).encode())
+    else:
+        write_atomically(path, _page(figure).encode())
 
 
 def _page(figure: Figure) -> str:
@@ -40,8 +41,18 @@ def _page(figure: Figure) -> str:
         made = {"data": _traces(chart, paint), "layout": _layout(chart), "config": _ALONE}
         data = json.dumps(made).replace("</", "<\\/")
         parts.append(f'<div id="f{k}"></div><script>Plotly.newPlot("f{k}", {data})</script>')
+    if figure.ramp is not None:
+        parts.append(_legend(figure.ramp))
     head = f'<meta charset="utf-8"><title>Figures</title><script>{get_plotlyjs()}</script>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
+
+
+def _legend(ramp: Ramp) -> str:
+    """What the lines without a name are."""
+    colours = "".join(
+        f'<i style="background:{light};display:inline-block;width:.6em;height:1em"></i>' for light, _ in ramp.colours
+    )
+    return f'<p style="font-family:sans-serif">{html.escape(ramp.first)} {colours} {html.escape(ramp.last)}</p>'
 
 
 def _traces(chart: Chart, paint: Paint) -> list[dict[str, Any]]:

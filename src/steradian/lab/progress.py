@@ -123,7 +123,7 @@ class Lines(Watcher):
 
     def epoch(self, training: "Member") -> None:
         """Say where a training is, rarely."""
-        if self.clock() - self._said > 30:
+        if self.clock() - self._said > 30 and training.epoch < training.config.epochs:  # its end is said anyway
             self._say("  ".join(_row(training, "")))
             self._said = self.clock()
 
@@ -147,8 +147,8 @@ class Lines(Watcher):
 
 
 def watcher_for(console: Console) -> Watcher:
-    """A live table on a terminal, lines elsewhere."""
-    return Shown(console) if console.is_terminal else Lines(console)
+    """A live table on a terminal, lines elsewhere: also where the terminal cannot go back to a line."""
+    return Shown(console) if console.is_terminal and not console.is_dumb_terminal else Lines(console)
 
 
 def _row(training: "Member", left: str) -> tuple[str, ...]:

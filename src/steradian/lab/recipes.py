@@ -1,7 +1,8 @@
 """The trainings behind each table and figure of the paper, as functions that return them.
 
 Each scales: fewer epochs keep the milestones at their shares, and seeds, columns and methods can be left out. On
-digits the same networks are narrow and take 8 × 8 images, for a CPU.
+digits the same networks are narrow and take 8 × 8 images, for a CPU. Methods and columns are found by their letters and
+digits alone: "adamw" is AdamW†.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from steradian.lab import paper
 from steradian.lab.config import Config
+from steradian.lab.names import chosen, meant
 
 __all__ = [
     "RECIPES",
@@ -48,12 +50,11 @@ def columns_of(data: str | None = None, columns: Sequence[str] | None = None) ->
         every = [column for column in every if column[1] == data]
     if not columns:
         return every
-    chosen = [c for c in every if c[0] in columns or " ".join(c) in columns]
-    known = {name for model, where in every for name in (model, f"{model} {where}")}
-    unknown = [name for name in columns if name not in known]
-    if unknown:
+    given = [columns] if isinstance(columns, str) else columns
+    found = {name: [c for c in every if meant(name, (c[0], " ".join(c)))] for name in given}
+    if unknown := [name for name in given if not found[name]]:
         raise ValueError(f"columns must be among {', '.join(' '.join(c) for c in every)}, got {', '.join(unknown)}")
-    return chosen
+    return [column for column in every if any(column in each for each in found.values())]
 
 
 def accuracy_tables(
@@ -81,12 +82,12 @@ def accuracy_tables(
         settings: hyper-parameters as the paper prints them, or those of its released code: one of `paper.SETTINGS`.
         released: with the networks of that code.
     """
-    chosen = _methods(methods, TABLE_METHODS)
+    taken = chosen("methods", methods, TABLE_METHODS)
     if settings not in paper.SETTINGS:
         raise ValueError(f"settings must be one of {', '.join(paper.SETTINGS)}, got {settings!r}")
     made = []
     # Seeds come first, so that what is finished early is a whole table with fewer of them.
-    for seed, column, method in product(range(seeds), columns_of(data, columns), chosen):
+    for seed, column, method in product(_seeds(seeds), columns_of(data, columns), taken):
         best = paper.SETTINGS[settings][method][_papers(column)]
         config = _config(column, method, paper.LEARNING_RATE[method], norm=norm, seed=seed, released=released)
         config = replace(config, weight_decay=best.weight_decay, betas=(0.9, best.beta2))
@@ -108,9 +109,9 @@ def hypotheses(
     seeds: int = 1,
 ) -> list[Config]:
     """The figures on H1, H2 and fig:taylor: trainings to be tracked, with SGD-M, Adam and SGD."""
-    chosen = _methods(methods, ("SGD-M", "Adam", "SGD"))
+    taken = chosen("methods", methods, ("SGD-M", "Adam", "SGD"))
     made = []
-    for seed, column, method in product(range(seeds), columns_of(data, columns or ["ResNet20"]), chosen):
+    for seed, column, method in product(_seeds(seeds), columns_of(data, columns or ["ResNet20"]), taken):
         tabled = "SGD-M" if method == "SGD" else method
         best = paper.BEST[tabled][_papers(column)]
         config = _config(column, method, paper.LEARNING_RATE[tabled], seed=seed)
@@ -136,7 +137,7 @@ def pretraining(
 ) -> list[Config]:
     """App. C.1.6: the networks that the trajectories start from, trained by SGD with momentum."""
     made = []
-    for seed, column, norm in product(range(seeds), columns_of(data, columns or ["ResNet20"]), norms):
+    for seed, column, norm in product(_seeds(seeds), columns_of(data, columns or ["ResNet20"]), norms):
         config = replace(_config(column, "SGD-M", 0.1, norm=norm, seed=seed), weight_decay=1e-4)
         made.append(replace(config, epochs=200, milestones=(80, 120, 160)).scaled(epochs))
     return made
@@ -150,7 +151,7 @@ def trajectories(starts: Iterable[Config], *, epochs: int = 1, methods: Sequence
     """
     rates = {"SGD": 1e-2, "AdaGradG": 1e-2, "AdaGrad": 1e-3}
     made = []
-    for start, method in product(starts, _methods(methods, tuple(rates))):
+    for start, method in product(starts, chosen("methods", methods, tuple(rates))):
         kept = replace(start, method=method, start=start.key, precision="float32", epochs=epochs, milestones=())
         made.append(replace(kept, lr=rates[method], rest_lr=1e-2, weight_decay=1e-3, betas=(0.9, 0.999)))
     return made
@@ -179,10 +180,10 @@ def grid(
         decays: λ; None: the paper's eight.
         beta2s: β2, which SGD-M has not; None: the paper's three.
     """
-    chosen, made = _methods(methods, TABLE_METHODS), []
-    if beta2s and set(chosen) == {"SGD-M"}:
+    taken, made = chosen("methods", methods, TABLE_METHODS), []
+    if beta2s and set(taken) == {"SGD-M"}:
         raise ValueError(f"beta2s are for the Adam variants, and SGD-M has none, got {', '.join(map(str, beta2s))}")
-    for seed, column, method in product(range(seeds), columns_of(data, columns), chosen):
+    for seed, column, method in product(_seeds(seeds), columns_of(data, columns), taken):
         tried = (0.99,) if method == "SGD-M" else beta2s or paper.GRID["beta2"]
         for lr, decay, beta2 in product(rates or paper.GRID["lr"], decays or paper.GRID["weight_decay"], tried):
             config = replace(_config(column, method, lr, seed=seed), weight_decay=decay, betas=(0.9, beta2))
@@ -211,16 +212,12 @@ def _papers(column: tuple[str, str]) -> tuple[str, str]:
     return column if column in paper.COLUMNS else (column[0], "cifar10")
 
 
-def _methods(methods: Sequence[str] | None, known: tuple[str, ...]) -> list[str]:
-    """The chosen methods; a dagger may be left out.
-
-    >>> _methods(["AdamW"], ("Adam", "AdamW†"))
-    ['AdamW†']
-    """
-    if not methods:
-        return list(known)
-    by_name = {name.rstrip("†"): name for name in known} | {name: name for name in known}
-    unknown = [name for name in methods if name not in by_name]
-    if unknown:
-        raise ValueError(f"methods must be among {', '.join(known)}, got {', '.join(unknown)}")
-    return [by_name[name] for name in methods]
+def _seeds(count: int) -> range:
+    """The first so many."""
+    try:
+        made = range(count)
+    except TypeError as error:
+        raise ValueError(f"seeds must be how many, a whole number, got {count!r}") from error
+    if not made:
+        raise ValueError(f"seeds must be at least 1, got {count}")
+    return made

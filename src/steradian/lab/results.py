@@ -86,6 +86,8 @@ class Result:
             raise ValueError("config, environment and curves must be mappings")
         if not all(isinstance(values[name], int | float) for name in ("diverged", "collapsed", "seconds")):
             raise ValueError("diverged, collapsed and seconds must be numbers")
+        if not all(isinstance(fact, str) for fact in values["environment"].values()):
+            raise ValueError("environment must hold words")
         config = Config.from_dict(values["config"])
         if values.get("key", config.key) != config.key:
             raise ValueError(f"{values['key']} is not the key of its configuration, which is {config.key}")
@@ -142,7 +144,7 @@ class Store:
             return []
         try:
             told = json.loads(self.path.read_text(encoding="utf-8"))
-        except (ValueError, IsADirectoryError) as error:
+        except (ValueError, RecursionError, IsADirectoryError) as error:
             raise ValueError(f"{self.path} is not a file of results: {error}") from error
         rows = told.get("runs") if isinstance(told, dict) else None
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -174,7 +176,7 @@ class Store:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "No results can be written to", str(self.path.parent))
+            raise PermissionError(errno.EACCES, "no results can be written here", str(self.path.parent))
 
     def adopt(self, keys: Iterable[str]) -> list[str]:
         """Take in results of these trainings that other studies in the same folder hold; returns which."""
@@ -210,7 +212,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:  # a full disk does not say for which file
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written nothing can be removed
+            part.unlink(missing_ok=True)
 
 
 def remove_parts(path: Path) -> None:
@@ -256,6 +259,7 @@ def locked(path: Path) -> Iterator[None]:
     """Hold a file for reading, changing and writing it: other processes that do so wait."""
     path = Path(os.path.realpath(path))  # whatever name it goes by
     with path.with_name(f".{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        remove_parts(path)
+        with suppress(OSError):  # a file system without locks cannot tell who writes: others' parts are left alone
+            fcntl.flock(file, fcntl.LOCK_EX)
+            remove_parts(path)
         yield

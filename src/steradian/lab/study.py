@@ -19,6 +19,7 @@ from steradian.lab.training import Training
 __all__ = ["Study", "pick_device", "study_name"]
 
 RESULTS, RUNS = Path("results"), Path("runs")
+_LONGEST = 200  # bytes of a study's name
 
 
 def pick_device(name: str | None = None) -> torch.device:
@@ -80,8 +81,12 @@ class Study:
     runs: Path = RUNS
 
     def __post_init__(self) -> None:
+        for name in ("results", "runs"):
+            object.__setattr__(self, name, Path(getattr(self, name)))
         if not self.name or self.name.startswith(".") or re.search(r"[/\\\0]", self.name):
             raise ValueError(f"study must be the name of a file without its folder, got {self.name!r}")
+        if len(os.fsencode(self.name)) > _LONGEST:  # what is written beside a file has a longer name
+            raise ValueError(f"study must have at most {_LONGEST} bytes, got {self.name!r}")
 
     @property
     def store(self) -> Store:
@@ -98,7 +103,7 @@ class Study:
         configs: Sequence[Config],
         *,
         roots: Mapping[str, Path] | None = None,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         size: int | None = None,
         seconds: float | None = None,
         execution: Execution | None = None,
@@ -123,7 +128,7 @@ class Study:
             watcher: told what happens.
             make: makes a training, as for `Fleet`.
         """
-        device = device or pick_device()
+        device = device if isinstance(device, torch.device) else pick_device(device)
         gpu = device.type == "cuda"
         prepare_device(device, exact=any(config.precision == "float32" for config in configs))
         keys = {config.key for config in configs}
@@ -133,7 +138,7 @@ class Study:
         # Data that is shown is read even where nothing is left to do: it may not be what the results were made from.
         needed = sorted({config.data for config in configs if config.key not in done or config.data in (roots or {})})
         data = {name: Resident(load(name, (roots or {}).get(name)), device) for name in needed}
-        self._same_data(known, data)
+        self.check_data(known, {name: resident.fingerprint for name, resident in data.items()})
         if other:
             self.store.add(other)
         fleet = Fleet(
@@ -149,12 +154,17 @@ class Study:
         )
         return fleet.run(configs, seconds=seconds)
 
-    def _same_data(self, known: Sequence[Result], data: Mapping[str, Resident]) -> None:
-        """Refuse to go on with other images under the name of those that results were made from."""
+    def check_data(self, known: Sequence[Result], data: Mapping[str, str]) -> None:
+        """Refuse to go on with other images under the name of those that results were made from.
+
+        Args:
+            known: the results.
+            data: fingerprints of the images, by name.
+        """
         for result in known:
             name = result.config.data
             made = result.environment.get("data")
-            if name in data and made is not None and made != data[name].fingerprint:
+            if name in data and made is not None and made != data[name]:
                 raise ValueError(
                     f"{self.results} holds {result.config.key}, trained on other data called {name}: give this data "
                     "another name with --data"

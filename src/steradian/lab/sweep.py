@@ -14,6 +14,7 @@ from typing import Any
 from steradian.lab.config import Config
 from steradian.lab.data import usual_root
 from steradian.lab.fleet import CHECKPOINTS
+from steradian.lab.members import Member
 from steradian.lab.progress import Silent, Watcher
 from steradian.lab.results import Result
 from steradian.lab.study import Study, pick_device
@@ -48,14 +49,14 @@ def sweep(
         size: trainings in a fleet.
         retries: how often a fleet whose worker died is started again.
         every: seconds between checkpoints.
-        watcher: told what happens, for the local engine.
+        watcher: told what happens; of fleets on a cluster, what they have finished.
     """
     folders = {name: Path(root).absolute() for name, root in (roots or {}).items()}
     if engine == "local":
         return study.run(configs, roots=folders, size=size, every=every, watcher=watcher or Silent())
     if engine != "ray":
         raise ValueError(f"engine must be local or ray, got {engine!r}")
-    return _on_ray(configs, study, address, folders, size, retries, every)
+    return _on_ray(configs, study, address, folders, size, retries, every, watcher or Silent())
 
 
 def units(configs: Sequence[Config], size: int) -> list[list[Config]]:
@@ -81,6 +82,7 @@ def _on_ray(
     size: int,
     retries: int,
     every: float,
+    watcher: Watcher,
 ) -> bool:
     ray = _ray()
     if address is not None:
@@ -92,6 +94,8 @@ def _on_ray(
     try:
         study.store.adopt(config.key for config in configs)
         done = study.store.keys()
+        keys = {config.key for config in configs}
+        known = [result for result in study.store.results() if result.config.key in keys]
         gpus = ray.cluster_resources().get("GPU", 0)
         needs = {"num_gpus": 1} if gpus else {"num_cpus": 1}
         # Ray itself starts a task again whose worker died; an error in the task is an error of the study.
@@ -101,18 +105,34 @@ def _on_ray(
         # Workers have another folder of their own, and perhaps another machine.
         usual = {name: str(usual_root(name).absolute()) for name in {config.data for config in configs} - set(roots)}
         # Fleets are cut from all trainings, so that each finds its folder again whatever has arrived since.
-        for unit in units(list(dict.fromkeys(configs)), size):
+        every_one = list(dict.fromkeys(configs))
+        for unit in units(every_one, size):
             left = [config.to_dict() for config in unit if config.key not in done]
             if left:
                 waiting.append(work.remote(left, str(_folder(study, unit)), folders, usual, every))
-        while waiting:
-            ready, waiting = ray.wait(waiting, num_returns=1)
-            for unit_results in _got(ray, ready):
-                study.store.add(Result.from_dict(values) for values in unit_results)
+        with watcher:
+            watcher.begin(len(every_one), sum(config.key in done for config in every_one))
+            while waiting:
+                ready, waiting = ray.wait(waiting, num_returns=1)
+                for unit_results in _got(ray, ready):
+                    arrived = [Result.from_dict(values) for values in unit_results]
+                    _take_in(arrived, known, study)
+                    for result in arrived:
+                        if result.config.key not in done:  # a fleet tells what it found finished, too
+                            watcher.finished(Member(result.config, dict(result.curves)))
     finally:
         if started:
             ray.shutdown()
-    return {config.key for config in configs} <= study.store.keys()
+    return keys <= study.store.keys()
+
+
+def _take_in(arrived: list[Result], known: list[Result], study: Study) -> None:
+    """Store results; machines may have different images under one name, which are refused."""
+    for result in arrived:
+        if images := result.environment.get("data"):
+            study.check_data(known, {result.config.data: images})
+    study.store.add(arrived)
+    known += arrived
 
 
 def _reach(address: str) -> None:

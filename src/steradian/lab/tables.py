@@ -5,7 +5,7 @@ is called within the noise; with one seed nothing is said.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,18 @@ from steradian.lab.config import METHODS
 from steradian.lab.results import Result
 from steradian.lab.welch import welch_p
 
-__all__ = ["BEST", "LEVEL", "RULE", "Cell", "Column", "accuracy_columns", "duration", "figure", "markdown_table"]
+__all__ = [
+    "BEST",
+    "LEVEL",
+    "RULE",
+    "Cell",
+    "Column",
+    "accuracy_columns",
+    "duration",
+    "figure",
+    "markdown_table",
+    "place",
+]
 
 LEVEL = 0.05
 """Below this p a difference of means is not called noise."""
@@ -247,18 +258,21 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
         if config.start is None:
             column = grouped.setdefault((config.norm, config.model, config.data, config.epochs), {})
             column.setdefault(config.method, []).append(result)
-    norms, models = list(paper.NORM_NAMES), list(dict.fromkeys(model for model, _ in paper.COLUMNS))
-    order = {column: k for k, column in enumerate(paper.COLUMNS)}
     made = []
-    for kind in sorted(
-        grouped, key=lambda c: (_place(norms, c[0]), order.get(c[1:3], len(order)), c[2], _place(models, c[1]), c)
-    ):
+    for kind in sorted(grouped, key=lambda kind: place(*kind)):
         norm, model, data, _ = kind
         for method, runs in grouped[kind].items():
             if len({result.config.setting for result in runs}) > 1:
                 raise ValueError(f"{model} {data} holds {method} with several settings: a grid has no table of means")
         made.append(Column(model, data, norm, grouped[kind]))
     return made
+
+
+def place(norm: str, model: str, data: str, epochs: int) -> tuple[object, ...]:
+    """Where a column stands among others: in the paper's order, then by data and network."""
+    models = list(dict.fromkeys(model for model, _ in paper.COLUMNS))
+    column = _place(list(paper.COLUMNS), (model, data))
+    return _place(list(paper.NORM_NAMES), norm), column, data, _place(models, model), norm, model, epochs
 
 
 def markdown_table(heads: list[str], lines: list[list[str]]) -> str:
@@ -300,7 +314,7 @@ def _counted(count: int, name: str) -> str:
     return f"{count} {name}" + ("" if count == 1 else "s")
 
 
-def _place(known: list[str], name: str) -> int:
+def _place(known: Sequence[object], name: object) -> int:
     """Where a name stands; behind all others where it is not known."""
     return known.index(name) if name in known else len(known)
 

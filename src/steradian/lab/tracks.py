@@ -3,7 +3,8 @@
 import io
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,9 +50,12 @@ class Tracks:
 
         if not self.path.exists():
             return pd.DataFrame(columns=list(COLUMNS))
-        table = pd.read_parquet(self.path)
-        if missing := [name for name in COLUMNS if name not in table]:
-            raise ValueError(f"{self.path} is not a file of records: it has no {', '.join(missing)}")
+        with self._named():
+            table = pd.read_parquet(self.path)
+            if missing := [name for name in COLUMNS if name not in table]:
+                raise ValueError(f"it has no {', '.join(missing)}")
+            if wrong := [name for name in ("step", "value") if not pd.api.types.is_numeric_dtype(table[name])]:
+                raise ValueError(f"no numbers in {', '.join(wrong)}")
         return table
 
     def about(self) -> dict[str, dict[str, Any]]:
@@ -60,17 +64,26 @@ class Tracks:
 
         if not self.path.exists():
             return {}
-        told = json.loads((parquet.read_schema(self.path).metadata or {}).get(_ABOUT, b"{}"))
-        for run, facts in told.items():
-            if not {"config", "steps"} <= set(facts):
-                raise ValueError(
-                    f"{self.path} is not a file of records: it says nothing of the config and steps of {run}"
-                )
-            try:
-                Config.from_dict(facts["config"])
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{self.path}, run {run}: {error}") from error
+        with self._named():
+            told = json.loads((parquet.read_schema(self.path).metadata or {}).get(_ABOUT, b"{}"))
+            for run, facts in told.items():
+                if not {"config", "steps"} <= set(facts):
+                    raise ValueError(f"it says nothing of the config and steps of {run}")
+                if not isinstance(facts["steps"], int) or facts["steps"] < 1:
+                    raise ValueError(f"steps in an epoch of {run} must be at least 1, got {facts['steps']!r}")
+                try:
+                    Config.from_dict(facts["config"])
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"run {run}: {error}") from error
         return dict(told)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Whatever is wrong with the file is said with its name."""
+        try:
+            yield
+        except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
+            raise ValueError(f"{self.path} is not a file of records: {error}") from error
 
     def runs(self) -> set[str]:
         """Keys of the recorded runs."""

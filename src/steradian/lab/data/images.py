@@ -19,10 +19,17 @@ class Images:
 
     def __post_init__(self) -> None:
         shape = self.pixels.shape
-        if self.pixels.dtype != np.uint8 or len(shape) != 4 or shape[1] != shape[2] or shape[3] not in (1, 3):
+        if (
+            self.pixels.dtype != np.uint8
+            or len(shape) != 4
+            or shape[1] != shape[2]
+            or shape[3] not in (1, 3)
+            or not shape[1]
+        ):
             raise ValueError(f"pixels must be uint8 (N, S, S, 1 or 3), got {self.pixels.dtype} {shape}")
-        if self.labels.shape != shape[:1]:
-            raise ValueError(f"labels must be one for each of {shape[0]} images, got {self.labels.shape}")
+        if self.labels.shape != shape[:1] or self.labels.dtype.kind not in "ui":
+            told = f"{self.labels.dtype} {self.labels.shape}"
+            raise ValueError(f"labels must be a whole number for each of {shape[0]} images, got {told}")
 
     @property
     def size(self) -> int:

@@ -23,7 +23,7 @@ def is_packed(root: Path) -> bool:
     return (root / "meta.json").is_file()
 
 
-def pack(data: DataSet, root: Path, *, source: str = "", effort: int = 4) -> None:
+def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) -> None:
     """Write a data set in the packed form, `meta.json` last, so that a folder that has one is complete.
 
     Args:
@@ -31,7 +31,13 @@ def pack(data: DataSet, root: Path, *, source: str = "", effort: int = 4) -> Non
         root: the folder, made where missing.
         source: where the data came from, in words.
         effort: WebP's effort from 0 (fast) to 6 (small).
+
+    Raises:
+        ValueError: the folder has a `meta.json` of something else.
     """
+    root = Path(root)
+    if is_packed(root) and not _own(root / "meta.json"):
+        raise ValueError(f"{root / 'meta.json'} is not of packed data, which would replace it: pack to another folder")
     root.mkdir(parents=True, exist_ok=True)
     side = min(_SIDE, _LARGEST // data.train.size)
     splits: dict[str, Any] = {}
@@ -59,6 +65,14 @@ def pack(data: DataSet, root: Path, *, source: str = "", effort: int = 4) -> Non
         "source": source,
     }
     write_atomically(root / "meta.json", json.dumps(meta, indent=1).encode())
+
+
+def _own(path: Path) -> bool:
+    """Whether the file describes packed data, however damaged."""
+    try:
+        return "sha256" in json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError):
+        return False
 
 
 def read_packed(root: Path) -> DataSet:

@@ -1,5 +1,6 @@
 """Where data comes from: digits that are always there, a folder in one of three forms, or the hub."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     Args:
         name: one of `NAMES`, or any name for a folder of images.
         root: a folder with the packed form, with the original archives, or with images as
-            train/CLASS/FILE and test/CLASS/FILE, names that begin with a dot left out. None: data/NAME where that
-            exists; otherwise digits come with scikit-learn and the others from the hub, through `datasets`.
+            train/CLASS/FILE and test/CLASS/FILE, in folders within CLASS too, names that begin with a dot left out.
+            None: data/NAME where that exists; otherwise digits come with scikit-learn and the others from the hub,
+            through `datasets`.
 
     >>> data = load("digits")
     >>> data.train.pixels.shape, len(data.test)
@@ -113,7 +115,8 @@ def _read_pictures(root: Path, classes: list[str]) -> Images:
         for path in _files(root / each):
             array = _picture(path)
             if array.shape[0] != array.shape[1] or (pixels and array.shape != pixels[0].shape):
-                raise ValueError(f"images must be square and of one size, got {array.shape[:2]} in {path}")
+                others = f", after {pixels[0].shape[:2]} in others" if pixels else ""
+                raise ValueError(f"images must be square and of one size, got {array.shape[:2]} in {path}{others}")
             pixels.append(array)
             labels.append(label)
     if not pixels:
@@ -127,9 +130,9 @@ def _folders(root: Path) -> list[str]:
 
 
 def _files(root: Path) -> list[Path]:
-    """The images of a class; none where it has no folder."""
-    shown = (path for path in root.glob("*") if path.suffix.lower() in _PICTURES and not path.name.startswith("."))
-    return sorted(path for path in shown if not path.is_dir())
+    """The images of a class, in folders of its folder, too; none where it has no folder."""
+    images = (path for path in root.rglob("*") if path.suffix.lower() in _PICTURES and not path.is_dir())
+    return sorted(path for path in images if not any(part.startswith(".") for part in path.relative_to(root).parts))
 
 
 def _picture(path: Path) -> NDArray[np.uint8]:
@@ -137,7 +140,8 @@ def _picture(path: Path) -> NDArray[np.uint8]:
     from PIL import Image
 
     try:
-        with Image.open(path) as picture:
+        with warnings.catch_warnings(), Image.open(path) as picture:
+            warnings.simplefilter("ignore")  # of what is transparent, or large
             if picture.mode.startswith(_DEEP):
                 raise ValueError(f"it must have 8 bits per channel, got the mode {picture.mode}")
             return np.asarray(picture.convert("RGB"))
