@@ -36,6 +36,13 @@ COMMANDS = [
 ]
 
 
+def test_a_command_does_not_wait_for_the_compiler_of_torch():
+    heavy = "{'torch._dynamo', 'torch._inductor', 'triton', 'pandas', 'plotly'}"
+    code = f"import sys, steradian.cli; print(sorted({heavy} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.fixture
 def call(monkeypatch, capsys, tmp_path):
     """Run the command line in this process, in a folder of its own."""

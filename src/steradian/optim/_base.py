@@ -16,6 +16,7 @@ from steradian.optim._loading import take_state
 from steradian.optim._optional import fused_available, fused_works, sharding
 from steradian.optim._rows import RowSet, check_shape
 from steradian.optim._telemetry import Telemetry
+from steradian.optim._untraced import load, untraced
 from steradian.optim._zero import zero
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class RowOptimizer(Optimizer, ABC):
     _needed_by_rows: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, params: Params, defaults: Options) -> None:
+        load()
         self.telemetry = None
         self._remembered: FusedStep | None = None
         self._in_graphs: list[object] = []
@@ -129,7 +131,7 @@ class RowOptimizer(Optimizer, ABC):
         self._remembered.run(self)
         return True
 
-    @torch.compiler.disable
+    @untraced
     def _compiled_again(self) -> bool:
         return self._again()
 
@@ -144,7 +146,7 @@ class RowOptimizer(Optimizer, ABC):
                 self._reference(rows, group)
                 rows.finish()
 
-    @torch.compiler.disable
+    @untraced
     def _collect(self) -> tuple[Classic, Work]:
         """What has a gradient: parameters for the classic update, and row sets."""
         for group in self.param_groups:
@@ -171,19 +173,19 @@ class RowOptimizer(Optimizer, ABC):
         if seen:
             self._tell_classic(seen, group)
 
-    @torch.compiler.disable
+    @untraced
     def _before_classic(self, params: list[Tensor], group: Options) -> list[tuple[RowSet, Tensor]]:
         sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
         return [(rows, rows.read("param").clone()) for rows in sets if rows.n and rows.d]
 
-    @torch.compiler.disable
+    @untraced
     def _tell_classic(self, seen: list[tuple[RowSet, Tensor]], group: Options) -> None:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for rows, before in seen:
             with rows.scaled(scale, found):
                 self._emit_rest(rows, before, group)
 
-    @torch.compiler.disable
+    @untraced
     def _remember(self, classic: Classic, work: Work) -> bool:
         """Where the fused step takes at least one group, take the step as one that is kept while it fits."""
         self._remembered = None
@@ -250,7 +252,7 @@ class RowOptimizer(Optimizer, ABC):
         if torch.cuda.is_current_stream_capturing() and not all(g["capturable"] for g in self.param_groups):
             raise RuntimeError(f"to capture {type(self).__name__}.step() in a graph, construct it with capturable=True")
 
-    @torch.compiler.disable
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are set to zero are so together, not in a launch each.
 
@@ -331,6 +333,7 @@ class RowOptimizer(Optimizer, ABC):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        load()
         super().__setstate__(state)
         self.__dict__.setdefault("telemetry", None)
         self.__dict__.setdefault("_in_graphs", [])
