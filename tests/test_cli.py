@@ -297,6 +297,16 @@ def test_a_study_that_is_interrupted_says_how_it_goes_on(call, monkeypatch):
     assert "the same command goes on" in done.out
 
 
+def test_under_nohup_a_closed_terminal_ends_nothing(call, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr("steradian.lab.targets.load_model", lambda _: signal.raise_signal(signal.SIGHUP))
+    try:
+        assert "NoneType" in call("inspect", "x:y", "--input", "1").err  # what it goes on with
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_request_to_end_closes_what_is_open(call, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     closed = []

@@ -217,13 +217,32 @@ class Interrupting(Lines):
                 signal.raise_signal(self.number)
 
 
-def test_a_scheduler_that_asks_a_study_to_end_finds_it_with_checkpoints(tmp_path, data):
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.fixture
+def handler():
+    """Sets what a signal does; afterwards it does what it did."""
+    before = {}
+
+    def set_to(number, does):
+        before.setdefault(number, signal.signal(number, does))
+
+    yield set_to
+    for number, does in before.items():
+        signal.signal(number, does)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_scheduler_that_asks_a_study_to_end_finds_it_with_checkpoints(tmp_path, data, handler, number):
+    handler(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt):
-        fleet(tmp_path, data, watcher=Interrupting(1, signal.SIGTERM)).run(methods("Adam", epochs=4))
+        fleet(tmp_path, data, watcher=Interrupting(1, number)).run(methods("Adam", epochs=4))
     [saved] = (tmp_path / "work" / "checkpoints").glob("*.pt")
     assert torch.load(saved, weights_only=True)["training"]["epoch"] == 2
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_under_nohup_a_closed_terminal_does_not_stop_a_study(tmp_path, data, handler):
+    handler(signal.SIGHUP, signal.SIG_IGN)
+    assert fleet(tmp_path, data, watcher=Interrupting(1, signal.SIGHUP)).run(methods("Adam", epochs=3))
 
 
 def test_an_interrupted_study_loses_nothing_and_a_second_time_stops_at_once(tmp_path, data):

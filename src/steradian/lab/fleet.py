@@ -87,8 +87,8 @@ class Fleet:
         """Train what is not finished yet.
 
         Several processes may carry out one study: each takes what the others have not, and waits for those at the end.
-        Interrupted (Ctrl-C, SIGTERM), it stops as at a deadline and then raises KeyboardInterrupt; the second time it
-        ends at once.
+        Interrupted (Ctrl-C, SIGTERM, SIGHUP), it stops as at a deadline and then raises KeyboardInterrupt; the second
+        time it ends at once.
 
         Args:
             configs: the trainings; those in the store are not repeated, those with a checkpoint go on from it.

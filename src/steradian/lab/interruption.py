@@ -18,8 +18,9 @@ def end(number: int, _: object) -> Never:
 def patient(asked: Callable[[], None]) -> Iterator[None]:
     """Within it the first interruption calls a function, which is to bring about an end in good order.
 
-    Interruptions are Ctrl-C, and SIGTERM, which a cluster's scheduler sends before it kills. The next one does what it
-    ever does. Outside of the main thread, and where the program has a handler of its own, nothing is changed.
+    Interruptions are Ctrl-C, SIGTERM, which a cluster's scheduler sends before it kills, and SIGHUP, when a terminal is
+    closed. The next one does what it ever does. Outside of the main thread, and where the program has a handler of its
+    own or ignores the signal, as under nohup, nothing is changed.
 
     >>> with patient(lambda: print("asked to stop")):
     ...     signal.raise_signal(signal.SIGINT)
@@ -28,7 +29,7 @@ def patient(asked: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    now = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    now = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     usual = (signal.default_int_handler, signal.SIG_DFL, end)
     ours = {number: handler for number, handler in now.items() if handler in usual}
 
