@@ -185,6 +185,20 @@ def test_a_joined_network_is_the_network(many_pixels, model, options):
     assert float((one.double() - other).norm() / other.norm()) < 1e-4
 
 
+@pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter")
+@pytest.mark.parametrize("model", ["ResNet20", "VGG16"])
+def test_a_compiled_network_has_the_gradients_of_one_that_is_not(many_pixels, model):
+    network = shaken(build(model, width=16, size=4))
+    network.route = joining.forward
+    images, found = torch.randn(3, 3, 4, 4), []
+    for forward in (network, torch.compile(network, backend="aot_eager", dynamic=False)):
+        network.zero_grad()
+        forward(images).square().sum().backward()
+        found.append([parameter.grad for parameter in network.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert float((one - other).norm() / other.norm()) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("model", "options"),
     [
