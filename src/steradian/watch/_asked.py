@@ -1,13 +1,15 @@
 """What a watch is asked for: a TypeError or ValueError names the argument, the value and what would be right."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from steradian.groups import Groups
 
-__all__ = ["check_asked", "check_names", "hooked"]
+__all__ = ["check_asked", "check_names", "hooked", "one_number"]
 
 
 def hooked(optimizer: Optimizer) -> Optimizer:
@@ -57,3 +59,14 @@ def check_names(argument: str, names: Sequence[str] | Mapping[str, Any], followe
     unknown = [name for name in names if name not in followed]
     if unknown:
         raise ValueError(f"{argument} names {unknown}, but the followed groups are {list(followed)}")
+
+
+def one_number(name: str, value: float | Tensor) -> float | Tensor:
+    """What is logged; a tensor as a copy that is not waited for."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+        return value.detach().reshape(()).clone()
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be one number, got {value!r}")
+    return float(value)

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from numbers import Real
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from steradian.groups import Groups, is_sharded
 from steradian.optim._base import RowOptimizer
 from steradian.watch._about import about
-from steradian.watch._asked import check_asked, check_names, hooked
+from steradian.watch._asked import check_asked, check_names, hooked, one_number
 from steradian.watch._block import Alert
 from steradian.watch._delivery import Delivery
 from steradian.watch._followed import Followed, follow
@@ -307,7 +306,7 @@ class Watch:
             values: by name; tensors with one number are not waited for.
             **named: the same.
         """
-        given = {name: _one_number(name, value) for name, value in {**(values or {}), **named}.items()}
+        given = {name: one_number(name, value) for name, value in {**(values or {}), **named}.items()}
         if self._stopped:
             logger.warning("%s: what is logged after stop() is not recorded", self.run)
         elif not self.silent:
@@ -385,16 +384,6 @@ def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
     still = watch()
     if still is not None and os.getpid() == process:
         still._stop(together=False)
-
-
-def _one_number(name: str, value: float | Tensor) -> float | Tensor:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
-        return value.detach().reshape(()).clone()
-    if not isinstance(value, Real):
-        raise TypeError(f"{name} must be one number, got {value!r}")
-    return float(value)
 
 
 def _merge(followed: Sequence[Followed]) -> "Merge":
