@@ -1,15 +1,13 @@
 """Steradian: the spheres that a normalized network trains on, and what optimizers do on them."""
 
-from typing import TYPE_CHECKING
-
-from steradian import equivalence, geometry, groups, image, optim, phenomena, scheme
-from steradian.discovery import find_groups
-from steradian.groups import Groups
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from steradian import equivalence, geometry, groups, image, optim, phenomena, scheme
+    from steradian.discovery import find_groups
+    from steradian.groups import Groups
     from steradian.watch import watch
-else:
-    from steradian import watch  # the package, which can be called
 
 __version__ = "0.1.0"
 
@@ -26,3 +24,19 @@ __all__ = [
     "scheme",
     "watch",
 ]
+
+_WITHIN = {"Groups": "groups", "find_groups": "discovery"}
+"""Names that are not those of modules."""
+
+
+def __getattr__(name: str) -> Any:
+    """A public name is imported when it is first used: a command that needs no torch does not wait for it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_WITHIN.get(name, name)}")
+    found = globals()[name] = getattr(module, name) if name in _WITHIN else module
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

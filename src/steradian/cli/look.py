@@ -7,7 +7,6 @@ import typer
 from rich.table import Table
 
 from steradian.cli import app, screen
-from steradian.discovery import find_groups
 
 
 @app.command()
@@ -47,6 +46,7 @@ def inspect(
 
     Example: steradian inspect steradian.lab.models:small_cnn --input 8x1x8x8
     """
+    from steradian.discovery import find_groups
     from steradian.lab.targets import example_input, load_model
 
     model = load_model(target)
