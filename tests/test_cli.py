@@ -48,6 +48,13 @@ def test_help_does_not_wait_for_torch_nor_the_library_for_its_compiler():
     assert loaded("steradian.optim, steradian.discovery, steradian.watch") == ["torch"]
 
 
+def test_every_public_name_is_found_when_it_is_asked_for():
+    code = "import steradian; print(all(getattr(steradian, name) for name in (*steradian.__all__, 'discovery', 'lab')))"
+    code += "; print(set(steradian.__all__) <= set(dir(steradian)), hasattr(steradian, 'nothing'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "False"]
+
+
 @pytest.fixture
 def call(monkeypatch, capsys, tmp_path):
     """Run the command line in this process, in a folder of its own."""

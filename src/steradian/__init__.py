@@ -27,11 +27,13 @@ __all__ = [
 
 _WITHIN = {"Groups": "groups", "find_groups": "discovery"}
 """Names that are not those of modules."""
+_MORE = ("discovery", "lab", "report")
+"""Modules that most programs import by themselves, or not at all."""
 
 
 def __getattr__(name: str) -> Any:
     """A public name is imported when it is first used: a command that needs no torch does not wait for it."""
-    if name not in __all__:
+    if name not in __all__ and name not in _MORE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_WITHIN.get(name, name)}")
     found = globals()[name] = getattr(module, name) if name in _WITHIN else module
