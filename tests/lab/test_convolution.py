@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from steradian.lab import convolution, joining
-from steradian.lab.convolution import FILTERS, _Corner, _Strip, _Tile, _Whole, convolve
+from steradian.lab.convolution import FILTERS, _Corner, _Strip, _Tile, convolve
 from steradian.lab.execution import Execution
 from steradian.lab.models import build
 from steradian.lab.training import Training
@@ -36,13 +36,13 @@ def few_pixels(request, monkeypatch):
     elif request.param == "strips":
         plan(monkeypatch, _Strip(16, 3), _Tile(64, 2, 1), _Corner(16, 3, 4, 1))
     else:
-        plan(monkeypatch, _Strip(32, 3), _Tile(32, 2, 9), _Corner(32, 2, 1, 1), _Tile(32, 2, 9), _Whole(32, 2))
+        plan(monkeypatch, _Strip(32, 3), _Tile(32, 2, 9), _Corner(32, 2, 1, 1), _Tile(32, 2, 9), _Tile(32, 2, 9))
 
 
 @pytest.fixture
 def many_pixels(monkeypatch):
     """One program for each member: an interpreter takes its time for each."""
-    plan(monkeypatch, _Strip(16, 4), _Tile(64, 1, 16), _Corner(64, 1, 4, 4), _Tile(64, 1, 9), _Whole(64, 1))
+    plan(monkeypatch, _Strip(16, 4), _Tile(64, 1, 16), _Corner(64, 1, 4, 4), _Tile(64, 1, 9), _Tile(64, 1, 9))
 
 
 def twin(x, weight, members, stride):

@@ -151,19 +151,6 @@ class _Corner(NamedTuple):
         return (3 if self.down == 1 else 1) * (3 if self.across == 1 else 1)
 
 
-class _Whole(NamedTuple):
-    """All taps at a time: pixels at a time, how many times, warps, and loads ahead."""
-
-    block: int
-    tiles: int
-    warps: int = 4
-    stages: int = 1
-
-    def parts(self, images: int, height: int, width: int) -> int:
-        """Programs of a member."""
-        return -(-images * height * width // (self.block * self.tiles))
-
-
 # By the stride and the filters of a member, or its channels for the gradient to x: benchmarks/convolution.py --tune.
 _Plan = _Tile | _Strip
 _FORWARD: dict[int, dict[int, _Plan]] = {
@@ -180,7 +167,7 @@ _WEIGHT_GRADIENT: dict[int, dict[int, _Corner]] = {
 }
 # The same for images, which have few channels: all taps of all of them fit into one product.
 _STEM_FORWARD: dict[int, dict[int, _Plan]] = {1: {64: _Tile(64, 4, 9)}, 2: {}}
-_STEM_WEIGHT_GRADIENT: dict[int, dict[int, _Whole]] = {1: {64: _Whole(128, 4, 4, 2)}, 2: {}}
+_STEM_WEIGHT_GRADIENT: dict[int, dict[int, _Tile]] = {1: {64: _Tile(128, 4, 9, 4, 2)}, 2: {}}
 _FEW = 8  # channels
 
 
@@ -189,7 +176,7 @@ def _forward_plan(stride: int, channels: int, filters: int) -> _Plan:
     return stems.get(filters) or _FORWARD[stride][filters]
 
 
-def _weight_gradient_plan(stride: int, channels: int, filters: int) -> _Corner | _Whole:
+def _weight_gradient_plan(stride: int, channels: int, filters: int) -> _Corner | _Tile:
     stems = _STEM_WEIGHT_GRADIENT[stride] if channels <= _FEW else {}
     return stems.get(filters) or _WEIGHT_GRADIENT[stride][filters]
 
@@ -202,7 +189,7 @@ def _fill_up(channels: int) -> int:
     return max(16, triton.next_power_of_2(channels))
 
 
-def _how(plan: _Plan | _Corner | _Whole, x: Tensor) -> dict[str, Any]:
+def _how(plan: _Plan | _Corner, x: Tensor) -> dict[str, Any]:
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     return {"BLOCK": plan.block, "PRECISION": precision, "num_warps": plan.warps, "num_stages": plan.stages}
 
@@ -264,7 +251,7 @@ def _weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor
     tensors = (x, dy, out, len(x) // members, members)
     shape = {"CI": channels, "CO": filters, "HI": x.shape[2], "WI": x.shape[3], "HO": dy.shape[2], "WO": dy.shape[3]}
     shape |= {"STRIDE": stride, "TILES": plan.tiles} | _how(plan, x)
-    if isinstance(plan, _Whole):
+    if isinstance(plan, _Tile):
         _kernels.whole_weight_gradient_kernel[(len(out), members)](*tensors, PLACES=_fill_up(9 * channels), **shape)
     else:
         _kernels.weight_gradient_kernel[(len(out), members, plan.shares)](
@@ -277,6 +264,6 @@ def _weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor
 def _like_weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor:
     plan = _weight_gradient_plan(stride, x.shape[1], dy.shape[1])
     # For a share of the taps a pixel is a row of x and a column of y.
-    height = dy.shape[2] if isinstance(plan, _Whole) else x.shape[2]
+    height = dy.shape[2] if isinstance(plan, _Tile) else x.shape[2]
     parts = plan.parts(len(x) // members, height, dy.shape[3])
     return x.new_empty(parts, members * dy.shape[1], 3, 3, x.shape[1], dtype=torch.float32)
