@@ -6,9 +6,9 @@ Our Adam without (abc) observed in every step, torch's fused Adam in every tenth
 GPU, captured in a CUDA graph. A watched training and two that are not take many short turns, each from an observed
 step to the next, in an order that goes to and fro, so that a host that is slow for a while is slow for all. The ratio
 is the median over all rounds of a watched turn against the mean of the two unwatched ones of its round; that of the
-totals holds the steps that hand numbers over, one in 256, too, and every disturbance of the host. What a watch does
-once, such as importing what it writes with, is done before. The second unwatched training against
-the first is the control: how far from 1 a ratio is that should be 1. Prints a table and writes
+totals holds the steps that hand numbers over, one in 256, too, which is the whole cost, and every disturbance of the
+host. What a watch does once, such as importing what it writes with, is done before. The second unwatched training
+against the first is the control: how far from 1 a ratio is that should be 1. Prints a table and writes
 results/bench-watch-DEVICE.json. --only measures the optimizers whose name holds a text.
 """
 
