@@ -162,7 +162,9 @@ class Handover:
             start += len(station.followed)
             statistics, rows = station.reduce(count, mine)
             quantities.append(station.quantities)
-            tensors += [statistics, rows[kept] if self.merge is None else rows]
+            # A slice, since a list of places would have to be sent to the device, and waited for.
+            some = rows[slice(kept[0], None, self.rows_every)] if kept else rows[:0]
+            tensors += [statistics, some if self.merge is None else rows]
             tensors.append(station.skips[:count].clone() if station.may_skip else station.skips[:0])
             tensors += [rows[:, :, entry.span] for entry in station.followed if entry.name in self.rows]
         return tensors, quantities

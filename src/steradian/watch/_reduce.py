@@ -1,7 +1,9 @@
 """Statistics of each group of rows, for many steps and quantities at once, where the numbers are."""
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ __all__ = ["Reduction"]
 
 _AT_ONCE = 2**23
 _LEVELS = (0.0, 0.1, 0.5, 0.9, 1.0)
+_LENGTHS = (64, 256, 1024, 4096)
+"""Lengths that a program of the kernel may have; longer groups are sorted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +32,9 @@ class _Bucket:
 class Reduction:
     """Minimum, quantiles, maximum and mean over the rows of each group, in the order of `records.STATISTICS`.
 
-    Groups of about one length are padded, sorted, and read at the places of the quantiles, with linear interpolation
-    as numpy has it. A group with a NaN has NaN throughout, a group without rows too.
+    Quantiles are interpolated linearly, as numpy has them. A group with a NaN has NaN throughout, a group without rows
+    too. On a GPU one launch finds them for all groups of about one length; elsewhere, and of very long groups, the rows
+    are padded, sorted, and read at the places of the quantiles.
 
     Args:
         spans: where the rows of each group lie.
@@ -41,23 +46,59 @@ class Reduction:
 
     def __init__(self, spans: Sequence[slice], *, device: torch.device | str = "cpu") -> None:
         self.groups = len(spans)
-        by_length: dict[int, list[int]] = {}
-        for k, span in enumerate(spans):
-            if span.stop > span.start:
-                by_length.setdefault(1 << (span.stop - span.start - 1).bit_length(), []).append(k)
-        self.buckets = [_bucket(chosen, [spans[k] for k in chosen], n, device) for n, chosen in by_length.items()]
+        selected: dict[int, list[int]] = {}
+        ordered: dict[int, list[int]] = {}
+        lengths = _LENGTHS if _can_select(torch.device(device)) else ()
+        for k, rows in enumerate(span.stop - span.start for span in spans):
+            if rows and (length := next((length for length in lengths if rows <= length), None)):
+                selected.setdefault(length, []).append(k)
+            elif rows:
+                ordered.setdefault(1 << (rows - 1).bit_length(), []).append(k)
+        self.chosen = {n: _places(chosen, [spans[k] for k in chosen], device) for n, chosen in selected.items()}
+        self.buckets = [_bucket(chosen, [spans[k] for k in chosen], n, device) for n, chosen in ordered.items()]
 
     def __call__(self, values: Tensor) -> Tensor:
         """(…, n) rows on the last dimension → (…, groups, 6)."""
         lead = values.shape[:-1]
         flat = values.reshape(-1, values.shape[-1])
         found = flat.new_full((len(flat), self.groups, len(_LEVELS) + 1), float("nan"))
+        for length, places in self.chosen.items():
+            _select(flat.contiguous(), length, *places, out=found)
         for bucket in self.buckets:
             at_once = max(1, _AT_ONCE // bucket.index.numel())
             for start in range(0, len(flat), at_once):
                 piece = slice(start, start + at_once)
                 found[piece, bucket.groups] = _statistics(flat[piece], bucket)
         return found.reshape(*lead, self.groups, len(_LEVELS) + 1)
+
+
+def _can_select(device: torch.device) -> bool:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from steradian.optim._fused import works
+
+    return works(device)
+
+
+def _places(groups: list[int], spans: list[slice], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """What `statistics_kernel` needs of some groups: their spans and places, and shares."""
+    first = torch.tensor([[span.start, span.stop - span.start] for span in spans], device="cpu")
+    at = torch.tensor(_LEVELS[1:-1], dtype=torch.float64, device="cpu") * (first[:, 1:] - 1)
+    lines = torch.cat([first, torch.tensor(groups, device="cpu")[:, None], at.floor().long()], dim=1)
+    return lines.int().to(device), (at - at.floor()).to(device)
+
+
+def _select(values: Tensor, length: int, spans: Tensor, shares: Tensor, *, out: Tensor) -> None:
+    """Write the statistics of some groups, whose rows are no more than `length`, to their places in `out`."""
+    import triton.language as tl
+
+    from steradian.watch._kernel_order import statistics_kernel
+
+    narrow = values.dtype == torch.float32
+    how: dict[str, Any] = {"BITS": 32, "KIND": tl.float32} if narrow else {"BITS": 64, "KIND": tl.float64}
+    how |= {"LENGTH": length, "num_warps": max(1, length // 1024)}
+    if len(values):
+        statistics_kernel[len(values), len(spans)](values, spans, shares, out, values.shape[1], out.shape[1], **how)
 
 
 def _bucket(groups: list[int], spans: list[slice], length: int, device: torch.device | str) -> _Bucket:
@@ -87,5 +128,5 @@ def _statistics(values: Tensor, bucket: _Bucket) -> Tensor:
     below, above = (ordered.gather(-1, place) for place in places)
     share = bucket.share.to(values.dtype)
     # Two infinities of one sign differ by NaN; where the share is 0 the upper one does not count.
-    quantiles = torch.where(share == 0, below, below + (above - below) * share)
+    quantiles = torch.where((share == 0) | (below == above), below, below + (above - below) * share)
     return torch.where(means.isnan()[..., None], means[..., None], torch.cat([quantiles, means[..., None]], dim=-1))

@@ -41,9 +41,10 @@ def sweeps(optimizer: Optimizer, followed: Sequence[Followed]) -> bool:
     """Whether a GPU can read these rows in one launch."""
     if followed[0].device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
+    from steradian.optim._fused import works
     from steradian.watch._sweep import can_sweep
 
-    return can_sweep(optimizer, followed)
+    return works(followed[0].device) and can_sweep(optimizer, followed)
 
 
 def _tells(entry: Followed) -> bool:

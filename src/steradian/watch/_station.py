@@ -71,7 +71,9 @@ class Station:
         self.group = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts).to(self.device)
         self._find_balances()
         self.slopes = torch.zeros(2, self.rows, dtype=dtype_of(followed), device=self.device)
+        self._fading: tuple[Tensor, Tensor] | None = None
         self.reduced = Reduction([entry.span for entry in self.followed], device=self.device)
+        self.reduced(self.values[0, :, 0][None])  # what is compiled for it is compiled now
         self.may_skip = False
 
     def _find_balances(self) -> None:
@@ -160,16 +162,21 @@ class Station:
             return {}
         slope = (found["radius"] * found["gradient_norm"]) ** 2
         use = slope.isfinite() if there is None else slope.isfinite() & there
-        count = len(slope)
-        lag = torch.arange(count, device=self.device)
-        weights = torch.tril(_FORGET ** (lag[:, None] - lag[None, :]).clamp(min=0).to(slope.dtype))
-        fading = _FORGET ** (lag + 1).to(slope.dtype)[:, None]
+        weights, fading = self._faded(slope)
         total = weights @ torch.where(use, slope, 0) + fading * self.slopes[0]
         weight = weights @ use.to(slope.dtype) + fading * self.slopes[1]
         self.slopes = torch.stack([total[-1], weight[-1]])
         mean = (total / weight).sqrt()  # NaN where no gradient was finite so far
         radius, angle = self.balance(found["lr"], mean)
         return {"equilibrium_radius": radius, "equilibrium_angle": angle}
+
+    def _faded(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of the observations at hand for each of them, and of all before them; kept for the next time."""
+        if self._fading is None or len(self._fading[0]) != len(like):
+            lag = torch.arange(len(like), device=self.device)
+            weights = torch.tril(_FORGET ** (lag[:, None] - lag[None, :]).clamp(min=0).to(like.dtype))
+            self._fading = weights, _FORGET ** (lag + 1).to(like.dtype)[:, None]
+        return self._fading
 
     def missing(self) -> dict[str, Any]:
         """What is not recorded, and why."""
