@@ -1,6 +1,5 @@
 """From the devices to the host: observed steps become blocks, some steps at a time, in the order of the steps."""
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -217,8 +216,8 @@ class Handover:
             logged.append((max(0, step - int(next(arrays)) if may_skip else step), name, value))
         paths: list[tuple[int, str, int, Array]] = []
         for kept in waiting.paths:
-            points = [(entry.name, row, next(arrays)) for entry, row in self.paths.chosen]
-            paths += [(k, group, row, _unit(x[i])) for i, k in enumerate(kept) for group, row, x in points]
+            points = [(entry.name, row, _units(next(arrays))) for entry, row in self.paths.chosen]
+            paths += [(k, group, row, u[i]) for i, k in enumerate(kept) for group, row, u in points]
         values = np.concatenate(parts, axis=2) if parts else np.zeros((0, len(union), len(self.names), 6))
         place = {name: k for k, name in enumerate(self.names)}
         return Block(
@@ -263,8 +262,8 @@ def _spread(values: Array, names: Sequence[str], union: Sequence[str]) -> Array:
     return found
 
 
-def _unit(vector: Array) -> Array:
-    """The direction of a row; NaN for a row at the origin, which has none."""
-    exact = vector.astype(np.float64)
-    length = math.sqrt(exact @ exact)  # many short vectors: numpy's norm takes ten times as long
-    return vector / (length or math.nan)
+def _units(rows: Array) -> Array:
+    """The directions of rows, (points, d); NaN for a row at the origin, which has none."""
+    lengths = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1, keepdims=True))
+    directions: Array = (rows / np.where(lengths == 0, np.nan, lengths)).astype(rows.dtype)
+    return directions

@@ -129,15 +129,13 @@ def _defect(block: Block) -> Iterator[Alert]:
     if not _has(block, "defect"):
         return
     defect = _get(block, "defect", "median")
-    for g, group in enumerate(block.groups):
-        often = (defect[:, g] > _LARGE_DEFECT) & block.active[:, g]
-        if often.sum() > len(often) / 2:
-            k = int(np.flatnonzero(often)[0])
-            text = (
-                f"the gradient is not across the rows (|cos(x, ∇L)| = {defect[k, g]:.2g} in the median): the ε of its "
-                "normalization matters, or the gradient is so small that it is rounding"
-            )
-            yield Alert(int(block.steps[k]), group, "defect", text)
+    large = (defect > _LARGE_DEFECT) & block.active
+    for k, g, group in _where(block, large & (large.sum(axis=0) > len(large) / 2)):
+        text = (
+            f"the gradient is not across the rows (|cos(x, ∇L)| = {defect[k, g]:.2g} in the median): the ε of its "
+            "normalization matters, or the gradient is so small that it is rounding"
+        )
+        yield Alert(int(block.steps[k]), group, "defect", text)
 
 
 def _not_finite(block: Block) -> Iterator[Alert]:
@@ -162,10 +160,9 @@ def _above(block: Block, quantity: str, statistic: str, bound: float, kind: str,
 
 def _where(block: Block, bad: NDArray[np.bool_]) -> Iterator[tuple[int, int, str]]:
     """Step and group of the first bad entry of every group."""
-    for g, group in enumerate(block.groups):
-        steps = np.flatnonzero(bad[:, g] & block.active[:, g])
-        if len(steps):
-            yield int(steps[0]), g, group
+    bad = bad & block.active
+    for g in np.flatnonzero(bad.any(axis=0)):
+        yield int(bad[:, g].argmax()), int(g), block.groups[g]
 
 
 def _has(block: Block, *quantities: str) -> bool:
