@@ -86,6 +86,7 @@ def test_very_long_groups_are_sorted_and_short_ones_beside_them_are_not(monkeypa
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the host does not wait for a CPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("ours", [True, False])
 def test_numbers_are_handed_over_without_the_host_waiting(ours, tmp_path):
     params = rows((4, 5), (300, 5), dtype=torch.float32, device=DEVICE)

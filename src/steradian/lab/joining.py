@@ -2,20 +2,24 @@
 
 The same network, with the same parameters and buffers, to rounding: in half precision activations are rounded where
 they are stored, and fewer of them are. Of a narrow network all 3 × 3 convolutions are ours, and members lie behind each
-other in the batch: what one loads is contiguous. Of a wide network only the first is ours, since torch's are not made
-for its few channels.
+other in the batch: what one loads is contiguous. Of a wide network the first is ours, since torch's are not made for
+its few channels, and on a Hopper GPU what `wide` says.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from steradian.lab import wide
 from steradian.lab.convolution import FILTERS, apart, by_channel, convolve, together
 from steradian.lab.models import VGG, Block, ResNet
 
-__all__ = ["can_join", "forward", "is_narrow"]
+__all__ = ["can_join", "forward", "forward_on_hopper", "is_narrow"]
+
+_Way = Literal["few", "many", "torch"]
+"""Whose convolution it is: `convolution`'s, for few channels, `wide`'s, for many, or torch's."""
 
 _LANES = 8  # channels that are loaded at once
 _STEM_LANES = 4  # the same for the first convolution of a wide network, which takes all taps at once
@@ -46,44 +50,56 @@ def _is_ours(layer: nn.Conv2d) -> bool:
     return layer.kernel_size == (3, 3) and layer.out_channels // layer.groups in FILTERS
 
 
-def forward(model: ResNet | VGG, images: Tensor) -> Tensor:
-    """Logits of a batch of images; under autocast in its dtype, else in the images'."""
+def forward(model: ResNet | VGG, images: Tensor, *, hopper: bool = False) -> Tensor:
+    """Logits of a batch of images; under autocast in its dtype, else in the images'.
+
+    Args:
+        model: a network that `can_join`.
+        images: as the network takes them.
+        hopper: take the kernels of `wide` for a network that is; only where they work.
+    """
     kind = images.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else images.dtype
     narrow = is_narrow(model)
     x = _apart(images, _convolutions(model)[0].groups, _LANES if narrow else _STEM_LANES).to(dtype)
+    rest: _Way = "few" if narrow else "many" if hopper and dtype == torch.bfloat16 else "torch"
     if isinstance(model, VGG):
-        return _vgg(model, x)
-    a = _activated(model.conv1, model.norm1, x, ours=True)
+        return _vgg(model, x, rest)
+    a = _activated(model.conv1, model.norm1, x, "few")
     for layer in model.stages.modules():
         if isinstance(layer, Block):
-            a = _block(layer, a, ours=narrow)
+            a = _block(layer, a, rest)
     features = a.mean(dim=(2, 3)).unflatten(0, (model.members, -1))
     return model.head(features.transpose(0, 1).flatten(1))
 
 
-def _vgg(model: VGG, a: Tensor) -> Tensor:
-    ours = True
+def forward_on_hopper(model: ResNet | VGG, images: Tensor) -> Tensor:
+    """The same with the kernels of `wide`."""
+    return forward(model, images, hopper=True)
+
+
+def _vgg(model: VGG, a: Tensor, rest: _Way) -> Tensor:
+    way: _Way = "few"
     for stage in model:
         layers = iter(stage if isinstance(stage, nn.Sequential) else [stage])
         for layer in layers:
             if isinstance(layer, nn.Conv2d):
-                a, ours = _activated(layer, next(layers), a, ours=ours), False
+                a, way = _activated(layer, next(layers), a, way), rest
             elif not isinstance(layer, nn.ReLU):
                 a = layer(a)
     return a
 
 
-def _block(block: Block, a: Tensor, *, ours: bool) -> Tensor:
-    h = _activated(block.conv1, block.norm1, a, ours=ours)
-    return _activated(block.conv2, block.norm2, h, passed=_passed(block, a), ours=ours)
+def _block(block: Block, a: Tensor, way: _Way) -> Tensor:
+    h = _activated(block.conv1, block.norm1, a, way)
+    return _activated(block.conv2, block.norm2, h, way, passed=_passed(block, a))
 
 
 def _passed(block: Block, a: Tensor) -> Tensor:
     """What the shortcut adds."""
     if len(block.shortcut):
         convolution, norm = block.shortcut
-        return _activated(convolution, norm, a, ours=False, rectified=False)
+        return _activated(convolution, norm, a, "torch", rectified=False)
     return functional.pad(a[:, :, :: block.stride, :: block.stride], (0, 0, 0, 0, 0, block.added))
 
 
@@ -91,8 +107,8 @@ def _activated(
     convolution: nn.Module,
     norm: nn.Module,
     x: Tensor,
+    way: _Way,
     *,
-    ours: bool,
     passed: Tensor | None = None,
     rectified: bool = True,
 ) -> Tensor:
@@ -100,14 +116,17 @@ def _activated(
     assert isinstance(convolution, nn.Conv2d)
     assert isinstance(norm, nn.BatchNorm2d)
     members, [stride, _] = convolution.groups, convolution.stride
-    sums: Tensor | tuple[Tensor, Tensor]
-    if ours:
+    sums: Tensor | tuple[Tensor, Tensor] | None = None
+    if way == "few":
         weight = functional.pad(convolution.weight, (0, 0, 0, 0, 0, x.shape[1] - convolution.weight.shape[1]))
         y, sums = convolve(x, weight, members=members, stride=stride, sums=norm.training)
+    elif way == "many" and stride == 1:
+        y, sums = wide.convolve(x, convolution.weight)
     else:
         y = _by_torch(convolution, x)
-        wide = y.detach().float()
-        sums = wide.sum(dim=(0, 2, 3)), wide.square().sum(dim=(0, 2, 3))
+    if sums is None:
+        exact = y.detach().float()
+        sums = exact.sum(dim=(0, 2, 3)), exact.square().sum(dim=(0, 2, 3))
     count = y.numel() // (members * y.shape[1])
     terms = [by_channel(term, members) for term in _terms(norm, sums, count)]
     share = 1 / count if norm.training else 0.0

@@ -81,7 +81,7 @@ class Training:
             if isinstance(layer, Convolution):
                 layer.lanes = self.execution.lanes or 1
         if self.execution.joined and self._half:
-            _join(model, compiled=self.execution.compiled)
+            _join(model, device, compiled=self.execution.compiled)
         self.model = model
         self.groups = replace(groups, params=dict(model.named_parameters()))
         captured, fused = bool(self.execution.captured), bool(self.execution.fused)
@@ -310,16 +310,17 @@ class Training:
         self._next_plan, self._begun = None, False
 
 
-def _join(model: nn.Module, *, compiled: bool) -> None:
+def _join(model: nn.Module, device: torch.device, *, compiled: bool) -> None:
     """Carry the network out by joint kernels, where there are such for it."""
     if importlib.util.find_spec("triton") is None:
         return
-    from steradian.lab import joining
+    from steradian.lab import joining, wide
 
+    narrow = joining.is_narrow(model)
     # What a wide network gains is left to a compiler.
-    if joining.can_join(model) and (compiled or joining.is_narrow(model)):
+    if joining.can_join(model) and (compiled or narrow):
         assert isinstance(model, ResNet | VGG)
-        model.route = joining.forward
+        model.route = joining.forward_on_hopper if not narrow and wide.works(device) else joining.forward
 
 
 def _losses(model: nn.Module, data: Resident, codes: Tensor, half: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,167 @@
+"""Convolutions with many channels, against torch's."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from steradian.lab import wide
+from steradian.lab.wide import _is_ours, _plan, convolve
+
+CUDA = torch.cuda.is_available()
+HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
+
+
+def made(batch, channels, filters, size, *, dtype, device="cpu"):
+    """x, weight and dy; x and weight need gradients."""
+    generator = torch.Generator().manual_seed(batch + channels + filters + size)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    x = random(batch, channels, size, size).to(dtype, memory_format=torch.channels_last)
+    weight = random(filters, channels, 3, 3).div(3 * channels**0.5)
+    return x.requires_grad_(), weight.requires_grad_(), random(batch, filters, size, size).to(dtype)
+
+
+def by_torch(x, weight, dy):
+    """y and the gradients to x and weight in float64, from what is multiplied."""
+    taps = weight.detach().to(x.dtype).double().requires_grad_()
+    inside = x.detach().double().requires_grad_()
+    y = functional.conv2d(inside, taps, padding=1)
+    return [y.detach(), *torch.autograd.grad(y, (inside, taps), dy.double())]
+
+
+def ours(x, weight, dy):
+    y, sums = convolve(x, weight)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), dy)], sums
+
+
+def error(one, other):
+    return float((one.double() - other).norm() / other.norm())
+
+
+@given(st.integers(1, 200), st.sampled_from([3, 64, 128, 256, 512]), st.sampled_from([48, 64, 512]), st.integers(2, 40))
+def test_a_plan_takes_every_image_once(batch, channels, filters, size):
+    x = torch.empty(batch, channels, size, size, device="meta")
+    plan = _plan(x, filters)
+    if plan is None:
+        assert size not in wide._PLANS or channels % 64 or filters % 64 or batch % wide._PLANS[size].images
+        return
+    assert batch % (plan.parts * plan.images) == 0
+    assert 1 <= plan.parts <= max(1, wide._PROGRAMS // (filters // 64 * (channels // 64)))
+
+
+@pytest.mark.parametrize(("channels", "filters", "size", "batch"), [(48, 64, 8, 4), (64, 32, 32, 8), (64, 64, 6, 2)])
+def test_what_is_not_ours_is_torchs(channels, filters, size, batch):
+    x, weight, dy = made(batch, channels, filters, size, dtype=torch.float32)
+    assert _plan(x, filters) is None
+    found, sums = ours(x, weight, dy)
+    assert sums is None
+    for one, other in zip(found, by_torch(x, weight, dy), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("channels", "filters", "size", "batch", "frozen"),
+    [
+        (64, 64, 32, 8, False),
+        (64, 64, 32, 8, True),
+        (64, 64, 32, 4, False),
+        (128, 64, 8, 6, False),
+        (64, 64, 4, 16, False),
+    ],
+)
+def test_parts_are_put_together_as_the_kernels_give_them(channels, filters, size, batch, frozen, monkeypatch):
+    """The kernels played by torch: what they are asked for, and what is made of their answers."""
+    asked = []
+
+    def forward(x, taps):
+        asked.append("forward")
+        y = functional.conv2d(x, taps, padding=1)
+        parts = [torch.stack([part.sum(dim=(0, 2, 3)), part.square().sum(dim=(0, 2, 3))]) for part in y.chunk(4)]
+        return y, torch.stack(parts)
+
+    def input_gradient(dy, taps):
+        asked.append("input")
+        return functional.conv_transpose2d(dy, taps, padding=1)
+
+    def weight_gradient(x, dy):
+        asked.append("weight")
+        plan = _plan(x, dy.shape[1])
+        like = torch.empty(dy.shape[1], x.shape[1], 3, 3)
+        pairs = zip(x.chunk(plan.parts), dy.chunk(plan.parts), strict=True)
+        return torch.stack(
+            [torch.nn.grad.conv2d_weight(a, like.shape, b, padding=1).permute(0, 2, 3, 1) for a, b in pairs]
+        )
+
+    monkeypatch.setattr(wide, "_forward", forward)
+    monkeypatch.setattr(wide, "_input_gradient", input_gradient)
+    monkeypatch.setattr(wide, "_weight_gradient", weight_gradient)
+    x, weight, dy = made(batch, channels, filters, size, dtype=torch.float32)
+    x.requires_grad_(not frozen)
+    y, sums = convolve(x, weight)
+    y.backward(dy)
+    whole = _is_ours(x, filters)
+    assert asked == ["forward"] * whole + ["input"] * (whole and not frozen) + ["weight"]
+    expected = by_torch(x, weight, dy)
+    for one, other in zip([y, x.grad, weight.grad], expected, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one.detach().double(), other, rtol=1e-4, atol=1e-3)
+    assert (x.grad is None) == frozen
+    assert (sums is not None) == whole
+    if whole:
+        told = torch.stack([expected[0].sum(dim=(0, 2, 3)), expected[0].square().sum(dim=(0, 2, 3))])
+        torch.testing.assert_close(sums.detach().double(), told, rtol=1e-4, atol=1e-2)
+
+
+def test_our_kernels_are_for_hopper_gpus():
+    assert not wide.works(torch.device("cpu"))
+    if CUDA and not HOPPER:
+        assert not wide.works(torch.device("cuda"))
+
+
+def test_kernels_that_fail_or_err_are_not_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    wide.works.cache_clear()
+    monkeypatch.setattr(wide, "_error", lambda *_: 0.5)
+    with pytest.warns(UserWarning, match="off by 0.5"):
+        assert not wide.works(torch.device("cuda", 0))
+    wide.works.cache_clear()
+    monkeypatch.setattr(wide, "_error", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="our kernels fail: division"):
+        assert not wide.works(torch.device("cuda", 0))
+    wide.works.cache_clear()
+    monkeypatch.setattr(wide, "_error", lambda *_: float("nan"))
+    with pytest.warns(UserWarning, match="off by nan"):
+        assert not wide.works(torch.device("cuda", 0))
+    wide.works.cache_clear()
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("channels", "filters", "size", "batch"),
+    [
+        (64, 64, 32, 128), (64, 64, 32, 8), (64, 64, 32, 24), (64, 64, 32, 3), (128, 128, 16, 128), (64, 128, 16, 30),
+        (256, 256, 8, 128), (128, 256, 8, 6), (512, 512, 4, 128), (256, 512, 4, 8), (512, 512, 2, 16),
+    ],
+)  # fmt: skip
+def test_on_a_hopper_gpu_convolutions_and_gradients_are_torchs(channels, filters, size, batch):
+    assert wide.works(torch.device("cuda"))
+    x, weight, dy = made(batch, channels, filters, size, dtype=torch.bfloat16, device="cuda")
+    found, sums = ours(x, weight, dy)
+    exact = by_torch(x, weight, dy)
+    bounds = (5e-3, 5e-3, 2e-5 if _plan(x, filters) is not None else 5e-3)
+    for one, other, bound in zip(found, exact, bounds, strict=True):
+        assert error(one, other) < bound
+    assert (sums is not None) == _is_ours(x, filters)
+    if sums is not None:
+        y = found[0].double()
+        assert error(sums, torch.stack([y.sum(dim=(0, 2, 3)), y.square().sum(dim=(0, 2, 3))])) < 1e-5
+    again, _ = ours(x, weight, dy)
+    if _plan(x, filters) is not None:
+        assert torch.equal(found[2], again[2])
+    if _is_ours(x, filters):
+        assert all(map(torch.equal, found, again))
