@@ -44,10 +44,12 @@ def arguments(channels: int, members: int, batch: int) -> dict[str, Tensor]:
 
 def ours(kind: str, t: dict[str, Tensor], members: int) -> Callable[[], object]:
     if kind == "forward":
-        return lambda: convolution._forward(t["x"], t["weight"], members, 1, True)[1].sum(dim=0)
+        return lambda: convolution.convolve(t["x"], t["weight"], members=members).sums
     if kind == "input gradient":
         return lambda: convolution._input_gradient(t["dy"], t["weight"], t["x"], members, 1)
-    return lambda: convolution._weight_gradient(t["x"], t["dy"], members, 1).sum(dim=0)
+    plan = convolution._weight_gradient_plan(1, t["x"].shape[1], t["dy"].shape[1])
+    parts = plan.parts(len(t["x"]) // members, *t["x"].shape[2:])
+    return lambda: convolution._weight_gradient(t["x"], t["dy"], members, 1, parts).sum(dim=0)
 
 
 def cudnn(kind: str, t: dict[str, Tensor], members: int) -> Callable[[], object]:

@@ -61,7 +61,9 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, members: int, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
         """Convolve."""
-        y, parts = _forward(x, weight, members, stride, sums)
+        size = (x.shape[2] // stride, x.shape[3] // stride)
+        plan = _forward_plan(stride, x.shape[1], len(weight) // members)
+        y, parts = _forward(x, weight, members, stride, plan.parts(len(x) // members, *size) if sums else 0)
         ctx.save_for_backward(x, weight, y if sums else None)
         ctx.members, ctx.stride = members, stride
         ctx.set_materialize_grads(False)
@@ -78,7 +80,10 @@ class _Convolution(torch.autograd.Function):
             dy = together(dy.to(x.dtype))
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = _input_gradient(dy, weight, x, ctx.members, ctx.stride) if ctx.needs_input_grad[0] else None
-        parts = _weight_gradient(x, dy, ctx.members, ctx.stride)
+        plan = _weight_gradient_plan(ctx.stride, x.shape[1], dy.shape[1])
+        # For a share of the taps a pixel is a row of x and a column of y.
+        height = dy.shape[2] if isinstance(plan, _Tile) else x.shape[2]
+        parts = _weight_gradient(x, dy, ctx.members, ctx.stride, plan.parts(len(x) // ctx.members, height, dy.shape[3]))
         return dx, parts.sum(dim=0).permute(0, 3, 1, 2).to(weight.dtype), None, None, None
 
 
@@ -181,7 +186,8 @@ def _weight_gradient_plan(stride: int, channels: int, filters: int) -> _Corner |
     return stems.get(filters) or _WEIGHT_GRADIENT[stride][filters]
 
 
-# The launches, as operators that a compiler does not look into
+# The launches, as operators that a compiler does not look into. What their results look like follows from their
+# arguments alone: a compiler may remember it for longer than the plans above stay as they are.
 
 
 def _fill_up(channels: int) -> int:
@@ -215,19 +221,17 @@ def _launch(
 
 
 @torch.library.custom_op("steradian::convolve", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, members: int, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
-    y, parts = _like_forward(x, weight, members, stride, sums)
-    _launch(_forward_plan(stride, x.shape[1], y.shape[1]), x, weight, y, parts, members, stride, back=False)
-    return y, parts
+def _forward(x: Tensor, weight: Tensor, members: int, stride: int, parts: int) -> tuple[Tensor, Tensor]:
+    y, sums = _like_forward(x, weight, members, stride, parts)
+    _launch(_forward_plan(stride, x.shape[1], y.shape[1]), x, weight, y, sums, members, stride, back=False)
+    return y, sums
 
 
 @_forward.register_fake
-def _like_forward(x: Tensor, weight: Tensor, members: int, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
-    filters, height, width = weight.shape[0] // members, x.shape[2] // stride, x.shape[3] // stride
-    size = (len(x), filters, height, width)
+def _like_forward(x: Tensor, weight: Tensor, members: int, stride: int, parts: int) -> tuple[Tensor, Tensor]:
+    size = (len(x), weight.shape[0] // members, x.shape[2] // stride, x.shape[3] // stride)
     y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    parts = _forward_plan(stride, x.shape[1], filters).parts(len(x) // members, height, width)
-    return y, x.new_empty((parts, 2, members * filters) if sums else (1, 0), dtype=torch.float32)
+    return y, x.new_empty((parts, 2, weight.shape[0]) if parts else (1, 0), dtype=torch.float32)
 
 
 @torch.library.custom_op("steradian::convolve_input_gradient", mutates_args=())
@@ -244,26 +248,22 @@ def _like_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, members: int, st
 
 
 @torch.library.custom_op("steradian::convolve_weight_gradient", mutates_args=())
-def _weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor:
-    out = _like_weight_gradient(x, dy, members, stride)
+def _weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int, parts: int) -> Tensor:
+    out = _like_weight_gradient(x, dy, members, stride, parts)
     channels, filters = x.shape[1], dy.shape[1]
     plan = _weight_gradient_plan(stride, channels, filters)
     tensors = (x, dy, out, len(x) // members, members)
     shape = {"CI": channels, "CO": filters, "HI": x.shape[2], "WI": x.shape[3], "HO": dy.shape[2], "WO": dy.shape[3]}
     shape |= {"STRIDE": stride, "TILES": plan.tiles} | _how(plan, x)
     if isinstance(plan, _Tile):
-        _kernels.whole_weight_gradient_kernel[(len(out), members)](*tensors, PLACES=_fill_up(9 * channels), **shape)
+        _kernels.whole_weight_gradient_kernel[(parts, members)](*tensors, PLACES=_fill_up(9 * channels), **shape)
     else:
-        _kernels.weight_gradient_kernel[(len(out), members, plan.shares)](
+        _kernels.weight_gradient_kernel[(parts, members, plan.shares)](
             *tensors, KI=_fill_up(channels), DOWN=plan.down, ACROSS=plan.across, **shape
         )
     return out
 
 
 @_weight_gradient.register_fake
-def _like_weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int) -> Tensor:
-    plan = _weight_gradient_plan(stride, x.shape[1], dy.shape[1])
-    # For a share of the taps a pixel is a row of x and a column of y.
-    height = dy.shape[2] if isinstance(plan, _Tile) else x.shape[2]
-    parts = plan.parts(len(x) // members, height, dy.shape[3])
+def _like_weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int, parts: int) -> Tensor:
     return x.new_empty(parts, members * dy.shape[1], 3, 3, x.shape[1], dtype=torch.float32)

@@ -49,7 +49,7 @@ class _Convolution(torch.autograd.Function):
         ctx.dtype = weight.dtype
         ctx.set_materialize_grads(False)
         if _is_ours(x, len(taps)):
-            y, parts = _forward(x, taps)
+            y, parts = _forward(x, taps, _ROWS)
             return y, parts.sum(dim=0)
         return functional.conv2d(x, taps, padding=1), x.new_empty(0)
 
@@ -58,16 +58,16 @@ class _Convolution(torch.autograd.Function):
         """The gradients to x and weight."""
         x, taps = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
-        ours = [_is_ours(x, len(taps)), _plan(x, len(taps)) is not None]
-        rest = [ctx.needs_input_grad[0] and not ours[0], not ours[1], False]
+        ours, plan = _is_ours(x, len(taps)), _plan(x, len(taps))
+        rest = [ctx.needs_input_grad[0] and not ours, plan is None, False]
         where = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         dx = dw = None
         if any(rest):
             dx, dw, _ = torch.ops.aten.convolution_backward(dy, x, taps, None, *where, rest)
-        if ours[0] and ctx.needs_input_grad[0]:
-            dx = _input_gradient(dy, taps)
-        if ours[1]:
-            parts = _weight_gradient(x, dy)
+        if ours and ctx.needs_input_grad[0]:
+            dx = _input_gradient(dy, taps, _ROWS)
+        if plan is not None:
+            parts = _weight_gradient(x, dy, plan.parts)
             dw = (parts[0] if len(parts) == 1 else parts.sum(dim=0)).permute(0, 3, 1, 2)
         assert dw is not None
         return dx, dw.to(ctx.dtype)
@@ -85,7 +85,7 @@ class _Plan(NamedTuple):
     images: int
     slots: int
     unit: int
-    parts: int = 0
+    parts: int = 1
 
 
 _PLANS = {
@@ -140,11 +140,12 @@ def _error(size: int, channels: int, device: torch.device) -> float:
         x, weight, dy = (tensor.bfloat16().to(dtype) for tensor in made.values())
         x, weight = x.requires_grad_(), weight.requires_grad_()
         y = convolve(x, weight)[0] if dtype == torch.bfloat16 else functional.conv2d(x, weight, padding=1)
-        found.append([y, *torch.autograd.grad(y, (x, weight), dy)])
+        found.append([y.detach(), *torch.autograd.grad(y, (x, weight), dy)])
     return max(float((one.float() - other).norm() / other.norm()) for one, other in zip(*found, strict=True))
 
 
-# The launches, as operators that a compiler does not look into
+# The launches, as operators that a compiler does not look into. What their results look like follows from their
+# arguments alone: a compiler may remember it for longer than this file stays as it is.
 
 
 def _described(x: Tensor, box: list[int], *, by_row: bool) -> "TensorDescriptor":
@@ -158,7 +159,8 @@ def _described(x: Tensor, box: list[int], *, by_row: bool) -> "TensorDescriptor"
     return TensorDescriptor(x, shape, strides, box, BOX.value)
 
 
-def _launch(x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, *, back: bool) -> None:
+def _launch(x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, rows: int) -> None:
+    """With sums y = x ∗ weight, without them the gradient to x, where x is dy."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from steradian.lab._hopper_convolution import FLAT, convolve_kernel
@@ -167,44 +169,39 @@ def _launch(x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, *, back: 
         _described(tensor, [1, columns, 8, 64], by_row=True) for tensor, columns in ((x, 32), (x, 2), (y, 32))
     )
     taps = TensorDescriptor(weight, [64, 576], [576, 1], [64, 64], FLAT.value)
-    how = {"BACK": back, "SUMS": sums is not None, "ROWS": _ROWS, "num_warps": 4, "maxnreg": 240}
-    convolve_kernel[(_programs(x),)](inside, edge, taps, outside, sums, **how)
-
-
-def _programs(x: Tensor) -> int:
-    return len(x) // 8 * (32 // _ROWS)
+    how = {"BACK": sums is None, "SUMS": sums is not None, "ROWS": rows, "num_warps": 4, "maxnreg": 240}
+    convolve_kernel[(len(x) // 8 * (32 // rows),)](inside, edge, taps, outside, sums, **how)
 
 
 @torch.library.custom_op("steradian::convolve_wide", mutates_args=())
-def _forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    y, sums = _like_forward(x, weight)
-    _launch(x, weight, y, sums, back=False)
+def _forward(x: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    y, sums = _like_forward(x, weight, rows)
+    _launch(x, weight, y, sums, rows)
     return y, sums
 
 
 @_forward.register_fake
-def _like_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(2 * _programs(x), 2, 64, dtype=torch.float32)
+def _like_forward(x: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(len(x) // 8 * (32 // rows) * 2, 2, 64, dtype=torch.float32)
 
 
 @torch.library.custom_op("steradian::convolve_wide_input_gradient", mutates_args=())
-def _input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    dx = _like_input_gradient(dy, weight)
-    _launch(dy, weight, dx, None, back=True)
+def _input_gradient(dy: Tensor, weight: Tensor, rows: int) -> Tensor:
+    dx = _like_input_gradient(dy, weight, rows)
+    _launch(dy, weight, dx, None, rows)
     return dx
 
 
 @_input_gradient.register_fake
-def _like_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+def _like_input_gradient(dy: Tensor, weight: Tensor, rows: int) -> Tensor:
     return torch.empty_like(dy)
 
 
 @torch.library.custom_op("steradian::convolve_wide_weight_gradient", mutates_args=())
-def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
+def _weight_gradient(x: Tensor, dy: Tensor, parts: int) -> Tensor:
     from steradian.lab._hopper_weight_gradient import weight_gradient_kernel
 
-    out, plan = _like_weight_gradient(x, dy), _plan(x, dy.shape[1])
-    assert plan is not None
+    out, plan = _like_weight_gradient(x, dy, parts), _PLANS[x.shape[2]]
     filters, channels, size = dy.shape[1], x.shape[1], x.shape[2]
     back, upper, lower = (
         _described(tensor, [plan.images, rows, size, 64], by_row=False)
@@ -212,13 +209,11 @@ def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
     )
     sizes = {"SIZE": size, "ROWS": plan.rows, "UPPER": plan.upper, "LOWER": plan.lower}
     sizes |= {"IMAGES": plan.images, "SLOTS": plan.slots, "UNIT": plan.unit}
-    grid = (filters // 64 * (channels // 64), plan.parts)
-    weight_gradient_kernel[grid](back, upper, lower, out, len(x) // plan.parts, filters, channels, **sizes, num_warps=4)
+    grid = (filters // 64 * (channels // 64), parts)
+    weight_gradient_kernel[grid](back, upper, lower, out, len(x) // parts, filters, channels, **sizes, num_warps=4)
     return out
 
 
 @_weight_gradient.register_fake
-def _like_weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    plan = _plan(x, dy.shape[1])
-    assert plan is not None
-    return x.new_empty(plan.parts, dy.shape[1], 3, 3, x.shape[1], dtype=torch.float32)
+def _like_weight_gradient(x: Tensor, dy: Tensor, parts: int) -> Tensor:
+    return x.new_empty(parts, dy.shape[1], 3, 3, x.shape[1], dtype=torch.float32)
