@@ -1,10 +1,14 @@
 """The convolutions of the lab against cuDNN's, and the choice of their plans.
 
-    python benchmarks/convolution.py [--members 5] [--tune]
+    python benchmarks/convolution.py [--members 5] [--tune | --wide]
 
 Microseconds per member of one 3 × 3 convolution of ResNet20 at batch 128: ours, which adds up what BN needs as well,
 and cuDNN's grouped one; forward, gradient to the input and to the weight. With --tune several plans are tried, and the
 best are printed and measured. Writes results/bench-convolution.json.
+
+With --wide those of ResNet18, one network alone, on a Hopper GPU: ours, where there is one, with the share of the chip
+that it takes, and cuDNN's. Where several trainings share the chip, the product of both is what counts. Writes
+results/bench-convolution-wide.json.
 """
 
 import argparse
@@ -16,13 +20,14 @@ import torch
 import triton
 from torch import Tensor
 
-from steradian.lab import convolution
+from steradian.lab import convolution, wide
 from steradian.lab.convolution import _Corner, _Strip, _Tile
 
 from harness import Table, write
 
 Plan = _Tile | _Strip | _Corner
 SHAPES = {16: 32, 32: 16, 64: 8}
+WIDE_SHAPES = {64: 32, 128: 16, 256: 8, 512: 4}
 KINDS = ("forward", "input gradient", "weight gradient")
 TABLES = dict(zip(KINDS, ("_FORWARD", "_INPUT_GRADIENT", "_WEIGHT_GRADIENT"), strict=True))
 
@@ -116,6 +121,38 @@ def tune(members: int, batch: int, workers: int) -> None:
             print(f"{kind} {channels}: {time:.2f} µs {plan}", flush=True)
 
 
+def wide_table(batch: int) -> Table:
+    heads = ("ours µs", "programs", "ours µs × share of the chip", "cuDNN µs")
+    table = Table("channels", "size", "kind", *heads)
+    chip = torch.cuda.get_device_properties().multi_processor_count
+    for channels, size in WIDE_SHAPES.items():
+        SHAPES[channels] = size
+        made = arguments(channels, 1, batch)
+        x, dy, taps = made["x"], made["dy"], made["weight"].bfloat16()
+        for kind in KINDS:
+            work, programs = wide_work(kind, x, dy, taps)
+            mine = microseconds(work) if work else float("nan")
+            share = min(1.0, programs / chip) * mine
+            table.add(channels, size, kind, mine, programs, share, microseconds(cudnn(kind, made, 1)))
+    return table
+
+
+def wide_work(kind: str, x: Tensor, dy: Tensor, taps: Tensor) -> tuple[Callable[[], object] | None, int]:
+    """Our way, if there is one, and its programs."""
+    whole, rows = wide._is_ours(x, len(taps)), wide._ROWS
+    if kind == "weight gradient":
+        plan = wide._plan(x, len(taps))
+        assert plan is not None, "all of these are ours"
+        programs = plan.parts * (len(taps) // 64) * (taps.shape[1] // 64)
+        return lambda: wide._weight_gradient(x, dy, plan.parts).sum(dim=0), programs
+    programs = len(x) // 8 * (32 // rows)
+    if not whole:
+        return None, 0
+    if kind == "forward":
+        return lambda: wide._forward(x, taps, rows)[1].sum(dim=0), programs
+    return lambda: wide._input_gradient(dy, taps, rows), programs
+
+
 def microseconds(work: Callable[[], object]) -> float:
     return 1e3 * float(triton.testing.do_bench_cudagraph(work, rep=10))
 
@@ -125,11 +162,17 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=5)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--wide", action="store_true", help="those of ResNet18, on a Hopper GPU")
     parser.add_argument("--workers", type=int, default=14)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("cuDNN and our kernels are compared on a GPU, and there is none")
     torch.backends.cudnn.benchmark = True
+    if options.wide:
+        if not wide.works(torch.device("cuda")):
+            parser.error("our convolutions with many channels are for Hopper GPUs")
+        write("bench-convolution-wide", wide_table(options.batch), batch=options.batch)
+        return
     if options.tune:
         tune(options.members, options.batch, options.workers)
     table = Table("channels", "size", "kind", "ours µs", "cuDNN µs", "ours / cuDNN")
