@@ -6,8 +6,8 @@ Microseconds per member of one 3 × 3 convolution of ResNet20 at batch 128: ours
 and cuDNN's grouped one; forward, gradient to the input and to the weight. With --tune several plans are tried, and the
 best are printed and measured. Writes results/bench-convolution.json.
 
-With --wide those of ResNet18, one network alone, on a Hopper GPU: ours, where there is one, with the share of the chip
-that it takes, and cuDNN's. Where several trainings share the chip, the product of both is what counts. Writes
+With --wide those of ResNet18, one network alone, on a Hopper GPU: ours, with the share of the chip that it takes, and
+cuDNN's. Where several trainings share the chip, the product of both is what counts. Writes
 results/bench-convolution-wide.json.
 """
 
@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from steradian.lab import convolution, wide
+from steradian.lab import convolution, hopper, wide
 from steradian.lab.convolution import _Corner, _Strip, _Tile
 
 from harness import Table, write
@@ -131,26 +131,23 @@ def wide_table(batch: int) -> Table:
         x, dy, taps = made["x"], made["dy"], made["weight"].bfloat16()
         for kind in KINDS:
             work, programs = wide_work(kind, x, dy, taps)
-            mine = microseconds(work) if work else float("nan")
+            mine = microseconds(work)
             share = min(1.0, programs / chip) * mine
             table.add(channels, size, kind, mine, programs, share, microseconds(cudnn(kind, made, 1)))
     return table
 
 
-def wide_work(kind: str, x: Tensor, dy: Tensor, taps: Tensor) -> tuple[Callable[[], object] | None, int]:
-    """Our way, if there is one, and its programs."""
-    whole, rows = wide._is_ours(x, len(taps)), wide._ROWS
+def wide_work(kind: str, x: Tensor, dy: Tensor, taps: Tensor) -> tuple[Callable[[], object], int]:
+    """Our way and its programs."""
+    blocks = len(taps) // 64
     if kind == "weight gradient":
-        plan = wide._plan(x, len(taps))
-        assert plan is not None, "all of these are ours"
-        programs = plan.parts * (len(taps) // 64) * (taps.shape[1] // 64)
-        return lambda: wide._weight_gradient(x, dy, plan.parts).sum(dim=0), programs
-    programs = len(x) // 8 * (32 // rows)
-    if not whole:
-        return None, 0
+        parts = hopper.weight_gradient_parts(x, len(taps))
+        return lambda: hopper.weight_gradient(x, dy, parts).sum(dim=0), parts * blocks**2
+    parts = hopper.convolution_parts(x, len(taps))
+    programs = parts // 2 if blocks == 1 else parts * blocks // 2
     if kind == "forward":
-        return lambda: wide._forward(x, taps, rows)[1].sum(dim=0), programs
-    return lambda: wide._input_gradient(dy, taps, rows), programs
+        return lambda: hopper.forward(x, taps, parts)[1].sum(dim=0), programs
+    return lambda: hopper.input_gradient(dy, taps, parts), programs
 
 
 def microseconds(work: Callable[[], object]) -> float:

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = ["BOX", "CHANNELS", "weight_gradient_kernel"]
+__all__ = ["weight_gradient"]
 
 CHANNELS = gl.constexpr(64)
 GUARD = gl.constexpr(8)  # pixels of zeros between tiles: one pattern of the swizzle, 1,024 bytes
@@ -100,7 +100,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["images"])
-def weight_gradient_kernel(
+def weight_gradient(
     dy, x, halo, out, images, filters, channels,
     SIZE: gl.constexpr, ROWS: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr, IMAGES: gl.constexpr,
     SLOTS: gl.constexpr, UNIT: gl.constexpr,

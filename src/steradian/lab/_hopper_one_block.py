@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = ["BOX", "FLAT", "IMAGES", "convolve_kernel"]
+__all__ = ["convolve_one_block"]
 
 CHANNELS = gl.constexpr(64)
 SIZE = gl.constexpr(32)
@@ -160,7 +160,7 @@ def _every_other_row(
 
 
 @gluon.jit
-def convolve_kernel(x, edge, weight, y, sums, BACK: gl.constexpr, SUMS: gl.constexpr, ROWS: gl.constexpr):
+def convolve_one_block(x, edge, weight, y, sums, BACK: gl.constexpr, SUMS: gl.constexpr, ROWS: gl.constexpr):
     """y = x ∗ weight, and two parts of the sums of y and y²; with BACK x is dy and y is dx.
 
     `x`, `edge` and `y` are described as (row, column, image, channel), with boxes of one row and 32, 2 and 32 columns
