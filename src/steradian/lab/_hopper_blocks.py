@@ -111,10 +111,9 @@ def _load_taps(
 def _multiply(
     G: gl.constexpr, y, sums, rows, row_full, row_empty, taps, tap_full, tap_empty,
     first, count, output, blocks,
-    BACK: gl.constexpr, HELD: gl.constexpr, SIZE: gl.constexpr, IMAGES: gl.constexpr,
-    ROW_SLOTS: gl.constexpr, TAP_SLOTS: gl.constexpr,
+    BACK: gl.constexpr, SIZE: gl.constexpr, IMAGES: gl.constexpr, ROW_SLOTS: gl.constexpr, TAP_SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Add up 64 filters of tile after tile, and store; with HELD the taps come through registers."""
+    """Add up 64 filters of tile after tile, and store. Taps come through registers."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE * IMAGES, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     zero = gl.zeros([CHANNELS, SIZE * IMAGES], gl.float32, layout)
@@ -136,15 +135,14 @@ def _multiply(
                 left = taps.index((tap_at + tap) % TAP_SLOTS * GROUPS + G)
                 if BACK:
                     left = left.permute([1, 0])
-                if HELD:
-                    left = left.load(operand)
+                left = left.load(operand)
                 above = _pixels(rows, row_at + tap // 3, tap % 3, SIZE, IMAGES, ROW_SLOTS)
                 below = _pixels(rows, row_at + (tap // 3 + 1), tap % 3, SIZE, IMAGES, ROW_SLOTS)
                 upper = warpgroup_mma(left, above.permute([1, 0]), upper, is_async=True)
                 lower = warpgroup_mma(left, below.permute([1, 0]), lower, is_async=True)
                 # Only this tap is on its way then: what the one before it alone has read is given back. Registers that
                 # are still being read at the end of the loop's body would make the compiler wait after every product.
-                upper, lower = warpgroup_mma_wait(0 if HELD and tap == 8 else 2, deps=(upper, lower))
+                upper, lower = warpgroup_mma_wait(0 if tap == 8 else 2, deps=(upper, lower))
                 gl.thread_barrier()
                 if tap == 0:
                     if block > 0:
@@ -208,8 +206,7 @@ def _store(
 @gluon.jit(do_not_specialize=["each", "tiles", "blocks"])
 def convolve_blocks(
     x, edge, weight, y, sums, each, tiles, blocks, stride,
-    BACK: gl.constexpr, HELD: gl.constexpr, SIZE: gl.constexpr, IMAGES: gl.constexpr,
-    ROW_SLOTS: gl.constexpr, TAP_SLOTS: gl.constexpr,
+    BACK: gl.constexpr, SIZE: gl.constexpr, IMAGES: gl.constexpr, ROW_SLOTS: gl.constexpr, TAP_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """y = x ∗ weight, and a part of the sums of y and y² unless `sums` is None; with BACK x is dy and y is dx.
 
@@ -234,12 +231,12 @@ def convolve_blocks(
             (
                 _multiply,
                 (gl.constexpr(0), y, sums, rows, row_full, row_empty, taps, tap_full, tap_empty,
-                 first, count, output, blocks, BACK, HELD, SIZE, IMAGES, ROW_SLOTS, TAP_SLOTS),
+                 first, count, output, blocks, BACK, SIZE, IMAGES, ROW_SLOTS, TAP_SLOTS),
             ),
             (
                 _multiply,
                 (gl.constexpr(1), y, sums, rows, row_full, row_empty, taps, tap_full, tap_empty,
-                 first, count, output, blocks, BACK, HELD, SIZE, IMAGES, ROW_SLOTS, TAP_SLOTS),
+                 first, count, output, blocks, BACK, SIZE, IMAGES, ROW_SLOTS, TAP_SLOTS),
             ),
             (
                 _load_rows,

@@ -110,7 +110,7 @@ def _launch(x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, parts: in
         convolve_one_block[(parts // 2,)](*tensors, **how)
         return
     numbers = (-(-_tiles(x) // parts), _tiles(x), x.shape[1] // 64, weight.shape[1])
-    how |= {"HELD": True, "SIZE": size, "IMAGES": images, "ROW_SLOTS": plan.row_slots, "TAP_SLOTS": plan.tap_slots}
+    how |= {"SIZE": size, "IMAGES": images, "ROW_SLOTS": plan.row_slots, "TAP_SLOTS": plan.tap_slots}
     convolve_blocks[parts, y.shape[1] // 128](*tensors, *numbers, **how)
 
 

@@ -30,7 +30,7 @@ def convolve(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """
     last = torch.channels_last
     y, sums = _Convolution.apply(x.contiguous(memory_format=last), weight.contiguous(memory_format=last))
-    return y, sums if sums.numel() else None
+    return y, sums.detach() if sums.numel() else None
 
 
 class _Convolution(torch.autograd.Function):
