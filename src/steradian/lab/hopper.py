@@ -114,6 +114,21 @@ def _launch(x: Tensor, weight: Tensor, y: Tensor, sums: Tensor | None, parts: in
     convolve_blocks[parts, y.shape[1] // 128](*tensors, *numbers, **how)
 
 
+def _launch_weight_gradient(x: Tensor, dy: Tensor, out: Tensor) -> None:
+    from steradian.lab import _hopper_weight_gradient as kernels
+
+    parts, filters, channels, size = len(out), dy.shape[1], x.shape[1], x.shape[2]
+    plan = _GRADIENTS[size]
+    back, upper, lower = (
+        _described(tensor, [plan.images, rows, size, 64], by_row=False)
+        for tensor, rows in ((dy, plan.rows), (x, plan.upper), (x, plan.lower or plan.upper))
+    )
+    how: dict[str, Any] = {name.upper(): value for name, value in plan._asdict().items()}
+    kernels.weight_gradient[filters // 64 * (channels // 64), parts](
+        back, upper, lower, out, len(x) // parts, filters, channels, SIZE=size, **how, num_warps=4
+    )
+
+
 # As operators that a compiler does not look into. What their results look like follows from their arguments alone: a
 # compiler may remember it for longer than the plans above stay as they are.
 
@@ -152,18 +167,8 @@ def _like(x: Tensor, channels: int) -> Tensor:
 @torch.library.custom_op("steradian::convolve_wide_weight_gradient", mutates_args=())
 def weight_gradient(x: Tensor, dy: Tensor, parts: int) -> Tensor:
     """The parts of the gradient to the weight, (parts, filters, 3, 3, channels)."""
-    from steradian.lab import _hopper_weight_gradient as kernels
-
-    out, plan = _like_weight_gradient(x, dy, parts), _GRADIENTS[x.shape[2]]
-    filters, channels, size = dy.shape[1], x.shape[1], x.shape[2]
-    back, upper, lower = (
-        _described(tensor, [plan.images, rows, size, 64], by_row=False)
-        for tensor, rows in ((dy, plan.rows), (x, plan.upper), (x, plan.lower or plan.upper))
-    )
-    how: dict[str, Any] = {name.upper(): value for name, value in plan._asdict().items()}
-    kernels.weight_gradient[filters // 64 * (channels // 64), parts](
-        back, upper, lower, out, len(x) // parts, filters, channels, SIZE=size, **how, num_warps=4
-    )
+    out = _like_weight_gradient(x, dy, parts)
+    _launch_weight_gradient(x, dy, out)
     return out
 
 

@@ -56,13 +56,13 @@ def forward(model: ResNet | VGG, images: Tensor, *, hopper: bool = False) -> Ten
     Args:
         model: a network that `can_join`.
         images: as the network takes them.
-        hopper: take the kernels of `wide` for a network that is; only where they work.
+        hopper: take the kernels of `wide` for a network that is; only in bf16 where they work.
     """
     kind = images.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else images.dtype
     narrow = is_narrow(model)
     x = _apart(images, _convolutions(model)[0].groups, _LANES if narrow else _STEM_LANES).to(dtype)
-    rest: _Way = "few" if narrow else "many" if hopper and dtype == torch.bfloat16 else "torch"
+    rest: _Way = "few" if narrow else "many" if hopper else "torch"
     if isinstance(model, VGG):
         return _vgg(model, x, rest)
     a = _activated(model.conv1, model.norm1, x, "few")
