@@ -172,22 +172,31 @@ def test_our_kernels_are_for_hopper_gpus():
         assert not wide.works(torch.device("cuda"))
 
 
-def test_kernels_that_fail_or_err_are_not_taken(monkeypatch):
+@pytest.fixture
+def hopper_gpu(monkeypatch):
+    """A machine that our kernels are for, as far as it says."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(wide, "_version", lambda package: "3.6.0")
     wide.works.cache_clear()
-    monkeypatch.setattr(wide, "_error", lambda *_: 0.5)
-    with pytest.warns(UserWarning, match="off by 0.5"):
-        assert not wide.works(torch.device("cuda", 0))
+    yield torch.device("cuda", 0)
     wide.works.cache_clear()
-    monkeypatch.setattr(wide, "_error", lambda *_: 1 / 0)
-    with pytest.warns(UserWarning, match="our kernels fail: division"):
-        assert not wide.works(torch.device("cuda", 0))
-    wide.works.cache_clear()
-    monkeypatch.setattr(wide, "_error", lambda *_: float("nan"))
-    with pytest.warns(UserWarning, match="off by nan"):
-        assert not wide.works(torch.device("cuda", 0))
-    wide.works.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(0.5, "off by 0.5"), (float("nan"), "off by nan"), (None, "fail: division")]
+)
+def test_kernels_that_fail_or_err_are_not_taken(hopper_gpu, error, text, monkeypatch):
+    monkeypatch.setattr(wide, "_error", lambda *_: 1 / 0 if error is None else error)
+    with pytest.warns(UserWarning, match=text):
+        assert not wide.works(hopper_gpu)
+
+
+@pytest.mark.parametrize(("version", "taken"), [("3.6.0", True), ("3.6.1", True), ("3.7.0", False), ("", False)])
+def test_kernels_are_taken_with_the_versions_they_were_tried_with(hopper_gpu, version, taken, monkeypatch):
+    monkeypatch.setattr(wide, "_version", lambda package: version)
+    monkeypatch.setattr(wide, "_error", lambda *_: 0.001)
+    assert wide.works(hopper_gpu) == taken
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -200,6 +209,8 @@ def test_kernels_that_fail_or_err_are_not_taken(monkeypatch):
     ],
 )  # fmt: skip
 def test_on_a_hopper_gpu_convolutions_and_gradients_are_torchs(channels, filters, size, batch):
+    if not wide._version("triton").startswith(wide._TRITON):
+        pytest.skip("our kernels were not tried with this version of Triton")
     assert wide.works(torch.device("cuda"))
     x, weight, dy = made(batch, channels, filters, size, dtype=torch.bfloat16, device="cuda")
     found, sums = ours(x, weight, dy)

@@ -4,7 +4,7 @@ Ours are faster where several trainings share a GPU, and add up what BN needs as
 """
 
 import functools
-import importlib.util
+import importlib.metadata
 import warnings
 from typing import Any
 
@@ -69,6 +69,9 @@ class _Convolution(torch.autograd.Function):
         return dx, dw.to(ctx.dtype)
 
 
+_TRITON = "3.6."
+"""The versions that our kernels were tried with. Later ones spell their language differently."""
+
 _SHAPES = ((32, 64), (16, 128), (8, 128), (4, 128))
 """Sizes and channels of convolutions that need every kernel in every way it is compiled."""
 
@@ -78,11 +81,11 @@ def works(device: torch.device) -> bool:
     """Whether our kernels are for this device, and give what torch gives there."""
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    if importlib.util.find_spec("triton") is None:
+    if not _version("triton").startswith(_TRITON):
         return False
     try:
         found = [_error(size, channels, device) for size, channels in _SHAPES]
-    except Exception as error:  # the language they are written in is not settled yet
+    except Exception as error:  # whatever goes wrong in a compiler or the driver
         warnings.warn(f"convolutions are cuDNN's here, since our kernels fail: {error}", stacklevel=2)
         return False
     if not all(error < 0.02 for error in found):
@@ -90,6 +93,13 @@ def works(device: torch.device) -> bool:
         warnings.warn(f"convolutions are cuDNN's here, since our kernels are off by {told}", stacklevel=2)
         return False
     return True
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _error(size: int, channels: int, device: torch.device) -> float:
