@@ -98,7 +98,8 @@ def _select(values: Tensor, length: int, spans: Tensor, shares: Tensor, *, out: 
     how: dict[str, Any] = {"BITS": 32, "KIND": tl.float32} if narrow else {"BITS": 64, "KIND": tl.float64}
     how |= {"LENGTH": length, "num_warps": max(1, length // 1024)}
     if len(values):
-        statistics_kernel[len(values), len(spans)](values, spans, shares, out, values.shape[1], out.shape[1], **how)
+        with torch.cuda.device_of(values):
+            statistics_kernel[len(values), len(spans)](values, spans, shares, out, values.shape[1], out.shape[1], **how)
 
 
 def _bucket(groups: list[int], spans: list[slice], length: int, device: torch.device | str) -> _Bucket:
