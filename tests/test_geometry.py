@@ -156,6 +156,14 @@ def test_small_angles_keep_their_digits(seed, exponent):
     assert angle(u, -p).item() == pytest.approx(math.pi - theta, rel=1e-15)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_place_of_a_row_changes_no_digit_of_its_angle(dtype):
+    """Whether a vector of the processor holds it or what remains behind the last one."""
+    u, p = torch.randn(2, 100, 5, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    for q in (p, u + p / 100):
+        assert torch.equal(angle(u, q), torch.stack([angle(u[k], q[k]) for k in range(100)]))
+
+
 def test_angle_does_not_depend_on_the_radii():
     x, y = rows(0, 30, 7), rows(1, 30, 7)
     torch.testing.assert_close(angle(x * 1e200, y * 1e-200), angle(x, y), rtol=1e-13, atol=0)

@@ -151,7 +151,9 @@ def angle(u: Tensor, p: Tensor) -> Tensor:
     u, p = _pair(u, p, "u", "p")
     ru, rp = norm(u), norm(p)
     u, p = u / _or_one(ru), p / _or_one(rp)
-    turned = 2 * torch.atan2(norm(u - p), norm(u + p))
+    # Not torch's atan2, whose last digit depends on where in a tensor the row lies; below ε² the angle is π anyway.
+    along = norm(u + p).clamp(min=torch.finfo(u.dtype).eps ** 2)
+    turned = 2 * torch.atan(norm(u - p) / along)
     return turned.masked_fill(collapsed(ru) | collapsed(rp), 0)
 
 

@@ -16,6 +16,7 @@ from steradian.optim._loading import take_state
 from steradian.optim._optional import fused_available, fused_works, sharding
 from steradian.optim._rows import RowSet, check_shape
 from steradian.optim._telemetry import Telemetry
+from steradian.optim._together import together
 from steradian.optim._untraced import load, untraced
 from steradian.optim._zero import zero
 
@@ -142,7 +143,7 @@ class RowOptimizer(Optimizer, ABC):
         for group, params, states in classic:
             self._step_classic(params, states, group)
         for group, sets in work:
-            for rows in sets:
+            for rows in together(sets):
                 self._reference(rows, group)
                 rows.finish()
 
