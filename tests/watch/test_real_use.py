@@ -484,6 +484,21 @@ def test_what_goes_wrong_inside_does_not_stop_the_training(caplog):
     assert list(series(seen.records(), "angle")) == [0, 1]
 
 
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_watch_that_fails_leaves_the_hooks_after_its_own_alone(where, monkeypatch):
+    """torch goes through its hooks as they are: taking one away meanwhile would be an error of the step."""
+    optimizer, params = pair("Adam")
+    called = []
+    with watch(optimizer) as seen:
+        optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        monkeypatch.setattr(seen._sources[0], where, None)
+        train(optimizer, params, 2)
+    assert called == ["before", "after"] * 2
+    assert isinstance(seen.error, TypeError)
+    assert not seen._guarded.handles
+
+
 @pytest.mark.parametrize("kind", ["SGD", "ours", "ours, classic"])
 @pytest.mark.parametrize("phenomena", [False, True])
 def test_a_default_device_is_not_where_numbers_are_kept(kind, phenomena, tmp_path):
