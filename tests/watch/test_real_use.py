@@ -473,6 +473,20 @@ def test_nan_weights_are_recorded_as_such_and_the_others_are_not_touched(kind):
     assert [alert.group for alert in seen.alerts if alert.kind == "not finite"] == ["v"]
 
 
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "ours"])
+def test_a_rate_that_is_not_a_number_is_recorded_as_such(kind):
+    """A schedule that divides zero by zero breaks the training, and the watch must be there to show it."""
+    optimizer, params = pair(kind)
+    with watch(optimizer) as seen:
+        train(optimizer, params, 2)
+        optimizer.param_groups[0]["lr"] = math.nan
+        train(optimizer, params, 2, first=2)
+    assert seen.error is None
+    angles = series(seen.records(), "angle", statistic="mean")
+    assert [math.isnan(angles[step]) for step in range(4)] == [False, False, True, True]
+    assert "not finite" in {alert.kind for alert in seen.alerts}
+
+
 def test_what_goes_wrong_inside_does_not_stop_the_training(caplog):
     optimizer, params = pair("Adam")
     with watch(optimizer) as seen:
