@@ -54,6 +54,21 @@ def test_what_is_logged_must_be_a_number():
     assert found == {"loss": {0: 0.5}, "right": {0: 3.0}, "sure": {0: 1.0}, "rate": {0: 0.25}}
 
 
+def test_numpys_numbers_are_numbers_and_complex_ones_are_none():
+    """Whatever numpy makes of one number is logged, as tensors with one number are."""
+    optimizer, params = pair()
+    with watch(optimizer) as seen:
+        train(optimizer, params, 1)
+        for bad in (1j, np.array(1j), torch.tensor(1j), np.ones(2), np.array("1"), np.array(None)):
+            with pytest.raises((TypeError, ValueError), match="loss must be one number"):
+                seen.log(loss=bad)
+        seen.log(loss=np.array(0.5), right=np.array([3]), sure=np.bool_(True), rate=torch.tensor(False))
+    assert seen.error is None
+    table = seen.records()
+    found = {name: series(table, name, "", "mean") for name in ("loss", "right", "sure", "rate")}
+    assert found == {"loss": {0: 0.5}, "right": {0: 3.0}, "sure": {0: 1.0}, "rate": {0: 0.0}}
+
+
 def test_what_is_logged_too_late_is_said_to_be_lost(caplog):
     optimizer, params = pair()
     seen = watch(optimizer)

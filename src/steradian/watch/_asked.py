@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -66,7 +67,11 @@ def one_number(name: str, value: float | Tensor) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+        if value.is_complex():
+            raise TypeError(f"{name} must be one number, got a tensor of type {value.dtype}")
         return value.detach().reshape(()).clone()
+    if isinstance(value, np.ndarray | np.bool_) and value.size == 1 and value.dtype.kind in "biuf":
+        return float(value.item())
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be one number, got {value!r}")
     return float(value)
