@@ -6,6 +6,7 @@ import torch
 
 from steradian import find_groups
 from steradian.watch import watch
+from steradian.watch.records import read_run
 
 from small import pair, series, train
 
@@ -22,7 +23,9 @@ from small import pair, series, train
         ({"paths": ["w"]}, TypeError, r"paths must be \{group"),
         ({"paths": {"w": 3}}, TypeError, r"paths must be \{group"),
         ({"paths": {"w": [4]}}, ValueError, "w has rows 0 to 3, got 4"),
+        ({"paths": {"w": [1.5]}}, ValueError, "w has rows 0 to 3, got 1.5"),
         ({"paths": {"x": [0]}}, ValueError, "paths names"),
+        ({"run": 3}, TypeError, "run must be a name, got 3: write '3'"),
         ({"step": -1}, ValueError, "step must be"),
         ({"step": "three"}, ValueError, "step must be"),
         ({"config": "adam"}, TypeError, "config must be a dict, got str"),
@@ -32,6 +35,16 @@ def test_what_makes_no_sense_is_refused(options, kind, words):
     optimizer, _ = pair()
     with pytest.raises(kind, match=words):
         watch(optimizer, **options)
+
+
+def test_integers_of_numpys_are_integers(tmp_path):
+    """A step of a table of records, plus one, is what a run goes on with."""
+    optimizer, params = pair("SGD")
+    whole = np.int64(2)
+    with watch(optimizer, to=tmp_path, step=whole, every=whole, rows_every=whole, paths={"w": [whole]}) as seen:
+        train(optimizer, params, 4)
+    assert list(series(seen.records(), "angle")) == [2, 4]
+    assert read_run(tmp_path).about["every"] == 2
 
 
 def test_a_model_without_rows_is_named_as_the_reason():

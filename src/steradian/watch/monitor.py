@@ -109,9 +109,9 @@ class Watch:
         step: int | None = None,
     ) -> None:
         asked: dict[str, Any] = {"every": every, "rows": rows, "rows_every": rows_every, "paths": paths}
-        check_asked(optimizer, groups, **asked, config=config, step=step)
+        check_asked(optimizer, groups, **asked, config=config, step=step, run=run)
         self.optimizer = optimizer = hooked(optimizer)
-        self.every = every
+        self.every = every = int(every)
         self.config = dict(config or {})
         self.followed = follow(optimizer, groups)
         self.names = self._order = tuple(entry.name for entry in self.followed)
@@ -135,9 +135,9 @@ class Watch:
         self.names = tuple(entry.name for entry in self.followed)
         merge = _merge(self.followed) if self.sharded else None
         kept = Paths(self.followed, paths if paths is not None or folder is not None else {}, rank=_rank())
-        given: dict[str, Any] = {"rows": frozenset(rows), "rows_every": rows_every, "merge": merge, "paths": kept}
+        given: dict[str, Any] = {"rows": frozenset(rows), "rows_every": int(rows_every), "merge": merge, "paths": kept}
         self._handover = Handover(self.run, self.stations, **given)
-        self._asked_step = step
+        self._asked_step = step if step is None else int(step)
         self._all_names = {id(p): name for name, p in (groups.params if groups is not None else {}).items()}
         self._all_names |= {id(p): name for e in self.followed for name, p in zip(e.names, e.params, strict=True)}
         self._membership = Membership(optimizer, self.stations)
