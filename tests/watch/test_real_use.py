@@ -5,6 +5,7 @@ import gc
 import io
 import math
 import sys
+import threading
 import weakref
 from itertools import pairwise
 
@@ -398,6 +399,34 @@ def test_every_and_rows_every(tmp_path):
         assert part["row"].tolist() == [0, 1, 2, 3]
         assert part["value"].mean() == pytest.approx(series(run.table, "radius", statistic="mean")[step])
     assert "gradient_memory" in seen.missing
+
+
+def test_what_was_seen_may_be_asked_for_while_another_thread_trains(monkeypatch):
+    """As in a notebook whose cells are free during a training: a step that is made meanwhile is not lost."""
+    optimizer, params = pair()
+    asking, stepped = threading.Event(), threading.Event()
+    with watch(optimizer) as seen:
+        reduced = seen._handover._reduced
+
+        def slowly(*given):
+            asking.set()
+            stepped.wait(0.5)
+            return reduced(*given)
+
+        train(optimizer, params, 2)
+        monkeypatch.setattr(seen._handover, "_reduced", slowly)
+        other = threading.Thread(target=seen.latest)
+        other.start()
+        asking.wait()
+        train(optimizer, params, 1, first=2)
+        seen.log(loss=0.25)
+        stepped.set()
+        other.join()
+        train(optimizer, params, 1, first=3)
+    assert seen.error is None
+    table = seen.records()
+    assert list(series(table, "angle")) == [0, 1, 2, 3]
+    assert series(table, "loss", "", "mean") == {2: 0.25}
 
 
 def test_records_during_and_after():

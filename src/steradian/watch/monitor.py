@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,6 +149,8 @@ class Watch:
         self._beforehand = any(source.beforehand for source in self._sources)
         self._cuda = any(station.device.type == "cuda" for station in self.stations)
         self._flushed_at = time.monotonic()
+        # A notebook asks for what was seen while a thread of its own trains.
+        self._turn = threading.RLock()
         self.running = self._stopped = False
 
     # Start and stop
@@ -190,7 +193,7 @@ class Watch:
             atexit.unregister(self._at_exit)
         self._guarded.release()
         if not self.silent:
-            with self._guarded():
+            with self._guarded(), self._turn:
                 self._handover.send()
                 self._settle(wait=True, together=together)
             for station in self.stations:
@@ -219,7 +222,8 @@ class Watch:
 
     def _after_hook(self, *_: Any) -> None:
         try:
-            self._after()
+            with self._turn:
+                self._after()
         except Exception as error:
             self._guarded.take(error)
 
@@ -311,15 +315,17 @@ class Watch:
             logger.warning("%s: what is logged after stop() is not recorded", self.run)
         elif not self.silent:
             step = max(0, (self._first_step() if self._calls is None else self._calls) - 1)
-            for name, value in given.items():
-                self._handover.log(step, name, value)
+            with self._turn:
+                for name, value in given.items():
+                    self._handover.log(step, name, value)
 
     # What it hands over
 
     def flush(self) -> None:
         """Record everything observed so far; waits for it. Under FSDP2 all ranks must call it together."""
-        self._handover.send()
-        self._settle(wait=True)
+        with self._turn:
+            self._handover.send()
+            self._settle(wait=True)
 
     def _settle(self, *, wait: bool = False, together: bool = True) -> None:
         """Hand what has arrived to the sinks."""
