@@ -54,6 +54,14 @@ def test_a_model_without_rows_is_named_as_the_reason():
         watch(torch.optim.SGD(model.parameters(), lr=0.1), groups)
 
 
+def test_joint_rows_that_two_optimizers_share_are_named_as_the_reason():
+    """As where Muon steps the matrices and AdamW the rest: a weight and its bias in front of LN are rows together."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    groups = find_groups(model, torch.randn(10, 6))
+    with pytest.raises(ValueError, match=r"0.weight \+ 0.bias are rows only together, .* steps \['0.weight'\] alone"):
+        watch(torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1), groups)
+
+
 def test_what_is_logged_must_be_a_number():
     optimizer, params = pair()
     with watch(optimizer) as seen:
