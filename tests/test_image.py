@@ -316,3 +316,10 @@ def test_bad_points():
         observed_step(ONE, torch.ones(3, 2))
     with pytest.raises(ValueError, match="joint rows take one step"):
         image_step([ONE, ONE], [Step(ONE, ONE, 0.1), Step(ONE, ONE, 0.2)])
+
+
+def test_joint_steps_of_a_rate_that_is_not_a_number_share_it():
+    image = image_step([ONE, ONE], [Step(ONE, ONE, float("nan"))] * 2, check=False)
+    assert image.next_radius.isnan().all()
+    with pytest.raises(ValueError, match="joint rows take one step"):
+        image_step([ONE, ONE], [Step(ONE, ONE, 0.1), Step(ONE, ONE, float("nan"))])

@@ -1,5 +1,6 @@
 """What one step does on the sphere: Theorem 1, the effective quantities, the radius, the hypotheses."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -240,6 +241,8 @@ def _paired_rows(layout: Layout, x: Tensors, other: Tensors, name: str) -> tuple
 
 def _shared(steps: Sequence[Step], name: str) -> float | Tensor:
     values = [getattr(step, name) for step in steps]
-    if any(not isinstance(v, Tensor) and v != values[0] for v in values):
+    first = values[0]
+    # NaN, the rate of a training that broke, is not equal to itself.
+    if any(not isinstance(v, Tensor) and v != first and not (math.isnan(v) and math.isnan(first)) for v in values):
         raise ValueError(f"joint rows take one step together, but their {name} differ: {values}")
-    return values[0]
+    return first

@@ -6,6 +6,7 @@ import torch
 
 from steradian import find_groups
 from steradian.watch import watch
+from steradian.watch.records import read_run
 
 from small import pair, series, train
 
@@ -22,7 +23,9 @@ from small import pair, series, train
         ({"paths": ["w"]}, TypeError, r"paths must be \{group"),
         ({"paths": {"w": 3}}, TypeError, r"paths must be \{group"),
         ({"paths": {"w": [4]}}, ValueError, "w has rows 0 to 3, got 4"),
+        ({"paths": {"w": [1.5]}}, ValueError, "w has rows 0 to 3, got 1.5"),
         ({"paths": {"x": [0]}}, ValueError, "paths names"),
+        ({"run": 3}, TypeError, "run must be a name, got 3: write '3'"),
         ({"step": -1}, ValueError, "step must be"),
         ({"step": "three"}, ValueError, "step must be"),
         ({"config": "adam"}, TypeError, "config must be a dict, got str"),
@@ -34,11 +37,29 @@ def test_what_makes_no_sense_is_refused(options, kind, words):
         watch(optimizer, **options)
 
 
+def test_integers_of_numpys_are_integers(tmp_path):
+    """A step of a table of records, plus one, is what a run goes on with."""
+    optimizer, params = pair("SGD")
+    whole = np.int64(2)
+    with watch(optimizer, to=tmp_path, step=whole, every=whole, rows_every=whole, paths={"w": [whole]}) as seen:
+        train(optimizer, params, 4)
+    assert list(series(seen.records(), "angle")) == [2, 4]
+    assert read_run(tmp_path).about["every"] == 2
+
+
 def test_a_model_without_rows_is_named_as_the_reason():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     groups = find_groups(model, torch.randn(8, 3))
     with pytest.raises(ValueError, match="no weight of the model is radially invariant"):
         watch(torch.optim.SGD(model.parameters(), lr=0.1), groups)
+
+
+def test_joint_rows_that_two_optimizers_share_are_named_as_the_reason():
+    """As where Muon steps the matrices and AdamW the rest: a weight and its bias in front of LN are rows together."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    groups = find_groups(model, torch.randn(10, 6))
+    with pytest.raises(ValueError, match=r"0.weight \+ 0.bias are rows only together, .* steps \['0.weight'\] alone"):
+        watch(torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1), groups)
 
 
 def test_what_is_logged_must_be_a_number():
@@ -52,6 +73,21 @@ def test_what_is_logged_must_be_a_number():
     table = seen.records()
     found = {name: series(table, name, "", "mean") for name in ("loss", "right", "sure", "rate")}
     assert found == {"loss": {0: 0.5}, "right": {0: 3.0}, "sure": {0: 1.0}, "rate": {0: 0.25}}
+
+
+def test_numpys_numbers_are_numbers_and_complex_ones_are_none():
+    """Whatever numpy makes of one number is logged, as tensors with one number are."""
+    optimizer, params = pair()
+    with watch(optimizer) as seen:
+        train(optimizer, params, 1)
+        for bad in (1j, np.array(1j), torch.tensor(1j), np.ones(2), np.array("1"), np.array(None)):
+            with pytest.raises((TypeError, ValueError), match="loss must be one number"):
+                seen.log(loss=bad)
+        seen.log(loss=np.array(0.5), right=np.array([3]), sure=np.bool_(True), rate=torch.tensor(False))
+    assert seen.error is None
+    table = seen.records()
+    found = {name: series(table, name, "", "mean") for name in ("loss", "right", "sure", "rate")}
+    assert found == {"loss": {0: 0.5}, "right": {0: 3.0}, "sure": {0: 1.0}, "rate": {0: 0.0}}
 
 
 def test_what_is_logged_too_late_is_said_to_be_lost(caplog):

@@ -127,6 +127,36 @@ def test_recorded_equilibria_follow_the_equations(name):
         assert found[quantity]["q90"] == pytest.approx(np.quantile(values, 0.9), rel=1e-7)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, optim.Adam])
+def test_an_equilibrium_is_that_of_the_settings_of_its_step(kind):
+    """Schedules change weight decay and β in mid-run, whenever the numbers are handed over; without decay none is."""
+    decays, betas = [0.0, 0.1, 0.1, 0.0, 0.3, 0.2], [0.9, 0.9, 0.8, 0.8, 0.8, 0.7]
+
+    def recorded(*, flushing):
+        x = nn.Parameter(torch.eye(3))
+        y = nn.Parameter(torch.eye(4))
+        plain = {"params": [("y", y)], "rows": "filter", "weight_decay": 0.1}
+        optimizer = kind([{"params": [("x", x)], "rows": "filter"}, plain], lr=0.1)
+        with watch(optimizer) as seen:
+            for decay, beta in zip(decays, betas, strict=True):
+                group = optimizer.param_groups[0]
+                group["weight_decay"] = decay
+                group.update({"betas": (beta, 0.95)} if "betas" in group else {"momentum": beta})
+                x.grad, y.grad = torch.eye(3).roll(1, 0), torch.eye(4).roll(1, 0)
+                optimizer.step()
+                if flushing:
+                    seen.flush()
+        table = seen.records()
+        return table[table["quantity"].str.startswith("equilibrium")].set_index(
+            ["step", "group", "quantity", "statistic"]
+        )
+
+    at_once, one_by_one = recorded(flushing=False)["value"], recorded(flushing=True)["value"]
+    assert at_once.xs("x", level="group").isna().groupby("step").all().tolist() == [not decay for decay in decays]
+    assert at_once.xs("y", level="group").notna().all()
+    np.testing.assert_allclose(at_once, one_by_one.reindex(at_once.index), rtol=1e-6)
+
+
 def test_nothing_is_predicted_before_a_gradient_is_finite():
     x = nn.Parameter(torch.eye(3))
     optimizer = SIMULATED["SGD-M"](x)

@@ -75,6 +75,21 @@ def test_a_row_at_the_origin_has_no_direction_and_is_no_point_of_a_trajectory(tm
     assert path.steps.tolist() == [0, 1]
 
 
+def test_a_row_at_infinity_has_no_direction(tmp_path):
+    [param] = params = rows((3, 4), dtype=torch.float32)
+    optimizer = torch.optim.SGD(groups_of(params), lr=0.05)
+    with watch(optimizer, to=tmp_path, paths={"w": [0, 1]}) as seen:
+        for step in range(4):
+            set_gradients(params, step)
+            if step == 2:
+                param.data[0, 0] = torch.inf
+            optimizer.step()
+    assert seen.error is None
+    found = {row: directions(read_run(tmp_path), "w", row) for row in (0, 1)}
+    assert [np.isnan(found[0][step]).all() for step in range(4)] == [False, False, True, True]
+    assert np.isfinite([found[1][step] for step in range(4)]).all()
+
+
 def test_a_long_training_keeps_ever_fewer_points(tmp_path):
     params = rows((3, 4), dtype=torch.float32)
     optimizer = st.optim.Adam(groups_of(params), lr=0.05, without="abc")

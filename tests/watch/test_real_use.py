@@ -5,6 +5,7 @@ import gc
 import io
 import math
 import sys
+import threading
 import weakref
 from itertools import pairwise
 
@@ -400,6 +401,34 @@ def test_every_and_rows_every(tmp_path):
     assert "gradient_memory" in seen.missing
 
 
+def test_what_was_seen_may_be_asked_for_while_another_thread_trains(monkeypatch):
+    """As in a notebook whose cells are free during a training: a step that is made meanwhile is not lost."""
+    optimizer, params = pair()
+    asking, stepped = threading.Event(), threading.Event()
+    with watch(optimizer) as seen:
+        reduced = seen._handover._reduced
+
+        def slowly(*given):
+            asking.set()
+            stepped.wait(0.5)
+            return reduced(*given)
+
+        train(optimizer, params, 2)
+        monkeypatch.setattr(seen._handover, "_reduced", slowly)
+        other = threading.Thread(target=seen.latest)
+        other.start()
+        asking.wait()
+        train(optimizer, params, 1, first=2)
+        seen.log(loss=0.25)
+        stepped.set()
+        other.join()
+        train(optimizer, params, 1, first=3)
+    assert seen.error is None
+    table = seen.records()
+    assert list(series(table, "angle")) == [0, 1, 2, 3]
+    assert series(table, "loss", "", "mean") == {2: 0.25}
+
+
 def test_records_during_and_after():
     optimizer, params = pair("ours")
     with watch(optimizer) as seen:
@@ -473,6 +502,20 @@ def test_nan_weights_are_recorded_as_such_and_the_others_are_not_touched(kind):
     assert [alert.group for alert in seen.alerts if alert.kind == "not finite"] == ["v"]
 
 
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "ours"])
+def test_a_rate_that_is_not_a_number_is_recorded_as_such(kind):
+    """A schedule that divides zero by zero breaks the training, and the watch must be there to show it."""
+    optimizer, params = pair(kind)
+    with watch(optimizer) as seen:
+        train(optimizer, params, 2)
+        optimizer.param_groups[0]["lr"] = math.nan
+        train(optimizer, params, 2, first=2)
+    assert seen.error is None
+    angles = series(seen.records(), "angle", statistic="mean")
+    assert [math.isnan(angles[step]) for step in range(4)] == [False, False, True, True]
+    assert "not finite" in {alert.kind for alert in seen.alerts}
+
+
 def test_what_goes_wrong_inside_does_not_stop_the_training(caplog):
     optimizer, params = pair("Adam")
     with watch(optimizer) as seen:
@@ -482,6 +525,21 @@ def test_what_goes_wrong_inside_does_not_stop_the_training(caplog):
     assert isinstance(seen.error, TypeError)
     assert len([record for record in caplog.records if "the watch ends" in record.message]) == 1
     assert list(series(seen.records(), "angle")) == [0, 1]
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_watch_that_fails_leaves_the_hooks_after_its_own_alone(where, monkeypatch):
+    """torch goes through its hooks as they are: taking one away meanwhile would be an error of the step."""
+    optimizer, params = pair("Adam")
+    called = []
+    with watch(optimizer) as seen:
+        optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        monkeypatch.setattr(seen._sources[0], where, None)
+        train(optimizer, params, 2)
+    assert called == ["before", "after"] * 2
+    assert isinstance(seen.error, TypeError)
+    assert not seen._guarded.handles
 
 
 @pytest.mark.parametrize("kind", ["SGD", "ours", "ours, classic"])

@@ -1,9 +1,10 @@
 """What a watch is asked for: a TypeError or ValueError names the argument, the value and what would be right."""
 
 from collections.abc import Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -32,20 +33,23 @@ def check_asked(
     paths: Mapping[str, Sequence[int]] | None,
     config: Mapping[str, Any] | None,
     step: int | None,
+    run: str | None,
 ) -> None:
     """The arguments of `Watch`, before anything is made of them."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
     if groups is not None and not isinstance(groups, Groups):
         raise TypeError(f"groups must be what find_groups returned, got {type(groups).__name__}")
-    if not isinstance(every, int) or every < 1:
+    if not isinstance(every, Integral) or every < 1:
         raise ValueError(f"every must be an integer ≥ 1, got {every!r}")
     if isinstance(rows, str):
         raise TypeError(f"rows must be a list of names, got {rows!r}: write [{rows!r}]")
-    if not isinstance(rows_every, int) or rows_every < 0:
+    if not isinstance(rows_every, Integral) or rows_every < 0:
         raise ValueError(f"rows_every must be an integer ≥ 0 (0: never), got {rows_every!r}")
-    if step is not None and (not isinstance(step, int) or step < 0):
+    if step is not None and (not isinstance(step, Integral) or step < 0):
         raise ValueError(f"step must be None or an integer ≥ 0, got {step!r}")
+    if run is not None and not isinstance(run, str):
+        raise TypeError(f"run must be a name, got {run!r}: write {str(run)!r}")
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"config must be a dict, got {type(config).__name__}")
     if paths is not None:
@@ -66,7 +70,11 @@ def one_number(name: str, value: float | Tensor) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+        if value.is_complex():
+            raise TypeError(f"{name} must be one number, got a tensor of type {value.dtype}")
         return value.detach().reshape(()).clone()
+    if isinstance(value, np.ndarray | np.bool_) and value.size == 1 and value.dtype.kind in "biuf":
+        return float(value.item())
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be one number, got {value!r}")
     return float(value)

@@ -102,7 +102,7 @@ def follow(optimizer: Optimizer, groups: Groups | None) -> list[Followed]:
     found = _from_groups(optimizer, groups) if groups is not None else _from_options(optimizer)
     found = [followed for followed in found if followed.size and followed.layout.size(followed.params[0].shape)[0]]
     if not found:
-        raise ValueError(_nothing(groups))
+        raise ValueError(_nothing(optimizer, groups))
     for followed in found:
         for param in followed.params:
             if not param.is_floating_point():
@@ -114,7 +114,7 @@ def follow(optimizer: Optimizer, groups: Groups | None) -> list[Followed]:
     return found
 
 
-def _nothing(groups: Groups | None) -> str:
+def _nothing(optimizer: Optimizer, groups: Groups | None) -> str:
     """Why there are no rows to follow."""
     if groups is None:
         return (
@@ -123,6 +123,11 @@ def _nothing(groups: Groups | None) -> str:
         )
     if not groups.groups:
         return "there are no rows to follow: groups holds none, since no weight of the model is radially invariant"
+    stepped = {id(param) for options in optimizer.param_groups for param in options["params"]}
+    for group in groups.groups:
+        here = [name for name in group.names if id(groups.params[name]) in stepped]
+        if here and len(here) < len(group.names):
+            return f"{' + '.join(group.names)} are rows only together, and this optimizer steps {here} alone"
     return "none of the rows in groups belongs to a parameter of this optimizer"
 
 

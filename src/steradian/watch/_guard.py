@@ -16,8 +16,8 @@ class Guard:
     Attributes:
         run: the name to log it under.
         error: the first exception.
-        ended: what failed was the watch itself, not one of its sinks.
-        handles: the hooks, which are removed then.
+        ended: what failed was the watch itself, not one of its sinks; its hooks do nothing then.
+        handles: the hooks.
     """
 
     def __init__(self, run: str) -> None:
@@ -44,9 +44,9 @@ class Guard:
         if first:
             text = ": the watch ends, training goes on" if fatal else ""
             logger.error("watching %s failed%s", self.run, text, exc_info=error)
-        if fatal:
-            self.ended = True
-            self.release()
+        # The hooks stay until the watch is stopped: the optimizer may be going through them, and one that is taken
+        # away meanwhile is an error of its step, unless it was the last.
+        self.ended = self.ended or fatal
 
     def release(self) -> None:
         """Remove the hooks."""

@@ -263,7 +263,7 @@ def _spread(values: Array, names: Sequence[str], union: Sequence[str]) -> Array:
 
 
 def _units(rows: Array) -> Array:
-    """The directions of rows, (points, d); NaN for a row at the origin, which has none."""
+    """The directions of rows, (points, d); NaN for a row at the origin or at infinity, which has none."""
     lengths = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1, keepdims=True))
-    directions: Array = (rows / np.where(lengths == 0, np.nan, lengths)).astype(rows.dtype)
+    directions: Array = (rows / np.where((lengths == 0) | np.isinf(lengths), np.nan, lengths)).astype(rows.dtype)
     return directions

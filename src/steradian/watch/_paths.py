@@ -1,6 +1,7 @@
 """Directions of chosen rows over time, ever more rarely, so that a long training keeps no more than a short one."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -53,9 +54,9 @@ class Paths:
             chosen = {name: rows for name, rows in chosen.items() if _gathered(by_name[name])}
         for name, rows in chosen.items():
             for row in rows:
-                if not 0 <= row < by_name[name].rows:
-                    raise ValueError(f"paths: {name} has rows 0 to {by_name[name].rows - 1}, got {row}")
-        self.chosen = [(by_name[name], row) for name, rows in chosen.items() for row in rows]
+                if not isinstance(row, Integral) or not 0 <= row < by_name[name].rows:
+                    raise ValueError(f"paths: {name} has rows 0 to {by_name[name].rows - 1}, got {row!r}")
+        self.chosen = [(by_name[name], int(row)) for name, rows in chosen.items() for row in rows]
 
     def follow(self, index: int, number: int) -> None:
         """Keep where the rows are after an observed step, if it is its turn.

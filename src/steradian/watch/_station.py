@@ -1,6 +1,6 @@
 """The numbers of observed steps on one device, until they are reduced there and sent to the host in one transfer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -20,8 +20,12 @@ _NUMBERS = 2**24
 _STEPS = 256
 _EVEN = 4
 _FORGET = 0.99
-_SETTINGS = ("lr", "weight_decay", "wd_ratio", "decoupled_weight_decay")
-"""What `nominal` and `decoupled` look at."""
+_BALANCING = ("weight_decay", "betas", "momentum")
+"""What schedules change of the settings that an equilibrium depends on."""
+_SETTINGS = ("lr", "wd_ratio", "decoupled_weight_decay", *_BALANCING)
+"""What `nominal`, `decoupled` and equilibria look at."""
+
+Balancing = tuple[dict[str, Any], ...]
 
 
 class Station:
@@ -63,24 +67,51 @@ class Station:
         self._setting: list[tuple[float, float]] = [(0.0, 0.0)] * len(self.options)
         self.settings = [self._setting] * self.steps
         self._known: list[object] = []
+        self._balancing = self._present()
+        self._balancings = [self._balancing] * self.steps
         self.skips = torch.zeros(self.steps, 2, device=self.device)
         self.skipped = torch.zeros((), device=self.device)
         self.counts = counts = torch.tensor([entry.rows for entry in self.followed], device="cpu")
-        places = [self._option(entry) for entry in self.followed]
-        self.column = torch.repeat_interleave(torch.tensor(places, device="cpu"), counts).to(self.device)
+        self._places = [self._option(entry) for entry in self.followed]
+        self.column = torch.repeat_interleave(torch.tensor(self._places, device="cpu"), counts).to(self.device)
         self.group = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts).to(self.device)
-        self._find_balances()
+        self.balances = self._balances(self._balancing)
+        self._balance: tuple[list[Balance | str], Balance | None] | None = None
         self.slopes = torch.zeros(2, self.rows, dtype=dtype_of(followed), device=self.device)
         self._fading: tuple[Tensor, Tensor] | None = None
         self.reduced = Reduction([entry.span for entry in self.followed], device=self.device)
         self.reduced(self.values[0, :, 0][None])  # what is compiled for it is compiled now
         self.may_skip = False
 
-    def _find_balances(self) -> None:
-        """The equilibria under the present settings; schedules of weight decay and β change them."""
-        self.balances = [balance_of(self.optimizer, entry.options, entry.size) for entry in self.followed]
+    def _present(self) -> Balancing:
+        return tuple({name: options[name] for name in _BALANCING if name in options} for options in self.options)
+
+    def _balances(self, balancing: Balancing) -> list[Balance | str]:
+        """The equilibrium of each group under these settings."""
+        known: dict[tuple[int, int], Balance | str] = {}
+        for place, entry in zip(self._places, self.followed, strict=True):
+            if (place, entry.size) not in known:
+                options = {**entry.options, **balancing[place]}
+                known[place, entry.size] = balance_of(self.optimizer, options, entry.size)
+        return [known[place, entry.size] for place, entry in zip(self._places, self.followed, strict=True)]
+
+    def _balanced(self, count: int) -> Balance | None:
+        """The equilibria of all rows, under the settings of each observation; None where there are none."""
+        distinct = {id(balancing): balancing for balancing in self._balancings[:count]}
+        balances = [self._balances(balancing) for balancing in distinct.values()]
+        self.balances = balances[-1]
         dtype = dtype_of(self.followed)
-        self.balance = Balance.of_rows(self.balances, self.counts, device=self.device, dtype=dtype)
+        if len(distinct) > 1:
+            order = {key: k for k, key in enumerate(distinct)}
+            steps = torch.tensor([order[id(balancing)] for balancing in self._balancings[:count]], device="cpu")
+            return Balance.of_rows(balances, self.group, steps, send=self._sent, dtype=dtype)
+        if self._balance is None or self._balance[0] != self.balances:
+            steps = torch.zeros(1, dtype=torch.long, device="cpu")
+            self._balance = (
+                self.balances,
+                Balance.of_rows(balances, self.group, steps, send=self._sent, dtype=dtype),
+            )
+        return self._balance[1]
 
     def _option(self, entry: Followed) -> int:
         return next(k for k, options in enumerate(self.options) if options is entry.options)
@@ -109,7 +140,7 @@ class Station:
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._read_settings(slot)
             self._known = [] if any(isinstance(setting, Tensor) for setting in now) else now
-        self.settings[slot] = self._setting
+        self.settings[slot], self._balancings[slot] = self._setting, self._balancing
         if self.may_skip:
             found = getattr(self.optimizer, "found_inf", None)
             verdict = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
@@ -124,6 +155,9 @@ class Station:
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
                 rate = 0.0
             self._setting.append((float(rate), decoupled(options)))
+        present = self._present()
+        if not all(map(_same, present, self._balancing)):
+            self._balancing = present
 
     @torch.no_grad()
     def reduce(self, count: int, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,9 +176,6 @@ class Station:
         if self.may_skip:
             went = (self.skips[:count, 0] == 0)[:, None].expand(count, self.rows)
             there = went if there is None else there & went
-        now = [balance_of(self.optimizer, entry.options, entry.size) for entry in self.followed]
-        if now != self.balances:
-            self._find_balances()
         found |= self._equilibria(found, there)
         self._quantities = tuple(found)
         rows = torch.stack(list(found.values()), dim=1)
@@ -158,7 +189,8 @@ class Station:
 
     def _equilibria(self, found: dict[str, Tensor], there: Tensor | None) -> dict[str, Tensor]:
         """Where growth and decay balance, from the mean of ‖∇L(u)‖² over about the last hundred observations."""
-        if self.balance is None:
+        balance = self._balanced(len(found["radius"]))
+        if balance is None:
             return {}
         slope = (found["radius"] * found["gradient_norm"]) ** 2
         use = slope.isfinite() if there is None else slope.isfinite() & there
@@ -167,7 +199,7 @@ class Station:
         weight = weights @ use.to(slope.dtype) + fading * self.slopes[1]
         self.slopes = torch.stack([total[-1], weight[-1]])
         mean = (total / weight).sqrt()  # NaN where no gradient was finite so far
-        radius, angle = self.balance(found["lr"], mean)
+        radius, angle = balance(found["lr"], mean)
         return {"equilibrium_radius": radius, "equilibrium_angle": angle}
 
     def _faded(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,3 +217,12 @@ class Station:
             reason = "; ".join(sorted(why))
             return {**self.source.missing, "equilibrium_radius": reason, "equilibrium_angle": reason}
         return dict(self.source.missing)
+
+
+def _same(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether settings are the same; a tensor that is the same one is read where numbers are reduced, not here."""
+    return some.keys() == others.keys() and all(
+        value is others[name]
+        or (not (isinstance(value, Tensor) or isinstance(others[name], Tensor)) and value == others[name])
+        for name, value in some.items()
+    )

@@ -25,7 +25,7 @@ Jaggi, *Rotational equilibrium* (2024), for the first two; the others follow in 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class Balance:
         pace: the factor of the angle.
         free: the angle is √(pace·η) whatever the radius (SGD); otherwise pace·η/r.
 
-    All may be tensors with one number per row.
+    All may be tensors with one number per step and row.
     """
 
     gain: float | Tensor
@@ -70,19 +70,34 @@ class Balance:
 
     @staticmethod
     def of_rows(
-        balances: "Sequence[Balance | str]", rows: Tensor, *, device: torch.device, dtype: torch.dtype
+        balances: "Sequence[Sequence[Balance | str]]",
+        rows: Tensor,
+        steps: Tensor,
+        *,
+        send: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
     ) -> "Balance | None":
-        """One balance for all rows of several groups, NaN where a group has none; None where no group has one."""
-        known = [balance if isinstance(balance, Balance) else None for balance in balances]
-        if not any(known):
+        """One balance for all rows of several groups in several steps, (steps, rows); None where no group has one.
+
+        Args:
+            balances: of each group, under each of some settings; NaN stands where there is none.
+            rows: the group of each row, on the device.
+            steps: the settings of each step, by their place in `balances`, on the host.
+            send: brings a tensor to the device.
+            dtype: of the numbers there.
+        """
+        known = [[balance if isinstance(balance, Balance) else None for balance in under] for under in balances]
+        if not any(any(under) for under in known):
             return None
 
         def column(name: str) -> Tensor:
             missing = False if name == "free" else math.nan
             values = torch.tensor(
-                [missing if balance is None else getattr(balance, name) for balance in known], device="cpu"
+                [[missing if balance is None else getattr(balance, name) for balance in under] for under in known],
+                dtype=torch.bool if name == "free" else dtype,
+                device="cpu",
             )
-            return torch.repeat_interleave(values, rows).to(device, torch.bool if name == "free" else dtype)
+            return send(values[steps])[:, rows]
 
         return Balance(*(column(name) for name in ("gain", "power", "root", "pace", "free")))
 

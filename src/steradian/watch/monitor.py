@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,9 +110,9 @@ class Watch:
         step: int | None = None,
     ) -> None:
         asked: dict[str, Any] = {"every": every, "rows": rows, "rows_every": rows_every, "paths": paths}
-        check_asked(optimizer, groups, **asked, config=config, step=step)
+        check_asked(optimizer, groups, **asked, config=config, step=step, run=run)
         self.optimizer = optimizer = hooked(optimizer)
-        self.every = every
+        self.every = every = int(every)
         self.config = dict(config or {})
         self.followed = follow(optimizer, groups)
         self.names = self._order = tuple(entry.name for entry in self.followed)
@@ -135,9 +136,9 @@ class Watch:
         self.names = tuple(entry.name for entry in self.followed)
         merge = _merge(self.followed) if self.sharded else None
         kept = Paths(self.followed, paths if paths is not None or folder is not None else {}, rank=_rank())
-        given: dict[str, Any] = {"rows": frozenset(rows), "rows_every": rows_every, "merge": merge, "paths": kept}
+        given: dict[str, Any] = {"rows": frozenset(rows), "rows_every": int(rows_every), "merge": merge, "paths": kept}
         self._handover = Handover(self.run, self.stations, **given)
-        self._asked_step = step
+        self._asked_step = step if step is None else int(step)
         self._all_names = {id(p): name for name, p in (groups.params if groups is not None else {}).items()}
         self._all_names |= {id(p): name for e in self.followed for name, p in zip(e.names, e.params, strict=True)}
         self._membership = Membership(optimizer, self.stations)
@@ -148,6 +149,8 @@ class Watch:
         self._beforehand = any(source.beforehand for source in self._sources)
         self._cuda = any(station.device.type == "cuda" for station in self.stations)
         self._flushed_at = time.monotonic()
+        # A notebook asks for what was seen while a thread of its own trains.
+        self._turn = threading.RLock()
         self.running = self._stopped = False
 
     # Start and stop
@@ -190,7 +193,7 @@ class Watch:
             atexit.unregister(self._at_exit)
         self._guarded.release()
         if not self.silent:
-            with self._guarded():
+            with self._guarded(), self._turn:
                 self._handover.send()
                 self._settle(wait=True, together=together)
             for station in self.stations:
@@ -219,7 +222,8 @@ class Watch:
 
     def _after_hook(self, *_: Any) -> None:
         try:
-            self._after()
+            with self._turn:
+                self._after()
         except Exception as error:
             self._guarded.take(error)
 
@@ -311,15 +315,17 @@ class Watch:
             logger.warning("%s: what is logged after stop() is not recorded", self.run)
         elif not self.silent:
             step = max(0, (self._first_step() if self._calls is None else self._calls) - 1)
-            for name, value in given.items():
-                self._handover.log(step, name, value)
+            with self._turn:
+                for name, value in given.items():
+                    self._handover.log(step, name, value)
 
     # What it hands over
 
     def flush(self) -> None:
         """Record everything observed so far; waits for it. Under FSDP2 all ranks must call it together."""
-        self._handover.send()
-        self._settle(wait=True)
+        with self._turn:
+            self._handover.send()
+            self._settle(wait=True)
 
     def _settle(self, *, wait: bool = False, together: bool = True) -> None:
         """Hand what has arrived to the sinks."""
