@@ -187,3 +187,12 @@ def test_the_rows_of_a_stack_are_copies_until_they_are_put_back() -> None:
         stack.share("v")
     assert not any(p.any() for p in params)
     assert all((state["v"] == 2).all() for state in stack.states)
+
+
+def test_an_update_in_the_place_of_the_classs_own_takes_sets_one_by_one() -> None:
+    optimizer = optim.Adam(groups(), lr=RATE, without="abc")
+    taken = []
+    optimizer._reference = lambda rows, group: taken.append(len(rows.params))  # type: ignore[method-assign]
+    set_gradients(optimizer, 0)
+    optimizer.step()
+    assert taken == [1] * len(SHAPES)

@@ -142,8 +142,10 @@ class RowOptimizer(Optimizer, ABC):
             return
         for group, params, states in classic:
             self._step_classic(params, states, group)
+        # An update that was put in the place of the class's own, a compiled one, say, takes sets one by one.
+        alone = self._reference is not type(self)._reference
         for group, sets in work:
-            for rows in together(sets):
+            for rows in sets if alone else together(sets):
                 self._reference(rows, group)
                 rows.finish()
 
