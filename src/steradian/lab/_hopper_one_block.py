@@ -176,50 +176,14 @@ def convolve_one_block(x, edge, weight, y, sums, BACK: gl.constexpr, SUMS: gl.co
     _start(x, edge, weight, ring, taps, barriers, top, image, BACK)
     gl.warp_specialize(
         [
-            (
-                _every_other_row,
-                (
-                    x,
-                    edge,
-                    y,
-                    sums,
-                    ring,
-                    taps,
-                    barriers,
-                    turns,
-                    top,
-                    image,
-                    part * 2,
-                    gl.constexpr(0),
-                    BACK,
-                    SUMS,
-                    ROWS,
-                ),
-            ),
-            (
-                _every_other_row,
-                (
-                    x,
-                    edge,
-                    y,
-                    sums,
-                    ring,
-                    taps,
-                    barriers,
-                    turns,
-                    top,
-                    image,
-                    part * 2,
-                    gl.constexpr(1),
-                    BACK,
-                    SUMS,
-                    ROWS,
-                ),
-            ),
+            (_every_other_row, (x, edge, y, sums, ring, taps, barriers, turns, top, image, part * 2,
+                                gl.constexpr(0), BACK, SUMS, ROWS)),
+            (_every_other_row, (x, edge, y, sums, ring, taps, barriers, turns, top, image, part * 2,
+                                gl.constexpr(1), BACK, SUMS, ROWS)),
         ],
         [4],
         [240],
-    )
+    )  # fmt: skip
     # Copies and products use shared memory unseen by what hands it out.
     for k in gl.static_range(4):
         ring[k]._keep_alive()
