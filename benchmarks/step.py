@@ -203,7 +203,7 @@ def on_cpu(rounds: int = 15) -> None:
 
 
 def temporaries() -> list[dict[str, object]]:
-    """Megabytes that a step of a bf16 parameter of 64 MB takes at its peak beyond what stays, each in its own process."""
+    """Megabytes that a step of a bf16 parameter of 64 MB takes beyond what stays, each in its own process."""
     found: list[dict[str, object]] = []
     for method in (f"{LOOP}, bf16", 'Adam, without="abc", bf16', 'Adam, without="b", bf16'):
         call = [sys.executable, __file__, "--temporaries", method]
