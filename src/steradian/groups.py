@@ -1,4 +1,4 @@
-"""How a parameter is cut into rows: layouts, rows that span several tensors, and all rows of a model."""
+"""How parameters are cut into rows (`Layout`), the rows of one parameter or joint set (`Group`), and of a model."""
 
 import math
 import sys
@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steradian import _words
-
 __all__ = ["Group", "Groups", "Layout", "Spec", "is_flattened", "is_sharded"]
 
 Spec = str | int | tuple[str | int, ...]
-"""Plain data that names a layout: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
+"""How a tensor is cut into rows, as plain data: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +197,8 @@ class Group:
 
     Attributes:
         names: the parameters, in the model's order; more than one is a joint set.
-        layout: how each of them is cut.
-        rows: the number n of rows.
+        spec: how each of them is cut.
+        n_rows: the number n of rows.
         size: the number d of entries in a row, over all parameters of the set.
         reason: the module that makes the rows invariant, or "no known layer".
         defect: largest |cos(x, ∇L)| over the rows, at the model's own point and ε.
@@ -209,8 +207,8 @@ class Group:
     """
 
     names: tuple[str, ...]
-    layout: Spec
-    rows: int
+    spec: Spec
+    n_rows: int
     size: int
     reason: str
     defect: float
@@ -254,8 +252,8 @@ class Groups:
 
     @property
     def layouts(self) -> dict[str, Spec]:
-        """Layout by parameter name, for all parameters with rows, in the model's order."""
-        found = {name: group.layout for group in self.groups for name in group.names}
+        """Spec by parameter name, for all parameters with rows, in the model's order."""
+        found = {name: group.spec for group in self.groups for name in group.names}
         return {name: found[name] for name in self.params if name in found}
 
     @property
@@ -272,9 +270,9 @@ class Groups:
     def param_groups(
         self, *, rest: Mapping[str, Any] | None = None, facts: bool = False, **options: Any
     ) -> list[dict[str, Any]]:
-        """Parameter groups for any torch optimizer, radial ones with their layout under "rows".
+        """Parameter groups for any torch optimizer, those with rows with their spec under "rows".
 
-        Parameters of one layout share a group; each joint set is a group of its own with "joint": True; the
+        Parameters of one spec share a group; each joint set is a group of its own with "joint": True; the
         rest comes last, without "rows".
 
         Args:
@@ -292,12 +290,12 @@ class Groups:
         single: dict[Spec, list[nn.Parameter]] = {}
         for group in chosen:
             if len(group.names) == 1:
-                single.setdefault(group.layout, []).append(self.params[group.names[0]])
+                single.setdefault(group.spec, []).append(self.params[group.names[0]])
         made: list[dict[str, Any]] = [{"params": params, "rows": spec, **options} for spec, params in single.items()]
         for group in chosen:
             if len(group.names) > 1:
                 params = [self.params[name] for name in group.names]
-                made.append({"params": params, "rows": group.layout, "joint": True, **options})
+                made.append({"params": params, "rows": group.spec, "joint": True, **options})
         left = [self.params[name] for name in self.rest if name not in taken]
         if left:
             made.append({"params": left, **options, **(rest or {})})
@@ -355,14 +353,14 @@ class Groups:
         first = next((first for first, others in self.aliases.items() if name in others), name)
         if first not in self.params:
             raise ValueError(f"no parameter is called {name!r}; the model has {', '.join(self.params)}")
-        return _words.explanation(self, first)
+        return _explanation(self, first)
 
     def __str__(self) -> str:
-        return _words.table(self)
+        return _table(self)
 
     def __repr__(self) -> str:
         return (
-            f"Groups({len(self.layouts)} parameters with {sum(g.rows for g in self.groups)} rows, "
+            f"Groups({len(self.layouts)} parameters with {sum(g.n_rows for g in self.groups)} rows, "
             f"{len(self.joint)} joint sets, {len(self.rest)} in the rest)"
         )
 
@@ -381,3 +379,89 @@ def is_flattened(param: Tensor) -> bool:
 def _bare(name: str) -> str:
     """A parameter's name without what `torch.compile` and activation checkpointing put into it."""
     return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+
+
+# Printing
+
+
+def _table(groups: Groups) -> str:
+    """All groups, totals, and the rest."""
+    lines = _columns([_row(group) for group in groups.groups])
+    rows = sum(group.n_rows for group in groups.groups)
+    inside = sum(groups.params[name].numel() for name in groups.layouts)
+    total = sum(p.numel() for p in groups.params.values())
+    share = 100 * inside / total if total else 0.0
+    lines += ["", f"{rows} rows in {len(groups.layouts)} parameters: {inside} of {total} numbers ({share:.1f} %)"]
+    plain = [name for name in groups.rest if name not in groups.no_effect and name not in groups.partial]
+    for title, names in [("rest", plain), ("no effect", groups.no_effect), ("frozen", groups.frozen)]:
+        if names:
+            lines.append(f"{title}: {len(names)} parameters: {', '.join(names)}")
+    lines += [f"partly invariant, left to the rest: {name}: {text}" for name, text in groups.partial.items()]
+    lines += [f"tied: {name} = {' = '.join(others)}" for name, others in groups.aliases.items()]
+    lines += [f"fact: {_set(fact)} ({fact.n_rows} × {fact.size}, {fact.reason})" for fact in groups.facts]
+    small = [f"{group.small} of {' + '.join(group.names)}" for group in groups.groups if group.small]
+    if small:
+        lines.append(f"rows so small that ε dominates: {', '.join(small)}")
+    return "\n".join([*lines, *(f"note: {note}" for note in groups.notes)])
+
+
+def _explanation(groups: Groups, name: str) -> str:
+    """One parameter: its rows, the reason, the defect, and what was measured."""
+    lines = [f"{name}  {_shape(groups.params[name])}"]
+    if name in groups.aliases:
+        lines.append(f"  tied: also called {', '.join(groups.aliases[name])}")
+    group = groups.group_of(name)
+    lines += [f"  {line}" for line in (_verdict(groups, name) if group is None else _describe(group))]
+    if name in groups.details:
+        lines.append(f"  measured: {groups.details[name]}")
+    lines += [f"  also a fact: {_set(fact)}, because of {fact.reason}" for fact in groups.facts if name in fact.names]
+    return "\n".join(lines)
+
+
+def _verdict(groups: Groups, name: str) -> list[str]:
+    if name in groups.frozen:
+        return ["frozen: it does not require a gradient, so it was not tested"]
+    if name in groups.no_effect:
+        return ["no effect: no output depends on it"]
+    if name in groups.partial:
+        return [f"rest: {groups.partial[name]}"]
+    if groups.params[name].is_complex():
+        return ["rest: complex, and rows are real vectors"]
+    return ["rest: not radially invariant"]
+
+
+def _describe(group: Group) -> list[str]:
+    together = f", jointly with {', '.join(group.names)}" if len(group.names) > 1 else ""
+    lines = [
+        f"rows: {group.spec!r}, {group.n_rows} × {group.size}{together}",
+        f"reason: {group.reason}",
+        f"defect: {group.defect:.1e}, the largest |cos(x, ∇L)| over the rows at the model's own ε",
+    ]
+    if group.unseen:
+        lines.append(f"{group.unseen} of {group.n_rows} rows were not reached by these inputs")
+    if group.small:
+        lines.append(f"{group.small} of {group.n_rows} rows are so small that ε dominates")
+    return lines
+
+
+def _shape(tensor: Tensor) -> str:
+    return " × ".join(map(str, tensor.shape)) if tensor.ndim else "scalar"
+
+
+def _set(group: Group) -> str:
+    if len(group.names) == 1:
+        return f"{group.names[0]} is invariant as {group.spec!r}"
+    return f"{{{', '.join(group.names)}}} are jointly invariant as {group.spec!r}"
+
+
+def _row(group: Group) -> tuple[str, ...]:
+    layout = group.spec if isinstance(group.spec, str) else repr(group.spec)
+    return " + ".join(group.names), layout, f"{group.n_rows} × {group.size}", group.reason, f"{group.defect:.1e}"
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    if not rows:
+        return ["no radially invariant rows"]
+    rows = [("parameter", "layout", "rows × d", "reason", "defect"), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from steradian.discovery import find_groups
-from steradian.discovery.curves import run_into_curves, seen_through
-from steradian.discovery.graph import Graph, read_graph
+from steradian.discovery.graph import Graph, has_known_path, meets_nonlinearity, read_graph
 
 
 def graph(function: Callable[[Tensor, Tensor], Tensor]) -> Graph:
@@ -68,14 +67,14 @@ class Own(torch.autograd.Function):
 )
 def test_what_runs_into_a_curve(function: Callable[[Tensor, Tensor], Tensor], curved: list[bool], clear: list[bool]):
     made = graph(function)
-    assert run_into_curves(made, [("a",), ("b",)]) == curved
-    assert seen_through(made, [("a",), ("b",)]) == clear
+    assert meets_nonlinearity(made, [("a",), ("b",)]) == curved
+    assert has_known_path(made, [("a",), ("b",)]) == clear
 
 
 def test_a_ratio_has_no_scale():
     """Each alone moves it, both together do not."""
     made = graph(lambda a, b: (a / b.norm()).tanh())
-    assert run_into_curves(made, [("a",), ("a", "b")]) == [True, False]
+    assert meets_nonlinearity(made, [("a",), ("a", "b")]) == [True, False]
 
 
 def test_a_row_without_a_defect_needs_no_graph():

@@ -246,6 +246,26 @@ class TestErrors:
             find_groups(nn.Linear(3, 3), torch.randn(2, 4))
         assert isinstance(caught.value.__cause__, RuntimeError)
 
+    @pytest.mark.parametrize("key", ["input", "pixels"])
+    def test_a_dict_whose_items_are_arguments(self, key: str):
+        """By the signature of forward, or by what the model raises."""
+        with pytest.raises(TypeError, match=r"a dict as its argument input.*find_groups\(model, \*\*batch\)") as caught:
+            find_groups(nn.Linear(3, 3), {key: torch.randn(4, 3)})
+        assert isinstance(caught.value.__cause__, TypeError)
+
+    def test_a_dict_that_the_model_takes(self):
+        class Takes(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.norm = nn.Linear(6, 5, bias=False), nn.LayerNorm(5)
+
+            def forward(self, batch: dict[str, Tensor]) -> Tensor:
+                return self.norm(self.fc(batch["x"])).tanh()
+
+        assert find_groups(Takes(), {"x": torch.randn(4, 6)}).layouts == {"fc.weight": "tensor"}
+        with pytest.raises(RuntimeError, match=r"raised KeyError.*call the model"):
+            find_groups(Takes(), {"y": torch.randn(4, 6)})
+
     def test_one_sample_under_batch_normalization(self):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         with pytest.raises(RuntimeError, match="larger batch"):

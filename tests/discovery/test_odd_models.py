@@ -82,7 +82,7 @@ class TestHalfPrecision:
     def test_what_it_is_worth_is_said(self):
         groups = find_groups(Narrow(torch.bfloat16), torch.randn(6, 3, 8, 8).bfloat16())
         assert "probed in its own types" in groups.notes[0]
-        assert "what is nearly invariant counts as rows here" in groups.notes[1]
+        assert "nearly invariant rows count as rows here" in groups.notes[1]
 
 
 @pytest.mark.parametrize("name", ["dropped", "of the input"])
@@ -194,4 +194,4 @@ def test_what_lies_beside_a_curve_does_not_run_into_it(seed: int, attended: bool
     torch.manual_seed(seed)
     groups = find_groups(ClassToken(attended=attended), torch.randn(6, 4, 6))
     together = {"embed.weight", "embed.bias"} | ({"token"} if attended else set())
-    assert [(set(group.names), group.layout) for group in groups.groups] == [(together, "tensor")]
+    assert [(set(group.names), group.spec) for group in groups.groups] == [(together, "tensor")]
