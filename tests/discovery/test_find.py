@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from discovery.unchanged import remember
 from steradian.discovery import find_groups
 from steradian.groups import Groups, Layout
 
@@ -44,29 +45,6 @@ class Raising(nn.Module):
         return y
 
 
-def state(model: nn.Module) -> dict[str, Any]:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {
-        "values": {name: t.detach().clone() for name, t in tensors.items()},
-        "objects": {name: (id(t), t.data_ptr(), t.dtype, t.requires_grad) for name, t in tensors.items()},
-        "grads": {name: (id(p.grad), p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None},
-        "training": [module.training for module in model.modules()],
-        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
-        "generators": (torch.get_rng_state(), np.random.get_state()[1].tolist()),
-        "default": (torch.get_default_dtype(), torch.is_grad_enabled()),
-    }
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 class TestNoTrace:
     def test_nothing_changes(self):
         model = conv_net()
@@ -77,22 +55,20 @@ class TestNoTrace:
         model[0].weight.register_hook(lambda g: calls.append("gradient"))
         model(images()).sum().backward()
         calls.clear()
-        before = state(model)
+        x = images()
+        check_unchanged = remember(model, x)
         with torch.no_grad():
-            find_groups(model, images_ := images())
-            given = images_.clone()
-        torch.set_rng_state(before["generators"][0])
-        assert same(before, state(model))
-        assert torch.equal(images_, given)
+            find_groups(model, x)
+        check_unchanged()
         assert "gradient" not in calls
 
     def test_nothing_changes_when_the_model_raises(self):
         model, x = Raising(1), images()
-        before = state(model)
+        check_unchanged = remember(model, x)
         with pytest.raises(RuntimeError, match="raised KeyError") as caught:
             find_groups(model, x)
         assert isinstance(caught.value.__cause__, KeyError)
-        assert same(before, state(model))
+        check_unchanged()
         assert (model.calls, model.seen) == (0, [])
 
     @pytest.mark.skipif(torch.cuda.is_initialized(), reason="the GPU is in use")
@@ -104,9 +80,9 @@ class TestNoTrace:
 
     def test_counters_do_not_run(self):
         model, x = Raising(2), images()
-        before = state(model)
+        check_unchanged = remember(model, x)
         assert find_groups(model, x).layouts == {"net.0.weight": "filter"}
-        assert same(before, state(model))
+        check_unchanged()
         assert (model.calls, model.seen) == (0, [])
 
     def test_inputs_that_the_model_changes_are_copies(self):

@@ -226,7 +226,8 @@ def _label_counts(oracle: Oracle, names: Sequence[str], spec) -> Counts:
 
 def over(cases: Iterable[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        ("case", "seed"), [pytest.param(c, s, id=f"{c.name}-{s}") for c in cases for s in SEEDS]
+        ("case", "seed"),
+        [pytest.param(c, s, id=f"{c.name}-{s}", marks=[pytest.mark.slow] if s else []) for c in cases for s in SEEDS],
     )
 
 

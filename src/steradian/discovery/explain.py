@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .judge import Verdict
     from .measurements import Measurements
 
-__all__ = ["UNKNOWN", "Reasons", "Trace", "assemble", "in_words"]
 
 UNKNOWN = "no known layer"
 
@@ -67,7 +66,7 @@ class Trace:
     def __init__(self, *, graph: bool = False) -> None:
         self._wants_graph = graph
         self.calls: list[Call] = []
-        self.graph: Graph | None = None
+        self.graph = Graph([])
         self._open: list[int] = []
         self._counts: dict[str, int] = {}
         self._innermost: dict[int, int | None] = {}
@@ -117,7 +116,6 @@ class Trace:
 
     def calls_around(self, node: int) -> list[int]:
         """The innermost call during which a node of the graph was made and those around it, from the inside out."""
-        assert self.graph is not None
         sequence = self.graph.sequence[node]
         if sequence not in self._innermost:
             inside = [i for i, call in enumerate(self.calls) if call.start <= sequence < call.end]
@@ -204,15 +202,15 @@ class Reasons:
                 if _difference(earlier[call.key].inputs, call.inputs) > 10 * same:
                     self._absorbing.add(call.key)
 
-    def explain(self, trace: Trace | None, name: str) -> str:
+    def explain(self, trace: Trace, name: str) -> str:
         """The module that makes a parameter invariant which was rescaled in the last comparison.
 
         Args:
             trace: one with a graph that leads from parameters to modules.
             name: the parameter.
         """
-        graph = trace.graph if trace is not None else None
-        if trace is None or graph is None or name not in graph.leaf_nodes:
+        graph = trace.graph
+        if name not in graph.leaf_nodes:
             return UNKNOWN
         leaf = graph.leaf_nodes[name]
         first = min(graph.consumers[leaf], key=lambda node: graph.sequence[node], default=None)

@@ -9,13 +9,12 @@
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -139,21 +138,31 @@ def _first_pass(prober: Prober) -> Reading:
 
 
 def _try_precisions(prober: Prober) -> Reading:
-    small_batches = _SmallBatches()
+    small: dict[str, None] = {}
+
+    def check_batch(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
+            small[name] = None
+
+    norms = {name: module for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)}
+    hooks = [norm.register_forward_pre_hook(partial(check_batch, name)) for name, norm in norms.items()]
     try:
-        reading = prober.read(prober.own, seed=0, recorder=small_batches)
+        reading = prober.read(prober.own, seed=0)
     except torch.OutOfMemoryError as error:
         error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
         raise
     except Exception:  # what fails in float64 may work in narrower dtypes
         pass
     else:
-        if small_batches.found:
+        if small:
             prober.remarks.append(
                 "batch normalization of two values per channel keeps nothing but their order, so that weights in front "
-                f"of it have no effect to measure; pass a larger batch: {', '.join(small_batches.found)}"
+                f"of it have no effect to measure; pass a larger batch: {', '.join(small)}"
             )
         return reading
+    finally:
+        for hook in hooks:
+            hook.remove()
     # float32 is better than half precision, which shows invariance up to a few percent.
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in prober.parameters.values()):
         try:
@@ -168,34 +177,6 @@ def _try_precisions(prober: Prober) -> Reading:
         return prober.read(prober.own, seed=0)
     except Exception as error:
         raise _in_plain_words(prober, error) from error
-
-
-class _SmallBatches:
-    """Finds batch normalizations of two values per channel, which keep nothing but their order."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, None] = {}
-
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Hooks for one forward pass."""
-        handles = [
-            module.register_forward_pre_hook(partial(self._check, name))
-            for name, module in model.named_modules()
-            if isinstance(module, _BatchNorm)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _check(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
-            self.found[name] = None
-
-    def finish(self, outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> None:
-        """Nothing is left to do after the pass."""
 
 
 def _in_plain_words(prober: Prober, error: Exception) -> Exception:

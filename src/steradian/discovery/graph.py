@@ -13,17 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = [
-    "Graph",
-    "Proposals",
-    "graph_nodes",
-    "has_known_path",
-    "meets_nonlinearity",
-    "members",
-    "propose",
-    "read_graph",
-]
-
 _KINDS = {
     # Not homogeneous: growing the input does not scale the output. Smooth activations become homogeneous as their
     # inputs grow (GELU, SiLU, Mish and softplus become ReLU), and what is left falls as a normalization's ε does.

@@ -17,40 +17,8 @@ import torch
 from torch import Tensor
 
 from ..groups import Spec
-from .thresholds import (
-    CERTAIN,
-    FASTER,
-    GROWTH,
-    INACTIVE,
-    LEAST_BLOCKS,
-    LEAST_EFFECT,
-    MANY_ROWS,
-    MANY_ROWS_TOLERANCE,
-    MEASURABLE,
-    MOST_FADED,
-    PACE,
-)
-
-__all__ = [
-    "Cut",
-    "Evidence",
-    "Key",
-    "Table",
-    "Trial",
-    "block_sums",
-    "falls",
-    "finest",
-    "follows_growth",
-    "imbalance",
-    "is_matrix",
-    "is_one_filter",
-    "pair_keys",
-    "partial_cut",
-    "slices_balanced",
-    "to_spec",
-    "typical_and_worst",
-    "worst_grown",
-]
+from . import thresholds
+from .thresholds import Precision
 
 Key = tuple[int, ...]
 """Dimensions of a parameter, in order."""
@@ -109,7 +77,7 @@ def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
     """
     # The median helps a row whose defect happened to be small before.
     typical = torch.maximum(before, before.median())
-    return after <= torch.clamp(typical * PACE, min=settled)
+    return after <= torch.clamp(typical * thresholds.PACE, min=settled)
 
 
 def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: int = 2) -> Tensor:
@@ -124,9 +92,9 @@ def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: i
         resolution: largest rounding error of an imbalance.
         order: 1 for an ε that is added to a length instead of its square.
     """
-    power = (GROWTH[1] / GROWTH[0]) ** order
+    power = (thresholds.GROWTH[1] / thresholds.GROWTH[0]) ** order
     typical = torch.maximum(before.abs(), before.abs().median())
-    many = before.numel() >= MANY_ROWS
+    many = before.numel() >= thresholds.MANY_ROWS
     # Few rows may agree by chance.
     follows = (power * after - before).abs() <= typical / (4 if many else 16) + power * resolution
     measured, nonzero = before.abs() > power * resolution, before != 0
@@ -173,11 +141,11 @@ class Evidence:
     def beside_others(self, cut: Cut) -> Tensor:
         """The same, but small for rows that hardly have an effect beside the typical one."""
         sums = self.sums(cut)
-        return imbalance(sums, self.floor + LEAST_EFFECT * float(sums[1].sqrt().median()))
+        return imbalance(sums, self.floor + thresholds.LEAST_EFFECT * float(sums[1].sqrt().median()))
 
     def measurable(self, cut: Cut) -> Tensor:
         """Blocks with an effect above rounding."""
-        return self.sums(cut)[1].sqrt() > MEASURABLE * self.floor
+        return self.sums(cut)[1].sqrt() > thresholds.MEASURABLE * self.floor
 
 
 @dataclass(frozen=True)
@@ -185,24 +153,18 @@ class Trial:
     """All evidence about a parameter.
 
     Attributes:
+        precision: what counts as zero.
         random: probes at random points, independent of each other.
         grown: two growths of one more point, the smaller first; may be empty.
-        settled: a defect above this must fall from one growth to the other as ε's does.
-        flat: largest defect of a row that may be judged by the others.
         constant: largest defect that may stay as it is, where growth does not change it.
-        linear: largest typical defect that may fall with the growth instead of its square.
         known_path: whether the graph shows that no nonlinearity lies in front of a normalization.
-        resolution: largest rounding error of an imbalance.
     """
 
+    precision: Precision
     random: Sequence[Evidence]
     grown: Sequence[Evidence] = ()
-    settled: float = 0.0
-    flat: float = 0.0
     constant: float = 0.0
-    linear: float = 0.0
     known_path: bool = False
-    resolution: float = 0.0
 
     def evidence(self, cut: Cut) -> list[Evidence]:
         """The probes that have a table of the dimensions of a cut."""
@@ -242,7 +204,7 @@ def _small(cut: Cut, trial: Trial) -> Tensor:
         return torch.stack([e.imbalance(cut) <= e.tolerance for e in trial.random]).all(0)
     grown = [e.imbalance(cut) for e in trial.grown]
     good = torch.stack([d <= e.tolerance for d, e in zip(grown, trial.grown, strict=True)]).all(0)
-    falling = falls(grown[0], grown[-1], trial.settled)
+    falling = falls(grown[0], grown[-1], trial.precision.settled)
     good &= falling if bool(falling.all()) else falling | _linear(cut, trial)
     return good if bool(good.all()) else good | _constant(cut, trial) | _faded(cut, trial)
 
@@ -254,8 +216,8 @@ def _invariant(cut: Cut, trial: Trial) -> Tensor:
         return good
     before, after = (e.imbalance(cut, signed=True) for e in trial.grown)
     # What is settled at both growths needs no explanation: a row of little effect has rounding of its own.
-    settled = torch.maximum(before.abs(), after.abs()) <= trial.settled
-    explained = settled | follows_growth(before, after, trial.resolution)
+    settled = torch.maximum(before.abs(), after.abs()) <= trial.precision.settled
+    explained = settled | follows_growth(before, after, trial.precision.resolution)
     if trial.known_path:
         # Without a nonlinearity, what falls is due to ε; where samples differ, not by exactly the square.
         explained = torch.ones_like(settled)
@@ -270,17 +232,20 @@ def _saturated(cut: Cut, trial: Trial) -> Tensor:
     """
     first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
     before, radial, effect = trial.grown[0].imbalance(cut), last[0].abs(), last[1].sqrt()
-    pace = min(float(radial.median() / first[0].abs().median().clamp(min=1e-300)), (GROWTH[0] / GROWTH[1]) ** 2)
-    fast = (before > 10 * trial.settled) & (radial < first[0].abs() * pace / FASTER)
-    fast &= effect >= INACTIVE * effect.median()
+    pace = min(
+        float(radial.median() / first[0].abs().median().clamp(min=1e-300)),
+        (thresholds.GROWTH[0] / thresholds.GROWTH[1]) ** 2,
+    )
+    fast = (before > 10 * trial.precision.settled) & (radial < first[0].abs() * pace / thresholds.FASTER)
+    fast &= effect >= thresholds.INACTIVE * effect.median()
     if not trial.at_random(cut):
         return fast
     # A row of few numbers may act along its radius alone at some points, through ε: that is little beside the others.
     typical = torch.stack([e.beside_others(cut) for e in trial.random]).median(0).values
     tolerance = trial.random[0].tolerance
-    if bool(typical.median() > CERTAIN * tolerance):  # ε shows everywhere
+    if bool(typical.median() > thresholds.CERTAIN * tolerance):  # ε shows everywhere
         return fast
-    return fast | ((typical > tolerance) & (before < typical / (FASTER * GROWTH[0] ** 2)))
+    return fast | ((typical > tolerance) & (before < typical / (thresholds.FASTER * thresholds.GROWTH[0] ** 2)))
 
 
 def _constant(cut: Cut, trial: Trial) -> Tensor:
@@ -290,7 +255,11 @@ def _constant(cut: Cut, trial: Trial) -> Tensor:
         return torch.zeros_like(after, dtype=torch.bool)
     small = torch.stack([e.imbalance(cut) <= trial.constant for e in trial.evidence(cut)]).all(0)
     # A defect that grows with the row is a path around the normalization, however narrow.
-    return small & (after > before / 4) & (after <= 4 * torch.maximum(before, before.median()).clamp(min=trial.settled))
+    return (
+        small
+        & (after > before / 4)
+        & (after <= 4 * torch.maximum(before, before.median()).clamp(min=trial.precision.settled))
+    )
 
 
 def _linear(cut: Cut, trial: Trial) -> Tensor:
@@ -302,10 +271,12 @@ def _linear(cut: Cut, trial: Trial) -> Tensor:
     if len(trial.grown) < 2 or not trial.at_random(cut):
         return torch.zeros_like(after, dtype=torch.bool)
     defects = torch.stack([e.imbalance(cut).flatten() for e in trial.random])
-    if bool((defects.median(1).values > trial.linear).any()):
+    if bool((defects.median(1).values > trial.precision.linear).any()):
         return torch.zeros_like(after, dtype=torch.bool)
-    most = trial.linear * (MANY_ROWS_TOLERANCE if math.prod(cut) >= MANY_ROWS else 1)
-    return (defects <= most).all(0).reshape(after.shape) & follows_growth(before, after, trial.resolution, order=1)
+    most = trial.precision.linear * (thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1)
+    return (defects <= most).all(0).reshape(after.shape) & follows_growth(
+        before, after, trial.precision.resolution, order=1
+    )
 
 
 def _faded(cut: Cut, trial: Trial) -> Tensor:
@@ -319,22 +290,24 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
     first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
     before, after = trial.grown[0].imbalance(cut), trial.grown[-1].imbalance(cut)
     # A unit that dies on the way was balanced before; one that was dead before cannot be judged.
-    dead = [sums[1].sqrt() < INACTIVE * sums[1].sqrt().median() for sums in (first, last)]
+    dead = [sums[1].sqrt() < thresholds.INACTIVE * sums[1].sqrt().median() for sums in (first, last)]
     inactive = dead[1] & (dead[0] | (before <= trial.grown[-1].tolerance))
     if not trial.at_random(cut):
-        return inactive if bool(inactive.double().mean() <= MOST_FADED) else torch.zeros_like(inactive)
+        return inactive if bool(inactive.double().mean() <= thresholds.MOST_FADED) else torch.zeros_like(inactive)
     balanced = torch.stack([e.imbalance(cut) <= e.tolerance for e in trial.random]).double().mean(0) > 0.5
-    certain = torch.stack([e.imbalance(cut) <= CERTAIN * e.tolerance for e in trial.random]).all(0)
+    certain = torch.stack([e.imbalance(cut) <= thresholds.CERTAIN * e.tolerance for e in trial.random]).all(0)
     high = (before > trial.grown[0].tolerance) | (after > trial.grown[-1].tolerance)
-    high |= ~falls(before, after, trial.settled)
+    high |= ~falls(before, after, trial.precision.settled)
     active = first[1] > 0
     faded = inactive & balanced & active
     # An effect ‖g ⊙ x‖ does not change when an invariant row grows, unless it is due to ε.
-    faded |= balanced & (last[1].sqrt() <= first[1].sqrt() * PACE) & active
-    falling = (after <= before * PACE) | ((after <= before * GROWTH[0] / GROWTH[1]) & trial.known_path)
-    faded |= high & (after < trial.flat) & balanced & falling
-    faded |= high & (trial.grown[-1].beside_others(cut) < trial.flat) & certain
-    return faded if bool(faded.double().mean() <= MOST_FADED) else torch.zeros_like(faded)
+    faded |= balanced & (last[1].sqrt() <= first[1].sqrt() * thresholds.PACE) & active
+    falling = (after <= before * thresholds.PACE) | (
+        (after <= before * thresholds.GROWTH[0] / thresholds.GROWTH[1]) & trial.known_path
+    )
+    faded |= high & (after < trial.precision.flat) & balanced & falling
+    faded |= high & (trial.grown[-1].beside_others(cut) < trial.precision.flat) & certain
+    return faded if bool(faded.double().mean() <= thresholds.MOST_FADED) else torch.zeros_like(faded)
 
 
 def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
@@ -400,7 +373,7 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
     """
     for dim, size in enumerate(shape):
         # Of a set of parameters there are sums along their common slices alone.
-        if size >= MANY_ROWS and math.prod(shape) > size and all((dim,) in e.tables for e in trial.random):
+        if size >= thresholds.MANY_ROWS and math.prod(shape) > size and all((dim,) in e.tables for e in trial.random):
             cut = _cut(len(shape), {dim: size})
             if all(_mostly_balanced(cut, e) for e in trial.random):
                 return True
@@ -409,7 +382,7 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
 
 def _mostly_balanced(cut: Cut, evidence: Evidence) -> bool:
     defects = evidence.imbalance(cut)[evidence.measurable(cut)].sort().values
-    if len(defects) < MANY_ROWS:
+    if len(defects) < thresholds.MANY_ROWS:
         return False
     high = defects[int(0.98 * (len(defects) - 1))]
     return bool(defects[len(defects) // 2] <= 2 * evidence.tolerance) and bool(high <= 8 * evidence.tolerance)
@@ -427,7 +400,7 @@ def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | N
             good = _clearly_invariant(_cut(len(shape), {0: blocks}), trial).nonzero().flatten().tolist()
             if good and (best is None or len(good) * best[0] > len(best[1]) * blocks):
                 best = blocks, good
-    return best if best is not None and len(best[1]) * LEAST_BLOCKS >= best[0] else None
+    return best if best is not None and len(best[1]) * thresholds.LEAST_BLOCKS >= best[0] else None
 
 
 def to_spec(cut: Cut, shape: Sequence[int]) -> Spec:
@@ -475,7 +448,7 @@ def _clearly_invariant(cut: Cut, trial: Trial) -> Tensor:
     Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one counts.
     """
     reached = torch.stack([e.measurable(cut) for e in trial.evidence(cut)]).all(0)
-    certain = torch.stack([e.imbalance(cut) <= CERTAIN * e.tolerance for e in trial.random]).all(0)
+    certain = torch.stack([e.imbalance(cut) <= thresholds.CERTAIN * e.tolerance for e in trial.random]).all(0)
     good = _invariant(cut, trial) & reached & certain
     others = trial.evidence(cut)[-1].imbalance(cut)[reached & ~good]
     clear = len(others) > 0 and bool(others.median() > trial.random[0].tolerance)
@@ -488,7 +461,9 @@ def _holds(cut: Cut, trial: Trial) -> bool:
         return False
     # What becomes invariant as it grows, as GELU becomes ReLU, shows at ordinary scale; with many rows, in how the
     # defects fall.
-    most = max(e.tolerance for e in trial.random) * (MANY_ROWS_TOLERANCE if math.prod(cut) >= MANY_ROWS else 1)
+    most = max(e.tolerance for e in trial.random) * (
+        thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1
+    )
     if trial.grown and typical_and_worst(cut, trial)[0] > most:
         return False
     # A cut is evidence only if two of its rows have an effect: with one, it is no finer than the whole.

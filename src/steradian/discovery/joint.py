@@ -16,28 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from . import thresholds
 from .graph import members
 from .invariance import Key, Table, falls, follows_growth
-from .thresholds import (
-    CANCELLATION,
-    GROWTH,
-    LARGER_SETS,
-    LEAST_SHARE,
-    LIKELY_CANCELLATION,
-    MANY_ROWS,
-    MEASURABLE,
-    MOST_FOR_FOUR,
-    MOST_FOR_THREE,
-    MOST_SETS,
-    ROUNDING_OF_SUM,
-    TAKES_PART,
-)
 
 if TYPE_CHECKING:
     from .measurements import Measurements
     from .probe import Reading
 
-__all__ = ["Alignment", "alignments", "candidate_sets", "joint_sets", "pairs_to_align"]
 
 Array = NDArray[np.float64]
 Indices = tuple[int, ...]
@@ -56,23 +42,28 @@ def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ..
     independent = [*measured.random, grown[0]]
     # A set that vanishes by chance at one point must not hide the larger one that it is part of.
     explained: dict[Indices, bool] = {}
-    for s in _vanishing_sets(measured, grown, allowed, names, least=CANCELLATION):
+    for s in _vanishing_sets(measured, grown, allowed, names, least=thresholds.CANCELLATION):
         after, before = torch.tensor(_imbalance(*at_grown, s), device="cpu")[[0, -1], None]
         linear = bool((np.abs(_imbalance(*at_random, s)) <= precision.linear).all())
         linear = linear and bool(follows_growth(before, after, precision.resolution, order=1))
         falling, of_set = bool(falls(before.abs(), after.abs(), precision.settled)), [names[i] for i in s]
         if (linear or falling or _slices_fall(measured, grown, of_set)) and _vanishes(
-            measured, measured.random, loose, of_set, grown if s in proposed else independent, least=CANCELLATION
+            measured,
+            measured.random,
+            loose,
+            of_set,
+            grown if s in proposed else independent,
+            least=thresholds.CANCELLATION,
         ):
             by_sum = falling and bool(follows_growth(before, after, precision.resolution))
-            explained[s] = linear or len(grown) < len(GROWTH) or by_sum
+            explained[s] = linear or len(grown) < len(thresholds.GROWTH) or by_sum
     return {tuple(names[i] for i in s): explained[s] for s in _minimal(explained)}
 
 
 def candidate_sets(measured: "Measurements", names: list[str]) -> list[tuple[str, ...]]:
     """Sets whose sums vanish at the random points, up to what ε may leave of them there."""
     loose = [measured.prober.precision.loose] * len(measured.random)
-    found = _vanishing_sets(measured, measured.random, loose, names, least=LIKELY_CANCELLATION)
+    found = _vanishing_sets(measured, measured.random, loose, names, least=thresholds.LIKELY_CANCELLATION)
     return [tuple(names[i] for i in s) for s in found]
 
 
@@ -89,8 +80,8 @@ def _vanishing_sets(
 
     Args:
         measured: all readings.
-        readings: where sums must vanish.
-        allowed: imbalance allowed, per reading.
+        readings: where sums must vanish, up to the imbalance that is `allowed` in each.
+        allowed: per reading.
         names: the parameters, which a set lists by their indices.
         least: as in `Parts.cancels`, for the sets that are proposed.
     """
@@ -108,7 +99,7 @@ def _vanishing_sets(
         indices = tuple(place[i] for i in s)
         of_set = [names[i] for i in indices]
         parts = _parts(measured, _reaching(readings, of_set), of_set, None)
-        if parts is not None and parts.cancels(CANCELLATION):
+        if parts is not None and parts.cancels(thresholds.CANCELLATION):
             found.add(indices)
     return list(found)
 
@@ -124,18 +115,12 @@ def _vanishes(
 ) -> bool:
     """Whether the sum of a set vanishes because its parts cancel: as a whole, or in a typical shared slice.
 
-    Args:
-        measured: all readings.
-        readings: where it must vanish.
-        allowed: imbalance allowed, per reading.
-        names: the set.
-        independent: readings that show whether parts cancel, if not the same.
-        least: as in `Parts.cancels`.
+    As `_vanishing_sets`; `independent` are the readings that show whether parts cancel, if not the same.
     """
     reaching = _reaching(readings, names)
     limits = [limit for limit, reading in zip(allowed, readings, strict=True) if any(reading is r for r in reaching)]
     shapes = [measured.shapes[name] for name in names]
-    views = (None, *(a for a in alignments(shapes) if a.slices >= MANY_ROWS))
+    views = (None, *(a for a in alignments(shapes) if a.slices >= thresholds.MANY_ROWS))
     here = (_parts(measured, reaching, names, view) for view in views)
     if not any(parts is not None and parts.balanced(limits) for parts in here):
         return False
@@ -146,7 +131,7 @@ def _vanishes(
 def _slices_fall(measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str]) -> bool:
     """Whether what is left of a typical shared slice falls as ε does, from the second reading to the first."""
     for alignment in alignments([measured.shapes[name] for name in names]):
-        parts = _parts(measured, readings, names, alignment) if alignment.slices >= MANY_ROWS else None
+        parts = _parts(measured, readings, names, alignment) if alignment.slices >= thresholds.MANY_ROWS else None
         if parts is not None and len(readings) > 1:
             after, before = torch.tensor(parts.typical(), device="cpu")[:, None]
             if bool(falls(before, after, measured.prober.precision.settled)):
@@ -168,7 +153,7 @@ def _proposed_sets(measured: "Measurements", names: Sequence[str]) -> list[Indic
     modules: dict[str, list[str]] = {}
     for name in measured.prober.trainable:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
-    sets = [*(members(mask, measured.names_by_bit()) for mask in measured.proposals.sets), *modules.values()]
+    sets = [*(members(mask, measured.graph.names) for mask in measured.proposals.sets), *modules.values()]
     place = {name: i for i, name in enumerate(names)}
     found = {tuple(sorted(place[name] for name in s if name in place)) for s in sets}
     return sorted(indices for indices in found if len(indices) > 1)
@@ -177,7 +162,7 @@ def _proposed_sets(measured: "Measurements", names: Sequence[str]) -> list[Indic
 def _essential(M: Array, indices: Indices) -> Indices:
     """The members that take part in a sum; a row that is invariant alone adds only its defect."""
     part = np.abs(M[:, list(indices)])
-    counts = (part > TAKES_PART * np.sqrt(np.square(part).sum(1, keepdims=True))).any(0)
+    counts = (part > thresholds.TAKES_PART * np.sqrt(np.square(part).sum(1, keepdims=True))).any(0)
     return tuple(i for i, takes_part in zip(indices, counts, strict=True) if takes_part)
 
 
@@ -211,7 +196,7 @@ def _matrices(readings: Sequence["Reading"], names: Sequence[str]) -> tuple[Arra
     """
     M = np.array([[r.radial[name] for name in names] for r in readings]).reshape(len(readings), -1)
     effects = np.array([[r.effect[name] for name in names] for r in readings]).reshape(len(readings), -1)
-    return M, np.hypot(M, LEAST_SHARE * effects)
+    return M, np.hypot(M, thresholds.LEAST_SHARE * effects)
 
 
 def _imbalance(M: Array, sizes: Array, indices: Sequence[int]) -> Array:
@@ -268,14 +253,14 @@ class Parts:
         that are rounding themselves, of rows that ε leaves no defect, cancel to the last bit as often as not.
         """
         tiny, slices = np.finfo(np.float64).tiny, self.parts.shape[2]
-        rounding = ROUNDING_OF_SUM * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny
+        rounding = thresholds.ROUNDING_OF_SUM * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny
         left = np.maximum(np.abs(self.parts.sum(1, keepdims=True)), rounding)
         ratio = np.log(np.abs(self.parts) + tiny) - np.log(left)
         counts = np.broadcast_to(self._measurable()[:, None, :], ratio.shape)
         if slices > 1:
             counts = counts & (np.abs(self.parts) > self.sizes / 2)
         number = counts.sum((0, 2))
-        if not self.parts.any() or bool((number < min(slices, MANY_ROWS)).any()):
+        if not self.parts.any() or bool((number < min(slices, thresholds.MANY_ROWS)).any()):
             return False
         average = np.where(counts, ratio.clip(max=np.log(1e6)), 0).sum((0, 2)) / number
         return bool((average > np.log(least)).all())
@@ -301,10 +286,10 @@ def _parts(
         if len(tables) < len(names):
             return None
         rows.append([t[:2].reshape(2, -1).numpy() for t in tables])
-        floor.append(0.0 if alignment is None else MEASURABLE * measured.floor(reading, names))
+        floor.append(0.0 if alignment is None else thresholds.MEASURABLE * measured.floor(reading, names))
     sums = np.array(rows)
     parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
-    return Parts(parts, np.hypot(parts, LEAST_SHARE * effects), np.array(floor))
+    return Parts(parts, np.hypot(parts, thresholds.LEAST_SHARE * effects), np.array(floor))
 
 
 def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int = 4) -> list[Indices]:
@@ -324,10 +309,10 @@ def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int 
     single = np.arange(n)[:, None]
     pairs = np.array([(i, j) for i in range(n) for j in range(i + 1, n)], dtype=np.intp).reshape(-1, 2)
     found = _matches(M, sizes, single, single, allowed)
-    if most >= 3 and 3 <= n <= MOST_FOR_THREE:
-        found += _matches(M, sizes, pairs, single, LARGER_SETS * allowed)
-    if most >= 4 and 4 <= n <= MOST_FOR_FOUR:
-        found += _matches(M, sizes, pairs, pairs, LARGER_SETS * allowed)
+    if most >= 3 and 3 <= n <= thresholds.MOST_FOR_THREE:
+        found += _matches(M, sizes, pairs, single, thresholds.LARGER_SETS * allowed)
+    if most >= 4 and 4 <= n <= thresholds.MOST_FOR_FOUR:
+        found += _matches(M, sizes, pairs, pairs, thresholds.LARGER_SETS * allowed)
     return list(dict.fromkeys(found))
 
 
@@ -352,7 +337,7 @@ def _matches(M: Array, sizes: Array, left: NDArray[np.intp], right: NDArray[np.i
         good = np.abs(a[k, i] + b[k, j]) <= tolerance * np.sqrt(size_a[k, i] + size_b[k, j])
     sets = {tuple(sorted({*left[p].tolist(), *right[q].tolist()})) for p, q in zip(i[good], j[good], strict=True)}
     full = left.shape[1] + right.shape[1]
-    return [s for s in sorted(sets) if len(s) == full][:MOST_SETS]
+    return [s for s in sorted(sets) if len(s) == full][: thresholds.MOST_SETS]
 
 
 # Which slice of one member belongs to which of another

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..groups import Group, Spec
+from . import thresholds
 from .explain import UNKNOWN
 from .invariance import Cut, finest, imbalance, is_matrix, is_one_filter, partial_cut, to_spec
 from .joint import Alignment, alignments, joint_sets
 from .measurements import Measurements, Names
-from .thresholds import EPSILON_DOMINATES, GROWTH, MEASURABLE, NO_EFFECT
-
-__all__ = ["Verdict", "judge"]
 
 
 @dataclass
@@ -76,7 +74,7 @@ def _without_effect(measured: Measurements) -> dict[str, str]:
         share = measured.local_share(name)
         if not measured.has_effect(name):
             found[name] = f"effect {share:.1e} of the largest around it"
-        elif (share < NO_EFFECT and not is_matrix(measured.shapes[name])) or (
+        elif (share < thresholds.NO_EFFECT and not is_matrix(measured.shapes[name])) or (
             measured.is_suspect(name) and _effect_vanishes(measured, name)
         ):
             found[name] = f"effect {share:.1e} of the largest around it: what a normalization's ε lets through"
@@ -91,7 +89,7 @@ def _effect_vanishes(measured: Measurements, name: str) -> bool:
     if measured.suspects_grown is None or measured.first is None:
         return False
     ratio = measured.suspects_grown.effect[name] / (measured.first.reading.effect[name] or 1.0)
-    return any(0.5 < ratio * GROWTH[0] ** power < 2 for power in (2, 4))
+    return any(0.5 < ratio * thresholds.GROWTH[0] ** power < 2 for power in (2, 4))
 
 
 # Single parameters
@@ -100,7 +98,7 @@ def _effect_vanishes(measured: Measurements, name: str) -> bool:
 def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
     """Add the rows of one parameter to the verdict, if it has any."""
     shape = measured.shapes[name]
-    active = all(r.effect[name] > MEASURABLE * measured.floor(r, (name,)) for r in measured.grown_readings())
+    active = all(r.effect[name] > thresholds.MEASURABLE * measured.floor(r, (name,)) for r in measured.grown_readings())
     cut = finest(shape, measured.trial(name)) if active and math.prod(shape) > 1 else None
     if cut is None:
         return False
@@ -162,10 +160,9 @@ def _finest_aligned(measured: Measurements, names: Names) -> tuple[Alignment, tu
 
 def _parallel(measured: Measurements, names: Names) -> bool:
     """Whether no member acts through another; without a graph, whether they belong to one module."""
-    if not all(map(measured.in_graph, names)):
+    if not measured.graph.leaf_nodes.keys() >= set(names):
         return len({name.rpartition(".")[0] for name in names}) == 1
-    order = measured.names_by_bit()
-    return measured.proposals.parallel(sum(1 << order.index(name) for name in names))
+    return measured.proposals.parallel(sum(1 << measured.graph.names.index(name) for name in names))
 
 
 # Groups
@@ -182,14 +179,14 @@ def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Gro
         defect=0.0,
     )
     at_random = [measured.row_sums(reading, group) for reading in measured.random]
-    reached = torch.stack([sums[1].sqrt() > MEASURABLE * floor for sums, floor in at_random]).any(0)
+    reached = torch.stack([sums[1].sqrt() > thresholds.MEASURABLE * floor for sums, floor in at_random]).any(0)
     # The model's own weights, or a random point if no row has an effect there.
     for sums, floor in (measured.row_sums(measured.own, group), *at_random):
-        measurable = sums[1].sqrt() > MEASURABLE * floor
+        measurable = sums[1].sqrt() > thresholds.MEASURABLE * floor
         if bool(measurable.any()):
             break
     cosine = sums[0].abs() / (sums[2] * sums[3]).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
-    dominated = measurable & (imbalance(sums, floor) > EPSILON_DOMINATES) | (sums[3] == 0)
+    dominated = measurable & (imbalance(sums, floor) > thresholds.EPSILON_DOMINATES) | (sums[3] == 0)
     return replace(
         group,
         defect=float(cosine[measurable].max()) if bool(measurable.any()) else 0.0,

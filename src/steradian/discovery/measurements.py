@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ..groups import Group, Layout
+from . import thresholds
 from .explain import Trace
-from .graph import Graph, Proposals, has_known_path, meets_nonlinearity
+from .graph import Graph, Proposals, has_known_path, meets_nonlinearity, propose
 from .invariance import (
     Cut,
     Evidence,
@@ -24,9 +25,6 @@ from .invariance import (
 )
 from .joint import Alignment
 from .probe import Point, Prober, Reading, output_change
-from .thresholds import FLOOR_OF_PEAK, LITTLE_EFFECT, NEIGHBORS, ROUNDING_MULTIPLE
-
-__all__ = ["Measurements", "Probe"]
 
 Names = tuple[str, ...]
 
@@ -54,7 +52,7 @@ class Measurements:
         further: the last of two more such probes, at a point that reaches other parts of the model.
         late: parameters that only these two reach.
         traces: those with a graph: of the first random point, and of passes that reach further parameters.
-        proposals: what the first graph says about sets.
+        graph, proposals: the first graph, and what it says about sets.
         growing: what grows, by parameter: 1, or 1 on some blocks and 0 elsewhere.
         suspects_grown: the first random point with grown parameters of next to no effect.
         alignments: how the members of a joint set lie beside each other, where not dimension by dimension.
@@ -68,7 +66,7 @@ class Measurements:
         self.further: Probe | None = None
         self.late: set[str] = set()
         self.traces: list[Trace] = []
-        self.proposals = Proposals()
+        self.graph, self.proposals = Graph([]), Proposals()
         self.growing: dict[str, float | Tensor] = {}
         self.suspects_grown: Reading | None = None
         self.alignments: dict[Names, Alignment] = {}
@@ -103,7 +101,7 @@ class Measurements:
 
     def is_suspect(self, name: str) -> bool:
         """Whether a gain or a bias has so little effect that it may act through a normalization's ε alone."""
-        return not is_matrix(self.shapes[name]) and self.local_share(name) < LITTLE_EFFECT
+        return not is_matrix(self.shapes[name]) and self.local_share(name) < thresholds.LITTLE_EFFECT
 
     def _neighbors(self, name: str) -> Sequence[str]:
         """Parameters that are used shortly before and after one in the forward pass, and itself.
@@ -114,7 +112,7 @@ class Measurements:
         used, place = self._order_of_use()
         if name not in place:
             return self.prober.trainable
-        return used[max(0, place[name] - NEIGHBORS) : place[name] + NEIGHBORS + 1]
+        return used[max(0, place[name] - thresholds.NEIGHBORS) : place[name] + thresholds.NEIGHBORS + 1]
 
     def span(self, names: Sequence[str]) -> int:
         """How many parameters are used between the first and the last of a set in the forward pass."""
@@ -124,14 +122,13 @@ class Measurements:
 
     def _order_of_use(self) -> tuple[list[str], dict[str, int]]:
         if self._used is None:
-            order = self.traces[0].graph.order_of_use if self.traces and self.traces[0].graph else []
-            used = [name for name in order if self.prober.parameters[name].requires_grad]
+            used = [name for name in self.graph.order_of_use if self.prober.parameters[name].requires_grad]
             self._used = used, {name: place for place, name in reversed(list(enumerate(used)))}
         return self._used
 
     def floor(self, reading: Reading, names: Sequence[str]) -> float:
         """The effect below which a row of these parameters is rounding."""
-        return max(reading.noise * max(reading.effect[name], FLOOR_OF_PEAK * reading.peak) for name in names)
+        return max(reading.noise * max(reading.effect[name], thresholds.FLOOR_OF_PEAK * reading.peak) for name in names)
 
     # Balance
 
@@ -165,25 +162,21 @@ class Measurements:
 
     def random_trial(self, name: str) -> Trial:
         """The evidence of the random points about a parameter."""
-        loose = self.prober.precision.loose
-        return Trial([self._evidence(reading, (name,), loose) for reading in self.random])
+        precision = self.prober.precision
+        return Trial(precision, [self._evidence(reading, (name,), precision.loose) for reading in self.random])
 
     def trial(self, *names: str, alignment: Alignment | None = None) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as the alignment says."""
         precision = self.prober.precision
-        random = [self._evidence(reading, names, precision.loose, alignment) for reading in self.random]
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
         tolerances = [precision.loose, precision.strict][-len(self.grown) :]
         readings = zip(self.grown_readings(), tolerances, strict=True)
         return Trial(
-            random,
-            [self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings],
-            settled=precision.settled,
-            flat=precision.flat,
+            precision,
+            random=[self._evidence(reading, names, precision.loose, alignment) for reading in self.random],
+            grown=[self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings],
             constant=precision.flat if self._undoes_growth() else precision.flat / 10,
-            linear=precision.linear,
             known_path=self.known_path(names),
-            resolution=precision.resolution,
         )
 
     def _undoes_growth(self) -> bool:
@@ -253,24 +246,19 @@ class Measurements:
 
     def add_trace(self, trace: Trace) -> None:
         """Keep a trace with a graph, which may have parameters that the others lack."""
+        if not self.traces:
+            self.graph, self.proposals = trace.graph, propose(trace.graph)
         self.traces.append(trace)
         self._known_paths.clear()
 
-    def names_by_bit(self) -> list[str]:
-        """Parameters by bit of the proposed sets."""
-        return self.traces[0].graph.names if self.traces and self.traces[0].graph else []
+    def misses_parameters(self) -> bool:
+        """Whether the graph lacks a parameter with an effect: chance or the data may skip it in one pass."""
+        return bool(self.traces) and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
 
-    def trace_of(self, names: Sequence[str]) -> Trace | None:
+    def trace_of(self, names: Sequence[str]) -> Trace:
         """The first trace whose graph has all of these parameters, or else the first of all."""
-        for trace in self.traces:
-            if trace.graph is not None and all(name in trace.graph.leaf_nodes for name in names):
-                return trace
-        return self.traces[0] if self.traces else None
-
-    def in_graph(self, name: str) -> bool:
-        """Whether the first graph has a parameter: chance or the data may skip it."""
-        graph = self.traces[0].graph if self.traces else None
-        return graph is not None and name in graph.leaf_nodes
+        having = (trace for trace in self.traces if trace.graph.leaf_nodes.keys() >= set(names))
+        return next(having, self.traces[0] if self.traces else Trace())
 
     def nonlinear(self, sets: Sequence[Names]) -> list[bool]:
         """Per set, whether it has a defect and meets a nonlinearity: then ε need not be the reason."""
@@ -300,9 +288,9 @@ class Measurements:
         traces = [self.trace_of(names) for names in sets]
         for trace in self.traces:
             here = [names for names, of_set in zip(sets, traces, strict=True) if of_set is trace]
-            if trace.graph is not None and here:
-                if whole:
-                    here = [names for names in here if all(name in trace.graph.leaf_nodes for name in names)]
+            if whole:
+                here = [names for names in here if trace.graph.leaf_nodes.keys() >= set(names)]
+            if here:
                 answers |= dict(zip(here, question(trace.graph, here), strict=True))
         return answers
 
@@ -312,7 +300,7 @@ class Measurements:
         exact = [r for r in reaching if self.first is not None and r is self.first.reading]
         for reading in (exact or reaching)[:1]:
             # Other readings may be in the model's own float32.
-            tolerance = self.prober.precision.resolution if exact else ROUNDING_MULTIPLE * reading.noise
+            tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reading.noise
             tables = self._tables(reading, names, None)
             return float(imbalance(tables[()], self.floor(reading, names))) > tolerance
         return False

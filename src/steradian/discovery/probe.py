@@ -9,15 +9,17 @@ import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from . import thresholds
+from .explain import Trace
 from .graph import graph_nodes
 from .invariance import Key, Table, is_matrix
 from .joint import pairs_to_align
@@ -33,9 +35,6 @@ from .sandbox import (
     tensors_in,
     unwrap,
 )
-from .thresholds import CHUNK_CPU, CHUNK_GPU, MOST_PASSES, SMALL_INPUT, SPREAD, Precision, precision_of
-
-__all__ = ["Factors", "Noise", "Point", "Prober", "Reading", "Recorder", "output_change", "output_spread"]
 
 Factors = Mapping[str, float | Tensor]
 
@@ -114,7 +113,7 @@ def _move(tensor: Tensor, generator: torch.Generator) -> None:
     lifted = tensor * (smallest / size).clamp(min=1, max=1e30)
     # If it is positive everywhere, it may be under a root or a logarithm and stays positive. Otherwise it is a bias,
     # which must not keep a unit of ReLU dead at every point.
-    positive = lifted * (1 + SPREAD * torch.tanh(noise))
+    positive = lifted * (1 + thresholds.SPREAD * torch.tanh(noise))
     tensor.copy_(torch.where((tensor > 0).all(), positive, lifted + size.clamp(min=smallest) * noise))
 
 
@@ -127,7 +126,7 @@ def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensor in slices along dimension 0."""
-    most = CHUNK_GPU if tensor.is_cuda else CHUNK_CPU
+    most = thresholds.CHUNK_GPU if tensor.is_cuda else thresholds.CHUNK_CPU
     if tensor.ndim == 0 or tensor.numel() <= most:
         return (tensor,)
     return tensor.split(max(1, most * tensor.shape[0] // tensor.numel()))
@@ -154,7 +153,7 @@ def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
     else:
         size = values.square().mean().sqrt()
         noisy = (values + size / 2 * noise).clamp(low, high)
-        noisy = noisy / size if bool(size < SMALL_INPUT) else noisy
+        noisy = noisy / size if bool(size < thresholds.SMALL_INPUT) else noisy
     return torch.view_as_complex(noisy) if tensor.is_complex() else noisy
 
 
@@ -167,7 +166,7 @@ class Reading:
 
     Attributes:
         outputs: the floating-point outputs.
-        noise: as in the `Precision` of its arithmetic.
+        noise: as in the `thresholds.Precision` of its arithmetic.
         tables: per trainable parameter and key, the sums described at `Table`.
         radial: ⟨∇L, x⟩ per parameter.
         effect: ‖g ⊙ x‖ per parameter: the size that ⟨∇L, x⟩ would have if its terms had random signs.
@@ -293,16 +292,6 @@ def _norm(a: Tensor) -> float:
 # Passes
 
 
-class Recorder(Protocol):
-    """Something that observes the model while it runs."""
-
-    def watching(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Hooks on the model's modules, for the duration of one forward pass."""
-
-    def finish(self, outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> None:
-        """Called between forward and backward, while the autograd graph exists."""
-
-
 class Prober:
     """Runs a model at points of its parameter space and reads inner products off.
 
@@ -338,13 +327,13 @@ class Prober:
         if dtype is not None and plain:
             self._quick = self._precision_of(None)
 
-    def _precision_of(self, dtype: torch.dtype | None) -> Precision:
-        return precision_of(dtype, [p for p in self.parameters.values() if floating(p)])
+    def _precision_of(self, dtype: torch.dtype | None) -> thresholds.Precision:
+        return thresholds.precision_of(dtype, [p for p in self.parameters.values() if floating(p)])
 
     @property
     def left(self) -> int:
         """Passes left in the budget."""
-        return MOST_PASSES - self.forwards
+        return thresholds.MOST_PASSES - self.forwards
 
     def stop_noise(self) -> None:
         """Take the inputs as they are from now on: the model fails on noisy ones."""
@@ -356,7 +345,7 @@ class Prober:
         *,
         seed: int,
         pairs: Mapping[str, Sequence[Key]] | None = None,
-        recorder: Recorder | None = None,
+        trace: Trace | None = None,
         backward: bool = True,
         quick: bool = False,
         draw: int | None = None,
@@ -367,7 +356,7 @@ class Prober:
             point: the values of the parameters.
             seed: 0 takes the inputs as given; any other adds noise to them.
             pairs: pairs of dimensions to tabulate, by parameter.
-            recorder: observes the pass.
+            trace: records the calls of modules.
             backward: whether to compute gradients.
             quick: in the model's own float32 if it is on the CPU, which is several times faster.
             draw: seed of the global generators that the model draws from, if not `seed`.
@@ -383,11 +372,11 @@ class Prober:
             noisy = self._noise_of_seed.get(seed, self._noisy and seed != 0)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=noisy)
             self.forwards += 1
-            with recorder.watching(self.model) if recorder else nullcontext():
+            with trace.watching(self.model) if trace else nullcontext():
                 result = unwrap(self.model)(*args, **kwargs)
             outputs = [t for t in tensors_in(result) if floating(t)]
-            if recorder:
-                recorder.finish(outputs, leaves)
+            if trace:
+                trace.finish(outputs, leaves)
             reading = Reading([t.detach().clone() for t in outputs], precision.noise)
             tables: dict[str, dict[Key, Table]] = {}
             take = partial(self._take, tables, leaves, pairs or {})

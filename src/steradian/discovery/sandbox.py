@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
-from operator import is_
+from operator import is_, is_not
 from types import ModuleType
 from typing import Any
 
@@ -25,19 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from .thresholds import ATTRIBUTE_DEPTH, MOST_ITEMS, MOST_NUMBERS, NEST_DEPTH
-
-__all__ = [
-    "Leaves",
-    "as_dtype",
-    "floating",
-    "isolated",
-    "make_leaves",
-    "map_inputs",
-    "name_inputs",
-    "swapped",
-    "tensors_in",
-    "unwrap",
-]
 
 Leaves = dict[str, nn.Parameter]
 
@@ -176,20 +163,16 @@ class _AttributeState:
     def swap(self, copy_of: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensors in all containers by their copies."""
         for container, content in self._containers.values():
-            if len(content) > MOST_ITEMS or not any(_holds_tensors(item) for item in _items(content)):
-                continue
-            if isinstance(container, dict):
-                _fill(container, {key: _swap_value(item, copy_of) for key, item in content.items()})
-            else:
-                container.clear()
-                _fill(container, [_swap_value(item, copy_of) for item in content])
+            if len(content) <= MOST_ITEMS:
+                items = [_swap_value(item, copy_of) for item in _items(content)]
+                if any(map(is_not, items, _items(content))):
+                    _refill(container, dict(zip(content, items, strict=True)) if isinstance(content, dict) else items)
 
     def restore(self) -> None:
         """Restore everything."""
         for container, content in self._containers.values():
             if not _unchanged(container, content):
-                container.clear()
-                _fill(container, content)
+                _refill(container, content)
         for restore in self._restorers.values():
             restore()
 
@@ -198,16 +181,11 @@ def _swap_value(value: Any, copy_of: Callable[[Tensor], Tensor]) -> Any:
     """A tensor's copy, and a tuple with the copies of its tensors; anything else as it is."""
     if isinstance(value, Tensor):
         return copy_of(value)
-    if isinstance(value, tuple) and _holds_tensors(value):
-        items = [_swap_value(item, copy_of) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def _holds_tensors(value: Any) -> bool:
     if isinstance(value, tuple):
-        return any(_holds_tensors(item) for item in value)
-    return isinstance(value, Tensor)
+        items = [_swap_value(item, copy_of) for item in value]
+        if any(map(is_not, items, value)):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def _items(container: Any) -> Iterable[Any]:
@@ -218,15 +196,14 @@ def _unchanged(container: Any, content: Any) -> bool:
     """Whether a container holds the same items; then it is not touched, because other threads may be reading it."""
     if isinstance(container, set):
         return bool(container == content)
-    if len(container) != len(content) or not all(map(is_, _items(container), _items(content))):
-        return False
-    return not isinstance(container, dict) or all(map(is_, container, content))
+    same = len(container) == len(content) and all(map(is_, _items(container), _items(content)))
+    return same and (not isinstance(container, dict) or all(map(is_, container, content)))
 
 
-def _fill(container: Any, content: Any) -> None:
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
     if isinstance(container, dict):
-        for key, item in content.items():  # not `update`, which adds in a Counter
-            container[key] = item
+        dict.update(container, content)  # `Counter.update` would add
     elif isinstance(container, set):
         container.update(content)
     else:

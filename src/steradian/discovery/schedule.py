@@ -13,15 +13,12 @@ from dataclasses import replace
 
 import torch
 
+from . import thresholds
 from .explain import Trace
-from .graph import propose
 from .invariance import Key, is_matrix, pair_keys, partial_cut
 from .joint import candidate_sets
 from .measurements import Measurements, Probe
 from .probe import Point, Prober, Reading
-from .thresholds import CERTAIN, GROWTH, LOST_EFFECT, RANDOM_POINTS, RESERVED_PASSES, SIGN_FLIPS
-
-__all__ = ["Schedule"]
 
 
 class Schedule:
@@ -39,7 +36,7 @@ class Schedule:
     def probe_random_points(self) -> None:
         """Random points of ordinary scale; candidates are what is balanced up to ε."""
         measured = self.measured
-        for _ in range(RANDOM_POINTS):
+        for _ in range(thresholds.RANDOM_POINTS):
             # One record of the modules and the graph is enough.
             trace = Trace(graph=True) if measured.first is None else None
             seed = self._next_seed()
@@ -50,12 +47,11 @@ class Schedule:
             if reading is None:
                 continue
             self._keep(Probe(reading, point, seed, trace or Trace()))
-            if trace is not None and trace.graph is not None:
+            if trace is not None:
                 measured.first = self._random[-1]
-                measured.proposals = propose(trace.graph)
                 measured.add_trace(trace)
         probe = measured.first
-        for _ in range(SIGN_FLIPS):
+        for _ in range(thresholds.SIGN_FLIPS):
             probe = self._flip_signs(probe)
         if not measured.random:
             # The model only runs at its own weights.
@@ -97,7 +93,7 @@ class Schedule:
             name
             for name in self.prober.trainable
             if all(reading.slope[name] == 0 for reading in measured.random)
-            and (measured.in_graph(name) or measured.own.slope[name])
+            and (name in measured.graph.leaf_nodes or measured.own.slope[name])
             and self.prober.parameters[name].numel()
         ]
 
@@ -105,8 +101,8 @@ class Schedule:
         """One more probe if gains or biases have next to no effect: grown, they lose it if it is due to ε alone."""
         measured, first = self.measured, self.measured.first
         suspects = [name for name in measured.names_with_effect() if measured.is_suspect(name)]
-        if suspects and first is not None and self.prober.left > RESERVED_PASSES + 1:
-            point = first.point.scaled(dict.fromkeys(suspects, GROWTH[0]))
+        if suspects and first is not None and self.prober.left > thresholds.RESERVED_PASSES + 1:
+            point = first.point.scaled(dict.fromkeys(suspects, thresholds.GROWTH[0]))
             measured.suspects_grown = self._probe(first.seed, point, None)
 
     # Candidates
@@ -125,7 +121,7 @@ class Schedule:
             if name not in self._in_sets
             and (measured.may_be_invariant(name) or measured.mostly_balanced(name))
             # A gain or a bias can only become a fact: it grows if that is next to certain.
-            and (is_matrix(measured.shapes[name]) or measured.balanced(name, CERTAIN))
+            and (is_matrix(measured.shapes[name]) or measured.balanced(name, thresholds.CERTAIN))
         ]
         measured.growing = dict.fromkeys([*single, *self._in_sets], 1.0)
         for name in able:
@@ -154,11 +150,13 @@ class Schedule:
         """
         measured = self.measured
         self._grow()
-        if self._effect_lost() and self.prober.left >= 2 * len(GROWTH):
+        if self._effect_lost() and self.prober.left >= 2 * len(thresholds.GROWTH):
             certain = {
                 name
                 for name in measured.growing
-                if name in self._in_sets or measured.balanced(name, CERTAIN) or measured.slices_balanced(name)
+                if name in self._in_sets
+                or measured.balanced(name, thresholds.CERTAIN)
+                or measured.slices_balanced(name)
             }
             certain -= self._clipped()
             measured.growing = {name: share for name, share in measured.growing.items() if name in certain}
@@ -169,13 +167,13 @@ class Schedule:
         """Both growths of one point; parameters that lose their gradient in the first change sign, as at random."""
         measured, pairs, seed = self.measured, self._pairs(), self._next_seed()
         base = self._random_point(seed)
-        first = self._grown(base, seed, GROWTH[0], pairs)
+        first = self._grown(base, seed, thresholds.GROWTH[0], pairs)
         before = [name for name in self.prober.trainable if any(r.slope[name] for r in measured.random)]
         lost = [name for name in before if first and first.reading.slope[name] == 0]
-        if lost and self.prober.left > RESERVED_PASSES:
+        if lost and self.prober.left > thresholds.RESERVED_PASSES:
             base = base.scaled(dict.fromkeys(lost, -1.0))
-            first = self._grown(base, seed, GROWTH[0], pairs)
-        probes = first, self._grown(base, seed, GROWTH[1], pairs)
+            first = self._grown(base, seed, thresholds.GROWTH[0], pairs)
+        probes = first, self._grown(base, seed, thresholds.GROWTH[1], pairs)
         measured.grown = [probe for probe in probes if probe is not None]
 
     def _grown(
@@ -183,25 +181,25 @@ class Schedule:
     ) -> Probe | None:
         measured = self.measured
         # Parameters that this pass reaches and the first did not need a graph too.
-        wants_graph = growth == GROWTH[0] and bool(measured.traces)
-        wants_graph = wants_graph and not all(map(measured.in_graph, measured.names_with_effect()))
+        wants_graph = growth == thresholds.GROWTH[0] and measured.misses_parameters()
         trace = Trace(graph=wants_graph)
         point = base.scaled({name: 1 + (growth - 1) * share for name, share in measured.growing.items()})
         reading = self._probe(seed, point, trace, pairs, draw=draw)
         if reading is None:
             return None
-        if trace.graph is not None:
+        if wants_graph:
             measured.add_trace(trace)
         return Probe(reading, point, seed, trace, draw)
 
     def _effect_lost(self) -> bool:
         """Whether a candidate has lost its effect, which the growth of an invariant row does not change."""
         measured = self.measured
-        if len(measured.grown) < len(GROWTH):
+        if len(measured.grown) < len(thresholds.GROWTH):
             return True
         effect = measured.grown[-1].reading.effect
         return any(
-            effect[name] < LOST_EFFECT * min(r.effect[name] for r in measured.random) for name in measured.growing
+            effect[name] < thresholds.LOST_EFFECT * min(r.effect[name] for r in measured.random)
+            for name in measured.growing
         )
 
     def _clipped(self) -> set[str]:
@@ -217,16 +215,18 @@ class Schedule:
         An expert may get no token, and a layer may be skipped by chance, at one point and not at another.
         """
         measured = self.measured
-        if len(measured.grown) < len(GROWTH) or self.prober.left <= len(GROWTH):
+        if len(measured.grown) < len(thresholds.GROWTH) or self.prober.left <= len(thresholds.GROWTH):
             return
         missed = {n for n in measured.growing if not all(r.slope[n] for r in measured.grown_readings())}
         missed = self._whole_sets(missed)
         there = max(self._random, key=lambda probe: sum(probe.reading.slope[name] > 0 for name in missed))
         if not any(there.reading.slope[name] for name in missed):
             return
-        probes = [self._grown(there.point, there.seed, growth, self._pairs(), there.draw) for growth in GROWTH]
+        probes = [
+            self._grown(there.point, there.seed, growth, self._pairs(), there.draw) for growth in thresholds.GROWTH
+        ]
         found = [probe for probe in probes if probe is not None]
-        if len(found) < len(GROWTH):
+        if len(found) < len(thresholds.GROWTH):
             return
         late = self._whole_sets({n for n in missed if all(probe.reading.slope[n] for probe in found)})
         for probe, other in zip(measured.grown, found, strict=True):
@@ -267,7 +267,7 @@ class Schedule:
     ) -> Reading | None:
         """One reading; None if the model raises or gives no finite numbers at this point."""
         try:
-            reading = self.prober.read(point, seed=seed, pairs=pairs, recorder=trace, quick=quick, draw=draw)
+            reading = self.prober.read(point, seed=seed, pairs=pairs, trace=trace, quick=quick, draw=draw)
         except torch.OutOfMemoryError:  # not a property of the point
             raise
         except Exception as error:  # a failed probe is not fatal: the next one has no noise on the inputs

@@ -8,22 +8,12 @@ import torch
 from torch import Tensor
 
 from ..groups import Group, Layout
+from . import thresholds
 from .explain import UNKNOWN, Reasons, Trace
 from .invariance import imbalance
 from .judge import Verdict
 from .measurements import Measurements, Probe
 from .probe import Factors, Noise, output_change, output_spread
-from .thresholds import (
-    GRADUAL,
-    LEAST_MOVE,
-    LEFT_OUT,
-    MOST_GRADUAL_MOVE,
-    MOST_LEFT_OUT,
-    MOST_MOVE,
-    MOST_PREDICTED,
-)
-
-__all__ = ["verify"]
 
 
 def verify(measured: Measurements, verdict: Verdict) -> Verdict:
@@ -66,7 +56,9 @@ class _ForwardCheck:
     def point_for(self, tested: list[Group]) -> Probe:
         """The first probe, from ordinary scale on, where ε moves the outputs less than scaling a row would."""
         probes = [*([self.measured.first] if self.measured.first else []), *self.measured.grown]
-        return next((probe for probe in probes if self._predicted(tested, probe) <= MOST_PREDICTED), probes[-1])
+        return next(
+            (probe for probe in probes if self._predicted(tested, probe) <= thresholds.MOST_PREDICTED), probes[-1]
+        )
 
     def passing(self, tested: list[Group], known: tuple[Group, ...], probe: Probe) -> list[Group]:
         """The groups that hold; on a failure, halves are tried while the budget lasts."""
@@ -94,9 +86,9 @@ class _ForwardCheck:
         # Where rows have next to no variance, ε does more than their derivatives predict, but gradually: a factor of
         # 1.02 does about a hundredth of what one of 4 to 16 does. What jumps at some size does more.
         known_path = all(self.measured.known_path(group.names) for group in tested)
-        if grown or moved > MOST_GRADUAL_MOVE or not known_path or not self.prober.left:
+        if grown or moved > thresholds.MOST_GRADUAL_MOVE or not known_path or not self.prober.left:
             return False
-        return self._moved(tested, known, probe, "a little") <= GRADUAL * moved
+        return self._moved(tested, known, probe, "a little") <= thresholds.GRADUAL * moved
 
     def _moved(self, tested: list[Group], known: tuple[Group, ...], probe: Probe, how: str) -> float:
         """How far the outputs move when the rows are scaled, relative to their spread; keeps the reasons found."""
@@ -108,7 +100,7 @@ class _ForwardCheck:
         ]
         try:
             reading = self.prober.read(
-                probe.point.scaled(*factors), seed=probe.seed, recorder=trace, backward=False, draw=probe.draw
+                probe.point.scaled(*factors), seed=probe.seed, trace=trace, backward=False, draw=probe.draw
             )
         except torch.OutOfMemoryError:  # not a property of the rows
             raise
@@ -126,8 +118,8 @@ class _ForwardCheck:
     def _left_out(self, group: Group, probe: Probe) -> Tensor | None:
         """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
         sums, floor = self.measured.row_sums(probe.reading, group)
-        dominated = imbalance(sums, floor) > LEFT_OUT
-        few = group.n_rows == len(dominated) and float(dominated.double().mean()) < MOST_LEFT_OUT
+        dominated = imbalance(sums, floor) > thresholds.LEFT_OUT
+        few = group.n_rows == len(dominated) and float(dominated.double().mean()) < thresholds.MOST_LEFT_OUT
         return dominated if probe is self.measured.first and few else None
 
     def _tolerance(self, scaled: list[Group], probe: Probe) -> float:
@@ -135,11 +127,11 @@ class _ForwardCheck:
         same, predicted = self.prober.precision.same, 3 * self._predicted(scaled, probe)
         if self.measured.is_fully_grown(probe):
             by_defect = max(10 * max(self._worst_rows(group)[1] for group in scaled), predicted)
-            return max(same, min(by_defect, MOST_MOVE))
-        least = max(same, LEAST_MOVE, min(predicted, MOST_PREDICTED))
+            return max(same, min(by_defect, thresholds.MOST_MOVE))
+        least = max(same, thresholds.LEAST_MOVE, min(predicted, thresholds.MOST_PREDICTED))
         if probe is not self.measured.first:
             return least
-        return max(least, min(10 * max(self._worst_rows(group)[0] for group in scaled), MOST_MOVE))
+        return max(least, min(10 * max(self._worst_rows(group)[0] for group in scaled), thresholds.MOST_MOVE))
 
     def _worst_rows(self, group: Group) -> tuple[float, float]:
         if group.names not in self._worst:
