@@ -10,6 +10,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 
 import torch
 
@@ -29,7 +30,7 @@ class Schedule:
         self._random: list[Probe] = []
         self._sets: list[tuple[str, ...]] = []
         self._in_sets: set[str] = set()
-        self._seed = 0
+        self._seeds = count(1)
 
     # Random points
 
@@ -39,7 +40,7 @@ class Schedule:
         for _ in range(thresholds.RANDOM_POINTS):
             # One record of the modules and the graph is enough.
             trace = Trace(graph=True) if measured.first is None else None
-            seed = self._next_seed()
+            seed = next(self._seeds)
             point = self._random_point(seed)
             # Balance up to some percent needs no float64. But random numbers differ in float32, so that what chance
             # skips there is not what it skips in float64.
@@ -165,7 +166,7 @@ class Schedule:
 
     def _grow(self) -> None:
         """Both growths of one point; parameters that lose their gradient in the first change sign, as at random."""
-        measured, pairs, seed = self.measured, self._pairs(), self._next_seed()
+        measured, pairs, seed = self.measured, self._pairs(), next(self._seeds)
         base = self._random_point(seed)
         first = self._grown(base, seed, thresholds.GROWTH[0], pairs)
         before = [name for name in self.prober.trainable if any(r.slope[name] for r in measured.random)]
@@ -219,9 +220,10 @@ class Schedule:
             return
         missed = {n for n in measured.growing if not all(r.slope[n] for r in measured.grown_readings())}
         missed = self._whole_sets(missed)
-        there = max(self._random, key=lambda probe: sum(probe.reading.slope[name] > 0 for name in missed))
-        if not any(there.reading.slope[name] for name in missed):
+        reaching = [probe for probe in self._random if any(probe.reading.slope[name] for name in missed)]
+        if not reaching:
             return
+        there = max(reaching, key=lambda probe: sum(probe.reading.slope[name] > 0 for name in missed))
         probes = [
             self._grown(there.point, there.seed, growth, self._pairs(), there.draw) for growth in thresholds.GROWTH
         ]
@@ -246,10 +248,6 @@ class Schedule:
 
     def _random_point(self, seed: int) -> Point:
         return replace(self.prober.own, seed=1000 + seed)
-
-    def _next_seed(self) -> int:
-        self._seed += 1
-        return self._seed
 
     def _keep(self, probe: Probe) -> None:
         self._random.append(probe)
