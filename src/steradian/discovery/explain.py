@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,8 +47,6 @@ class Call:
     composite: bool
     start: int
     end: int = -1
-    input_numbers: list[int] = field(default_factory=list)
-    output_numbers: list[int] = field(default_factory=list)
     inputs: list[Fingerprint] = field(default_factory=list)
     outputs: list[Fingerprint] = field(default_factory=list)
 
@@ -61,7 +60,11 @@ class Call:
 
 
 class Trace:
-    """Records the calls of all modules in one forward pass, and, if asked, the autograd graph behind the outputs."""
+    """Records the calls of all modules in one forward pass, and, if asked, the autograd graph behind the outputs.
+
+    Each tensor gets one fingerprint: the output of one module is the input of the next, and of the one around it.
+    They are read after the pass, because reading a value waits for the GPU.
+    """
 
     def __init__(self, *, graph: bool = False) -> None:
         self._wants_graph = graph
@@ -70,14 +73,16 @@ class Trace:
         self._open: list[int] = []
         self._counts: dict[str, int] = {}
         self._innermost: dict[int, int | None] = {}
-        self._fingerprints = _Fingerprints()
+        self._fingerprints: list[Tensor] = []
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self._to_read: list[tuple[list[Fingerprint], list[int]]] = []
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Hooks for one forward pass."""
         handles = []
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         try:
             yield
@@ -85,34 +90,49 @@ class Trace:
             for handle in handles:
                 handle.remove()
 
-    def finish(self, outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> None:
-        """Keep the graph and read the fingerprints."""
-        if self._wants_graph:
-            self.graph = read_graph(outputs, leaves)
-        values = self._fingerprints.read()
-        for call in self.calls:
-            call.inputs = [values[i] for i in call.input_numbers]
-            call.outputs = [values[i] for i in call.output_numbers]
-
-    def _enter(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            count = self._counts.get(name, 0)
-            self._counts[name] = count + 1
-            parent = self._open[-1] if self._open else None
-            composite = not name or any(True for _ in module.children())
-            kind = type(module).__name__.removeprefix("Parametrized")
-            call = Call(name, kind, count, parent, composite, torch._C._autograd._get_sequence_nr())
-            call.input_numbers = self._fingerprints.take((args, kwargs))
-            self._open.append(len(self.calls))
-            self.calls.append(call)
-
-        return hook
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        count = self._counts.get(name, 0)
+        self._counts[name] = count + 1
+        parent = self._open[-1] if self._open else None
+        composite = not name or any(True for _ in module.children())
+        kind = type(module).__name__.removeprefix("Parametrized")
+        call = Call(name, kind, count, parent, composite, torch._C._autograd._get_sequence_nr())
+        self._take((args, kwargs), call.inputs)
+        self._open.append(len(self.calls))
+        self.calls.append(call)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._open:
             call = self.calls[self._open.pop()]
             call.end = torch._C._autograd._get_sequence_nr()
-            call.output_numbers = self._fingerprints.take(output)
+            self._take(output, call.outputs)
+
+    @torch.no_grad()
+    def _take(self, value: Any, to: list[Fingerprint]) -> None:
+        """Compute the fingerprints of the tensors in a value, to be read into a list."""
+        numbers = []
+        with torch._C.DisableTorchFunction():  # the sandbox's dtype conversion is not needed here
+            for tensor in tensors_in(value):
+                if floating(tensor) and tensor.numel():
+                    known = self._known.get(id(tensor))
+                    if known is None or known[0]() is not tensor or known[1] != tensor._version:
+                        known = weakref.ref(tensor), tensor._version, len(self._fingerprints)
+                        self._known[id(tensor)] = known
+                        self._fingerprints.append(_fingerprint(tensor))
+                    numbers.append(known[2])
+        self._to_read.append((to, numbers))
+
+    def finish(self, outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> None:
+        """Keep the graph and read the fingerprints."""
+        if self._wants_graph:
+            self.graph = read_graph(outputs, leaves)
+        values: dict[int, Fingerprint] = {}
+        for device in {t.device for t in self._fingerprints}:
+            here = [i for i, t in enumerate(self._fingerprints) if t.device == device]
+            values |= zip(here, map(tuple, torch.stack([self._fingerprints[i] for i in here]).tolist()), strict=True)
+        for to, numbers in self._to_read:
+            to.extend(values[i] for i in numbers)
+        self._fingerprints, self._known, self._to_read = [], {}, []
 
     def calls_around(self, node: int) -> list[int]:
         """The innermost call during which a node of the graph was made and those around it, from the inside out."""
@@ -125,44 +145,6 @@ class Trace:
             chain.append(call)
             call = self.calls[call].parent
         return chain
-
-
-class _Fingerprints:
-    """Fingerprints of the tensors of one pass, each computed once and all read at the end.
-
-    The output of one module is the input of the next, and of the one around it. On a GPU, reading a value waits
-    for it, so that is left for when the pass is over.
-    """
-
-    def __init__(self) -> None:
-        self._taken: list[Tensor] = []
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
-
-    @torch.no_grad()
-    def take(self, value: Any) -> list[int]:
-        """The numbers under which the fingerprints of the tensors in a value will be found."""
-        # Without the sandbox's dtype conversion, which would be called for every operation here.
-        with torch._C.DisableTorchFunction():
-            return [self._number(t) for t in tensors_in(value) if floating(t) and t.numel()]
-
-    def _number(self, tensor: Tensor) -> int:
-        known = self._known.get(id(tensor))
-        version = tensor._version
-        if known is None or known[0]() is not tensor or known[1] != version:
-            known = weakref.ref(tensor), version, len(self._taken)
-            self._known[id(tensor)] = known
-            self._taken.append(_fingerprint(tensor))
-        return known[2]
-
-    def read(self) -> list[Fingerprint]:
-        """All fingerprints, by number."""
-        values: list[Fingerprint] = [(0.0, 0.0)] * len(self._taken)
-        for device in {t.device for t in self._taken}:
-            here = [i for i, t in enumerate(self._taken) if t.device == device]
-            for i, (norm, total) in zip(here, torch.stack([self._taken[i] for i in here]).tolist(), strict=True):
-                values[i] = norm, total
-        self._taken, self._known = [], {}
-        return values
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
@@ -215,20 +197,16 @@ class Reasons:
         leaf = graph.leaf_nodes[name]
         first = min(graph.consumers[leaf], key=lambda node: graph.sequence[node], default=None)
         own = trace.calls_around(first) if first is not None else []
-        for node in _downstream(graph, leaf):
-            for i in trace.calls_around(node):
-                if self._explains(trace.calls[i], own=i in own):
-                    return str(trace.calls[i])
+        for i in (i for node in _downstream(graph, leaf) for i in trace.calls_around(node)):
+            call = trace.calls[i]
+            # The module that owns the parameter explains it only if its own output does not change.
+            may_explain = i not in own or (call.key in self._unchanged and not call.composite)
+            if may_explain and call.name and call.key in self._absorbing:
+                return str(call)
         enclosing = next((trace.calls[i] for i in own if trace.calls[i].key in self._unchanged), None)
         if enclosing is None or not enclosing.name:
             return UNKNOWN
         return f"{UNKNOWN}, inside {enclosing}" if enclosing.composite else str(enclosing)
-
-    def _explains(self, call: Call, *, own: bool) -> bool:
-        if call.key not in self._absorbing or not call.name:
-            return False
-        # The module that owns the parameter explains it only if its own output does not change.
-        return not own or (call.key in self._unchanged and not call.composite)
 
 
 def _difference(before: list[Fingerprint], after: list[Fingerprint]) -> float:

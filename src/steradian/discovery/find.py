@@ -108,14 +108,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _first_pass(prober: Prober) -> Reading:
-    """One pass at the model's own weights, in float64 if the model can, else in float32 or in its own dtypes.
-
-    Raises:
-        TypeError: a dict whose items forward takes by keyword.
-        ValueError: inputs on another device, NaN outputs, or no output that depends on a parameter.
-        RuntimeError: the model raised, chained from what it raised.
-        torch.OutOfMemoryError: as the model raised it.
-    """
+    """One pass at the model's own weights; raises clear errors for inputs and outputs that cannot be used."""
     if any(t.is_meta for t in tensors_in((prober.args, prober.kwargs))):
         raise ValueError("an input is on the meta device and has no values; pass tensors with values")
     reading = _try_precisions(prober)
@@ -138,6 +131,7 @@ def _first_pass(prober: Prober) -> Reading:
 
 
 def _try_precisions(prober: Prober) -> Reading:
+    """In float64 if the model can, else in float32 or in its own dtypes."""
     small: dict[str, None] = {}
 
     def check_batch(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:

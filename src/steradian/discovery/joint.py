@@ -33,8 +33,9 @@ Shape = tuple[int, ...]
 def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ...], bool]:
     """Minimal sets whose sums vanish in every probe and fall, and whether the sum alone shows that ε is the cause."""
     # The last probe goes first: with the least left of ε, it is the best one to sort sums by.
-    grown, allowed = measured.grown_readings()[::-1], measured.grown_tolerances()[::-1]
-    precision, proposed = measured.prober.precision, set(_proposed_sets(measured, names))
+    grown, precision = measured.grown_readings()[::-1], measured.prober.precision
+    allowed = [precision.strict, min(30 * precision.strict, precision.loose)][: len(grown)]
+    proposed = set(_proposed_sets(measured, names))
     loose = [precision.loose] * len(measured.random)
     at_grown, at_random = _matrices(grown, names), _matrices(measured.random, names)
     # Whether parts cancel shows best where ε is gone. A set that was found by trying alone must cancel in the other

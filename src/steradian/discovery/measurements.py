@@ -211,11 +211,6 @@ class Measurements:
         """At the smaller growth and at the larger."""
         return [probe.reading for probe in self.grown]
 
-    def grown_tolerances(self) -> list[float]:
-        """The imbalance of a set that ε may leave at each growth."""
-        strict = self.prober.precision.strict
-        return [min(30 * strict, self.prober.precision.loose), strict][-len(self.grown) :]
-
     def is_fully_grown(self, probe: Probe) -> bool:
         """Whether the candidates have their full growth there, so that ε no longer shows."""
         return probe is self.grown[-1] or probe is self.further

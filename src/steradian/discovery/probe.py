@@ -300,6 +300,7 @@ class Prober:
         shapes: of all parameters.
         precision: what counts as zero in the arithmetic in use.
         forwards, backwards: passes made so far.
+        noisy: whether noise is added to the inputs, until the model fails.
         remarks: notes of the first pass for the user.
         raised: what the model raised in a later pass, if it did.
     """
@@ -314,7 +315,7 @@ class Prober:
         self.remarks: list[str] = []
         self.raised: Exception | None = None
         self._pairs_to_align = pairs_to_align({name: self.shapes[name] for name in self.trainable})
-        self._noisy = True
+        self.noisy = True
         self._noise_of_seed: dict[int, bool] = {}
         self._made: tuple[torch.dtype | None, Leaves] | None = None
         self.use(torch.float64)
@@ -334,10 +335,6 @@ class Prober:
     def left(self) -> int:
         """Passes left in the budget."""
         return thresholds.MOST_PASSES - self.forwards
-
-    def stop_noise(self) -> None:
-        """Take the inputs as they are from now on: the model fails on noisy ones."""
-        self._noisy = False
 
     def read(
         self,
@@ -369,7 +366,7 @@ class Prober:
             leaf.grad = None
         with isolated(precision.dtype), swapped(self.model, leaves, dtype=precision.dtype):
             _seed_generators(seed if draw is None else draw)
-            noisy = self._noise_of_seed.get(seed, self._noisy and seed != 0)
+            noisy = self._noise_of_seed.get(seed, self.noisy and seed != 0)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=noisy)
             self.forwards += 1
             with trace.watching(self.model) if trace else nullcontext():

@@ -271,6 +271,6 @@ class Schedule:
         except Exception as error:  # a failed probe is not fatal: the next one has no noise on the inputs
             reading, self.prober.raised = None, error
         if reading is None or not reading.finite:
-            self.prober.stop_noise()
+            self.prober.noisy = False
             return None
         return reading
