@@ -95,7 +95,7 @@ def _check_model(model: nn.Module) -> None:
         if is_flattened(parameter):
             raise ValueError(
                 f"parameter {name!r} is a piece of a tensor that FullyShardedDataParallel flattened, without rows; "
-                "shard with fully_shard, after find_groups"
+                "shard with fully_shard, after the rows are found"
             )
         if is_sharded(parameter):
             raise ValueError(
