@@ -258,12 +258,12 @@ def _details(measured: "Measurements", verdict: "Verdict", name: str) -> str:
     if any(name in group.names for group in verdict.nonlinear):
         return "⟨∇L, x⟩ nearly vanishes, but through a nonlinear activation: no normalization explains it"
     growing = name in measured.growing
-    if growing and not all(reading.slope[name] for reading in measured.grown_readings()):
+    if growing and not all(reading.slope[name] for reading in measured.grown):
         return "balanced where a probe reached it, but none did after growing 1024-fold, so nothing is proved"
     largest = max(measured.imbalance(reading, name) for reading in measured.random)
     text = f"|Σ g·x| / √Σ(g·x)² of the whole tensor up to {largest:.1e} at random points"
     if growing and measured.grown:
-        text += f", {measured.imbalance(measured.grown[-1].reading, name):.1e} after growing 1024-fold"
+        text += f", {measured.imbalance(measured.grown[-1], name):.1e} after growing 1024-fold"
     return text
 
 

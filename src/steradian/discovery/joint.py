@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ...], bool]:
     """Minimal sets whose sums vanish in every probe and fall, and whether the sum alone shows that ε is the cause."""
     # The last probe goes first: with the least left of ε, it is the best one to sort sums by.
-    grown, precision = measured.grown_readings()[::-1], measured.prober.precision
+    grown, precision = measured.grown[::-1], measured.prober.precision
     allowed = [precision.strict, min(30 * precision.strict, precision.loose)][: len(grown)]
     proposed = set(_proposed_sets(measured, names))
     loose = [precision.loose] * len(measured.random)

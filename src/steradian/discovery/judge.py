@@ -88,7 +88,7 @@ def _effect_vanishes(measured: Measurements, name: str) -> bool:
     """
     if measured.suspects_grown is None or measured.first is None:
         return False
-    ratio = measured.suspects_grown.effect[name] / (measured.first.reading.effect[name] or 1.0)
+    ratio = measured.suspects_grown.effect[name] / (measured.first.effect[name] or 1.0)
     return any(0.5 < ratio * thresholds.GROWTH[0] ** power < 2 for power in (2, 4))
 
 
@@ -98,7 +98,7 @@ def _effect_vanishes(measured: Measurements, name: str) -> bool:
 def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
     """Add the rows of one parameter to the verdict, if it has any."""
     shape = measured.shapes[name]
-    active = all(r.effect[name] > thresholds.MEASURABLE * measured.floor(r, (name,)) for r in measured.grown_readings())
+    active = all(r.effect[name] > thresholds.MEASURABLE * measured.floor(r, (name,)) for r in measured.grown)
     cut = finest(shape, measured.trial(name)) if active and math.prod(shape) > 1 else None
     if cut is None:
         return False

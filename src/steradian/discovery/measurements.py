@@ -1,7 +1,6 @@
 """All readings of a model, and the questions that the schedule, the judge and the forward check ask of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,20 +23,9 @@ from .invariance import (
     worst_grown,
 )
 from .joint import Alignment
-from .probe import Point, Prober, Reading, output_change
+from .probe import Prober, Reading, output_change
 
 Names = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A pass and what it takes to repeat it, so that f(ρx) can be compared with its f(x)."""
-
-    reading: Reading
-    point: Point
-    seed: int
-    trace: Trace
-    draw: int | None = None
 
 
 class Measurements:
@@ -47,9 +35,9 @@ class Measurements:
         prober: runs the model.
         own: the reading at the model's own weights.
         random: readings at random points.
-        first: the first probe at a random point.
-        grown: probes at a random point with the candidates grown by the two factors.
-        further: the last of two more such probes, at a point that reaches other parts of the model.
+        first: the first of them, with a trace and its graph.
+        grown: readings at a random point with the candidates grown by the two factors, the smaller first.
+        further: the last of two more such readings, at a point that reaches other parts of the model.
         late: parameters that only these two reach.
         traces: those with a graph: of the first random point, and of passes that reach further parameters.
         graph, proposals: the first graph, and what it says about sets.
@@ -61,9 +49,9 @@ class Measurements:
     def __init__(self, prober: Prober, own: Reading) -> None:
         self.prober, self.own, self.shapes = prober, own, prober.shapes
         self.random: list[Reading] = []
-        self.first: Probe | None = None
-        self.grown: list[Probe] = []
-        self.further: Probe | None = None
+        self.first: Reading | None = None
+        self.grown: list[Reading] = []
+        self.further: Reading | None = None
         self.late: set[str] = set()
         self.traces: list[Trace] = []
         self.graph, self.proposals = Graph([]), Proposals()
@@ -170,7 +158,7 @@ class Measurements:
         precision = self.prober.precision
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
         tolerances = [precision.loose, precision.strict][-len(self.grown) :]
-        readings = zip(self.grown_readings(), tolerances, strict=True)
+        readings = zip(self.grown, tolerances, strict=True)
         return Trial(
             precision,
             random=[self._evidence(reading, names, precision.loose, alignment) for reading in self.random],
@@ -186,7 +174,7 @@ class Measurements:
         that stays, but it moves the outputs.
         """
         if self._growth_undone is None and len(self.grown) > 1:
-            first, last = self.grown[0].reading.outputs, self.grown[-1].reading.outputs
+            first, last = self.grown[0].outputs, self.grown[-1].outputs
             self._growth_undone = output_change(first, last) <= 10 * self.prober.precision.same
         return bool(self._growth_undone)
 
@@ -207,13 +195,9 @@ class Measurements:
 
     # Grown points
 
-    def grown_readings(self) -> list[Reading]:
-        """At the smaller growth and at the larger."""
-        return [probe.reading for probe in self.grown]
-
-    def is_fully_grown(self, probe: Probe) -> bool:
+    def is_fully_grown(self, reading: Reading) -> bool:
         """Whether the candidates have their full growth there, so that ε no longer shows."""
-        return probe is self.grown[-1] or probe is self.further
+        return reading is self.grown[-1] or reading is self.further
 
     # Rows of a group
 
@@ -292,7 +276,7 @@ class Measurements:
     def _has_defect(self, names: Names) -> bool:
         """Whether more than rounding is left of a set's sum, at the first of the random points that reach it."""
         reaching = [r for r in self.random if any(r.slope[name] for name in names)]
-        exact = [r for r in reaching if self.first is not None and r is self.first.reading]
+        exact = [r for r in reaching if r is self.first]
         for reading in (exact or reaching)[:1]:
             # Other readings may be in the model's own float32.
             tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reading.noise

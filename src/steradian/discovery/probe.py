@@ -162,9 +162,11 @@ def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
 
 @dataclass
 class Reading:
-    """What one probe measured.
+    """What one probe measured, and how to repeat it.
 
     Attributes:
+        point, seed, draw: as in `Prober.read`.
+        trace: the calls of modules; empty if they were not recorded.
         outputs: the floating-point outputs.
         noise: as in the `thresholds.Precision` of its arithmetic.
         tables: per trainable parameter and key, the sums described at `Table`.
@@ -174,6 +176,10 @@ class Reading:
         peak, steepest: the largest effect and slope of any parameter.
     """
 
+    point: Point
+    seed: int
+    draw: int | None
+    trace: Trace
     outputs: list[Tensor]
     noise: float
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
@@ -374,7 +380,8 @@ class Prober:
             outputs = [t for t in tensors_in(result) if floating(t)]
             if trace:
                 trace.finish(outputs, leaves)
-            reading = Reading([t.detach().clone() for t in outputs], precision.noise)
+            copies = [t.detach().clone() for t in outputs]
+            reading = Reading(point, seed, draw, trace or Trace(), copies, precision.noise)
             tables: dict[str, dict[Key, Table]] = {}
             take = partial(self._take, tables, leaves, pairs or {})
             if backward:

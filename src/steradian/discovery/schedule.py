@@ -8,9 +8,9 @@
    ε" from "not invariant". Two more probes for candidates that these do not reach: chance or the data may skip them.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from . import thresholds
 from .explain import Trace
 from .invariance import Key, is_matrix, pair_keys, partial_cut
 from .joint import candidate_sets
-from .measurements import Measurements, Probe
+from .measurements import Measurements
 from .probe import Point, Prober, Reading
 
 
@@ -27,7 +27,6 @@ class Schedule:
 
     def __init__(self, prober: Prober, measured: Measurements) -> None:
         self.prober, self.measured = prober, measured
-        self._random: list[Probe] = []
         self._sets: list[tuple[str, ...]] = []
         self._in_sets: set[str] = set()
         self._seeds = count(1)
@@ -40,20 +39,19 @@ class Schedule:
         for _ in range(thresholds.RANDOM_POINTS):
             # One record of the modules and the graph is enough.
             trace = Trace(graph=True) if measured.first is None else None
-            seed = next(self._seeds)
-            point = self._random_point(seed)
             # Balance up to some percent needs no float64. But random numbers differ in float32, so that what chance
             # skips there is not what it skips in float64.
-            reading = self._probe(seed, point, trace, quick=trace is None and not self._skips_parts())
+            seed, quick = next(self._seeds), trace is None and not self._skips_parts()
+            reading = self._probe(self._random_point(seed), seed, trace=trace, quick=quick)
             if reading is None:
                 continue
-            self._keep(Probe(reading, point, seed, trace or Trace()))
+            measured.random.append(reading)
             if trace is not None:
-                measured.first = self._random[-1]
+                measured.first = reading
                 measured.add_trace(trace)
-        probe = measured.first
+        reading = measured.first
         for _ in range(thresholds.SIGN_FLIPS):
-            probe = self._flip_signs(probe)
+            reading = self._flip_signs(reading)
         if not measured.random:
             # The model only runs at its own weights.
             measured.random = [measured.own]
@@ -63,26 +61,23 @@ class Schedule:
     def _skips_parts(self) -> bool:
         """Whether the first random point gives no gradient to something that has one at the model's own weights."""
         first, own = self.measured.first, self.measured.own
-        return first is not None and any(
-            own.slope[name] and not first.reading.slope[name] for name in self.prober.trainable
-        )
+        return first is not None and any(own.slope[name] and not first.slope[name] for name in self.prober.trainable)
 
-    def _flip_signs(self, probe: Probe | None) -> Probe | None:
+    def _flip_signs(self, reading: Reading | None) -> Reading | None:
         """One more probe that activates the parameters without gradient; None if there is no use in another.
 
         Behind a unit of ReLU that is dead at every point lies a part of the model that was never measured, and what
         feeds it may look invariant. If the parameters of such a unit change sign, it is active. What the model
         skips by chance may be there in another draw.
         """
-        without = self._without_gradient()
-        if probe is None or not without:
+        without, random = self._without_gradient(), self.measured.random
+        if reading is None or not without:
             return None
-        point, draw = probe.point.scaled(dict.fromkeys(without, -1.0)), 100 + len(self._random)
-        reading = self._probe(probe.seed, point, None, draw=draw)
-        if reading is None:
+        point = reading.point.scaled(dict.fromkeys(without, -1.0))
+        flipped = self._probe(point, reading.seed, draw=100 + len(random))
+        if flipped is None:
             return None
-        flipped = Probe(reading, point, probe.seed, probe.trace, draw)
-        self._keep(flipped)
+        random.append(flipped)
         return flipped if len(self._without_gradient()) < len(without) else None
 
     def _without_gradient(self) -> list[str]:
@@ -104,7 +99,7 @@ class Schedule:
         suspects = [name for name in measured.names_with_effect() if measured.is_suspect(name)]
         if suspects and first is not None and self.prober.left > thresholds.RESERVED_PASSES + 1:
             point = first.point.scaled(dict.fromkeys(suspects, thresholds.GROWTH[0]))
-            measured.suspects_grown = self._probe(first.seed, point, None)
+            measured.suspects_grown = self._probe(point, first.seed)
 
     # Candidates
 
@@ -168,36 +163,33 @@ class Schedule:
         """Both growths of one point; parameters that lose their gradient in the first change sign, as at random."""
         measured, pairs, seed = self.measured, self._pairs(), next(self._seeds)
         base = self._random_point(seed)
-        first = self._grown(base, seed, thresholds.GROWTH[0], pairs)
+        first = self._probe_grown(base, seed, thresholds.GROWTH[0], pairs)
         before = [name for name in self.prober.trainable if any(r.slope[name] for r in measured.random)]
-        lost = [name for name in before if first and first.reading.slope[name] == 0]
+        lost = [name for name in before if first and first.slope[name] == 0]
         if lost and self.prober.left > thresholds.RESERVED_PASSES:
             base = base.scaled(dict.fromkeys(lost, -1.0))
-            first = self._grown(base, seed, thresholds.GROWTH[0], pairs)
-        probes = first, self._grown(base, seed, thresholds.GROWTH[1], pairs)
-        measured.grown = [probe for probe in probes if probe is not None]
+            first = self._probe_grown(base, seed, thresholds.GROWTH[0], pairs)
+        readings = first, self._probe_grown(base, seed, thresholds.GROWTH[1], pairs)
+        measured.grown = [reading for reading in readings if reading is not None]
 
-    def _grown(
-        self, base: Point, seed: int, growth: float, pairs: Mapping[str, Sequence[Key]], draw: int | None = None
-    ) -> Probe | None:
-        measured = self.measured
+    def _probe_grown(
+        self, base: Point, seed: int, growth: float, pairs: dict[str, list[Key]], draw: int | None = None
+    ) -> Reading | None:
         # Parameters that this pass reaches and the first did not need a graph too.
-        wants_graph = growth == thresholds.GROWTH[0] and measured.misses_parameters()
+        wants_graph = growth == thresholds.GROWTH[0] and self.measured.misses_parameters()
         trace = Trace(graph=wants_graph)
-        point = base.scaled({name: 1 + (growth - 1) * share for name, share in measured.growing.items()})
-        reading = self._probe(seed, point, trace, pairs, draw=draw)
-        if reading is None:
-            return None
-        if wants_graph:
-            measured.add_trace(trace)
-        return Probe(reading, point, seed, trace, draw)
+        point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.measured.growing.items()})
+        reading = self._probe(point, seed, trace=trace, pairs=pairs, draw=draw)
+        if reading is not None and wants_graph:
+            self.measured.add_trace(trace)
+        return reading
 
     def _effect_lost(self) -> bool:
         """Whether a candidate has lost its effect, which the growth of an invariant row does not change."""
         measured = self.measured
         if len(measured.grown) < len(thresholds.GROWTH):
             return True
-        effect = measured.grown[-1].reading.effect
+        effect = measured.grown[-1].effect
         return any(
             effect[name] < thresholds.LOST_EFFECT * min(r.effect[name] for r in measured.random)
             for name in measured.growing
@@ -218,22 +210,21 @@ class Schedule:
         measured = self.measured
         if len(measured.grown) < len(thresholds.GROWTH) or self.prober.left <= len(thresholds.GROWTH):
             return
-        missed = {n for n in measured.growing if not all(r.slope[n] for r in measured.grown_readings())}
+        missed = {n for n in measured.growing if not all(r.slope[n] for r in measured.grown)}
         missed = self._whole_sets(missed)
-        reaching = [probe for probe in self._random if any(probe.reading.slope[name] for name in missed)]
+        reaching = [reading for reading in measured.random if any(reading.slope[name] for name in missed)]
         if not reaching:
             return
-        there = max(reaching, key=lambda probe: sum(probe.reading.slope[name] > 0 for name in missed))
-        probes = [
-            self._grown(there.point, there.seed, growth, self._pairs(), there.draw) for growth in thresholds.GROWTH
-        ]
-        found = [probe for probe in probes if probe is not None]
+        there = max(reaching, key=lambda reading: sum(reading.slope[name] > 0 for name in missed))
+        pairs = self._pairs()
+        probes = [self._probe_grown(there.point, there.seed, g, pairs, there.draw) for g in thresholds.GROWTH]
+        found = [reading for reading in probes if reading is not None]
         if len(found) < len(thresholds.GROWTH):
             return
-        late = self._whole_sets({n for n in missed if all(probe.reading.slope[n] for probe in found)})
-        for probe, other in zip(measured.grown, found, strict=True):
+        late = self._whole_sets({name for name in missed if all(reading.slope[name] for reading in found)})
+        for reading, other in zip(measured.grown, found, strict=True):
             for name in late:
-                probe.reading.put(name, other.reading.tables[name])
+                reading.put(name, other.tables[name])
         measured.further, measured.late = found[-1], late
 
     def _whole_sets(self, names: set[str]) -> set[str]:
@@ -249,28 +240,16 @@ class Schedule:
     def _random_point(self, seed: int) -> Point:
         return replace(self.prober.own, seed=1000 + seed)
 
-    def _keep(self, probe: Probe) -> None:
-        self._random.append(probe)
-        self.measured.random.append(probe.reading)
-
-    def _probe(
-        self,
-        seed: int,
-        point: Point,
-        trace: Trace | None,
-        pairs: Mapping[str, Sequence[Key]] | None = None,
-        *,
-        quick: bool = False,
-        draw: int | None = None,
-    ) -> Reading | None:
-        """One reading; None if the model raises or gives no finite numbers at this point."""
+    def _probe(self, point: Point, seed: int, **options: Any) -> Reading | None:
+        """A reading with the options of `Prober.read`; None if the model raises or gives no finite numbers there."""
         try:
-            reading = self.prober.read(point, seed=seed, pairs=pairs, trace=trace, quick=quick, draw=draw)
+            reading = self.prober.read(point, seed=seed, **options)
         except torch.OutOfMemoryError:  # not a property of the point
             raise
         except Exception as error:  # a failed probe is not fatal: the next one has no noise on the inputs
-            reading, self.prober.raised = None, error
-        if reading is None or not reading.finite:
+            self.prober.noisy, self.prober.raised = False, error
+            return None
+        if not reading.finite:
             self.prober.noisy = False
             return None
         return reading

@@ -12,8 +12,8 @@ from . import thresholds
 from .explain import UNKNOWN, Reasons, Trace
 from .invariance import imbalance
 from .judge import Verdict
-from .measurements import Measurements, Probe
-from .probe import Factors, Noise, output_change, output_spread
+from .measurements import Measurements
+from .probe import Factors, Noise, Reading, output_change, output_spread
 
 
 def verify(measured: Measurements, verdict: Verdict) -> Verdict:
@@ -26,7 +26,7 @@ def verify(measured: Measurements, verdict: Verdict) -> Verdict:
     if not measured.grown:
         return verdict
     check, prober = _ForwardCheck(measured), measured.prober
-    rows = check.passing(verdict.rows, (), check.point_for(verdict.rows))
+    rows = check.passing(verdict.rows, (), check.reading_for(verdict.rows))
     late = [group for group in rows if not measured.late.isdisjoint(group.names)]
     if measured.further is not None and late and prober.left > bool(verdict.facts):
         kept = check.passing(late, (), measured.further)
@@ -53,24 +53,23 @@ class _ForwardCheck:
         self._reasons: dict[str, str] = {}
         self._worst: dict[tuple[str, ...], tuple[float, float]] = {}
 
-    def point_for(self, tested: list[Group]) -> Probe:
-        """The first probe, from ordinary scale on, where ε moves the outputs less than scaling a row would."""
-        probes = [*([self.measured.first] if self.measured.first else []), *self.measured.grown]
-        return next(
-            (probe for probe in probes if self._predicted(tested, probe) <= thresholds.MOST_PREDICTED), probes[-1]
-        )
+    def reading_for(self, tested: list[Group]) -> Reading:
+        """The first reading, from ordinary scale on, where ε moves the outputs less than scaling a row would."""
+        readings = [*([self.measured.first] if self.measured.first else []), *self.measured.grown]
+        good = (reading for reading in readings if self._predicted(tested, reading) <= thresholds.MOST_PREDICTED)
+        return next(good, readings[-1])
 
-    def passing(self, tested: list[Group], known: tuple[Group, ...], probe: Probe) -> list[Group]:
+    def passing(self, tested: list[Group], known: tuple[Group, ...], before: Reading) -> list[Group]:
         """The groups that hold; on a failure, halves are tried while the budget lasts."""
         if not tested:
             return []
-        if self.prober.left and self._holds(tested, known, probe):
+        if self.prober.left and self._holds(tested, known, before):
             return tested
         if len(tested) == 1 or not self.prober.left:
             self.rejected += tested
             return []
         half = len(tested) // 2
-        return self.passing(tested[:half], known, probe) + self.passing(tested[half:], known, probe)
+        return self.passing(tested[:half], known, before) + self.passing(tested[half:], known, before)
 
     def with_reason(self, group: Group) -> Group:
         """The group with the first known reason of its members."""
@@ -78,58 +77,58 @@ class _ForwardCheck:
         known = (reason for reason in reasons if not reason.startswith(UNKNOWN))
         return replace(group, reason=next(known, reasons[0]))
 
-    def _holds(self, tested: list[Group], known: tuple[Group, ...], probe: Probe) -> bool:
-        grown = self.measured.is_fully_grown(probe)
-        moved = self._moved(tested, known, probe, "either way" if grown else "up")
-        if moved <= self._tolerance([*known, *tested], probe):
+    def _holds(self, tested: list[Group], known: tuple[Group, ...], before: Reading) -> bool:
+        grown = self.measured.is_fully_grown(before)
+        moved = self._moved(tested, known, before, "either way" if grown else "up")
+        if moved <= self._tolerance([*known, *tested], before):
             return True
         # Where rows have next to no variance, ε does more than their derivatives predict, but gradually: a factor of
         # 1.02 does about a hundredth of what one of 4 to 16 does. What jumps at some size does more.
         known_path = all(self.measured.known_path(group.names) for group in tested)
         if grown or moved > thresholds.MOST_GRADUAL_MOVE or not known_path or not self.prober.left:
             return False
-        return self._moved(tested, known, probe, "a little") <= thresholds.GRADUAL * moved
+        return self._moved(tested, known, before, "a little") <= thresholds.GRADUAL * moved
 
-    def _moved(self, tested: list[Group], known: tuple[Group, ...], probe: Probe, how: str) -> float:
+    def _moved(self, tested: list[Group], known: tuple[Group, ...], before: Reading, how: str) -> float:
         """How far the outputs move when the rows are scaled, relative to their spread; keeps the reasons found."""
         trace, scaled = Trace(), [*known, *tested]
         self._draw += 1
         factors = [
-            _row_factors(group, self.prober.parameters, 1000 * self._draw + i, how, self._left_out(group, probe))
+            _row_factors(group, self.prober.parameters, 1000 * self._draw + i, how, self._left_out(group, before))
             for i, group in enumerate(scaled)
         ]
         try:
             reading = self.prober.read(
-                probe.point.scaled(*factors), seed=probe.seed, trace=trace, backward=False, draw=probe.draw
+                before.point.scaled(*factors), seed=before.seed, trace=trace, backward=False, draw=before.draw
             )
         except torch.OutOfMemoryError:  # not a property of the rows
             raise
         except Exception as error:  # a point at which the model fails proves nothing
             self.prober.raised = error
             return math.inf
-        moved = output_change(probe.reading.outputs, reading.outputs)
-        if moved <= self._tolerance(scaled, probe):
-            self._found.compare(probe.trace, trace, same=10 * self.prober.precision.same)
+        moved = output_change(before.outputs, reading.outputs)
+        if moved <= self._tolerance(scaled, before):
+            self._found.compare(before.trace, trace, same=10 * self.prober.precision.same)
             for name in (name for group in tested for name in group.names):
                 if self._reasons.get(name, UNKNOWN).startswith(UNKNOWN):
                     self._reasons[name] = self._found.explain(self.measured.trace_of((name,)), name)
         return moved
 
-    def _left_out(self, group: Group, probe: Probe) -> Tensor | None:
+    def _left_out(self, group: Group, before: Reading) -> Tensor | None:
         """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
-        sums, floor = self.measured.row_sums(probe.reading, group)
+        sums, floor = self.measured.row_sums(before, group)
         dominated = imbalance(sums, floor) > thresholds.LEFT_OUT
         few = group.n_rows == len(dominated) and float(dominated.double().mean()) < thresholds.MOST_LEFT_OUT
-        return dominated if probe is self.measured.first and few else None
+        return dominated if before is self.measured.first and few else None
 
-    def _tolerance(self, scaled: list[Group], probe: Probe) -> float:
+    def _tolerance(self, scaled: list[Group], before: Reading) -> float:
         """How far outputs may move: what ε does to a row, it does to the outputs when that row is scaled."""
-        same, predicted = self.prober.precision.same, 3 * self._predicted(scaled, probe)
-        if self.measured.is_fully_grown(probe):
+        same, predicted = self.prober.precision.same, 3 * self._predicted(scaled, before)
+        if self.measured.is_fully_grown(before):
             by_defect = max(10 * max(self._worst_rows(group)[1] for group in scaled), predicted)
             return max(same, min(by_defect, thresholds.MOST_MOVE))
         least = max(same, thresholds.LEAST_MOVE, min(predicted, thresholds.MOST_PREDICTED))
-        if probe is not self.measured.first:
+        if before is not self.measured.first:
             return least
         return max(least, min(10 * max(self._worst_rows(group)[0] for group in scaled), thresholds.MOST_MOVE))
 
@@ -138,7 +137,7 @@ class _ForwardCheck:
             self._worst[group.names] = self.measured.worst_rows(group)
         return self._worst[group.names]
 
-    def _predicted(self, scaled: list[Group], probe: Probe) -> float:
+    def _predicted(self, scaled: list[Group], before: Reading) -> float:
         """How far the outputs move by ⟨∇L, x⟩ when ε loses its weight, relative to their spread.
 
         dL/d log ρ falls from D = ⟨∇L, x⟩ with 1/ρ², so that growing changes L by D/2. L is the outputs' product with
@@ -146,7 +145,7 @@ class _ForwardCheck:
         parameters of a deep model together.
         """
         moves = [0.0]
-        for reading in self.measured.random if probe is self.measured.first else [probe.reading]:
+        for reading in self.measured.random if before is self.measured.first else [before]:
             radial = [self.measured.row_sums(reading, group)[0][0] for group in scaled]
             change = sum(max(abs(float(D.sum())), float(D.norm())) for D in radial) / 2
             spread = math.hypot(*(output_spread(t[torch.isfinite(t)]) for t in reading.outputs))
