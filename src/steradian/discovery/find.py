@@ -64,12 +64,14 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         groups.frozen = list(groups.params)
         return groups
     with torch.inference_mode(False):
-        prober = Prober(model, inputs, named_inputs)
-        measured = Measurements(prober, _first_pass(prober))
+        prober = Prober(model, inputs, named_inputs)  # runs the model in the sandbox
+        measured = Measurements(prober, _first_pass(prober))  # at the model's own weights
         schedule = Schedule(prober, measured)
-        schedule.probe_random_points()
-        schedule.probe_grown_points()
-        return assemble(measured, verify(measured, judge(measured)))
+        schedule.probe_random_points()  # candidates: ⟨∇L, x⟩ = 0 up to what ε may do
+        schedule.probe_grown_points()  # what is left of ⟨∇L, x⟩ falls as ε does, or the candidate is refuted
+        verdict = judge(measured)  # the finest rows, of one parameter or of several together
+        verdict = verify(measured, verdict)  # f(ρx) = f(x), and in which layer ρ disappears
+        return assemble(measured, verdict)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ class Verdict:
     Attributes:
         rows: groups of weights, for optimizers.
         facts: further groups: of gains and biases, sets that overlap, members that act through each other.
-        nonlinear: groups that are balanced, but for all that is known due to a nonlinearity.
+        nonlinear: groups that are balanced, but possibly due to a nonlinearity.
         no_effect: parameters without effect, with what was measured.
         partial: partly invariant parameters, with a description.
         rejected: groups that the forward check refuted or could not prove.
@@ -60,9 +60,10 @@ def judge(measured: Measurements) -> Verdict:
 
 def _split(measured: Measurements, groups: list[Group]) -> tuple[list[Group], list[Group]]:
     """Groups that a normalization explains, and those that may be due to a nonlinearity."""
-    nonlinear = measured.nonlinear([group.names for group in groups])
-    pairs = list(zip(groups, nonlinear, strict=True))
-    return [group for group, is_so in pairs if not is_so], [group for group, is_so in pairs if is_so]
+    parts: tuple[list[Group], list[Group]] = [], []
+    for group, nonlinear in zip(groups, measured.nonlinear([group.names for group in groups]), strict=True):
+        parts[nonlinear].append(group)
+    return parts
 
 
 # Effects

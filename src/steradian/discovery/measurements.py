@@ -193,8 +193,6 @@ class Measurements:
         keys = [key for key in tables[0] if all(key in t and t[key].shape == tables[0][key].shape for t in tables)]
         return {key: torch.stack([t[key] for t in tables]).sum(0) for key in keys}
 
-    # Grown points
-
     def is_fully_grown(self, reading: Reading) -> bool:
         """Whether the candidates have their full growth there, so that ε no longer shows."""
         return reading is self.grown[-1] or reading is self.further
