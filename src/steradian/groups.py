@@ -273,7 +273,7 @@ class Groups:
         """Parameter groups for any torch optimizer, those with rows with their spec under "rows".
 
         Parameters of one spec share a group; each joint set is a group of its own with "joint": True; the
-        rest comes last, without "rows".
+        rest comes last, without "rows" (with "rows": None if no parameter has any).
 
         Args:
             rest: options for the rest, over those for all.
@@ -298,7 +298,9 @@ class Groups:
                 made.append({"params": params, "rows": group.spec, "joint": True, **options})
         left = [self.params[name] for name in self.rest if name not in taken]
         if left:
-            made.append({"params": left, **options, **(rest or {})})
+            # Groups in which no rows were searched for have no such key.
+            none = {} if made else {"rows": None}
+            made.append({"params": left, **none, **options, **(rest or {})})
         return made
 
     def of(self, model: nn.Module) -> "Groups":

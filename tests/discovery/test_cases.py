@@ -64,14 +64,16 @@ def _check_param_groups(case: Case, model: nn.Module, groups: Any) -> None:
     param_groups = groups.param_groups()
     handed = [names[id(p)] for group in param_groups for p in group["params"]]
     assert sorted(handed) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
-    rows, joint = {}, {}
+    rows, joint, layouts = {}, {}, groups.layouts
     for group in param_groups:
         members = [names[id(p)] for p in group["params"]]
         if group.get("joint"):
             joint[frozenset(members)] = _spec(group["rows"])
-        elif "rows" in group:
+        elif group.get("rows") is not None:
             rows |= dict.fromkeys(members, _spec(group["rows"]))
     assert (rows, joint) == (case.rows, case.joint_rows)
+    # A model without rows says so: its only group has "rows": None, where the rest of another has no such key.
+    assert any("rows" in group and group["rows"] is None for group in param_groups) == (bool(handed) and not layouts)
 
 
 @parametrized

@@ -9,7 +9,7 @@ from steradian import optim
 from steradian.groups import Groups
 from steradian.lab import compiling
 from steradian.lab.config import Config
-from steradian.optim._base import RowOptimizer
+from steradian.optim.base import RowOptimizer
 
 __all__ = ["optimizers", "set_rates"]
 
