@@ -100,7 +100,7 @@ def test_the_rows_of_networks_that_are_one_are_their_rows(norm):
     data = SimpleNamespace(channels=1, classes=10, size=8)
     model, groups = network([config, replace(config, seed=1)], data)
     found = find_groups(model, torch.randn(8, 2, 8, 8))
-    assert {g.names: (g.rows, g.size) for g in found.groups} == {g.names: (g.rows, g.size) for g in groups.groups}
+    assert {g.names: (g.n_rows, g.size) for g in found.groups} == {g.names: (g.n_rows, g.size) for g in groups.groups}
 
 
 def test_weight_norm_has_weights_of_length_gain():

@@ -29,7 +29,7 @@ def chosen_filters(training: Training, *, each: int = 3, seed: int = 0) -> dict[
     blocks: dict[str, list[tuple[str, int]]] = {}
     for group in training.groups.groups:
         name = group.names[0]
-        blocks.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(group.rows))
+        blocks.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(group.n_rows))
     chosen: dict[str, list[int]] = {}
     for filters in blocks.values():
         for k in sorted(random.choice(len(filters), size=min(each, len(filters)), replace=False).tolist()):
@@ -93,9 +93,7 @@ def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
 def _directions(training: Training) -> list[Tensor]:
     """Of all rows, parameter by parameter."""
     params = training.groups.params
-    parts = [
-        Layout(g.layout).join([params[name].detach().double() for name in g.names]) for g in training.groups.groups
-    ]
+    parts = [Layout(g.spec).join([params[name].detach().double() for name in g.names]) for g in training.groups.groups]
     return [geometry.split(part, check=False)[1] for part in parts]
 
 
@@ -103,7 +101,7 @@ def _table(trainings: Sequence[Training], steps: Sequence[int], seen: NDArray[np
     import pandas as pd
 
     run, groups = trainings[0].config.key, trainings[0].groups.groups
-    ends = np.cumsum([0, *(group.rows for group in groups)]).tolist()
+    ends = np.cumsum([0, *(group.n_rows for group in groups)]).tolist()
     filters = chosen_filters(trainings[0])
     blocks: dict[str, NDArray[np.float64]] = {}
     singles = []

@@ -80,10 +80,10 @@ def load_states(optimizers: Sequence[Optimizer], states: Sequence[Mapping[Any, A
 
 def _stacked(group: Group, members: int) -> Group:
     """The rows of a parameter of all members."""
-    layout = group.layout
+    layout = group.spec
     if layout != "filter":
         layout = members * (1 if layout == "tensor" else int(layout))  # type: ignore[arg-type]
-    return replace(group, layout=layout, rows=members * group.rows)
+    return replace(group, spec=layout, n_rows=members * group.n_rows)
 
 
 @lru_cache(maxsize=32)

@@ -225,7 +225,7 @@ class Training:
         counts = torch.zeros(len(self.members), dtype=torch.int64)
         for group in self.groups.groups:
             tensors = [self.groups.params[name].detach() for name in group.names]
-            gone = geometry.collapsed(geometry.norm(Layout(group.layout).join(tensors)))
+            gone = geometry.collapsed(geometry.norm(Layout(group.spec).join(tensors)))
             counts += gone.view(len(self.members), -1).sum(dim=1).cpu()
         return counts.tolist()
 
