@@ -525,7 +525,14 @@ def differing(old: Any, new: Any, where: str) -> Iterator[Difference]:
         if not math.isclose(old, new, **tolerances) and not (math.isnan(old) and math.isnan(new)):
             yield Difference(where, f"{old!r} → {new!r}")
     elif old != new and not (("/words/explain/" in where or "/words/table/" in where) and same_sentence(old, new)):
-        yield Difference(where, f"{old!r} → {new!r}", wording)
+        yield Difference(where, change(repr(old), repr(new)), wording)
+
+
+def change(old: str, new: str) -> str:
+    """Old → new, of long texts from a little before the first difference on."""
+    first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
+    start = max(0, first - 40) if max(len(old), len(new)) > 160 else 0
+    return " → ".join(("…" if start else "") + text[start : start + 160] for text in (old, new))
 
 
 def same_sentence(old: str, new: str) -> bool:
@@ -579,7 +586,7 @@ def report(found: list[Difference], *, most: int = 40) -> None:
     for each in found:
         places.setdefault(f"{'wording: ' if each.wording else ''}{each.how}", []).append(each.where)
     for how, where in list(places.items())[:most]:
-        print(f"  {where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {how[:400]}")
+        print(f"  {where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {how}")
     if len(places) > most:
         print(f"  and {len(places) - most} other differences")
 
