@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -580,15 +581,16 @@ def differing_tables(old: pd.DataFrame, new: pd.DataFrame) -> Iterator[Differenc
     yield from (Difference(str(name), f"now has {len(other)} records") for name, other in others.items())
 
 
-def report(found: list[Difference], *, most: int = 40) -> None:
-    """Print differences; equal ones in one line, with the first place."""
+def report(found: list[Difference], *, most: int = 20) -> None:
+    """Print differences; equal ones in one line, with the first place. If there are many, say where they are."""
     places: dict[str, list[str]] = {}
     for each in found:
         places.setdefault(f"{'wording: ' if each.wording else ''}{each.how}", []).append(each.where)
     for how, where in list(places.items())[:most]:
         print(f"  {where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}: {how}")
     if len(places) > most:
-        print(f"  and {len(places) - most} other differences")
+        counts = Counter(each.where.strip("/").partition("/")[0] for each in found)
+        print(f"  and more, in all in {', '.join(f'{name} ({count})' for name, count in counts.items())}")
 
 
 def main() -> int:
