@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,8 @@ def train(
 def run(jobs: list[tuple[Any, ...]], ranks: int, folder: object) -> None:
     """Call function(rank, ranks, folder, *arguments) for each job (function, *arguments), on every rank.
 
-    The ranks start once for all jobs: starting takes longer than most of them.
+    The ranks start once for all jobs: starting takes longer than most of them. They compute on the CPU, also where there
+    is a GPU, which `fully_shard` would take.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -61,7 +63,8 @@ def run(jobs: list[tuple[Any, ...]], ranks: int, folder: object) -> None:
     errors = mp.get_context("forkserver").SimpleQueue()
     arguments = (ranks, port, jobs, str(folder), errors)
     try:
-        mp.start_processes(_process, arguments, nprocs=ranks, daemon=True, start_method="forkserver")
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1"):
+            mp.start_processes(_process, arguments, nprocs=ranks, daemon=True, start_method="forkserver")
     except Exception as error:
         raise AssertionError(errors.get() if not errors.empty() else str(error)) from error
 

@@ -227,6 +227,16 @@ def _root_of_squares(q: Tensor) -> Tensor:
     return _root_of_squares(parts)
 
 
+def failing(condition: Tensor) -> Tensor | None:
+    """The rows in which a condition does not hold; None if it holds in all, as far as the host can see it at once."""
+    return None if at_hand(condition) and bool(condition.all()) else ~condition
+
+
+def zeroed(where: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows with some of them set to 0, because 0·inf is NaN; None: none of them."""
+    return rows if where is None else tuple(each.masked_fill(where, 0) for each in rows)
+
+
 def _scale(x: Tensor) -> Tensor:
     """The power of two below the largest magnitude of each row, 1 where the row is 0: dividing by it is exact."""
     # Two reductions: torch's infinity norm is not vectorized on the CPU and takes fifty times as long.

@@ -128,6 +128,7 @@ def test_an_eager_step_between_capture_and_replay() -> None:
     assert_same(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("name", ["Adam-", "Adam-abc", "Adam-bc"])
 def test_a_gradient_scaler_needs_no_reading_back(name: str, no_reading_back: None) -> None:
     one, other = on_device(TABLE[name]), on_device(TABLE[name])

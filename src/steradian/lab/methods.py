@@ -32,7 +32,7 @@ def optimizers(
     made = _build(config, groups, captured, fused)
     for optimizer in made:
         if compiled and isinstance(optimizer, RowOptimizer):
-            optimizer._reference = compiling.compiled(type(optimizer)._reference)  # type: ignore[method-assign]
+            optimizer.update = compiling.compiled(type(optimizer).update)  # type: ignore[method-assign]
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])
             if captured:

@@ -41,7 +41,7 @@ class AdaGradG(RowOptimizer):
     >>> optimizer = AdaGradG.from_sgd([{"params": [weight], "rows": "filter"}], lr=0.1, weight_decay=5e-4)
     """
 
-    _reference = staticmethod(reference.adagradg)
+    update = staticmethod(reference.adagradg)
     _row_state = frozenset({"sum"})
     _needed_by_rows = frozenset({"sum"})
     _marks = frozenset({"beta", "v0"})

@@ -58,7 +58,7 @@ class Adam(RowOptimizer):
     torch.Size([8])
     """
 
-    _reference = staticmethod(reference.adam)
+    update = staticmethod(reference.adam)
     _has_fused = True
     _row_state = frozenset({"exp_avg_sq"})
     _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
@@ -103,8 +103,8 @@ class Adam(RowOptimizer):
         check_number(group, "weight_decay")
         group["without"] = letters(group["without"])
 
-    def _layout(self, group: Options) -> Layout | None:
-        return super()._layout(group) if group["without"] else None
+    def _updates_rows(self, group: Options) -> bool:
+        return bool(group["without"])
 
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if "a" in group["without"] else frozenset()

@@ -38,7 +38,7 @@ class AdamG(RowOptimizer):
     >>> optimizer = AdamG([{"params": [weight], "rows": "filter"}], lr=0.01)
     """
 
-    _reference = staticmethod(reference.adamg)
+    update = staticmethod(reference.adamg)
     _row_state = frozenset({"exp_avg_sq"})
     _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
     _marks = frozenset({"clip", "retraction"})

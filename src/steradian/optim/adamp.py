@@ -34,7 +34,7 @@ class AdamP(RowOptimizer):
     >>> optimizer = AdamP([{"params": [weight], "rows": "filter"}], lr=1e-3, weight_decay=1e-2)
     """
 
-    _reference = staticmethod(reference.adamp)
+    update = staticmethod(reference.adamp)
     _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
     _marks = frozenset({"wd_ratio"})
 

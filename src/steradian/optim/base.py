@@ -71,7 +71,7 @@ class RowOptimizer(Optimizer, ABC):
     others); half-precision rows are computed in float32; one number per row is kept in float32, in float64 for
     float64 parameters; nothing is read back from an accelerator.
 
-    A subclass names its row update (`_reference`), says whether there is a fused one (`_has_fused`), what a state
+    A subclass names its row update (`update`), says whether there is a fused one (`_has_fused`), what a state
     consists of (`_needed`, and `_needed_by_rows` beside it), by which settings a saved one is known to be its own
     (`_marks`), whether rows are put on the unit sphere (`_fixes_radius`) and whether the classic update takes sparse
     gradients (`_takes_sparse`), and gives `_check`, `_new_state` and `_step_rest`.
@@ -106,8 +106,8 @@ class RowOptimizer(Optimizer, ABC):
 
     @staticmethod
     @abstractmethod
-    def _reference(rows: RowSet, group: Mapping[str, Any]) -> None:
-        """The update of one row set: one of the functions of `steradian.optim._reference`."""
+    def update(rows: RowSet, group: Mapping[str, Any]) -> None:
+        """The update of one row set, a function of `reference`; an instance may have a compiled one in its place."""
 
     @abstractmethod
     def _check(self, group: Options) -> None:
@@ -125,9 +125,13 @@ class RowOptimizer(Optimizer, ABC):
         """Telemetry of rows that got the classic update, for optimizers whose `_layout` may give them to it."""
         raise AssertionError("the rows of this optimizer never get the classic update")
 
+    def _updates_rows(self, group: Options) -> bool:
+        """Whether the rows of a group get the row update with its settings, not the classic one."""
+        return True
+
     def _layout(self, group: Options) -> Layout | None:
-        """How the group's rows are stepped; None where the classic update does it."""
-        return Layout(group["rows"]) if group.get("rows") is not None else None
+        """How the rows of a group are cut for the row update; None if it gets the classic one."""
+        return Layout(group["rows"]) if group.get("rows") is not None and self._updates_rows(group) else None
 
     # The step
 
@@ -172,10 +176,10 @@ class RowOptimizer(Optimizer, ABC):
         for group, params, states in classic:
             self._step_classic(params, states, group)
         # An update that was put in the place of the class's own, a compiled one, say, takes sets one by one.
-        alone = self._reference is not type(self)._reference
+        alone = self.update is not type(self).update
         for group, sets in work:
             for rows in sets if alone else together(sets):
-                self._reference(rows, group)
+                self.update(rows, group)
                 rows.finish()
 
     @untraced
@@ -249,7 +253,7 @@ class RowOptimizer(Optimizer, ABC):
         newcomers = [param for param in params if not self.state.get(param)]
         states = [self._state_of(param, group, None if classic else layout) for param in params]
         absent = self._absent(params, newcomers, group) if group.get("joint") and not classic else []
-        make = sharding().row_set if any(is_sharded(param) for param in params) else RowSet
+        make = sharding().row_set if any(map(is_sharded, params)) else RowSet
         rows = make(layout, params, states, absent=absent, fresh=len(newcomers) == len(params))
         if self.telemetry is not None:
             rows.telemetry = self.telemetry[group["params"][0] if group.get("joint") else params[0]]
@@ -283,8 +287,8 @@ class RowOptimizer(Optimizer, ABC):
         state: dict[str, Tensor] = self.state[param] if self.state.get(param) else self._new_state(param, group, layout)
         if state:  # as torch, an optimizer that keeps nothing of a parameter has no entry for it
             self.state[param] = state
-        if layout is None:
-            for name in self._row_state.intersection(state):
+        for name in self._row_state.intersection(state) if layout is None else ():
+            if state[name].shape != param.shape:
                 check_shape(name, state[name], param.shape)
         return state
 

@@ -6,20 +6,16 @@ device.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from steradian import geometry
-from steradian.geometry import dot, norm, square
-from steradian.optim.rows import RowSet, exact
-from steradian.optim.transport import Motion, carry, carry_in_plane, emit, rate_of, zeroed
+from steradian.geometry import dot, failing, norm, square, zeroed
+from steradian.optim.rows import Options, RowSet, exact, rate_of
+from steradian.optim.transport import Motion, carry, carry_in_plane, emit
 
 __all__ = ["adagradg", "adam", "adamg", "adamp", "emit_adam", "emit_sgd", "sgd"]
-
-Options = Mapping[str, Any]
 
 
 # Adam -------------------------------------------------------------------------------------------------------
@@ -39,18 +35,14 @@ def adam(rows: RowSet, group: Options) -> None:
     step = rows.advance()
     beta1, beta2 = group["betas"]
     pace, root = rate_of(group) / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    scalar = "a" in group["without"]
-    numbers = rows.number("exp_avg_sq") if scalar else None
-    for piece in rows.pieces():
-        x, gradient, m = (rows.read(name, piece) for name in ("param", "grad", "exp_avg"))
-        v = rows.read("exp_avg_sq", piece) if numbers is None else numbers[piece]
-        _adam(rows, piece, (x, gradient, m, v), group, pace, root)
-        rows.write("param", piece, x)
-        rows.write("exp_avg", piece, m)
-        if numbers is None:
-            rows.write("exp_avg_sq", piece, v)
-    if scalar:
+    if "a" in group["without"]:
+        numbers = rows.number("exp_avg_sq")
+        for piece, (x, gradient, m) in rows.pieces("param", "grad", "exp_avg"):
+            _adam(rows, piece, (x, gradient, m, numbers[piece]), group, pace, root)
         rows.share("exp_avg_sq")
+    else:
+        for piece, (x, gradient, m, v) in rows.pieces("param", "grad", "exp_avg", "exp_avg_sq"):
+            _adam(rows, piece, (x, gradient, m, v), group, pace, root)
 
 
 def _adam(
@@ -68,23 +60,24 @@ def _adam(
     g = gradient if decoupled or not decay else gradient.add(x, alpha=decay)
     gg, largest = square(g), torch.finfo(g.dtype).max
     usable = gg <= largest
-    stays = ~usable
-    gg, target = zeroed(gg, stays), zeroed(gradient if "b" in without else g, stays)
+    stays = failing(usable)
+    target = gradient if "b" in without else g
+    gg, g, target = zeroed(stays, gg, g, target)
 
     taken = usable.to(g.dtype)
     m.lerp_(target, taken * (1 - beta1))
-    new = gg / rows.d if "a" in without else zeroed(g, stays).square()
+    new = gg / rows.d if "a" in without else g.square()
     v.lerp_(new.clamp_(max=largest), taken * (1 - beta2))
     divisor = (v.sqrt() / root).add_(group["eps"])
     s = (taken * pace) / divisor
     if group["eps"] == 0:
         s.masked_fill_(divisor == 0, 0)
 
-    start = _left_by_decay(1 - rate_of(group) * decay, usable, x.dtype) if decoupled and decay else 1.0
+    start = _left_by_decay(1 - rate_of(group) * decay, stays, x.dtype) if decoupled and decay else 1.0
     outside = "b" in without and decay and not decoupled
     y = _moved(x, torch.rsub(s, start, alpha=(1 - beta1) * decay) if outside else start, m, s)
     if "b" in without or "c" in without:
-        motion = Motion.of(x, y, v if "c" in without else None).without(stays)
+        motion = Motion.of(x, y, v if "c" in without else None, stays)
         if "b" in without:
             (carry_in_plane if "a" in without else carry)(m, x, y, motion, rescale="c" in without)
         else:
@@ -106,11 +99,12 @@ def emit_adam(rows: RowSet, before: Tensor, group: Options) -> None:
     emit(rows, rows.whole, before, x, gradient, pace=pace, start=start)
 
 
-def _left_by_decay(start: float | Tensor, usable: Tensor, dtype: torch.dtype) -> float | Tensor:
+def _left_by_decay(start: float | Tensor, stays: Tensor | None, dtype: torch.dtype) -> float | Tensor:
     """What a decoupled decay leaves of each row: a row that takes no step does not decay."""
-    if geometry.at_hand(usable) and bool(usable.all()):
+    if stays is None:
         return start
-    return torch.where(usable, torch.as_tensor(start, dtype=dtype, device=usable.device), 1)
+    # A number of the host is added, not copied: a copy would wait for the device.
+    return torch.zeros_like(stays, dtype=dtype).add_(start).masked_fill_(stays, 1)
 
 
 def _moved(x: Tensor, kept: float | Tensor, m: Tensor, s: float | Tensor) -> Tensor:
@@ -134,11 +128,8 @@ def sgd(rows: RowSet, group: Options) -> None:
     g = ∇L(x) + λx;  m ← μ m + (1−τ) g, in the first step m ← g;  x' = x − η m, with Nesterov x − η (g + μ m).
     As in `adam`, where (b) is neutralized the L2 term acts on x alone.
     """
-    for piece in rows.pieces():
-        x, gradient, m = (rows.read(name, piece) for name in ("param", "grad", "momentum_buffer"))
+    for piece, (x, gradient, m) in rows.pieces("param", "grad", "momentum_buffer"):
         _sgd(rows, piece, (x, gradient, m), group)
-        rows.write("param", piece, x)
-        rows.write("momentum_buffer", piece, m)
 
 
 def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], group: Options) -> None:
@@ -205,9 +196,8 @@ def adagradg(rows: RowSet, group: Options) -> None:
     v is used before it is updated. A row whose new v is not finite takes no step.
     """
     v = rows.number("sum")
-    for piece in rows.pieces():
-        x = rows.read("param", piece)
-        u, g = _on_sphere(x, rows.read("grad", piece), group)
+    for piece, (x, gradient) in rows.pieces("param", "grad"):
+        u, g = _on_sphere(x, gradient, group)
         v_next = group["beta"] * v[piece] + square(g)
         usable = torch.isfinite(v_next)
         pace = torch.where(usable & (v[piece] > 0), rate_of(group) / v[piece].sqrt(), 0)
@@ -217,7 +207,6 @@ def adagradg(rows: RowSet, group: Options) -> None:
             emit(rows, piece, u, y, g, pace=pace, end=landed)
         x.copy_(landed)
         v[piece] = torch.where(usable, v_next, v[piece])
-        rows.write("param", piece, x)
     rows.share("sum")
 
 
@@ -232,15 +221,15 @@ def adamg(rows: RowSet, group: Options) -> None:
     beta1, beta2 = group["betas"]
     rate = rate_of(group) * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
     v = rows.number("exp_avg_sq")
-    for piece in rows.pieces():
-        x, m = rows.read("param", piece), rows.read("exp_avg", piece)
-        u, g = _on_sphere(x, rows.read("grad", piece), group)
+    for piece, (x, gradient, m) in rows.pieces("param", "grad", "exp_avg"):
+        u, g = _on_sphere(x, gradient, group)
         h = geometry.tangent(g, u)
         if not group["retraction"]:
             h *= (group["clip"] / norm(h)).clamp_(max=1)
         hh = square(h)
         usable = torch.isfinite(hh)
-        h, hh = zeroed(h, ~usable), zeroed(hh, ~usable)
+        stays = failing(usable)
+        h, hh = zeroed(stays, h, hh)
         moment = v[piece]
         moment.copy_(torch.where(usable, moment.lerp(hh, 1 - beta2), moment))
         root = (moment + group["eps"]).sqrt_()
@@ -250,7 +239,7 @@ def adamg(rows: RowSet, group: Options) -> None:
         theta = norm(delta)
         reached = u + delta if group["retraction"] else theta.cos() * u + torch.sinc(theta / math.pi) * delta
         y = _landed(u, reached)
-        carry_in_plane(m, u, y, Motion.of(u, y).without(~usable), rescale=False)
+        carry_in_plane(m, u, y, Motion.of(u, y, stays=stays), rescale=False)
         landed = torch.where(usable, y, x)
         if rows.telemetry is not None:
             # tan θ = η^e‖c^⊥‖ with c = m/(1−β1) defines the effective rate of a step along a geodesic too.
@@ -258,8 +247,6 @@ def adamg(rows: RowSet, group: Options) -> None:
             inward = dot(u, delta).neg_()
             emit(rows, piece, u, y, g, pace=(1 - beta1) * turned * dot(u, y), end=landed, inward=inward)
         x.copy_(landed)
-        rows.write("param", piece, x)
-        rows.write("exp_avg", piece, m)
     rows.share("exp_avg_sq")
 
 
@@ -276,11 +263,11 @@ def adamp(rows: RowSet, group: Options) -> None:
     beta1, beta2 = group["betas"]
     lr = rate_of(group)
     pace, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    for piece in rows.pieces():
-        x, g, m, v = (rows.read(name, piece) for name in ("param", "grad", "exp_avg", "exp_avg_sq"))
+    for piece, (x, g, m, v) in rows.pieces("param", "grad", "exp_avg", "exp_avg_sq"):
         g = -g if group["maximize"] else g
         usable = torch.isfinite(square(g))
-        safe = zeroed(g, ~usable)
+        stays = failing(usable)
+        (safe,) = zeroed(stays, g)
         m.lerp_(safe, usable.to(m.dtype) * (1 - beta1))
         v.copy_(torch.where(usable, v * beta2 + safe.square().mul_(1 - beta2), v))
         divisor = (v.sqrt() / root).add_(group["eps"])
@@ -289,10 +276,8 @@ def adamp(rows: RowSet, group: Options) -> None:
         length = norm(x) + group["eps"]
         unit = x / length.masked_fill(length == 0, 1)
         q -= dot(q, unit) * unit
-        kept = _left_by_decay(1 - lr * group["weight_decay"] * group["wd_ratio"], usable, x.dtype)
+        kept = _left_by_decay(1 - lr * group["weight_decay"] * group["wd_ratio"], stays, x.dtype)
         y = x * kept - q * pace
         if rows.telemetry is not None:
             emit(rows, piece, x, y, g, pace=(1 - beta1) * pace / _mean_square(divisor).sqrt_(), start=kept)
         x.copy_(y)
-        for name, value in (("param", x), ("exp_avg", m), ("exp_avg_sq", v)):
-            rows.write(name, piece, value)

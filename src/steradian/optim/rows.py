@@ -3,9 +3,9 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from steradian.geometry import at_hand
 from steradian.groups import Layout
 
-__all__ = ["RowSet", "arithmetic", "check_shape", "exact", "together"]
+__all__ = ["Options", "RowSet", "arithmetic", "check_shape", "exact", "rate_of", "together"]
+
+Options = Mapping[str, Any]
+"""A param group."""
 
 # Numbers of a tensor that one pass of a step works on, on a CPU: several such temporaries stay in its cache.
 _PIECE = 2**18
@@ -36,6 +39,12 @@ def exact(step: Tensor) -> Tensor:
     return step if step.device.type == "mps" else step.to(torch.float64)
 
 
+def rate_of(group: Options) -> float | Tensor:
+    """The learning rate: a number, or a tensor without dimensions that is never read back."""
+    lr = group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
+
+
 def check_shape(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an entry of a state, which may have been loaded or made before the settings were changed.
 
@@ -54,10 +63,10 @@ class RowSet:
     """The rows of one parameter, or of several that are invariant only together, in one step.
 
     `read` gives a parameter-shaped quantity as (n, d) rows: a view of its memory where the layout, the strides
-    and the dtype allow, else a copy in the arithmetic's dtype, which `write` puts back. The order of the entries
+    and the dtype allow, else a copy in the arithmetic's dtype. The order of the entries
     within a row is the same for everything read from one set, and follows the parameter's strides, so that
-    channels_last needs no copy. Rows that span several tensors are always copied. A step reads and writes piece by
-    piece (`pieces`), so that copies and temporaries stay small.
+    channels_last needs no copy. Rows that span several tensors are always copied. A step goes through the rows piece by
+    piece (`pieces`), which puts copies back, so that copies and temporaries stay small.
 
     Args:
         layout: how each tensor is cut.
@@ -110,8 +119,25 @@ class RowSet:
         """All rows, as a piece."""
         return slice(0, self.n)
 
-    def pieces(self) -> Iterator[slice]:
-        """Ranges of rows to work on one after the other: on a CPU what its cache holds, elsewhere all at once."""
+    def pieces(self, *names: str) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Rows of some quantities, piece by piece, to be changed in place; gradients are not written back.
+
+        On a CPU a piece is what its cache holds, elsewhere it is all rows at once.
+
+        Args:
+            names: as for `read`.
+
+        Yields:
+            The range of rows, and the rows of each quantity.
+        """
+        for piece in self._ranges():
+            tensors = [self.read(name, piece) for name in names]
+            yield piece, tensors
+            for name, rows in zip(names, tensors, strict=True):
+                if name != "grad":
+                    self._write(name, piece, rows)
+
+    def _ranges(self) -> Iterator[slice]:
         at_once = self.n
         if self.params[0].device.type == "cpu" and not torch.compiler.is_compiling():
             # A piece is whole blocks of every tensor's outermost cut dimension.
@@ -129,7 +155,7 @@ class RowSet:
             parts = [part / self.scale.to(part) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def write(self, name: str, piece: slice, rows: Tensor) -> None:
+    def _write(self, name: str, piece: slice, rows: Tensor) -> None:
         """Put rows that came from `read` back; nothing to do where they are a view."""
         joint = len(self.params) > 1
         parts = torch.split(rows, [cut.d for cut in self._cuts], dim=1) if joint else (rows,)
@@ -326,7 +352,7 @@ def _is_ready(tensor: Tensor | None, dtype: torch.dtype) -> bool:
 
 
 class _Stack(RowSet):
-    """The rows of several sets under each other, in copies that `write`, `share` and `finish` put back.
+    """The rows of several sets under each other, in copies that `pieces`, `share` and `finish` put back.
 
     Args:
         sets: row sets of one parameter each, which differ in the number of rows alone.
@@ -346,16 +372,14 @@ class _Stack(RowSet):
             self.telemetry = self._stack("telemetry", emitted)
             self.finish = lambda: self.share("telemetry")
 
-    def pieces(self) -> Iterator[slice]:
-        """All rows at once."""
+    def _ranges(self) -> Iterator[slice]:
         yield self.whole
 
     def read(self, name: str, piece: slice) -> Tensor:
         """The rows of "param", "grad" or a parameter-shaped entry of the states."""
         return self._stack(name, [tensor.view(-1, self.d) for tensor in self._tensors(name)])
 
-    def write(self, name: str, piece: slice, rows: Tensor) -> None:
-        """Put rows that came from `read` back."""
+    def _write(self, name: str, piece: slice, rows: Tensor) -> None:
         torch._foreach_copy_(self._places[name], rows.split(self._counts))
 
     def number(self, name: str) -> Tensor:

@@ -39,7 +39,7 @@ class SGD(RowOptimizer):
     >>> optimizer = SGD([{"params": [weight], "rows": "filter"}], lr=0.1, momentum=0.9, without="bc")
     """
 
-    _reference = staticmethod(reference.sgd)
+    update = staticmethod(reference.sgd)
     _needed_by_rows = frozenset({"momentum_buffer"})
     _marks = frozenset({"momentum", "without"})
     _takes_sparse = True
@@ -77,9 +77,8 @@ class SGD(RowOptimizer):
         check(fine, "nesterov", group["nesterov"], "False without momentum or with dampening")
         group["without"] = letters(group["without"])
 
-    def _layout(self, group: Options) -> Layout | None:
-        moves = group["momentum"] and ("b" in group["without"] or "c" in group["without"])
-        return super()._layout(group) if moves else None
+    def _updates_rows(self, group: Options) -> bool:
+        return bool(group["momentum"]) and ("b" in group["without"] or "c" in group["without"])
 
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         return {} if layout is None else {"momentum_buffer": like(param)}

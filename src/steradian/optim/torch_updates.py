@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from steradian.optim.rows import exact
-from steradian.optim.transport import rate_of
+from steradian.optim.rows import exact, rate_of
 
 __all__ = ["adam", "adamp", "sgd", "zero"]
 

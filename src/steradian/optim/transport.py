@@ -4,26 +4,16 @@ Rows are (n, d), numbers per row (n, 1); x is a row before the step and y the ro
 the device.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from steradian import geometry
-from steradian.geometry import dot, square
+from steradian.geometry import dot, failing, square, zeroed
 from steradian.optim.rows import RowSet
 
-__all__ = ["Motion", "carry", "carry_in_plane", "emit", "rate_of", "zeroed"]
-
-Options = Mapping[str, Any]
-
-
-def zeroed(rows: Tensor, where: Tensor) -> Tensor:
-    """Rows with some of them set to 0, because 0·inf is NaN; the same tensor if there are none on the host."""
-    if geometry.at_hand(where) and not bool(where.any()):
-        return rows
-    return rows.masked_fill(where, 0)
+__all__ = ["Motion", "carry", "carry_in_plane", "emit"]
 
 
 class Motion(NamedTuple):
@@ -40,20 +30,23 @@ class Motion(NamedTuple):
     gone: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, y: Tensor, v: Tensor | None = None) -> "Motion":
-        """The motion from x to y; rows whose (r/r')² v would overflow count as gone, so that m and v stay alike."""
+    def of(cls, x: Tensor, y: Tensor, v: Tensor | None = None, stays: Tensor | None = None) -> "Motion":
+        """The motion from x to y.
+
+        Args:
+            x: rows before the step.
+            y: rows after it.
+            v: second moments that will be rescaled: where (r/r')² v would overflow, m and v stay.
+            stays: rows that take no step; None: all do.
+        """
         limits, xx, yy = torch.finfo(x.dtype), square(x), square(y)
         shrink, largest = xx / yy, yy
         if v is not None:
             largest = torch.maximum(yy, shrink * (v if v.shape[1] == 1 else v.amax(dim=1, keepdim=True)))
         there = (torch.minimum(xx, yy) >= limits.tiny / limits.eps) & (largest <= limits.max)
         there &= shrink <= limits.eps**-2
-        gone = ~there
+        gone = ~there if stays is None else ~there | stays
         return cls(xx, yy, shrink.masked_fill_(gone, 1), gone)
-
-    def without(self, rows: Tensor) -> "Motion":
-        """The same, but some rows do not move."""
-        return self._replace(shrink=self.shrink.masked_fill(rows, 1), gone=self.gone | rows)
 
 
 def carry_in_plane(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
@@ -66,7 +59,8 @@ def carry_in_plane(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: 
     scale = motion.yy if rescale else motion.xx.sqrt() * motion.yy.sqrt()
     kept, removed = dot(x, y).div_(scale), dot(m, y).div_(scale)
     gone = motion.gone | ~torch.isfinite(removed)
-    m.mul_(kept.masked_fill_(gone, 1)).addcmul_(zeroed(x, gone), removed.masked_fill_(gone, 0), value=-1)
+    (x,) = zeroed(failing(~gone), x)
+    m.mul_(kept.masked_fill_(gone, 1)).addcmul_(x, removed.masked_fill_(gone, 0), value=-1)
 
 
 def carry(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
@@ -76,8 +70,9 @@ def carry(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> 
     tangent vectors the isometry is the reflection m ↦ m^⊥ − 2⟨m^⊥,w⟩/⟨w,w⟩·w with w = u + u'. It is taken from w's
     entries, since ⟨w,w⟩ = 2(1 + ⟨u,u'⟩) has no digits near the antipode; at the antipode itself it is m^⊥.
     """
-    u = zeroed(x, motion.gone) / motion.xx.sqrt().masked_fill_(motion.gone, 1)
-    w = torch.addcdiv(u, zeroed(y, motion.gone), motion.yy.sqrt().masked_fill_(motion.gone, 1))
+    x, y = zeroed(failing(~motion.gone), x, y)
+    u = x / motion.xx.sqrt().masked_fill_(motion.gone, 1)
+    w = torch.addcdiv(u, y, motion.yy.sqrt().masked_fill_(motion.gone, 1))
     inward, ww = dot(m, u), square(w)
     turn = (dot(m, w) - inward * ww / 2).mul_(2).div_(ww.masked_fill_(ww == 0, 1))  # ⟨u,w⟩ = ⟨w,w⟩/2
     gone = motion.gone | ~torch.isfinite(turn)
@@ -128,9 +123,3 @@ def emit(
     radial.masked_fill_(gone | ~torch.isfinite(radial), 0)
     columns = [radius, geometry.angle(x, y), rate, next_radius, slope, defect, radial]
     rows.telemetry[piece] = torch.cat(columns, dim=1)
-
-
-def rate_of(group: Options) -> float | Tensor:
-    """The learning rate: a number, or a tensor without dimensions that is never read back."""
-    lr = group["lr"]
-    return lr.reshape(()) if isinstance(lr, Tensor) else float(lr)

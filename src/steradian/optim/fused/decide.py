@@ -173,7 +173,7 @@ class FusedStep:
             for group, sets in self.left:
                 for rows in sets:
                     with rows.scaled(scale, found):
-                        optimizer._reference(rows, group)
+                        optimizer.update(rows, group)
                     rows.finish()
 
 
