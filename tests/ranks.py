@@ -52,8 +52,8 @@ def train(
 def run(jobs: list[tuple[Any, ...]], ranks: int, folder: object) -> None:
     """Call function(rank, ranks, folder, *arguments) for each job (function, *arguments), on every rank.
 
-    The ranks start once for all jobs: starting takes longer than most of them. They compute on the CPU, also where there
-    is a GPU, which `fully_shard` would take.
+    The ranks start once for all jobs: starting takes longer than most of them. They compute on the CPU, also if
+    there is a GPU, which `fully_shard` would take.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
