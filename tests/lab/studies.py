@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from steradian.groups import Group, Groups
-from steradian.lab import networks
+from steradian.lab import models
 from steradian.lab.config import Config
 from steradian.lab.data import DataSet, Images, Resident, load
 from steradian.lab.fleet import Fleet
@@ -69,8 +69,8 @@ def without_discovery():
     """Take every filter of every convolution for a row, as BN has it, without proving it again."""
 
     def rows(*kind):
-        params = dict(networks._built(*kind).named_parameters())
+        params = dict(models._built(*kind).named_parameters())
         filters = {name: p for name, p in params.items() if p.ndim == 4}
         return Groups(params, [Group((n,), "filter", len(p), p[0].numel(), "bn", 0.0) for n, p in filters.items()])
 
-    networks._rows = rows
+    models._rows = rows

@@ -335,7 +335,7 @@ def test_batches_are_crops_and_mirror_images():
     plan = resident.plan(seed=3, epoch=1, batch=15)
     assert sorted(plan.reshape(-1) // resident.views) == list(range(30))
     for codes in plan:
-        batch, [labels] = resident.batch(torch.from_numpy(codes)[None])
+        batch, labels = resident.batch(torch.from_numpy(codes))
         assert batch.is_contiguous(memory_format=torch.channels_last)
         for k, code in enumerate(codes.tolist()):
             image, view = divmod(code, resident.views)
@@ -353,7 +353,7 @@ def test_training_pixels_are_centred_and_of_unit_spread():
     made = data(train=200, size=4)
     resident = Resident(made, validation=0.1, pad=0, flip=False)
     codes = torch.arange(resident.counts["train"])
-    batch, _ = resident.batch(codes[None])
+    batch, _ = resident.batch(codes)
     torch.testing.assert_close(batch.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(batch.std(dim=(0, 2, 3), correction=0), torch.ones(3), atol=1e-5, rtol=0)
 
@@ -370,20 +370,6 @@ def test_chunks_cover_each_part_once():
             seen[part] += labels[there].tolist()
     assert seen["test"] == made.test.labels.tolist()
     assert sorted(seen["validation"] + resident.train_labels.tolist()) == sorted(made.train.labels.tolist())
-
-
-def test_members_see_their_own_batches_side_by_side():
-    resident = Resident(data(train=40, size=8), validation=0.25, pad=2)
-    codes = torch.from_numpy(np.stack([resident.plan(seed, 0, 6)[0] for seed in range(3)]))
-    images, labels = resident.batch(codes)
-    assert images.shape == (6, 9, 8, 8)
-    for m, line in enumerate(codes):
-        alone, [its] = resident.batch(line[None])
-        torch.testing.assert_close(images[:, 3 * m : 3 * m + 3], alone, rtol=0, atol=0)
-        assert torch.equal(labels[m], its)
-    span = [torch.tensor([k]) for k in resident.spans["test"]]
-    together, alone = resident.chunk(*span, 4, members=2)[0], resident.chunk(*span, 4)[0]
-    assert torch.equal(together, torch.cat([alone, alone], dim=1))
 
 
 def test_plans_depend_on_seed_and_epoch_alone():

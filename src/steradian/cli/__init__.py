@@ -12,7 +12,7 @@ from typing import Annotated
 from rich.console import Console
 
 from steradian import __version__
-from steradian.lab.interruption import end
+from steradian.lab.interruption import exit_on_signal
 
 _INSTALL = "pip install 'steradian[lab]'"
 
@@ -32,7 +32,7 @@ app = typer.Typer(
 )
 
 _EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError)
-_LAB = ("pandas", "pyarrow", "plotly", "PIL", "sklearn", "scipy")
+_LAB = ("pandas", "pyarrow", "plotly", "matplotlib", "PIL", "sklearn", "scipy")
 _WIDE = 160  # columns, where no terminal says how many there are
 _INTERRUPTED = 130
 _PLAINER = {"−": "-", "±": "~", "×": "x", "…": ".", "†": "+", "“": '"', "”": '"'}  # one for one: tables stay straight
@@ -105,7 +105,7 @@ def _ended_in_order() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as nohup has it
     for number in before:
-        signal.signal(number, end)
+        signal.signal(number, exit_on_signal)
     try:
         yield
     finally:

@@ -29,8 +29,7 @@ def table(
 
     Example: steradian table resnet20-cifar10
     """
-    from steradian.lab.grids import grid_rows, is_grid
-    from steradian.lab.tables import accuracy_columns, markdown_table
+    from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, markdown_table
 
     study, folder = _found(study, folder)
     results = [result for result in _stored(study, folder) if result.config.start is None]
@@ -56,10 +55,9 @@ def figure(
 
     Example: steradian figure resnet20-cifar10 loss --out loss.svg
     """
-    from steradian.lab.figures import FIGURES, TRACK_FIGURES
-    from steradian.lab.names import meant
-    from steradian.lab.pictures import write_figure
-    from steradian.lab.tracks import Tracks
+    from steradian.lab.config import meant
+    from steradian.lab.experiments import Tracks
+    from steradian.lab.figures import FIGURES, TRACK_FIGURES, write_figure
 
     kind = meant(kind, [*FIGURES, *TRACK_FIGURES]) or kind
     study, folder = _found(study, folder)
@@ -120,8 +118,7 @@ def write_up(
 
 def print_table(results: "Sequence[Result]", console: Console) -> None:
     """Print one table for each column and what its figures say, or the best points of a grid."""
-    from steradian.lab.grids import grid_rows, is_grid
-    from steradian.lab.tables import RULE, accuracy_columns
+    from steradian.lab.tables import RULE, accuracy_columns, grid_rows, is_grid
 
     if is_grid(results):
         _print(console, GRID, *grid_rows(results))

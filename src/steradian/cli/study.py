@@ -13,8 +13,8 @@ from steradian.cli.show import print_table
 
 if TYPE_CHECKING:
     from steradian.lab.config import Config
-    from steradian.lab.execution import Execution
     from steradian.lab.study import Study
+    from steradian.lab.training import Execution
 
 Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, original archives, or images.")]
@@ -52,8 +52,8 @@ def train(
     """
     from dataclasses import replace
 
+    from steradian.lab.config import meant
     from steradian.lab.models import MODELS, NORMS
-    from steradian.lab.names import meant
     from steradian.lab.paper import COLUMNS
     from steradian.lab.recipes import accuracy_tables
 
@@ -84,7 +84,6 @@ def reproduce(
     methods: Annotated[list[str] | None, typer.Option(help='e.g. "Adam w/o (ab)"; once for each.')] = None,
     seconds: Seconds = None,
     size: Size = None,
-    members: Annotated[int, typer.Option(min=1, help="Seeds of one setting carried out as one network.")] = 1,
     device: Device = None,
     engine: Annotated[str, typer.Option(help="local, or ray for many machines.")] = "local",
     address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; none: one is started here.")] = None,
@@ -119,14 +118,14 @@ def reproduce(
         raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
     if network not in ("paper", "released"):
         raise ValueError(f"network must be paper or released, got {network!r}")
-    asked: dict[str, Any] = {"points": points, "phenomena": phenomena, "tuning": tuning, "members": members > 1}
+    asked: dict[str, Any] = {"points": points, "phenomena": phenomena, "tuning": tuning}
     asked |= {"lr": rates, "weight-decay": decays, "beta2": beta2s}
     asked |= {"settings": settings != "printed", "network": network != "paper"}
     options |= {"settings": settings} if asked["settings"] else {}
     options |= {"released": True} if asked["network"] else {}
     local = {"seconds": seconds, "device": device, "compile": compiled, "capture": captured, "fused": fused}
     _agree(recipe, engine, {"address": address}, asked, local)
-    execution = _execution(device, compiled, captured=captured, fused=fused, members=members)
+    execution = _execution(device, compiled, captured=captured, fused=fused)
     carried: dict[str, Any] = {"device": device, "seconds": seconds, "size": size, "execution": execution}
     recorded = {"points": points} if points else {}
     if recipe == "trajectories":
@@ -149,7 +148,6 @@ _FOR = {
     "points": ("hypotheses", "phenomena", "trajectories"),
     "phenomena": ("hypotheses", "phenomena"),
     "tuning": ("trajectories",),
-    "members": ("tables", "tables-no-affine", "curves", "grid", "trajectories"),
     "lr": ("grid",),
     "weight-decay": ("grid",),
     "beta2": ("grid",),
@@ -169,16 +167,15 @@ def _agree(recipe: str, engine: str, on_ray: dict[str, Any], asked: dict[str, An
             raise ValueError(f"--{name} is for {', '.join(recipes)}, not for {recipe}")
     if engine == "ray" and recipe not in _ON_RAY:
         raise ValueError(f"--engine ray is for {', '.join(_ON_RAY)}; {recipe} records steps on one machine")
-    others = {**local, "members": asked["members"] or None} if engine == "ray" else on_ray
-    for name, value in others.items():
+    for name, value in (local if engine == "ray" else on_ray).items():
         if value is not None:
             raise ValueError(f"--{name} is for --engine {'local' if engine == 'ray' else 'ray'}, not for {engine}")
 
 
 def _execution(device: str | None, compiled: bool | None, **how: Any) -> "Execution":
     """How to train: networks are compiled on a GPU, unless something else is asked for."""
-    from steradian.lab.execution import Execution
     from steradian.lab.study import pick_device
+    from steradian.lab.training import Execution
 
     return Execution(compiled=pick_device(device).type == "cuda" if compiled is None else compiled, **how)
 
@@ -203,7 +200,7 @@ def _carry_out(
     seconds: float | None = None,
     size: int | None = None,
 ) -> None:
-    from steradian.lab.progress import watcher_for
+    from steradian.cli.progress import progress_on
     from steradian.lab.study import Study, pick_device
 
     where, console = pick_device(device), screen()
@@ -213,10 +210,10 @@ def _carry_out(
             configs,
             roots=_roots(configs, root),
             device=where,
-            size=size or (None if where.type == "cuda" else execution.members),
+            size=size,
             seconds=seconds,
             execution=execution,
-            watcher=watcher_for(console),
+            progress=progress_on(console),
         )
     _outcome(configs, study, finished, console)
 
@@ -231,37 +228,36 @@ def _outcome(configs: Sequence["Config"], study: "Study", finished: bool, consol
 
 
 def _sweep(configs: Sequence["Config"], name: str, *, root: Path | None, address: str | None, size: int | None) -> None:
-    from steradian.lab.progress import watcher_for
-    from steradian.lab.study import Study
-    from steradian.lab.sweep import sweep
+    from steradian.cli.progress import progress_on
+    from steradian.lab.study import Study, sweep
 
     study, console = Study(name), screen()
     where: dict[str, Any] = {"address": address, "roots": _roots(configs, root)}
     with _going_on(console):
-        finished = sweep(configs, study, engine="ray", size=size or 8, watcher=watcher_for(console), **where)
+        finished = sweep(configs, study, size=size or 8, progress=progress_on(console), **where)
     _outcome(configs, study, finished, console)
 
 
 def _tracked(configs: Sequence["Config"], name: str, *, root: Path | None, **options: Any) -> None:
-    from steradian.lab.progress import watcher_for
+    from steradian.cli.progress import progress_on
+    from steradian.lab.experiments import track_study
     from steradian.lab.study import RESULTS
-    from steradian.lab.tracks import track_study
 
     console = screen()
     with _going_on(console):
-        finished = track_study(configs, name, roots=_roots(configs, root), watcher=watcher_for(console), **options)
+        finished = track_study(configs, name, roots=_roots(configs, root), progress=progress_on(console), **options)
     _recorded(RESULTS / f"{name}-tracks.parquet", finished, console)
 
 
 def _trajectories(options: dict[str, Any], study: str | None, **more: Any) -> None:
-    from steradian.lab.progress import watcher_for
-    from steradian.lab.tracks import trajectory_study
+    from steradian.cli.progress import progress_on
+    from steradian.lab.experiments import trajectory_study
 
     if options.pop("methods", None):
         raise ValueError("trajectories compare SGD, AdaGradG and AdaGrad: there are no methods to choose")
     console = screen()
     with _going_on(console):
-        tracks, finished = trajectory_study(options, study, watcher=watcher_for(console), **more)
+        tracks, finished = trajectory_study(options, study, progress=progress_on(console), **more)
     _recorded(tracks.path, finished, console)
 
 

@@ -1,17 +1,34 @@
-"""Documents whose tables and figures are made from stored results: marked regions are written anew, all else is kept.
+"""Documents whose tables and figures are made from stored results: marked regions are rewritten, the rest is kept.
 
-A region stands between `<!-- begin KIND STUDY … -->` and `<!-- end KIND STUDY … -->`, each on a line of its own. KIND
-is one of `fragments.KINDS`, and the studies are names of files in the folder of results.
+A region stands between `<!-- begin KIND STUDY … -->` and `<!-- end KIND STUDY … -->`, each on its own line. KIND is one
+of `KINDS`, and the studies are names of files in the folder of results. For a study that has not been run the region
+gets the command that runs it.
 """
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from steradian.lab.fragments import Place, fragment
-from steradian.lab.results import write_atomically
+from steradian.lab.config import METHODS
+from steradian.lab.experiments import Tracks
+from steradian.lab.figures import FIGURES, TRACK_FIGURES, Figure, write_figure
+from steradian.lab.paper import COLUMNS
+from steradian.lab.recipes import RECIPES
+from steradian.lab.results import Result, Store, write_atomically
+from steradian.lab.summaries import SUMMARIES
+from steradian.lab.tables import (
+    RULE,
+    Column,
+    accuracy_columns,
+    markdown_table,
+    plain_loops,
+    point_rows,
+    time_rows,
+)
 
-__all__ = ["regions", "write_up", "written"]
+__all__ = ["KINDS", "Place", "command", "fragment", "regions", "write_up", "written"]
 
 _REGION = re.compile(r"^<!-- begin (?P<name>.+?) -->\n(?P<body>.*?)^<!-- end (?P=name) -->$", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"^<!-- (?:begin|end) .+? -->$", re.MULTILINE)
@@ -66,3 +83,182 @@ def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None
     made = {document: written(document, results=results, figures=figures) for document in documents}
     for document, text in made.items():  # all of them or none
         write_atomically(document, text.encode())
+
+
+# What a region holds
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a document finds its results.
+
+    Attributes:
+        results: folder of the results.
+        figures: folder for the figures.
+        document: folder of the document, from which figures are linked.
+    """
+
+    results: Path
+    figures: Path
+    document: Path
+
+    def store(self, study: str) -> list[Result]:
+        """The results of a study; none where there is no file."""
+        return Store(self.results / f"{study}.json").results()
+
+    def tracks(self, study: str) -> Tracks:
+        """The records of a study."""
+        return Tracks(self.results / f"{study}-tracks.parquet")
+
+    def show(self, figure: Figure, name: str, text: str) -> str:
+        """Write a figure, and give what shows it in a document."""
+        path = self.figures / f"{name}.svg"
+        write_figure(figure, path)
+        return f"![{text}]({Path(os.path.relpath(path, self.document)).as_posix()})"
+
+
+def fragment(name: str, place: Place) -> str:
+    """The piece of this name: a kind and the studies that it is made from.
+
+    Raises:
+        ValueError: there is no such kind, or no study is named.
+    """
+    kind, *studies = name.split()
+    if kind not in KINDS or not studies:
+        raise ValueError(f"a region must name one of {', '.join(KINDS)} and a study, got {name!r}")
+    return KINDS[kind](kind, studies, place)
+
+
+def command(study: str) -> str:
+    """What runs a study; with a name of its own, it is not known what of.
+
+    >>> command("resnet20-cifar10")
+    'steradian reproduce tables --data cifar10 --columns ResNet20'
+    >>> command("hypotheses-cifar10")
+    'steradian reproduce hypotheses --data cifar10'
+    >>> command("resnet20-cifar10-released-settings")
+    'steradian reproduce tables --data cifar10 --columns ResNet20 --settings released'
+    >>> command("mine")
+    'steradian reproduce RECIPE --study mine'
+    """
+    name = study
+    study, _, what = study.partition("-released-")
+    options = "".join(f" --{each} released" for each in what.split("-") if each)
+    recipe, _, data = study.rpartition("-")
+    model = next((model for model, _ in COLUMNS if model.lower() == recipe), None)
+    if model is not None:
+        return f"steradian reproduce tables --data {data} --columns {model}{options}"
+    if recipe not in (*RECIPES, "trajectories"):
+        return f"steradian reproduce RECIPE --study {name}"
+    return f"steradian reproduce {recipe} --data {data}{options}"
+
+
+def _missing(studies: Sequence[str]) -> str:
+    return "\n\n".join(f"*Not run yet: `{command(study)}`.*" for study in studies)
+
+
+def _columns(studies: Sequence[str], place: Place) -> tuple[list[Column], list[str]]:
+    """The columns of these studies, and the studies that are missing."""
+    found: list[Column] = []
+    for study in studies:
+        found += accuracy_columns(place.store(study))
+    return found, [study for study in studies if not place.store(study)]
+
+
+def _table(kind: str, studies: Sequence[str], place: Place) -> str:
+    """Ours beside the paper's; a "table" says what the figures mean, "numbers" do not."""
+    columns, missing = _columns(studies, place)
+    parts = []
+    for column in columns:
+        parts.append(f"**{column.name}**, {column.length}\n\n{markdown_table(*column.rows())}")
+        if kind == "table":
+            parts.append("\n".join(f"- {text}" for text in column.statements()))
+    return "\n\n".join([*parts, *([RULE] if parts else []), *([_missing(missing)] if missing else [])])
+
+
+def _points(_: str, studies: Sequence[str], place: Place) -> str:
+    """Every setting that was tried, whatever it was tried for."""
+    results = [result for study in studies for result in place.store(study) if result.config.start is None]
+    missing = [study for study in studies if not place.store(study)]
+    parts = [markdown_table(*point_rows(results))] if results else []
+    return "\n\n".join([*parts, *([_missing(missing)] if missing else [])])
+
+
+def _times(_: str, studies: Sequence[str], place: Place) -> str:
+    columns, missing = _columns(studies, place)
+    parts = [markdown_table(*time_rows(columns, plain_loops(place.results / "bench-fleet.json")))] if columns else []
+    return "\n\n".join([*parts, *([_missing(missing)] if missing else [])])
+
+
+_CAPTIONS = {
+    "loss": "Training loss by epoch: mean over the seeds, with bands from the lowest seed to the highest.",
+    "accuracy": "Validation accuracy by epoch: mean over the seeds, with bands from the lowest seed to the highest.",
+    "hypotheses": "The largest of each quantity over all filters of all layers, at the recorded steps.",
+    "trajectories": "Cosine of filters with the same filter under SGD: three filters of every block, drawn at random.",
+    "phenomena": "How far each phenomenon turns the effective direction: medians over the filters of every layer.",
+}
+
+
+def _curves(kind: str, studies: Sequence[str], place: Place) -> str:
+    results = [result for study in studies for result in place.store(study)]
+    figure = FIGURES[kind](results)
+    if figure.empty:
+        ran = any(result.config.start is None for result in results)
+        return "*Nothing to show: every training diverged.*" if ran else _missing(studies)
+    return f"{place.show(figure, f'{kind}-{studies[0]}', _CAPTIONS[kind])}\n\n*{_CAPTIONS[kind]}*"
+
+
+def _tracked(kind: str, studies: Sequence[str], place: Place) -> str:
+    """From the first of the studies that has recorded it."""
+    for study in studies:
+        tracks = place.tracks(study)
+        table, about = tracks.table(), tracks.about()
+        if about and not (figure := TRACK_FIGURES[kind](table, about)).empty:
+            name = study if study.startswith(kind) else f"{kind}-{study}"
+            shown = place.show(figure, name, _CAPTIONS[kind])
+            return f"{shown}\n\n*{_CAPTIONS[kind]}*\n\n{markdown_table(*SUMMARIES[kind](table, about))}"
+    return _missing(studies[:1])
+
+
+def _machines(_: str, studies: Sequence[str], place: Place) -> str:
+    """What the trainings ran on, as they recorded it."""
+    kinds: dict[tuple[str, ...], int] = {}
+    for result in (result for study in studies for result in place.store(study)):
+        told = tuple(str(result.environment.get(name, "")) for name in ("device", "torch", "python", "commit"))
+        kinds[told] = kinds.get(told, 0) + 1
+    if not kinds:
+        return _missing(studies)
+    lines = [[*told, str(count)] for told, count in kinds.items()]
+    return markdown_table(["device", "torch", "Python", "commit", "trainings"], lines)
+
+
+def _settings(_: str, studies: Sequence[str], place: Place) -> str:
+    """How the trainings of each method were set, as they recorded it."""
+    configs = [result.config for study in studies for result in place.store(study)]
+    if not configs:
+        return _missing(studies)
+    lines: dict[tuple[str, ...], None] = {}
+    for c in sorted(configs, key=lambda config: METHODS.index(config.method)):
+        momentum = (
+            f"β = {c.momentum:g}" if c.method == "SGD-M" else "none" if c.method == "SGD" else f"β₁ = {c.betas[0]:g}"
+        )
+        second = "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"
+        epochs = f"{c.epochs}, rate × {c.gamma:g} at {', '.join(map(str, c.milestones))}"
+        lines[
+            c.method, f"{c.lr:g}", f"{c.weight_decay:g}", momentum, second, epochs, str(c.batch_size), c.precision
+        ] = None
+    heads = ["method", "rate η", "L2 λ", "momentum", "β₂", "epochs", "batch", "precision"]
+    return markdown_table(heads, [list(line) for line in lines])
+
+
+KINDS: dict[str, Callable[[str, Sequence[str], Place], str]] = {
+    "table": _table,
+    "numbers": _table,
+    "points": _points,
+    "times": _times,
+    "machines": _machines,
+    "settings": _settings,
+    **dict.fromkeys(FIGURES, _curves),
+    **dict.fromkeys(TRACK_FIGURES, _tracked),
+}
+"""What a region may hold."""

@@ -33,43 +33,33 @@ class Plain:
 class Captured:
     """The work, captured once and replayed.
 
-    Capturing does not do the work. It must have been done before, so that everything lazy has happened, and may
-    only depend on memory that stays where it is: counters and rates live on the device.
+    Capturing does not run the work. It must have run before, so that everything lazy has happened, and may only depend
+    on memory that stays where it is: counters and rates live on the device.
 
     Args:
         work: enqueues the work on the current stream.
         stream: the stream to capture on, and to replay on.
-        together: how many times the work is done by one launch of the larger of two graphs; 1: there is only one.
     """
 
-    def __init__(self, work: Callable[[], None], stream: torch.cuda.Stream, *, together: int = 1) -> None:
-        self.stream, self.together = stream, together
-        self.single = self._capture(work, 1)
-        self.several = self._capture(work, together) if together > 1 else self.single
+    def __init__(self, work: Callable[[], None], stream: torch.cuda.Stream) -> None:
+        self.stream, self.graph = stream, torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        gc.disable()  # memory that is freed during a capture must not belong to others
+        try:
+            with torch.cuda.stream(stream):
+                # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
+                self.graph.capture_begin(capture_error_mode="thread_local")
+                work()
+                self.graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
 
     def __call__(self, times: int) -> None:
         """Replay it."""
         with torch.cuda.stream(self.stream):
-            for _ in range(times // self.together):
-                self.several.replay()
-            for _ in range(times % self.together):
-                self.single.replay()
-
-    def _capture(self, work: Callable[[], None], times: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        collecting = gc.isenabled()
-        gc.disable()  # what is freed during a capture must not be the memory of others
-        try:
-            with torch.cuda.stream(self.stream):
-                # Other trainings go on meanwhile: only this thread's calls are held to the rules of a capture.
-                graph.capture_begin(capture_error_mode="thread_local")
-                for _ in range(times):
-                    work()
-                graph.capture_end()
-        finally:
-            if collecting:
-                gc.enable()
-        return graph
+            for _ in range(times):
+                self.graph.replay()
 
 
 class Queue:
@@ -83,7 +73,7 @@ class Queue:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Within it, work is put into this queue."""
+        """Inside it, work is put into this queue."""
         if self.stream is None:
             yield
             return

@@ -11,8 +11,7 @@ from itertools import product
 from typing import Any
 
 from steradian.lab import paper
-from steradian.lab.config import Config
-from steradian.lab.names import chosen, meant
+from steradian.lab.config import Config, chosen, meant
 
 __all__ = [
     "RECIPES",

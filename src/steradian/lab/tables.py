@@ -1,32 +1,45 @@
-"""Tables from stored results: ours beside the paper's, with spread, number of seeds, and what is within the noise.
+"""Tables from stored results: accuracies beside the paper's, the best points of grids, and times.
 
-The rule: two figures differ when Welch's t-test on their seeds rejects equal means at 5 %. Otherwise the difference
-is called within the noise; with one seed nothing is said.
+Two accuracies differ when Welch's t-test on their seeds rejects equal means at 5 %. Otherwise the difference is called
+within the noise; nothing is said about a single seed.
 """
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
 from steradian.lab import paper
-from steradian.lab.config import METHODS
+from steradian.lab.config import METHODS, Config
 from steradian.lab.results import Result
-from steradian.lab.welch import welch_p
 
 __all__ = [
     "BEST",
     "LEVEL",
     "RULE",
+    "Best",
     "Cell",
     "Column",
+    "Rows",
     "accuracy_columns",
     "duration",
-    "figure",
+    "grid_rows",
+    "is_grid",
     "markdown_table",
     "place",
+    "plain_loops",
+    "point_rows",
+    "search",
+    "time_rows",
 ]
+
+Rows = tuple[list[str], list[list[str]]]
+"""Headings and lines of a table."""
 
 LEVEL = 0.05
 """Below this p a difference of means is not called noise."""
@@ -70,10 +83,19 @@ class Cell:
         return str(self.seeds) + (f" ({self.diverged} diverged)" if self.diverged else "")
 
     def p(self, other: "Cell") -> float | None:
-        """Two-sided p of equal means; None where the spread of one is not known."""
+        """Two-sided p of equal means by Welch's t-test; None if one has no spread.
+
+        >>> round(Cell(91.92, 0.18, 5).p(Cell(91.81, 0.20, 5)), 2)
+        0.39
+        """
         if math.isnan(self.spread) or math.isnan(other.spread):
             return None
-        return welch_p((self.mean, self.spread, self.seeds), (other.mean, other.spread, other.seeds))
+        if self.spread == other.spread == 0:
+            return float(self.mean == other.mean)
+        from scipy import stats
+
+        ours, theirs = (self.mean, self.spread, self.seeds), (other.mean, other.spread, other.seeds)
+        return float(stats.ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue)
 
 
 @dataclass(frozen=True)
@@ -125,24 +147,24 @@ class Column:
                 found[method] = Cell(printed.mean, spread, _PAPERS_SEEDS)
         return found
 
-    def rows(self, *, seeds: bool = False) -> tuple[list[str], list[list[str]]]:
-        """Headings and lines, with every seed's figure where asked for."""
+    def rows(self, *, seeds: bool = False) -> Rows:
+        """The table, optionally with the accuracy of every seed."""
         numbers = sorted({result.config.seed for found in self.results.values() for result in found})
         heads = ["method", *(f"seed {k}" for k in numbers if seeds), "ours", "seeds"]
         papers = self.papers
         heads += ["paper", "ours − paper", "that is"] if papers else []
         lines = []
         for method, cell in self.cells.items():
-            single = {result.config.seed: figure(result.accuracy) for result in self.results[method]}
+            single = {result.config.seed: _percent(result.accuracy) for result in self.results[method]}
             line = [method, *(single.get(k, "") for k in numbers if seeds), str(cell), cell.count]
             lines.append(line + (_beside(cell, papers.get(method)) if papers else []))
         return heads, lines
 
-    def singles(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and lines of every seed's figure, for a page that is narrow."""
+    def singles(self) -> Rows:
+        """A table of the accuracy of every seed, for a narrow page."""
         lines = []
         for method, found in self.results.items():
-            told = (f"{result.config.seed}:\u00a0{figure(result.accuracy)}" for result in found)
+            told = (f"{result.config.seed}:\u00a0{_percent(result.accuracy)}" for result in found)
             lines.append([method, ", ".join(told)])
         return ["method", "accuracy"], lines
 
@@ -323,6 +345,167 @@ def _signed(difference: float) -> str:
     return f"{difference:+.2f}".replace("-", "−")
 
 
-def figure(accuracy: float) -> str:
-    """An accuracy in percent; NaN is what diverged."""
+def _percent(accuracy: float) -> str:
     return "diverged" if math.isnan(accuracy) else f"{accuracy:.2f}"
+
+
+# The best point of a grid search, chosen only by validation accuracy, beside the paper's
+
+
+@dataclass(frozen=True)
+class Best:
+    """What a grid search found for one method in one column.
+
+    Attributes:
+        config: the best setting, with its first seed; any of them where all diverged.
+        validation: its mean best validation accuracy over seeds, in percent; NaN where all diverged.
+        accuracy: its mean test accuracy at those epochs.
+        seeds: how many.
+        points: settings that were tried.
+        diverged: how many of them diverged with every seed.
+    """
+
+    config: Config
+    validation: float
+    accuracy: float
+    seeds: int
+    points: int
+    diverged: int
+
+
+def is_grid(results: Iterable[Result]) -> bool:
+    """Whether some method was trained with several settings in one column, with one network and equally long."""
+    return any(len(settings) > 1 for settings in _searches(results))
+
+
+def search(results: Iterable[Result]) -> list[Best]:
+    """The best setting of each method in each column and length; the test set has no part in the choice."""
+    found = []
+    for settings in _searches(results):
+        kept = {key: [r for r in runs if not r.diverged] for key, runs in settings.items()}
+        alive = {key: runs for key, runs in kept.items() if runs}
+        lost = len(settings) - len(alive)
+        if not alive:
+            [[first, *_], *_] = settings.values()
+            found.append(Best(first.config, math.nan, math.nan, 0, len(settings), lost))
+            continue
+        best = max(alive.values(), key=_validation)
+        accuracy = fmean(result.accuracy for result in best)
+        found.append(Best(best[0].config, _validation(best), accuracy, len(best), len(settings), lost))
+    return sorted(found, key=lambda best: (_where(best.config), METHODS.index(best.config.method), best.config.epochs))
+
+
+def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
+    """By setting, what may be compared: one method in one column, with one network and equally long."""
+    kinds: dict[tuple[str, str, bool, str, int], dict[str, list[Result]]] = {}
+    for result in results:
+        config = result.config
+        kind = kinds.setdefault((config.column, config.norm, config.released, config.method, config.epochs), {})
+        kind.setdefault(config.setting, []).append(result)
+    return list(kinds.values())
+
+
+def grid_rows(results: Iterable[Result]) -> Rows:
+    """Headings and lines of a table of `search`."""
+    heads = ["column", "method", "epochs", "best: η, λ, β2", "paper: η, λ, β2", "validation", "test", "seeds", "points"]
+    lines = []
+    for best in search(results):
+        config = best.config
+        lost = f" ({best.diverged} diverged)" if best.diverged else ""
+        ours = _setting(config.method, config.lr, config.weight_decay, config.betas[1]) if best.seeds else ""
+        figures = [_percent(best.validation), _percent(best.accuracy), str(best.seeds), f"{best.points}{lost}"]
+        where = [_where(config), config.method, str(config.epochs)]
+        lines.append([*where, ours, _papers(config), *figures])
+    return heads, lines
+
+
+def point_rows(results: Iterable[Result]) -> Rows:
+    """Headings and lines of a table of every setting that was tried, with the paper's accuracy beside it."""
+    settings: dict[tuple[object, ...], list[Result]] = {}
+    for result in results:
+        c = result.config
+        kind = (c.column, c.norm, c.released, METHODS.index(c.method), c.lr, c.weight_decay, c.betas[1], c.epochs)
+        settings.setdefault(kind, []).append(result)
+    heads = ["column", "method", "η", "λ", "β₂", "epochs", "validation", "test", "seeds", "paper"]
+    lines = []
+    for _, runs in sorted(settings.items()):
+        c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
+        kept = [result for result in runs if not result.diverged]
+        numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]
+        reached = [f"{_validation(kept):.2f}" if kept else "", str(test), test.count]
+        papers = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
+        lines.append(
+            [_where(c), c.method, *numbers, str(c.epochs), *reached, "" if papers is None else f"{papers.mean:.2f}"]
+        )
+    return heads, lines
+
+
+def _validation(results: Sequence[Result]) -> float:
+    return fmean(max(result.curves["validation_accuracy"]) for result in results)
+
+
+def _where(config: Config) -> str:
+    return f"{config.column} {config.norm}" + (", released network" if config.released else "")
+
+
+def _papers(config: Config) -> str:
+    column = (config.model, config.data)
+    if config.method not in paper.BEST or column not in paper.BEST[config.method]:
+        return ""
+    best = paper.BEST[config.method][column]
+    return _setting(config.method, paper.LEARNING_RATE[config.method], best.weight_decay, best.beta2)
+
+
+def _setting(method: str, lr: float, decay: float, beta2: float) -> str:
+    """η, λ and, where the method has it, β2."""
+    return f"{lr:g}, {decay:g}" + ("" if method.startswith("SGD") else f", {beta2:g}")
+
+
+# Time on the device, beside that of a plain loop
+
+_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "digits": 1_438}
+"""Training images; a share of 5 % of them is held out."""
+
+
+def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
+    """By network, milliseconds per step of the plain loop that `benchmarks/fleet.py` measured, and on what."""
+    if not bench.exists():
+        return {}
+    try:
+        told: dict[str, Any] = json.loads(bench.read_text(encoding="utf-8"))
+        device = str(told["environment"]["device"])
+        plain = [row for row in told["rows"] if str(row["way"]).startswith("plain")]
+        return {str(row["network"]): (float(row["ms per run and step"]), device) for row in plain}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{bench} is not what benchmarks/fleet.py writes ({error!r}): run it again") from error
+
+
+def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) -> Rows:
+    """For each column: trainings, steps, device time, and the time of a plain loop for the same steps.
+
+    Ours holds everything: compiling, evaluations, checkpoints. The plain loop's is its steps alone.
+    """
+    heads = ["column", "trainings", "steps", "device", "our time", "ms per training and step"]
+    heads += ["plain loop, ms per step", "plain loop, the same steps", "ratio"]
+    lines = []
+    for column in columns:
+        every = [result for found in column.results.values() for result in found]
+        seconds = sum(result.seconds for result in every)
+        steps = sum(len(r.curves["train_loss"]) * _steps(column.data, r.config.batch_size) for r in every)
+        device = ", ".join(sorted({result.environment.get("device", "") for result in every}))
+        line = [column.name, str(len(every)), f"{steps:,}" if steps else "", device, duration(seconds)]
+        line.append(f"{1e3 * seconds / steps:.3g}" if steps else "")
+        each, where = plain.get(column.model, (0.0, ""))
+        if each and steps and where == device:
+            estimate = steps * each / 1e3
+            line += [f"{each:.3g}", duration(estimate), f"{estimate / seconds:.1f} ×" if seconds else ""]
+        else:
+            line += ["not measured there", "", ""]
+        lines.append(line)
+    return heads, lines
+
+
+def _steps(data: str, batch: int) -> int:
+    """In an epoch; 0 where the size of the data is not known."""
+    images = _IMAGES.get(data, 0)
+    return (images - max(1, round(0.05 * images))) // batch if images else 0

@@ -94,27 +94,25 @@ class Resident:
         return epoch_plan(seed, epoch, images=self.counts["train"], batch=batch, views=self.views)
 
     def batch(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, M·C, S, S), channels last in memory, and labels (M, B), of a line of the plans of M members."""
+        """Images (B, C, S, S), channels last in memory, and labels (B,), of one line of a plan."""
         image, view = codes // self.views, codes % self.views
-        index = image.t()[:, :, None] * self.train_pixels.shape[1] + self.windows[view.t()]
+        index = image[:, None] * self.train_pixels.shape[1] + self.windows[view]
         return self._normalized(self.train_pixels.view(-1)[index]), self.train_labels[image]
 
-    def chunk(self, start: Tensor, end: Tensor, length: int, members: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """Images that are held out, the same for all members, from `start`, without augmentation.
+    def chunk(self, start: Tensor, end: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Validation or test images from `start`, without augmentation.
 
         Returns:
-            Images (length, M·C, S, S), labels (length,), and which of them lie before `end`.
+            Images (length, C, S, S), labels (length,), and which of them lie before `end`.
         """
         at = start + torch.arange(length, device=self.device)
-        there = at < end
+        inside = at < end
         at = torch.minimum(at, end - 1)
-        pixels = self.held_pixels[at][:, None].expand(-1, members, -1)
-        return self._normalized(pixels), self.held_labels[at], there
+        return self._normalized(self.held_pixels[at]), self.held_labels[at], inside
 
     def _normalized(self, pixels: Tensor) -> Tensor:
-        images = pixels.unflatten(2, (self.size, self.size, self.channels))
-        images = (images.to(torch.float32) - self.mean) * self.scale
-        return images.permute(0, 2, 3, 1, 4).flatten(3).permute(0, 3, 1, 2)
+        images = pixels.unflatten(1, (self.size, self.size, self.channels))
+        return ((images.to(torch.float32) - self.mean) * self.scale).permute(0, 3, 1, 2)
 
     def _padded(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         # Black, as zeros before the normalization: what random crops of image files give.

@@ -1,7 +1,7 @@
-"""A 3 × 3 convolution with few channels, of several members in one launch, that adds up what BN needs.
+"""A 3 × 3 convolution with few channels that also adds up what BN needs.
 
-Networks for small images have too few channels for the kernels that are made for large ones. Here Σy and Σy² are added
-up as y is stored, so that a normalization behind the convolution need not read it again for its statistics.
+Networks for small images have too few channels for kernels that are made for large ones. Σy and Σy² are added up as y
+is stored, so that a normalization behind the convolution need not read it again for its statistics.
 """
 
 import math
@@ -11,61 +11,60 @@ import torch
 import triton
 from torch import Tensor
 
-from steradian.lab import _kernels
+from steradian.lab.kernels import triton_kernels
 
-__all__ = ["FILTERS", "Convolved", "apart", "by_channel", "convolve", "together"]
+__all__ = ["FILTERS", "Convolved", "by_channel", "convolve"]
 
 FILTERS = (16, 32, 64)
-"""Filters that a member's convolution may have; its channels, too, where x needs a gradient."""
+"""Numbers of filters that are supported; of channels, too, if x needs a gradient."""
 
 
 class Convolved(NamedTuple):
     """What `convolve` returns.
 
     Attributes:
-        y: the convolution, (members · batch, filters, height, width), channels last, in the dtype of x.
-        sums: Σy and Σy² over all pixels of a member, (2, members · filters) in float32; empty where not asked for.
+        y: the convolution, (batch, filters, height, width), channels last, in the dtype of x.
+        sums: Σy and Σy² over all pixels, (2, filters) in float32; empty if not wanted.
     """
 
     y: Tensor
     sums: Tensor
 
 
-def convolve(x: Tensor, weight: Tensor, *, members: int = 1, stride: int = 1, sums: bool = True) -> Convolved:
+def convolve(x: Tensor, weight: Tensor, *, stride: int = 1, sums: bool = True) -> Convolved:
     """x ∗ weight with padding 1, and its sums.
 
     Args:
-        x: (members · batch, channels, height, width), one member after the other; what is multiplied has its dtype.
-        weight: (members · filters, channels, 3, 3).
-        members: how many networks there are.
-        stride: 1, or 2 where height and width are even.
+        x: (batch, channels, height, width); products are taken in its dtype.
+        weight: (filters, channels, 3, 3).
+        stride: 1, or 2 if height and width are even.
         sums: add up y and y².
     """
-    filters, channels = weight.shape[0] // members, weight.shape[1]
+    filters, channels = weight.shape[:2]
     if filters not in FILTERS or weight.shape[2:] != (3, 3):
-        raise ValueError(f"weight must hold {FILTERS} filters of 3 × 3 for each member, got {tuple(weight.shape)}")
-    if x.shape[1] != channels or len(x) % members:
-        raise ValueError(f"x must hold {channels} channels and {members} batches, got {tuple(x.shape)}")
+        raise ValueError(f"weight must hold {FILTERS} filters of 3 × 3, got {tuple(weight.shape)}")
+    if x.shape[1] != channels:
+        raise ValueError(f"x must hold {channels} channels, got {tuple(x.shape)}")
     if x.requires_grad and channels not in FILTERS:
-        raise ValueError(f"channels must be one of {FILTERS} where x needs a gradient, got {channels}")
+        raise ValueError(f"channels must be one of {FILTERS} if x needs a gradient, got {channels}")
     if stride not in (1, 2) or (stride == 2 and (x.shape[2] % 2 or x.shape[3] % 2)):
-        raise ValueError(f"stride must be 1, or 2 where height and width are even, got {stride} of {tuple(x.shape)}")
+        raise ValueError(f"stride must be 1, or 2 if height and width are even, got {stride} of {tuple(x.shape)}")
     last = torch.channels_last
     x, weight = x.contiguous(memory_format=last), weight.contiguous(memory_format=last)
-    return Convolved(*_Convolution.apply(x, weight, members, stride, sums))
+    return Convolved(*_Convolution.apply(x, weight, stride, sums))
 
 
 class _Convolution(torch.autograd.Function):
-    """The convolution with its gradients; parts are added up where a compiler can join more to it."""
+    """The convolution with its gradients; partial sums are added up outside of the kernels, by a compiler."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, members: int, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
         """Convolve."""
         size = (x.shape[2] // stride, x.shape[3] // stride)
-        plan = _forward_plan(stride, x.shape[1], len(weight) // members)
-        y, parts = _forward(x, weight, members, stride, plan.parts(len(x) // members, *size) if sums else 0)
+        plan = _forward_plan(stride, x.shape[1], len(weight))
+        y, parts = _forward(x, weight, stride, plan.parts(len(x), *size) if sums else 0)
         ctx.save_for_backward(x, weight, y if sums else None)
-        ctx.members, ctx.stride = members, stride
+        ctx.stride = stride
         ctx.set_materialize_grads(False)
         return y, parts.sum(dim=0)
 
@@ -75,34 +74,20 @@ class _Convolution(torch.autograd.Function):
         x, weight, y = ctx.saved_tensors
         dy = torch.zeros_like(y) if dy is None else dy
         if y is not None and dsums is not None:
-            first, second = (by_channel(part, ctx.members) for part in dsums)
-            dy = apart(dy, ctx.members).float() + first + 2 * second * apart(y, ctx.members).float()
-            dy = together(dy.to(x.dtype))
+            first, second = (by_channel(part) for part in dsums)
+            dy = (dy.float() + first + 2 * second * y.float()).to(x.dtype)
         dy = dy.contiguous(memory_format=torch.channels_last)
-        dx = _input_gradient(dy, weight, x, ctx.members, ctx.stride) if ctx.needs_input_grad[0] else None
+        dx = _input_gradient(dy, weight, x, ctx.stride) if ctx.needs_input_grad[0] else None
         plan = _weight_gradient_plan(ctx.stride, x.shape[1], dy.shape[1])
-        # For a share of the taps a pixel is a row of x and a column of y.
+        # A `_Corner` counts pixels in rows of x and columns of y.
         height = dy.shape[2] if isinstance(plan, _Tile) else x.shape[2]
-        parts = _weight_gradient(x, dy, ctx.members, ctx.stride, plan.parts(len(x) // ctx.members, height, dy.shape[3]))
-        return dx, parts.sum(dim=0).permute(0, 3, 1, 2).to(weight.dtype), None, None, None
+        parts = _weight_gradient(x, dy, ctx.stride, plan.parts(len(x), height, dy.shape[3]))
+        return dx, parts.sum(dim=0).permute(0, 3, 1, 2).to(weight.dtype), None, None
 
 
-def apart(y: Tensor, members: int) -> Tensor:
-    """(members · batch, channels, height, width) with a dimension for the members where there are several.
-
-    With one dimension more than it needs a compiler would go through channels-last tensors in another order.
-    """
-    return y if members == 1 else y.unflatten(0, (members, -1))
-
-
-def by_channel(term: Tensor, members: int) -> Tensor:
-    """A number for each channel of each member, to be multiplied with what `apart` gives."""
-    return term.view(1, -1, 1, 1) if members == 1 else term.view(members, 1, -1, 1, 1)
-
-
-def together(y: Tensor) -> Tensor:
-    """What `apart` was given."""
-    return y.flatten(0, 1) if y.ndim == 5 else y
+def by_channel(term: Tensor) -> Tensor:
+    """A number for each channel, to be multiplied with (batch, channels, height, width)."""
+    return term.view(1, -1, 1, 1)
 
 
 class _Tile(NamedTuple):
@@ -115,7 +100,7 @@ class _Tile(NamedTuple):
     stages: int = 1
 
     def parts(self, images: int, height: int, width: int) -> int:
-        """Programs of a member."""
+        """Number of programs."""
         return -(-images * height * width // (self.block * self.tiles))
 
 
@@ -128,11 +113,11 @@ class _Strip(NamedTuple):
     stages: int = 2
 
     def grid(self, images: int, height: int, width: int) -> tuple[int, int]:
-        """Programs of a member: pixels of a row, and strips of rows."""
+        """Number of programs: along a row, and strips of rows."""
         return -(-images * width // self.block), -(-height // self.rows)
 
     def parts(self, images: int, height: int, width: int) -> int:
-        """Programs of a member."""
+        """Number of programs."""
         return math.prod(self.grid(images, height, width))
 
 
@@ -147,7 +132,7 @@ class _Corner(NamedTuple):
     stages: int = 1
 
     def parts(self, images: int, height: int, width: int) -> int:
-        """Programs of a member for its share of the taps."""
+        """Number of programs for each share of the taps."""
         return -(-images * height * width // (self.block * self.tiles))
 
     @property
@@ -156,7 +141,7 @@ class _Corner(NamedTuple):
         return (3 if self.down == 1 else 1) * (3 if self.across == 1 else 1)
 
 
-# By the stride and the filters of a member, or its channels for the gradient to x: benchmarks/convolution.py --tune.
+# By stride and number of filters, or of channels for the gradient to x, from benchmarks/convolution.py --tune.
 _Plan = _Tile | _Strip
 _FORWARD: dict[int, dict[int, _Plan]] = {
     1: {16: _Strip(128, 16, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1, 4, 1)},
@@ -187,7 +172,7 @@ def _weight_gradient_plan(stride: int, channels: int, filters: int) -> _Corner |
 
 
 # The launches, as operators that a compiler does not look into. What their results look like follows from their
-# arguments alone: a compiler may remember it for longer than the plans above stay as they are.
+# arguments alone: a compiler may cache it for longer than the plans above stay as they are.
 
 
 def _fill_up(channels: int) -> int:
@@ -200,70 +185,67 @@ def _how(plan: _Plan | _Corner, x: Tensor) -> dict[str, Any]:
     return {"BLOCK": plan.block, "PRECISION": precision, "num_warps": plan.warps, "num_stages": plan.stages}
 
 
-def _launch(
-    plan: _Plan, x: Tensor, weight: Tensor, y: Tensor, parts: Tensor, members: int, stride: int, *, back: bool
-) -> None:
+def _launch(plan: _Plan, x: Tensor, weight: Tensor, y: Tensor, parts: Tensor, stride: int, *, back: bool) -> None:
     """y = x ∗ weight, or dx = dy ∗ weight turned round, and the sums where parts has room for them."""
-    images, (channels, height, width), (filters, *size) = len(x) // members, x.shape[1:], y.shape[1:]
-    tensors = (x, weight, y, parts, images, members)
+    images, (channels, height, width), (filters, *size) = len(x), x.shape[1:], y.shape[1:]
+    tensors = (x, weight, y, parts, images)
     shape = {"CI": channels, "CO": filters, "BACK": back, "SUMS": parts.numel() > 0} | _how(plan, x)
     if isinstance(plan, _Strip):
-        across, strips = plan.grid(images, *size)
-        _kernels.rolling_kernel[(across, members, strips)](
+        triton_kernels.rolling_kernel[plan.grid(images, *size)](
             *tensors, KI=_fill_up(channels), HEIGHT=height, WIDTH=width, ROWS=plan.rows, **shape
         )
     else:
         each = channels if plan.taps > 1 else _fill_up(channels)
-        _kernels.convolve_kernel[(plan.parts(images, *size), members)](
+        triton_kernels.convolve_kernel[(plan.parts(images, *size),)](
             *tensors, KI=each, HI=height, WI=width, HO=size[0], WO=size[1], STRIDE=stride, TILES=plan.tiles,
             TAPS=plan.taps, PLACES=_fill_up(plan.taps * each), **shape,
         )  # fmt: skip
 
 
 @torch.library.custom_op("steradian::convolve", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, members: int, stride: int, parts: int) -> tuple[Tensor, Tensor]:
-    y, sums = _like_forward(x, weight, members, stride, parts)
-    _launch(_forward_plan(stride, x.shape[1], y.shape[1]), x, weight, y, sums, members, stride, back=False)
+def _forward(x: Tensor, weight: Tensor, stride: int, parts: int) -> tuple[Tensor, Tensor]:
+    y, sums = _like_forward(x, weight, stride, parts)
+    _launch(_forward_plan(stride, x.shape[1], y.shape[1]), x, weight, y, sums, stride, back=False)
     return y, sums
 
 
 @_forward.register_fake
-def _like_forward(x: Tensor, weight: Tensor, members: int, stride: int, parts: int) -> tuple[Tensor, Tensor]:
-    size = (len(x), weight.shape[0] // members, x.shape[2] // stride, x.shape[3] // stride)
+def _like_forward(x: Tensor, weight: Tensor, stride: int, parts: int) -> tuple[Tensor, Tensor]:
+    size = (len(x), weight.shape[0], x.shape[2] // stride, x.shape[3] // stride)
     y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     return y, x.new_empty((parts, 2, weight.shape[0]) if parts else (1, 0), dtype=torch.float32)
 
 
 @torch.library.custom_op("steradian::convolve_input_gradient", mutates_args=())
-def _input_gradient(dy: Tensor, weight: Tensor, x: Tensor, members: int, stride: int) -> Tensor:
-    dx = _like_input_gradient(dy, weight, x, members, stride)
+def _input_gradient(dy: Tensor, weight: Tensor, x: Tensor, stride: int) -> Tensor:
+    dx = _like_input_gradient(dy, weight, x, stride)
     plan = _INPUT_GRADIENT[stride][x.shape[1]]
-    _launch(plan, dy, weight, dx, dx.new_empty(0, dtype=torch.float32), members, stride, back=True)
+    _launch(plan, dy, weight, dx, dx.new_empty(0, dtype=torch.float32), stride, back=True)
     return dx
 
 
 @_input_gradient.register_fake
-def _like_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, members: int, stride: int) -> Tensor:
+def _like_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, stride: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.channels_last)
 
 
 @torch.library.custom_op("steradian::convolve_weight_gradient", mutates_args=())
-def _weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int, parts: int) -> Tensor:
-    out = _like_weight_gradient(x, dy, members, stride, parts)
+def _weight_gradient(x: Tensor, dy: Tensor, stride: int, parts: int) -> Tensor:
+    out = _like_weight_gradient(x, dy, stride, parts)
     channels, filters = x.shape[1], dy.shape[1]
     plan = _weight_gradient_plan(stride, channels, filters)
-    tensors = (x, dy, out, len(x) // members, members)
+    tensors = (x, dy, out, len(x))
     shape = {"CI": channels, "CO": filters, "HI": x.shape[2], "WI": x.shape[3], "HO": dy.shape[2], "WO": dy.shape[3]}
     shape |= {"STRIDE": stride, "TILES": plan.tiles} | _how(plan, x)
     if isinstance(plan, _Tile):
-        _kernels.whole_weight_gradient_kernel[(parts, members)](*tensors, PLACES=_fill_up(9 * channels), **shape)
+        triton_kernels.whole_weight_gradient_kernel[(parts,)](*tensors, PLACES=_fill_up(9 * channels), **shape)
     else:
-        _kernels.weight_gradient_kernel[(parts, members, plan.shares)](
+        triton_kernels.weight_gradient_kernel[(parts, plan.shares)](
             *tensors, KI=_fill_up(channels), DOWN=plan.down, ACROSS=plan.across, **shape
         )
     return out
 
 
 @_weight_gradient.register_fake
-def _like_weight_gradient(x: Tensor, dy: Tensor, members: int, stride: int, parts: int) -> Tensor:
-    return x.new_empty(parts, members * dy.shape[1], 3, 3, x.shape[1], dtype=torch.float32)
+def _like_weight_gradient(x: Tensor, dy: Tensor, stride: int, parts: int) -> Tensor:
+    return x.new_empty(parts, dy.shape[1], 3, 3, x.shape[1], dtype=torch.float32)
