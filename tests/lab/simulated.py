@@ -39,7 +39,7 @@ def column(folder, *, columns=("ResNet20",), epochs=405, seeds=5, methods=None, 
     random, results = np.random.default_rng(0), []
     for config in accuracy_tables(data="cifar10", columns=columns, epochs=epochs, seeds=seeds, methods=methods):
         figure = paper.ACCURACY["bn"][config.method][config.model, config.data]
-        reached = round(figure.mean + (figure.spread or 0.15) * random.normal(), 2)
+        reached = round(figure.mean + figure.spread * random.normal(), 2)
         results.append(training(config, reached, random=random, **facts))
     Store(folder / f"{name}.json").add(results)
     return results

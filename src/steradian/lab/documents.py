@@ -51,7 +51,7 @@ def regions(text: str) -> list[str]:
 
 
 def written(document: Path, *, results: Path, figures: Path) -> str:
-    """The document with its regions made anew; the figures are written to their folder."""
+    """The document with its regions rewritten; the figures are written to their folder."""
     try:
         text = document.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -61,16 +61,16 @@ def written(document: Path, *, results: Path, figures: Path) -> str:
     regions(text)
     place = Place(results, figures, document.parent)
 
-    def anew(match: re.Match[str]) -> str:
+    def rewrite(match: re.Match[str]) -> str:
         name = match["name"]
         return f"<!-- begin {name} -->\n\n{fragment(name, place)}\n\n<!-- end {name} -->"
 
-    made = _REGION.sub(anew, text)
+    made = _REGION.sub(rewrite, text)
     return made.replace("\n", "\r\n") if windows else made
 
 
 def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None:
-    """Write the regions of documents anew.
+    """Rewrite the regions of documents.
 
     Args:
         documents: files with marked regions.
@@ -81,7 +81,7 @@ def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None
         if not document.is_file():
             raise ValueError(f"document must be a file, got {document}")
     made = {document: written(document, results=results, figures=figures) for document in documents}
-    for document, text in made.items():  # all of them or none
+    for document, text in made.items():  # only now, so that an error leaves all documents as they were
         write_atomically(document, text.encode())
 
 
@@ -90,7 +90,7 @@ def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None
 
 @dataclass(frozen=True)
 class Place:
-    """Where a document finds its results.
+    """The folders of a document.
 
     Attributes:
         results: folder of the results.
@@ -103,7 +103,7 @@ class Place:
     document: Path
 
     def store(self, study: str) -> list[Result]:
-        """The results of a study; none where there is no file."""
+        """The results of a study; none if there is no file."""
         return Store(self.results / f"{study}.json").results()
 
     def tracks(self, study: str) -> Tracks:
@@ -111,14 +111,14 @@ class Place:
         return Tracks(self.results / f"{study}-tracks.parquet")
 
     def show(self, figure: Figure, name: str, text: str) -> str:
-        """Write a figure, and give what shows it in a document."""
+        """Write a figure; returns the Markdown that shows it."""
         path = self.figures / f"{name}.svg"
         write_figure(figure, path)
         return f"![{text}]({Path(os.path.relpath(path, self.document)).as_posix()})"
 
 
 def fragment(name: str, place: Place) -> str:
-    """The piece of this name: a kind and the studies that it is made from.
+    """The content of a region by its name: a kind and the studies that it is made from.
 
     Raises:
         ValueError: there is no such kind, or no study is named.
@@ -130,7 +130,7 @@ def fragment(name: str, place: Place) -> str:
 
 
 def command(study: str) -> str:
-    """What runs a study; with a name of its own, it is not known what of.
+    """The command that runs a study; of a study with another name the recipe is unknown.
 
     >>> command("resnet20-cifar10")
     'steradian reproduce tables --data cifar10 --columns ResNet20'
@@ -166,7 +166,7 @@ def _columns(studies: Sequence[str], place: Place) -> tuple[list[Column], list[s
 
 
 def _table(kind: str, studies: Sequence[str], place: Place) -> str:
-    """Ours beside the paper's; a "table" says what the figures mean, "numbers" do not."""
+    """Ours beside the paper's; a "table" has statements below it, "numbers" have none."""
     columns, missing = _columns(studies, place)
     parts = []
     for column in columns:
@@ -177,7 +177,7 @@ def _table(kind: str, studies: Sequence[str], place: Place) -> str:
 
 
 def _points(_: str, studies: Sequence[str], place: Place) -> str:
-    """Every setting that was tried, whatever it was tried for."""
+    """Every setting that was tried."""
     results = [result for study in studies for result in place.store(study) if result.config.start is None]
     missing = [study for study in studies if not place.store(study)]
     parts = [markdown_table(*point_rows(results))] if results else []
@@ -209,7 +209,7 @@ def _curves(kind: str, studies: Sequence[str], place: Place) -> str:
 
 
 def _tracked(kind: str, studies: Sequence[str], place: Place) -> str:
-    """From the first of the studies that has recorded it."""
+    """A figure and its summary, from the first of the studies that has recorded it."""
     for study in studies:
         tracks = place.tracks(study)
         table, about = tracks.table(), tracks.about()
@@ -221,32 +221,29 @@ def _tracked(kind: str, studies: Sequence[str], place: Place) -> str:
 
 
 def _machines(_: str, studies: Sequence[str], place: Place) -> str:
-    """What the trainings ran on, as they recorded it."""
+    """What the trainings ran on."""
     kinds: dict[tuple[str, ...], int] = {}
     for result in (result for study in studies for result in place.store(study)):
-        told = tuple(str(result.environment.get(name, "")) for name in ("device", "torch", "python", "commit"))
-        kinds[told] = kinds.get(told, 0) + 1
+        kind = tuple(str(result.environment.get(name, "")) for name in ("device", "torch", "python", "commit"))
+        kinds[kind] = kinds.get(kind, 0) + 1
     if not kinds:
         return _missing(studies)
-    lines = [[*told, str(count)] for told, count in kinds.items()]
+    lines = [[*kind, str(count)] for kind, count in kinds.items()]
     return markdown_table(["device", "torch", "Python", "commit", "trainings"], lines)
 
 
 def _settings(_: str, studies: Sequence[str], place: Place) -> str:
-    """How the trainings of each method were set, as they recorded it."""
+    """Hyper-parameters of the trainings of each method."""
     configs = [result.config for study in studies for result in place.store(study)]
     if not configs:
         return _missing(studies)
     lines: dict[tuple[str, ...], None] = {}
     for c in sorted(configs, key=lambda config: METHODS.index(config.method)):
-        momentum = (
-            f"β = {c.momentum:g}" if c.method == "SGD-M" else "none" if c.method == "SGD" else f"β₁ = {c.betas[0]:g}"
-        )
+        momentum = {"SGD-M": f"β = {c.momentum:g}", "SGD": "none"}.get(c.method, f"β₁ = {c.betas[0]:g}")
         second = "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"
         epochs = f"{c.epochs}, rate × {c.gamma:g} at {', '.join(map(str, c.milestones))}"
-        lines[
-            c.method, f"{c.lr:g}", f"{c.weight_decay:g}", momentum, second, epochs, str(c.batch_size), c.precision
-        ] = None
+        rates = (f"{c.lr:g}", f"{c.weight_decay:g}")
+        lines[c.method, *rates, momentum, second, epochs, str(c.batch_size), c.precision] = None
     heads = ["method", "rate η", "L2 λ", "momentum", "β₂", "epochs", "batch", "precision"]
     return markdown_table(heads, [list(line) for line in lines])
 
@@ -261,4 +258,4 @@ KINDS: dict[str, Callable[[str, Sequence[str], Place], str]] = {
     **dict.fromkeys(FIGURES, _curves),
     **dict.fromkeys(TRACK_FIGURES, _tracked),
 }
-"""What a region may hold."""
+"""Kinds of regions."""

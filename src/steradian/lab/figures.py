@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from steradian.lab.config import METHODS
-from steradian.lab.paper import DATA_NAMES, NORM_NAMES
+from steradian.lab.paper import NORM_NAMES
 from steradian.lab.results import Result, write_atomically
-from steradian.lab.tables import place
+from steradian.lab.tables import accuracy_columns
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 from steradian.watch.records import QUANTITIES
 
@@ -154,23 +154,13 @@ def _by_epoch(
     *,
     logarithmic: bool = False,
 ) -> Figure:
-    kinds: dict[tuple[str, str, str, int], dict[str, list[Result]]] = {}  # norm, network, data, epochs
-    for result in {result.config.key: result for result in results}.values():
-        config = result.config
-        if not result.diverged and config.start is None:
-            methods = kinds.setdefault((config.norm, config.model, config.data, config.epochs), {})
-            methods.setdefault(config.method, []).append(result)
+    unique = {result.config.key: result for result in results}.values()
+    columns = accuracy_columns(result for result in unique if not result.diverged)
     charts = []
-    for kind in sorted(kinds, key=lambda kind: place(*kind)):
-        (norm, model, data, epochs), by_method = kind, kinds[kind]
-        ordered = [method for method in METHODS if method in by_method]
-        for method in ordered:
-            if len({result.config.setting for result in by_method[method]}) > 1:
-                raise ValueError(f"{model} {data} holds {method} with several settings: they have no mean over seeds")
-        lines = [_mean_line(method, [r.curves[curve] for r in by_method[method]]) for method in ordered]
-        name = f"{model} {NORM_NAMES.get(norm, norm)}, {DATA_NAMES.get(data, data)}"
-        if len([each for each in kinds if each[:3] == kind[:3]]) > 1:
-            name += f", {epochs} epochs"
+    for column in columns:
+        lines = [_mean_line(method, [r.curves[curve] for r in found]) for method, found in column.results.items()]
+        alike = [each for each in columns if each.name == column.name]
+        name = column.name if len(alike) == 1 else f"{column.name}, {column.epochs} epochs"
         longest = max(len(line.x) for line in lines)
         start = 1 if logarithmic else _first(longest)
         charts.append(Chart(name, "epoch", title, lines, logarithmic, (start, float(longest))))

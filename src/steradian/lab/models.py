@@ -1,7 +1,7 @@
 """The paper's networks in their CIFAR forms, with any of its normalizations, and a small one for the demo.
 
-Every convolution is followed by its normalization, so each of its filters (BN, IN, WN), blocks of filters (GN) or
-the whole of it (LN) is radially invariant.
+Every convolution is followed by its normalization, so each of its filters (BN, IN, WN), blocks of filters (GN) or the
+whole of it (LN) is invariant.
 """
 
 import math
@@ -125,7 +125,8 @@ class ResNet(nn.Module):
     """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head.
 
     Attributes:
-        route: another way to carry out the same network, called with it and the images; None: layer by layer.
+        route: a function that runs the same network in another way, called with it and the images; None: layer by
+            layer.
     """
 
     route: Callable[["ResNet", Tensor], Tensor] | None = None
@@ -163,7 +164,7 @@ class VGG(nn.Sequential):
     """Stages of 3 × 3 convolutions, mean, linear head.
 
     Attributes:
-        route: as a `ResNet` has it.
+        route: as for `ResNet`.
     """
 
     route: Callable[["VGG", Tensor], Tensor] | None = None
@@ -253,8 +254,8 @@ def build(
         classes: number of classes.
         size: of the images.
         width: channels of the first stage; None: the paper's.
-        released: as the paper's released code has it: ResNet20 projects its shortcuts, and convolutions begin with
-            torch's own weights, with rows about 2.4 times shorter than He's where the number of channels is kept.
+        released: as in the paper's released code: ResNet20 projects its shortcuts, and convolutions are initialized as
+            torch does, with rows about 2.4 times shorter than He's if the number of channels is kept.
 
     Raises:
         ValueError: there is no such network or normalization.
@@ -274,7 +275,7 @@ def build(
 
 
 def check_kind(name: str, norm: str) -> None:
-    """Raise a ValueError where there is no such network or normalization."""
+    """Raise a ValueError if there is no such network or normalization."""
     if name not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
     _check_norm(norm)

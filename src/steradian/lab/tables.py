@@ -31,7 +31,6 @@ __all__ = [
     "grid_rows",
     "is_grid",
     "markdown_table",
-    "place",
     "plain_loops",
     "point_rows",
     "search",
@@ -46,7 +45,7 @@ LEVEL = 0.05
 BEST = "Adam w/o (ab)"
 """The Adam variant that the paper finds best."""
 _PAPERS_SEEDS = 5
-_HOURS = 120  # seconds that are told as hours
+_HOURS = 120  # seconds from which on a total is given in hours
 
 RULE = (
     "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. “Within the "
@@ -66,7 +65,7 @@ class Cell:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Cell":
-        """The figures of some trainings, in percent; NaN counts as diverged."""
+        """From the accuracies of some trainings, in percent; NaN counts as diverged."""
         every = list(values)
         kept = [value for value in every if math.isfinite(value)]
         spread = float(np.std(kept, ddof=1)) if len(kept) > 1 else math.nan
@@ -100,7 +99,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One network with one normalization on one data set, trained for so many epochs: results of every method.
+    """One network with one normalization on one data set, trained for one number of epochs: results of every method.
 
     Attributes:
         model: the network.
@@ -117,14 +116,18 @@ class Column:
     @property
     def name(self) -> str:
         """Network, normalization and data in words."""
-        return (
-            f"{self.model} {paper.NORM_NAMES.get(self.norm, self.norm)}, {paper.DATA_NAMES.get(self.data, self.data)}"
-        )
+        norm, data = paper.NORM_NAMES.get(self.norm, self.norm), paper.DATA_NAMES.get(self.data, self.data)
+        return f"{self.model} {norm}, {data}"
+
+    @property
+    def every(self) -> list[Result]:
+        """All results."""
+        return [result for found in self.results.values() for result in found]
 
     @property
     def epochs(self) -> int:
         """Of every training."""
-        return next(iter(self.results.values()))[0].config.epochs
+        return self.every[0].config.epochs
 
     @property
     def length(self) -> str:
@@ -138,18 +141,14 @@ class Column:
 
     @property
     def papers(self) -> dict[str, Cell]:
-        """The paper's, where it has them; SGD-M's comes from the authors' read-me."""
-        found = {}
-        for method, row in paper.ACCURACY.get(self.norm, {}).items():
-            if (self.model, self.data) in row:
-                printed = row[self.model, self.data]
-                spread = math.nan if printed.spread is None else printed.spread
-                found[method] = Cell(printed.mean, spread, _PAPERS_SEEDS)
-        return found
+        """The paper's, if it has this column; SGD-M's comes from the authors' read-me."""
+        column, table = (self.model, self.data), paper.ACCURACY.get(self.norm, {})
+        printed = {method: row[column] for method, row in table.items() if column in row}
+        return {method: Cell(found.mean, found.spread, _PAPERS_SEEDS) for method, found in printed.items()}
 
     def rows(self, *, seeds: bool = False) -> Rows:
         """The table, optionally with the accuracy of every seed."""
-        numbers = sorted({result.config.seed for found in self.results.values() for result in found})
+        numbers = sorted({result.config.seed for result in self.every})
         heads = ["method", *(f"seed {k}" for k in numbers if seeds), "ours", "seeds"]
         papers = self.papers
         heads += ["paper", "ours − paper", "that is"] if papers else []
@@ -164,29 +163,27 @@ class Column:
         """A table of the accuracy of every seed, for a narrow page."""
         lines = []
         for method, found in self.results.items():
-            told = (f"{result.config.seed}:\u00a0{_percent(result.accuracy)}" for result in found)
-            lines.append([method, ", ".join(told)])
+            single = (f"{result.config.seed}:\u00a0{_percent(result.accuracy)}" for result in found)
+            lines.append([method, ", ".join(single)])
         return ["method", "accuracy"], lines
 
     def statements(self) -> list[str]:
-        """What a reader of the figures must know, and what they say."""
-        said = [self.caution(), self.claim(), self.against_sgd(), self.shrunk(), self.time()]
-        return [text for text in said if text]
+        """Cautions and conclusions, a sentence each."""
+        texts = [self.caution(), self.claim(), self.against_sgd(), self.shrunk(), self.time()]
+        return [text for text in texts if text]
 
     def caution(self) -> str:
         """How these trainings differ from the paper's, and from each other."""
         parts = []
         if self.papers and self.epochs != paper.EPOCHS:
             parts.append(f"trained for {self.length}, the paper's for {paper.EPOCHS}")
-        if others := [method for method in self.papers if self._set_otherwise(method)]:
+        if others := [method for method in self.papers if self._differs_from_printed(method)]:
             parts.append(f"hyper-parameters other than the paper prints for {', '.join(others)}")
-        if self.papers and any(result.config.released for found in self.results.values() for result in found):
+        if self.papers and any(result.config.released for result in self.every):
             parts.append("with the network of the paper's released code")
-        images = {result.environment.get("data") for found in self.results.values() for result in found}
-        if len(images - {None}) > 1:
+        if len({result.environment.get("data") for result in self.every} - {None}) > 1:
             parts.append(f"trained on different images that go by the name {self.data}")
-        missing = [method for method in self.papers if method not in self.results]
-        if missing:
+        if missing := [method for method in self.papers if method not in self.results]:
             parts.append(f"not run yet: {', '.join(missing)}")
         few = {method: cell.seeds for method, cell in self.cells.items() if cell.seeds < _PAPERS_SEEDS}
         if self.papers and few:
@@ -194,15 +191,15 @@ class Column:
             parts.append(f"fewer seeds than the paper's {_PAPERS_SEEDS}: {counts}")
         return "Mind: " + "; ".join(parts) + "." if parts else ""
 
-    def _set_otherwise(self, method: str) -> bool:
-        """Whether ours were trained with other values than those printed."""
+    def _differs_from_printed(self, method: str) -> bool:
+        """Whether ours were trained with other hyper-parameters than those printed."""
         best = paper.BEST[method][self.model, self.data]
         printed = (paper.LEARNING_RATE[method], best.weight_decay, best.beta2)
         configs = [result.config for result in self.results.get(method, [])]
         return any((config.lr, config.weight_decay, config.betas[1]) != printed for config in configs)
 
     def claim(self) -> str:
-        """Whether (ab) is best among the Adam variants, as the paper says, and what of it is noise."""
+        """Whether (ab) is best among the Adam variants, as the paper says, and which differences are noise."""
         variants = {method: cell for method, cell in self.cells.items() if method.startswith("Adam") and cell.seeds}
         if len(variants) < 2:
             return ""
@@ -215,20 +212,18 @@ class Column:
         for method, cell in variants.items():
             p = cell.p(variants[best])
             if method != best and p is not None:
-                (near if p >= LEVEL else beaten).append(
-                    f"{method} ({_signed(cell.mean - variants[best].mean)}, p = {p:.2g})"
-                )
-        text += (
-            f"; within the noise of it: {', '.join(near) or 'none'}; beyond the noise: {', '.join(beaten) or 'none'}."
-        )
+                difference = _signed(cell.mean - variants[best].mean)
+                (near if p >= LEVEL else beaten).append(f"{method} ({difference}, p = {p:.2g})")
+        text += f"; within the noise of it: {', '.join(near) or 'none'}"
+        text += f"; beyond the noise: {', '.join(beaten) or 'none'}."
         if BEST not in variants:
             return text
-        place = sorted(variants, key=lambda method: -variants[method].mean).index(BEST) + 1
-        verdict = "first" if place == 1 else f"number {place} of {len(variants)}"
-        return f"{text} The paper's best, {BEST}, is {verdict}{self._papers_own()}."
+        rank = sorted(variants, key=lambda method: -variants[method].mean).index(BEST) + 1
+        verdict = "first" if rank == 1 else f"number {rank} of {len(variants)}"
+        return f"{text} The paper's best, {BEST}, is {verdict}{self._papers_lead()}."
 
-    def _papers_own(self) -> str:
-        """How far the paper's own figures tell its best variant from the second."""
+    def _papers_lead(self) -> str:
+        """By how much the paper's best variant leads the second, and its p."""
         own = {method: cell for method, cell in self.papers.items() if method.startswith("Adam")}
         if len(own) < 2:
             return ""
@@ -237,7 +232,7 @@ class Column:
         return f" (in the paper's own figures {first} leads {second} by {lead:.2f}, p = {p:.2g})"
 
     def against_sgd(self) -> str:
-        """The best Adam variant against SGD with momentum, which the paper's table does not hold."""
+        """The best Adam variant against SGD with momentum, which is not in the paper's table."""
         cells = {method: cell for method, cell in self.cells.items() if cell.seeds}
         variants = [method for method in cells if method.startswith("Adam")]
         if "SGD-M" not in cells or not variants:
@@ -252,16 +247,15 @@ class Column:
     def shrunk(self) -> str:
         """Rows that lost their direction."""
         found = {m: float(np.mean([r.collapsed for r in results])) for m, results in self.results.items()}
-        told = ", ".join(f"{method} {mean:.3g}" for method, mean in found.items() if mean)
-        return f"Filters without a direction at the end, mean over seeds: {told}." if told else ""
+        means = ", ".join(f"{method} {mean:.3g}" for method, mean in found.items() if mean)
+        return f"Filters without a direction at the end, mean over seeds: {means}." if means else ""
 
     def time(self) -> str:
         """The device time of all trainings together, and the devices."""
-        every = [result for found in self.results.values() for result in found]
-        devices = sorted({result.environment.get("device", "an unknown device") for result in every})
-        seconds = sum(result.seconds for result in every)
+        devices = sorted({result.environment.get("device", "an unknown device") for result in self.every})
+        seconds = sum(result.seconds for result in self.every)
         took = f"{seconds / 3600:.2f} hours" if seconds >= _HOURS else duration(seconds)
-        return f"{_counted(len(every), 'training')} took {took} of {', '.join(devices)}."
+        return f"{_counted(len(self.every), 'training')} took {took} of {', '.join(devices)}."
 
     def markdown(self) -> str:
         """The table for a document, with its statements below."""
@@ -281,20 +275,25 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
             column = grouped.setdefault((config.norm, config.model, config.data, config.epochs), {})
             column.setdefault(config.method, []).append(result)
     made = []
-    for kind in sorted(grouped, key=lambda kind: place(*kind)):
+    for kind in sorted(grouped, key=lambda kind: _order(*kind)):
         norm, model, data, _ = kind
         for method, runs in grouped[kind].items():
             if len({result.config.setting for result in runs}) > 1:
-                raise ValueError(f"{model} {data} holds {method} with several settings: a grid has no table of means")
+                raise ValueError(f"{model} {data} holds {method} with several settings: they have no common mean")
         made.append(Column(model, data, norm, grouped[kind]))
     return made
 
 
-def place(norm: str, model: str, data: str, epochs: int) -> tuple[object, ...]:
-    """Where a column stands among others: in the paper's order, then by data and network."""
+def _order(norm: str, model: str, data: str, epochs: int) -> tuple[object, ...]:
+    """Sort key of a column: in the paper's order, then by data and network."""
     models = list(dict.fromkeys(model for model, _ in paper.COLUMNS))
-    column = _place(list(paper.COLUMNS), (model, data))
-    return _place(list(paper.NORM_NAMES), norm), column, data, _place(models, model), norm, model, epochs
+    column = _index(list(paper.COLUMNS), (model, data))
+    return _index(list(paper.NORM_NAMES), norm), column, data, _index(models, model), norm, model, epochs
+
+
+def _index(known: Sequence[object], name: object) -> int:
+    """Where a name stands; unknown names are last."""
+    return known.index(name) if name in known else len(known)
 
 
 def markdown_table(heads: list[str], lines: list[list[str]]) -> str:
@@ -310,7 +309,7 @@ def markdown_table(heads: list[str], lines: list[list[str]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that suits it.
+    """Seconds, minutes or hours.
 
     >>> duration(12), duration(754), duration(36_000)
     ('12 s', '12.6 min', '10.0 h')
@@ -321,7 +320,7 @@ def duration(seconds: float) -> str:
 
 
 def _beside(ours: Cell, papers: Cell | None) -> list[str]:
-    """The paper's figure, the distance to it, and whether it is noise."""
+    """The paper's accuracy, the difference to it, and whether it is noise."""
     if papers is None:
         return ["", "", ""]
     text = str(papers)
@@ -334,11 +333,6 @@ def _beside(ours: Cell, papers: Cell | None) -> list[str]:
 
 def _counted(count: int, name: str) -> str:
     return f"{count} {name}" + ("" if count == 1 else "s")
-
-
-def _place(known: Sequence[object], name: object) -> int:
-    """Where a name stands; behind all others where it is not known."""
-    return known.index(name) if name in known else len(known)
 
 
 def _signed(difference: float) -> str:
@@ -357,12 +351,12 @@ class Best:
     """What a grid search found for one method in one column.
 
     Attributes:
-        config: the best setting, with its first seed; any of them where all diverged.
-        validation: its mean best validation accuracy over seeds, in percent; NaN where all diverged.
+        config: the best setting, with its first seed; any setting if all diverged.
+        validation: its mean best validation accuracy over seeds, in percent; NaN if all diverged.
         accuracy: its mean test accuracy at those epochs.
-        seeds: how many.
-        points: settings that were tried.
-        diverged: how many of them diverged with every seed.
+        seeds: number of seeds.
+        points: number of settings that were tried.
+        diverged: number of settings that diverged with every seed.
     """
 
     config: Config
@@ -379,7 +373,7 @@ def is_grid(results: Iterable[Result]) -> bool:
 
 
 def search(results: Iterable[Result]) -> list[Best]:
-    """The best setting of each method in each column and length; the test set has no part in the choice."""
+    """The best setting of each method in each column and length, chosen without the test set."""
     found = []
     for settings in _searches(results):
         kept = {key: [r for r in runs if not r.diverged] for key, runs in settings.items()}
@@ -396,7 +390,7 @@ def search(results: Iterable[Result]) -> list[Best]:
 
 
 def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
-    """By setting, what may be compared: one method in one column, with one network and equally long."""
+    """Results that may be compared, by setting: one method in one column, with one network and equally long."""
     kinds: dict[tuple[str, str, bool, str, int], dict[str, list[Result]]] = {}
     for result in results:
         config = result.config
@@ -406,7 +400,7 @@ def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
 
 
 def grid_rows(results: Iterable[Result]) -> Rows:
-    """Headings and lines of a table of `search`."""
+    """The table of `search`."""
     heads = ["column", "method", "epochs", "best: η, λ, β2", "paper: η, λ, β2", "validation", "test", "seeds", "points"]
     lines = []
     for best in search(results):
@@ -420,7 +414,7 @@ def grid_rows(results: Iterable[Result]) -> Rows:
 
 
 def point_rows(results: Iterable[Result]) -> Rows:
-    """Headings and lines of a table of every setting that was tried, with the paper's accuracy beside it."""
+    """A table of every setting that was tried, with the paper's accuracy beside it."""
     settings: dict[tuple[object, ...], list[Result]] = {}
     for result in results:
         c = result.config
@@ -434,9 +428,8 @@ def point_rows(results: Iterable[Result]) -> Rows:
         numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]
         reached = [f"{_validation(kept):.2f}" if kept else "", str(test), test.count]
         papers = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
-        lines.append(
-            [_where(c), c.method, *numbers, str(c.epochs), *reached, "" if papers is None else f"{papers.mean:.2f}"]
-        )
+        printed = "" if papers is None else f"{papers.mean:.2f}"
+        lines.append([_where(c), c.method, *numbers, str(c.epochs), *reached, printed])
     return heads, lines
 
 
@@ -457,24 +450,24 @@ def _papers(config: Config) -> str:
 
 
 def _setting(method: str, lr: float, decay: float, beta2: float) -> str:
-    """η, λ and, where the method has it, β2."""
+    """η, λ and, if the method has it, β2."""
     return f"{lr:g}, {decay:g}" + ("" if method.startswith("SGD") else f", {beta2:g}")
 
 
 # Time on the device, beside that of a plain loop
 
 _IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "digits": 1_438}
-"""Training images; a share of 5 % of them is held out."""
+"""Training images, of which 5 % are held out."""
 
 
 def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
-    """By network, milliseconds per step of the plain loop that `benchmarks/fleet.py` measured, and on what."""
+    """By network, milliseconds per step of the plain loop that `benchmarks/fleet.py` measured, and the device."""
     if not bench.exists():
         return {}
     try:
-        told: dict[str, Any] = json.loads(bench.read_text(encoding="utf-8"))
-        device = str(told["environment"]["device"])
-        plain = [row for row in told["rows"] if str(row["way"]).startswith("plain")]
+        content: dict[str, Any] = json.loads(bench.read_text(encoding="utf-8"))
+        device = str(content["environment"]["device"])
+        plain = [row for row in content["rows"] if str(row["way"]).startswith("plain")]
         return {str(row["network"]): (float(row["ms per run and step"]), device) for row in plain}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{bench} is not what benchmarks/fleet.py writes ({error!r}): run it again") from error
@@ -483,13 +476,13 @@ def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
 def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) -> Rows:
     """For each column: trainings, steps, device time, and the time of a plain loop for the same steps.
 
-    Ours holds everything: compiling, evaluations, checkpoints. The plain loop's is its steps alone.
+    Ours includes everything: compiling, evaluations, checkpoints. The plain loop's is its steps alone.
     """
     heads = ["column", "trainings", "steps", "device", "our time", "ms per training and step"]
     heads += ["plain loop, ms per step", "plain loop, the same steps", "ratio"]
     lines = []
     for column in columns:
-        every = [result for found in column.results.values() for result in found]
+        every = column.every
         seconds = sum(result.seconds for result in every)
         steps = sum(len(r.curves["train_loss"]) * _steps(column.data, r.config.batch_size) for r in every)
         device = ", ".join(sorted({result.environment.get("device", "") for result in every}))
@@ -506,6 +499,6 @@ def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) ->
 
 
 def _steps(data: str, batch: int) -> int:
-    """In an epoch; 0 where the size of the data is not known."""
+    """Steps in an epoch; 0 if the size of the data is unknown."""
     images = _IMAGES.get(data, 0)
     return (images - max(1, round(0.05 * images))) // batch if images else 0

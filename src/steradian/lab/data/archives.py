@@ -1,6 +1,7 @@
-"""The original archives of CIFAR and SVHN, checked by their published MD5; pickles are read without running them."""
+"""The original archives of CIFAR and SVHN, checked by their published MD5; no code in their pickles is run."""
 
 import hashlib
+import io
 import pickle
 import tarfile
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] = CHECKS
         return _svhn(root) if name == "svhn" else _cifar(name, root / _FILES[name])
     except (ImportError, MemoryError):
         raise
-    except Exception as error:  # tar, gzip and MATLAB's format have many ways to be damaged
+    except Exception as error:  # damaged tar, gzip and MATLAB files raise many kinds of errors
         raise ValueError(f"{root / _FILES[name]} does not hold {name} ({type(error).__name__}: {error})") from error
 
 
@@ -71,23 +72,21 @@ def _cifar(name: str, path: Path) -> DataSet:
 def unpickle(content: bytes) -> Any:
     """Read a pickle of plain containers and uint8 arrays, and refuse everything else with a ValueError.
 
-    Nothing named in the pickle is imported or called: the three names that numpy writes are answered with stand-ins
-    that only collect shape and bytes.
+    Nothing named in the pickle is imported or called: the names that numpy writes are replaced by stand-ins that only
+    collect shape and bytes.
 
     >>> unpickle(pickle.dumps({"data": np.arange(3, dtype=np.uint8)}))["data"]
     array([0, 1, 2], dtype=uint8)
     """
-    import io
-
     try:
         return _arrays(_Reader(io.BytesIO(content), encoding="bytes").load())
-    except Exception as error:  # whatever a forged or damaged pickle does to its reader
+    except Exception as error:  # a forged or damaged pickle may raise anything
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"the pickle cannot be read: {reason}") from error
 
 
 class _Dtype:
-    """Stands in for numpy.dtype."""
+    """Stand-in for numpy.dtype."""
 
     def __init__(self, code: object, *_: object) -> None:
         self.code = code
@@ -97,7 +96,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands in for numpy.ndarray: what its pickle says of it."""
+    """Stand-in for numpy.ndarray."""
 
     state: tuple[Any, ...] = ()
 
@@ -116,12 +115,12 @@ def _reconstruct(*_: object) -> _Array:
 
 
 def _encode(text: str | bytes, _encoding: object) -> bytes:
-    """Stands in for _codecs.encode, by which Python 3 writes bytes in old protocols."""
+    """Stand-in for _codecs.encode, with which Python 3 writes bytes in old protocols."""
     return _bytes(text)
 
 
 def _frombuffer(content: object, dtype: object, shape: object, order: object) -> _Array:
-    """Stands in for numpy's way of writing arrays in protocol 5."""
+    """Stand-in for numpy's arrays in protocol 5."""
     array = _Array()
     array.state = (1, shape, dtype, order not in ("C", b"C"), content)
     return array
@@ -136,7 +135,7 @@ def _bytes(content: object) -> bytes:
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that knows four names and imports nothing."""
+    """An unpickler that knows five names and imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in of a name that numpy writes."""
