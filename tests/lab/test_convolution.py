@@ -18,7 +18,7 @@ CUDA = torch.cuda.is_available()
 
 
 def plan(monkeypatch, one, two, corner, stem=None, whole=None):
-    """Carry out convolutions with stride 1, with stride 2, and gradients to weights in these ways; images in others."""
+    """Plans of convolutions with stride 1, with stride 2, of gradients to weights, and of both for images."""
     by_filters = {1: dict.fromkeys(FILTERS, one), 2: dict.fromkeys(FILTERS, two)}
     monkeypatch.setattr(convolution, "_FORWARD", by_filters)
     monkeypatch.setattr(convolution, "_INPUT_GRADIENT", by_filters)
@@ -29,7 +29,7 @@ def plan(monkeypatch, one, two, corner, stem=None, whole=None):
 
 @pytest.fixture(params=["tiles", "strips", "stems"])
 def few_pixels(request, monkeypatch):
-    """So few that several programs share the work and the last has too little."""
+    """Blocks so small that several programs share the work and the last is not full."""
     if request.param == "tiles":
         plan(monkeypatch, _Tile(32, 2, 4), _Tile(32, 1, 2), _Corner(32, 2, 4, 4))
     elif request.param == "strips":
@@ -40,7 +40,7 @@ def few_pixels(request, monkeypatch):
 
 @pytest.fixture
 def many_pixels(monkeypatch):
-    """One program for each member: an interpreter takes its time for each."""
+    """One program: the interpreter is slow for each."""
     plan(monkeypatch, _Strip(16, 4), _Tile(64, 1, 16), _Corner(64, 1, 4, 4), _Tile(64, 1, 9), _Tile(64, 1, 9))
 
 
@@ -49,19 +49,29 @@ def twin(x, weight, stride):
     return y, torch.stack([(y**power).sum(dim=(0, 2, 3)) for power in (1, 2)])
 
 
+SHAPES = [
+    (16, 16, 1, (6, 10), torch.float32),
+    (16, 16, 1, (5, 3), torch.float16),
+    (16, 32, 2, (6, 10), torch.float32),
+    (32, 32, 1, (4, 6), torch.float32),
+    (32, 64, 2, (8, 4), torch.float32),
+    (8, 16, 1, (7, 9), torch.float32),
+    (3, 16, 2, (4, 4), torch.float32),
+    (3, 64, 1, (5, 6), torch.float32),
+]
+# Other combinations use no other kernel.
+DIFFERENT = {"strips": range(8), "tiles": (0, 2, 7), "stems": (2, 5, 6)}
+
+
 @pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter; the next test is the GPU's")
 @pytest.mark.parametrize(
-    ("channels", "filters", "stride", "size", "dtype"),
+    ("few_pixels", "channels", "filters", "stride", "size", "dtype"),
     [
-        (16, 16, 1, (6, 10), torch.float32),
-        (16, 16, 1, (5, 3), torch.float16),
-        (16, 32, 2, (6, 10), torch.float32),
-        (32, 32, 1, (4, 6), torch.float32),
-        (32, 64, 2, (8, 4), torch.float32),
-        (8, 16, 1, (7, 9), torch.float32),
-        (3, 16, 2, (4, 4), torch.float32),
-        (3, 64, 1, (5, 6), torch.float32),
+        pytest.param(name, *shape, marks=[] if k in DIFFERENT[name] else pytest.mark.slow)
+        for name in DIFFERENT
+        for k, shape in enumerate(SHAPES)
     ],
+    indirect=["few_pixels"],
 )
 def test_convolution_and_gradients_are_torchs(few_pixels, channels, filters, stride, size, dtype):
     torch.manual_seed(0)
@@ -145,8 +155,8 @@ def shaken(network):
     ("model", "options"),
     [
         ("ResNet20", {}),
-        ("ResNet20", {"norm": "bn-no-affine"}),
-        ("ResNet20", {"released": True}),
+        pytest.param("ResNet20", {"norm": "bn-no-affine"}, marks=pytest.mark.slow),
+        pytest.param("ResNet20", {"released": True}, marks=pytest.mark.slow),
         ("ResNet18", {"width": 16}),
         ("ResNet18", {"width": 32, "norm": "bn-no-affine"}),
         ("VGG16", {"width": 16}),
@@ -181,7 +191,7 @@ def test_a_joined_network_is_the_network(many_pixels, model, options):
 
 
 @pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter")
-@pytest.mark.parametrize("model", ["ResNet20", "VGG16"])
+@pytest.mark.parametrize("model", [pytest.param("ResNet20", marks=pytest.mark.slow), "VGG16"])
 def test_a_compiled_network_has_the_gradients_of_one_that_is_not(many_pixels, model):
     network = shaken(build(model, width=16, size=4))
     network.route = joining.forward

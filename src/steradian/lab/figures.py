@@ -411,8 +411,11 @@ def _draw(axes: Any, chart: Chart) -> None:
         look = {"color": line.colour, "linewidth": 0.8 if line.thin else 1.6, "alpha": 0.65 if line.thin else 1}
         axes.plot(x, y, linestyle="--" if line.dashed else "-", **look)
         around = [math.nan, *y, math.nan]
-        alone = [k for k in range(len(y)) if math.isnan(around[k]) and math.isnan(around[k + 2])]
-        axes.plot([x[k] for k in alone], [y[k] for k in alone], "o", markersize=4, color=line.colour)
+        alone = [
+            k for k in range(len(y)) if not math.isnan(y[k]) and math.isnan(around[k]) and math.isnan(around[k + 2])
+        ]
+        if alone:
+            axes.plot([x[k] for k in alone], [y[k] for k in alone], "o", markersize=4, color=line.colour)
 
 
 _OFFLINE = {"displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": ["sendChartToCloud"]}
