@@ -33,7 +33,7 @@ def set_up_torch() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     # A kernel is interpreted or compiled as Triton finds it when the kernel is defined: define them now, before a test
     # that takes the variable away.
-    importlib.import_module("steradian.optim._fused")
+    importlib.import_module("steradian.optim.fused.table")
     # For each frame that it compiles torch flushes the caches and times the guards, to log it: a fifth of the
     # compilation.
     guards = importlib.import_module("torch._dynamo.guards")

@@ -18,7 +18,7 @@ IMPORTED = [
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    "steradian.optim._fused",
+    "steradian.optim.fused.table",
     "steradian.watch.records",
 ]
 

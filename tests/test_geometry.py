@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steradian import geometry
 from steradian.geometry import angle, collapsed, dot, exp, log, norm, split, tangent, transport
 
 EPS = {torch.float64: 1e-14, torch.float32: 4e-6}
@@ -265,3 +266,21 @@ def test_every_function_under_vmap():
 
     for found, expected in zip(torch.func.vmap(everything)(u, p, a), everything(u, p, a), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("d", [4096, 8192, 12_345, 2**20 + 3, 2**22])
+@pytest.mark.parametrize("memory", ["contiguous", "transposed", "strided"])
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn])
+def test_norms_of_long_rows_keep_their_digits(d, memory, draw):
+    """torch adds such rows one number after the other on a CPU."""
+    torch.manual_seed(0)
+    x = draw(2, d)
+    x = {"contiguous": x, "transposed": x.T.contiguous().T, "strided": x.repeat_interleave(2, -1)[..., ::2]}[memory]
+    exact = x.double().square().sum(-1, keepdim=True).sqrt()
+    for scale in (1.0, 1e30, 1e-30):
+        r, u = geometry.split(x * scale)
+        torch.testing.assert_close(
+            r.double(), (x * scale).double().square().sum(-1, keepdim=True).sqrt(), rtol=1e-6, atol=0
+        )
+        torch.testing.assert_close(geometry.norm(u).double(), torch.ones(2, 1).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(geometry.square(x).double(), exact**2, rtol=1e-6, atol=0)

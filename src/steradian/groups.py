@@ -275,7 +275,7 @@ class Groups:
         """Parameter groups for any torch optimizer, radial ones with their layout under "rows".
 
         Parameters of one layout share a group; each joint set is a group of its own with "joint": True; the
-        rest comes last, without "rows".
+        rest comes last, without "rows" (with "rows": None if no parameter has any).
 
         Args:
             rest: options for the rest, over those for all.
@@ -300,7 +300,9 @@ class Groups:
                 made.append({"params": params, "rows": group.layout, "joint": True, **options})
         left = [self.params[name] for name in self.rest if name not in taken]
         if left:
-            made.append({"params": left, **options, **(rest or {})})
+            # Told from groups in which nobody looked for rows, which have no such key.
+            none = {} if made else {"rows": None}
+            made.append({"params": left, **none, **options, **(rest or {})})
         return made
 
     def of(self, model: nn.Module) -> "Groups":

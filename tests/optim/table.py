@@ -1,13 +1,11 @@
 """The table that the contract runs over: every optimizer with its settings, and parameters of every kind."""
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from steradian import optim
 
@@ -76,21 +74,6 @@ def train(optimizer: torch.optim.Optimizer, steps: int = 3, start: int = 0) -> N
     for k in range(start, start + steps):
         set_gradients(optimizer, k)
         optimizer.step()
-
-
-class CountOps(TorchDispatchMode):
-    """Within it, how often each operation of torch was called: `ops["aten.add_"]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __getitem__(self, name: str) -> int:
-        return self.counts[name]
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(op.overloadpacket)] += 1
-        return op(*args, **(kwargs or {}))
 
 
 def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer, **tolerance: float) -> None:

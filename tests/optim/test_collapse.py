@@ -230,3 +230,70 @@ def test_a_filter_without_gradient_under_l2_in_sgd(without: str) -> None:
         optimizer.step()
     assert_finite(optimizer, p)
     assert p.detach().norm() < 1e-6 * start().norm()
+
+
+STAYS = {
+    **{f"Adam-{w}-{d}": partial(optim.Adam, without=w, decoupled_weight_decay=d) for w in ADAM for d in (False, True)},
+    "AdamP": optim.AdamP,
+    "AdamP-nesterov": partial(optim.AdamP, nesterov=True),
+    "AdamG": optim.AdamG,
+    "AdaGradG": optim.AdaGradG,
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
+def test_a_row_that_takes_no_step_stays_as_it_is(name: str, value: float, first: bool) -> None:
+    """Weight, momentum and second moment, also under decay, for the first step and later ones."""
+    if name == "AdamG" and value == 1e30:
+        return  # AdamG clips it
+    p = nn.Parameter(start() * 3)
+    optimizer = STAYS[name]([{"params": [p], "rows": "filter"}], lr=0.1, weight_decay=0.5)
+    optimizer.emit()
+    if not first:
+        p.grad = gradient(0)
+        optimizer.step()
+    before = {"weight": p.detach().clone(), **{k: v.clone() for k, v in optimizer.state[p].items() if k != "step"}}
+    p.grad = with_row(gradient(1), value)
+    optimizer.step()
+    after = {"weight": p.detach(), **optimizer.state[p]}
+    for key, old in before.items():
+        assert torch.equal(after[key][0], old[0]), key
+        assert not torch.equal(after[key][1:], old[1:]), key
+    assert optimizer.telemetry[p][0, 1] == 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("without", ADAM)
+def test_a_row_that_takes_no_step_does_not_decay_in_the_fused_step_either(fused: bool, without: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for width in (9, 6000) if "a" in without else (9,):
+        first = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(device)
+        p = nn.Parameter(first.clone())
+        optimizer = optim.Adam(
+            [{"params": [p], "rows": "filter"}],
+            lr=0.1, weight_decay=0.5, decoupled_weight_decay=True, without=without, fused=fused,
+        )  # fmt: skip
+        p.grad = torch.ones_like(first)
+        p.grad[1, 3] = torch.nan
+        optimizer.step()
+        assert torch.equal(p[1], first[1])
+        assert not torch.equal(p[0], first[0])
+        assert torch.isfinite(p).all()
+
+
+@pytest.mark.parametrize("without", ["b", "bc", "c"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_a_row_at_infinity_stays_finite(without: str, nesterov: bool) -> None:
+    p, q = (nn.Parameter(with_row(start(), torch.inf)) for _ in range(2))
+    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    ours = optim.SGD([{"params": [p], "rows": "filter"}], without=without, **settings)
+    theirs = torch.optim.SGD([q], **settings)
+    for k in range(3):
+        p.grad, q.grad = gradient(k), gradient(k)
+        ours.step()
+        theirs.step()
+    m = ours.state[p]["momentum_buffer"]
+    assert torch.isfinite(m).all()
+    torch.testing.assert_close(m[0], theirs.state[q]["momentum_buffer"][0])

@@ -240,3 +240,17 @@ def test_second_moment_is_one_number_per_row_and_the_state_half_of_adams(without
         assert {v.numel() for v in held if v is not None} == {len(rows)}, name
         total = sum(v.nbytes for p in tensors for v in optimizer.state[p].values() if isinstance(v, Tensor))
         assert total <= 4.1 * sum(p.numel() for p in tensors), f"{name}: {total} bytes"
+
+
+@pytest.mark.parametrize("d", [2**20 + 3, 2**22])
+@pytest.mark.parametrize("kind", [optim.AdamG, optim.AdaGradG])
+def test_long_rows_stay_on_the_sphere_in_float32(kind: Any, d: int) -> None:
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.rand(1, d))
+    optimizer = kind([{"params": [p], "rows": "tensor"}], lr=0.01)
+    optimizer.emit()
+    for _ in range(2):
+        p.grad = torch.rand(1, d)
+        optimizer.step()
+        assert abs(p.detach().double().norm().item() - 1) < 1e-6
+    assert abs(optimizer.telemetry[p][0, 0].item() - 1) < 1e-6

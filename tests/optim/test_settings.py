@@ -11,7 +11,7 @@ from torch import nn
 from optim.table import TABLE, Make, assert_same, groups, parameters, set_gradients, train
 from steradian import optim
 from steradian.groups import Groups, Layout
-from steradian.optim import _base
+from steradian.optim import base, checks
 
 BAD: dict[str, list[Any]] = {
     "lr": [
@@ -144,7 +144,7 @@ def test_an_endless_clip_is_none() -> None:
 
 @pytest.mark.parametrize(("make", "said"), [(optim.AdamSRT, True), (optim.AdamG, True), (optim.Adam, False)])
 def test_an_optimizer_without_any_rows_says_so_once(make, said, caplog):
-    _base._say_that_nothing_has_rows.cache_clear()
+    base._warn_of_no_rows.cache_clear()
     weight = torch.nn.Parameter(torch.randn(3, 4))
     for _ in range(2):
         make([weight])
@@ -152,7 +152,65 @@ def test_an_optimizer_without_any_rows_says_so_once(make, said, caplog):
     assert len(made) == said
     assert all(f"{make.__name__}: " in text and "find_groups" in text for text in made)
     caplog.clear()
-    _base._say_that_nothing_has_rows.cache_clear()
-    make([{"params": [weight], "rows": None}])
+    base._warn_of_no_rows.cache_clear()
     make([{"params": [weight], "rows": "filter"}])
     assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", [optim.AdamG, optim.AdaGradG])
+@pytest.mark.parametrize("rate", ["x", -1.0, float("nan")])
+def test_a_rate_is_checked_where_no_group_has_rows(kind: Any, rate: Any) -> None:
+    with pytest.raises(ValueError, match="lr must be"):
+        kind([nn.Parameter(torch.ones(3))], lr=rate)
+
+
+@pytest.mark.parametrize(("kind", "named"), [(optim.AdamG, True), (optim.AdaGradG, True), (optim.AdamSRT, False)])
+def test_the_warning_names_the_rate_that_counts(kind: Any, named: bool, caplog: pytest.LogCaptureFixture) -> None:
+    base._warn_of_no_rows.cache_clear()
+    kind([nn.Parameter(torch.ones(3))])
+    assert ("rest_lr" in caplog.text) == named
+
+
+def test_a_model_without_rows_is_named_as_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    base._warn_of_no_rows.cache_clear()
+    model = nn.Linear(3, 2)
+    groups = Groups(dict(model.named_parameters())).param_groups()
+    optim.AdamSRT(groups)
+    assert "found no invariant weights in this model" in caplog.text
+    assert "pass st.find_groups" not in caplog.text
+    optim.AdamG(groups)
+
+
+def test_two_optimizers_from_one_list_keep_their_own_settings() -> None:
+    made = groups()
+    kept = [dict(group) for group in made]
+    one, other = optim.AdamG(made, lr=0.5, rest_lr=0.25), optim.Adam(made, lr=0.125, without="ab")
+    third = optim.Adam(made, lr=2.0, without="abc")
+    assert [group["lr"] for group in one.param_groups] == [0.5, 0.5, 0.5, 0.25]
+    assert {group["lr"] for group in other.param_groups} == {0.125}
+    assert {(group["lr"], group["without"]) for group in third.param_groups} == {(2.0, "abc")}
+    assert [group.keys() for group in made] == [group.keys() for group in kept]
+
+
+@pytest.mark.parametrize("kind", [optim.AdamG, optim.AdaGradG])
+def test_rows_of_one_number_are_refused_on_the_unit_sphere(kind: Any) -> None:
+    for shape, spec in (((4,), "filter"), ((4, 1), "filter"), ((1,), "tensor"), ((2, 3), ("grid", -1, -1))):
+        with pytest.raises(
+            ValueError, match=r"rows must have at least two numbers .* leave this parameter without rows"
+        ):
+            kind([{"params": [nn.Parameter(torch.ones(shape))], "rows": spec}])
+    joint = [nn.Parameter(torch.ones(4, 1)), nn.Parameter(torch.ones(4))]
+    kind([{"params": joint, "rows": "filter", "joint": True}])
+
+
+def test_rows_of_one_number_are_warned_of_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    checks._warn_of_short_rows.cache_clear()
+    for _ in range(2):
+        optim.Adam([{"params": [nn.Parameter(torch.ones(5))], "rows": "filter"}], without="ab")
+    assert caplog.text.count("into rows of one number") == 1
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 0.0])
+def test_fused_is_none_true_or_false(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"fused must be None, True or False, got {value!r}"):
+        optim.Adam(groups(), fused=value)

@@ -134,7 +134,11 @@ def test_letters_that_change_between_steps_need_another_state(before: str) -> No
 
 
 def test_the_fused_step_does_not_take_second_moments_of_weights_for_those_of_rows() -> None:
-    optimizer = optim.Adam(groups()[:1], without="bc", fused=True)
+    """In the interpreter, or on a GPU where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    group = groups()[0]
+    group["params"] = [nn.Parameter(p.detach().to(device)) for p in group["params"]]
+    optimizer = optim.Adam([group], without="bc", fused=True)
     train(optimizer, 1)
     optimizer.param_groups[0]["without"] = "abc"
     with pytest.raises(ValueError, match="made by another optimizer or under other settings"):
@@ -159,11 +163,11 @@ def test_a_hook_may_put_another_state_in_its_place(name: str) -> None:
     assert_same(one, twin)
 
 
-@pytest.mark.parametrize("name", SCALAR)
-def test_rows_of_one_number_keep_their_state_in_float32(name: str) -> None:
+def test_rows_of_one_number_keep_their_state_in_float32() -> None:
     """A vector cut into filters has one number per row in the very shape of the vector."""
     made = [
-        TABLE[name]([{"params": [nn.Parameter(torch.arange(1.0, 6).bfloat16())], "rows": "filter"}]) for _ in range(2)
+        optim.Adam([{"params": [nn.Parameter(torch.arange(1.0, 6).bfloat16())], "rows": "filter"}], without="abc")
+        for _ in range(2)
     ]
     train(made[0])
     made[1].load_state_dict(made[0].state_dict())
@@ -194,3 +198,57 @@ def test_a_state_is_loaded_in_the_memory_format_of_its_parameter(make: Make) -> 
     for name, value in other.state[q].items():
         assert torch.equal(value, one.state[p][name])
         assert value.shape != q.shape or value.stride() == q.stride(), name
+
+
+def test_a_number_in_the_place_of_a_tensor_is_refused(make: Make) -> None:
+    one, other = make(groups()), make(groups())
+    train(one)
+    state = copy.deepcopy(one.state_dict())
+    for entries in state["state"].values():
+        for name in entries.keys() - {"step"}:
+            entries[name] = 0.5
+    if any(entries.keys() - {"step"} for entries in state["state"].values()) and (one._needed or one._needed_by_rows):
+        with pytest.raises(ValueError, match=r"must be a tensor, got 0\.5"):
+            other.load_state_dict(state)
+    train(other)
+
+
+def test_a_step_count_of_two_numbers_is_refused(make: Make) -> None:
+    one = make(groups())
+    train(one)
+    state = copy.deepcopy(one.state_dict())
+    for entries in state["state"].values():
+        if "step" in entries:
+            entries["step"] = torch.tensor([1.0, 2.0])
+    if "step" in one._needed:
+        with pytest.raises(ValueError, match="'step' must be one number"):
+            make(groups()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("Adam-abc", "AdamG"), ("AdamG", "Adam-abc"), ("Adam-bc", "AdamP"), ("AdamP", "Adam-bc"), ("AdaGradG", "AdamG")],
+)
+def test_the_state_of_another_of_our_optimizers_is_refused(one: str, other: str) -> None:
+    """Their entries have the same names and shapes, and mean something else."""
+    made, target = TABLE[one](groups()), TABLE[other](groups())
+    train(made)
+    with pytest.raises(ValueError, match="made by another optimizer"):
+        target.load_state_dict(made.state_dict())
+    train(target)
+
+
+def test_settings_that_a_checkpoint_replaces_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = optim.Adam(groups(), without="abc"), optim.Adam(groups(), without="ab")
+    other.load_state_dict(one.state_dict())
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == len(one.param_groups)
+    assert lines[0] == "load_state_dict: param group 0 has without='abc' from the checkpoint now, instead of 'ab'"
+    caplog.clear()
+    optim.Adam(groups(), without="ab").load_state_dict(
+        other.state_dict() | {"param_groups": one.state_dict()["param_groups"]}
+    )
+    assert caplog.records
+    caplog.clear()
+    optim.Adam(groups(), without="abc").load_state_dict(one.state_dict())
+    assert not caplog.records

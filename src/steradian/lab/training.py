@@ -24,7 +24,7 @@ from steradian.lab.data import Resident
 from steradian.lab.launch import Captured, Launcher, Plain, Queue
 from steradian.lab.models import VGG, Convolution, ResNet, network
 from steradian.lab.results import CURVES, PARTS, has_diverged
-from steradian.optim._base import RowOptimizer
+from steradian.optim.base import RowOptimizer
 
 __all__ = ["Execution", "Training", "optimizers"]
 

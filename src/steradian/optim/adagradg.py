@@ -9,10 +9,10 @@ from torch import Tensor
 from steradian import geometry
 from steradian.equivalence import adagradg_from_sgd
 from steradian.groups import Layout
-from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer
-from steradian.optim._checks import check, check_number, check_rate, is_number
-from steradian.optim._states import fill, per_row
+from steradian.optim import reference, torch_updates
+from steradian.optim.base import Options, Params, RowOptimizer
+from steradian.optim.checks import check, check_number, check_rate, is_number
+from steradian.optim.state import fill, per_row
 
 __all__ = ["AdaGradG"]
 
@@ -41,9 +41,12 @@ class AdaGradG(RowOptimizer):
     >>> optimizer = AdaGradG.from_sgd([{"params": [weight], "rows": "filter"}], lr=0.1, weight_decay=5e-4)
     """
 
-    _reference = staticmethod(_reference.adagradg)
+    _reference = staticmethod(reference.adagradg)
     _row_state = frozenset({"sum"})
     _needed_by_rows = frozenset({"sum"})
+    _marks = frozenset({"beta", "v0"})
+    _fixes_radius = True
+    _takes_sparse = True
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class AdaGradG(RowOptimizer):
             "rest_lr": rest_lr,
             "maximize": maximize,
         }
+        check_rate(defaults)  # param groups without rows have `rest_lr` in its place
         super().__init__(params, defaults)
 
     @classmethod
@@ -93,7 +97,7 @@ class AdaGradG(RowOptimizer):
     def add_param_group(self, param_group: Options) -> None:
         """Add a param group; without rows its rate is `rest_lr` unless it has one."""
         if isinstance(param_group, dict) and param_group.get("rows") is None:
-            param_group.setdefault("lr", self.defaults["rest_lr"])
+            param_group = {"lr": self.defaults["rest_lr"], **param_group}
         super().add_param_group(param_group)
 
     def _check(self, group: Options) -> None:
@@ -111,7 +115,7 @@ class AdaGradG(RowOptimizer):
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         if layout is None:
             return {}
-        v, v0 = per_row(param, layout), group["v0"]
+        v, v0 = per_row(param, group, layout), group["v0"]
         if isinstance(v0, list):
             v0 = next(each for each, other in zip(v0, group["params"], strict=True) if other is param)
         if isinstance(v0, Tensor):
@@ -122,7 +126,7 @@ class AdaGradG(RowOptimizer):
         return {"sum": v}
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        _rest.sgd(params, states, group)
+        torch_updates.sgd(params, states, group)
 
 
 def _radii(params: list[Tensor], layout: Layout, joint: bool) -> list[Tensor]:

@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from steradian.groups import Layout
-from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer
-from steradian.optim._checks import check, check_betas, check_number, check_rate
-from steradian.optim._rows import RowSet
-from steradian.optim._states import like, per_row, step_count
+from steradian.optim import reference, torch_updates
+from steradian.optim.base import Options, Params, RowOptimizer
+from steradian.optim.checks import check, check_betas, check_number, check_rate
+from steradian.optim.rows import RowSet
+from steradian.optim.state import like, per_row, step_count
 
 __all__ = ["Adam", "AdamS", "AdamSRT"]
 
@@ -58,10 +58,11 @@ class Adam(RowOptimizer):
     torch.Size([8])
     """
 
-    _reference = staticmethod(_reference.adam)
+    _reference = staticmethod(reference.adam)
     _has_fused = True
     _row_state = frozenset({"exp_avg_sq"})
     _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
+    _marks = frozenset({"betas", "without"})
 
     def __init__(
         self,
@@ -113,15 +114,15 @@ class Adam(RowOptimizer):
         return {
             "step": step_count(param, on_device=self._on_device(group)),
             "exp_avg": like(param),
-            "exp_avg_sq": per_row(param, layout) if scalar and layout is not None else like(param),
+            "exp_avg_sq": per_row(param, group, layout) if scalar and layout is not None else like(param),
         }
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        _rest.adam(params, states, group, grad_scale=scale, found_inf=found)
+        torch_updates.adam(params, states, group, grad_scale=scale, found_inf=found)
 
     def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
-        _reference.emit_adam(rows, before, group)
+        reference.emit_adam(rows, before, group)
 
 
 class AdamS(Adam):

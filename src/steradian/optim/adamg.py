@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from steradian.groups import Layout
-from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer
-from steradian.optim._checks import check, check_betas, check_number, check_rate, is_number
-from steradian.optim._states import like, per_row, step_count
+from steradian.optim import reference, torch_updates
+from steradian.optim.base import Options, Params, RowOptimizer
+from steradian.optim.checks import check, check_betas, check_number, check_rate, is_number
+from steradian.optim.state import like, per_row, step_count
 
 __all__ = ["AdamG"]
 
@@ -38,9 +38,11 @@ class AdamG(RowOptimizer):
     >>> optimizer = AdamG([{"params": [weight], "rows": "filter"}], lr=0.01)
     """
 
-    _reference = staticmethod(_reference.adamg)
+    _reference = staticmethod(reference.adamg)
     _row_state = frozenset({"exp_avg_sq"})
     _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
+    _marks = frozenset({"clip", "retraction"})
+    _fixes_radius = True
 
     def __init__(
         self,
@@ -67,12 +69,13 @@ class AdamG(RowOptimizer):
             "maximize": maximize,
             "capturable": capturable,
         }
+        check_rate(defaults)  # param groups without rows have `rest_lr` in its place
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Options) -> None:
         """Add a param group; without rows its rate is `rest_lr` unless it has one."""
         if isinstance(param_group, dict) and param_group.get("rows") is None:
-            param_group.setdefault("lr", self.defaults["rest_lr"])
+            param_group = {"lr": self.defaults["rest_lr"], **param_group}
         super().add_param_group(param_group)
 
     def _check(self, group: Options) -> None:
@@ -86,8 +89,8 @@ class AdamG(RowOptimizer):
         return {
             "step": step_count(param, on_device=self._on_device(group)),
             "exp_avg": like(param),
-            "exp_avg_sq": like(param) if layout is None else per_row(param, layout),
+            "exp_avg_sq": like(param) if layout is None else per_row(param, group, layout),
         }
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        _rest.adam(params, states, group)
+        torch_updates.adam(params, states, group)

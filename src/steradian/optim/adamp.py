@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from steradian.groups import Layout
-from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer
-from steradian.optim._checks import check_betas, check_number, check_rate
-from steradian.optim._states import like, step_count
+from steradian.optim import reference, torch_updates
+from steradian.optim.base import Options, Params, RowOptimizer
+from steradian.optim.checks import check_betas, check_number, check_rate
+from steradian.optim.state import like, step_count
 
 __all__ = ["AdamP"]
 
@@ -34,8 +34,9 @@ class AdamP(RowOptimizer):
     >>> optimizer = AdamP([{"params": [weight], "rows": "filter"}], lr=1e-3, weight_decay=1e-2)
     """
 
-    _reference = staticmethod(_reference.adamp)
+    _reference = staticmethod(reference.adamp)
     _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
+    _marks = frozenset({"wd_ratio"})
 
     def __init__(
         self,
@@ -76,4 +77,4 @@ class AdamP(RowOptimizer):
         }
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        _rest.adamp(params, states, group)
+        torch_updates.adamp(params, states, group)

@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from steradian.groups import Layout
-from steradian.optim import _reference, _rest
-from steradian.optim._base import Options, Params, RowOptimizer
-from steradian.optim._checks import check, check_number, check_rate
-from steradian.optim._rows import RowSet
-from steradian.optim._states import like
+from steradian.optim import reference, torch_updates
 from steradian.optim.adam import letters
+from steradian.optim.base import Options, Params, RowOptimizer
+from steradian.optim.checks import check, check_number, check_rate
+from steradian.optim.rows import RowSet
+from steradian.optim.state import like
 
 __all__ = ["SGD"]
 
@@ -39,8 +39,10 @@ class SGD(RowOptimizer):
     >>> optimizer = SGD([{"params": [weight], "rows": "filter"}], lr=0.1, momentum=0.9, without="bc")
     """
 
-    _reference = staticmethod(_reference.sgd)
+    _reference = staticmethod(reference.sgd)
     _needed_by_rows = frozenset({"momentum_buffer"})
+    _marks = frozenset({"momentum", "without"})
+    _takes_sparse = True
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class SGD(RowOptimizer):
         return {} if layout is None else {"momentum_buffer": like(param)}
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        _rest.sgd(params, states, group)
+        torch_updates.sgd(params, states, group)
 
     def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
-        _reference.emit_sgd(rows, before, group)
+        reference.emit_sgd(rows, before, group)

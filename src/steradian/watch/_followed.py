@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steradian.groups import Groups, Layout, is_flattened, is_sharded
-from steradian.optim._optional import sharding
+from steradian.optim.state import sharding
 
 __all__ = ["Followed", "follow"]
 

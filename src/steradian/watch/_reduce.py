@@ -75,7 +75,7 @@ class Reduction:
 def _can_select(device: torch.device) -> bool:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    from steradian.optim._fused import works
+    from steradian.optim.fused.decide import runs_kernels as works
 
     return works(device)
 

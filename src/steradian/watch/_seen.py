@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from steradian import geometry
 from steradian.image import ImageStep, image_step, observed_step
-from steradian.optim._base import RowOptimizer
+from steradian.optim.base import RowOptimizer
 from steradian.phenomena import Memory
 from steradian.scheme import Reader, Step, Taken
 from steradian.watch._followed import Followed, part

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from steradian.image import ImageStep
-from steradian.optim._rows import arithmetic
+from steradian.optim.rows import arithmetic
 from steradian.watch._followed import Followed
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from steradian.groups import Layout
-from steradian.optim._base import RowOptimizer
+from steradian.optim.base import RowOptimizer
 from steradian.scheme import UnreadableOptimizerError, reader_of
 from steradian.watch._followed import Followed
 from steradian.watch._seen import Seen
@@ -41,7 +41,7 @@ def sweeps(optimizer: Optimizer, followed: Sequence[Followed]) -> bool:
     """Whether a GPU can read these rows in one launch."""
     if followed[0].device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    from steradian.optim._fused import works
+    from steradian.optim.fused.decide import runs_kernels as works
     from steradian.watch._sweep import can_sweep
 
     return works(followed[0].device) and can_sweep(optimizer, followed)

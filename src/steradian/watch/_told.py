@@ -10,8 +10,8 @@ from torch import Tensor
 
 from steradian.image import ImageStep
 from steradian.optim import TELEMETRY
-from steradian.optim._base import RowOptimizer
-from steradian.optim._telemetry import Telemetry
+from steradian.optim.base import RowOptimizer
+from steradian.optim.telemetry import Telemetry
 from steradian.watch._followed import Followed
 from steradian.watch._source import PHENOMENA, Quantities, Source, of_image, placed
 

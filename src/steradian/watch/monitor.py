@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steradian.groups import Groups, is_sharded
-from steradian.optim._base import RowOptimizer
+from steradian.optim.base import RowOptimizer
 from steradian.watch._about import about
 from steradian.watch._asked import check_asked, check_names, hooked, one_number
 from steradian.watch._block import Alert

@@ -1,57 +1,67 @@
-"""The fused Adam step: all rows of all parameters of one dtype in one launch, remembered between steps."""
+"""Which rows get the fused Adam step, and that step as a whole, remembered between steps.
+
+All rows of all parameters of one dtype are stepped in one launch (`table`, `kernels`).
+"""
 
 import functools
+import importlib.util
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from steradian.geometry import is_plain
-from steradian.optim._plan import DTYPES, Plan, setting
-from steradian.optim._rows import RowSet
+from steradian.optim.rows import RowSet
 
 if TYPE_CHECKING:
-    from steradian.optim._base import Classic, RowOptimizer, Work
-    from steradian.optim._telemetry import Telemetry
+    from steradian.optim.base import Classic, RowOptimizer, Work
+    from steradian.optim.telemetry import Telemetry
 
-__all__ = ["FusedStep", "available", "can_step", "works"]
+__all__ = ["FusedStep", "available", "can_step", "runs_kernels", "works"]
 
 Options = Mapping[str, Any]
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _GRAD = attrgetter("grad")
 _ALWAYS_A_TILE = 5 * 512
 _SHAPE = ("rows", "joint", "without", "fused")
 
 
-def available(device: torch.device) -> bool:
-    """Whether kernels run on this device: a CUDA one, or any under Triton's interpreter."""
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+def available(params: Sequence[Tensor]) -> bool:
+    """Whether Triton is installed and runs on the device of these parameters: a CUDA one, or any when interpreted."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return os.environ.get("TRITON_INTERPRET") == "1" or all(param.device.type == "cuda" for param in params)
+
+
+def works(params: Sequence[Tensor]) -> bool:
+    """Whether these parameters are on GPUs on which a Triton kernel has run."""
+    if not params or not all(param.is_cuda for param in params):
+        return False
+    return all(runs_kernels(device) for device in {param.device for param in params})
 
 
 @functools.cache
-def works(device: torch.device) -> bool:
-    """Whether a kernel was compiled and launched on this device: it takes an NVIDIA GPU and a C compiler."""
+def runs_kernels(device: torch.device) -> bool:
+    """Whether a kernel was compiled and launched on this device: it takes Triton, an NVIDIA GPU and a C compiler."""
     if device.type != "cuda" or torch.version.cuda is None or os.environ.get("TRITON_INTERPRET") == "1":
         return False
+    if importlib.util.find_spec("triton") is None:
+        return False
     try:
+        from steradian.optim.fused import kernels
+
         with torch.cuda.device(device):
-            _try[(1,)](torch.zeros(1, device=device))
+            kernels.attempt[(1,)](torch.zeros(1, device=device))
     except Exception as error:  # whatever goes wrong in Triton, its compilers and the driver
         warnings.warn(f"the fused step does not work here, the plain one is used: {error}", stacklevel=2)
         return False
     return True
-
-
-@triton.jit
-def _try(x):  # type: ignore[no-untyped-def]
-    tl.store(x, 1.0)
 
 
 def can_step(rows: RowSet, group: Options) -> bool:
@@ -61,7 +71,14 @@ def can_step(rows: RowSet, group: Options) -> bool:
     """
     param, state = rows.params[0], rows.states[0]
     gradient = param.grad
-    if len(rows.params) > 1 or gradient is None or param.dtype not in DTYPES or rows.n == 0 or rows.d == 0:
+    if (
+        len(rows.params) > 1
+        or group.get("joint")
+        or gradient is None
+        or param.dtype not in _DTYPES
+        or rows.n == 0
+        or rows.d == 0
+    ):
         return False
     if not rows.lasting or not (is_plain(param) and is_plain(gradient)):
         return False
@@ -86,8 +103,11 @@ class FusedStep:
     """
 
     def __init__(self, optimizer: "RowOptimizer", classic: "Classic", work: "Work") -> None:
+        from steradian.optim.fused.table import Plan, setting
+
         self.classic = classic
         self.left: Work = []
+        self.setting = setting
         self.shape = _shape(optimizer)
         chosen: dict[tuple[object, ...], list[tuple[Options, list[RowSet]]]] = {}
         for group, sets in work:
@@ -143,7 +163,7 @@ class FusedStep:
             # A graph would write to the same place for ever.
             telemetry.left = also = telemetry.also if self.tells_all and not capturing else None
         for plan in self.plans:
-            plan.use([setting(group, plan.device) for group in plan.groups])
+            plan.use([self.setting(group, plan.device) for group in plan.groups])
             plan.launch(grad_scale=scale, found_inf=found, also=also, capturing=capturing)
         if not self.classic and not self.left:
             return

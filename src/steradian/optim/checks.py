@@ -1,11 +1,13 @@
 """Checks of the settings and gradients of a param group: an error names the value and what would be right."""
 
-from collections.abc import Iterable
+import functools
+import logging
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from steradian.groups import Layout, is_flattened
 
@@ -13,6 +15,8 @@ __all__ = [
     *("check", "check_betas", "check_gradients", "check_number", "check_rate", "check_rows", "check_unsupported"),
     "is_number",
 ]
+
+logger = logging.getLogger("steradian")
 
 Options = dict[str, Any]
 
@@ -56,26 +60,56 @@ def check_betas(group: Options) -> None:
     check(fine, "betas", betas, "two numbers in [0, 1)")
 
 
-def check_rows(group: Options) -> None:
-    """The layout of a group, if it has one, cuts its parameters; a joint set is there as a whole."""
-    shapes, joint = [tuple(param.shape) for param in group["params"]], group.get("joint")
+def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
+    """The layout of a group, if it has one, cuts its parameters; a joint set is there as a whole.
+
+    Args:
+        group: a param group.
+        fixed_radius: the optimizer puts rows on the unit sphere.
+    """
+    params, joint = group["params"], group.get("joint")
     if group.get("rows") is None:
         check(not joint, "joint", joint, 'given together with "rows"')
         return
     layout = Layout(group["rows"])
-    if any(map(is_flattened, group["params"])):
+    spec = f"got {layout.spec!r}"
+    if any(map(is_flattened, params)):
         # Cut as they are now, every number would be a row.
         raise ValueError(
-            f"rows must be None for parameters that FullyShardedDataParallel made flat, got {layout.spec!r}: "
+            f"rows must be None for parameters that FullyShardedDataParallel made flat, {spec}: "
             "fully_shard keeps their rows"
         )
+    if any(map(is_lazy, params)):
+        raise ValueError(
+            f"rows must be None for parameters of lazy modules that have no shape yet, {spec}: run the model once first"
+        )
+    if any(param.is_complex() for param in params):
+        raise ValueError(f"rows must be None for complex parameters, {spec}: torch.view_as_real makes them real")
     group["rows"] = layout.spec
-    counts = {layout.size(shape)[0] for shape in shapes}
+    shapes = [tuple(param.shape) for param in params]
+    sizes = [layout.size(shape) for shape in shapes]
     if joint and len(shapes) < 2:
         # ZeroRedundancyOptimizer hands single parameters to ranks: rows of a part of the set are not invariant.
         raise ValueError(f"joint must be for two parameters or more, which stay together, got {len(shapes)}")
-    if joint and len(counts) > 1:
+    if joint and len({n for n, _ in sizes}) > 1:
         raise ValueError(f"rows {layout.spec!r} cut the joint shapes {shapes} into different numbers of rows")
+    short = [shape for shape, (n, d) in zip(shapes, sizes, strict=True) if n and d == 1 and not joint]
+    if short and fixed_radius:
+        raise ValueError(
+            f"rows must have at least two numbers each on the unit sphere, {spec} for the shape {short[0]}: "
+            "a row of one number would become 1 or -1; leave this parameter without rows"
+        )
+    if short:
+        _warn_of_short_rows(str(layout.spec), short[0])
+
+
+@functools.cache
+def _warn_of_short_rows(spec: str, shape: tuple[int, ...]) -> None:
+    logger.warning(
+        "rows=%r cuts a parameter of shape %s into rows of one number, whose direction is only a sign: such parameters "
+        "are best left without rows",
+        *(spec, shape),
+    )
 
 
 def check_unsupported(group: Options) -> None:
@@ -84,19 +118,23 @@ def check_unsupported(group: Options) -> None:
         check(not group.get(name), name, group.get(name), "False: there is no such step here")
 
 
-def check_gradients(params: Iterable[Tensor], optimizer: str) -> None:
-    """The gradients that are there are dense, and of dtypes that momentum can be kept in."""
-    for param in params:
+def check_gradients(group: Options, optimizer: str, *, sparse: bool) -> None:
+    """The gradients of a group are such that it can be stepped.
+
+    Args:
+        group: a param group.
+        optimizer: its name, for the message.
+        sparse: parameters without rows may have sparse gradients.
+    """
+    has_rows = group.get("rows") is not None
+    for param in group["params"]:
         if param.grad is None:
             continue
-        if param.grad.layout != torch.strided:
+        if param.grad.layout != torch.strided and (has_rows or not sparse):
             raise RuntimeError(
-                f"{optimizer} needs dense gradients, got {param.grad.layout}; torch.optim.SparseAdam exists"
+                f"{optimizer} needs dense gradients{' on rows' if sparse else ''}, got {param.grad.layout}; "
+                "torch.optim.SparseAdam exists"
             )
         for dtype in (param.dtype, param.grad.dtype):
-            if dtype.is_complex:
-                raise RuntimeError(
-                    f"{optimizer} needs real parameters, got {dtype}; torch.view_as_real makes them real"
-                )
-            if dtype not in _DTYPES:
+            if dtype not in _DTYPES and not dtype.is_complex:
                 raise RuntimeError(f"{optimizer} needs parameters and gradients of {_NAMES}, got {dtype}")

@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from steradian.optim._rows import arithmetic
-
 __all__ = ["TELEMETRY", "Telemetry"]
 
 TELEMETRY = ("radius", "angle", "effective_lr", "next_radius", "gradient_norm", "defect", "radial")
@@ -51,9 +49,9 @@ class Telemetry(Mapping[Tensor, Tensor]):
         return self._places[param]
 
     @torch.inference_mode(False)
-    def cover(self, counts: Sequence[tuple[Tensor, int]]) -> None:
-        """Have room for these parameters with their numbers of rows; nothing moves where there is room already."""
-        wanted = [(param, n, param.device, arithmetic(param.dtype)) for param, n in counts]
+    def cover(self, counts: Sequence[tuple[Tensor, int, torch.dtype]]) -> None:
+        """Make room for parameters with their numbers of rows and dtypes; nothing moves if there is room already."""
+        wanted = [(param, n, param.device, dtype) for param, n, dtype in counts]
         if len(wanted) == len(self._counts) and all(
             one[0] is other[0] and one[1:] == other[1:] for one, other in zip(wanted, self._counts, strict=True)
         ):

@@ -4,24 +4,19 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import Any, ClassVar, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Groups, Layout, is_sharded
-from steradian.optim._checks import check_gradients, check_rows, check_unsupported
-from steradian.optim._loading import take_state
-from steradian.optim._optional import fused_available, fused_works, sharding
-from steradian.optim._rows import RowSet, check_shape
-from steradian.optim._telemetry import Telemetry
-from steradian.optim._together import together
-from steradian.optim._untraced import load, untraced
-from steradian.optim._zero import zero
-
-if TYPE_CHECKING:
-    from steradian.optim._fused import FusedStep
+from steradian.optim.checks import check, check_gradients, check_rows, check_unsupported
+from steradian.optim.fused import decide
+from steradian.optim.rows import RowSet, check_shape, together
+from steradian.optim.state import row_dtype, sharding, take_state
+from steradian.optim.telemetry import Telemetry
+from steradian.optim.torch_updates import zero
 
 __all__ = ["Classic", "Options", "Params", "RowOptimizer", "Work"]
 
@@ -33,6 +28,34 @@ Classic = list[tuple[Options, list[Tensor], list[dict[str, Tensor]]]]
 """Param groups for the classic update, each with its parameters that have a gradient, and their states."""
 Work = list[tuple[Options, list[RowSet]]]
 """Param groups with rows, each with its row sets that have a gradient."""
+
+
+# What a compiler is not to look into. `torch.compiler.disable` loads the compiler, which takes as long as torch itself,
+# so it is applied when the first optimizer is made.
+P = ParamSpec("P")
+R = TypeVar("R")
+_WAITING: list[Callable[[], None]] = []
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compiler.disable`, from `_disable_tracing` on."""
+    called = function
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return called(*args, **kwargs)
+
+    def disable() -> None:
+        nonlocal called
+        called = torch.compiler.disable(function)
+
+    _WAITING.append(disable)
+    return call
+
+
+def _disable_tracing() -> None:
+    while _WAITING:
+        _WAITING.pop()()
 
 
 class RowOptimizer(Optimizer, ABC):
@@ -48,8 +71,10 @@ class RowOptimizer(Optimizer, ABC):
     others); half-precision rows are computed in float32; one number per row is kept in float32, in float64 for
     float64 parameters; nothing is read back from an accelerator.
 
-    A subclass names its row update (`_reference`), says whether there is a fused one (`_has_fused`) and what a state
-    consists of (`_needed`, and `_needed_by_rows` beside it), and gives `_check`, `_new_state` and `_step_rest`.
+    A subclass names its row update (`_reference`), says whether there is a fused one (`_has_fused`), what a state
+    consists of (`_needed`, and `_needed_by_rows` beside it), by which settings a saved one is known to be its own
+    (`_marks`), whether rows are put on the unit sphere (`_fixes_radius`) and whether the classic update takes sparse
+    gradients (`_takes_sparse`), and gives `_check`, `_new_state` and `_step_rest`.
 
     Attributes:
         telemetry: after `emit()`, what the last step did to every row (`Telemetry`).
@@ -61,17 +86,21 @@ class RowOptimizer(Optimizer, ABC):
     _row_state: ClassVar[frozenset[str]] = frozenset()
     _needed: ClassVar[frozenset[str]] = frozenset()
     _needed_by_rows: ClassVar[frozenset[str]] = frozenset()
+    _marks: ClassVar[frozenset[str]] = frozenset()
+    _fixes_radius: ClassVar[bool] = False
+    _takes_sparse: ClassVar[bool] = False
 
     def __init__(self, params: Params, defaults: Options) -> None:
-        load()
+        _disable_tracing()
         self.telemetry = None
-        self._remembered: FusedStep | None = None
+        self._remembered: decide.FusedStep | None = None
         self._in_graphs: list[object] = []
         if isinstance(params, Groups):
             raise TypeError("params must be parameters or param groups, got Groups: pass groups.param_groups()")
         super().__init__(params, defaults)
-        if not any("rows" in group for group in self.param_groups) and defaults.get("without") != "":
-            _say_that_nothing_has_rows(type(self).__name__)
+        if defaults.get("without") != "" and all(group.get("rows") is None for group in self.param_groups):
+            searched = any("rows" in group for group in self.param_groups)
+            _warn_of_no_rows(type(self).__name__, searched, "rest_lr" in defaults)
 
     # What a subclass gives
 
@@ -153,7 +182,7 @@ class RowOptimizer(Optimizer, ABC):
     def _collect(self) -> tuple[Classic, Work]:
         """What has a gradient: parameters for the classic update, and row sets."""
         for group in self.param_groups:
-            check_gradients(group["params"], type(self).__name__)
+            check_gradients(group, type(self).__name__, sparse=self._takes_sparse)
         if self.telemetry is not None:
             self.telemetry.left = None
             self.telemetry.cover(self._row_counts())
@@ -169,22 +198,25 @@ class RowOptimizer(Optimizer, ABC):
         return classic, work
 
     def _step_classic(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        seen: list[tuple[RowSet, Tensor]] = []
+        rows_before: list[tuple[RowSet, Tensor]] = []
         if self.telemetry is not None and group.get("rows") is not None:
-            seen = self._before_classic(params, group)
+            rows_before = self._before_classic(params, group)
         self._step_rest(params, states, group)
-        if seen:
-            self._tell_classic(seen, group)
+        for param, state in zip(params, states, strict=True):
+            if state and param not in self.state:
+                self.state[param] = state
+        if rows_before:
+            self._emit_classic(rows_before, group)
 
     @untraced
     def _before_classic(self, params: list[Tensor], group: Options) -> list[tuple[RowSet, Tensor]]:
         sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
-        return [(rows, rows.read("param").clone()) for rows in sets if rows.n and rows.d]
+        return [(rows, rows.read("param", rows.whole).clone()) for rows in sets if rows.n and rows.d]
 
     @untraced
-    def _tell_classic(self, seen: list[tuple[RowSet, Tensor]], group: Options) -> None:
+    def _emit_classic(self, rows_before: list[tuple[RowSet, Tensor]], group: Options) -> None:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for rows, before in seen:
+        for rows, before in rows_before:
             with rows.scaled(scale, found):
                 self._emit_rest(rows, before, group)
 
@@ -194,9 +226,7 @@ class RowOptimizer(Optimizer, ABC):
         self._remembered = None
         if not any(self._is_fused(group) for group, _ in work):
             return False
-        from steradian.optim._fused import FusedStep
-
-        remembered = FusedStep(self, classic, work)
+        remembered = decide.FusedStep(self, classic, work)
         remembered.run(self)
         self._remembered = remembered
         return True
@@ -206,7 +236,7 @@ class RowOptimizer(Optimizer, ABC):
         wanted = group.get("fused")
         if wanted is False or not self._has_fused:
             return False
-        return fused_available(group["params"]) if wanted else fused_works(group["params"])
+        return decide.available(group["params"]) if wanted else decide.works(group["params"])
 
     def _on_device(self, group: Options) -> bool:
         """Whether a group's step count lives where its parameters are."""
@@ -216,27 +246,43 @@ class RowOptimizer(Optimizer, ABC):
         return [self._row_set(members, group, layout, classic) for members in _sets(params, group)]
 
     def _row_set(self, params: list[Tensor], group: Options, layout: Layout, classic: bool) -> RowSet:
-        fresh = not any(self.state.get(param) for param in params)
+        newcomers = [param for param in params if not self.state.get(param)]
         states = [self._state_of(param, group, None if classic else layout) for param in params]
+        absent = self._absent(params, newcomers, group) if group.get("joint") and not classic else []
         make = sharding().row_set if any(is_sharded(param) for param in params) else RowSet
-        rows = make(layout, params, states, fresh=fresh)
+        rows = make(layout, params, states, absent=absent, fresh=len(newcomers) == len(params))
         if self.telemetry is not None:
             rows.telemetry = self.telemetry[group["params"][0] if group.get("joint") else params[0]]
         return rows
 
-    def _row_counts(self) -> list[tuple[Tensor, int]]:
-        """The parameters that telemetry stands under, with the number of rows that are stepped here."""
+    def _absent(self, params: list[Tensor], newcomers: list[Tensor], group: Options) -> list[dict[str, Tensor]]:
+        """The states of a joint set's parameters that have no gradient now.
+
+        The step count and the numbers per row are the set's: a parameter that joins later takes them from the others.
+        """
+        present, new = set(map(id, params)), set(map(id, newcomers))
+        known = [param for param in group["params"] if self.state.get(param) and id(param) not in new]
+        for param in newcomers if known else ():
+            for name in self.state[param].keys() & (self._per_row(group) | {"step"}):
+                self.state[param][name].copy_(self.state[known[0]][name])
+        return [self.state[param] for param in known if id(param) not in present]
+
+    def _row_counts(self) -> list[tuple[Tensor, int, torch.dtype]]:
+        """The parameters that telemetry stands under, with the number of rows that are stepped here and their dtype."""
         counts = []
         for group in self.param_groups:
             if group.get("rows") is not None:
                 layout = Layout(group["rows"])
-                counts += [(params[0], _count_rows(params, layout)) for params in _sets(group["params"], group)]
+                counts += [
+                    (params[0], _count_rows(params, layout), row_dtype(params[0], group))
+                    for params in _sets(group["params"], group)
+                ]
         return counts
 
     def _state_of(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[param]
-        if not state:
-            state.update(self._new_state(param, group, layout))
+        state: dict[str, Tensor] = self.state[param] if self.state.get(param) else self._new_state(param, group, layout)
+        if state:  # as torch, an optimizer that keeps nothing of a parameter has no entry for it
+            self.state[param] = state
         if layout is None:
             for name in self._row_state.intersection(state):
                 check_shape(name, state[name], param.shape)
@@ -290,7 +336,8 @@ class RowOptimizer(Optimizer, ABC):
     def add_param_group(self, param_group: Options) -> None:
         """Add a param group, after checking its settings and that its layout cuts its parameters."""
         self._remembered = None
-        super().add_param_group(param_group)
+        # A copy: one list of param groups may be given to several optimizers, each with its own settings.
+        super().add_param_group(dict(param_group) if isinstance(param_group, dict) else param_group)
         try:
             self._check_group(self.param_groups[-1])
         except Exception:
@@ -302,12 +349,14 @@ class RowOptimizer(Optimizer, ABC):
     def _check_group(self, group: Options) -> None:
         self._check(group)
         check_unsupported(group)
-        if group.get("fused") and not (self._has_fused and fused_available(group["params"])):
+        fused = group.get("fused")
+        check(fused is None or isinstance(fused, bool), "fused", fused, "None, True or False")
+        if fused and not (self._has_fused and decide.available(group["params"])):
             raise ValueError(
                 f"fused must be None or False here, got True: a fused {type(self).__name__} "
                 + ("needs Triton and parameters on a GPU" if self._has_fused else "does not exist")
             )
-        check_rows(group)
+        check_rows(group, fixed_radius=self._fixes_radius)
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -336,7 +385,7 @@ class RowOptimizer(Optimizer, ABC):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        load()
+        _disable_tracing()
         super().__setstate__(state)
         self.__dict__.setdefault("telemetry", None)
         self.__dict__.setdefault("_in_graphs", [])
@@ -348,12 +397,15 @@ class RowOptimizer(Optimizer, ABC):
 
 
 @functools.cache
-def _say_that_nothing_has_rows(optimizer: str) -> None:
+def _warn_of_no_rows(optimizer: str, searched: bool, has_rest_lr: bool) -> None:
     """Once: somebody may have one optimizer for each of many parameters, and some of these have no rows."""
+    rate = " at the rate rest_lr, not lr" if has_rest_lr else ""
+    why = (
+        "find_groups found no invariant weights in this model" if searched else
+        "pass st.find_groups(model, batch).param_groups()"
+    )  # fmt: skip
     logger.warning(
-        "%s: no param group has rows, so that every parameter gets the classic update: pass "
-        "st.find_groups(model, batch).param_groups()",
-        optimizer,
+        "%s: no param group has rows, so that every parameter gets the classic update%s: %s", optimizer, rate, why
     )
 
 

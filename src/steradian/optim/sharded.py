@@ -5,7 +5,7 @@ nothing is communicated. Rows that lie on several ranks are gathered, stepped by
 its part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from steradian.groups import Layout
-from steradian.optim._rows import RowSet
+from steradian.optim.rows import RowSet
 
 __all__ = ["count_rows", "keep", "part", "per_row", "row_set"]
 
@@ -50,17 +50,26 @@ def count_rows(params: list[Tensor], layout: Layout) -> int:
     return layout.size((param.to_local() if whole else param).shape)[0]
 
 
-def row_set(layout: Layout, params: list[Tensor], states: list[dict[str, Any]], *, fresh: bool = False) -> RowSet:
+def row_set(
+    layout: Layout,
+    params: list[Tensor],
+    states: list[dict[str, Any]],
+    *,
+    absent: Sequence[dict[str, Any]] = (),
+    fresh: bool = False,
+) -> RowSet:
     """The rows of sharded parameters that this rank steps: those it holds, or all where rows cross ranks."""
     pairs = list(zip(params, states, strict=True))
+    others = [_local_state(state) for state in absent]
     if all(_stays_whole(param, layout) for param in params):
         parts = [_local(param, state) for param, state in pairs]
-        rows = RowSet(layout, [part for part, _ in parts], [state for _, state in parts], fresh=fresh)
+        rows = RowSet(layout, [part for part, _ in parts], [state for _, state in parts], absent=others, fresh=fresh)
         rows.owners, rows.sharded = params, True
         rows.renew = lambda: all(_renew(part, param) for part, param in zip(rows.params, params, strict=True))
         return rows
     wholes = [_gathered(param, state) for param, state in pairs]
-    rows = RowSet(layout, [full for full, _, _ in wholes], [state for _, state, _ in wholes], fresh=fresh)
+    gathered = [full for full, _, _ in wholes], [state for _, state, _ in wholes]
+    rows = RowSet(layout, *gathered, absent=others, fresh=fresh)
 
     def put_back() -> None:
         for _, _, put_one_back in wholes:
@@ -76,7 +85,11 @@ def _local(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]
     assert isinstance(param, DTensor), "the parameters of a joint set are all sharded"
     part = param.to_local().detach()
     part.grad = _local_gradient(param)
-    return part, {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
+    return part, _local_state(state)
+
+
+def _local_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
 def _local_gradient(param: DTensor) -> Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from steradian import geometry
 from steradian.groups import Layout
-from steradian.optim._motion import Motion, rate_of
 from steradian.optim.adagradg import AdaGradG
 from steradian.optim.adam import Adam
 from steradian.optim.adamg import AdamG
 from steradian.optim.adamp import AdamP
 from steradian.optim.sgd import SGD
+from steradian.optim.transport import Motion, rate_of
 from steradian.scheme import Step, Taken, UnreadableOptimizerError, _read_adam, _read_sgd, register
 
 __all__: list[str] = []

@@ -1,6 +1,6 @@
 """What parameters without rows get: torch's own functional updates, bit for bit, and AdamP's without projection."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from steradian.optim._motion import rate_of
-from steradian.optim._rows import exact
+from steradian.optim.rows import exact
+from steradian.optim.transport import rate_of
 
-__all__ = ["adam", "adamp", "sgd"]
+__all__ = ["adam", "adamp", "sgd", "zero"]
 
 Options = Mapping[str, Any]
 States = Sequence[dict[str, Tensor]]
@@ -54,6 +54,7 @@ def adam(
         capturable=group["capturable"] and params[0].device.type != "cpu",
         fused=True if fused else None,
         amsgrad=False,
+        has_complex=any(map(torch.is_complex, params)),
         beta1=beta1,
         beta2=beta2,
         lr=group["lr"],
@@ -114,10 +115,12 @@ def sgd(params: list[Tensor], states: States, group: Options) -> None:
         _sgd_without_reading(params, states, group, lr)
         return
     buffers = [state.get("momentum_buffer") for state in states]
+    gradients = _gradients(params)
     torch_sgd(
         params,
-        _gradients(params),
+        gradients,
         buffers,
+        has_sparse_grad=any(gradient.is_sparse for gradient in gradients),
         weight_decay=group["weight_decay"],
         momentum=momentum,
         lr=lr,  # type: ignore[arg-type]  # torch's annotation leaves its own tensor rates out
@@ -157,6 +160,8 @@ def adamp(params: list[Tensor], states: States, group: Options) -> None:
         step = state["step"].item() if state["step"].device.type == "cpu" else exact(state["step"])
         g = -gradient if group["maximize"] else gradient
         m, v = state["exp_avg"], state["exp_avg_sq"]
+        if torch.is_complex(param):  # as torch does, real and imaginary parts by themselves
+            param, g, m, v = map(torch.view_as_real, (param, g, m, v))
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         divisor = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
@@ -166,3 +171,26 @@ def adamp(params: list[Tensor], states: States, group: Options) -> None:
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
     return [gradient for gradient in map(_GRAD, params) if gradient is not None]
+
+
+def zero(gradients: Iterable[Tensor]) -> None:
+    """Set gradients to zero where they lie, cut off from the graph that made them.
+
+    >>> gradient = torch.ones(3)
+    >>> zero([gradient])
+    >>> gradient.tolist()
+    [0.0, 0.0, 0.0]
+    """
+    kinds: dict[tuple[object, ...], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.grad_fn is not None:
+            gradient.detach_()
+        elif gradient.requires_grad:
+            gradient.requires_grad_(False)
+        if gradient.layout != torch.strided:
+            gradient.zero_()
+        else:
+            # Sharded tensors and others are not taken together.
+            kinds.setdefault((type(gradient), gradient.device, gradient.dtype), []).append(gradient)
+    for alike in kinds.values():
+        torch._foreach_zero_(alike)

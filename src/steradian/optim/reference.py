@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from steradian import geometry
-from steradian.geometry import dot
-from steradian.optim._motion import Motion, carry, carry_in_plane, emit, held, rate_of, square
-from steradian.optim._rows import RowSet, exact
+from steradian.geometry import dot, norm, square
+from steradian.optim.rows import RowSet, exact
+from steradian.optim.transport import Motion, carry, carry_in_plane, emit, rate_of, zeroed
 
 __all__ = ["adagradg", "adam", "adamg", "adamp", "emit_adam", "emit_sgd", "sgd"]
 
@@ -40,16 +40,17 @@ def adam(rows: RowSet, group: Options) -> None:
     beta1, beta2 = group["betas"]
     pace, root = rate_of(group) / (1 - beta1**step), (1 - beta2**step) ** 0.5
     scalar = "a" in group["without"]
-    x, gradient, m = rows.read("param"), rows.read("grad"), rows.read("exp_avg")
-    v = rows.number("exp_avg_sq") if scalar else rows.read("exp_avg_sq")
+    numbers = rows.number("exp_avg_sq") if scalar else None
     for piece in rows.pieces():
-        _adam(rows, piece, (x[piece], gradient[piece], m[piece], v[piece]), group, pace, root)
-    rows.write("param", x)
-    rows.write("exp_avg", m)
+        x, gradient, m = (rows.read(name, piece) for name in ("param", "grad", "exp_avg"))
+        v = rows.read("exp_avg_sq", piece) if numbers is None else numbers[piece]
+        _adam(rows, piece, (x, gradient, m, v), group, pace, root)
+        rows.write("param", piece, x)
+        rows.write("exp_avg", piece, m)
+        if numbers is None:
+            rows.write("exp_avg_sq", piece, v)
     if scalar:
         rows.share("exp_avg_sq")
-    else:
-        rows.write("exp_avg_sq", v)
 
 
 def _adam(
@@ -66,23 +67,24 @@ def _adam(
     gradient = -gradient if group["maximize"] else gradient
     g = gradient if decoupled or not decay else gradient.add(x, alpha=decay)
     gg, largest = square(g), torch.finfo(g.dtype).max
-    steps = gg <= largest
-    gg, g, target = held(steps, gg, g, gradient if "b" in without else g)
-    usable = steps.to(g.dtype)
+    usable = gg <= largest
+    stays = ~usable
+    gg, target = zeroed(gg, stays), zeroed(gradient if "b" in without else g, stays)
 
-    m.lerp_(target, usable * (1 - beta1))
-    new = gg / rows.d if "a" in without else g.square()
-    v.lerp_(new.clamp_(max=largest), usable * (1 - beta2))
+    taken = usable.to(g.dtype)
+    m.lerp_(target, taken * (1 - beta1))
+    new = gg / rows.d if "a" in without else zeroed(g, stays).square()
+    v.lerp_(new.clamp_(max=largest), taken * (1 - beta2))
     divisor = (v.sqrt() / root).add_(group["eps"])
-    s = (usable * pace) / divisor
+    s = (taken * pace) / divisor
     if group["eps"] == 0:
         s.masked_fill_(divisor == 0, 0)
 
-    start = 1 - rate_of(group) * decay if decoupled else 1.0
+    start = _left_by_decay(1 - rate_of(group) * decay, usable, x.dtype) if decoupled and decay else 1.0
     outside = "b" in without and decay and not decoupled
     y = _moved(x, torch.rsub(s, start, alpha=(1 - beta1) * decay) if outside else start, m, s)
     if "b" in without or "c" in without:
-        motion = Motion.of(x, y, v if "c" in without else None)
+        motion = Motion.of(x, y, v if "c" in without else None).without(stays)
         if "b" in without:
             (carry_in_plane if "a" in without else carry)(m, x, y, motion, rescale="c" in without)
         else:
@@ -97,10 +99,18 @@ def _adam(
 def emit_adam(rows: RowSet, before: Tensor, group: Options) -> None:
     """Telemetry of rows that took torch's Adam step, from v as it left it."""
     step, (beta1, beta2) = exact(rows.states[0]["step"]), group["betas"]
-    divisor = (rows.read("exp_avg_sq").sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+    divisor = (rows.read("exp_avg_sq", rows.whole).sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
     pace = rate_of(group) * (1 - beta1) / (1 - beta1**step) / _mean_square(divisor).sqrt_()
     start = 1 - rate_of(group) * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
-    emit(rows, slice(None), before, rows.read("param"), rows.read("grad"), pace=pace, start=start)
+    x, gradient = rows.read("param", rows.whole), rows.read("grad", rows.whole)
+    emit(rows, rows.whole, before, x, gradient, pace=pace, start=start)
+
+
+def _left_by_decay(start: float | Tensor, usable: Tensor, dtype: torch.dtype) -> float | Tensor:
+    """What a decoupled decay leaves of each row: a row that takes no step does not decay."""
+    if geometry.at_hand(usable) and bool(usable.all()):
+        return start
+    return torch.where(usable, torch.as_tensor(start, dtype=dtype, device=usable.device), 1)
 
 
 def _moved(x: Tensor, kept: float | Tensor, m: Tensor, s: float | Tensor) -> Tensor:
@@ -124,11 +134,11 @@ def sgd(rows: RowSet, group: Options) -> None:
     g = ∇L(x) + λx;  m ← μ m + (1−τ) g, in the first step m ← g;  x' = x − η m, with Nesterov x − η (g + μ m).
     As in `adam`, where (b) is neutralized the L2 term acts on x alone.
     """
-    x, gradient, m = rows.read("param"), rows.read("grad"), rows.read("momentum_buffer")
     for piece in rows.pieces():
-        _sgd(rows, piece, (x[piece], gradient[piece], m[piece]), group)
-    rows.write("param", x)
-    rows.write("momentum_buffer", m)
+        x, gradient, m = (rows.read(name, piece) for name in ("param", "grad", "momentum_buffer"))
+        _sgd(rows, piece, (x, gradient, m), group)
+        rows.write("param", piece, x)
+        rows.write("momentum_buffer", piece, m)
 
 
 def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], group: Options) -> None:
@@ -156,7 +166,8 @@ def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], gro
 
 def emit_sgd(rows: RowSet, before: Tensor, group: Options) -> None:
     """Telemetry of rows that took torch's SGD step."""
-    emit(rows, slice(None), before, rows.read("param"), rows.read("grad"), pace=_sgd_pace(rows, group))
+    x, gradient = rows.read("param", rows.whole), rows.read("grad", rows.whole)
+    emit(rows, rows.whole, before, x, gradient, pace=_sgd_pace(rows, group))
 
 
 def _sgd_pace(rows: RowSet, group: Options) -> Tensor:
@@ -168,17 +179,9 @@ def _sgd_pace(rows: RowSet, group: Options) -> Tensor:
 # On the unit sphere -----------------------------------------------------------------------------------------
 
 
-def _length(q: Tensor) -> Tensor:
-    """‖q‖ without overflow or underflow, rounded in a way that other rows have no part in."""
-    scale = q.abs().amax(dim=1, keepdim=True)
-    scale.masked_fill_(scale == 0, 1)
-    length: Tensor = torch.linalg.vector_norm(q / scale, dim=1, keepdim=True)
-    return scale * length
-
-
 def _direction(q: Tensor) -> tuple[Tensor, Tensor]:
     """r and u, 0 for a collapsed row; a row on the sphere is its u, so that a step of no length changes no digit."""
-    r = _length(q)
+    r = norm(q)
     gone, there = geometry.collapsed(r), (r - 1).abs_() <= 4 * torch.finfo(r.dtype).eps
     return r, (q / r.masked_fill(gone | there, 1)).masked_fill_(gone, 0)
 
@@ -201,19 +204,20 @@ def adagradg(rows: RowSet, group: Options) -> None:
 
     v is used before it is updated. A row whose new v is not finite takes no step.
     """
-    x, gradient, v = rows.read("param"), rows.read("grad"), rows.number("sum")
+    v = rows.number("sum")
     for piece in rows.pieces():
-        u, g = _on_sphere(x[piece], gradient[piece], group)
-        v_next = group["beta"] * v[piece] + dot(g, g)
+        x = rows.read("param", piece)
+        u, g = _on_sphere(x, rows.read("grad", piece), group)
+        v_next = group["beta"] * v[piece] + square(g)
         usable = torch.isfinite(v_next)
         pace = torch.where(usable & (v[piece] > 0), rate_of(group) / v[piece].sqrt(), 0)
         y = u - pace * torch.where(usable, g, 0)
-        landed = _landed(u, y)
+        landed = torch.where(usable, _landed(u, y), x)
         if rows.telemetry is not None:
             emit(rows, piece, u, y, g, pace=pace, end=landed)
-        x[piece] = landed
+        x.copy_(landed)
         v[piece] = torch.where(usable, v_next, v[piece])
-    rows.write("param", x)
+        rows.write("param", piece, x)
     rows.share("sum")
 
 
@@ -227,33 +231,35 @@ def adamg(rows: RowSet, group: Options) -> None:
     step = rows.advance()
     beta1, beta2 = group["betas"]
     rate = rate_of(group) * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-    x, gradient, m = rows.read("param"), rows.read("grad"), rows.read("exp_avg")
     v = rows.number("exp_avg_sq")
     for piece in rows.pieces():
-        u, g = _on_sphere(x[piece], gradient[piece], group)
+        x, m = rows.read("param", piece), rows.read("exp_avg", piece)
+        u, g = _on_sphere(x, rows.read("grad", piece), group)
         h = geometry.tangent(g, u)
         if not group["retraction"]:
-            h *= (group["clip"] / _length(h)).clamp_(max=1)
-        hh = dot(h, h)
+            h *= (group["clip"] / norm(h)).clamp_(max=1)
+        hh = square(h)
         usable = torch.isfinite(hh)
-        h, hh = held(usable, h, hh)
-        momentum, moment = m[piece], v[piece]
-        momentum.lerp_(h, usable.to(m.dtype).mul_(1 - beta1))
+        h, hh = zeroed(h, ~usable), zeroed(hh, ~usable)
+        moment = v[piece]
         moment.copy_(torch.where(usable, moment.lerp(hh, 1 - beta2), moment))
         root = (moment + group["eps"]).sqrt_()
         pace = torch.where(usable & (root > 0), rate / root, 0)
-        delta = -pace * momentum
-        theta = _length(delta)
+        m.lerp_(h, usable.to(m.dtype).mul_(1 - beta1))
+        delta = -pace * m
+        theta = norm(delta)
         reached = u + delta if group["retraction"] else theta.cos() * u + torch.sinc(theta / math.pi) * delta
         y = _landed(u, reached)
-        carry_in_plane(momentum, u, y, Motion.of(u, y), rescale=False)
+        carry_in_plane(m, u, y, Motion.of(u, y).without(~usable), rescale=False)
+        landed = torch.where(usable, y, x)
         if rows.telemetry is not None:
             # tan θ = η^e‖c^⊥‖ with c = m/(1−β1) defines the effective rate of a step along a geodesic too.
             turned = pace if group["retraction"] else pace * (theta.tan() / theta).masked_fill_(theta == 0, 1)
-            emit(rows, piece, u, y, g, pace=(1 - beta1) * turned * dot(u, y), inward=dot(u, delta).neg_())
-        x[piece] = y
-    rows.write("param", x)
-    rows.write("exp_avg", m)
+            inward = dot(u, delta).neg_()
+            emit(rows, piece, u, y, g, pace=(1 - beta1) * turned * dot(u, y), end=landed, inward=inward)
+        x.copy_(landed)
+        rows.write("param", piece, x)
+        rows.write("exp_avg", piece, m)
     rows.share("exp_avg_sq")
 
 
@@ -270,24 +276,23 @@ def adamp(rows: RowSet, group: Options) -> None:
     beta1, beta2 = group["betas"]
     lr = rate_of(group)
     pace, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    kept = 1 - lr * group["weight_decay"] * group["wd_ratio"]
-    x, gradient, m, v = (rows.read(name) for name in ("param", "grad", "exp_avg", "exp_avg_sq"))
     for piece in rows.pieces():
-        at, g, momentum, moment = x[piece], gradient[piece], m[piece], v[piece]
+        x, g, m, v = (rows.read(name, piece) for name in ("param", "grad", "exp_avg", "exp_avg_sq"))
         g = -g if group["maximize"] else g
-        usable = torch.isfinite(dot(g, g))
-        (gradient_of_steps,) = held(usable, g)
-        momentum.lerp_(gradient_of_steps, usable.to(m.dtype) * (1 - beta1))
-        moment.copy_(torch.where(usable, moment * beta2 + g.square().mul_(1 - beta2), moment))
-        divisor = (moment.sqrt() / root).add_(group["eps"])
-        ahead = momentum.lerp(g, 1 - beta1) if group["nesterov"] else momentum
+        usable = torch.isfinite(square(g))
+        safe = zeroed(g, ~usable)
+        m.lerp_(safe, usable.to(m.dtype) * (1 - beta1))
+        v.copy_(torch.where(usable, v * beta2 + safe.square().mul_(1 - beta2), v))
+        divisor = (v.sqrt() / root).add_(group["eps"])
+        ahead = m.lerp(safe, 1 - beta1) if group["nesterov"] else m
         q = torch.where(usable & (divisor > 0), ahead / divisor, 0)
-        length = _length(at) + group["eps"]
-        unit = at / length.masked_fill(length == 0, 1)
+        length = norm(x) + group["eps"]
+        unit = x / length.masked_fill(length == 0, 1)
         q -= dot(q, unit) * unit
-        y = at * kept - q * pace
+        kept = _left_by_decay(1 - lr * group["weight_decay"] * group["wd_ratio"], usable, x.dtype)
+        y = x * kept - q * pace
         if rows.telemetry is not None:
-            emit(rows, piece, at, y, g, pace=(1 - beta1) * pace / _mean_square(divisor).sqrt_(), start=kept)
-        at.copy_(y)
-    for name, value in (("param", x), ("exp_avg", m), ("exp_avg_sq", v)):
-        rows.write(name, value)
+            emit(rows, piece, x, y, g, pace=(1 - beta1) * pace / _mean_square(divisor).sqrt_(), start=kept)
+        x.copy_(y)
+        for name, value in (("param", x), ("exp_avg", m), ("exp_avg_sq", v)):
+            rows.write(name, piece, value)

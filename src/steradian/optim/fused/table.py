@@ -8,24 +8,24 @@ launches. Everything that a step needs from the host lies in one table, so there
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from steradian.optim import _kernels
-from steradian.optim._launch import Launch
-from steradian.optim._rows import RowSet, arithmetic
-from steradian.optim._telemetry import TELEMETRY
+from steradian.optim.fused import kernels
+from steradian.optim.rows import RowSet, arithmetic
+from steradian.optim.telemetry import TELEMETRY
 
 __all__ = ["DTYPES", "Plan", "setting"]
 
 Options = Mapping[str, Any]
 
-LANES = int(_kernels.LANES.value)
+LANES = int(kernels.LANES.value)
 WARPS = 8
 # Three programs on a multiprocessor instead of two, at the price of a few spilled numbers in long rows.
 REGISTERS = 80
@@ -46,6 +46,54 @@ _ADDRESS, _STRIDE, _DTYPE, _GRAD, _ENTRIES = (
     operator.attrgetter("grad"),
     operator.itemgetter(*_STATE),
 )
+
+
+# A compiled kernel takes constants among its arguments, as here, since 3.2; older versions go through Triton.
+_STRAIGHT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)
+
+
+class Launch:
+    """One kernel on a line of programs, with three addresses that are given in each step.
+
+    These are a gradient scaler's scale and verdict, and a second place for telemetry.
+
+    Args:
+        kernel: the kernel.
+        programs: how many.
+        tables: its first arguments, tensors that lie at multiples of 16 bytes.
+        more: its arguments behind those three.
+        constants: its compile-time arguments.
+        options: Triton's.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        tables: tuple[Tensor, ...],
+        more: tuple[Tensor | int, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> None:
+        self.kernel, self.programs, self.options = kernel, programs, options
+        self.tables, self.more, self.constants = tables, more, constants
+        self.run: Callable[..., object] | None = None
+        self.before: list[int] = []
+        self.behind: list[Any] = []
+
+    def __call__(self, scale: Tensor, found: Tensor, also: Tensor) -> None:
+        """Launch on the current stream of the current device."""
+        if self.run is not None:
+            self.run(*self.before, scale.data_ptr(), found.data_ptr(), also.data_ptr(), *self.behind)
+            return
+        compiled = self.kernel[(self.programs,)](
+            *self.tables, scale, found, also, *self.more, *self.constants, **self.options
+        )
+        if _STRAIGHT and isinstance(compiled, triton.compiler.CompiledKernel):
+            self.run = compiled[(self.programs, 1, 1)]
+            self.before = [table.data_ptr() for table in self.tables]
+            self.behind = [each.data_ptr() if isinstance(each, Tensor) else each for each in self.more]
+            self.behind += self.constants
 
 
 class Plan:
@@ -187,7 +235,7 @@ class Plan:
         constants = (self.emitting, scaled, entries, computed)
         made = [
             Launch(
-                _kernels.step_rows,
+                kernels.step_rows,
                 self.items.shape[0],
                 (self.items, *tables, self.emitted, self.told, self.sums),
                 (self.finished, len(self.sets)),
@@ -198,7 +246,7 @@ class Plan:
         if self.long_items.shape[0]:
             options = {"num_warps": WARPS}
             items = (self.long_items, *tables, self.emitted_of_long_rows, self.told, self.sums)
-            made.append(Launch(_kernels.apply_long_rows, items[0].shape[0], items, (), constants, options))
+            made.append(Launch(kernels.apply_long_rows, items[0].shape[0], items, (), constants, options))
         return made
 
     # The table

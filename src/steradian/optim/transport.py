@@ -1,4 +1,4 @@
-"""What moves with a row: how far it went, what is carried along, and what is told about it.
+"""What a step does to a row besides moving it: momentum transported and rescaled, and telemetry.
 
 Rows are (n, d), numbers per row (n, 1); x is a row before the step and y the row after it. Nothing is read back from
 the device.
@@ -11,34 +11,23 @@ import torch
 from torch import Tensor
 
 from steradian import geometry
-from steradian.geometry import dot
-from steradian.optim._rows import RowSet
+from steradian.geometry import dot, square
+from steradian.optim.rows import RowSet
 
-__all__ = ["Motion", "carry", "carry_in_plane", "emit", "held", "rate_of", "square"]
+__all__ = ["Motion", "carry", "carry_in_plane", "emit", "rate_of", "zeroed"]
 
 Options = Mapping[str, Any]
 
 
-def square(q: Tensor) -> Tensor:
-    """⟨q,q⟩ of each row."""
-    # One pass where rows are short; over long rows torch's norm loses digits on the CPU, and its sum does not.
-    if q.shape[1] <= 2**14:
-        length: Tensor = torch.linalg.vector_norm(q, dim=1, keepdim=True)
-        return length.square_()
-    return dot(q, q)
-
-
-def held(usable: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows with those that take no step set to 0: 0 times an infinite number is none."""
-    # A copy is needed only once in a long while.
-    if geometry.at_hand(usable) and bool(usable.all()):
+def zeroed(rows: Tensor, where: Tensor) -> Tensor:
+    """Rows with some of them set to 0, because 0·inf is NaN; the same tensor if there are none on the host."""
+    if geometry.at_hand(where) and not bool(where.any()):
         return rows
-    unusable = ~usable
-    return tuple(each.masked_fill(unusable, 0) for each in rows)
+    return rows.masked_fill(where, 0)
 
 
 class Motion(NamedTuple):
-    """⟨x,x⟩ and ⟨y,y⟩ of a step from x to y, the squared ratio (r/r')², and the rows that lost their direction.
+    """⟨x,x⟩ and ⟨y,y⟩ of a step from x to y, the squared ratio (r/r')², and the rows whose m and v stay.
 
     The step works with squares, so these must be normal numbers to all their digits: radii from 3e-16 to 1e19 in
     float32, from 1e-146 to 1e154 in float64. A row that shrinks by more than the rounding unit in one step has no
@@ -62,6 +51,10 @@ class Motion(NamedTuple):
         gone = ~there
         return cls(xx, yy, shrink.masked_fill_(gone, 1), gone)
 
+    def without(self, rows: Tensor) -> "Motion":
+        """The same, but some rows do not move."""
+        return self._replace(shrink=self.shrink.masked_fill(rows, 1), gone=self.gone | rows)
+
 
 def carry_in_plane(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
     """Transport, and rescale, a momentum in the plane of x and y, in place (App. D.2).
@@ -73,19 +66,25 @@ def carry_in_plane(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: 
     scale = motion.yy if rescale else motion.xx.sqrt() * motion.yy.sqrt()
     kept, removed = dot(x, y).div_(scale), dot(m, y).div_(scale)
     gone = motion.gone | ~torch.isfinite(removed)
-    m.mul_(kept.masked_fill_(gone, 1)).addcmul_(x, removed.masked_fill_(gone, 0), value=-1)
+    m.mul_(kept.masked_fill_(gone, 1)).addcmul_(zeroed(x, gone), removed.masked_fill_(gone, 0), value=-1)
 
 
 def carry(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
     """Transport, and rescale, any momentum, in place: the general isometry of `geometry.transport`.
 
-    For steps that are not along the momentum, where T would shrink what is orthogonal to the plane of x and y.
+    For steps that are not along the momentum, where T would shrink what is orthogonal to the plane of x and y. On
+    tangent vectors the isometry is the reflection m ↦ m^⊥ − 2⟨m^⊥,w⟩/⟨w,w⟩·w with w = u + u'. It is taken from w's
+    entries, since ⟨w,w⟩ = 2(1 + ⟨u,u'⟩) has no digits near the antipode; at the antipode itself it is m^⊥.
     """
-    u, p = ((row / rr.sqrt()).masked_fill_(motion.gone, 0) for row, rr in ((x, motion.xx), (y, motion.yy)))
-    moved = geometry.transport(m, u, p)
+    u = zeroed(x, motion.gone) / motion.xx.sqrt().masked_fill_(motion.gone, 1)
+    w = torch.addcdiv(u, zeroed(y, motion.gone), motion.yy.sqrt().masked_fill_(motion.gone, 1))
+    inward, ww = dot(m, u), square(w)
+    turn = (dot(m, w) - inward * ww / 2).mul_(2).div_(ww.masked_fill_(ww == 0, 1))  # ⟨u,w⟩ = ⟨w,w⟩/2
+    gone = motion.gone | ~torch.isfinite(turn)
     if rescale:
-        moved *= motion.shrink.sqrt()
-    m.copy_(torch.where(motion.gone | ~torch.isfinite(dot(moved, moved)), m, moved))
+        m.mul_(motion.shrink.sqrt())
+        inward, turn = inward * motion.shrink.sqrt(), turn * motion.shrink.sqrt()
+    m.addcmul_(u, inward.masked_fill_(gone, 0), value=-1).addcmul_(w, turn.masked_fill_(gone, 0), value=-1)
 
 
 def emit(
@@ -100,7 +99,7 @@ def emit(
     end: Tensor | None = None,
     inward: Tensor | None = None,
 ) -> None:
-    """Leave the numbers of `TELEMETRY` for the step from x to y.
+    """Write the numbers of `TELEMETRY` for the step from x to y.
 
     The effective rate A/(1 − A⟨c,u⟩) of x' = x − η a ⊘ b (Section 2.4) is (η/b̄)/⟨x,x'⟩. Rate, defect and radial
     part are 0 for a row that has no direction, the rate also where b̄ is 0 and the defect where the gradient is.

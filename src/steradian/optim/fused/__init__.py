@@ -1,0 +1,1 @@
+"""The fused Adam step for NVIDIA GPUs, in Triton."""

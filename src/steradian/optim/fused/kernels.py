@@ -1,0 +1,502 @@
+"""The fused Adam step as Triton kernels: one program holds a tile of rows in registers, reads each entry once.
+
+A row of d numbers is K ≤ 5 pieces of S lanes, so that rows of 2^k and of 9·2^k numbers, as 3 × 3 convolutions have
+them, waste few lanes; a program steps as many rows as fill LANES/4 lanes with one piece (LANES/8 for rows at odd
+addresses). Rows that no tile holds are cut into chunks of LANES: the first kernel leaves the sums of each chunk, the
+second adds them up and applies the step. Arithmetic is `reference.adam`'s, in float32 (float64 for float64).
+
+Tables (see `table`): `lines` has one line of int64 per parameter (addresses of x, gradient, m, v and step count;
+d; n; settings line), `settings` one line of float64 per group, `rates` the address of each group's rate. `items` has
+a line for each program, at the address of its first row, so that a program reads its data after one look-up.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+__all__ = ["LANES", "apply_long_rows", "attempt", "step_rows"]
+
+LANES = tl.constexpr(4096)
+
+WITHOUT_B, WITHOUT_C = tl.constexpr(2), tl.constexpr(4)
+DECOUPLED, MAXIMIZE = tl.constexpr(8), tl.constexpr(16)
+# What the cache does with gradients, which a step reads once, and with what it writes ("" for the ordinary).
+READ_ONCE, WRITTEN = tl.constexpr(""), tl.constexpr("")
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def settings_of(settings, rates, line, C: tl.constexpr):
+    """ln β1, ln β2, 1−β1, 1−β2, ε, λ, flags and the rate of one group."""
+    at = settings + line * 8
+    address, single = tl.load(rates + line), tl.load(at + 7) != 0.0
+    rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=single, other=0.0).to(tl.float64)
+    rate += tl.load(address.to(tl.pointer_type(tl.float64)), mask=single == 0, other=0.0)
+    log_beta1, log_beta2 = tl.load(at).to(C), tl.load(at + 1).to(C)
+    share1, share2 = tl.load(at + 2).to(C), tl.load(at + 3).to(C)
+    eps, decay, flags = tl.load(at + 4).to(C), tl.load(at + 5).to(C), tl.load(at + 6).to(tl.int32)
+    return log_beta1, log_beta2, share1, share2, eps, decay, flags, rate.to(C)
+
+
+@triton.jit
+def limits(C: tl.constexpr):
+    """Largest number, smallest normal number over the rounding unit, rounding unit to the power −2."""
+    if C == tl.float64:
+        return 1.7976931348623157e308, 1.002084180004486e-292, 2.028240960365167e31
+    else:
+        return 3.4028234663852886e38, 9.860761315262648e-32, 7.0368744177664e13
+
+
+@triton.jit
+def sign_and_scale(flags, grad_scale, SCALED: tl.constexpr, C: tl.constexpr):
+    """What the gradient is multiplied by: −1 to maximize, over the gradient scaler's scale."""
+    factor = tl.where((flags & MAXIMIZE) != 0, -1.0, 1.0).to(C)
+    if SCALED:
+        factor = factor / tl.load(grad_scale).to(C)
+    return factor
+
+
+@triton.jit
+def motion(xx, yy, v, flags, C: tl.constexpr):
+    """(r/r')² and the rows that keep their direction: `transport.Motion`."""
+    largest, smallest, steepest = limits(C)
+    shrink = xx / yy
+    there = (tl.minimum(xx, yy) >= smallest) & (yy <= largest) & (shrink <= steepest)
+    there = there & (((flags & WITHOUT_C) == 0) | (v * shrink <= largest))
+    return tl.where(there, shrink, 1.0), there
+
+
+@triton.jit
+def carried_in_plane(xx, yy, xy, my, shrink, moves, flags, C: tl.constexpr):
+    """m ← kept·m − removed·x of a step along m: transport where (b), times r/r' where (c) is neutralized."""
+    largest, _smallest, _steepest = limits(C)
+    scale = tl.where((flags & WITHOUT_C) != 0, yy, tl.sqrt(xx) * tl.sqrt(yy))
+    kept, removed = xy / scale, my / scale
+    moved = moves & (tl.abs(removed) <= largest)
+    transported = (flags & WITHOUT_B) != 0
+    rescaled = tl.where((flags & WITHOUT_C) != 0, tl.sqrt(shrink), 1.0)
+    kept = tl.where(transported, tl.where(moved, kept, 1.0), rescaled)
+    return kept.to(C), tl.where(transported & moved, removed, 0.0).to(C)
+
+
+@triton.jit
+def one_minus_power(log_beta, step):
+    """1 − β^t = −(e^u − 1) with u = t ln β: by its series for small u, where the difference would lose digits."""
+    u = log_beta * step
+    near = tl.maximum(u, -0.5)
+    series = tl.zeros_like(near)
+    for k in tl.static_range(14, 0, -1):
+        series = (1.0 + series) * (near / k)
+    return tl.where(u > -0.5, -series, 1.0 - tl.exp(u))
+
+
+@triton.jit
+def bias_corrections(step, log_beta1, log_beta2, rate):
+    """η/(1−β1^t) and √(1−β2^t)."""
+    return rate / one_minus_power(log_beta1, step), tl.sqrt(one_minus_power(log_beta2, step))
+
+
+@triton.jit
+def lerp(old, new, share):
+    """(1−s)·old + s·new as `Tensor.lerp` has it: from the nearer end, so that s = 1 leaves nothing of the old."""
+    near = share < 0.5
+    return tl.where(near, old, new) + tl.where(near, share, share - 1.0) * (new - old)
+
+
+@triton.jit
+def divided(v, usable, pace, root, eps):
+    """s = η̂/(√v̂ + ε), 0 where that divides by 0 or the row is not usable."""
+    divisor = tl.sqrt(v) / root + eps
+    return tl.where(usable & (divisor > 0), pace / tl.where(divisor > 0, divisor, 1.0), 0.0)
+
+
+@triton.jit
+def kept_in(value, P: tl.constexpr):
+    """A number as it is kept: at the end of float16's range what lies beyond it, which would come back infinite."""
+    if P == tl.float16:
+        value = tl.where(value > 65504.0, 65504.0, tl.where(value < -65504.0, -65504.0, value))
+    return value.to(P)
+
+
+@triton.jit
+def first(at):
+    """A number that every program begins with: worth keeping in the cache through a step that streams by."""
+    return tl.load(at, eviction_policy="evict_last")
+
+
+@triton.jit
+def low(packed):
+    return (packed & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def high(packed):
+    return (packed >> 32).to(tl.int32)
+
+
+@triton.jit
+def angle(across, along):
+    """atan2(across, along) for across ≥ 0: the angle is halved three times, then its series converges fast."""
+    length = tl.sqrt(across * across + along * along)
+    t = across / tl.where(length > 0, length + tl.abs(along), 1.0)
+    t = t / (1.0 + tl.sqrt(1.0 + t * t))
+    t = t / (1.0 + tl.sqrt(1.0 + t * t))
+    series = tl.zeros_like(t)
+    for k in tl.static_range(10, -1, -1):
+        series = 1.0 / (2 * k + 1) - t * t * series
+    angle = 8.0 * t * series
+    return tl.where(along < 0, 3.141592653589793 - angle, angle)
+
+
+@triton.jit
+def _leave(told, also, column: tl.constexpr, value, alive):
+    tl.store(told + column, value, mask=alive)
+    tl.store(also + column, value, mask=alive)
+
+
+@triton.jit
+def emit(told, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace, start, C: tl.constexpr):
+    """The numbers of `TELEMETRY` for each row, in two places; h is the gradient alone, without L2."""
+    largest, _smallest, _steepest = limits(C)
+    radius, slope = tl.sqrt(xx), tl.sqrt(hh)
+    along = tl.where(there, xy / tl.where(there, radius, 1.0), 1.0)
+    rate = tl.where(there, pace / tl.where(there, start * xy, 1.0), 0.0)
+    _leave(told, also, 0, radius.to(C), alive)
+    _leave(told, also, 1, tl.where(there, angle(across, along), 0.0).to(C), alive)
+    _leave(told, also, 2, tl.where(tl.abs(pace) <= largest, rate, 0.0).to(C), alive)
+    _leave(told, also, 3, tl.sqrt(yy).to(C), alive)
+    _leave(told, also, 4, slope.to(C), alive)
+    inclined = there & (hh > 0) & (hh <= largest)
+    defect = tl.abs(xh) / tl.where(inclined, radius * slope, 1.0)
+    _leave(told, also, 5, tl.where(inclined, defect, 0.0).to(C), alive)
+    _leave(told, also, 6, tl.where(there & (tl.abs(radial) <= largest), radial, 0.0).to(C), alive)
+
+
+# Rows that a tile holds ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add4(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def _sums(a, b, c, d):
+    """The sums over the rows of four tiles, in one reduction."""
+    if _INTERPRETED:  # there a reduction by a function goes entry by entry
+        return tl.sum(a, axis=1), tl.sum(b, axis=1), tl.sum(c, axis=1), tl.sum(d, axis=1)
+    else:
+        return tl.reduce((a, b, c, d), 1, _add4)
+
+
+@triton.jit
+def _tile(
+    item, d, told, also, settings, rates, grad_scale,
+    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, ELEMENTWISE: tl.constexpr,
+    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One step of up to R rows of d numbers of one parameter, each in K pieces of S lanes."""
+    if ALIGNED:
+        d = (d // 4) * 4  # tells the compiler that rows begin at multiples of 16 bytes
+    x_at = first(item).to(tl.pointer_type(P))
+    g_at = first(item + 1).to(tl.pointer_type(P))
+    m_at = first(item + 2).to(tl.pointer_type(P))
+    if ALIGNED:
+        x_at, g_at, m_at = tl.multiple_of(x_at, 16), tl.multiple_of(g_at, 16), tl.multiple_of(m_at, 16)
+    rows, cols = tl.arange(0, R), tl.arange(0, S)
+    alive = rows < low(first(item + 6))
+    at = rows[:, None] * d + cols[None, :]
+    xs, gs, ms = (), (), ()
+    for k in tl.static_range(K):
+        mask = alive[:, None] & (k * S + cols[None, :] < d)
+        xs = xs + (tl.load(x_at + at + k * S, mask=mask, other=0.0).to(C),)
+        gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0, eviction_policy=READ_ONCE).to(C),)
+        ms = ms + (tl.load(m_at + at + k * S, mask=mask, other=0.0).to(C),)
+
+    log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = settings_of(
+        settings, rates, low(first(item + 7)), C
+    )
+    step = tl.load(first(item + 4).to(tl.pointer_type(tl.float32))).to(C) + 1.0
+    pace, root = bias_corrections(step, log_beta1, log_beta2, rate)
+    decoupled, transported = (flags & DECOUPLED) != 0, (flags & WITHOUT_B) != 0
+    l2 = tl.where(decoupled, 0.0, decay).to(C)
+    outside = tl.where(transported, share1 * l2, 0.0).to(C)  # without (b) the L2 term acts on x alone
+    inside = tl.where(transported, 0.0, l2).to(C)
+    factor = sign_and_scale(flags, grad_scale, SCALED, C)
+    largest, _smallest, _steepest = limits(C)
+
+    squares = tl.zeros([R, S], dtype=C)
+    for k in tl.static_range(K):
+        g = gs[k] * factor + l2 * xs[k]
+        squares += g * g
+    gg = tl.sum(squares, axis=1)
+    usable = gg <= largest
+    start = tl.where(decoupled & usable, 1.0 - rate * decay, 1.0).to(C)
+    if EMIT:
+        ahh, axh = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        for k in tl.static_range(K):
+            ahh += (gs[k] * factor) * (gs[k] * factor)
+            axh += xs[k] * (gs[k] * factor)
+        hh, xh = tl.sum(ahh, axis=1), tl.sum(axh, axis=1)
+    moments = ()
+    for k in tl.static_range(K):
+        target = gs[k] * factor + inside * xs[k]
+        moments = moments + (tl.where(usable[:, None], lerp(ms[k], target, share1), ms[k]),)
+
+    ys, vs = (), ()
+    if ELEMENTWISE:
+        v_at = first(item + 3).to(tl.pointer_type(P))
+        tops, spread = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        for k in tl.static_range(K):
+            mask = alive[:, None] & (k * S + cols[None, :] < d)
+            g = gs[k] * factor + l2 * xs[k]
+            v = tl.load(v_at + at + k * S, mask=mask, other=0.0).to(C)
+            v = tl.where(usable[:, None], lerp(v, tl.minimum(g * g, largest), share2), v)
+            s = divided(v, usable[:, None], pace, root, eps)
+            ys = ys + ((start[:, None] - s * outside) * xs[k] - s * moments[k],)
+            vs = vs + (v,)
+            tops = tl.maximum(tops, v)
+            divisor = tl.where(mask, tl.sqrt(v) / root + eps, 0.0)
+            spread += divisor * divisor
+        top = tl.max(tops, axis=1)
+        mean_divisor = tl.sqrt(tl.sum(spread, axis=1) / d)
+    else:
+        v_at = first(item + 3).to(tl.pointer_type(C))
+        top = tl.load(v_at + rows, mask=alive, other=0.0)
+        top = tl.where(usable, lerp(top, tl.minimum(gg / d, largest), share2), top)
+        mean_divisor = tl.sqrt(top) / root + eps
+        s = divided(top, usable, pace, root, eps)
+        for k in tl.static_range(K):
+            ys = ys + ((start - s * outside)[:, None] * xs[k] - s[:, None] * moments[k],)
+
+    axx, ayy = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+    axy, along = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+    for k in tl.static_range(K):
+        axx += xs[k] * xs[k]
+        ayy += ys[k] * ys[k]
+        axy += xs[k] * ys[k]
+        along += moments[k] * (xs[k] if ELEMENTWISE else ys[k])
+    xx, yy, xy, mxy = _sums(axx, ayy, axy, along)  # ⟨m,x⟩ where v is element-wise, else ⟨m,y⟩
+    shrink, there = motion(xx, yy, top, flags, C)
+    moves = there & usable
+    shrink = tl.where(moves, shrink, 1.0)
+    growth = tl.where((flags & WITHOUT_C) != 0, shrink, 1.0)
+    if ELEMENTWISE:
+        # The step is not along m: the general isometry, m^⊥ − 2⟨m^⊥,w⟩/⟨w,w⟩·w with w = u + u'. From w's entries, since
+        # ⟨w,w⟩ = 2(1 + ⟨u,u'⟩) has no digits near the antipode.
+        r, q = tl.sqrt(tl.where(there, xx, 1.0)), tl.sqrt(tl.where(there, yy, 1.0))
+        inward = mxy / (r * r)
+        amw, aww = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        for k in tl.static_range(K):
+            w = xs[k] / r[:, None] + ys[k] / q[:, None]
+            amw += (moments[k] - inward[:, None] * xs[k]) * w
+            aww += w * w
+        mw, ww = tl.sum(amw, axis=1), tl.sum(aww, axis=1)
+        turn = 2.0 * mw / tl.where(ww > 0, ww, 1.0)
+        kept = tl.sqrt(growth)
+        turned = transported & moves & (tl.abs(turn) <= largest)
+        by_x = tl.where(turned, kept * (inward + turn / r), 0.0)[:, None]
+        by_y = tl.where(turned, kept * turn / q, 0.0)[:, None]
+    else:
+        kept, removed = carried_in_plane(xx, yy, xy, mxy, shrink, moves, flags, C)
+        by_x = removed[:, None]
+        tl.store(v_at + rows, top * growth, mask=alive)
+    for k in tl.static_range(K):
+        mask = alive[:, None] & (k * S + cols[None, :] < d)
+        m = kept[:, None] * moments[k] - by_x * xs[k]
+        if ELEMENTWISE:
+            m -= by_y * ys[k]
+            tl.store(v_at + at + k * S, kept_in(vs[k] * growth[:, None], P), mask=mask)
+        tl.store(x_at + at + k * S, kept_in(ys[k], P), mask=mask, eviction_policy=WRITTEN)
+        tl.store(m_at + at + k * S, kept_in(m, P), mask=mask, eviction_policy=WRITTEN)
+
+    if EMIT:
+        # y − (⟨x,y⟩/⟨x,x⟩)x, entry by entry: its square from the sums would cancel for small angles.
+        slope = tl.where(xx > 0, xy / tl.where(xx > 0, xx, 1.0), 0.0)[:, None]
+        across, inward = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        for k in tl.static_range(K):
+            across += (ys[k] - slope * xs[k]) * (ys[k] - slope * xs[k])
+            inward += xs[k] * (start[:, None] * xs[k] - ys[k])
+        radial = tl.sum(inward, axis=1) / tl.where(there, start * xx, 1.0)
+        pace_e = share1 * pace / mean_divisor
+        across = tl.sqrt(tl.sum(across, axis=1))
+        told, also = told + rows * 7, also + rows * 7
+        emit(told, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
+
+
+# Rows that no tile holds --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _leave_sums(item, d, sums, settings, rates, grad_scale,
+                EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """⟨g,g⟩, ⟨x,x⟩, ⟨x,m⟩, ⟨m,m⟩ of one chunk of a long row, with m as it will be; and v before the step.
+
+    For telemetry also ⟨h,h⟩ and ⟨x,h⟩ of the gradient alone, without L2.
+    """
+    chunk, last = high(first(item + 6)), first(item + 7)
+    _l1, _l2, share1, _s2, _eps, decay, flags, _rate = settings_of(settings, rates, low(last), C)
+    l2 = tl.where((flags & DECOUPLED) != 0, 0.0, decay).to(C)
+    factor = sign_and_scale(flags, grad_scale, SCALED, C)
+    at = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
+    mask = at < d
+    x = tl.load(first(item).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
+    g = tl.load(first(item + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
+    m = tl.load(first(item + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
+    gl = g + l2 * x
+    m = lerp(m, tl.where((flags & WITHOUT_B) != 0, g, gl), share1.to(C))
+    out = sums + (last >> 32) * 7
+    tl.store(out, tl.sum(gl * gl, axis=0).to(tl.float64))
+    tl.store(out + 1, tl.sum(x * x, axis=0).to(tl.float64))
+    tl.store(out + 2, tl.sum(x * m, axis=0).to(tl.float64))
+    tl.store(out + 3, tl.sum(m * m, axis=0).to(tl.float64))
+    tl.store(out + 4, tl.load(first(item + 3).to(tl.pointer_type(C))).to(tl.float64))
+    if EMIT:
+        tl.store(out + 5, tl.sum(g * g, axis=0).to(tl.float64))
+        tl.store(out + 6, tl.sum(x * g, axis=0).to(tl.float64))
+
+
+@triton.jit
+def apply_long_rows(
+    items, lines, settings, rates, emitted, told, sums, grad_scale, found_inf, also,
+    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The step of one chunk of a long row, from the sums of all of its chunks.
+
+    `items` has five int32 per program: parameter, row, first slot of the row, number of chunks, chunk. The count
+    of the step was already raised by `step_rows`.
+    """
+    item = items + tl.program_id(0).to(tl.int64) * 5
+    index, row, slot, chunks, chunk = (
+        tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4),
+    )  # fmt: skip
+    skipped = False
+    if SCALED:
+        skipped = tl.load(found_inf) != 0.0
+    if not skipped:
+        line = lines + index * 8
+        gg, xx = _added(sums, slot, chunks)
+        xm, mm = _added(sums + 2, slot, chunks)
+        v = tl.load(sums + slot.to(tl.int64) * 7 + 4)
+        d = tl.load(line + 5)
+        wide: tl.constexpr = tl.float64
+        log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = settings_of(
+            settings, rates, tl.load(line + 7), wide
+        )
+        step = tl.load(tl.load(line + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
+        pace, root = bias_corrections(step, log_beta1, log_beta2, rate)
+        decoupled = (flags & DECOUPLED) != 0
+        largest, _smallest, _steepest = limits(C)
+        usable = gg <= largest
+        start, l2 = tl.where(decoupled & usable, 1.0 - rate * decay, 1.0), tl.where(decoupled, 0.0, decay)
+        # The chunks could not know that the row takes no step: their ⟨x,m⟩ and ⟨m,m⟩ are of an m that it does not get.
+        xm, mm = tl.where(usable, xm, 0.0), tl.where(usable, mm, 0.0)
+        v = tl.where(usable, lerp(v, tl.minimum(gg / d, largest), share2), v)
+        s = divided(v, usable, pace, root, eps)
+        kept_x = start - tl.where((flags & WITHOUT_B) != 0, s * share1 * l2, 0.0)
+        # y = kept_x·x − s·m, so its products follow from the sums; in float64 they keep float32's digits.
+        xy, my = kept_x * xx - s * xm, kept_x * xm - s * mm
+        yy = tl.maximum(kept_x * xy - s * my, 0.0)
+        shrink, there = motion(xx, yy, v, flags, C)
+        moves = there & usable
+        shrink = tl.where(moves, shrink, 1.0)
+        kept, removed = carried_in_plane(xx, yy, xy, my, shrink, moves, flags, tl.float64)
+        if chunk == 0:
+            v_at = tl.load(line + 3).to(tl.pointer_type(C)) + row
+            tl.store(v_at, (v * tl.where((flags & WITHOUT_C) != 0, shrink, 1.0)).to(C))
+            if EMIT:
+                place = tl.load(emitted + tl.program_id(0))
+                hh, xh = _added(sums + 5, slot, chunks)
+                across = tl.sqrt(tl.maximum(mm - xm * xm / tl.where(xx > 0, xx, 1.0), 0.0)) * s
+                pace_e = share1 * pace / (tl.sqrt(v) / root + eps)
+                radial = (start - kept_x + s * xm / tl.where(xx > 0, xx, 1.0)) / start
+                emit(told + place, also + place, row >= 0, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
+        factor = sign_and_scale(flags, grad_scale, SCALED, C)
+        cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
+        at, mask = row.to(tl.int64) * d + cols, cols < d
+        x_at = tl.load(line).to(tl.pointer_type(P)) + at
+        m_at = tl.load(line + 2).to(tl.pointer_type(P)) + at
+        x = tl.load(x_at, mask=mask, other=0.0).to(C)
+        m = tl.load(m_at, mask=mask, other=0.0).to(C)
+        g = tl.load(tl.load(line + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
+        target = tl.where((flags & WITHOUT_B) != 0, g, g + l2.to(C) * x)
+        m = tl.where(usable, lerp(m, target, share1.to(C)), m)
+        tl.store(x_at, kept_in(kept_x.to(C) * x - s.to(C) * m, P), mask=mask)
+        tl.store(m_at, kept_in(kept.to(C) * m - removed.to(C) * x, P), mask=mask)
+
+
+@triton.jit
+def _added(sums, slot, chunks):
+    """Two neighbouring sums of a row, over its chunks."""
+    one = tl.zeros([256], dtype=tl.float64)
+    other = one
+    for block in range(0, chunks, 256):
+        index = block + tl.arange(0, 256)
+        mask = index < chunks
+        at = sums + (slot + index).to(tl.int64) * 7
+        one += tl.load(at, mask=mask, other=0.0)
+        other += tl.load(at + 1, mask=mask, other=0.0)
+    return tl.sum(one, axis=0), tl.sum(other, axis=0)
+
+
+# All rows -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _count(lines, entries, finished, N_PARAMS: tl.constexpr):
+    """The last program to finish counts the step of every parameter: by then all have read the old count."""
+    # The barrier, because one thread counts for all: no warp may still be about to read the old count. Relaxed is
+    # enough behind it, since nothing else is handed over; a fence would wait for all stores.
+    tl.debug_barrier()
+    if tl.atomic_add(finished, 1, sem="relaxed") == tl.num_programs(0) - 1:
+        tl.store(finished, 0)
+        for block in range(0, entries, N_PARAMS):
+            index = block + tl.arange(0, N_PARAMS)
+            mask = index < entries
+            steps = tl.load(lines + index * 8 + 4, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+            tl.store(steps, tl.load(steps, mask=mask, other=0.0) + 1.0, mask=mask)
+
+
+@triton.jit
+def step_rows(
+    items, lines, settings, rates, emitted, told, sums, grad_scale, found_inf, also, finished, entries,
+    CLASSES: tl.constexpr, ELEMENTWISE: tl.constexpr, EMIT: tl.constexpr, SCALED: tl.constexpr,
+    P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One step of all rows that a tile holds, and the sums of the chunks of all longer ones.
+
+    `items` has a line of eight int64 per program: what `lines` has, at the first row of the program; with d its
+    class, with n (the rows that are left) the number of a chunk, with the settings line the slot of a chunk, in the
+    upper halves. CLASSES is a bit per class that occurs, so that no other code is compiled. Telemetry goes to `told`
+    and `also`, in both as far from the beginning as `emitted` says for each program.
+    """
+    item = items + tl.program_id(0).to(tl.int64) * 8
+    shape = first(item + 5)
+    kind, d = high(shape), shape & 0xFFFFFFFF
+    skipped = False
+    if SCALED:
+        skipped = tl.load(found_inf) != 0.0
+    if not skipped:
+        for k in tl.static_range(0, 60):
+            if (CLASSES >> k) & 1:
+                if kind == k:
+                    S: tl.constexpr = 32 << (k // 10)
+                    # Rows at odd addresses get tiles of another shape: where both kinds share one, the compiler
+                    # shares their constants and carries whole tiles through shared memory from one to the other.
+                    R: tl.constexpr = LANES // (4 if k % 2 == 1 else 8) // S
+                    place = tl.zeros([], dtype=tl.int64)
+                    if EMIT:
+                        place = tl.load(emitted + tl.program_id(0))
+                    _tile(item, d.to(tl.int32), told + place, also + place, settings, rates, grad_scale, R, S,
+                          1 + (k // 2) % 5, k % 2 == 1, ELEMENTWISE, EMIT, SCALED, P, C)  # fmt: skip
+        if (CLASSES >> 60) & 1:
+            if kind == 60:
+                _leave_sums(item, d, sums, settings, rates, grad_scale, EMIT, SCALED, P, C)
+        _count(lines, entries, finished, 1024)
+
+
+@triton.jit
+def attempt(x):
+    """The smallest kernel, to see whether any runs here."""
+    tl.store(x, 1.0)

@@ -1,0 +1,378 @@
+"""What an optimizer steps on: the rows of one parameter, or of several together, with gradients and state."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from steradian.geometry import at_hand
+from steradian.groups import Layout
+
+__all__ = ["RowSet", "arithmetic", "check_shape", "exact", "together"]
+
+# Numbers of a tensor that one pass of a step works on, on a CPU: about ten such temporaries stay in its cache.
+_PIECE = 2**16
+
+
+def arithmetic(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype that rows of these dtypes are computed in, and that one number per row is kept in.
+
+    >>> arithmetic(torch.bfloat16), arithmetic(torch.float32, torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def exact(step: Tensor) -> Tensor:
+    """A step count in which 1 − β^t keeps its digits: float64, where the device has it.
+
+    It is kept in float32, as torch does; there 1 − 0.999^t has five digits.
+    """
+    return step if step.device.type == "mps" else step.to(torch.float64)
+
+
+def check_shape(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return an entry of a state, which may have been loaded or made before the settings were changed.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if value.shape != shape:
+        raise ValueError(
+            f"the state {name!r} must have the shape {tuple(shape)} here, got {tuple(value.shape)}: "
+            "it was made by another optimizer or under other settings"
+        )
+    return value
+
+
+class RowSet:
+    """The rows of one parameter, or of several that are invariant only together, in one step.
+
+    `read` gives a parameter-shaped quantity as (n, d) rows: a view of its memory where the layout, the strides
+    and the dtype allow, else a copy in the arithmetic's dtype, which `write` puts back. The order of the entries
+    within a row is the same for everything read from one set, and follows the parameter's strides, so that
+    channels_last needs no copy. Rows that span several tensors are always copied. A step reads and writes piece by
+    piece (`pieces`), so that copies and temporaries stay small.
+
+    Args:
+        layout: how each tensor is cut.
+        params: the parameters, all with a gradient.
+        states: the optimizer's state of each.
+        absent: the states of parameters of a joint set that have no gradient in this step. The step count and the
+            numbers per row belong to the set, so these follow.
+        fresh: the states were made for this step.
+
+    Attributes:
+        n: number of rows.
+        d: numbers in a row, over all parameters.
+        dtype: what rows are computed in: the widest that one of the parameters needs.
+        telemetry: where the step leaves the numbers of `TELEMETRY` for each row, (n, 7); None: nowhere.
+        scale: what gradients are divided by when they are read; None: nothing.
+        owners: the optimizer's parameters, where `params` are parts or copies of sharded ones.
+        sharded: they are.
+        lasting: the rows are the owners' memory, not copies of it for one step.
+        renew: to be called before the rows are stepped again: takes the owners' new gradients, and says if it could.
+        finish: to be called when the rows have been stepped.
+    """
+
+    telemetry: Tensor | None = None
+    scale: Tensor | None = None
+    sharded: bool = False
+    lasting: bool = True
+    renew: Callable[[], bool] = staticmethod(lambda: True)
+    finish: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: list[Tensor],
+        states: list[dict[str, Tensor]],
+        *,
+        absent: Sequence[dict[str, Tensor]] = (),
+        fresh: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.params = self.owners = params
+        self.states = states
+        self.absent = absent
+        self.fresh = fresh
+        self.dtype = arithmetic(*(param.dtype for param in params))
+        self._cuts = [_Cut.of(param, layout) for param in params]
+        self.n, self.d = self._cuts[0].n, sum(cut.d for cut in self._cuts)
+
+    @property
+    def whole(self) -> slice:
+        """All rows, as a piece."""
+        return slice(0, self.n)
+
+    def pieces(self) -> Iterator[slice]:
+        """Ranges of rows to work on one after the other: on a CPU what its cache holds, elsewhere all at once."""
+        at_once = self.n
+        if self.params[0].device.type == "cpu" and not torch.compiler.is_compiling():
+            # A piece is whole blocks of every tensor's outermost cut dimension.
+            whole = math.lcm(*(cut.rows_per_block for cut in self._cuts))
+            at_once = whole * max(1, _PIECE // max(1, self.d * whole))
+        for start in range(0, self.n if self.d else 0, max(1, at_once)):
+            yield slice(start, min(start + at_once, self.n))
+
+    def read(self, name: str, piece: slice) -> Tensor:
+        """Some rows of "param", "grad" or a parameter-shaped entry of the state."""
+        parts = [
+            cut.rows(tensor, piece).to(self.dtype) for cut, tensor in zip(self._cuts, self._tensors(name), strict=True)
+        ]
+        if name == "grad" and self.scale is not None:
+            parts = [part / self.scale.to(part) for part in parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def write(self, name: str, piece: slice, rows: Tensor) -> None:
+        """Put rows that came from `read` back; nothing to do where they are a view."""
+        joint = len(self.params) > 1
+        parts = torch.split(rows, [cut.d for cut in self._cuts], dim=1) if joint else (rows,)
+        for cut, tensor, part in zip(self._cuts, self._tensors(name), parts, strict=True):
+            if joint or tensor.dtype != self.dtype or not cut.is_view(tensor):
+                place = cut.blocks(tensor, piece)
+                place.copy_(_clamp_to(tensor.dtype, part).reshape(place.shape))
+
+    def is_dense(self) -> bool:
+        """One parameter whose rows lie behind each other in memory."""
+        return len(self.params) == 1 and self._cuts[0].is_dense(self.params[0])
+
+    def number(self, name: str) -> Tensor:
+        """An entry of the state with one number per row, (n, 1): a view of the first parameter's."""
+        return check_shape(name, self.states[0][name], (self.n,)).unsqueeze(1)
+
+    def share(self, name: str) -> None:
+        """Give the number per row to the other parameters of a joint set, so that each state is complete."""
+        for state in (*self.states[1:], *self.absent):
+            state[name].copy_(self.states[0][name])
+
+    def advance(self) -> float | Tensor:
+        """Count this step; returns its number, as a tensor where that must stay on the device."""
+        for state in (*self.states, *self.absent):
+            state["step"] += 1
+        step = self.states[0]["step"]
+        return exact(step) if torch.compiler.is_compiling() or step.device.type != "cpu" else step.item()
+
+    @contextmanager
+    def scaled(self, scale: Tensor | None, found: Tensor | None) -> Iterator[None]:
+        """Within it gradients are read unscaled; after it all is as before if the step was to be skipped.
+
+        Args:
+            scale: a gradient scaler's scale; None: gradients are not scaled.
+            found: its verdict, 1 for a step to be skipped, which is not read back; None: none is.
+        """
+        if scale is None and found is None:
+            yield
+            return
+        self.scale = scale
+        tensors = [*self.params, *(value for state in (*self.states, *self.absent) for value in state.values())]
+        tensors += [] if self.telemetry is None else [self.telemetry]
+        before = [tensor.detach().clone() for tensor in tensors]
+        yield
+        self.scale = None
+        for tensor, old in zip(tensors, before, strict=True):
+            if found is not None:
+                tensor.copy_(torch.where(found.reshape(()).to(tensor.device) != 0, old, tensor))
+
+    def _tensors(self, name: str) -> list[Tensor]:
+        if name == "param":
+            return [param.detach() for param in self.params]
+        if name == "grad":
+            return [_gradient(param) for param in self.params]
+        states = zip(self.states, self.params, strict=True)
+        return [check_shape(name, state[name], param.shape) for state, param in states]
+
+
+class _Cut(NamedTuple):
+    """How one tensor is cut into n rows of d numbers.
+
+    Each dimension is split into blocks and what lies within a block. A row is the entries within one block of every
+    dimension, in the order in which they lie in the parameter's memory.
+
+    Attributes:
+        n: number of rows.
+        d: numbers in a row.
+        shape: the tensor's, each dimension split in two.
+        outer: dimensions of `shape` that count blocks, of more than one.
+        inner: dimensions within a block, of more than one entry, the outermost in memory first.
+        order: all dimensions of `shape`: `outer`, `inner` and those of one entry.
+    """
+
+    n: int
+    d: int
+    shape: list[int]
+    outer: list[int]
+    inner: list[int]
+    order: list[int]
+
+    @classmethod
+    def of(cls, param: Tensor, layout: Layout) -> "_Cut":
+        counts = layout.blocks(param.shape)
+        sizes = [size // count if count else 1 for size, count in zip(param.shape, counts, strict=True)]
+        shape = [entries for pair in zip(counts, sizes, strict=True) for entries in pair]
+        outer = [2 * i for i, count in enumerate(counts) if count != 1]
+        inner = [2 * i + 1 for i, size in enumerate(sizes) if size != 1]
+        inner.sort(key=lambda k: param.stride(k // 2), reverse=True)
+        order = [*outer, *inner, *(k for k in range(len(shape)) if k not in outer and k not in inner)]
+        return cls(math.prod(counts), math.prod(sizes), shape, outer, inner, order)
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows in one block of the outermost dimension that is cut."""
+        return math.prod(self.shape[k] for k in self.outer[1:]) or 1
+
+    def blocks(self, tensor: Tensor, piece: slice) -> Tensor:
+        """The memory of some rows: dimensions of blocks first, then those within a block."""
+        split = tensor.reshape(self.shape).permute(self.order)
+        if not self.outer:
+            return split
+        return split[piece.start // self.rows_per_block : piece.stop // self.rows_per_block]
+
+    def rows(self, tensor: Tensor, piece: slice) -> Tensor:
+        """Some rows of a tensor, (n, d): a view where `is_view` says so."""
+        if self._is_plain() and tensor.is_contiguous():
+            return tensor.view(self.n, self.d)[piece]
+        return self.blocks(tensor, piece).reshape(piece.stop - piece.start, self.d)
+
+    def is_view(self, tensor: Tensor) -> bool:
+        """Whether the rows of a tensor of this shape can be seen in its memory without a copy."""
+        if self._is_plain() and tensor.is_contiguous():
+            return True
+        return self._is_one(tensor, self.outer) and self._is_one(tensor, self.inner)
+
+    def is_dense(self, tensor: Tensor) -> bool:
+        """Whether the rows of a tensor of this shape lie behind each other in memory, without gaps."""
+        run = [*self.outer, *self.inner]
+        return self._is_one(tensor, run) and (not run or self._stride(tensor, run[-1]) == 1)
+
+    def _is_plain(self) -> bool:
+        """Whether rows are slices of dimension 0, in the logical order of their entries."""
+        return self.outer in ([], [0]) and self.inner == sorted(self.inner)
+
+    def _is_one(self, tensor: Tensor, dims: list[int]) -> bool:
+        """Whether some of the split dimensions are as one in memory."""
+        pairs = itertools.pairwise(dims)
+        return all(self._stride(tensor, i) == self.shape[k] * self._stride(tensor, k) for i, k in pairs)
+
+    def _stride(self, tensor: Tensor, k: int) -> int:
+        return tensor.stride(k // 2) * (1 if k % 2 else self.shape[k + 1])
+
+
+def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:
+    """Rows within the range of a dtype: what lies beyond it would come back infinite."""
+    # bfloat16 ends where float32 does.
+    if dtype.itemsize > 2 or dtype == torch.bfloat16:
+        return rows
+    limits = torch.finfo(dtype)
+    return rows.clamp(limits.min, limits.max)
+
+
+def _gradient(param: Tensor) -> Tensor:
+    gradient = param.grad
+    assert gradient is not None, "a row set holds parameters with a gradient"
+    return gradient.detach()
+
+
+# Small row sets together: torch takes about as long for an operation on a few numbers as on thousands ---------------
+
+# Numbers in a row set from which on the arithmetic takes longer than the calls.
+_SMALL = 2**12
+# Row sets in a stack, whose copies are to take little memory.
+_AT_ONCE = 2**6
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def together(sets: list[RowSet]) -> list[RowSet]:
+    """The row sets of a param group, on a CPU with small ones of one kind stacked; no digit depends on it."""
+    if len(sets) < 2 or not at_hand(sets[0].params[0]):
+        return sets
+    alike: dict[object, list[RowSet]] = {}
+    times: Counter[int] = Counter()
+    for place, rows in enumerate(sets):
+        kind: object = _kind(rows)
+        if kind is not None:
+            # Parameters that share their memory are stepped one after the other.
+            address = rows.params[0].data_ptr()
+            times[address] += 1
+            kind = kind, place // _AT_ONCE, times[address]
+        alike.setdefault(place if kind is None else kind, []).append(rows)
+    return [_Stack(same) if len(same) > 1 else same[0] for same in alike.values()]
+
+
+def _kind(rows: RowSet) -> tuple[object, ...] | None:
+    """What row sets that are stepped together have in common; None for one that is stepped alone."""
+    if rows.sharded or rows.absent or not 0 < rows.n * rows.d <= _SMALL or not rows.is_dense():
+        return None
+    param, state = rows.params[0], rows.states[0]
+    step = state.get("step")
+    entries = [value for value in state.values() if value is not step]
+    if not all(_is_ready(tensor, rows.dtype) for tensor in (param, param.grad, *entries)):
+        return None
+    if step is not None and not step.is_cpu:
+        return None
+    return rows.d, rows.dtype, rows.fresh, None if step is None else step.item()
+
+
+def _is_ready(tensor: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether a tensor is memory on the host that needs no more than cutting to be rows in this dtype."""
+    if tensor is None or type(tensor) not in _PLAIN:
+        return False
+    return tensor.is_cpu and tensor.dtype == dtype and tensor.is_contiguous()
+
+
+class _Stack(RowSet):
+    """The rows of several sets under each other, in copies that `write`, `share` and `finish` put back.
+
+    Args:
+        sets: row sets of one parameter each, which differ in the number of rows alone.
+    """
+
+    def __init__(self, sets: list[RowSet]) -> None:
+        first = sets[0]
+        self.layout, self.d, self.dtype, self.fresh = first.layout, first.d, first.dtype, first.fresh
+        self.params = self.owners = [rows.params[0] for rows in sets]
+        self.states, self.absent = [rows.states[0] for rows in sets], ()
+        self._counts = [rows.n for rows in sets]
+        self.n = sum(self._counts)
+        self._places: dict[str, list[Tensor]] = {}
+        self._stacked: dict[str, Tensor] = {}
+        emitted = [rows.telemetry for rows in sets if rows.telemetry is not None]
+        if emitted:
+            self.telemetry = self._stack("telemetry", emitted)
+            self.finish = lambda: self.share("telemetry")
+
+    def pieces(self) -> Iterator[slice]:
+        """All rows at once."""
+        yield self.whole
+
+    def read(self, name: str, piece: slice) -> Tensor:
+        """The rows of "param", "grad" or a parameter-shaped entry of the states."""
+        return self._stack(name, [tensor.view(-1, self.d) for tensor in self._tensors(name)])
+
+    def write(self, name: str, piece: slice, rows: Tensor) -> None:
+        """Put rows that came from `read` back."""
+        torch._foreach_copy_(self._places[name], rows.split(self._counts))
+
+    def number(self, name: str) -> Tensor:
+        """An entry of the states with one number per row, (n, 1)."""
+        states = zip(self.states, self._counts, strict=True)
+        return self._stack(name, [check_shape(name, state[name], (n,)).unsqueeze(1) for state, n in states])
+
+    def share(self, name: str) -> None:
+        """Put the numbers per row back."""
+        torch._foreach_copy_(self._places[name], self._stacked[name].split(self._counts))
+
+    def advance(self) -> float | Tensor:
+        """Count this step; returns its number, which is the same for all."""
+        torch._foreach_add_([state["step"] for state in self.states], 1)
+        return self.states[0]["step"].item()
+
+    def _stack(self, name: str, parts: list[Tensor]) -> Tensor:
+        self._places[name] = parts
+        self._stacked[name] = torch.cat(parts)
+        return self._stacked[name]
