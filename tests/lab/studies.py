@@ -68,8 +68,8 @@ def methods(*names, **changes):
 def without_discovery():
     """Take every filter of every convolution for a row, as BN has it, without proving it again."""
 
-    def rows(*kind):
-        params = dict(models._built(*kind).named_parameters())
+    def rows(model, **kind):
+        params = dict(models.build(model, **kind).named_parameters())
         filters = {name: p for name, p in params.items() if p.ndim == 4}
         return Groups(params, [Group((n,), "filter", len(p), p[0].numel(), "bn", 0.0) for n, p in filters.items()])
 

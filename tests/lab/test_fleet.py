@@ -22,9 +22,8 @@ from steradian.cli.progress import Lines, LiveTable
 from steradian.lab import training as lab_training
 from steradian.lab.config import METHODS
 from steradian.lab.fleet import Fleet
-from steradian.lab.launch import Plain
 from steradian.lab.results import Result, Store
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Execution, Queue, Training
 
 from lab.studies import CONFIG, curves, few, fleet, methods
 
@@ -417,7 +416,7 @@ def test_a_study_killed_ten_times_gives_the_same_result(tmp_path):
 @pytest.mark.parametrize("method", KINDS)
 def test_preparing_a_capture_leaves_no_trace_and_moves_no_memory(data, method, monkeypatch):
     """All that a capture needs but the graph: steps are rehearsed and undone, also in the middle of an epoch."""
-    monkeypatch.setattr(Training, "_launcher", lambda self, work: Plain(work))
+    monkeypatch.setattr(Queue, "capture", lambda self, work: work)
     [config] = methods(method, epochs=2)
     plain, prepared = Training(config, data), Training(config, data)
     prepared.execution = replace(prepared.execution, captured=True)

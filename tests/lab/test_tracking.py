@@ -11,11 +11,10 @@ import torch
 
 from steradian.lab.experiments import Tracks, compare_trajectories, track_study, trajectory_study
 from steradian.lab.fleet import Progress
-from steradian.lab.launch import Plain
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import Claims, Store
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA, QUANTITIES, Tracked, recorded_steps
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Execution, Queue, Training
 from steradian.watch import watch
 
 from lab.studies import CONFIG, curves, few, fleet, methods
@@ -82,7 +81,7 @@ def test_tracking_changes_nothing_and_sees_what_watch_sees(data, method):
 
 def test_a_rehearsal_leaves_no_trace_in_what_momentum_remembers(data, monkeypatch):
     """What happens before the first replay, without the replay."""
-    monkeypatch.setattr(Training, "_launcher", lambda self, work: Plain(work))
+    monkeypatch.setattr(Queue, "capture", lambda self, work: work)
     [config] = methods("Adam", epochs=2)
     made = []
     for captured in (False, True):

@@ -157,6 +157,10 @@ def _missing(studies: Sequence[str]) -> str:
     return "\n\n".join(f"*Not run yet: `{command(study)}`.*" for study in studies)
 
 
+def _joined(parts: Sequence[str], missing: Sequence[str]) -> str:
+    return "\n\n".join([*parts, *([_missing(missing)] if missing else [])])
+
+
 def _columns(studies: Sequence[str], place: Place) -> tuple[list[Column], list[str]]:
     """The columns of these studies, and the studies that are missing."""
     found: list[Column] = []
@@ -173,21 +177,20 @@ def _table(kind: str, studies: Sequence[str], place: Place) -> str:
         parts.append(f"**{column.name}**, {column.length}\n\n{markdown_table(*column.rows())}")
         if kind == "table":
             parts.append("\n".join(f"- {text}" for text in column.statements()))
-    return "\n\n".join([*parts, *([RULE] if parts else []), *([_missing(missing)] if missing else [])])
+    return _joined([*parts, RULE] if parts else [], missing)
 
 
 def _points(_: str, studies: Sequence[str], place: Place) -> str:
     """Every setting that was tried."""
     results = [result for study in studies for result in place.store(study) if result.config.start is None]
     missing = [study for study in studies if not place.store(study)]
-    parts = [markdown_table(*point_rows(results))] if results else []
-    return "\n\n".join([*parts, *([_missing(missing)] if missing else [])])
+    return _joined([markdown_table(*point_rows(results))] if results else [], missing)
 
 
 def _times(_: str, studies: Sequence[str], place: Place) -> str:
     columns, missing = _columns(studies, place)
-    parts = [markdown_table(*time_rows(columns, plain_loops(place.results / "bench-fleet.json")))] if columns else []
-    return "\n\n".join([*parts, *([_missing(missing)] if missing else [])])
+    plain = plain_loops(place.results / "bench-fleet.json")
+    return _joined([markdown_table(*time_rows(columns, plain))] if columns else [], missing)
 
 
 _CAPTIONS = {

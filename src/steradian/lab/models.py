@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ __all__ = [
 
 NORMS = ("bn", "bn-no-affine", "wn", "gn", "ln", "in")
 """Normalizations that every network can have."""
-_GROUPS = 8  # of GN, fewer where there are fewer channels
+_GROUPS = 8  # of GN, or fewer if there are fewer channels
 
 
 class Convolution(nn.Conv2d):
@@ -288,26 +289,21 @@ def _check_norm(norm: str) -> None:
 
 def network(config: Config, data: Resident) -> tuple[nn.Module, Groups]:
     """The network of a training as its seed makes it, and its rows."""
-    kind = (config.model, config.norm, data.channels, data.classes, data.size, config.width, config.released)
+    kind: dict[str, Any] = {"norm": config.norm, "channels": data.channels, "classes": data.classes, "size": data.size}
+    kind |= {"width": config.width, "released": config.released}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        made = _built(*kind)
-    return made, replace(_rows(*kind), params=dict(made.named_parameters()))
-
-
-def _built(
-    model: str, norm: str, channels: int, classes: int, size: int, width: int | None, released: bool
-) -> nn.Module:
-    return build(model, norm=norm, channels=channels, classes=classes, size=size, width=width, released=released)
+        made = build(config.model, **kind)
+    return made, replace(_rows(config.model, **kind), params=dict(made.named_parameters()))
 
 
 @lru_cache(maxsize=32)
-def _rows(model: str, norm: str, channels: int, classes: int, size: int, width: int | None, released: bool) -> Groups:
+def _rows(model: str, **kind: Any) -> Groups:
     """The rows of a kind of network, found once."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = _built(model, norm, channels, classes, size, width, released)
-        return find_groups(made, torch.randn(8, channels, size, size))
+        made = build(model, **kind)
+        return find_groups(made, torch.randn(8, kind["channels"], kind["size"], kind["size"]))
 
 
 def small_cnn(classes: int = 10, width: int = 16) -> nn.Sequential:

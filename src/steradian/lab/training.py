@@ -5,9 +5,12 @@ found by a counter on the device, the rate is a tensor there, and loss and hits 
 On a CPU the same code runs as a plain loop.
 """
 
+import gc
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -21,12 +24,11 @@ from steradian import geometry, optim
 from steradian.groups import Groups, Layout
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
-from steradian.lab.launch import Captured, Launcher, Plain, Queue
 from steradian.lab.models import VGG, Convolution, ResNet, network
 from steradian.lab.results import CURVES, PARTS, has_diverged
 from steradian.optim.base import RowOptimizer
 
-__all__ = ["Execution", "Training", "optimizers"]
+__all__ = ["Execution", "Queue", "Training", "optimizers"]
 
 _CHUNK = 500  # images that are evaluated at once
 _LANES = 8  # input channels that a GPU's matrix units take at once
@@ -40,8 +42,8 @@ class Execution:
         captured: replay the step as a CUDA graph; None: on a GPU.
         compiled: compile the network, and steps that have no fused form, with torch.compile.
         fused: use the fused optimizer steps; None: on a GPU.
-        joined: run networks with BN by the kernels of `lab.kernels` (a wide network only where it is compiled, and
-            only its first convolution); None: on a GPU. In bf16 only.
+        joined: run networks with BN in bf16 by the kernels of `lab.kernels` (a wide network only if it is compiled, and
+            only its first convolution); None: on a GPU.
     """
 
     captured: bool | None = None
@@ -50,7 +52,7 @@ class Execution:
     joined: bool | None = None
 
     def on(self, device: torch.device) -> "Execution":
-        """With None replaced by what is usual on a device."""
+        """The same with None replaced by the default of a device."""
         gpu = device.type == "cuda"
         if self.captured and not gpu:
             raise ValueError("captured must be None or False on a CPU, got True")
@@ -72,7 +74,7 @@ def optimizers(config: Config, groups: Groups, execution: Execution) -> list[Opt
     """The optimizers of a training, each for its own parameters.
 
     Parameters without rows are trained by plain Adam with the same rate and L2 (`rest_lr` for AdamG), so that only
-    what happens on the rows differs. AdaGrad is Adam without momentum; beside it and AdaGradG the rest gets SGD.
+    what happens on the rows differs. AdaGrad is Adam without momentum; with it and with AdaGradG the rest gets SGD.
 
     Args:
         config: the training.
@@ -98,7 +100,7 @@ def _compile_row_step(optimizer: Optimizer) -> None:
 
 
 def _set_rates(made: Sequence[Optimizer], factor: float) -> None:
-    """Set every rate to its initial value times a factor, in place where it is a tensor."""
+    """Set every rate to its initial value times a factor, in place if it is a tensor."""
     for optimizer in made:
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
@@ -139,6 +141,64 @@ def _build(config: Config, groups: Groups, captured: bool, fused: bool) -> list[
             return [optim.Adam(made, **adam, without=letters, fused=fused or None)]
 
 
+class Queue:
+    """The work of a training in its order: on a GPU a CUDA stream, on a CPU the work is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._marks: deque[torch.cuda.Event] = deque()
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.default_stream(device))
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Inside it, work is put into this queue."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self) -> None:
+        """Mark the end of the work that has been put in so far."""
+        if self.stream is not None:
+            self._marks.append(self.stream.record_event())
+
+    def pending(self) -> int:
+        """Number of marks that the device has not reached."""
+        while self._marks and self._marks[0].query():
+            self._marks.popleft()
+        return len(self._marks)
+
+    def wait(self) -> None:
+        """Wait until the device has reached every mark."""
+        if self._marks:
+            self._marks[-1].synchronize()
+            self._marks.clear()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The work as a CUDA graph; returns a function that replays it.
+
+        Capturing does not run the work. It must have run before, so that everything lazy has happened, and may only
+        depend on memory that stays in place: counters and rates live on the device.
+        """
+        assert self.stream is not None, "only a GPU has graphs"
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.stream.device)
+        collecting = gc.isenabled()
+        gc.disable()  # memory that is freed during a capture must not belong to others
+        try:
+            with torch.cuda.stream(self.stream):
+                # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
+                graph.capture_begin(capture_error_mode="thread_local")
+                work()
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        return graph.replay
+
+
 class Training:
     """A training that can be run step by step, stopped, saved and continued.
 
@@ -167,7 +227,7 @@ class Training:
         self.epoch, self.curves = 0, {name: list[float]() for name in CURVES}
         self.steps = data.counts["train"] // config.batch_size
         self.queue = Queue(data.device)
-        self._launch: dict[str, Launcher] = {}
+        self._launch: dict[str, Callable[[], None]] = {}
         self._next_plan: Tensor | None = None
         self._taken, self._begun = 0, False
         self._half = config.precision == "bf16"
@@ -246,7 +306,8 @@ class Training:
             count -= self._prepare()
         if count:
             with self.queue.here():
-                self._launch["step"](count)
+                for _ in range(count):
+                    self._launch["step"]()
         self.queue.mark()
         return self.left
 
@@ -269,9 +330,10 @@ class Training:
             with self.queue.here():
                 self._chunk_at.fill_(start)
                 self._chunk_end.fill_(end)
-                launch, length = self._evaluator(end - start)
+                evaluate, length = self._evaluator(end - start)
                 self._scored.zero_()
-                launch(math.ceil((end - start) / length))
+                for _ in range(math.ceil((end - start) / length)):
+                    evaluate()
                 self._totals[PARTS.index(part)] = self._scored
         self.model.train()
         with self.queue.here():
@@ -321,9 +383,9 @@ class Training:
     # Capturing
 
     def _prepare(self) -> int:
-        """Make the launcher of steps; returns how many steps were taken on the way."""
+        """Make the function that runs a step; returns how many steps were taken on the way."""
         if not self.execution.captured:
-            self._launch["step"] = Plain(self._step)
+            self._launch["step"] = self._step
             return 0
         with self.queue.here():
             # Compiling, choosing algorithms and allocating buffers happen in steps that are undone afterwards.
@@ -338,25 +400,20 @@ class Training:
             self._totals.copy_(totals)
             # The training's own first step: the optimizers make their state and tables, which a capture must find.
             self._step()
-        self._launch["step"] = self._launcher(self._step)
+        self._launch["step"] = self.queue.capture(self._step)
         return 1
 
-    def _evaluator(self, count: int) -> tuple[Launcher, int]:
-        """What evaluates a chunk, and its length."""
+    def _evaluator(self, count: int) -> tuple[Callable[[], None], int]:
+        """A function that evaluates a chunk, and the chunk's length."""
         if not self.execution.captured:
             length = min(_CHUNK, count)
-            return Plain(lambda: self._evaluate(length)), length
+            return (lambda: self._evaluate(length)), length
         if "evaluation" not in self._launch:
             at = self._chunk_at.clone()
             self._evaluate(_CHUNK)
             self._chunk_at.copy_(at)
-            self._launch["evaluation"] = self._launcher(lambda: self._evaluate(_CHUNK))
+            self._launch["evaluation"] = self.queue.capture(lambda: self._evaluate(_CHUNK))
         return self._launch["evaluation"], _CHUNK
-
-    def _launcher(self, work: Callable[[], None]) -> Launcher:
-        assert self.queue.stream is not None, "only a GPU has graphs"
-        torch.cuda.synchronize(self.data.device)
-        return Captured(work, self.queue.stream)
 
     def _plan(self, epoch: int) -> Tensor:
         return torch.from_numpy(self.data.plan(self.config.seed, epoch, self.config.batch_size))

@@ -32,7 +32,7 @@ def can_join(model: nn.Module) -> bool:
 
 
 def is_narrow(model: nn.Module) -> bool:
-    """Whether all its 3 × 3 convolutions can be ours."""
+    """Whether our kernels support all of its 3 × 3 convolutions."""
     return all(_is_ours(layer) for layer in _convolutions(model) if layer.kernel_size != (1, 1))
 
 
@@ -118,8 +118,8 @@ def _activated(
 class _Normalization(torch.autograd.Function):
     """relu(weight·ŷ + bias + added) with ŷ = (y − mean)/deviation, where mean and deviation are those of y itself.
 
-    What goes in and out is as it is stored, and gradients are found from what is stored anyway: nothing wider than y
-    is written or read again.
+    Inputs, outputs and saved tensors have the dtype of y, and gradients are computed from tensors that are stored
+    anyway: nothing wider than y is written or read again.
     """
 
     @staticmethod
@@ -134,13 +134,13 @@ class _Normalization(torch.autograd.Function):
         share: float,
         rectified: bool,
     ) -> Tensor:
-        """With 1/deviation, and the share of a pixel in the mean (0 where the statistics are not those of y)."""
+        """With 1/deviation, and the share of a pixel in the mean (0 if the statistics are not those of y)."""
         scale = _kept(inverse * weight)
         shift = _kept(bias - mean * scale)
         z = y.float() * scale + shift
         a = (z if added is None else z + added).to(y.dtype)
         a = torch.relu(a) if rectified else a
-        # Where ReLU is 0 can be found from y, which is read anyway, unless more was added to it.
+        # The zeros of ReLU can be found from y, which is read anyway, unless something was added to it.
         masked = (scale, shift) if added is None else (a, None)
         ctx.save_for_backward(y, mean, inverse, weight, *(masked if rectified else (None, None)))
         ctx.added, ctx.share = added is not None, share
@@ -160,7 +160,7 @@ class _Normalization(torch.autograd.Function):
 
 
 def _kept(term: Tensor) -> Tensor:
-    """The term as a tensor in memory: else a compiler computes it again for each pixel, which costs reads."""
+    """The term as a tensor in memory; otherwise a compiler computes it again for each pixel, which costs reads."""
     return term.as_strided(term.shape, term.stride())
 
 

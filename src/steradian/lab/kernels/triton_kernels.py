@@ -1,9 +1,8 @@
 """Triton kernels of 3 × 3 convolutions with few channels.
 
-Activations lie in memory as (image, row, column, channel), weights as (filter, tap, channel). A program takes some
-pixels. Taps are numbered row by row; padding is 1, and what lies outside is 0. The offset of a tap is one number,
-whatever the pixel, and one bit per tap says whether it lies inside: loads cost few instructions, which are what bounds
-these kernels.
+Activations are (image, row, column, channel) in memory, weights (filter, tap, channel). A program takes some pixels.
+Taps are numbered row by row, and the padding of 1 is 0. A tap has the same offset for every pixel, and one bit for each
+pixel and tap says whether it is inside the image, so that loads cost few instructions, which bound these kernels.
 """
 
 import triton
@@ -14,7 +13,7 @@ __all__ = ["convolve_kernel", "rolling_kernel", "weight_gradient_kernel", "whole
 
 @triton.jit
 def _bits(rows_0, rows_1, rows_2, columns_0, columns_1, columns_2):
-    """Bit 3·i + j of each pixel: row i and column j of its taps lie inside."""
+    """Bit 3·i + j of each pixel: the tap in row i and column j is inside."""
     rows = rows_0.to(tl.int32) * 0b111 + rows_1.to(tl.int32) * 0b111000 + rows_2.to(tl.int32) * 0b111000000
     columns = columns_0.to(tl.int32) * 0b1001001 + columns_1.to(tl.int32) * 0b10010010
     return rows & (columns + columns_2.to(tl.int32) * 0b100100100)
@@ -22,7 +21,7 @@ def _bits(rows_0, rows_1, rows_2, columns_0, columns_1, columns_2):
 
 @triton.jit
 def _around(image, row, column, there, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
-    """Pixel of the middle tap, and which taps lie inside, for a convolution's output pixels."""
+    """For output pixels: the input pixel of the middle tap, and which taps are inside."""
     i, j = row * STRIDE, column * STRIDE
     inside = _bits(i > 0, i >= 0, i + 1 < HEIGHT, j > 0, j >= 0, j + 1 < WIDTH)
     return (image * HEIGHT + i) * WIDTH + j, tl.where(there, inside, 0)
@@ -30,7 +29,7 @@ def _around(image, row, column, there, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _behind(image, row, column, there, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """The same for the input pixels of a convolution with stride 2: output pixels that see this one through a tap."""
+    """The same for input pixels of a convolution with stride 2: the output pixels that read them through each tap."""
     i, j = row >> 1, column >> 1
     odd_row, odd_column = (row & 1) == 1, (column & 1) == 1
     inside = _bits(
@@ -44,7 +43,7 @@ def _taps(
     weight, tap, channel, real, filters,
     CI: tl.constexpr, CO: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Some taps of every filter, (places, filters); with BACK the filters' channels change places."""
+    """Some taps of every filter, (places, filters); with BACK filters and channels are exchanged."""
     if BACK:
         turned = tap if STRIDE == 2 else 8 - tap
         of = (channel * 9 + turned)[:, None] * CO + filters[None, :]
@@ -90,11 +89,11 @@ def convolve_kernel(
                 far = tl.where(tap < 3, WI, 0) + tl.where(tap % 3 == 0, 1, 0)
             else:
                 far = (tap // 3 - 1) * WI + tap % 3 - 1
-            seen = ((inside[:, None] >> tap[None, :]) & 1) != 0
+            mask = ((inside[:, None] >> tap[None, :]) & 1) != 0
             if PLACES > TAPS * CI:
-                seen = seen & mine[None, :]
+                mask = mask & mine[None, :]
             at = middle[:, None] + (far * CI + channel)[None, :]
-            value = tl.load(x + at, mask=seen, other=0.0)
+            value = tl.load(x + at, mask=mask, other=0.0)
             if groups > 1:
                 taps = _taps(weight, tap, channel, mine & (tap < 9), filters, CI, CO, STRIDE, BACK, kind)
             total = tl.dot(value, taps, total, input_precision=PRECISION)
@@ -102,9 +101,9 @@ def convolve_kernel(
         to = (pixel * CO)[:, None] + filters[None, :]
         tl.store(y + to, kept, mask=there[:, None])
         if SUMS:
-            told = kept.to(tl.float32)
-            first += told
-            second += told * told
+            stored = kept.to(tl.float32)
+            first += stored
+            second += stored * stored
     if SUMS:
         to = part * 2 * CO + filters
         tl.store(sums + to, tl.sum(first, axis=0))
@@ -116,7 +115,7 @@ def _tap(
     weight, channel, filters, tap: tl.constexpr,
     CI: tl.constexpr, CO: tl.constexpr, BACK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """One tap of every filter; with BACK the filters' channels change places, and the taps are turned round."""
+    """One tap of every filter; with BACK filters and channels are exchanged, and the taps are reversed."""
     if BACK:
         of = (channel * 9 + 8 - tap)[:, None] * CO + filters[None, :]
     else:
@@ -130,7 +129,7 @@ def rolling_kernel(
     CI: tl.constexpr, CO: tl.constexpr, KI: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     BACK: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same with stride 1, row after row: what is loaded of a row serves the row above, itself and the row below.
+    """The same with stride 1, row after row: a loaded row serves the row above, itself and the row below.
 
     Three loads for each row instead of nine, and the weights are loaded once for all rows.
     """
@@ -180,9 +179,9 @@ def rolling_kernel(
         kept = above.to(y.dtype.element_ty)
         tl.store(y + (row - 1) * (WIDTH * CO) + to, kept, mask=done[:, None])
         if SUMS:
-            told = tl.where(done[:, None], kept.to(tl.float32), 0.0)
-            first += told
-            second += told * told
+            stored = tl.where(done[:, None], kept.to(tl.float32), 0.0)
+            first += stored
+            second += stored * stored
         above = here
         here = below
     if SUMS:
@@ -223,13 +222,13 @@ def weight_gradient_kernel(
         columns = (column > 0).to(tl.int32) + 0b010 + (column * STRIDE + 1 < WI).to(tl.int32) * 0b100
         rows, columns = tl.where(image < images, rows, 0), tl.where(image < images, columns, 0)
         behind = behind * CO
-        seen = ((rows[:, None] >> down[None, :]) & 1) != 0
-        back = tl.load(dy + behind[:, None] + (far * CO + filters)[None, :], mask=seen, other=0.0)
+        mask = ((rows[:, None] >> down[None, :]) & 1) != 0
+        back = tl.load(dy + behind[:, None] + (far * CO + filters)[None, :], mask=mask, other=0.0)
         at = ((image * HI + row) * WI + column * STRIDE) * CI
-        seen = ((columns[:, None] >> across[None, :]) & 1) != 0
+        mask = ((columns[:, None] >> across[None, :]) & 1) != 0
         if KI > CI:
-            seen = seen & (channel < CI)[None, :]
-        value = tl.load(x + at[:, None] + ((across - 1) * CI + channel)[None, :], mask=seen, other=0.0)
+            mask = mask & (channel < CI)[None, :]
+        value = tl.load(x + at[:, None] + ((across - 1) * CI + channel)[None, :], mask=mask, other=0.0)
         total = tl.dot(tl.trans(back), value, total, input_precision=PRECISION)
     to = ((part * CO + filters) * 9 + down * 3)[:, None] * CI + (across * CI + channel)[None, :]
     tl.store(out + to, total, mask=(down < 3)[:, None] & ((across < 3) & (channel < CI))[None, :])
@@ -253,8 +252,8 @@ def whole_weight_gradient_kernel(
         image, row, column = pixel // (HO * WO), pixel // WO % HO, pixel % WO
         middle, inside = _around(image, row, column, there, HI, WI, STRIDE)
         at = middle * CI
-        seen = ((inside[:, None] >> tap[None, :]) & 1) != 0
-        value = tl.load(x + at[:, None] + far[None, :], mask=seen, other=0.0)
+        mask = ((inside[:, None] >> tap[None, :]) & 1) != 0
+        value = tl.load(x + at[:, None] + far[None, :], mask=mask, other=0.0)
         behind = pixel * CO
         back = tl.load(dy + behind[:, None] + filters[None, :], mask=there[:, None], other=0.0)
         total = tl.dot(tl.trans(back), value, total, input_precision=PRECISION)
