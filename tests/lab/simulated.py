@@ -10,7 +10,7 @@ from steradian.lab import paper
 from steradian.lab.experiments import Tracks
 from steradian.lab.recipes import accuracy_tables, hypotheses, pretraining, trajectories
 from steradian.lab.results import CURVES, Result, Store
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA, QUANTITIES, recorded_steps, statistics_table
+from steradian.lab.tracking import ALL, LIVING, PHENOMENA, RECORDED, recorded_steps, statistics_table
 
 STEPS = 371
 WHERE = {"device": "NVIDIA H200", "torch": "2.11", "python": "3.12", "commit": "abc"}
@@ -51,7 +51,7 @@ def tracked(folder, *, epochs=405, points=60, measured=("SGD-M", "Adam"), shrunk
     for config in hypotheses(epochs=epochs):
         steps = recorded_steps(epochs * STEPS, points)
         rate = np.array([config.rate_factor(min(step // STEPS, epochs - 1)) for step in steps])
-        quantities = QUANTITIES + (PHENOMENA if config.method in measured else ())
+        quantities = RECORDED + (PHENOMENA if config.method in measured else ())
         shape = (len(steps), len(quantities), 12)
         values = (rate[:, None, None] * 10.0 ** random.normal(-2, 0.3, shape)).astype(np.float32)
         everything = values.copy()

@@ -165,6 +165,21 @@ def test_a_damaged_pickle_is_a_value_error(content):
         unpickle(content)
 
 
+def test_a_pickle_of_python_2_is_read():
+    """As in the authors' archives: every string is a byte string, and numpy has its old module names."""
+
+    def string(content):
+        return b"U" + bytes([len(content)]) + content
+
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + string(b"b") + b"\x87R"
+    kind = b"cnumpy\ndtype\n" + string(b"u1") + b"K\x00K\x01\x87R"
+    kind += b"(K\x03" + string(b"|") + b"NNN" + 2 * b"J\xff\xff\xff\xff" + b"K\x00tb"
+    state = b"(K\x01K\x02K\x03\x86" + kind + b"\x89" + string(bytes(range(6))) + b"tb"
+    read = unpickle(b"\x80\x02}(" + string(b"data") + array + state + string(b"labels") + b"]K\x05au.")
+    np.testing.assert_array_equal(read[b"data"], np.arange(6, dtype=np.uint8).reshape(2, 3))
+    assert read[b"labels"] == [5]
+
+
 class Harmful:
     def __init__(self, call, *arguments):
         self.answer = (call, arguments)

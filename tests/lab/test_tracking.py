@@ -13,7 +13,7 @@ from steradian.lab.experiments import Tracks, compare_trajectories, track_study,
 from steradian.lab.fleet import Progress
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import Claims, Store
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA, QUANTITIES, Tracked, recorded_steps
+from steradian.lab.tracking import ALL, LIVING, PHENOMENA, RECORDED, Tracked, recorded_steps
 from steradian.lab.training import Execution, Queue, Training
 from steradian.watch import watch
 
@@ -70,10 +70,10 @@ def test_tracking_changes_nothing_and_sees_what_watch_sees(data, method):
     steps = recorded_steps(2 * plain.steps, POINTS)
     assert sorted(set(table["step"])) == steps
     assert list(dict.fromkeys(table["group"])) == [*plain.groups.layouts, LIVING, ALL]
-    assert set(table["quantity"]) == {*QUANTITIES, *PHENOMENA, "living"}
+    assert set(table["quantity"]) == {*RECORDED, *PHENOMENA, "living"}
     found, expected = by_place(table), watched(config, data)
     shared = found.index.intersection(expected.index)
-    assert len(shared) == len(steps) * 13 * len(QUANTITIES + PHENOMENA) * 6
+    assert len(shared) == len(steps) * 13 * len(RECORDED + PHENOMENA) * 6
     np.testing.assert_allclose(found[shared], expected[shared], rtol=2e-3, atol=1e-5)
     radial = table[(table["quantity"] == "radial") & (table["group"] == ALL)]["value"]
     assert (radial < 1).all()  # H1

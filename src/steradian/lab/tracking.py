@@ -31,9 +31,9 @@ from steradian.watch.records import COLUMNS, STATISTICS
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ALL", "LIVING", "PHENOMENA", "QUANTITIES", "Tracked", "recorded_steps", "statistics_table"]
+__all__ = ["ALL", "LIVING", "PHENOMENA", "RECORDED", "Tracked", "recorded_steps", "statistics_table"]
 
-QUANTITIES = ("radial", "velocity", "radius", "effective_lr")
+RECORDED = ("radial", "velocity", "radius", "effective_lr")
 """What every tracked training records of its rows: A⟨c,u⟩ (H1), z (H2, and z² is Theorem 4's variable), r and η^e."""
 PHENOMENA = ("deformation", "gradient_memory", "l2_memory", "radius_ratio")
 """(a), (b1), (b2) and (c): the turn of the effective direction that each causes, in radians."""
@@ -85,7 +85,7 @@ class Tracked(Training):
     ) -> None:
         super().__init__(config, data, execution=execution, weights=weights)
         self.batches = _batches(self.groups.groups)
-        self.quantities = QUANTITIES + (PHENOMENA if phenomena else ())
+        self.quantities = RECORDED + (PHENOMENA if phenomena else ())
         self.deliver = deliver
         self._wanted = recorded_steps(self.config.epochs * self.steps, points)
         self._recorded: list[int] = []
@@ -174,7 +174,7 @@ class Tracked(Training):
         a, b = (_rows(batch, {name: getattr(step, part) for name, step in steps.items()}) for part in "ab")
         step = Step(a, b, first.lr, l2=first.l2, decay=first.decay, beta=first.beta)
         image = image_step(_rows(batch, before), step, check=False)
-        found = [getattr(image, name) for name in QUANTITIES]
+        found = [getattr(image, name) for name in RECORDED]
         if self.memory is not None:
             effects = self.memory.part(number).phenomena(step)
             found += [getattr(effects, name).angle for name in PHENOMENA]

@@ -72,94 +72,46 @@ def _cifar(name: str, path: Path) -> DataSet:
 def unpickle(content: bytes) -> Any:
     """Read a pickle of plain containers and uint8 arrays, and refuse everything else with a ValueError.
 
-    Nothing named in the pickle is imported or called: the names that numpy writes are replaced by stand-ins that only
-    collect shape and bytes.
+    The pickle can call nothing but the functions with which numpy makes arrays.
 
     >>> unpickle(pickle.dumps({"data": np.arange(3, dtype=np.uint8)}))["data"]
     array([0, 1, 2], dtype=uint8)
     """
     try:
-        return _arrays(_Reader(io.BytesIO(content), encoding="bytes").load())
+        found = _Reader(io.BytesIO(content), encoding="bytes").load()
+        _check_arrays(found)
     except Exception as error:  # a forged or damaged pickle may raise anything
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"the pickle cannot be read: {reason}") from error
+    return found
 
 
-class _Dtype:
-    """Stand-in for numpy.dtype."""
-
-    def __init__(self, code: object, *_: object) -> None:
-        self.code = code
-
-    def __setstate__(self, _: object) -> None:
-        pass
-
-
-class _Array:
-    """Stand-in for numpy.ndarray."""
-
-    state: tuple[Any, ...] = ()
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.state = state
-
-    def read(self) -> NDArray[np.uint8]:
-        _version, shape, dtype, fortran, content = self.state
-        if not isinstance(dtype, _Dtype) or dtype.code not in ("u1", b"u1") or fortran:
-            raise ValueError("a pickled array must hold uint8 in C order")
-        return np.frombuffer(_bytes(content), dtype=np.uint8).reshape(shape)
-
-
-def _reconstruct(*_: object) -> _Array:
-    return _Array()
-
-
-def _encode(text: str | bytes, _encoding: object) -> bytes:
-    """Stand-in for _codecs.encode, with which Python 3 writes bytes in old protocols."""
-    return _bytes(text)
-
-
-def _frombuffer(content: object, dtype: object, shape: object, order: object) -> _Array:
-    """Stand-in for numpy's arrays in protocol 5."""
-    array = _Array()
-    array.state = (1, shape, dtype, order not in ("C", b"C"), content)
-    return array
-
-
-def _bytes(content: object) -> bytes:
-    if isinstance(content, str):
-        return content.encode("latin1")
-    if isinstance(content, bytes | bytearray):
-        return bytes(content)
-    raise ValueError(f"a pickled array must hold bytes, got {type(content).__name__}")
+_ALLOWED = {
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.numeric", "_frombuffer"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),  # with which Python 3 writes bytes in old protocols
+}
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that knows five names and imports nothing."""
+    """An unpickler that only makes numpy arrays and plain containers."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in of a name that numpy writes."""
-        module = module.replace("numpy._core", "numpy.core")
-        known = {
-            ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-            ("numpy.core.numeric", "_frombuffer"): _frombuffer,
-            ("numpy", "ndarray"): _Array,
-            ("numpy", "dtype"): _Dtype,
-            ("_codecs", "encode"): _encode,
-        }
-        if (module, name) not in known:
+        """One of the allowed functions."""
+        module = module.replace("numpy.core", "numpy._core")  # the name in older versions
+        if (module, name) not in _ALLOWED:
             raise ValueError(f"the pickle names {module}.{name}: only plain containers and arrays are read")
-        return known[module, name]
+        return super().find_class(module, name)
 
 
-def _arrays(value: Any) -> Any:
-    if isinstance(value, _Array):
-        return value.read()
-    if isinstance(value, dict):
-        return {key: _arrays(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_arrays(each) for each in value)
-    return value
+def _check_arrays(value: Any) -> None:
+    if isinstance(value, np.ndarray) and value.dtype != np.uint8:
+        raise ValueError(f"a pickled array must hold uint8, got {value.dtype}")
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_arrays(each)
 
 
 def _member(archive: tarfile.TarFile, name: str) -> dict[bytes, Any]:
