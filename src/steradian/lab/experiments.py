@@ -27,13 +27,13 @@ from steradian.lab.recipes import pretraining, trajectories
 from steradian.lab.results import Claims, environment, locked, write_atomically
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
 from steradian.lab.tracking import ALL, PHENOMENA, Tracked, recorded_steps, statistics_table
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Training
 from steradian.watch.records import COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Tracks", "chosen_filters", "compare_trajectories", "track_study", "trajectory_study"]
+__all__ = ["Tracks", "compare_trajectories", "track_study", "trajectory_study"]
 
 _ABOUT = b"steradian"
 
@@ -182,27 +182,12 @@ def track_study(
 # Trajectories of several schemes from one point, compared filter by filter: the experiment of Section 3.3
 
 
-def chosen_filters(training: Training, *, each: int = 3, seed: int = 0) -> dict[str, list[int]]:
-    """Some filters of every block of a network, by parameter, drawn once for all schemes."""
-    random = np.random.Generator(np.random.Philox(key=seed))
-    blocks: dict[str, list[tuple[str, int]]] = {}
-    for group in training.groups.groups:
-        name = group.names[0]
-        blocks.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(group.rows))
-    chosen: dict[str, list[int]] = {}
-    for filters in blocks.values():
-        for k in sorted(random.choice(len(filters), size=min(each, len(filters)), replace=False).tolist()):
-            chosen.setdefault(filters[k][0], []).append(filters[k][1])
-    return chosen
-
-
 def compare_trajectories(
     configs: Sequence[Config],
     data: Resident,
     weights: dict[str, Tensor],
     *,
     points: int = 200,
-    execution: Execution | None = None,
     report: Callable[[Training], object] = lambda _: None,
 ) -> "pd.DataFrame":
     """Cosine of every filter under each scheme with the same filter under the first one, over the same batches.
@@ -212,7 +197,6 @@ def compare_trajectories(
         data: their data.
         weights: where all of them start.
         points: about how many steps to compare after; see `tracking.recorded_steps`.
-        execution: how to train.
         report: called with the last scheme after every epoch.
 
     Returns:
@@ -220,7 +204,7 @@ def compare_trajectories(
         filters of the group "METHOD: PARAMETER" and over those of the whole network, "METHOD: all filters"; for three
         filters of every block the cosine, in the group "METHOD: PARAMETER[FILTER]" with the statistic "mean".
     """
-    trainings = [Training(config, data, execution=execution, weights=weights) for config in configs]
+    trainings = [Training(config, data, weights=weights) for config in configs]
     steps, done = trainings[0].steps, 0
     wanted = [step + 1 for step in recorded_steps(configs[0].epochs * steps, points)]
     found: list[NDArray[np.float64]] = []
@@ -258,6 +242,20 @@ def _directions(training: Training) -> list[Tensor]:
     return [geometry.split(part, check=False)[1] for part in parts]
 
 
+def _chosen_filters(training: Training) -> dict[str, list[int]]:
+    """Three filters of every block of a network, by parameter, the same for all schemes."""
+    random = np.random.Generator(np.random.Philox(key=0))
+    blocks: dict[str, list[tuple[str, int]]] = {}
+    for group in training.groups.groups:
+        name = group.names[0]
+        blocks.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(group.rows))
+    chosen: dict[str, list[int]] = {}
+    for filters in blocks.values():
+        for k in sorted(random.choice(len(filters), size=min(3, len(filters)), replace=False).tolist()):
+            chosen.setdefault(filters[k][0], []).append(filters[k][1])
+    return chosen
+
+
 def _comparison_table(
     trainings: Sequence[Training], steps: Sequence[int], found: NDArray[np.float64]
 ) -> "pd.DataFrame":
@@ -265,7 +263,7 @@ def _comparison_table(
 
     run, groups = trainings[0].config.key, trainings[0].groups.groups
     ends = np.cumsum([0, *(group.rows for group in groups)]).tolist()
-    filters = chosen_filters(trainings[0])
+    filters = _chosen_filters(trainings[0])
     blocks: dict[str, NDArray[np.float64]] = {}
     singles = []
     for number, other in enumerate(trainings[1:]):

@@ -22,6 +22,7 @@ __all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name", "sweep", "un
 RESULTS, RUNS = Path("results"), Path("runs")
 _LONGEST = 200  # bytes of a study's name
 _PATIENCE = 10.0  # seconds for a cluster to answer
+_RETRIES = 3  # of a fleet whose worker died
 
 
 def pick_device(name: str | None = None) -> torch.device:
@@ -183,7 +184,6 @@ def sweep(
     address: str | None = None,
     roots: Mapping[str, Path] | None = None,
     size: int = 8,
-    retries: int = 3,
     every: float = CHECKPOINTS,
     progress: Progress | None = None,
 ) -> bool:
@@ -200,7 +200,6 @@ def sweep(
         roots: folders of the data, by name, as the workers see them; others are looked for where `data.load` does, from
             the driver's folder first, if the workers see it.
         size: trainings in a fleet.
-        retries: how often a fleet whose worker died is started again.
         every: seconds between checkpoints.
         progress: is told which trainings have finished.
     """
@@ -219,7 +218,7 @@ def sweep(
         done = {result.config.key for result in known}
         needs = {"num_gpus": 1} if ray.cluster_resources().get("GPU", 0) else {"num_cpus": 1}
         # Ray itself repeats a task whose worker died; an error in the task is an error of the study.
-        work = ray.remote(**needs, max_retries=retries)(_run_fleet)
+        work = ray.remote(**needs, max_retries=_RETRIES)(_run_fleet)
         folders = {name: str(Path(root).absolute()) for name, root in (roots or {}).items()}
         # Workers have another working directory, and perhaps another machine.
         usual = {name: str(usual_root(name).absolute()) for name in {c.data for c in configs} - set(folders)}
