@@ -59,7 +59,7 @@ def main() -> None:
             started = time.perf_counter()
             groups = find_groups(model, inputs)
             times.append(time.perf_counter() - started)
-        seconds, rows = statistics.median(times), sum(group.rows for group in groups.groups)
+        seconds, rows = statistics.median(times), sum(group.n_rows for group in groups.groups)
         table.add(name, *groups.passes, seconds, step, seconds / step, rows)
     harness.write("discovery", table)
 

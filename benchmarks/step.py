@@ -3,21 +3,28 @@
     python benchmarks/step.py [--sets ResNet18 ...]
 
 On a GPU: eager and as a CUDA graph, milliseconds, bytes of traffic per parameter and share of the measured copy
-bandwidth. On a CPU: ResNet18's shapes, the default implementations. Prints a table and writes
+bandwidth. On a CPU: ResNet18's convolutions, in turns, beside torch's Adam of the same dtype, loop and fused; and the
+memory that a step of a 64 MB parameter takes beyond weights, gradients and state. Prints tables and writes
 results/bench-step-DEVICE.json. `adamp` and `geoopt` are measured where they are installed.
 """
 
 import argparse
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from steradian.optim import Adam
 
-from harness import Table, median_ms, write
+from harness import Table, write
 from shapes import SETS
 
+LOOP, FUSED = "torch.optim.Adam", "torch.optim.Adam(fused=True)"
 OPTIONS = {"lr": 1e-3, "weight_decay": 1e-4}
 # What one step has to move: gradient, x and m (and v) read, x and m (and v) written.
 TRAFFIC = {"one number per row": 20, "element-wise": 28}
@@ -52,15 +59,8 @@ def torch_adam(params: list[torch.nn.Parameter], **more: object) -> torch.optim.
     return torch.optim.Adam(params, **OPTIONS, **more)
 
 
-def methods(cuda: bool) -> dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, object], str, bool]]:
+def methods() -> dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, object], str, bool]]:
     """Name → constructor, options, traffic, and whether its step can be captured."""
-    if not cuda:
-        return {
-            "torch.optim.Adam": (torch_adam, {}, "element-wise", False),
-            'Adam, without="abc"': (ours, {}, "one number per row", False),
-            "adamp.AdamP": (adamp, {}, "element-wise", False),
-            "geoopt RiemannianAdam": (riemannian, {}, "one number per row", False),
-        }
     return {
         "torch.optim.Adam, fused": (torch_adam, {"fused": True, "capturable": True}, "element-wise", True),
         'Adam, without="abc", fused': (ours, {"fused": True, "capturable": True}, "one number per row", True),
@@ -70,12 +70,12 @@ def methods(cuda: bool) -> dict[str, tuple[Callable[..., torch.optim.Optimizer],
     }
 
 
-def make(shapes: list[tuple[int, ...]], device: str) -> list[torch.nn.Parameter]:
+def make(shapes: list[tuple[int, ...]], device: str, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     generator = torch.Generator(device).manual_seed(0)
     params = []
     for shape in shapes:
-        p = torch.nn.Parameter(torch.randn(shape, device=device, generator=generator) * 0.05)
-        p.grad = torch.randn(shape, device=device, generator=generator) * 1e-3
+        p = torch.nn.Parameter((torch.randn(shape, device=device, generator=generator) * 0.05).to(dtype))
+        p.grad = (torch.randn(shape, device=device, generator=generator) * 1e-3).to(dtype)
         params.append(p)
     return params
 
@@ -122,7 +122,7 @@ def on_gpu(names: list[str]) -> None:
     )
     for name in names:
         base = (float("nan"), float("nan"))
-        for method, (build, options, traffic, capture) in methods(cuda=True).items():
+        for method, (build, options, traffic, capture) in methods().items():
             torch.cuda.empty_cache()
             params = make(SETS[name], "cuda")
             size = sum(p.numel() for p in params)
@@ -145,19 +145,97 @@ def on_gpu(names: list[str]) -> None:
     write("bench-step-gpu", table, copy_bandwidth=bandwidth)
 
 
-def on_cpu() -> None:
-    table = Table("set", "method", "ms", "× torch.optim.Adam")
-    base = None
-    for method, (build, options, _, _) in methods(cuda=False).items():
-        params = make(SETS["ResNet18"], "cpu")
-        ms = median_ms(build(params, **options).step)
-        base = base or ms
-        table.add("ResNet18", method, ms, ms / base)
-    write("bench-step-cpu", table)
+def cpu_methods() -> dict[str, tuple[torch.dtype, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]]:
+    """Name → dtype of the parameters and constructor."""
+    single, half = torch.float32, torch.bfloat16
+    made: dict[str, tuple[torch.dtype, Callable[..., torch.optim.Optimizer]]] = {
+        LOOP: (single, torch_adam),
+        FUSED: (single, lambda params: torch_adam(params, fused=True)),
+        f"{LOOP}, bf16": (half, torch_adam),
+        f"{FUSED}, bf16": (half, lambda params: torch_adam(params, fused=True)),
+    }
+    for letters in ("a", "b", "c", "ab", "ac", "bc", "abc"):
+        made[f'Adam, without="{letters}"'] = (single, partial(adam, letters))
+    for letters in ("b", "abc"):
+        made[f'Adam, without="{letters}", bf16'] = (half, partial(adam, letters))
+        made[f'Adam, without="{letters}", joint with biases'] = (single, partial(adam, letters, joint=True))
+        made[f'Adam, without="{letters}", rows ("axis", 1)'] = (single, partial(adam, letters, rows=("axis", 1)))
+    made["adamp.AdamP"] = (single, adamp)
+    made["geoopt RiemannianAdam"] = (single, riemannian)
+    return made
+
+
+def adam(
+    letters: str, params: list[torch.nn.Parameter], rows: object = "filter", *, joint: bool = False
+) -> torch.optim.Optimizer:
+    if not joint:
+        return Adam([{"params": params, "rows": rows}], without=letters, **OPTIONS)
+    groups = []
+    for p in params:
+        bias = torch.nn.Parameter(torch.randn(len(p)))
+        bias.grad = torch.randn(len(p)) * 1e-3
+        groups.append({"params": [p, bias], "rows": rows, "joint": True})
+    return Adam(groups, without=letters, **OPTIONS)
+
+
+def on_cpu(rounds: int = 15) -> None:
+    """Every method takes one step in each round, so that a busy moment of the machine falls on all of them."""
+    steps, dtypes, times = {}, {}, {}
+    for method, (dtype, build) in cpu_methods().items():
+        try:
+            steps[method] = build(make(SETS["ResNet18"], "cpu", dtype)).step
+        except ImportError:
+            continue
+        dtypes[method], times[method] = dtype, []
+    for k in range(rounds + 2):
+        for method, step in steps.items():
+            started = time.perf_counter()
+            step()
+            if k >= 2:
+                times[method].append(1e3 * (time.perf_counter() - started))
+    ms = {method: statistics.median(taken) for method, taken in times.items()}
+    table = Table("set", "method", "ms", "× Adam", "× fused Adam", "dtype")
+    for method, dtype in dtypes.items():
+        suffix = ", bf16" if dtype == torch.bfloat16 else ""
+        ratios = ms[method] / ms[LOOP + suffix], ms[method] / ms[FUSED + suffix]
+        table.add("ResNet18", method, ms[method], *ratios, str(dtype).removeprefix("torch."))
+    write("bench-step-cpu", table, temporaries=temporaries())
+
+
+def temporaries() -> list[dict[str, object]]:
+    """Megabytes that a step of a bf16 parameter of 64 MB takes beyond what stays, each in its own process."""
+    found: list[dict[str, object]] = []
+    for method in (f"{LOOP}, bf16", 'Adam, without="abc", bf16', 'Adam, without="b", bf16'):
+        call = [sys.executable, __file__, "--temporaries", method]
+        told = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+        found.append({"method": method, "megabytes": float(told)})
+        print(f"temporaries of a step of 64 MB, {method}: {float(told):.0f} MB")
+    return found
+
+
+def temporaries_of(method: str) -> float:
+    [param] = make([(8192, 4096)], "cpu", torch.bfloat16)
+    optimizer = cpu_methods()[method][1]([param])
+    optimizer.step()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = memory("VmRSS")
+    optimizer.step()
+    return (memory("VmHWM") - before) / 1024
+
+
+def memory(name: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1])
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
-    chosen = parser.parse_args().sets
-    on_gpu(chosen) if torch.cuda.is_available() else on_cpu()
+    parser.add_argument("--temporaries", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.temporaries:
+        print(temporaries_of(given.temporaries))
+    elif torch.cuda.is_available():
+        on_gpu(given.sets)
+    else:
+        on_cpu()

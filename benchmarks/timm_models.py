@@ -161,7 +161,7 @@ def _summary(name: str, model: nn.Module, groups: steradian.Groups) -> dict[str,
     found = set(groups.layouts)
     parameters = dict(model.named_parameters())
     record: dict[str, Any] = {
-        "rows": sum(group.rows for group in groups.groups),
+        "rows": sum(group.n_rows for group in groups.groups),
         "radial": len(found),
         "joint": len(groups.joint),
         "facts": len(groups.facts),

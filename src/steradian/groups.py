@@ -1,4 +1,4 @@
-"""How a parameter is cut into rows: layouts, rows that span several tensors, and all rows of a model."""
+"""How parameters are cut into rows (`Layout`), the rows of one parameter or joint set (`Group`), and of a model."""
 
 import math
 import sys
@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steradian import _words
-
 __all__ = ["Group", "Groups", "Layout", "Spec", "is_flattened", "is_sharded"]
 
 Spec = str | int | tuple[str | int, ...]
-"""Plain data that names a layout: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
+"""How a tensor is cut into rows, as plain data: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
 
 
 @dataclass(frozen=True)
@@ -199,18 +197,18 @@ class Group:
 
     Attributes:
         names: the parameters, in the model's order; more than one is a joint set.
-        layout: how each of them is cut.
-        rows: the number n of rows.
+        spec: how each of them is cut.
+        n_rows: the number n of rows.
         size: the number d of entries in a row, over all parameters of the set.
         reason: the module that makes the rows invariant, or "no known layer".
-        defect: largest |cos(x, ∇L)| over the rows, at the model's own point and ε.
+        defect: largest |cos(x, ∇L)| over the rows, at the model's own weights and ε.
         unseen: rows that the inputs did not reach, such as the embeddings of absent tokens.
         small: rows whose radius is so small that a normalization's ε dominates.
     """
 
     names: tuple[str, ...]
-    layout: Spec
-    rows: int
+    spec: Spec
+    n_rows: int
     size: int
     reason: str
     defect: float
@@ -222,11 +220,11 @@ class Group:
 class Groups:
     """The rows of a model, and the rest.
 
-    Only weights are handed to optimizers as rows: parameters with at least two dimensions, alone or with the
+    Optimizers get weights only as rows: parameters with at least two dimensions, alone or with the
     biases that they need. Gains and biases of normalization layers are often invariant too (the scale that
     BN's affine part gives to a positively homogeneous block is removed by the next BN), and so is everything
     that writes to the residual stream of a pre-norm transformer. Such facts are true, but training them on a
-    sphere is not what the paper studies: they are listed in `facts` and handed over only when asked for.
+    sphere is not what the paper studies: they are listed in `facts` and given to optimizers on request only.
 
     Attributes:
         params: the model's parameters by name.
@@ -254,8 +252,8 @@ class Groups:
 
     @property
     def layouts(self) -> dict[str, Spec]:
-        """Layout by parameter name, for all parameters with rows, in the model's order."""
-        found = {name: group.layout for group in self.groups for name in group.names}
+        """Spec by parameter name, for all parameters with rows, in the model's order."""
+        found = {name: group.spec for group in self.groups for name in group.names}
         return {name: found[name] for name in self.params if name in found}
 
     @property
@@ -272,14 +270,14 @@ class Groups:
     def param_groups(
         self, *, rest: Mapping[str, Any] | None = None, facts: bool = False, **options: Any
     ) -> list[dict[str, Any]]:
-        """Parameter groups for any torch optimizer, radial ones with their layout under "rows".
+        """Parameter groups for any torch optimizer, those with rows with their spec under "rows".
 
-        Parameters of one layout share a group; each joint set is a group of its own with "joint": True; the
+        Parameters of one spec share a group; each joint set is a group of its own with "joint": True; the
         rest comes last, without "rows" (with "rows": None if no parameter has any).
 
         Args:
             rest: options for the rest, over those for all.
-            facts: hand over `facts` too, as far as they do not overlap.
+            facts: include `facts`, as far as they do not overlap.
             **options: options for all groups, such as weight_decay=1e-4.
 
         >>> model = nn.Linear(2, 2)
@@ -292,15 +290,15 @@ class Groups:
         single: dict[Spec, list[nn.Parameter]] = {}
         for group in chosen:
             if len(group.names) == 1:
-                single.setdefault(group.layout, []).append(self.params[group.names[0]])
+                single.setdefault(group.spec, []).append(self.params[group.names[0]])
         made: list[dict[str, Any]] = [{"params": params, "rows": spec, **options} for spec, params in single.items()]
         for group in chosen:
             if len(group.names) > 1:
                 params = [self.params[name] for name in group.names]
-                made.append({"params": params, "rows": group.layout, "joint": True, **options})
+                made.append({"params": params, "rows": group.spec, "joint": True, **options})
         left = [self.params[name] for name in self.rest if name not in taken]
         if left:
-            # Told from groups in which nobody looked for rows, which have no such key.
+            # Groups in which no rows were searched for have no such key.
             none = {} if made else {"rows": None}
             made.append({"params": left, **none, **options, **(rest or {})})
         return made
@@ -308,8 +306,8 @@ class Groups:
     def of(self, model: nn.Module) -> "Groups":
         """The same rows, of the parameters that a model has now.
 
-        `fully_shard` (FSDP2) puts new parameters in the place of the old ones, and a copy has its own; what was found
-        holds for them too. Names may have gained what compilation and activation checkpointing put in.
+        `fully_shard` (FSDP2) replaces the parameters, and a copy of the model has its own; what was found holds for
+        them too. Prefixes that compilation and activation checkpointing add to names are ignored.
 
         Args:
             model: the model in which the rows were found, or a copy of it.
@@ -349,7 +347,7 @@ class Groups:
         return next((group for group in self.groups if name in group.names), None)
 
     def explain(self, name: str) -> str:
-        """What was found about one parameter, for a person.
+        """What was found about one parameter, in words.
 
         Raises:
             ValueError: the model has no parameter of this name.
@@ -357,29 +355,99 @@ class Groups:
         first = next((first for first, others in self.aliases.items() if name in others), name)
         if first not in self.params:
             raise ValueError(f"no parameter is called {name!r}; the model has {', '.join(self.params)}")
-        return _words.explanation(self, first)
+        return _explanation(self, first)
 
     def __str__(self) -> str:
-        return _words.table(self)
+        return _table(self)
 
     def __repr__(self) -> str:
         return (
-            f"Groups({len(self.layouts)} parameters with {sum(g.rows for g in self.groups)} rows, "
+            f"Groups({len(self.layouts)} parameters with {sum(g.n_rows for g in self.groups)} rows, "
             f"{len(self.joint)} joint sets, {len(self.rest)} in the rest)"
         )
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Whether a parameter is a DTensor; there is none before torch's module for them is imported."""
+    """Whether a parameter is a DTensor, without importing torch's module for them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(param, module.DTensor)
 
 
 def is_flattened(param: Tensor) -> bool:
-    """Whether `FullyShardedDataParallel` made a piece of a flat tensor of a parameter, in which there are no rows."""
+    """Whether `FullyShardedDataParallel` flattened a parameter into a piece of a larger tensor, which has no rows."""
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def _bare(name: str) -> str:
-    """A parameter's name without what `torch.compile` and activation checkpointing put into it."""
+    """A parameter's name without the prefixes of `torch.compile` and activation checkpointing."""
     return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+
+
+# Printing
+
+
+def _table(groups: Groups) -> str:
+    """All groups, totals, and the rest."""
+    lines = ["no radially invariant rows"]
+    if groups.groups:
+        table = [("parameter", "layout", "rows × d", "reason", "defect")]
+        for g in groups.groups:
+            spec = g.spec if isinstance(g.spec, str) else repr(g.spec)
+            table.append((" + ".join(g.names), spec, f"{g.n_rows} × {g.size}", g.reason, f"{g.defect:.1e}"))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
+    n_rows = sum(group.n_rows for group in groups.groups)
+    inside = sum(groups.params[name].numel() for name in groups.layouts)
+    total = sum(p.numel() for p in groups.params.values())
+    share = 100 * inside / total if total else 0.0
+    lines += ["", f"{n_rows} rows in {len(groups.layouts)} parameters: {inside} of {total} numbers ({share:.1f} %)"]
+    plain = [name for name in groups.rest if name not in groups.no_effect and name not in groups.partial]
+    for title, names in [("rest", plain), ("no effect", groups.no_effect), ("frozen", groups.frozen)]:
+        if names:
+            lines.append(f"{title}: {len(names)} parameters: {', '.join(names)}")
+    lines += [f"partly invariant, left to the rest: {name}: {text}" for name, text in groups.partial.items()]
+    lines += [f"tied: {name} = {' = '.join(others)}" for name, others in groups.aliases.items()]
+    lines += [f"fact: {_fact(fact)} ({fact.n_rows} × {fact.size}, {fact.reason})" for fact in groups.facts]
+    small = [f"{group.small} of {' + '.join(group.names)}" for group in groups.groups if group.small]
+    if small:
+        lines.append(f"rows so small that ε dominates: {', '.join(small)}")
+    return "\n".join([*lines, *(f"note: {note}" for note in groups.notes)])
+
+
+def _explanation(groups: Groups, name: str) -> str:
+    """One parameter: its rows or why it has none, the reason, the defect, and what was measured."""
+    param, group = groups.params[name], groups.group_of(name)
+    lines = [f"{name}  {' × '.join(map(str, param.shape)) if param.ndim else 'scalar'}"]
+    if name in groups.aliases:
+        lines.append(f"tied: also called {', '.join(groups.aliases[name])}")
+    if group is not None:
+        together = f", jointly with {', '.join(group.names)}" if len(group.names) > 1 else ""
+        lines.append(f"rows: {group.spec!r}, {group.n_rows} × {group.size}{together}")
+        lines.append(f"reason: {group.reason}")
+        lines.append(f"defect: {group.defect:.1e}, the largest |cos(x, ∇L)| over the rows at the model's own ε")
+        if group.unseen:
+            lines.append(f"{group.unseen} of {group.n_rows} rows were not reached by these inputs")
+        if group.small:
+            lines.append(f"{group.small} of {group.n_rows} rows are so small that ε dominates")
+    elif name in groups.frozen:
+        lines.append("frozen: it does not require a gradient, so it was not tested")
+    elif name in groups.no_effect:
+        lines.append("no effect: no output depends on it")
+    elif name in groups.partial:
+        lines.append(f"rest: {groups.partial[name]}")
+    else:
+        lines.append(
+            f"rest: {'complex, and rows are real vectors' if param.is_complex() else 'not radially invariant'}"
+        )
+    if name in groups.details:
+        lines.append(f"measured: {groups.details[name]}")
+    lines += [f"also a fact: {_fact(fact)}, because of {fact.reason}" for fact in groups.facts if name in fact.names]
+    return "\n  ".join(lines)
+
+
+def _fact(group: Group) -> str:
+    if len(group.names) == 1:
+        return f"{group.names[0]} is invariant as {group.spec!r}"
+    return f"{{{', '.join(group.names)}}} are jointly invariant as {group.spec!r}"

@@ -1,4 +1,4 @@
-"""Models with hand-labelled rows, by subject. `CASES` is what the discovery must get right."""
+"""Models with hand-labelled rows, by subject. `find_groups` must get all of `CASES` right."""
 
 from cases import (
     attention,

@@ -75,7 +75,7 @@ class CrossCovariance(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Pre-norm: one residual stream that everything adds to, and a norm in front of the head."""
+    """Pre-norm: one residual stream to which every block adds, and a norm in front of the head."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()

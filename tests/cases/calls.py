@@ -1,4 +1,4 @@
-"""How a model is called and what it answers: inputs, outputs, modes, dtypes, control flow."""
+"""How a model is called and what it returns: inputs, outputs, modes, dtypes, control flow."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ def _loss(m: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def _routed(m: nn.Module, x: Tensor) -> Tensor:
-    """Each sample goes to one of two experts, by what it contains."""
+    """Each sample goes to one of two experts, depending on its values."""
     y = x.new_zeros(len(x), 8)
     for chosen, expert in ((x[:, 0] > 0, m.a), (x[:, 0] <= 0, m.b)):
         if chosen.any():

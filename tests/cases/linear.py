@@ -91,7 +91,7 @@ CASES = [
         vectors,
         joint={"fc.weight fc.bias": 2},
     ),
-    # In one of eight samples hardly a unit is active, and there ε has all the weight.
+    # In one of eight samples hardly any unit is active, and there ε dominates.
     case(
         "narrow_relu_ln",
         lambda: net(

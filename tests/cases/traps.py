@@ -1,4 +1,4 @@
-"""Weights that look invariant to one kind of test and are not, or the other way round."""
+"""Weights that look invariant to one kind of test and are not, or the reverse."""
 
 import torch
 from torch import Tensor, nn

@@ -34,7 +34,7 @@ def _standardized(w: Tensor) -> Tensor:
 
 
 class _Standardized(nn.Module):
-    """With an ε of some percent of the variance, as where filters have thousands of inputs."""
+    """With an ε of some percent of the variance, as for filters with thousands of inputs."""
 
     eps = 2e-3
 

@@ -1,4 +1,4 @@
-"""Normalizations that no module is registered for: they are written out in the forward pass, each in its own way."""
+"""Normalizations that no module is registered for: they are written out in the forward pass, in various ways."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from cases._case import Custom, case, images, net, parameter, randn, sequences, 
 
 
 class StandardDeviationNorm(nn.Module):
-    """Layer normalization with ε added to the standard deviation and not to the variance."""
+    """Layer normalization with ε added to the standard deviation instead of the variance."""
 
     eps = 1e-6
 
@@ -34,7 +34,7 @@ class PixelNorm(nn.Module):
 
 
 class NormFunction(torch.autograd.Function):
-    """Divides by the length, with a backward pass of its own."""
+    """Divides by the length, with its own backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class NormFunction(torch.autograd.Function):
 
 
 def _cholesky(m: nn.Module, x: Tensor) -> Tensor:
-    """Whitened by a triangular matrix, which takes the scale of each feature for itself."""
+    """Whitened by a triangular matrix, which removes the scale of each feature."""
     y = m.fc(x)
     y = y - y.mean(0)
     factor = torch.linalg.cholesky(y.T @ y / len(y))
@@ -57,7 +57,7 @@ def _cholesky(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def _symmetric(m: nn.Module, x: Tensor) -> Tensor:
-    """Whitened by a symmetric matrix, which only takes the scale of all features together."""
+    """Whitened by a symmetric matrix, which removes only the common scale of all features."""
     y = m.fc(x)
     y = y - y.mean(0)
     values, vectors_ = torch.linalg.eigh(y.T @ y / len(y))

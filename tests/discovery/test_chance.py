@@ -1,4 +1,4 @@
-"""Models of which a pass may leave parts out, by chance or by what the data are."""
+"""Models of which a pass may skip parts, by chance or depending on the data."""
 
 import random
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from steradian.discovery import find_groups
 
 
-class LeftOut(nn.Module):
+class SkippedBlocks(nn.Module):
     """Residual blocks, each of which is skipped in some passes."""
 
     def __init__(self, *, probability: float, depth: int) -> None:
@@ -28,8 +28,8 @@ class LeftOut(nn.Module):
         return self.head(x)
 
 
-class Chosen(nn.Module):
-    """Layers that Python's and numpy's random numbers choose."""
+class RandomLayers(nn.Module):
+    """Layers chosen by Python's and numpy's random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Chosen(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each sample goes to the experts that a router likes best for it."""
+    """Each sample goes to the experts that a router prefers."""
 
     def __init__(self, *, experts: int, best: int, normalized: bool) -> None:
         super().__init__()
@@ -66,9 +66,9 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 20, 25, 29])
-def test_layers_left_out_by_chance(seed: int):
+def test_layers_skipped_by_chance(seed: int):
     torch.manual_seed(seed)
-    groups = find_groups(LeftOut(probability=0.3, depth=6), torch.randn(10, 5))
+    groups = find_groups(SkippedBlocks(probability=0.3, depth=6), torch.randn(10, 5))
     assert {frozenset(names) for names in groups.joint} == {
         frozenset({f"blocks.{i}.0.weight", f"blocks.{i}.0.bias"}) for i in range(6)
     }
@@ -79,7 +79,7 @@ def test_layers_left_out_by_chance(seed: int):
 
 def test_layers_chosen_by_other_generators():
     states = random.getstate(), np.random.get_state()[1].tolist()
-    groups = find_groups(Chosen(), torch.randn(10, 6))
+    groups = find_groups(RandomLayers(), torch.randn(10, 6))
     assert groups.layouts == {f"layers.{i}.weight": "tensor" for i in range(3)}
     assert groups.no_effect == []
     assert all(group.reason.startswith("norms.") for group in groups.groups)
@@ -96,14 +96,14 @@ def test_every_sample_to_one_expert(seed: int):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_experts_with_few_samples(seed: int):
-    """Some get none at one point, and some of their parameters have no effect there; at other points they have."""
+    """Some experts get no sample at one point, so their parameters have no effect there, but at other points."""
     torch.manual_seed(seed)
     groups = find_groups(Experts(experts=6, best=2, normalized=True), torch.randn(8, 6))
     first = {f"experts.{i}.0.weight": "tensor" for i in range(6)}
     assert groups.layouts.items() <= first.items()
     assert len(groups.layouts) >= 5
     for name in (name for name in first if name not in groups.layouts):
-        # Either no grown probe has reached the expert, or none at all.
+        # Either no grown probe reached the expert, or no probe at all.
         assert "nothing is proved" in groups.explain(name) or name in groups.no_effect
     reached = tuple(name.removesuffix("0.weight") for name in groups.layouts)
     assert not any(name.startswith(reached) for name in groups.no_effect)
@@ -117,7 +117,7 @@ def test_an_expert_that_is_seldom_reached_is_no_row(seed: int):
 
 
 class Noisy(nn.Module):
-    """Draws from generators of its own."""
+    """Draws from its own generators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""find_groups on a GPU: models on it and across it, synchronized statistics, nothing left behind."""
+"""find_groups on a GPU: models on it and across devices, synchronized statistics, generators restored."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def _to(value: object, device: str) -> object:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-def test_a_gpu_says_what_the_cpu_says(case: Case):
+def test_gpu_and_cpu_agree(case: Case):
     torch.manual_seed(0)
     model = case.build()
     args, kwargs = case.inputs()
@@ -67,7 +67,7 @@ def test_a_model_across_devices():
 
 
 def test_synchronized_statistics():
-    """Of one process they are those of a batch normalization."""
+    """With one process they are those of batch normalization."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=False))
     plain.append(nn.BatchNorm2d(4)).append(nn.Tanh()).append(nn.Conv2d(4, 2, 1))
@@ -80,12 +80,12 @@ def test_synchronized_statistics():
     assert "forward" not in vars(model[1])
 
 
-def test_inputs_on_the_host_are_named():
+def test_inputs_on_the_host_raise():
     with pytest.raises(ValueError, match=r"inputs are on cpu but the model is on cuda:0; move the inputs"):
         find_groups(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).to("cuda"), torch.randn(2, 3))
 
 
-def test_reduced_precision_of_products_does_not_count():
+def test_tf32_does_not_matter():
     """TF32 has ten bits; the probes that decide are made in float64."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True

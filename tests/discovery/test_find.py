@@ -1,4 +1,4 @@
-"""find_groups as a user meets it: no trace, clear errors, words, parameter groups, cost."""
+"""find_groups for a user: the model unchanged, clear errors, printed text, parameter groups, cost."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from discovery.unchanged import remember
 from steradian.discovery import find_groups
 from steradian.groups import Groups, Layout
 
@@ -25,7 +26,7 @@ def images() -> Tensor:
 
 
 class Raising(nn.Module):
-    """Raises in its nth call, after it has changed what it can."""
+    """Raises in its nth call, after it has changed its state."""
 
     def __init__(self, call: int) -> None:
         super().__init__()
@@ -44,30 +45,7 @@ class Raising(nn.Module):
         return y
 
 
-def state(model: nn.Module) -> dict[str, Any]:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {
-        "values": {name: t.detach().clone() for name, t in tensors.items()},
-        "objects": {name: (id(t), t.data_ptr(), t.dtype, t.requires_grad) for name, t in tensors.items()},
-        "grads": {name: (id(p.grad), p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None},
-        "training": [module.training for module in model.modules()],
-        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
-        "generators": (torch.get_rng_state(), np.random.get_state()[1].tolist()),
-        "default": (torch.get_default_dtype(), torch.is_grad_enabled()),
-    }
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-class TestNoTrace:
+class TestUnchanged:
     def test_nothing_changes(self):
         model = conv_net()
         model[3].eval()
@@ -77,36 +55,34 @@ class TestNoTrace:
         model[0].weight.register_hook(lambda g: calls.append("gradient"))
         model(images()).sum().backward()
         calls.clear()
-        before = state(model)
+        x = images()
+        check_unchanged = remember(model, x)
         with torch.no_grad():
-            find_groups(model, images_ := images())
-            given = images_.clone()
-        torch.set_rng_state(before["generators"][0])
-        assert same(before, state(model))
-        assert torch.equal(images_, given)
+            find_groups(model, x)
+        check_unchanged()
         assert "gradient" not in calls
 
     def test_nothing_changes_when_the_model_raises(self):
         model, x = Raising(1), images()
-        before = state(model)
+        check_unchanged = remember(model, x)
         with pytest.raises(RuntimeError, match="raised KeyError") as caught:
             find_groups(model, x)
         assert isinstance(caught.value.__cause__, KeyError)
-        assert same(before, state(model))
+        check_unchanged()
         assert (model.calls, model.seen) == (0, [])
 
     @pytest.mark.skipif(torch.cuda.is_initialized(), reason="the GPU is in use")
-    def test_what_a_gpu_will_be_seeded_with_once_it_is_used(self, monkeypatch):
+    def test_the_seed_of_a_gpu_that_is_not_in_use_yet(self, monkeypatch):
         seeds = []
         monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
         find_groups(conv_net(), images())
         assert seeds == []
 
-    def test_counters_do_not_run(self):
+    def test_counters_are_restored(self):
         model, x = Raising(2), images()
-        before = state(model)
+        check_unchanged = remember(model, x)
         assert find_groups(model, x).layouts == {"net.0.weight": "filter"}
-        assert same(before, state(model))
+        check_unchanged()
         assert (model.calls, model.seen) == (0, [])
 
     def test_inputs_that_the_model_changes_are_copies(self):
@@ -137,7 +113,7 @@ class TestNoTrace:
         assert find_groups(model, torch.randn(8, 6)).layouts == {"fc.weight": "filter"}
         assert model.kept[0] is model.fc.weight
 
-    def test_what_lies_deeper_in_a_module(self):
+    def test_nested_attributes_of_a_module(self):
         class Tally:
             def __init__(self) -> None:
                 self.calls = 0
@@ -226,8 +202,8 @@ class TestErrors:
         with pytest.raises(ValueError, match="NaN"):
             find_groups(nn.Linear(3, 3), torch.full((2, 3), torch.nan))
 
-    def test_out_of_memory_is_no_verdict(self):
-        """Neither the model's own types nor another point are tried: the caller is told."""
+    def test_out_of_memory_is_raised(self):
+        """Neither the model's own dtypes nor another point is tried."""
 
         for calls in (0, 2, 6):
             model, left = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh()), [None] * calls
@@ -246,6 +222,26 @@ class TestErrors:
             find_groups(nn.Linear(3, 3), torch.randn(2, 4))
         assert isinstance(caught.value.__cause__, RuntimeError)
 
+    @pytest.mark.parametrize("key", ["input", "pixels"])
+    def test_a_dict_whose_items_are_arguments(self, key: str):
+        """By the signature of forward, or by what the model raises."""
+        with pytest.raises(TypeError, match=r"a dict as its argument input.*find_groups\(model, \*\*batch\)") as caught:
+            find_groups(nn.Linear(3, 3), {key: torch.randn(4, 3)})
+        assert isinstance(caught.value.__cause__, TypeError)
+
+    def test_a_dict_that_the_model_takes(self):
+        class Takes(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc, self.norm = nn.Linear(6, 5, bias=False), nn.LayerNorm(5)
+
+            def forward(self, batch: dict[str, Tensor]) -> Tensor:
+                return self.norm(self.fc(batch["x"])).tanh()
+
+        assert find_groups(Takes(), {"x": torch.randn(4, 6)}).layouts == {"fc.weight": "tensor"}
+        with pytest.raises(RuntimeError, match=r"raised KeyError.*call the model"):
+            find_groups(Takes(), {"y": torch.randn(4, 6)})
+
     def test_one_sample_under_batch_normalization(self):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         with pytest.raises(RuntimeError, match="larger batch"):
@@ -262,7 +258,7 @@ class TestErrors:
             find_groups(model, torch.randn(2, 3))
 
 
-class TestWords:
+class TestText:
     def test_table(self):
         text = str(find_groups(conv_net(), images()))
         assert "0.weight   filter  8 × 27    1 (BatchNorm2d)" in text
@@ -282,15 +278,15 @@ class TestWords:
         with pytest.raises(ValueError, match=r"no parameter is called 'x'.*0\.weight"):
             groups.explain("x")
 
-    def test_eval_mode_is_said(self):
+    def test_a_note_on_eval_mode(self):
         model = conv_net().eval()
         groups = find_groups(model, images())
         assert groups.layouts == {"0.weight": "filter"}
         assert "eval mode" in str(groups)
         assert not model.training
 
-    def test_batch_normalization_of_two_samples_is_said(self):
-        """It gives ±1 whatever the weights are."""
+    def test_a_note_on_batch_normalization_of_two_samples(self):
+        """Its outputs are ±1 for all weights."""
         model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh())
         assert "pass a larger batch: 1" in str(find_groups(model, torch.randn(2, 6)))
         for samples in (3, 16):
@@ -338,7 +334,7 @@ class TestWords:
                 q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
                 return functional.scaled_dot_product_attention(self.norm(q), self.norm(k), v)
 
-        torch.manual_seed(0)  # one weight in fifteen saturates the softmax, and other blocks are told of
+        torch.manual_seed(0)  # one weight in fifteen saturates the softmax, and other blocks are reported
         groups = find_groups(Attention(), torch.randn(3, 5, 8))
         assert groups.layouts == {}
         assert "of 3 equal blocks of dimension 0 only 0–1 are invariant" in groups.explain("qkv.weight")
@@ -384,8 +380,8 @@ class TestScale:
             assert find_groups(Sum(share), torch.randn(16, 6)).layouts == {}
 
     @pytest.mark.parametrize("seed", range(4))
-    def test_a_narrow_way_past_the_normalization(self, seed: int):
-        """Grown 1024-fold it is no wider than a hundredth, but it is wider than it was."""
+    def test_a_weak_path_around_the_normalization(self, seed: int):
+        """Grown 1024-fold it is still below a hundredth, but it has grown."""
 
         class Narrow(nn.Module):
             def __init__(self) -> None:
@@ -401,7 +397,7 @@ class TestScale:
 
     @pytest.mark.parametrize("seed", [10, 23, 34, 36, 57, 58])
     def test_a_dead_unit_hides_no_branch(self, seed: int):
-        """One branch normalizes, the other does not, and the only unit of ReLU on its way is dead at most points."""
+        """One branch normalizes, the other does not, and the only unit of ReLU on its path is dead at most points."""
 
         class Branches(nn.Module):
             def __init__(self) -> None:
@@ -420,8 +416,8 @@ class TestScale:
         assert groups.facts == []
 
     @pytest.mark.parametrize("seed", [3, 11, 22, 26, 29, 52])
-    def test_a_stream_that_runs_into_a_curve_behind_a_normalized_branch(self, seed: int):
-        """Grown, GELU is as good as homogeneous. That the branch has a scale of its own does not hide it."""
+    def test_a_stream_that_meets_gelu_behind_a_normalized_branch(self, seed: int):
+        """GELU is nearly homogeneous for large inputs. The branch with its own scale must not hide it."""
 
         class Blocks(nn.Module):
             def __init__(self) -> None:
@@ -455,8 +451,8 @@ class TestScale:
         assert find_groups(model, torch.randn(6, 3, 8, 8)).layouts == {"0.weight": "filter", "3.weight": "filter"}
 
     @pytest.mark.parametrize("seed", range(4))
-    def test_a_clip_that_is_out_of_reach_hides_no_row(self, seed: int):
-        """BN gives hardly any number above 6; grown, gain and bias would leave nothing but sixes."""
+    def test_a_clip_beyond_the_usual_range_hides_no_row(self, seed: int):
+        """BN's outputs hardly exceed 6; with grown gain and bias, ReLU6 would output nothing but sixes."""
         torch.manual_seed(seed)
         model = nn.Sequential(
             nn.Conv2d(3, 3, 3, bias=False),
@@ -480,7 +476,7 @@ class TestScale:
 class TestEffects:
     @pytest.mark.parametrize("seed", range(5))
     def test_a_length_in_front_of_batch_normalization(self, seed: int):
-        """The length that weight_norm keeps is taken away again, up to ε."""
+        """BN removes the length that weight_norm learns, up to ε."""
         torch.manual_seed(seed)
         model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), nn.BatchNorm1d(5), nn.Tanh())
         groups = find_groups(model, torch.randn(16, 6))
@@ -519,8 +515,8 @@ class KeyValueCache:
 
 class TestOutputs:
     @pytest.mark.parametrize("kept", [lambda v: {"past_key_values": (v,)}, lambda v: {"state": KeyValueCache(v)}])
-    def test_caches_are_not_answers(self, kept: Any):
-        """No loss is computed from what is kept for the next token."""
+    def test_caches_are_not_outputs(self, kept: Any):
+        """No loss is computed from a cache for the next token."""
 
         class Attention(nn.Module):
             def __init__(self) -> None:
@@ -555,7 +551,7 @@ class TestOutputs:
 
 
 @dataclass
-class Answer:
+class Output:
     logits: Tensor
     words: str = "some"
 
@@ -583,7 +579,7 @@ class TestParamGroups:
         made = optimizer(groups.param_groups(weight_decay=1e-4), lr=0.1)
         assert [g.get("rows") for g in made.state_dict()["param_groups"]] == ["filter", 2, None]
 
-    def test_facts_only_when_asked(self, groups: Groups):
+    def test_facts_on_request_only(self, groups: Groups):
         sets = [fact.names for fact in groups.facts]
         assert {("1.weight", "1.bias", "3.bias"), ("4.weight", "4.bias")} <= set(sets)
         with_facts = groups.param_groups(facts=True)
@@ -591,8 +587,8 @@ class TestParamGroups:
         assert sum("rows" in g for g in with_facts) > sum("rows" in g for g in groups.param_groups())
 
 
-def test_a_default_device_is_not_where_the_model_is():
-    """`torch.set_default_device`, as many scripts have it: what is drawn and measured here stays where it belongs."""
+def test_a_default_device_other_than_the_model_s():
+    """`torch.set_default_device`, as in many scripts, does not move what is drawn and measured."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Tanh())
     x = images()
     torch.set_default_device("meta")
@@ -611,7 +607,7 @@ class TestCost:
         assert len(calls) == groups.passes[0] <= 12
         assert groups.passes[1] <= groups.passes[0]
 
-    def test_passes_of_a_model_that_needs_its_own_types(self):
+    def test_passes_of_a_model_that_needs_its_own_dtypes(self):
         class Single(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -635,7 +631,7 @@ class TestCost:
 
             def forward(self, x: Tensor, *, options: dict[str, list[Tensor]]) -> dict[str, Any]:
                 y = self.bn(self.fc(x) + options["extra"][0]).tanh()
-                return {"answers": [Answer(y)], "labels": y.argmax(1), "text": "x"}
+                return {"outputs": [Output(y)], "labels": y.argmax(1), "text": "x"}
 
         groups = find_groups(Nested(), torch.randn(16, 6), options={"extra": [torch.zeros(16, 5)]})
         assert groups.layouts == {}

@@ -16,14 +16,14 @@ SAME = 1e-6
 """Relative change of the output up to which it counts as unchanged; a real change is far above `MOVED`."""
 MOVED = 1e-5
 NEARLY = 0.02
-"""Sets whose slopes cancel up to this are scaled and looked at; the others cannot be invariant."""
+"""Sets whose slopes cancel up to this are scaled and tested; the others cannot be invariant."""
 LARGEST_SET = 4
 
 Counts = tuple[int, ...]
 
 
 class Oracle:
-    """A case's model at a generic point: float64, tiny ε, training mode, every trainable entry off its start."""
+    """A case's model at a generic point: float64, tiny ε, training mode, every trainable entry moved."""
 
     def __init__(self, case: Case, seed: int) -> None:
         torch.manual_seed(seed)
@@ -58,7 +58,7 @@ class Oracle:
         return [t for t in _flat(self.model(*self.args, **self.kwargs)) if t.requires_grad]
 
     def output(self, factors: dict[str, Tensor] | None = None) -> list[Tensor]:
-        """What the model answers when parameters are multiplied by these factors."""
+        """The outputs when parameters are multiplied by these factors."""
         with torch.no_grad():
             for name, factor in (factors or {}).items():
                 self.parameters[name].mul_(factor)
@@ -101,7 +101,7 @@ class Oracle:
         return bool((radial.abs() <= SAME * size + 1e-12 * size.amax()).all())
 
     def invariant(self, names: Sequence[str], counts: Counts) -> bool:
-        """Whether rows that are cut so can be scaled freely; neither yes nor no is an error of the case."""
+        """Whether the rows of this cut can be scaled freely; an undecided case is an error in its label."""
         for _ in range(2):
             change = self.change(self.factors(names, counts))
             if change > MOVED:
@@ -173,7 +173,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _counts(spec, shape: Sequence[int]) -> Counts:
-    """Blocks along each dimension, from what a layout is said to mean."""
+    """Blocks along each dimension, from the definition of the specs."""
     counts = [1] * len(shape)
     if len(shape) == 1 and isinstance(spec, tuple):
         blocks = [g for g in spec[1:] if g != -1]
@@ -226,7 +226,8 @@ def _label_counts(oracle: Oracle, names: Sequence[str], spec) -> Counts:
 
 def over(cases: Iterable[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        ("case", "seed"), [pytest.param(c, s, id=f"{c.name}-{s}") for c in cases for s in SEEDS]
+        ("case", "seed"),
+        [pytest.param(c, s, id=f"{c.name}-{s}", marks=[pytest.mark.slow] if s else []) for c in cases for s in SEEDS],
     )
 
 
@@ -301,7 +302,7 @@ def test_no_effect_is_true_and_complete(case: Case, seed: int):
 
 
 def test_a_wrong_label_is_noticed():
-    """The brute force itself: a plain linear layer has no rows, and a normalized one has those it should."""
+    """The brute force itself: a plain linear layer has no rows, and a normalized one has its filters."""
     plain = Case("plain", lambda: nn.Linear(3, 4), lambda: ((torch.randn(5, 3),), {}))
     assert Oracle(plain, 0).finest(["weight"]) == (0, [])
     model = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))  # noqa: E731

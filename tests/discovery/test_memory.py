@@ -1,4 +1,4 @@
-"""What find_groups holds in memory beside the model: leaves of one type, and of the gradients no more than one."""
+"""What find_groups keeps in memory beside the model: leaves of one dtype, and at most one gradient."""
 
 import weakref
 from typing import Any
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from steradian.discovery import find_groups
 
 
-class Looking(nn.Module):
-    """Layers with BN that look, when the backward pass has come to the first, which gradients are still there."""
+class CountsGradients(nn.Module):
+    """Layers with BN that count, when the backward pass reaches the first one, which gradients still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,18 +32,18 @@ FORWARD: list[list[weakref.ref[Tensor]]] = []
 BACKWARD: list[list[Tensor]] = []
 
 
-def test_gradients_go_as_they_come():
+def test_gradients_are_freed_one_by_one():
     BACKWARD.clear()
-    groups = find_groups(Looking(), torch.randn(8, 6))
+    groups = find_groups(CountsGradients(), torch.randn(8, 6))
     assert groups.layouts == {f"layers.{k}.weight": "filter" for k in range(5)}
     assert BACKWARD
     assert not any(BACKWARD)
 
 
-def test_leaves_of_one_type_go_before_those_of_another_come():
+def test_leaves_of_one_dtype_are_freed_before_the_next():
     dtypes: set[torch.dtype] = set()
 
-    class Counting(Looking):
+    class Counting(CountsGradients):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
             alive = {p.dtype for refs in FORWARD for ref in refs if (p := ref()) is not None}
@@ -89,7 +89,7 @@ class Normalized(nn.Module):
         return self.head(InParts.apply(self.stem(x), self.layer))
 
 
-def test_a_gradient_that_comes_in_parts_is_waited_for():
+def test_a_gradient_that_comes_in_parts():
     torch.manual_seed(0)
     groups = find_groups(Normalized(), torch.randn(6, 5))
     assert groups.layouts == dict.fromkeys(("stem.weight", "stem.bias", "layer.weight"), "tensor")

@@ -1,25 +1,30 @@
 """find_groups: from a model and a batch to its rows, in at most twelve passes.
 
-1. One pass at the model's own point: it finds errors out and measures the defect at the model's own ε.
-2. Three passes at random points: what is balanced there, up to what ε may do, is a candidate. Where parts of the
-   model are silent in all of them, up to two more; one more where a gain or a bias has next to no effect.
-3. Two passes with the candidates 32 and 1024 times larger. The defect that a normalization's ε leaves a row is
-   divided by the square of that factor, any other is not: this is the line between "invariant up to ε" and "not
-   invariant". Two more for candidates that these do not reach, since chance or the data led past them.
-4. Two forward passes with random factors on all rows found: f(ρx) = f(x).
+1. One pass at the model's own weights detects errors and measures the defect at the model's own ε.
+2. Passes at random points: what is balanced there, ⟨∇L, x⟩ = 0 up to what ε may do, is a candidate.
+3. Passes with the candidates 32 and 1024 times larger: a defect due to ε is divided by the square of that factor, any
+   other is not. This is the line between "invariant up to ε" and "not invariant".
+4. Forward passes with random factors on all rows found: f(ρx) = f(x), and the layer in which the factors disappear is
+   the reason.
 """
 
+import inspect
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
-from ..groups import Groups
-from .checks import check_model, first_pass
+from ..groups import Groups, is_flattened, is_sharded
+from .explain import assemble, in_words
 from .judge import judge
-from .probe import Prober
-from .report import assemble
-from .surveyor import Surveyor
+from .measurements import Measurements
+from .probe import Prober, Reading
+from .sandbox import name_inputs, tensors_in, unwrap
+from .schedule import Schedule
 from .verify import verify
 
 __all__ = ["find_groups"]
@@ -33,9 +38,9 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
     it was: parameters, buffers, gradients, generators, flags and hooks.
 
     Args:
-        model: an eager module, possibly compiled or data-parallel. One handed over in eval mode is probed in
-            training mode, because that is where its rows are used; batch normalization is not invariant in
-            eval mode. A model in training mode is probed as it is, with the submodules that it keeps in eval.
+        model: an eager module, possibly compiled or data-parallel. One in eval mode is probed in training mode,
+            because that is where its rows are used; batch normalization is not invariant in eval mode. A model
+            in training mode is probed as it is, with the submodules that it keeps in eval mode.
         *inputs: an example batch, as the model's forward takes it; at least three samples for batch normalization.
         **named_inputs: the same by keyword.
 
@@ -43,7 +48,7 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         The rows, the rest and the reasons; see `Groups`.
 
     Raises:
-        TypeError: model is not an eager `nn.Module`.
+        TypeError: model is not an eager `nn.Module`, or forward takes the items of a dict by keyword.
         ValueError: no parameters, inputs on the wrong device, NaN outputs, no differentiable output.
         RuntimeError: the model raises on these inputs.
         torch.OutOfMemoryError: a pass in float64 does not fit into the device's memory.
@@ -53,15 +58,152 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
     >>> groups.layouts, groups.no_effect
     ({'0.weight': 'filter'}, ['0.bias'])
     """
-    check_model(model)
+    _check_model(model)
     if not any(p.requires_grad for p in model.parameters()):
         groups = Groups(dict(model.named_parameters()))
         groups.frozen = list(groups.params)
         return groups
     with torch.inference_mode(False):
-        prober = Prober(model, inputs, named_inputs, training=True)
-        surveyor = Surveyor(prober, first_pass(prober, (inputs, named_inputs)))
-        surveyor.look_near()
-        surveyor.look_far()
-        survey = surveyor.survey
-        return assemble(survey, verify(prober, survey, judge(survey)))
+        prober = Prober(model, inputs, named_inputs)  # runs the model in the sandbox
+        measured = Measurements(prober, _first_pass(prober))  # at the model's own weights
+        schedule = Schedule(prober, measured)
+        schedule.probe_random_points()  # candidates: ⟨∇L, x⟩ = 0 up to what ε may do
+        schedule.probe_grown_points()  # what is left of ⟨∇L, x⟩ falls as ε does, or the candidate is refuted
+        verdict = judge(measured)  # the finest rows, of one parameter or of several together
+        verdict = verify(measured, verdict)  # f(ρx) = f(x), and in which layer ρ disappears
+        return assemble(measured, verdict)
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise if the model cannot be probed."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            which = f"the submodule {name!r}" if name else "model"
+            raise TypeError(f"{which} is a TorchScript module, whose tensors cannot be swapped; pass the eager module")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ValueError(f"the model ({type(model).__name__}) has no parameters, so there is nothing to group")
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} is not initialized yet; run the lazy model once on a batch first")
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values; call model.to_empty first")
+        if parameter.requires_grad and parameter.layout != torch.strided:
+            raise ValueError(
+                f"parameter {name!r} is sparse, and rows are cut from dense tensors; pass the dense parameter"
+            )
+        if is_flattened(parameter):
+            raise ValueError(
+                f"parameter {name!r} is a piece of a tensor that FullyShardedDataParallel flattened, without rows; "
+                "shard with fully_shard, after the rows are found"
+            )
+        if is_sharded(parameter):
+            raise ValueError(
+                f"parameter {name!r} is sharded over several processes; call find_groups before fully_shard, then "
+                "groups.of(model) gives the rows of the sharded parameters"
+            )
+
+
+# The first pass
+
+
+def _first_pass(prober: Prober) -> Reading:
+    """One pass at the model's own weights; raises clear errors for inputs and outputs that cannot be used."""
+    if any(t.is_meta for t in tensors_in((prober.args, prober.kwargs))):
+        raise ValueError("an input is on the meta device and has no values; pass tensors with values")
+    reading = _try_precisions(prober)
+    if reading.outputs and not any(t.numel() for t in reading.outputs):
+        raise ValueError("the model's output holds no numbers on these inputs; pass a batch with at least two samples")
+    if not prober.backwards:
+        what = "no floating-point tensor" if not reading.outputs else "no tensor that requires a gradient"
+        raise ValueError(
+            f"the model's output holds {what}, so no derivative can be taken; return the floating-point outputs that "
+            "the loss is computed from, without detach() or torch.no_grad()"
+        )
+    if any(bool(t.isnan().any()) for t in reading.outputs):
+        raise ValueError(
+            "the model's output contains NaN on these inputs, so nothing can be measured; check the inputs for NaN "
+            "and infinities and the parameters for divergence"
+        )
+    if not reading.finite:
+        raise ValueError("the gradients of the model are not finite on these inputs; check them for NaN and infinities")
+    return reading
+
+
+def _try_precisions(prober: Prober) -> Reading:
+    """In float64 if the model can, else in float32 or in its own dtypes."""
+    small: dict[str, None] = {}
+
+    def check_batch(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
+            small[name] = None
+
+    norms = {name: module for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)}
+    hooks = [norm.register_forward_pre_hook(partial(check_batch, name)) for name, norm in norms.items()]
+    try:
+        reading = prober.read(prober.own, seed=0)
+    except torch.OutOfMemoryError as error:
+        error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
+        raise
+    except Exception:  # what fails in float64 may work in narrower dtypes
+        pass
+    else:
+        if small:
+            prober.remarks.append(
+                "batch normalization of two values per channel keeps nothing but their order, so that weights in front "
+                f"of it have no effect to measure; pass a larger batch: {', '.join(small)}"
+            )
+        return reading
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # float32 is better than half precision, which shows invariance up to a few percent.
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in prober.parameters.values()):
+        try:
+            prober.use(torch.float32)
+            return prober.read(prober.own, seed=0)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # as in float64
+            pass
+    try:
+        prober.use(None)
+        return prober.read(prober.own, seed=0)
+    except Exception as error:
+        raise _in_plain_words(prober, error) from error
+
+
+def _in_plain_words(prober: Prober, error: Exception) -> Exception:
+    """What the model raised on the inputs, as an error that says what to do."""
+    model_on = {str(p.device) for p in prober.model.parameters()}
+    inputs_on = {str(t.device) for t in tensors_in((prober.args, prober.kwargs))}
+    if inputs_on and not inputs_on <= model_on:
+        return ValueError(
+            f"the inputs are on {', '.join(sorted(inputs_on))} but the model is on {', '.join(sorted(model_on))}; "
+            f"move the inputs with .to({sorted(model_on)[0]!r})"
+        )
+    for position, value in enumerate(prober.args):
+        if isinstance(value, Mapping) and _rejected(prober, position, error):
+            name = name_inputs(unwrap(prober.model), prober.args)[position] or f"number {position + 1}"
+            kind = type(value).__name__
+            return TypeError(
+                f"the model does not take a {kind} as its argument {name}: it raised {in_words(error)}; "
+                f"pass the items of the {kind} by keyword: find_groups(model, **batch)"
+            )
+    hint = "call the model on these inputs yourself to see where"
+    if "more than 1 value per channel" in str(error):
+        hint = "batch normalization needs more than one sample: pass a larger batch"
+    return RuntimeError(f"on these inputs the model raised {in_words(error)}; {hint}")
+
+
+def _rejected(prober: Prober, position: int, error: Exception) -> bool:
+    """Whether the model wants the items of a mapping by keyword: by its signature, or by what it raised."""
+    mapping = prober.args[position]
+    others = [value for i, value in enumerate(prober.args) if i != position]
+    try:
+        inspect.signature(unwrap(prober.model).forward).bind(*others, **mapping, **prober.kwargs)
+    except (TypeError, ValueError):
+        return isinstance(error, TypeError | AttributeError) and type(mapping).__name__ in str(error)
+    return True

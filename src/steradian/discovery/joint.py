@@ -3,52 +3,213 @@
 If scaling all parameters of a set by one ρ changes nothing, then Σ ⟨∇L, x_i⟩ = 0 over the set, in every probe.
 So joint sets are the vectors of zeros and ones in the null space of M, M[k, i] = ⟨∇L, x_i⟩ of parameter i in
 probe k. There are fewer probes than parameters, which leaves a null space too large to be read from M by linear
-algebra; being 0/1 and sparse makes the vectors unique. Sets of up to four are sought among all by sorting sums,
+algebra; being 0/1 and sparse makes the vectors unique. Sets of up to four are searched among all by sorting sums,
 larger ones among the sets that the graph proposes.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-__all__ = ["TELLING", "Indices", "Matrix", "Parts", "minimal", "set_imbalance", "signed_set_imbalance", "zero_sums"]
+from . import thresholds
+from .graph import members
+from .invariance import Key, Table, falls, follows_growth
 
-Matrix = NDArray[np.float64]
+if TYPE_CHECKING:
+    from .measurements import Measurements
+    from .probe import Reading
+
+
+Array = NDArray[np.float64]
 Indices = tuple[int, ...]
-
-TELLING = 50.0
-"""How many times what is left of a sum its parts are on the average, where that is no chance."""
-_LEAST_SLICES = 8
-_ROUNDING = 1e-12
-"""Share of its parts' sizes that a sum is at least measured as."""
-_MOST_FOR_FOUR = 160
-_MOST_FOR_THREE = 400
-_MOST_FOUND = 2000
+Shape = tuple[int, ...]
 
 
-def set_imbalance(M: Matrix, sizes: Matrix, indices: Sequence[int]) -> Matrix:
-    """|Σ M[:, i]| / √Σ sizes[:, i]² over a set, per probe: 0 where the set is jointly invariant.
+def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ...], bool]:
+    """Minimal sets whose sums vanish in every probe and fall, and whether the sum alone shows that ε is the cause."""
+    # The last probe goes first: with the least left of ε, it is the best one to sort sums by.
+    grown, precision = measured.grown[::-1], measured.prober.precision
+    allowed = [precision.strict, min(30 * precision.strict, precision.loose)][: len(grown)]
+    proposed = set(_proposed_sets(measured, names))
+    loose = [precision.loose] * len(measured.random)
+    at_grown, at_random = _matrices(grown, names), _matrices(measured.random, names)
+    # Whether parts cancel shows best where ε is gone. A set that was found by trying alone must cancel in the other
+    # probes too; the two growths of one point cancel alike, so that one of them is enough.
+    independent = [*measured.random, grown[0]]
+    # A set that vanishes by chance at one point must not hide the larger one that it is part of.
+    explained: dict[Indices, bool] = {}
+    for s in _vanishing_sets(measured, grown, allowed, names, least=thresholds.CANCELLATION):
+        after, before = torch.tensor(_imbalance(*at_grown, s), device="cpu")[[0, -1], None]
+        linear = bool((np.abs(_imbalance(*at_random, s)) <= precision.linear).all())
+        linear = linear and bool(follows_growth(before, after, precision.resolution, order=1))
+        falling, of_set = bool(falls(before.abs(), after.abs(), precision.settled)), [names[i] for i in s]
+        if (linear or falling or _slices_fall(measured, grown, of_set)) and _vanishes(
+            measured,
+            measured.random,
+            loose,
+            of_set,
+            grown if s in proposed else independent,
+            least=thresholds.CANCELLATION,
+        ):
+            by_sum = falling and bool(follows_growth(before, after, precision.resolution))
+            explained[s] = linear or len(grown) < len(thresholds.GROWTH) or by_sum
+    return {tuple(names[i] for i in s): explained[s] for s in _minimal(explained)}
+
+
+def candidate_sets(measured: "Measurements", names: list[str]) -> list[tuple[str, ...]]:
+    """Sets whose sums vanish at the random points, up to what ε may leave of them there."""
+    loose = [measured.prober.precision.loose] * len(measured.random)
+    found = _vanishing_sets(measured, measured.random, loose, names, least=thresholds.LIKELY_CANCELLATION)
+    return [tuple(names[i] for i in s) for s in found]
+
+
+# Sets whose sums vanish
+
+
+def _vanishing_sets(
+    measured: "Measurements", readings: Sequence["Reading"], allowed: Sequence[float], names: list[str], *, least: float
+) -> list[Indices]:
+    """Sets of parameters whose sums vanish because their parts cancel.
+
+    Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the
+    weight nearly is. Other sets are searched among the unbalanced.
 
     Args:
-        M: ⟨∇L, x_i⟩, probes × parameters.
-        sizes: what each is measured by; |M| with a floor, so that a probe in which it happens to be small does
-            not magnify what ε leaves.
-        indices: the set.
+        measured: all readings.
+        readings: where sums must vanish, up to the imbalance that is `allowed` in each.
+        allowed: per reading.
+        names: the parameters, which a set lists by their indices.
+        least: as in `Parts.cancels`, for the sets that are proposed.
+    """
+    M, sizes = _matrices(readings, names)
+    found: set[Indices] = set()
+    for proposed in _proposed_sets(measured, names):
+        for indices in _by_residue(M, {_essential(M, proposed), proposed}):
+            if len(indices) > 1 and _vanishes(measured, readings, allowed, [names[i] for i in indices], least=least):
+                found.add(indices)
+                break
+    place = [i for i, name in enumerate(names) if not measured.may_be_invariant(name)]
+    # Among thousands of sets, some vanish by chance in float32.
+    most = 4 if measured.prober.precision.dtype == torch.float64 else 2
+    for s in _zero_sums(M[:, place], sizes[:, place], allowed, most=most):
+        indices = tuple(place[i] for i in s)
+        of_set = [names[i] for i in indices]
+        parts = _parts(measured, _reaching(readings, of_set), of_set, None)
+        if parts is not None and parts.cancels(thresholds.CANCELLATION):
+            found.add(indices)
+    return list(found)
+
+
+def _vanishes(
+    measured: "Measurements",
+    readings: Sequence["Reading"],
+    allowed: Sequence[float],
+    names: Sequence[str],
+    independent: Sequence["Reading"] | None = None,
+    *,
+    least: float,
+) -> bool:
+    """Whether the sum of a set vanishes because its parts cancel: as a whole, or in a typical shared slice.
+
+    As `_vanishing_sets`; `independent` are the readings that show whether parts cancel, if not the same.
+    """
+    reaching = _reaching(readings, names)
+    limits = [limit for limit, reading in zip(allowed, readings, strict=True) if any(reading is r for r in reaching)]
+    shapes = [measured.shapes[name] for name in names]
+    views = (None, *(a for a in alignments(shapes) if a.slices >= thresholds.MANY_ROWS))
+    here = (_parts(measured, reaching, names, view) for view in views)
+    if not any(parts is not None and parts.balanced(limits) for parts in here):
+        return False
+    there = (_parts(measured, _reaching(independent or readings, names), names, view) for view in views)
+    return any(parts is not None and parts.cancels(least) for parts in there)
+
+
+def _slices_fall(measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str]) -> bool:
+    """Whether what is left of a typical shared slice falls as ε does, from the second reading to the first."""
+    for alignment in alignments([measured.shapes[name] for name in names]):
+        parts = _parts(measured, readings, names, alignment) if alignment.slices >= thresholds.MANY_ROWS else None
+        if parts is not None and len(readings) > 1:
+            after, before = torch.tensor(parts.typical(), device="cpu")[:, None]
+            if bool(falls(before, after, measured.prober.precision.settled)):
+                return True
+    return False
+
+
+def _reaching(readings: Sequence["Reading"], names: Sequence[str]) -> list["Reading"]:
+    """The readings that reach a set: chance or the data may skip it. All of them if none does."""
+    return [reading for reading in readings if any(reading.slope[name] for name in names)] or list(readings)
+
+
+def _proposed_sets(measured: "Measurements", names: Sequence[str]) -> list[Indices]:
+    """The sets that the graph proposes, and the parameters of each module, as far as they are in names.
+
+    A parameter that is not in names has no effect, so it may grow or not. The parameters of one module are proposed
+    for graphs that hide their inside.
+    """
+    modules: dict[str, list[str]] = {}
+    for name in measured.prober.trainable:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    sets = [*(members(mask, measured.graph.names) for mask in measured.proposals.sets), *modules.values()]
+    place = {name: i for i, name in enumerate(names)}
+    found = {tuple(sorted(place[name] for name in s if name in place)) for s in sets}
+    return sorted(indices for indices in found if len(indices) > 1)
+
+
+def _essential(M: Array, indices: Indices) -> Indices:
+    """The members that take part in a sum; a row that is invariant alone adds only its defect."""
+    part = np.abs(M[:, list(indices)])
+    counts = (part > thresholds.TAKES_PART * np.sqrt(np.square(part).sum(1, keepdims=True))).any(0)
+    return tuple(i for i, takes_part in zip(indices, counts, strict=True) if takes_part)
+
+
+def _by_residue(M: Array, sets: Collection[Indices]) -> list[Indices]:
+    """The sets, smaller first, unless a larger one leaves much less: then its additional members take part."""
+    residue = {s: float(np.abs(M[:, list(s)].sum(1)).max(initial=0)) for s in sets}
+    small, *larger = sorted(sets, key=len)
+    return [*larger, small] if larger and residue[larger[0]] < residue[small] / 4 else [small, *larger]
+
+
+def _minimal(sets: Iterable[Indices]) -> list[Indices]:
+    """The sets that contain no other, smallest first, in order.
+
+    >>> _minimal([(0, 1, 2), (0, 1), (1, 3)])
+    [(0, 1), (1, 3)]
+    """
+    kept: list[frozenset[int]] = []
+    for candidate in sorted({tuple(sorted(s)) for s in sets}, key=lambda s: (len(s), s)):
+        if not any(smaller <= set(candidate) for smaller in kept):
+            kept.append(frozenset(candidate))
+    return [tuple(sorted(s)) for s in kept]
+
+
+# The parts of a sum
+
+
+def _matrices(readings: Sequence["Reading"], names: Sequence[str]) -> tuple[Array, Array]:
+    """M = ⟨∇L, x⟩ per probe and parameter, and the sizes that its sums are measured by.
+
+    A size is |M| with a floor, so that a probe in which it happens to be small does not magnify what ε leaves.
+    """
+    M = np.array([[r.radial[name] for name in names] for r in readings]).reshape(len(readings), -1)
+    effects = np.array([[r.effect[name] for name in names] for r in readings]).reshape(len(readings), -1)
+    return M, np.hypot(M, thresholds.LEAST_SHARE * effects)
+
+
+def _imbalance(M: Array, sizes: Array, indices: Sequence[int]) -> Array:
+    """Σ M[:, i] / √Σ sizes[:, i]² over a set, per probe: 0 where the set is jointly invariant.
 
     >>> M = np.array([[3.0, -3.0], [1.0, 1.0]])
-    >>> set_imbalance(M, abs(M), (0, 1)).round(3).tolist()
+    >>> _imbalance(M, abs(M), (0, 1)).round(3).tolist()
     [0.0, 1.414]
     """
-    return np.abs(signed_set_imbalance(M, sizes, indices))
-
-
-def signed_set_imbalance(M: Matrix, sizes: Matrix, indices: Sequence[int]) -> Matrix:
-    """The same with its sign."""
     chosen = list(indices)
     size = np.sqrt(np.square(sizes[:, chosen]).sum(1))
-    result: Matrix = M[:, chosen].sum(1) / np.where(size > 0, size, 1)
+    result: Array = M[:, chosen].sum(1) / np.where(size > 0, size, 1)
     return result
 
 
@@ -57,23 +218,23 @@ class Parts:
     """What the members of one set add to its sum: of the whole tensors, or of each slice that they share.
 
     Rows of a set that happen to have next to no variance (a unit of ReLU that is hardly ever active) keep a large
-    part of what ε does to them, and in the sum over all rows they drown the others. The slices tell them apart.
+    part of what ε does to them, and in the sum over all rows they dominate the others. The slices separate them.
 
     Attributes:
         parts: ⟨∇L, x_i⟩, probes × members × slices.
-        sizes: what each is measured by, as in `set_imbalance`.
-        floor: per probe, the size up to which a slice says nothing.
+        sizes: what each is measured by, as in `_matrices`.
+        floor: per probe, the size up to which a slice is rounding.
     """
 
-    parts: NDArray[np.float64]
-    sizes: NDArray[np.float64]
-    floor: NDArray[np.float64]
+    parts: Array
+    sizes: Array
+    floor: Array
 
-    def typical(self) -> Matrix:
-        """Per probe, what is left of a typical slice's sum, relative to its parts; infinite where none speaks."""
+    def typical(self) -> Array:
+        """Per probe, what is left of a typical slice's sum, relative to its parts; inf if no slice is measurable."""
         size = np.sqrt(np.square(self.sizes).sum(1))
         left = np.abs(self.parts.sum(1)) / np.where(size > 0, size, 1)
-        medians = [np.median(d[s]) if s.any() else np.inf for d, s in zip(left, self._speaks(), strict=True)]
+        medians = [np.median(d[m]) if m.any() else np.inf for d, m in zip(left, self._measurable(), strict=True)]
         return np.array(medians)
 
     def balanced(self, allowed: Sequence[float]) -> bool:
@@ -84,75 +245,79 @@ class Parts:
         left = self.typical() / np.asarray(allowed)
         return bool((left > 1).sum() <= len(left) // 3) and bool((left <= 4).all())
 
-    def cancels(self, least: float = TELLING) -> bool:
+    def cancels(self, least: float) -> bool:
         """Whether each member's part is cancelled by the others, rather than small itself.
 
-        A part is on the average (in the logarithm) 50 times what is left of the sum. In one probe it may happen to
+        A part is on average (of the logarithm) `least` times what is left of the sum. In one probe it may happen to
         be no larger, and parts that do not belong together may happen to cancel. Of many slices, those do not count
         in which the part is small: a unit of ReLU that is always active does not need the bias of its weight. Parts
         that are rounding themselves, of rows that ε leaves no defect, cancel to the last bit as often as not.
         """
         tiny, slices = np.finfo(np.float64).tiny, self.parts.shape[2]
-        rounding = _ROUNDING * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny
+        rounding = thresholds.ROUNDING_OF_SUM * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny
         left = np.maximum(np.abs(self.parts.sum(1, keepdims=True)), rounding)
         ratio = np.log(np.abs(self.parts) + tiny) - np.log(left)
-        counts = np.broadcast_to(self._speaks()[:, None, :], ratio.shape)
+        counts = np.broadcast_to(self._measurable()[:, None, :], ratio.shape)
         if slices > 1:
             counts = counts & (np.abs(self.parts) > self.sizes / 2)
         number = counts.sum((0, 2))
-        if not self.parts.any() or bool((number < min(slices, _LEAST_SLICES)).any()):
+        if not self.parts.any() or bool((number < min(slices, thresholds.MANY_ROWS)).any()):
             return False
         average = np.where(counts, ratio.clip(max=np.log(1e6)), 0).sum((0, 2)) / number
         return bool((average > np.log(least)).all())
 
-    def _speaks(self) -> NDArray[np.bool_]:
+    def _measurable(self) -> NDArray[np.bool_]:
         """Probes × slices."""
         return np.asarray(np.sqrt(np.square(self.sizes).sum(1)) > self.floor[:, None])
 
 
-def zero_sums(
-    M: Matrix, sizes: Matrix, tolerance: Sequence[float], *, most: int = 4, larger: float = 1.0
-) -> list[Indices]:
+def _parts(
+    measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str], alignment: "Alignment | None"
+) -> Parts | None:
+    """What each member adds in each slice, or as a whole; None where a probe has no table of the slices."""
+    rows, floor = [], []
+    for reading in readings:
+        found = [
+            reading.tables[name][()]
+            if alignment is None
+            else alignment.table(reading.tables[name], measured.shapes[name])
+            for name in names
+        ]
+        tables = [table for table in found if table is not None]
+        if len(tables) < len(names):
+            return None
+        rows.append([t[:2].reshape(2, -1).numpy() for t in tables])
+        floor.append(0.0 if alignment is None else thresholds.MEASURABLE * measured.floor(reading, names))
+    sums = np.array(rows)
+    parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
+    return Parts(parts, np.hypot(parts, thresholds.LEAST_SHARE * effects), np.array(floor))
+
+
+def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int = 4) -> list[Indices]:
     """Sets of two to four columns whose sum vanishes in every row, smallest first; some may contain others.
 
     Args:
-        M: as in `set_imbalance`, the most telling probe first.
-        sizes: as in `set_imbalance`.
+        M: as in `_matrices`, the probe with the least noise first.
+        sizes: as in `_matrices`.
         tolerance: imbalance allowed to a pair, per probe.
-        most: columns of the largest set sought.
-        larger: factor on it for sets of three and four, of which there are many more.
+        most: columns of the largest set.
 
     >>> M = np.array([[3.0, -2.0, 1.0, -1.0], [1.0, 5.0, 2.0, -6.0]])
-    >>> zero_sums(M, abs(M), [1e-9, 1e-9])
+    >>> _zero_sums(M, abs(M), [1e-9, 1e-9])
     [(0, 1, 3)]
     """
     n, allowed = M.shape[1], np.asarray(tolerance)
     single = np.arange(n)[:, None]
     pairs = np.array([(i, j) for i in range(n) for j in range(i + 1, n)], dtype=np.intp).reshape(-1, 2)
     found = _matches(M, sizes, single, single, allowed)
-    if most >= 3 and 3 <= n <= _MOST_FOR_THREE:
-        found += _matches(M, sizes, pairs, single, larger * allowed)
-    if most >= 4 and 4 <= n <= _MOST_FOR_FOUR:
-        found += _matches(M, sizes, pairs, pairs, larger * allowed)
+    if most >= 3 and 3 <= n <= thresholds.MOST_FOR_THREE:
+        found += _matches(M, sizes, pairs, single, thresholds.LARGER_SETS * allowed)
+    if most >= 4 and 4 <= n <= thresholds.MOST_FOR_FOUR:
+        found += _matches(M, sizes, pairs, pairs, thresholds.LARGER_SETS * allowed)
     return list(dict.fromkeys(found))
 
 
-def minimal(sets: Iterable[Indices]) -> list[Indices]:
-    """The sets that contain no other, smallest first, in order.
-
-    >>> minimal([(0, 1, 2), (0, 1), (1, 3)])
-    [(0, 1), (1, 3)]
-    """
-    kept: list[frozenset[int]] = []
-    for candidate in sorted({tuple(sorted(s)) for s in sets}, key=lambda s: (len(s), s)):
-        if not any(smaller <= set(candidate) for smaller in kept):
-            kept.append(frozenset(candidate))
-    return [tuple(sorted(s)) for s in kept]
-
-
-def _matches(
-    M: Matrix, sizes: Matrix, left: NDArray[np.intp], right: NDArray[np.intp], allowed: Matrix
-) -> list[Indices]:
+def _matches(M: Array, sizes: Array, left: NDArray[np.intp], right: NDArray[np.intp], allowed: Array) -> list[Indices]:
     """Unions of a left and a right set whose sums cancel in all probes.
 
     Sums of the first probe are sorted, so that the possible partners of a sum lie in one interval.
@@ -160,7 +325,7 @@ def _matches(
     a, b = M[:, left].sum(2), M[:, right].sum(2)
     size_a, size_b = np.square(sizes[:, left]).sum(2), np.square(sizes[:, right]).sum(2)
     order = np.argsort(b[0])
-    # Partners of one set have one sum; that their parts are not much larger than it keeps the interval short.
+    # Partners have opposite sums; that their parts are not much larger than the sum keeps the interval short.
     width = 8 * allowed[0] * np.sqrt(size_a[0])
     low, high = (np.searchsorted(b[0][order], -a[0] + sign * width) for sign in (-1, 1))
     counts = high - low
@@ -173,4 +338,109 @@ def _matches(
         good = np.abs(a[k, i] + b[k, j]) <= tolerance * np.sqrt(size_a[k, i] + size_b[k, j])
     sets = {tuple(sorted({*left[p].tolist(), *right[q].tolist()})) for p, q in zip(i[good], j[good], strict=True)}
     full = left.shape[1] + right.shape[1]
-    return [s for s in sorted(sets) if len(s) == full][:_MOST_FOUND]
+    return [s for s in sorted(sets) if len(s) == full][: thresholds.MOST_SETS]
+
+
+# Which slice of one member belongs to which of another
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Slices of the members of a set, one for each output.
+
+    A bias has an entry for each output of its weight, and the outputs lie along dimension 0 of a convolution, along
+    dimension 1 of a transposed one, and along g blocks of dimension 0 times dimension 1 of one with g groups.
+
+    Attributes:
+        slices: how many.
+        dim: the dimension of the larger members that they lie along; vectors have only one.
+        groups: blocks of dimension 0 that they lie along too.
+    """
+
+    slices: int
+    dim: int
+    groups: int = 1
+
+    def table(self, tables: Mapping[Key, Table], shape: Shape) -> Table | None:
+        """The sums of one member per slice; None if the table that it needs was not made."""
+        key = (0,) if len(shape) == 1 else (self.dim,) if self.groups == 1 else (0, self.dim)
+        table = tables.get(key)
+        if table is None or self.groups == 1 or len(shape) == 1:
+            return table
+        return table.unflatten(1, (self.groups, -1)).sum(2).flatten(1)
+
+    def join(self, tables: Sequence[Mapping[Key, Table]], shapes: Sequence[Shape]) -> dict[Key, Table]:
+        """The tables of all members as of one tensor whose dimension 0 are the slices."""
+        parts = [self.table(of_member, shape) for of_member, shape in zip(tables, shapes, strict=True)]
+        joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            joined[0,] = torch.stack(known).sum(0)
+        return joined
+
+    def cut(self, blocks: int, shape: Shape) -> tuple[int, ...] | None:
+        """Blocks along each dimension of a member, for the slices in so many equal blocks; None if there is no cut."""
+        if len(shape) == 1:
+            return (blocks,)
+        counts = [1] * len(shape)
+        if self.groups == 1:
+            counts[self.dim] = blocks
+        elif blocks <= self.groups:
+            counts[0] = blocks
+        elif blocks % self.groups:
+            return None
+        else:
+            counts[0], counts[self.dim] = self.groups, blocks // self.groups
+        return tuple(counts)
+
+
+def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
+    """The ways in which parameters of these shapes may lie beside each other.
+
+    >>> alignments([(8, 3), (8,)]), alignments([(4, 6, 3, 3), (6,)])
+    ([Alignment(slices=8, dim=0, groups=1)], [Alignment(slices=6, dim=1, groups=1)])
+    >>> alignments([(4, 3, 5, 5), (6,)])
+    [Alignment(slices=6, dim=1, groups=2)]
+    """
+    tensors, vectors = [s for s in shapes if len(s) > 1], {s for s in shapes if len(s) == 1}
+    if not tensors or len(vectors) > 1 or any(not s for s in shapes):
+        return []
+    found = []
+    for dim in range(min(map(len, tensors))):
+        size = tensors[0][dim]
+        if all(s[dim] == size for s in tensors) and all(v == (size,) for v in vectors):
+            found.append(Alignment(size, dim))
+    for (length,) in vectors:
+        groups = length // tensors[0][1]
+        if groups > 1 and all(_may_have_groups(s, length, groups) for s in tensors):
+            found.append(Alignment(length, 1, groups))
+    return found
+
+
+def _may_have_groups(shape: Shape, length: int, groups: int) -> bool:
+    """Whether a weight may be that of a transposed convolution with groups.
+
+    Only convolutions have groups. A table of both dimensions of a matrix would be larger than the matrix, and so would
+    be that of a 1 × 1 convolution, which has an entry of the vector for each slice of dimension 0 already.
+    """
+    if len(shape) < 3 or (math.prod(shape[2:]) == 1 and shape[0] == length):
+        return False
+    return shape[1] * groups == length and shape[0] % groups == 0
+
+
+def pairs_to_align(shapes: Mapping[str, Shape]) -> dict[str, list[Key]]:
+    """Tables that grouped slices need, by parameter: of weights beside a vector of the same module.
+
+    >>> pairs_to_align({"up.weight": (4, 3, 5, 5), "up.bias": (6,), "down.weight": (12, 3, 1, 1), "down.bias": (12,)})
+    {'up.weight': [(0, 1)]}
+    """
+    vectors: dict[str, set[Shape]] = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            vectors.setdefault(name.rpartition(".")[0], set()).add(shape)
+    return {
+        name: [(0, 1)]
+        for name, shape in shapes.items()
+        if len(shape) > 1 and all(shape)
+        if any(a.groups > 1 for s in vectors.get(name.rpartition(".")[0], ()) for a in alignments([shape, s]))
+    }

@@ -1,4 +1,4 @@
-"""The numerical proof: inner products ⟨∇L, x⟩ of every slice of every parameter, in one backward pass.
+"""One pass of the model at a point of its parameter space: inner products ⟨∇L, x⟩ of every slice of every parameter.
 
 Lemma 1 of the paper: if f(ρx) = f(x) for all ρ > 0, then ⟨∇L(x), x⟩ = 0 for every loss L of f. One pass with
 random cotangents on all outputs (a random linear loss) tests that for every slice at once. A pass is made in
@@ -9,207 +9,338 @@ import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from .align import pairs_to_align
+from . import thresholds
+from .explain import Trace
 from .graph import graph_nodes
-from .points import Noise, Point
-from .sandbox import Leaves, as_dtype, make_leaves, quiet, swapped, unwrap
-from .tables import Key, Table, tabulate, to_host
-from .values import floating, map_inputs, name_inputs, perturb, tensors_in
+from .invariance import Key, Table, is_matrix
+from .joint import pairs_to_align
+from .sandbox import (
+    Leaves,
+    as_dtype,
+    floating,
+    isolated,
+    make_leaves,
+    map_inputs,
+    name_inputs,
+    swapped,
+    tensors_in,
+    unwrap,
+)
 
-__all__ = ["BUDGET", "Precision", "Prober", "Reading", "Recorder"]
+Factors = Mapping[str, float | Tensor]
 
-BUDGET = 12
-"""Most passes through the model, with or without a backward one."""
+
+# Points
+
+
+class Noise:
+    """One generator per device, all from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, device: torch.device) -> torch.Generator:
+        """The generator of a device."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device=device).manual_seed(self.seed)
+        return self._generators[device]
 
 
 @dataclass(frozen=True)
-class Precision:
-    """What counts as zero, by the arithmetic of the probes.
+class Point:
+    """A point of parameter space, given by its recipe and computed one parameter at a time wherever it is needed.
+
+    A model may take half of the device's memory, and several points of it are remembered. Radial invariance holds
+    everywhere or not at all, so any point will do except special ones: a bias of zeros has ⟨∇L, b⟩ = 0 for no deeper
+    reason, a gain of zeros hides the branch behind it, a row with one nonzero entry cannot show two terms that cancel.
 
     Attributes:
-        dtype: the probes' type; None leaves each tensor its own.
-        noise: below this share of the largest effect in the model, an effect is rounding.
-        loose: imbalance of a candidate at ordinary scale, where a normalization's ε still shows.
-        strict: imbalance of a proved row after its radius grew 1024-fold, where ε has no weight left.
-        settled: imbalance after that growth which needs no explanation; a larger one must have fallen as ε's does.
-        flat: imbalance that may stay, where another normalization undoes the growth.
-        linear: imbalance at ordinary scale that may fall with the growth and not with its square.
-        same: relative change of outputs that counts as none.
-        resolution: largest rounding error of an imbalance.
+        parameters: the model's own.
+        seed: of the noise on trainable parameters; None leaves them as they are.
+        factors: what each parameter is multiplied by afterwards, broadcasting against it.
     """
 
-    dtype: torch.dtype | None
-    noise: float
-    loose: float
-    strict: float
-    settled: float
-    flat: float
-    linear: float
-    same: float
-    resolution: float
+    parameters: Mapping[str, Tensor]
+    seed: int | None = None
+    factors: Mapping[str, Sequence[float | Tensor]] = field(default_factory=dict)
+
+    def scaled(self, *factors: Factors) -> "Point":
+        """The point with some parameters multiplied."""
+        merged = {name: list(of_name) for name, of_name in self.factors.items()}
+        for more in factors:
+            for name, factor in more.items():
+                merged.setdefault(name, []).append(factor)
+        return replace(self, factors=merged)
+
+    @torch.no_grad()
+    def write(self, leaves: Mapping[str, Tensor]) -> None:
+        """Set the leaves to this point."""
+        noise = Noise(self.seed) if self.seed is not None else None
+        for name, parameter in self.parameters.items():
+            leaf = leaves[name]
+            leaf.copy_(parameter)
+            if noise is not None and parameter.requires_grad and leaf.numel():
+                _move(torch.view_as_real(leaf) if leaf.is_complex() else leaf, noise(leaf.device))
+            for factor in self.factors.get(name, ()):
+                leaf.mul_(factor)
 
 
-def precision_of(dtype: torch.dtype | None, parameters: Sequence[Tensor]) -> Precision:
-    """The thresholds for a probe in dtype (None: the parameters' own types)."""
-    eps = max(torch.finfo(dtype or p.dtype).eps for p in parameters)
-    if eps < 1e-12:
-        return Precision(
-            dtype,
-            noise=1e-10,
-            loose=0.05,
-            strict=1e-4,
-            settled=1e-6,
-            flat=1e-2,
-            linear=5e-4,
-            same=1e-5,
-            resolution=1e-9,
-        )
-    if eps < 1e-6:
-        return Precision(
-            dtype,
-            noise=1e-5,
-            loose=0.05,
-            strict=1e-2,
-            settled=3e-4,
-            flat=1e-2,
-            linear=5e-4,
-            same=1e-2,
-            resolution=1e-3,
-        )
-    return Precision(
-        dtype, noise=1e-2, loose=0.2, strict=0.1, settled=0.1, flat=0.1, linear=0.0, same=0.1, resolution=0.1
-    )
+def _move(tensor: Tensor, generator: torch.Generator) -> None:
+    """Move a tensor to a random place nearby, with entries of ordinary size and no exact zeros.
+
+    No value is read here: on a GPU that would wait for it, once per parameter and point.
+    """
+    size = torch.linalg.vector_norm(tensor) / math.sqrt(tensor.numel())
+    if is_matrix(tensor.shape):
+        least = 1 / math.sqrt(tensor.numel() / tensor.shape[0])
+        lift = (least / size).clamp(min=1, max=1e30) * (size > 0) / math.sqrt(2)
+        spread = size.clamp(min=least) / math.sqrt(2)
+        for part in _chunks(tensor):
+            part.mul_(lift).add_(_uniform(part, generator).mul_(spread))
+        return
+    noise = _uniform(tensor, generator)
+    smallest = 0.5 - 0.4 * (size > 0)
+    lifted = tensor * (smallest / size).clamp(min=1, max=1e30)
+    # If it is positive everywhere, it may be under a root or a logarithm and stays positive. Otherwise it is a bias,
+    # which must not keep a unit of ReLU dead at every point.
+    positive = lifted * (1 + thresholds.SPREAD * torch.tanh(noise))
+    tensor.copy_(torch.where((tensor > 0).all(), positive, lifted + size.clamp(min=smallest) * noise))
 
 
-class Recorder(Protocol):
-    """Something that looks on while the model runs."""
+def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Uniform numbers of variance 1, drawn in float32: any distribution will do, and every parameter needs them."""
+    dtype = torch.float32 if like.dtype == torch.float64 else like.dtype
+    noise = torch.empty(like.shape, dtype=dtype, device=like.device)
+    return noise.uniform_(-math.sqrt(3), math.sqrt(3), generator=generator).to(like.dtype)
 
-    def watching(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Hooks on the model's modules, for the duration of one forward pass."""
 
-    def finish(self, outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> None:
-        """Called between forward and backward, while the autograd graph is whole."""
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor in slices along dimension 0."""
+    most = thresholds.CHUNK_GPU if tensor.is_cuda else thresholds.CHUNK_CPU
+    if tensor.ndim == 0 or tensor.numel() <= most:
+        return (tensor,)
+    return tensor.split(max(1, most * tensor.shape[0] // tensor.numel()))
+
+
+def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
+    """A random input like the given one: noise of half its size, clamped to its range.
+
+    Integers are token ids or labels, zeros and ones or infinities are masks: those stay as they are, and so do sparse
+    and nested tensors. A constant input, such as a dummy batch of zeros, has no range and becomes random; one much
+    smaller than 1, which a normalization's ε would dominate, is rescaled to the size 1.
+    """
+    if not floating(tensor) or tensor.layout != torch.strided or tensor.numel() == 0 or "mask" in name:
+        return tensor.clone()
+    if not bool(torch.isfinite(tensor).all()):
+        return tensor.clone()
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    low, high = values.min(), values.max()
+    noise = torch.randn(values.shape, dtype=values.dtype, device=values.device, generator=noise_on(values.device))
+    if bool(low == high):
+        noisy = values + noise * (high.abs() if bool(high != 0) else 1)
+    elif bool(((values == low) | (values == high)).all()):
+        return tensor.clone()
+    else:
+        size = values.square().mean().sqrt()
+        noisy = (values + size / 2 * noise).clamp(low, high)
+        noisy = noisy / size if bool(size < thresholds.SMALL_INPUT) else noisy
+    return torch.view_as_complex(noisy) if tensor.is_complex() else noisy
+
+
+# Readings
 
 
 @dataclass
 class Reading:
-    """What one probe measured.
+    """What one probe measured, and how to repeat it.
 
     Attributes:
-        tables: per trainable parameter and key, the sums described at `Table`.
+        point, seed, draw: as in `Prober.read`.
+        trace: the calls of modules; empty if they were not recorded.
         outputs: the floating-point outputs.
-        peak: the largest effect ‖g ⊙ x‖ of any parameter.
-        steepest: the largest slope ‖g‖ of any parameter.
-        noise: as in the `Precision` of its arithmetic.
+        noise: as in the `thresholds.Precision` of its arithmetic.
+        tables: per trainable parameter and key, the sums described at `Table`.
+        radial: ⟨∇L, x⟩ per parameter.
+        effect: ‖g ⊙ x‖ per parameter: the size that ⟨∇L, x⟩ would have if its terms had random signs.
+        slope: ‖∇L‖ per parameter; 0 where the pass did not reach it.
+        peak, steepest: the largest effect and slope of any parameter.
     """
 
+    point: Point
+    seed: int
+    draw: int | None
+    trace: Trace
     outputs: list[Tensor]
     noise: float
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
+    radial: dict[str, float] = field(default_factory=dict)
+    effect: dict[str, float] = field(default_factory=dict)
+    slope: dict[str, float] = field(default_factory=dict)
     peak: float = 0.0
     steepest: float = 0.0
-    _wholes: dict[str, tuple[Table, tuple[float, ...]]] = field(default_factory=dict)
+
+    def put(self, name: str, tables: dict[Key, Table]) -> None:
+        """Set what was measured of one parameter."""
+        self.tables[name] = tables
+        self.radial[name], effect, slope, _ = tables[()].tolist()
+        self.effect[name], self.slope[name] = math.sqrt(effect), math.sqrt(slope)
 
     @property
     def finite(self) -> bool:
-        """Whether everything that was measured is a number."""
+        """Whether everything that was measured is finite."""
         totals = [tables[()].sum() for tables in self.tables.values()]
         return not any(bool(t.isnan().any()) for t in self.outputs) and all(bool(t.isfinite()) for t in totals)
 
-    def radial(self, name: str) -> float:
-        """⟨∇L, x⟩ of the whole parameter."""
-        return self._whole(name)[0]
-
-    def effect(self, name: str) -> float:
-        """‖g ⊙ x‖ of the whole parameter: what ⟨∇L, x⟩ would be of, were its terms of random sign."""
-        return self._whole(name)[1]
-
-    def slope(self, name: str) -> float:
-        """‖∇L‖ of the whole parameter."""
-        return self._whole(name)[2]
-
-    def _whole(self, name: str) -> tuple[float, ...]:
-        """⟨∇L, x⟩, ‖g ⊙ x‖ and ‖g‖ as numbers: they are asked for again and again, in large models a million times."""
-        table = self.tables[name][()]
-        known = self._wholes.get(name)
-        if known is None or known[0] is not table:
-            radial, effect, slope, _ = table.tolist()
-            known = self._wholes[name] = (table, (radial, math.sqrt(effect), math.sqrt(slope)))
-        return known[1]
-
     def share(self, name: str, beside: Sequence[str] | None = None) -> float:
-        """How much outputs depend on a parameter, beside the one that they depend on most, or the most of some.
+        """How much outputs depend on a parameter, relative to the one that they depend on most, or the most of some.
 
         Measured by ‖g ⊙ x‖ and by ‖g‖, because a parameter that is zero has an effect too.
         """
-        peak = self.peak if beside is None else max(map(self.effect, beside))
-        steepest = self.steepest if beside is None else max(map(self.slope, beside))
-        return max(self.effect(name) / (peak or 1.0), self.slope(name) / (steepest or 1.0))
+        peak = self.peak if beside is None else max(self.effect[n] for n in beside)
+        steepest = self.steepest if beside is None else max(self.slope[n] for n in beside)
+        return max(self.effect[name] / (peak or 1.0), self.slope[name] / (steepest or 1.0))
+
+
+def _tabulate(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
+    """The tables of a parameter x with gradient g: of the whole, along each dimension, and along these pairs."""
+    if g.is_complex():
+        g, x = torch.view_as_real(g), torch.view_as_real(x)
+    g, x = g.double(), x.double()
+    keys: list[Key] = [(), *((i,) for i in range(x.ndim) if x.shape[i] > 1), *pairs]
+    split = _chunks(x)
+    # One buffer for the terms of all chunks: allocating memory costs more than the arithmetic.
+    terms = torch.empty(4, *split[0].shape, dtype=torch.float64, device=x.device)
+    parts = [_chunk_tables(*chunk, terms, keys) for chunk in zip(_chunks(g), split, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        key: torch.cat([p[key] for p in parts], dim=1) if 0 in key else torch.stack([p[key] for p in parts]).sum(0)
+        for key in keys
+    }
+
+
+def _chunk_tables(g: Tensor, x: Tensor, buffer: Tensor, keys: Sequence[Key]) -> dict[Key, Table]:
+    """Each sum from the smallest partial sum that has the dimensions of its key.
+
+    Passes over the whole tensor are expensive: there is one over the dimensions behind the first two, which are
+    contiguous in memory, and one over the first two.
+    """
+    terms = buffer[:, : x.shape[0]] if x.ndim else buffer
+    torch.mul(g, x, out=terms[0])
+    for term, factor in zip(terms[1:], (terms[0], g, x), strict=True):
+        torch.mul(factor, factor, out=term)
+    outer = terms.flatten(3).sum(3) if x.ndim > 2 else terms
+    inner = terms.flatten(1, 2).sum(1) if x.ndim > 2 else None
+    tables = {}
+    for key in keys:
+        source, first = terms, 0
+        if all(i < 2 for i in key):
+            source = outer
+        elif inner is not None and all(i >= 2 for i in key):
+            source, first = inner, 2
+        others = [i + 1 for i in range(source.ndim - 1) if i + first not in key]
+        tables[key] = source.sum(others) if others else source.clone()
+    return tables
+
+
+def _to_host(tables: dict[str, dict[Key, Table]]) -> dict[str, dict[Key, Table]]:
+    """The same tables in host memory, copied at once per device: the host waits for a GPU once, not per table."""
+    places = [(name, key) for name, of_name in tables.items() for key in of_name]
+    moved: dict[tuple[str, Key], Table] = {}
+    for device in {tables[name][key].device for name, key in places}:
+        here = [(name, key) for name, key in places if tables[name][key].device == device]
+        shapes = [tables[name][key].shape for name, key in here]
+        flat = torch.cat([tables[name][key].flatten() for name, key in here]).cpu()
+        parts = flat.split([shape.numel() for shape in shapes])
+        moved |= {place: part.reshape(shape) for place, part, shape in zip(here, parts, shapes, strict=True)}
+    return {name: {key: moved[name, key] for key in of_name} for name, of_name in tables.items()}
+
+
+def output_change(before: list[Tensor], after: list[Tensor]) -> float:
+    """Largest ‖a − b‖ of two outputs over the spread of a; inf if their shapes differ.
+
+    Entries that are infinite in both, such as masked logits, do not count.
+    """
+    if [t.shape for t in before] != [t.shape for t in after]:
+        return float("inf")
+    changes = []
+    for a, b in zip(before, after, strict=True):
+        finite = torch.isfinite(a)
+        if not bool((finite == torch.isfinite(b)).all()):
+            return float("inf")
+        spread, moved = output_spread(a[finite]), _norm(a[finite] - b[finite])
+        changes.append(moved / spread if spread else moved)
+    return max(changes, default=float("inf"))
+
+
+def output_spread(a: Tensor) -> float:
+    """‖a − its mean‖, or ‖a‖ where all entries are the same."""
+    if a.numel() == 0:
+        return 0.0
+    spread = _norm(a - a.mean())
+    return spread if spread > 1e-9 * float(a.abs().max()) else _norm(a)
+
+
+def _norm(a: Tensor) -> float:
+    return float(a.abs().square().sum().sqrt())
+
+
+# Passes
 
 
 class Prober:
     """Runs a model at points of its parameter space and reads inner products off.
 
     Attributes:
-        own: the model's own point.
+        own: the point of the model's own weights.
         shapes: of all parameters.
+        precision: what counts as zero in the arithmetic in use.
         forwards, backwards: passes made so far.
-        remarks: what the first pass has to say to a person.
+        noisy: whether noise is added to the inputs, until the model fails.
+        remarks: notes of the first pass for the user.
         raised: what the model raised in a later pass, if it did.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
         self.parameters = dict(model.named_parameters())
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad]
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self._aligning = pairs_to_align({name: self.shapes[name] for name in self.trainable})
-        self.training = training
+        self.own = Point(self.parameters)
         self.forwards = self.backwards = 0
         self.remarks: list[str] = []
         self.raised: Exception | None = None
-        self._args, self._kwargs = args, kwargs
-        self._noisy = True
+        self._pairs_to_align = pairs_to_align({name: self.shapes[name] for name in self.trainable})
+        self.noisy = True
         self._noise_of_seed: dict[int, bool] = {}
         self._made: tuple[torch.dtype | None, Leaves] | None = None
         self.use(torch.float64)
 
     def use(self, dtype: torch.dtype | None) -> None:
         """Choose the arithmetic."""
-        self.precision = self._quick = self._arithmetic(dtype)
-        # On a GPU, float32 may mean TF32, whose ten bits are too few to tell an effect from rounding.
+        self.precision = self._quick = self._precision_of(dtype)
+        # On a GPU, float32 may mean TF32, whose ten bits are too few to separate an effect from rounding.
         plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.parameters.values())
         if dtype is not None and plain:
-            self._quick = self._arithmetic(None)
-        self.own = Point(self.parameters)
+            self._quick = self._precision_of(None)
 
-    def _arithmetic(self, dtype: torch.dtype | None) -> Precision:
-        return precision_of(dtype, [p for p in self.parameters.values() if floating(p)])
-
-    def _leaves(self, dtype: torch.dtype | None) -> Leaves:
-        """Leaves of a type. Those of the last one are gone then: a large model has no room for both."""
-        if self._made is None or self._made[0] != dtype:
-            self._made = None
-            self._made = (dtype, make_leaves(self.model, dtype))
-        return self._made[1]
+    def _precision_of(self, dtype: torch.dtype | None) -> thresholds.Precision:
+        return thresholds.precision_of(dtype, [p for p in self.parameters.values() if floating(p)])
 
     @property
     def left(self) -> int:
         """Passes left in the budget."""
-        return BUDGET - self.forwards
-
-    def calm(self) -> None:
-        """Stop adding noise to the inputs: the model does not bear it."""
-        self._noisy = False
+        return thresholds.MOST_PASSES - self.forwards
 
     def read(
         self,
@@ -217,7 +348,7 @@ class Prober:
         *,
         seed: int,
         pairs: Mapping[str, Sequence[Key]] | None = None,
-        recorder: Recorder | None = None,
+        trace: Trace | None = None,
         backward: bool = True,
         quick: bool = False,
         draw: int | None = None,
@@ -225,13 +356,13 @@ class Prober:
         """One pass at a point.
 
         Args:
-            point: where the parameters stand.
-            seed: 0 takes the inputs as given; any other adds its noise to them.
+            point: the values of the parameters.
+            seed: 0 takes the inputs as given; any other adds noise to them.
             pairs: pairs of dimensions to tabulate, by parameter.
-            recorder: looks on.
-            backward: whether to take derivatives.
-            quick: in the model's own float32, if it is on the CPU, which convolves in it several times faster.
-            draw: seed of what the model draws by itself, if not the same.
+            trace: records the calls of modules.
+            backward: whether to compute gradients.
+            quick: in the model's own float32 if it is on the CPU, which is several times faster.
+            draw: seed of the global generators that the model draws from, if not `seed`.
         """
         precision = self._quick if quick else self.precision
         leaves, noise = self._leaves(precision.dtype), Noise(seed)
@@ -239,38 +370,53 @@ class Prober:
             point.write(leaves)
         for leaf in leaves.values():
             leaf.grad = None
-        with quiet(precision.dtype), swapped(self.model, leaves, dtype=precision.dtype, training=self.training):
+        with isolated(precision.dtype), swapped(self.model, leaves, dtype=precision.dtype):
             _seed_generators(seed if draw is None else draw)
-            noisy = self._noise_of_seed.get(seed, self._noisy and seed != 0)
+            noisy = self._noise_of_seed.get(seed, self.noisy and seed != 0)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=noisy)
             self.forwards += 1
-            with recorder.watching(self.model) if recorder else nullcontext():
+            with trace.watching(self.model) if trace else nullcontext():
                 result = unwrap(self.model)(*args, **kwargs)
             outputs = [t for t in tensors_in(result) if floating(t)]
-            if recorder:
-                recorder.finish(outputs, leaves)
-            reading = Reading([t.detach().clone() for t in outputs], precision.noise)
+            if trace:
+                trace.finish(outputs, leaves)
+            copies = [t.detach().clone() for t in outputs]
+            reading = Reading(point, seed, draw, trace or Trace(), copies, precision.noise)
+            tables: dict[str, dict[Key, Table]] = {}
+            take = partial(self._take, tables, leaves, pairs or {})
             if backward:
-                take = partial(self._tabulate, reading, leaves, pairs or {})
                 self._backward([t for t in outputs if t.requires_grad], leaves, noise, take)
         if backward:
-            self._complete(reading, take)
+            for name in self.trainable:
+                if name not in tables:
+                    take(name)
+            for name, of_name in _to_host({name: tables[name] for name in self.trainable}).items():
+                reading.put(name, of_name)
+            reading.peak = max(reading.effect.values(), default=0.0)
+            reading.steepest = max(reading.slope.values(), default=0.0)
         if reading.finite:
-            # What is read with this seed later is compared with this reading, and must see the same inputs.
+            # Later readings with this seed are compared with this one, and must get the same inputs.
             self._noise_of_seed.setdefault(seed, noisy)
         return reading
+
+    def _leaves(self, dtype: torch.dtype | None) -> Leaves:
+        """Leaves of a dtype. Those of the last one are freed first: a large model has no room for both."""
+        if self._made is None or self._made[0] != dtype:
+            self._made = None
+            self._made = (dtype, make_leaves(self.model, dtype))
+        return self._made[1]
 
     def _inputs(
         self, noise: Noise, dtype: torch.dtype | None, *, noisy: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def change(tensor: Tensor, name: str) -> Tensor:
             fresh = as_dtype(tensor, dtype)
-            fresh = perturb(fresh, name, noise) if noisy else fresh
+            fresh = _perturb(fresh, name, noise) if noisy else fresh
             return fresh.requires_grad_(tensor.requires_grad)
 
-        names = name_inputs(unwrap(self.model), self._args)
-        args = tuple(map_inputs(value, change, name) for value, name in zip(self._args, names, strict=True))
-        return args, {name: map_inputs(value, change, name) for name, value in self._kwargs.items()}
+        names = name_inputs(unwrap(self.model), self.args)
+        args = tuple(map_inputs(value, change, name) for value, name in zip(self.args, names, strict=True))
+        return args, {name: map_inputs(value, change, name) for name, value in self.kwargs.items()}
 
     def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise, take: Callable[[str], None]) -> None:
         """Derivatives of a random loss. Each gradient is taken as soon as it is complete, where that can be known."""
@@ -289,7 +435,7 @@ class Prober:
             torch.autograd.backward(outputs, cotangents)
             return
         wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        # A function written in Python may go backward inside: then a gradient comes in parts.
+        # A function written in Python may run backward inside: then a gradient comes in parts.
         whole = {} if any(isinstance(node, BackwardCFunction) for node in nodes) else wanted
         handles = [
             leaf.register_post_accumulate_grad_hook(lambda _, name=name: take(name)) for name, leaf in whole.items()
@@ -301,28 +447,26 @@ class Prober:
                 handle.remove()
 
     @torch.no_grad()
-    def _tabulate(self, reading: Reading, leaves: Leaves, pairs: Mapping[str, Sequence[Key]], name: str) -> None:
-        """Keep of a gradient what a reading needs, and let it go: a large model has no room for all of them."""
+    def _take(
+        self,
+        tables: dict[str, dict[Key, Table]],
+        leaves: Leaves,
+        pairs: Mapping[str, Sequence[Key]],
+        name: str,
+    ) -> None:
+        """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
         leaf = leaves[name]
         grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         grad = grad.to_dense() if grad.is_sparse else grad
-        keys = dict.fromkeys([*self._aligning.get(name, ()), *pairs.get(name, ())])
-        reading.tables[name] = tabulate(grad, leaf.detach(), list(keys))
+        keys = dict.fromkeys([*self._pairs_to_align.get(name, ()), *pairs.get(name, ())])
+        tables[name] = _tabulate(grad, leaf.detach(), list(keys))
         leaf.grad = None
-
-    def _complete(self, reading: Reading, take: Callable[[str], None]) -> None:
-        for name in self.trainable:
-            if name not in reading.tables:
-                take(name)
-        reading.tables = to_host({name: reading.tables[name] for name in self.trainable})
-        reading.peak = max((reading.effect(name) for name in self.trainable), default=0.0)
-        reading.steepest = max((reading.slope(name) for name in self.trainable), default=0.0)
 
 
 def _seed_generators(seed: int) -> None:
-    """The global generators of Python, numpy and torch.
+    """Seed the global generators of Python, numpy and torch.
 
-    As `torch.manual_seed`, but what that leaves for a GPU that is not in use yet, nothing would take back.
+    Not `torch.manual_seed`: the seed that it leaves for a GPU which is not in use yet could not be restored.
     """
     random.seed(seed)
     if "numpy" in sys.modules:

@@ -236,9 +236,7 @@ def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
 def _directions(training: Training) -> list[Tensor]:
     """Directions of all rows, parameter by parameter."""
     params = training.groups.params
-    parts = [
-        Layout(g.layout).join([params[name].detach().double() for name in g.names]) for g in training.groups.groups
-    ]
+    parts = [Layout(g.spec).join([params[name].detach().double() for name in g.names]) for g in training.groups.groups]
     return [geometry.split(part, check=False)[1] for part in parts]
 
 
@@ -248,7 +246,7 @@ def _chosen_filters(training: Training) -> dict[str, list[int]]:
     blocks: dict[str, list[tuple[str, int]]] = {}
     for group in training.groups.groups:
         name = group.names[0]
-        blocks.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(group.rows))
+        blocks.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(group.n_rows))
     chosen: dict[str, list[int]] = {}
     for filters in blocks.values():
         for k in sorted(random.choice(len(filters), size=min(3, len(filters)), replace=False).tolist()):
@@ -262,7 +260,7 @@ def _comparison_table(
     import pandas as pd
 
     run, groups = trainings[0].config.key, trainings[0].groups.groups
-    ends = np.cumsum([0, *(group.rows for group in groups)]).tolist()
+    ends = np.cumsum([0, *(group.n_rows for group in groups)]).tolist()
     filters = _chosen_filters(trainings[0])
     blocks: dict[str, NDArray[np.float64]] = {}
     singles = []

@@ -133,7 +133,7 @@ class Tracked(Training):
         import pandas as pd
 
         names = ["+".join(group.names) for batch in self.batches for group in batch]
-        rows = [group.rows for batch in self.batches for group in batch]
+        rows = [group.n_rows for batch in self.batches for group in batch]
         order = {"+".join(group.names): k for k, group in enumerate(self.groups.groups)}
         ends = np.cumsum([0, *rows]).tolist()
         values = np.stack(self._values) if self._values else np.zeros((0, len(self.quantities), ends[-1]), np.float32)
@@ -321,7 +321,7 @@ def _batches(groups: Sequence[Group]) -> list[list[Group]]:
 
 def _rows(batch: Sequence[Group], tensors: dict[str, Tensor]) -> Tensor:
     """A copy of the rows of several groups in one tensor."""
-    return torch.cat([Layout(group.layout).join([tensors[name] for name in group.names]) for group in batch])
+    return torch.cat([Layout(group.spec).join([tensors[name] for name in group.names]) for group in batch])
 
 
 def _owner(optimizers: Sequence[Optimizer], param: Tensor) -> Optimizer:

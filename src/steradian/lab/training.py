@@ -376,7 +376,7 @@ class Training:
         """Number of rows that have no direction any more."""
         count = 0
         for group in self.groups.groups:
-            rows = Layout(group.layout).join([self.groups.params[name].detach() for name in group.names])
+            rows = Layout(group.spec).join([self.groups.params[name].detach() for name in group.names])
             count += int(geometry.collapsed(geometry.norm(rows)).sum())
         return count
 

@@ -15,8 +15,8 @@ from steradian.groups import Layout
 
 __all__ = ["RowSet", "arithmetic", "check_shape", "exact", "together"]
 
-# Numbers of a tensor that one pass of a step works on, on a CPU: about ten such temporaries stay in its cache.
-_PIECE = 2**16
+# Numbers of a tensor that one pass of a step works on, on a CPU: several such temporaries stay in its cache.
+_PIECE = 2**18
 
 
 def arithmetic(*dtypes: torch.dtype) -> torch.dtype:

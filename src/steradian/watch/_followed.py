@@ -137,7 +137,7 @@ def _from_groups(optimizer: Optimizer, groups: Groups) -> list[Followed]:
     for group in groups.groups:
         params = [groups.params[name] for name in group.names]
         if all(id(param) in options for param in params):
-            made = _followed(group.names, params, Layout(group.layout), options[id(params[0])])
+            made = _followed(group.names, params, Layout(group.spec), options[id(params[0])])
             made.reason, made.defect = group.reason, group.defect if isfinite(group.defect) else None
             found.append(made)
     return found

@@ -1,4 +1,4 @@
-"""What the graph says about curves: only against a row, and only where nothing can have taken its scale away."""
+"""Nonlinearities in front of a normalization: what the graph finds, and that they give no rows."""
 
 from collections.abc import Callable
 
@@ -8,12 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from steradian.discovery import find_groups
-from steradian.discovery.curves import run_into_curves, seen_through
-from steradian.discovery.graph import Graph, read_graph
+from steradian.discovery.graph import Graph, has_known_path, meets_nonlinearity, read_graph
 
 
 def graph(function: Callable[[Tensor, Tensor], Tensor]) -> Graph:
-    """Of a function of two matrices, called a and b."""
+    """The graph of a function of two matrices, called a and b."""
     a, b = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     return read_graph([function(a, b)], {"a": a, "b": b})
 
@@ -37,7 +36,7 @@ class Own(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    ("function", "curved", "clear"),
+    ("function", "nonlinear", "clear"),
     [
         pytest.param(lambda a, b: (a @ b).relu().abs(), [False, False], [True, True], id="pieces of lines"),
         pytest.param(lambda a, b: functional.gelu(a @ b), [True, True], [False, False], id="gelu"),
@@ -63,23 +62,27 @@ class Own(torch.autograd.Function):
         ),
         pytest.param(lambda a, b: a.clamp(min=-1) * b, [False, False], [False, True], id="a threshold"),
         pytest.param(lambda a, b: (a / b.norm()).tanh(), [True, False], [False, True], id="divided by another"),
-        pytest.param(lambda a, b: Own.apply(a).tanh() + b, [False, False], [False, True], id="behind a user's own"),
+        pytest.param(
+            lambda a, b: Own.apply(a).tanh() + b, [False, False], [False, True], id="behind a user's own function"
+        ),
     ],
 )
-def test_what_runs_into_a_curve(function: Callable[[Tensor, Tensor], Tensor], curved: list[bool], clear: list[bool]):
+def test_what_meets_a_nonlinearity(
+    function: Callable[[Tensor, Tensor], Tensor], nonlinear: list[bool], clear: list[bool]
+):
     made = graph(function)
-    assert run_into_curves(made, [("a",), ("b",)]) == curved
-    assert seen_through(made, [("a",), ("b",)]) == clear
+    assert meets_nonlinearity(made, [("a",), ("b",)]) == nonlinear
+    assert has_known_path(made, [("a",), ("b",)]) == clear
 
 
 def test_a_ratio_has_no_scale():
     """Each alone moves it, both together do not."""
     made = graph(lambda a, b: (a / b.norm()).tanh())
-    assert run_into_curves(made, [("a",), ("a", "b")]) == [True, False]
+    assert meets_nonlinearity(made, [("a",), ("a", "b")]) == [True, False]
 
 
 def test_a_row_without_a_defect_needs_no_graph():
-    """A power written as exp and log runs into curves, but is balanced to the last digit."""
+    """A power written with exp and log meets nonlinearities, but is balanced to the last digit."""
     model = nn.Module()
     model.w = nn.Parameter(torch.rand(4, 6) + 0.5)
     model.forward = lambda x: functional.linear(
@@ -90,7 +93,7 @@ def test_a_row_without_a_defect_needs_no_graph():
 
 @pytest.mark.parametrize("norm", [lambda: nn.GroupNorm(1, 16), lambda: nn.GroupNorm(4, 16), lambda: nn.BatchNorm2d(16)])
 @pytest.mark.parametrize("activation", [nn.Mish, nn.GELU, nn.Softplus, nn.ELU])
-def test_large_weights_in_front_of_a_curve(activation: Callable[[], nn.Module], norm: Callable[[], nn.Module]):
+def test_large_weights_in_front_of_a_nonlinearity(activation: Callable[[], nn.Module], norm: Callable[[], nn.Module]):
     """With inputs of 10 to 100 a smooth activation is homogeneous up to the size of an ε."""
     for seed, size in enumerate((3.0, 10.0, 30.0)):
         torch.manual_seed(seed)

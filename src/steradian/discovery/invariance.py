@@ -1,0 +1,471 @@
+"""Whether a block of a parameter is radially invariant, and the finest spec whose rows all are.
+
+A *cut* divides each dimension into equal blocks. A block is invariant if ⟨∇L, x⟩ vanishes on it in every probe, up to
+the defect that a normalization's ε leaves. It differs from any other defect in how it falls as the row grows: with
+the square of the factor. Most blocks are that simple; some stay constant because another normalization undoes their
+growth, some fall linearly, and some are inactive at a grown point (`_constant`, `_linear`, `_faded`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+from statistics import median_low
+
+import torch
+from torch import Tensor
+
+from ..groups import Spec
+from . import thresholds
+from .thresholds import Precision
+
+Key = tuple[int, ...]
+"""Dimensions of a parameter, in order."""
+Table = Tensor
+"""Sums over all dimensions but those of its key of [g·x, (g·x)², g², x²], stacked in this order."""
+Cut = tuple[int, ...]
+"""Number of blocks along each dimension."""
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether more than one dimension is longer than 1: a weight, not a gain, a bias or a token.
+
+    >>> is_matrix((8, 3)), is_matrix((8, 1, 1)), is_matrix(())
+    (True, False, False)
+    """
+    return sum(size > 1 for size in shape) >= 2
+
+
+def is_one_filter(shape: Sequence[int]) -> bool:
+    """Whether all numbers lie along dimension 1, as those of a layer with one output do.
+
+    >>> is_one_filter((1, 8)), is_one_filter((1, 8, 1, 1)), is_one_filter((1, 1, 8)), is_one_filter((8, 1))
+    (True, True, False, False)
+    """
+    return len(shape) > 1 and shape[1] == math.prod(shape) > 1
+
+
+# How far a row is from invariance, and whether ε is the reason
+
+
+def imbalance(sums: Tensor, floor: float, *, signed: bool = False) -> Tensor:
+    """|Σ g·x| / √Σ(g·x)² per block: of order 1 where nothing cancels, ε/σ² under a normalization.
+
+    Unlike |cos(x, ∇L)| it does not shrink with the number of entries, so it separates long rows too.
+
+    Args:
+        sums: a `Table`.
+        floor: effect that is rounding.
+        signed: with the sign of Σ g·x.
+    """
+    ratio = sums[0] / (sums[1].sqrt() + floor)
+    return ratio if signed else ratio.abs()
+
+
+def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
+    """Whether a defect fell as one due to ε, with the square of the growth, or is settled anyway.
+
+    Growing a row by ρ divides ε/σ² by ρ². Anything else that competes with the row, such as another branch added
+    before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5. (An ε that is
+    added to σ loses weight with ρ too: see `_linear`.)
+
+    Args:
+        before: imbalances at the smaller growth.
+        after: imbalances at the larger growth of the same point, with the same cotangents.
+        settled: imbalance that needs no explanation.
+    """
+    # The median helps a row whose defect happened to be small before.
+    typical = torch.maximum(before, before.median())
+    return after <= torch.clamp(typical * thresholds.PACE, min=settled)
+
+
+def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: int = 2) -> Tensor:
+    """Whether a signed defect is divided by the square of the growth, as ε's is to first order, in most rows.
+
+    An activation such as GELU, which becomes ReLU as its inputs grow, loses its defect at the same pace on average
+    over many units, but each row at its own.
+
+    Args:
+        before: signed imbalances at the smaller growth.
+        after: the same at the larger growth of the same point, with the same cotangents.
+        resolution: largest rounding error of an imbalance.
+        order: 1 for an ε that is added to a length instead of its square.
+    """
+    power = (thresholds.GROWTH[1] / thresholds.GROWTH[0]) ** order
+    typical = torch.maximum(before.abs(), before.abs().median())
+    many = before.numel() >= thresholds.MANY_ROWS
+    # Few rows may agree by chance.
+    follows = (power * after - before).abs() <= typical / (4 if many else 16) + power * resolution
+    measured, nonzero = before.abs() > power * resolution, before != 0
+    # Units of ReLU that switch on the way disturb rows that are seldom active. Most rows decide for all: half of those
+    # with a measurable defect, or nearly all where most have hardly any.
+    if (
+        many
+        and bool(measured.any())
+        and (_share(follows, measured) >= 0.5 or _share(follows | ~measured, nonzero) >= 0.9)
+    ):
+        return torch.ones_like(follows)
+    return follows
+
+
+def _share(rows: Tensor, among: Tensor) -> float:
+    return float(rows[among].double().mean())
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One probe's tables of one parameter (or of several joined along dimension 0), and what to make of them.
+
+    Attributes:
+        tables: the sums that the probe kept, by key.
+        floor: effects below this are rounding; a row with no other effect cannot be judged.
+        tolerance: imbalance up to which a row counts as invariant.
+    """
+
+    tables: dict[Key, Table]
+    floor: float
+    tolerance: float
+    _sums: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
+
+    def sums(self, cut: Cut) -> Tensor:
+        """The sums of `Table` on each block of a cut."""
+        if cut not in self._sums:
+            self._sums[cut] = block_sums(self.tables, cut)
+        return self._sums[cut]
+
+    def imbalance(self, cut: Cut, *, signed: bool = False) -> Tensor:
+        """Of each block of a cut."""
+        return imbalance(self.sums(cut), self.floor, signed=signed)
+
+    def beside_others(self, cut: Cut) -> Tensor:
+        """The same, but small for rows that hardly have an effect beside the typical one."""
+        sums = self.sums(cut)
+        return imbalance(sums, self.floor + thresholds.LEAST_EFFECT * float(sums[1].sqrt().median()))
+
+    def measurable(self, cut: Cut) -> Tensor:
+        """Blocks with an effect above rounding."""
+        return self.sums(cut)[1].sqrt() > thresholds.MEASURABLE * self.floor
+
+
+@dataclass(frozen=True)
+class Trial:
+    """All evidence about a parameter.
+
+    Attributes:
+        precision: what counts as zero.
+        random: probes at random points, independent of each other.
+        grown: two growths of one more point, the smaller first; may be empty.
+        constant: largest defect that may stay as it is, where growth does not change it.
+        known_path: whether the graph shows that no nonlinearity lies in front of a normalization.
+    """
+
+    precision: Precision
+    random: Sequence[Evidence]
+    grown: Sequence[Evidence] = ()
+    constant: float = 0.0
+    known_path: bool = False
+
+    def evidence(self, cut: Cut) -> list[Evidence]:
+        """The probes that have a table of the dimensions of a cut."""
+        key = _key(cut)
+        return [e for e in (*self.random, *self.grown) if key in e.tables]
+
+    def at_random(self, cut: Cut) -> bool:
+        """Whether the random points have such a table: those of two dimensions are made at grown points only."""
+        return _key(cut) in self.random[0].tables
+
+
+def _key(cut: Cut) -> Key:
+    """The dimensions that a cut divides."""
+    return tuple(i for i, blocks in enumerate(cut) if blocks > 1)
+
+
+def _cut(dims: int, blocks: dict[int, int]) -> Cut:
+    """The cut of so many dimensions that divides some of them."""
+    return tuple(blocks.get(i, 1) for i in range(dims))
+
+
+def block_sums(tables: dict[Key, Table], cut: Cut) -> Tensor:
+    """The sums of `Table` on each block of a cut."""
+    key = _key(cut)
+    table = tables[key]
+    for position, i in enumerate(key):
+        table = table.unflatten(position + 1, (cut[i], -1)).sum(position + 2)
+    return table
+
+
+# Which blocks are invariant
+
+
+def _small(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks whose imbalance is within its tolerance in every probe that decides, and falls as they grow."""
+    if not trial.grown:
+        return torch.stack([e.imbalance(cut) <= e.tolerance for e in trial.random]).all(0)
+    grown = [e.imbalance(cut) for e in trial.grown]
+    good = torch.stack([d <= e.tolerance for d, e in zip(grown, trial.grown, strict=True)]).all(0)
+    falling = falls(grown[0], grown[-1], trial.precision.settled)
+    good &= falling if bool(falling.all()) else falling | _linear(cut, trial)
+    return good if bool(good.all()) else good | _constant(cut, trial) | _faded(cut, trial)
+
+
+def _invariant(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks that are small in this sense and whose defects have an explanation."""
+    good = _small(cut, trial)
+    if len(trial.grown) < 2 or not bool(good.any()):
+        return good
+    before, after = (e.imbalance(cut, signed=True) for e in trial.grown)
+    # What is settled at both growths needs no explanation: a row of little effect has rounding of its own.
+    settled = torch.maximum(before.abs(), after.abs()) <= trial.precision.settled
+    explained = settled | follows_growth(before, after, trial.precision.resolution)
+    if trial.known_path:
+        # Without a nonlinearity, what falls is due to ε; where samples differ, not by exactly the square.
+        explained = torch.ones_like(settled)
+    explained |= _constant(cut, trial) | _faded(cut, trial) | _linear(cut, trial)
+    return good & explained & ~_saturated(cut, trial)
+
+
+def _saturated(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks whose defect falls much faster than ε's, from ordinary scale to the smaller growth or from there on.
+
+    A path around the normalization that saturates does that, and makes its rows not invariant.
+    """
+    first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
+    before, radial, effect = trial.grown[0].imbalance(cut), last[0].abs(), last[1].sqrt()
+    pace = min(
+        float(radial.median() / first[0].abs().median().clamp(min=1e-300)),
+        (thresholds.GROWTH[0] / thresholds.GROWTH[1]) ** 2,
+    )
+    fast = (before > 10 * trial.precision.settled) & (radial < first[0].abs() * pace / thresholds.FASTER)
+    fast &= effect >= thresholds.INACTIVE * effect.median()
+    if not trial.at_random(cut):
+        return fast
+    # A row of few numbers may act along its radius alone at some points, through ε: that is little beside the others.
+    typical = torch.stack([e.beside_others(cut) for e in trial.random]).median(0).values
+    tolerance = trial.random[0].tolerance
+    if bool(typical.median() > thresholds.CERTAIN * tolerance):  # ε shows everywhere
+        return fast
+    return fast | ((typical > tolerance) & (before < typical / (thresholds.FASTER * thresholds.GROWTH[0] ** 2)))
+
+
+def _constant(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks whose defect stays as it was: where another normalization undoes the growth, ε keeps its weight."""
+    before, after = trial.grown[0].imbalance(cut), trial.grown[-1].imbalance(cut)
+    if not trial.at_random(cut):
+        return torch.zeros_like(after, dtype=torch.bool)
+    small = torch.stack([e.imbalance(cut) <= trial.constant for e in trial.evidence(cut)]).all(0)
+    # A defect that grows with the row is a path around the normalization, however narrow.
+    return (
+        small
+        & (after > before / 4)
+        & (after <= 4 * torch.maximum(before, before.median()).clamp(min=trial.precision.settled))
+    )
+
+
+def _linear(cut: Cut, trial: Trial) -> Tensor:
+    """Blocks whose defect falls with the growth itself and is small at ordinary scale: (w − mean) / (std + ε).
+
+    Anything else that is added before a normalization falls like that too, but seldom starts so small.
+    """
+    before, after = (trial.grown[i].imbalance(cut, signed=True) for i in (0, -1))
+    if len(trial.grown) < 2 or not trial.at_random(cut):
+        return torch.zeros_like(after, dtype=torch.bool)
+    defects = torch.stack([e.imbalance(cut).flatten() for e in trial.random])
+    if bool((defects.median(1).values > trial.precision.linear).any()):
+        return torch.zeros_like(after, dtype=torch.bool)
+    most = trial.precision.linear * (thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1)
+    return (defects <= most).all(0).reshape(after.shape) & follows_growth(
+        before, after, trial.precision.resolution, order=1
+    )
+
+
+def _faded(cut: Cut, trial: Trial) -> Tensor:
+    """Few blocks among others that ε dominates at one point, and that are balanced in most probes at ordinary scale.
+
+    A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: at that
+    point they act through ε alone, and what is left of their effect has no reason to be balanced. It falls as ε does.
+    The imbalance of a unit with hardly any variance starts too high to end where others do; it falls as ε does, or
+    is next to nothing in all other probes.
+    """
+    first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
+    before, after = trial.grown[0].imbalance(cut), trial.grown[-1].imbalance(cut)
+    # A unit that dies on the way was balanced before; one that was dead before cannot be judged.
+    dead = [sums[1].sqrt() < thresholds.INACTIVE * sums[1].sqrt().median() for sums in (first, last)]
+    inactive = dead[1] & (dead[0] | (before <= trial.grown[-1].tolerance))
+    if not trial.at_random(cut):
+        return inactive if bool(inactive.double().mean() <= thresholds.MOST_FADED) else torch.zeros_like(inactive)
+    balanced = torch.stack([e.imbalance(cut) <= e.tolerance for e in trial.random]).double().mean(0) > 0.5
+    certain = torch.stack([e.imbalance(cut) <= thresholds.CERTAIN * e.tolerance for e in trial.random]).all(0)
+    high = (before > trial.grown[0].tolerance) | (after > trial.grown[-1].tolerance)
+    high |= ~falls(before, after, trial.precision.settled)
+    active = first[1] > 0
+    faded = inactive & balanced & active
+    # An effect ‖g ⊙ x‖ does not change when an invariant row grows, unless it is due to ε.
+    faded |= balanced & (last[1].sqrt() <= first[1].sqrt() * thresholds.PACE) & active
+    falling = (after <= before * thresholds.PACE) | (
+        (after <= before * thresholds.GROWTH[0] / thresholds.GROWTH[1]) & trial.known_path
+    )
+    faded |= high & (after < trial.precision.flat) & balanced & falling
+    faded |= high & (trial.grown[-1].beside_others(cut) < trial.precision.flat) & certain
+    return faded if bool(faded.double().mean() <= thresholds.MOST_FADED) else torch.zeros_like(faded)
+
+
+def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
+    """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there.
+
+    Where the random points have no table of a pair of dimensions, each of the two is judged by itself. With a known
+    path, the typical row is that of a typical probe: a batch of few samples may leave a normalization hardly any
+    variance.
+    """
+    cuts = [cut] if trial.at_random(cut) else [_cut(len(cut), {i: cut[i]}) for i in _key(cut)]
+    across = median_low if trial.known_path else max
+    reached = [[e for e in trial.random if bool(e.sums(c)[1].any())] or trial.random for c in cuts]
+    typical = max(
+        across([float(e.imbalance(c).median()) for e in of_cut]) for c, of_cut in zip(cuts, reached, strict=True)
+    )
+    return typical, max(float(e.beside_others(c).max()) for c in cuts for e in trial.random)
+
+
+def worst_grown(cut: Cut, trial: Trial) -> float:
+    """The largest imbalance of a row that growth has left."""
+    return float(trial.grown[-1].beside_others(cut).max())
+
+
+# The finest cut
+
+
+def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
+    """The cut with most rows all of which are invariant; None if not even the whole tensor is.
+
+    A cut that holds implies every coarser one, so the search divides each dimension by itself and combines two only
+    where each can be divided. Dimension 0 is preferred between equals. Rows have at least two entries: a single number
+    has a radius only. Pairs of dimensions are tried where their table exists (see `pair_keys`).
+    """
+    whole = (1,) * len(shape)
+    # In the sum of all rows, one of hardly any variance may dominate the others.
+    if not bool(_small(whole, trial).all()) and not slices_balanced(shape, trial):
+        return None
+    alone = {i: _most_blocks(shape, i, trial) for i in range(len(shape)) if shape[i] > 1}
+    found = [_cut(len(shape), {i: g}) for i, g in alone.items() if g > 1]
+    if _holds(whole, trial):
+        found.append(whole)
+    if not found:
+        return None
+    for i, j in combinations([i for i, g in alone.items() if g > 1], 2):
+        if all((i, j) in e.tables for e in trial.grown or trial.random):
+            found += _finest_pair(shape, (i, alone[i]), (j, alone[j]), trial)
+    return max(found, key=lambda cut: (math.prod(cut), cut))
+
+
+def pair_keys(shape: Sequence[int], trial: Trial) -> list[Key]:
+    """Pairs of dimensions that can each be divided alone: their common table is worth its memory."""
+    if not _holds((1,) * len(shape), trial):
+        return []
+    able = [i for i in range(len(shape)) if shape[i] > 1 and _most_blocks(shape, i, trial) > 1]
+    return list(combinations(able, 2)) if math.prod(shape) > 4 else []
+
+
+def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
+    """Whether so many slices along some dimension are balanced that it cannot be chance.
+
+    Where the rows are small, ε leaves a defect of several percent: too much to judge one row by, but not hundreds.
+    Defects due to ε are distributed like a normal variable, so that hardly any is four times the typical one.
+    """
+    for dim, size in enumerate(shape):
+        # Of a set of parameters there are sums along their common slices alone.
+        if size >= thresholds.MANY_ROWS and math.prod(shape) > size and all((dim,) in e.tables for e in trial.random):
+            cut = _cut(len(shape), {dim: size})
+            if all(_mostly_balanced(cut, e) for e in trial.random):
+                return True
+    return False
+
+
+def _mostly_balanced(cut: Cut, evidence: Evidence) -> bool:
+    defects = evidence.imbalance(cut)[evidence.measurable(cut)].sort().values
+    if len(defects) < thresholds.MANY_ROWS:
+        return False
+    high = defects[int(0.98 * (len(defects) - 1))]
+    return bool(defects[len(defects) // 2] <= 2 * evidence.tolerance) and bool(high <= 8 * evidence.tolerance)
+
+
+def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | None:
+    """Blocks of dimension 0 of which some are invariant and others not: (blocks, the invariant ones).
+
+    Of such cuts, the one that leaves least out and then the coarsest, as in a fused query-key-value weight
+    under QK-norm: (3, [0, 1]). None if too few are invariant.
+    """
+    best: tuple[int, list[int]] | None = None
+    for blocks in _divisors(shape[0]) if shape else ():
+        if 1 < blocks <= shape[0] // 2:
+            good = _clearly_invariant(_cut(len(shape), {0: blocks}), trial).nonzero().flatten().tolist()
+            if good and (best is None or len(good) * best[0] > len(best[1]) * blocks):
+                best = blocks, good
+    return best if best is not None and len(best[1]) * thresholds.LEAST_BLOCKS >= best[0] else None
+
+
+def to_spec(cut: Cut, shape: Sequence[int]) -> Spec:
+    """A cut as plain data.
+
+    >>> to_spec((8, 1), (8, 3)), to_spec((4, 1), (8, 3)), to_spec((1, 3), (8, 3)), to_spec((2, 3, 1), (8, 3, 5))
+    ('filter', 4, ('axis', 1), ('grid', 2, -1))
+    """
+    key = _key(cut)
+    if not key:
+        return "filter" if shape and shape[0] == 1 else "tensor"
+    if key == (0,):
+        return "filter" if cut[0] == shape[0] else cut[0]
+    if len(key) == 1 and cut[key[0]] == shape[key[0]]:
+        return ("axis", key[0])
+    blocks = cut[: key[-1] + 1]
+    return ("grid", *(-1 if g == size and g > 1 else g for g, size in zip(blocks, shape, strict=False)))
+
+
+@cache
+def _divisors(n: int) -> tuple[int, ...]:
+    return tuple(g for g in range(1, n + 1) if n % g == 0)
+
+
+def _most_blocks(shape: Sequence[int], dim: int, trial: Trial) -> int:
+    for blocks in reversed(_divisors(shape[dim])):
+        cut = _cut(len(shape), {dim: blocks})
+        if math.prod(shape) > blocks > 1 and trial.evidence(cut) and _holds(cut, trial):
+            return blocks
+    return 1
+
+
+def _finest_pair(shape: Sequence[int], first: tuple[int, int], second: tuple[int, int], trial: Trial) -> Iterator[Cut]:
+    (i, most_i), (j, most_j) = first, second
+    cuts = [_cut(len(shape), {i: a, j: b}) for a in _divisors(most_i)[1:] for b in _divisors(most_j)[1:]]
+    for cut in sorted(cuts, key=math.prod, reverse=True):
+        if math.prod(shape) > math.prod(cut) and _holds(cut, trial):
+            yield cut
+            return
+
+
+def _clearly_invariant(cut: Cut, trial: Trial) -> Tensor:
+    """Invariant blocks with an effect in every probe; none if the others are nearly balanced too.
+
+    Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one counts.
+    """
+    reached = torch.stack([e.measurable(cut) for e in trial.evidence(cut)]).all(0)
+    certain = torch.stack([e.imbalance(cut) <= thresholds.CERTAIN * e.tolerance for e in trial.random]).all(0)
+    good = _invariant(cut, trial) & reached & certain
+    others = trial.evidence(cut)[-1].imbalance(cut)[reached & ~good]
+    clear = len(others) > 0 and bool(others.median() > trial.random[0].tolerance)
+    return good if clear else torch.zeros_like(good)
+
+
+def _holds(cut: Cut, trial: Trial) -> bool:
+    """Whether all rows of a cut are invariant."""
+    if not bool(_invariant(cut, trial).all()):
+        return False
+    # What becomes invariant as it grows, as GELU becomes ReLU, shows at ordinary scale; with many rows, in how the
+    # defects fall.
+    most = max(e.tolerance for e in trial.random) * (
+        thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1
+    )
+    if trial.grown and typical_and_worst(cut, trial)[0] > most:
+        return False
+    # A cut is evidence only if two of its rows have an effect: with one, it is no finer than the whole.
+    reached = torch.stack([e.measurable(cut) for e in trial.evidence(cut)]).any(0)
+    return int(reached.sum()) >= min(2, math.prod(cut))
