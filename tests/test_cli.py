@@ -211,7 +211,7 @@ def test_inspect_says_what_a_module_does_instead_of_being_imported(call, tmp_pat
         ("write-up nothing.md --results nowhere", "results must be a folder"),
         ("data check cifar10 --root nowhere", "root must be a folder"),
         ("bench nothing", "no benchmark 'nothing'"),
-        ("bench harness", "there are convolution, discovery, fleet, image, step, timm_survey, watch"),
+        ("bench harness", "there are convolution, discovery, fleet, image, step"),
         ("inspect steradian.lab.models:small_cnn --input 99999999999999999999x1", "input must fit in memory"),
         ("inspect steradian.lab.models:small_cnn --input ²x3", "input must be a shape"),
         ("train --data svhn --root nowhere", "root must be a folder"),
