@@ -1,4 +1,4 @@
-"""Results as a study would leave them, made up: what tables, figures and documents are tested on."""
+"""Invented results for the tests of tables, figures and documents."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def training(config, reached, *, random, seconds=60.0, **facts):
 
 
 def column(folder, *, columns=("ResNet20",), epochs=405, seeds=5, methods=None, name="resnet20-cifar10", **facts):
-    """A column of the paper's table: figures around the paper's own."""
+    """A column of the paper's table, with accuracies around the paper's."""
     random, results = np.random.default_rng(0), []
     for config in accuracy_tables(data="cifar10", columns=columns, epochs=epochs, seeds=seeds, methods=methods):
         figure = paper.ACCURACY["bn"][config.method][config.model, config.data]
@@ -91,7 +91,7 @@ def compared(folder, *, points=40, epochs=10, name="trajectories-cifar10"):
 
 
 def bench(folder, milliseconds=13.8):
-    """What the benchmark of the fleet leaves."""
+    """The file that the benchmark of the fleet writes."""
     row = {"network": "ResNet20", "way": "plain eager loop, DataLoader", "ms per run and step": milliseconds}
     told = {
         "environment": {"device": WHERE["device"]},

@@ -26,7 +26,7 @@ CONFIG = Config(
 
 
 def few(device="cpu", train=120, test=40):
-    """A corner of the digits, so that an epoch is a moment; figures of their kind where scikit-learn is missing."""
+    """A few digits, so that an epoch is short; similar images if scikit-learn is missing."""
     try:
         whole = load("digits")
     except ImportError:
@@ -66,7 +66,7 @@ def methods(*names, **changes):
 
 
 def without_discovery():
-    """Take every filter of every convolution for a row, as BN has it, without proving it again."""
+    """Every filter of every convolution is a row, as with BN, without a proof."""
 
     def rows(model, **kind):
         params = dict(models.build(model, **kind).named_parameters())

@@ -1,4 +1,4 @@
-"""The lab's own convolutions and the networks that they carry out, against torch's in float64."""
+"""The lab's own convolutions and networks that use them, against torch's in float64."""
 
 import copy
 
@@ -140,7 +140,7 @@ def test_a_gradient_to_odd_channels_is_refused():
 
 
 def shaken(network):
-    """The network with terms of BN and a head that are not those of the start."""
+    """The network with random terms of BN and a random head."""
     torch.manual_seed(1)
     for layer in network.modules():
         if isinstance(layer, nn.BatchNorm2d) and layer.affine:

@@ -1,4 +1,4 @@
-"""Data: every source gives the same arrays, damage is noticed, pickles run nothing, batches are pure functions."""
+"""Data: every source gives the same arrays, damage is detected, pickles run no code, batches are pure functions."""
 
 import errno
 import hashlib
@@ -285,7 +285,7 @@ def test_a_known_name_is_kept_for_its_own_data(tmp_path):
 
 
 def test_a_name_of_ones_own_holds_whatever_form_the_data_have(tmp_path):
-    """Digits under another name are augmented as that name is, packed or not, and are called by it."""
+    """Digits under another name are augmented by that name, packed or not, and keep it."""
     digits = data("digits", size=8, channels=1)
     pack(digits, tmp_path, effort=0)
     named, known = load("mine", tmp_path), load("digits", tmp_path)

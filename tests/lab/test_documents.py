@@ -1,4 +1,4 @@
-"""Documents: regions are made from results, all else is kept, and those of the repository are up to date."""
+"""Documents: regions are made from results, the rest is kept, and those of the repository are up to date."""
 
 import importlib.util
 import json

@@ -122,7 +122,7 @@ def test_curves_of_few_epochs_show_all_of_them(tmp_path, kind, epochs):
 
 
 def test_a_zoom_is_one_in_a_page_too(tmp_path):
-    """Both axes end where those of the picture do, so that the vertical one follows what the zoom shows."""
+    """Both axes have the limits of the SVG, so that the vertical one follows the zoom."""
     x = [float(k) for k in range(100)]
     whole = Chart("all", "epoch", "loss", [Line("a", x, [100.0 / (1 + k) for k in x])], logarithmic=True)
     zoom = replace(whole, title="the end", x_range=(50.0, 99.0), marks=[(1.5, "bound")])

@@ -1,4 +1,4 @@
-"""Trainings and fleets: against a plain loop, alone and among others, killed, late and diverging."""
+"""Trainings and fleets: against a plain loop, alone and together, killed, out of time and diverging."""
 
 import contextlib
 import io
@@ -125,7 +125,7 @@ def test_every_method_treats_the_rest_as_torchs_own_optimizer_does(data, method)
 
 
 def test_only_rows_differ_between_adam_and_its_variants(data):
-    """After one step from the same start, whatever has no rows is where Adam put it."""
+    """After one step from the same start, parameters without rows are where Adam put them."""
     made = {}
     for config in methods("Adam", "AdamW†", "AdamG†", "Adam w/o (a)", "Adam w/o (ab)", "Adam w/o (abc)"):
         training = Training(config, data)
@@ -195,7 +195,7 @@ def test_finished_trainings_are_not_repeated_and_the_rest_is_queued(tmp_path, da
 
 
 def test_time_that_is_over_stops_at_a_checkpoint(tmp_path, data):
-    """With a clock of its own: every question takes a second, so a budget is a number of epochs."""
+    """With a clock that advances a second per call, so that a budget is a number of epochs."""
     ticks = iter(range(10**9))
     configs = methods("Adam", "Adam w/o (abc)", epochs=5)
     study = fleet(tmp_path, data, clock=lambda: float(next(ticks)))
@@ -212,7 +212,7 @@ def test_time_that_is_over_stops_at_a_checkpoint(tmp_path, data):
 
 
 class Interrupting(Lines):
-    """Presses Ctrl-C, or sends another signal, when a training has finished so many epochs, once or twice."""
+    """Presses Ctrl-C, or sends another signal, after the second epoch of a training, once or twice."""
 
     def __init__(self, times, number=signal.SIGINT):
         super().__init__(Console(file=io.StringIO(), width=160))
@@ -227,7 +227,7 @@ class Interrupting(Lines):
 
 @pytest.fixture
 def handler():
-    """Sets what a signal does; afterwards it does what it did."""
+    """Sets a signal handler, and restores the old one."""
     before = {}
 
     def set_to(number, does):
@@ -270,7 +270,7 @@ def test_an_interrupted_study_loses_nothing_and_a_second_time_stops_at_once(tmp_
     whole.run(configs)
     assert curves(study.store) == curves(whole.store)
     last = fleet(tmp_path / "last", data, progress=Interrupting(1))
-    with pytest.raises(KeyboardInterrupt):  # also where nothing is left to do
+    with pytest.raises(KeyboardInterrupt):  # also if nothing is left to do
         last.run(methods("Adam", epochs=2))
     assert len(last.store.results()) == 1
 
@@ -371,7 +371,7 @@ for folder in sys.stdin:  # a fresh process for each line, without importing eve
 
 
 class Starter:
-    """Starts processes that carry out the study in a folder."""
+    """Starts processes that run the study in a folder."""
 
     def __init__(self):
         code = STUDY.format(tests=str(Path(__file__).parent.parent))
@@ -386,7 +386,7 @@ class Starter:
         self.process.communicate(timeout=60)
 
     def run(self, folder, *, kill_after=None):
-        """Whether the study came to its end before it was killed."""
+        """Whether the study ended before it was killed."""
         print(folder, file=self.process.stdin, flush=True)
         child = int(self.process.stdout.readline())
         if kill_after is not None:
@@ -403,7 +403,7 @@ def test_a_study_killed_ten_times_gives_the_same_result(tmp_path):
         assert starter.run(tmp_path / "whole")
         whole = time.monotonic() - began
         while kills < 10:
-            # Anywhere: in a step, in an evaluation, in a write. A study that came to its end is followed by another.
+            # At any moment: in a step, in an evaluation, in a write. A study that ended is followed by another.
             ended = starter.run(tmp_path / f"killed {study}", kill_after=random.uniform(0.05, 0.3) * whole)
             kills, study = kills + (not ended), study + ended
         assert starter.run(tmp_path / f"killed {study}")
@@ -415,7 +415,7 @@ def test_a_study_killed_ten_times_gives_the_same_result(tmp_path):
 
 @pytest.mark.parametrize("method", KINDS)
 def test_preparing_a_capture_leaves_no_trace_and_moves_no_memory(data, method, monkeypatch):
-    """All that a capture needs but the graph: steps are rehearsed and undone, also in the middle of an epoch."""
+    """A capture without the graph: steps are run and undone, also in the middle of an epoch."""
     monkeypatch.setattr(Queue, "capture", lambda self, work: work)
     [config] = methods(method, epochs=2)
     plain, prepared = Training(config, data), Training(config, data)
@@ -495,7 +495,7 @@ def test_on_a_gpu_a_run_in_a_fleet_is_the_run_alone(exact, compiled):
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("method", METHODS)
 def test_on_a_gpu_replayed_steps_are_the_plain_steps(exact, method):
-    """Over a few steps, since plain steps round otherwise: the optimizers are not the fused ones."""
+    """Over a few steps, since plain steps round differently: the optimizers are not the fused ones."""
     data = few("cuda", train=1000, test=100)
     [config] = methods(method)
     plain = steps(config, data, 5, captured=False, fused=False)

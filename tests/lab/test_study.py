@@ -1,4 +1,4 @@
-"""A study among others: several processes, other data under the same name, checkpoints that do not fit, a last step."""
+"""Studies: several processes, other data under the same name, checkpoints that do not fit, records."""
 
 import errno
 import fcntl
@@ -74,7 +74,7 @@ def test_a_study_whose_folder_is_cleaned_up_meanwhile_goes_on(tmp_path, data, mo
 
 
 def test_a_claim_that_two_others_give_up_meanwhile_can_be_taken(tmp_path, monkeypatch):
-    """Before it is locked, who had it removes its file; the next one's file goes while it is looked at."""
+    """The previous holder removes the file before it is locked, and the next one while it is checked."""
     path, done = tmp_path / "a.lock", []
     flock, stat = fcntl.flock, Path.stat
 
@@ -187,7 +187,7 @@ def test_a_study_does_not_take_one_data_set_for_another(tmp_path, monkeypatch):
     mine = Resident(other_images())
     curves = {name: [1.0] for name in CURVES}
     study.store.add([Result(ONE, curves, environment={"data": mine.fingerprint})])
-    assert study.run([ONE])  # nothing is read where nothing is left to do
+    assert study.run([ONE])  # no data is read if nothing is left to do
     with pytest.raises(ValueError, match="trained on other data called digits"):
         study.run([ONE], roots={"digits": None})
     with pytest.raises(ValueError, match="trained on other data called digits"):

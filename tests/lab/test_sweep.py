@@ -27,7 +27,7 @@ SMALL = {"size": 2, "every": 0.0}
 
 @pytest.fixture
 def two_workers(monkeypatch):
-    # Ray's workers give way to every other process: beside two busy ones they would hardly run.
+    # Ray's workers have low priority: next to two busy processes they would hardly run.
     monkeypatch.setenv("RAY_worker_niceness", "0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
@@ -44,7 +44,7 @@ def drive(folder, address):
 
 
 def first_checkpoint(study, seconds=250):
-    """Wait for a worker, and for a checkpoint beside what it left when it began; returns their folder."""
+    """Wait for a worker and its first checkpoint; returns their folder."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         for checkpoint in study.work.glob("fleet-*/checkpoints/*.pt"):
@@ -148,7 +148,7 @@ def test_a_worker_with_other_images_under_the_name_is_refused(tmp_path, monkeypa
 
 
 def test_workers_look_for_data_where_the_driver_would(tmp_path, monkeypatch):
-    """A worker begins in a folder of its own: here the driver's calls, carried out there."""
+    """A worker has another working directory: here the driver's calls are run there."""
 
     def elsewhere(*arguments):
         with monkeypatch.context() as worker:

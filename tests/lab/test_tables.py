@@ -1,4 +1,4 @@
-"""Stores and tables: against scipy's test, by hand, and over rewriting, merging and damage."""
+"""Stores and tables: against scipy, against values by hand, with rewriting, merging and damage."""
 
 import errno
 import json
@@ -309,7 +309,7 @@ def test_different_images_under_one_name_are_said():
     runs = [replace(result(seed=k), environment={"data": data}) for k, data in enumerate(("a", "a"))]
     assert (
         "different images" not in accuracy_columns([*runs, result(seed=2)])[0].caution()
-    )  # an older one tells nothing
+    )  # an older result has no fingerprint
     other = replace(result(seed=3), environment={"data": "b"})
     assert "different images that go by the name cifar10" in accuracy_columns([*runs, other])[0].caution()
 

@@ -1,4 +1,4 @@
-"""Tracking changes nothing, in sittings or not, and records what `watch` sees of the same training."""
+"""Tracking changes nothing, interrupted or not, and records what `watch` records of the same training."""
 
 from dataclasses import replace
 from functools import partial
@@ -80,7 +80,7 @@ def test_tracking_changes_nothing_and_sees_what_watch_sees(data, method):
 
 
 def test_a_rehearsal_leaves_no_trace_in_what_momentum_remembers(data, monkeypatch):
-    """What happens before the first replay, without the replay."""
+    """The preparation of a capture, without the capture."""
     monkeypatch.setattr(Queue, "capture", lambda self, work: work)
     [config] = methods("Adam", epochs=2)
     made = []
@@ -229,7 +229,7 @@ def test_a_comparison_that_another_process_has_is_left_to_it(tmp_path, monkeypat
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("method", ["Adam", "SGD-M"])
 def test_on_a_gpu_replayed_tracking_is_plain_tracking(exact, method):
-    """Every recorded figure, over a few steps; replayed steps round otherwise, since optimizers are fused there."""
+    """Every recorded value, over a few steps; replayed steps round differently, since optimizers are fused there."""
     data = few("cuda", train=400, test=100)
     [config] = methods(method, epochs=1)
     made = []

@@ -155,7 +155,7 @@ _WEIGHT_GRADIENT: dict[int, dict[int, _Corner]] = {
     1: {16: _Corner(64, 16, 4, 4, 4, 2), 32: _Corner(64, 16, 4, 1, 4, 2), 64: _Corner(64, 16, 1, 1, 4, 3)},
     2: {16: _Corner(64, 32, 4, 4), 32: _Corner(64, 16, 4, 4, 8), 64: _Corner(64, 16, 4, 1, 8, 2)},
 }
-# The same for images, which have few channels: all taps of all of them fit into one product.
+# The same for images, which have few channels: all taps of all channels fit into one product.
 _STEM_FORWARD: dict[int, dict[int, _Plan]] = {1: {64: _Tile(64, 4, 9)}, 2: {}}
 _STEM_WEIGHT_GRADIENT: dict[int, dict[int, _Tile]] = {1: {64: _Tile(128, 4, 9, 4, 2)}, 2: {}}
 _FEW = 8  # channels
@@ -171,16 +171,16 @@ def _weight_gradient_plan(stride: int, channels: int, filters: int) -> _Corner |
     return stems.get(filters) or _WEIGHT_GRADIENT[stride][filters]
 
 
-# The launches, as operators that a compiler does not look into. What their results look like follows from their
-# arguments alone: a compiler may cache it for longer than the plans above stay as they are.
+# The launches as operators that are opaque to a compiler. Shapes of their results depend only on their arguments, since
+# a compiler caches them for longer than a plan above may last.
 
 
-def _fill_up(channels: int) -> int:
-    """What the matrix units take at once."""
+def _pad(channels: int) -> int:
+    """Channels padded to what the matrix units take at once."""
     return max(16, triton.next_power_of_2(channels))
 
 
-def _how(plan: _Plan | _Corner, x: Tensor) -> dict[str, Any]:
+def _options(plan: _Plan | _Corner, x: Tensor) -> dict[str, Any]:
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     return {"BLOCK": plan.block, "PRECISION": precision, "num_warps": plan.warps, "num_stages": plan.stages}
 
@@ -189,16 +189,16 @@ def _launch(plan: _Plan, x: Tensor, weight: Tensor, y: Tensor, parts: Tensor, st
     """y = x ∗ weight, or dx = dy ∗ weight turned round, and the sums where parts has room for them."""
     images, (channels, height, width), (filters, *size) = len(x), x.shape[1:], y.shape[1:]
     tensors = (x, weight, y, parts, images)
-    shape = {"CI": channels, "CO": filters, "BACK": back, "SUMS": parts.numel() > 0} | _how(plan, x)
+    shape = {"CI": channels, "CO": filters, "BACK": back, "SUMS": parts.numel() > 0} | _options(plan, x)
     if isinstance(plan, _Strip):
         triton_kernels.rolling_kernel[plan.grid(images, *size)](
-            *tensors, KI=_fill_up(channels), HEIGHT=height, WIDTH=width, ROWS=plan.rows, **shape
+            *tensors, KI=_pad(channels), HEIGHT=height, WIDTH=width, ROWS=plan.rows, **shape
         )
     else:
-        each = channels if plan.taps > 1 else _fill_up(channels)
+        each = channels if plan.taps > 1 else _pad(channels)
         triton_kernels.convolve_kernel[(plan.parts(images, *size),)](
             *tensors, KI=each, HI=height, WI=width, HO=size[0], WO=size[1], STRIDE=stride, TILES=plan.tiles,
-            TAPS=plan.taps, PLACES=_fill_up(plan.taps * each), **shape,
+            TAPS=plan.taps, PLACES=_pad(plan.taps * each), **shape,
         )  # fmt: skip
 
 
@@ -236,12 +236,12 @@ def _weight_gradient(x: Tensor, dy: Tensor, stride: int, parts: int) -> Tensor:
     plan = _weight_gradient_plan(stride, channels, filters)
     tensors = (x, dy, out, len(x))
     shape = {"CI": channels, "CO": filters, "HI": x.shape[2], "WI": x.shape[3], "HO": dy.shape[2], "WO": dy.shape[3]}
-    shape |= {"STRIDE": stride, "TILES": plan.tiles} | _how(plan, x)
+    shape |= {"STRIDE": stride, "TILES": plan.tiles} | _options(plan, x)
     if isinstance(plan, _Tile):
-        triton_kernels.whole_weight_gradient_kernel[(parts,)](*tensors, PLACES=_fill_up(9 * channels), **shape)
+        triton_kernels.whole_weight_gradient_kernel[(parts,)](*tensors, PLACES=_pad(9 * channels), **shape)
     else:
         triton_kernels.weight_gradient_kernel[(parts, plan.shares)](
-            *tensors, KI=_fill_up(channels), DOWN=plan.down, ACROSS=plan.across, **shape
+            *tensors, KI=_pad(channels), DOWN=plan.down, ACROSS=plan.across, **shape
         )
     return out
 
