@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo docs test lint unit chromium format bench study setup clean
+.PHONY: demo docs test test-all lint unit chromium format bench study setup clean
 
 setup: $(READY)
 
@@ -28,6 +28,9 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 unit: setup chromium
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+
+test-all: lint chromium  ## also the sweeps that re-prove with more seeds and shapes, before a release
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 chromium:  ## the browser in which the page is tested, where it may be installed; without it those tests are skipped

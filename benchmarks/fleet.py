@@ -1,10 +1,10 @@
 """Milliseconds per training and step of a fleet, against a plain eager loop with a DataLoader in the same run.
 
-    python benchmarks/fleet.py [--models ResNet20 ...] [--sizes 1 8 32] [--members 1 5] [--data FOLDER] [--seconds 200]
+    python benchmarks/fleet.py [--models ResNet20 ...] [--sizes 1 8 32] [--data FOLDER] [--seconds 200]
 
-A fleet of N is N trainings in flight; M members are M seeds of one setting carried out as one network, so that N/M
-graphs are captured. Methods go round: Adam, AdamW†, w/o (a), (ab), (abc), SGD-M. Both sides train with bf16 autocast,
-channels last, batch 128, crops and flips; the evaluation is not part of it. Without --data the images are random.
+A fleet of N is N trainings in flight. Methods take turns: Adam, AdamW†, w/o (a), (ab), (abc), SGD-M. Both sides train
+with bf16 autocast, channels last, batch 128, crops and flips; the evaluation is not measured. Without --data the images
+are random.
 --check compares the weights of trainings in a fleet with those of the same trainings alone.
 Prints a table and writes results/bench-fleet.json (on a CPU bench-fleet-cpu.json), again after every measurement; none
 is begun after --seconds.
@@ -25,10 +25,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from steradian.lab.config import Config
 from steradian.lab.data import DataSet, Images, Resident, load
-from steradian.lab.execution import Execution
 from steradian.lab.fleet import prepare_device
 from steradian.lab.models import MODELS, build
-from steradian.lab.training import Training
+from steradian.lab.training import Execution, Training
 
 from harness import Table, write
 
@@ -97,22 +96,25 @@ def plain_loop(name: str, endless: Iterator[list[torch.Tensor]], args: argparse.
     return 1e3 * (time.perf_counter() - began) / args.eager_steps
 
 
-def make_fleet(
-    name: str, data: Resident, count: int, members: int, methods: list[str], args: argparse.Namespace
-) -> list[Training]:
+def execution(args: argparse.Namespace) -> Execution:
+    return Execution(
+        compiled=args.compile,
+        fused=None if args.fused else False,
+        captured=None if args.capture else False,
+        joined=None if args.joined else False,
+    )
+
+
+def make_fleet(name: str, data: Resident, first: int, count: int, args: argparse.Namespace) -> list[Training]:
     """Trainings that are captured and have taken their first steps."""
-    execution = Execution(compiled=args.compile, fused=None if args.fused else False, together=args.together)
-    execution = replace(execution, lanes=args.lanes, captured=None if args.capture else False)
-    execution = replace(execution, joined=None if args.joined else False)
     made = []
-    for k in range(count // members):
-        method = methods[k % len(methods)]
+    for seed in range(first, first + count):
+        method = args.methods[seed % len(args.methods)]
         rate = {"SGD-M": 0.1, "AdamG†": 0.01}.get(method, 1e-3)
         config = Config(model=name, data="cifar10", method=method, lr=rate, weight_decay=1e-4, width=args.width)
-        config = replace(config, batch_size=args.batch, precision=args.precision)
-        squad = [replace(config, seed=k * members + m) for m in range(members)]
-        training = Training(squad, data, execution=execution)
-        training.take(args.together + 1)
+        config = replace(config, batch_size=args.batch, precision=args.precision, seed=seed)
+        training = Training(config, data, execution=execution(args))
+        training.take(2)
         made.append(training)
     wait(data.device)
     return made
@@ -121,7 +123,6 @@ def make_fleet(
 def measure(fleet: list[Training], steps: int, *, warm: int | None = None) -> float:
     """Milliseconds per training and step, all in flight."""
     device = fleet[0].data.device
-    runs = sum(len(training.members) for training in fleet)
 
     def go(count: int) -> None:
         left = {id(training): count for training in fleet}
@@ -139,7 +140,7 @@ def measure(fleet: list[Training], steps: int, *, warm: int | None = None) -> fl
     go(steps // 4 if warm is None else warm)
     began = time.perf_counter()
     go(steps)
-    return 1e3 * (time.perf_counter() - began) / (steps * runs)
+    return 1e3 * (time.perf_counter() - began) / (steps * len(fleet))
 
 
 def wait(device: torch.device) -> None:
@@ -160,15 +161,15 @@ def check(name: str, data: Resident, args: argparse.Namespace) -> None:
     """Fleet against single, float32, 50 steps: largest difference of any weight, for every method."""
     args.precision = "float32"
     prepare_device(args.device, exact=True)
-    methods = [*METHODS, "AdamG†", "Adam w/o (ab)"]
-    table = Table("network", "method", "seed", "fleet of 8 − alone", "replayed − plain, 5 steps", "2 members − alone")
-    fleet = make_fleet(name, data, 8, 1, methods, args)
+    args.methods = [*METHODS, "AdamG†", "Adam w/o (ab)"]
+    table = Table("network", "method", "seed", "fleet of 8 − alone", "replayed − plain, 5 steps")
+    fleet = make_fleet(name, data, 0, 8, args)
     measure(fleet, 40, warm=10 - (fleet[0].steps - fleet[0].left))
     for training in fleet:
         config = training.config
 
-        def alone(configs: object, count: int, execution: Execution) -> dict[str, torch.Tensor]:
-            other = Training(configs, data, execution=execution)  # type: ignore[arg-type]
+        def alone(config: Config, count: int, how: Execution) -> dict[str, torch.Tensor]:
+            other = Training(config, data, execution=how)
             for _ in range(count):
                 other.take(1)
             wait(args.device)
@@ -178,8 +179,7 @@ def check(name: str, data: Resident, args: argparse.Namespace) -> None:
         plainly = replace(same, captured=False, fused=False, compiled=False)
         far = difference(training.weights(), alone(config, 50, same))
         few = difference(alone(config, 5, same), alone(config, 5, plainly))
-        two = difference(alone([config, replace(config, seed=99)], 5, same), alone(config, 5, same))
-        table.add(name, config.method, config.seed, far, few, two)
+        table.add(name, config.method, config.seed, far, few)
     write("fleet-check", table, steps=50, compiled=args.compile, fused=args.fused)
 
 
@@ -203,7 +203,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--sizes", nargs="+", type=int, help="trainings in flight; by default depends on the network")
-    parser.add_argument("--members", nargs="+", type=int, default=[1, 5], help="seeds carried out as one network")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--eager-steps", type=int, default=100)
@@ -211,8 +210,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--width", type=int)
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--together", type=int, default=1, help="steps in one launch of a graph")
-    parser.add_argument("--lanes", type=int, help="input channels are filled up to a multiple of it; 8 on a GPU")
     parser.add_argument("--data", type=Path, help="folder of CIFAR-10, packed or as archives")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=200.0)
@@ -252,38 +249,32 @@ def main() -> None:
     facts |= {
         "compiled": args.compile,
         "fused": args.fused,
-        "together": args.together,
-        "lanes": args.lanes,
         "joined": args.joined,
         "tried": args.tried,
         "captured": args.capture,
     }
-    table = Table("network", "way", "in flight", "members", "ms per run and step", "× plain loop", "setup s")
+    table = Table("network", "way", "in flight", "ms per run and step", "× plain loop", "setup s")
     for name in args.models:
         plain = float("nan")
         if args.eager:
             plain = plain_loop(name, endless, args)
-            table.add(name, "plain eager loop, DataLoader", 1, 1, plain, 1.0, 0.0)
-        for members in args.members:
-            sizes = args.sizes or SIZES[name]
-            sizes = sorted({max(members, size // members * members) for size in sizes})
-            fleet: list[Training] = []
-            for size in sizes:
-                if time.perf_counter() - began > args.seconds:
-                    print(f"time is over: {name}, {members} members, {size} in flight is left out")
-                    break
-                started = time.perf_counter()
-                missing = size - len(fleet) * members
-                fleet += make_fleet(name, data, missing, members, args.methods, args)
-                setup = time.perf_counter() - started
-                per_step = measure(fleet, args.steps)
-                table.add(name, "fleet", size, members, per_step, plain / per_step, setup)
-                write(args.name, table, **facts)
-            if args.profile and fleet:
-                profile(fleet[0])
-            del fleet
-            if args.device.type == "cuda":
-                torch.cuda.empty_cache()
+            table.add(name, "plain eager loop, DataLoader", 1, plain, 1.0, 0.0)
+        fleet: list[Training] = []
+        for size in sorted(set(args.sizes or SIZES[name])):
+            if time.perf_counter() - began > args.seconds:
+                print(f"time is over: {name} with {size} in flight is left out")
+                break
+            started = time.perf_counter()
+            fleet += make_fleet(name, data, len(fleet), size - len(fleet), args)
+            setup = time.perf_counter() - started
+            per_step = measure(fleet, args.steps)
+            table.add(name, "fleet", size, per_step, plain / per_step, setup)
+            write(args.name, table, **facts)
+        if args.profile and fleet:
+            profile(fleet[0])
+        del fleet
+        if args.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from steradian import __version__
 from steradian.cli import main
-from steradian.lab.progress import Lines, Shown, watcher_for
+from steradian.cli.progress import Lines, LiveTable, progress_on
 from steradian.lab.results import Store
 
 from lab.simulated import column
@@ -160,7 +160,7 @@ def test_inspect_takes_a_file_wherever_it_is(call, tmp_path):
     done = call("inspect", folder / "types.py:Networks.small", "--input", "8x4")
     assert re.search(r"0\.weight +filter +6 × 4 +1 \(BatchNorm1d\)", done.out), done.err
     assert "has no 'Networks.large'" in call("inspect", "a b/types.py:Networks.large", "--input", "8x4").err
-    assert "a file that is there" in call("inspect", "a b/no.py:model", "--input", "8x4").err
+    assert "target must name an existing file" in call("inspect", "a b/no.py:model", "--input", "8x4").err
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_inspect_says_what_a_module_does_instead_of_being_imported(call, tmp_pat
         ("write-up nothing.md --results nowhere", "results must be a folder"),
         ("data check cifar10 --root nowhere", "root must be a folder"),
         ("bench nothing", "no benchmark 'nothing'"),
-        ("bench harness", "there are convolution, discovery, fleet, image, step, timm_survey, watch"),
+        ("bench harness", "there are convolution, discovery, fleet, image, step"),
         ("inspect steradian.lab.models:small_cnn --input 99999999999999999999x1", "input must fit in memory"),
         ("inspect steradian.lab.models:small_cnn --input ²x3", "input must be a shape"),
         ("train --data svhn --root nowhere", "root must be a folder"),
@@ -259,7 +259,7 @@ def test_what_nobody_expected_is_one_line_too_and_shows_where_when_asked(call, m
     def fail(_):
         raise ZeroDivisionError("over\nlines")
 
-    monkeypatch.setattr("steradian.lab.targets.load_model", fail)
+    monkeypatch.setattr("steradian.cli.look.load_model", fail)
     done = call("inspect", "x:y", "--input", "1")
     assert (done.code, done.err) == (
         1,
@@ -274,7 +274,7 @@ def test_an_error_of_a_file_begins_with_the_file(call, monkeypatch):
     def refuse(name):
         raise PermissionError(errno.EACCES, "Permission denied", *([name] if name != "x:y" else []))
 
-    monkeypatch.setattr("steradian.lab.targets.load_model", refuse)
+    monkeypatch.setattr("steradian.cli.look.load_model", refuse)
     assert call("inspect", "a file", "--input", "1").err == "steradian: a file: Permission denied\n"
     assert call("inspect", "x:y", "--input", "1").err == "steradian: Permission denied\n"
 
@@ -283,7 +283,7 @@ def test_a_missing_package_is_said_with_what_installs_it(call, monkeypatch):
     def lacks(name):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr("steradian.lab.targets.load_model", lacks)
+    monkeypatch.setattr("steradian.cli.look.load_model", lacks)
     done = call("inspect", "plotly.offline", "--input", "1")
     hint = ", which comes with the extra 'lab': pip install 'steradian[lab]'"
     assert (done.code, done.err) == (1, f"steradian: No module named 'plotly.offline'{hint}\n")
@@ -294,7 +294,7 @@ def test_an_interruption_is_said(call, monkeypatch):
     def stop(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("steradian.lab.targets.load_model", stop)
+    monkeypatch.setattr("steradian.cli.look.load_model", stop)
     done = call("inspect", "x:y", "--input", "1")
     assert (done.code, done.err.strip()) == (130, "steradian: interrupted")
 
@@ -311,7 +311,7 @@ def test_a_study_that_is_interrupted_says_how_it_goes_on(call, monkeypatch):
 
 def test_under_nohup_a_closed_terminal_ends_nothing(call, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    monkeypatch.setattr("steradian.lab.targets.load_model", lambda _: signal.raise_signal(signal.SIGHUP))
+    monkeypatch.setattr("steradian.cli.look.load_model", lambda _: signal.raise_signal(signal.SIGHUP))
     try:
         assert "NoneType" in call("inspect", "x:y", "--input", "1").err  # what it goes on with
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -330,7 +330,7 @@ def test_a_request_to_end_closes_what_is_open(call, monkeypatch):
         finally:
             closed.append(True)
 
-    monkeypatch.setattr("steradian.lab.targets.load_model", stop)
+    monkeypatch.setattr("steradian.cli.look.load_model", stop)
     assert call("inspect", "x:y", "--input", "1").code == 128 + signal.SIGTERM
     assert closed == [True]
     assert signal.getsignal(signal.SIGTERM) is before
@@ -356,7 +356,7 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     assert "| Adam |" in call("table", "vgg16-digits", "--markdown").out
     assert "| Adam |" in call("table", "results/vgg16-digits.json", "--markdown", "--results", "nowhere").out
     assert call("figure", "vgg16-digits", "loss", "-o", "loss.svg").code == 0
-    assert (tmp_path / "loss.svg").read_text().startswith("<svg")
+    assert (tmp_path / "loss.svg").read_text().startswith("<?xml")
     stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)
     assert "The time is over" in stopped.out
     assert "Test accuracy" not in stopped.out  # there is no table yet
@@ -406,8 +406,8 @@ def test_tracked_trainings_and_the_write_up(call, tmp_path):
 
 def test_a_terminal_that_cannot_go_back_gets_lines(monkeypatch):
     shown = Console(force_terminal=True, _environ={"TERM": "xterm"})
-    assert isinstance(watcher_for(shown), Shown)
-    assert isinstance(watcher_for(Console(force_terminal=True, _environ={"TERM": "dumb"})), Lines)
+    assert isinstance(progress_on(shown), LiveTable)
+    assert isinstance(progress_on(Console(force_terminal=True, _environ={"TERM": "dumb"})), Lines)
 
 
 def test_data_are_packed_and_checked(call):

@@ -1,4 +1,4 @@
-"""What several tests of the lab start from."""
+"""Fixtures of the lab's tests."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,8 @@ import pytest
 
 @pytest.fixture
 def exact() -> Iterator[None]:
-    """float32 on a GPU, the same every time."""
-    # Imported here, since this file may be read before it is settled how Triton runs the kernels.
+    """Reproducible float32 on a GPU."""
+    # Imported here, since this file may be read before Triton's interpreter is chosen.
     import torch
 
     from steradian.lab.fleet import prepare_device

@@ -1,4 +1,4 @@
-"""Results as a study would leave them, made up: what tables, figures and documents are tested on."""
+"""Invented results for the tests of tables, figures and documents."""
 
 import json
 import math
@@ -7,11 +7,10 @@ import numpy as np
 import pandas as pd
 
 from steradian.lab import paper
-from steradian.lab.members import CURVES
+from steradian.lab.experiments import Tracks
 from steradian.lab.recipes import accuracy_tables, hypotheses, pretraining, trajectories
-from steradian.lab.results import Result, Store
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA, SEEN, recorded_steps, statistics_table
-from steradian.lab.tracks import Tracks
+from steradian.lab.results import CURVES, Result, Store
+from steradian.lab.tracking import ALL, LIVING, PHENOMENA, RECORDED, recorded_steps, statistics_table
 
 STEPS = 371
 WHERE = {"device": "NVIDIA H200", "torch": "2.11", "python": "3.12", "commit": "abc"}
@@ -36,11 +35,11 @@ def training(config, reached, *, random, seconds=60.0, **facts):
 
 
 def column(folder, *, columns=("ResNet20",), epochs=405, seeds=5, methods=None, name="resnet20-cifar10", **facts):
-    """A column of the paper's table: figures around the paper's own."""
+    """A column of the paper's table, with accuracies around the paper's."""
     random, results = np.random.default_rng(0), []
     for config in accuracy_tables(data="cifar10", columns=columns, epochs=epochs, seeds=seeds, methods=methods):
         figure = paper.ACCURACY["bn"][config.method][config.model, config.data]
-        reached = round(figure.mean + (figure.spread or 0.15) * random.normal(), 2)
+        reached = round(figure.mean + figure.spread * random.normal(), 2)
         results.append(training(config, reached, random=random, **facts))
     Store(folder / f"{name}.json").add(results)
     return results
@@ -52,7 +51,7 @@ def tracked(folder, *, epochs=405, points=60, measured=("SGD-M", "Adam"), shrunk
     for config in hypotheses(epochs=epochs):
         steps = recorded_steps(epochs * STEPS, points)
         rate = np.array([config.rate_factor(min(step // STEPS, epochs - 1)) for step in steps])
-        quantities = SEEN + (PHENOMENA if config.method in measured else ())
+        quantities = RECORDED + (PHENOMENA if config.method in measured else ())
         shape = (len(steps), len(quantities), 12)
         values = (rate[:, None, None] * 10.0 ** random.normal(-2, 0.3, shape)).astype(np.float32)
         everything = values.copy()
@@ -92,7 +91,7 @@ def compared(folder, *, points=40, epochs=10, name="trajectories-cifar10"):
 
 
 def bench(folder, milliseconds=13.8):
-    """What the benchmark of the fleet leaves."""
+    """The file that the benchmark of the fleet writes."""
     row = {"network": "ResNet20", "way": "plain eager loop, DataLoader", "ms per run and step": milliseconds}
     told = {
         "environment": {"device": WHERE["device"]},

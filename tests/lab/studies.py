@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from steradian.groups import Group, Groups
-from steradian.lab import networks
+from steradian.lab import models
 from steradian.lab.config import Config
 from steradian.lab.data import DataSet, Images, Resident, load
 from steradian.lab.fleet import Fleet
@@ -26,7 +26,7 @@ CONFIG = Config(
 
 
 def few(device="cpu", train=120, test=40):
-    """A corner of the digits, so that an epoch is a moment; figures of their kind where scikit-learn is missing."""
+    """A few digits, so that an epoch is short; similar images if scikit-learn is missing."""
     try:
         whole = load("digits")
     except ImportError:
@@ -66,11 +66,11 @@ def methods(*names, **changes):
 
 
 def without_discovery():
-    """Take every filter of every convolution for a row, as BN has it, without proving it again."""
+    """Every filter of every convolution is a row, as with BN, without a proof."""
 
-    def rows(*kind):
-        params = dict(networks._built(*kind).named_parameters())
+    def rows(model, **kind):
+        params = dict(models.build(model, **kind).named_parameters())
         filters = {name: p for name, p in params.items() if p.ndim == 4}
         return Groups(params, [Group((n,), "filter", len(p), p[0].numel(), "bn", 0.0) for n, p in filters.items()])
 
-    networks._rows = rows
+    models._rows = rows

@@ -1,4 +1,4 @@
-"""Configurations and the paper's figures: keys that last, milestones that scale, tables copied right."""
+"""Configurations and the paper's tables: permanent keys, scaled milestones, complete tables."""
 
 import json
 import math

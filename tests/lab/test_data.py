@@ -1,4 +1,4 @@
-"""Data: every source gives the same arrays, damage is noticed, pickles run nothing, batches are pure functions."""
+"""Data: every source gives the same arrays, damage is detected, pickles run no code, batches are pure functions."""
 
 import errno
 import hashlib
@@ -165,6 +165,21 @@ def test_a_damaged_pickle_is_a_value_error(content):
         unpickle(content)
 
 
+def test_a_pickle_of_python_2_is_read():
+    """As in the authors' archives: every string is a byte string, and numpy has its old module names."""
+
+    def string(content):
+        return b"U" + bytes([len(content)]) + content
+
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + string(b"b") + b"\x87R"
+    kind = b"cnumpy\ndtype\n" + string(b"u1") + b"K\x00K\x01\x87R"
+    kind += b"(K\x03" + string(b"|") + b"NNN" + 2 * b"J\xff\xff\xff\xff" + b"K\x00tb"
+    state = b"(K\x01K\x02K\x03\x86" + kind + b"\x89" + string(bytes(range(6))) + b"tb"
+    read = unpickle(b"\x80\x02}(" + string(b"data") + array + state + string(b"labels") + b"]K\x05au.")
+    np.testing.assert_array_equal(read[b"data"], np.arange(6, dtype=np.uint8).reshape(2, 3))
+    assert read[b"labels"] == [5]
+
+
 class Harmful:
     def __init__(self, call, *arguments):
         self.answer = (call, arguments)
@@ -270,7 +285,7 @@ def test_a_known_name_is_kept_for_its_own_data(tmp_path):
 
 
 def test_a_name_of_ones_own_holds_whatever_form_the_data_have(tmp_path):
-    """Digits under another name are augmented as that name is, packed or not, and are called by it."""
+    """Digits under another name are augmented by that name, packed or not, and keep it."""
     digits = data("digits", size=8, channels=1)
     pack(digits, tmp_path, effort=0)
     named, known = load("mine", tmp_path), load("digits", tmp_path)
@@ -335,7 +350,7 @@ def test_batches_are_crops_and_mirror_images():
     plan = resident.plan(seed=3, epoch=1, batch=15)
     assert sorted(plan.reshape(-1) // resident.views) == list(range(30))
     for codes in plan:
-        batch, [labels] = resident.batch(torch.from_numpy(codes)[None])
+        batch, labels = resident.batch(torch.from_numpy(codes))
         assert batch.is_contiguous(memory_format=torch.channels_last)
         for k, code in enumerate(codes.tolist()):
             image, view = divmod(code, resident.views)
@@ -353,7 +368,7 @@ def test_training_pixels_are_centred_and_of_unit_spread():
     made = data(train=200, size=4)
     resident = Resident(made, validation=0.1, pad=0, flip=False)
     codes = torch.arange(resident.counts["train"])
-    batch, _ = resident.batch(codes[None])
+    batch, _ = resident.batch(codes)
     torch.testing.assert_close(batch.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(batch.std(dim=(0, 2, 3), correction=0), torch.ones(3), atol=1e-5, rtol=0)
 
@@ -370,20 +385,6 @@ def test_chunks_cover_each_part_once():
             seen[part] += labels[there].tolist()
     assert seen["test"] == made.test.labels.tolist()
     assert sorted(seen["validation"] + resident.train_labels.tolist()) == sorted(made.train.labels.tolist())
-
-
-def test_members_see_their_own_batches_side_by_side():
-    resident = Resident(data(train=40, size=8), validation=0.25, pad=2)
-    codes = torch.from_numpy(np.stack([resident.plan(seed, 0, 6)[0] for seed in range(3)]))
-    images, labels = resident.batch(codes)
-    assert images.shape == (6, 9, 8, 8)
-    for m, line in enumerate(codes):
-        alone, [its] = resident.batch(line[None])
-        torch.testing.assert_close(images[:, 3 * m : 3 * m + 3], alone, rtol=0, atol=0)
-        assert torch.equal(labels[m], its)
-    span = [torch.tensor([k]) for k in resident.spans["test"]]
-    together, alone = resident.chunk(*span, 4, members=2)[0], resident.chunk(*span, 4)[0]
-    assert torch.equal(together, torch.cat([alone, alone], dim=1))
 
 
 def test_plans_depend_on_seed_and_epoch_alone():

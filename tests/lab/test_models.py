@@ -2,16 +2,12 @@
 
 import copy
 import math
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from steradian import find_groups
-from steradian.lab.config import Config
 from steradian.lab.models import MODELS, NORMS, Convolution, WeightNormConv2d, build
-from steradian.lab.networks import fill, member, network, stack
 
 
 def convolutions(model):
@@ -69,40 +65,6 @@ def test_every_convolution_has_the_rows_of_its_normalization(name, norm):
     assert not groups.joint
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", MODELS)
-def test_networks_that_are_one_are_the_networks_alone(name, norm):
-    """Logits and gradients of three as one, in float64, where nothing but mathematics can differ."""
-    torch.manual_seed(0)
-    kind = {"norm": norm, "channels": 2, "size": 8, "width": 8, "classes": 5}
-    alone = [build(name, **kind).double() for _ in range(3)]
-    images = torch.randn(3, 6, 2, 8, 8, dtype=torch.float64)
-    together = build(name, **kind, members=3).double()
-    fill(together, stack([single.state_dict() for single in alone]))
-    logits = together(images.transpose(0, 1).flatten(1, 2))
-    cotangents = torch.randn_like(logits)
-    (logits * cotangents).sum().backward()
-    gradients = {parameter: p.grad for parameter, p in together.named_parameters()}
-    for number, single in enumerate(alone):
-        own = single(images[number])
-        torch.testing.assert_close(logits[number], own)
-        (own * cotangents[number]).sum().backward()
-        for parameter, gradient in member(gradients, number, 3).items():
-            torch.testing.assert_close(gradient, single.get_parameter(parameter).grad, rtol=1e-7, atol=1e-9)
-        for buffer, value in member(dict(together.named_buffers()), number, 3).items():
-            torch.testing.assert_close(value, single.get_buffer(buffer))
-
-
-@pytest.mark.parametrize("norm", ["bn", "gn", "ln"])
-def test_the_rows_of_networks_that_are_one_are_their_rows(norm):
-    """What the members' layouts say of the stacked tensors, found again by discovery."""
-    config = Config(model="VGG16", data="digits", method="Adam", lr=1e-3, norm=norm, width=8, released=norm == "bn")
-    data = SimpleNamespace(channels=1, classes=10, size=8)
-    model, groups = network([config, replace(config, seed=1)], data)
-    found = find_groups(model, torch.randn(8, 2, 8, 8))
-    assert {g.names: (g.n_rows, g.size) for g in found.groups} == {g.names: (g.n_rows, g.size) for g in groups.groups}
-
-
 def test_weight_norm_has_weights_of_length_gain():
     layer = WeightNormConv2d(3, 4, 3, 1)
     with torch.no_grad():
@@ -114,16 +76,15 @@ def test_weight_norm_has_weights_of_length_gain():
     torch.testing.assert_close(read.pow(2).sum(dim=(0, 2, 3)).sqrt(), torch.arange(1.0, 5.0))
 
 
-@pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("norm", ["bn", "wn"])
-def test_zeros_beside_the_input_channels_change_nothing(norm, members):
+def test_zeros_beside_the_input_channels_change_nothing(norm):
     torch.manual_seed(0)
-    plain = build("VGG16", norm=norm, size=8, width=4, members=members).double()
+    plain = build("VGG16", norm=norm, size=8, width=4).double()
     filled = copy.deepcopy(plain)
     for layer in filled.modules():
         if isinstance(layer, Convolution):
             layer.lanes = 8
-    images = torch.randn(6, 3 * members, 8, 8, dtype=torch.float64)
+    images = torch.randn(6, 3, 8, 8, dtype=torch.float64)
     for model in (plain, filled):
         model(images).square().sum().backward()
     for p, q in zip(plain.parameters(), filled.parameters(), strict=True):

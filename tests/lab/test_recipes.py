@@ -3,8 +3,7 @@
 import pytest
 
 from steradian.lab import paper
-from steradian.lab.config import METHODS
-from steradian.lab.names import meant
+from steradian.lab.config import METHODS, meant
 from steradian.lab.recipes import RECIPES, accuracy_tables, grid, pretraining, trajectories
 
 

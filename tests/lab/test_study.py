@@ -1,4 +1,4 @@
-"""A study among others: several processes, other data under the same name, checkpoints that do not fit, a last step."""
+"""Studies: several processes, other data under the same name, checkpoints that do not fit, records."""
 
 import errno
 import fcntl
@@ -15,16 +15,13 @@ import torch
 from pyarrow import parquet
 from rich.console import Console
 
-from steradian.lab.claims import Claims
+from steradian.cli.progress import Lines
 from steradian.lab.data import DataSet, Images, Resident, load
-from steradian.lab.execution import Execution
-from steradian.lab.members import CURVES, Member
-from steradian.lab.progress import Lines
-from steradian.lab.results import Result, Store
+from steradian.lab.experiments import Tracks, track_study
+from steradian.lab.results import CURVES, Claims, Result, Store, has_diverged
 from steradian.lab.study import Study, study_name
-from steradian.lab.times import plain_loops
+from steradian.lab.tables import plain_loops
 from steradian.lab.tracking import Tracked
-from steradian.lab.tracks import Tracks, track_study
 from steradian.lab.training import Training
 from steradian.watch.records import COLUMNS
 
@@ -47,11 +44,12 @@ def other_images():
 
 def test_a_claim_is_held_by_one_and_free_when_it_ends(tmp_path):
     with Claims(tmp_path) as mine, Claims(tmp_path) as others:
-        assert mine.take(["a", "b"])
-        assert not others.take(["c", "b"])
-        assert others.take(["c"])  # nothing was kept of what could not be had whole
-        mine.free(["b"])
-        assert others.take(["b"])
+        assert mine.take("a")
+        assert mine.take("b")
+        assert not others.take("b")
+        assert others.take("c")
+        mine.free("b")
+        assert others.take("b")
     assert not list(tmp_path.iterdir())
 
 
@@ -66,17 +64,17 @@ def test_a_file_system_without_locks_holds_results_and_claims(tmp_path, monkeypa
     assert store.keys() == {ONE.key}
     assert part.exists()
     with Claims(tmp_path / "claims") as claims:
-        assert claims.take(["a"])
+        assert claims.take("a")
 
 
 def test_a_study_whose_folder_is_cleaned_up_meanwhile_goes_on(tmp_path, data, monkeypatch):
     here = fleet(tmp_path, data, size=1)
-    monkeypatch.setattr(here.watcher, "finished", lambda _: shutil.rmtree(tmp_path / "work"))
+    monkeypatch.setattr(here.progress, "finished", lambda *_: shutil.rmtree(tmp_path / "work"))
     assert here.run([replace(ONE, seed=seed) for seed in range(2)])
 
 
 def test_a_claim_that_two_others_give_up_meanwhile_can_be_taken(tmp_path, monkeypatch):
-    """Before it is locked, who had it removes its file; the next one's file goes while it is looked at."""
+    """The previous holder removes the file before it is locked, and the next one while it is checked."""
     path, done = tmp_path / "a.lock", []
     flock, stat = fcntl.flock, Path.stat
 
@@ -97,7 +95,7 @@ def test_a_claim_that_two_others_give_up_meanwhile_can_be_taken(tmp_path, monkey
     monkeypatch.setattr(fcntl, "flock", late)
     monkeypatch.setattr(Path, "stat", gone_after)
     with Claims(tmp_path) as claims:
-        assert claims.take(["a"])
+        assert claims.take("a")
         assert path.exists()
     assert done == ["locked", "looked at"]
 
@@ -105,17 +103,17 @@ def test_a_claim_that_two_others_give_up_meanwhile_can_be_taken(tmp_path, monkey
 def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
     configs = [replace(ONE, seed=seed) for seed in range(2)]
     told = io.StringIO()
-    here = fleet(tmp_path, data, watcher=Lines(Console(file=told)))
+    here = fleet(tmp_path, data, progress=Lines(Console(file=told)))
     theirs = Claims(tmp_path / "work" / "claims")
-    assert theirs.take([configs[0].key])
+    assert theirs.take(configs[0].key)
 
     def meanwhile(*_):
         curves = {name: [1.0] for name in CURVES}
         here.store.add([Result(configs[0], curves, environment={"device": "theirs"})])
-        theirs.free([configs[0].key])
+        theirs.free(configs[0].key)
 
-    monkeypatch.setattr(here.watcher, "waiting", lambda count: (Lines.waiting(here.watcher, count), meanwhile()))
-    monkeypatch.setattr("steradian.lab.claims.AGAIN", 0.0)
+    monkeypatch.setattr(here.progress, "waiting", lambda count: (Lines.waiting(here.progress, count), meanwhile()))
+    monkeypatch.setattr("steradian.lab.fleet.POLL", 0.0)
     assert here.run(configs)
     made = {result.config.seed: result.environment["device"] for result in here.store.results()}
     assert made[0] == "theirs" != made[1]
@@ -137,12 +135,11 @@ def test_what_killed_processes_left_in_the_way_is_removed(tmp_path, data):
 
 
 def test_the_last_step_of_all_can_diverge_too():
-    member = Member(ONE, {name: [0.5] for name in CURVES})
-    assert not member.diverged
-    member.curves["validation_loss"] = [math.nan]
-    assert member.diverged
-    longer = Member(replace(ONE, epochs=2), member.curves)
-    assert not longer.diverged  # what is evaluated may recover
+    curves = {name: [0.5] for name in CURVES}
+    assert not has_diverged(ONE, curves)
+    curves["validation_loss"] = [math.nan]
+    assert has_diverged(ONE, curves)
+    assert not has_diverged(replace(ONE, epochs=2), curves)  # what is evaluated may recover
 
 
 def test_a_batch_larger_than_the_data_is_refused_before_anything_is_trained(tmp_path, data):
@@ -155,12 +152,6 @@ def test_an_unknown_network_is_refused_before_anything_is_trained(tmp_path, data
     with pytest.raises(ValueError, match="must be one of"):
         fleet(tmp_path, data).run([ONE, replace(ONE, **change)])
     assert not (tmp_path / "results.json").exists()
-
-
-@pytest.mark.parametrize("name", ["members", "together", "chunk", "lanes"])
-def test_execution_counts_from_one(data, name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        Training(ONE, data, execution=Execution(**{name: 0}))
 
 
 def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data):
@@ -196,7 +187,7 @@ def test_a_study_does_not_take_one_data_set_for_another(tmp_path, monkeypatch):
     mine = Resident(other_images())
     curves = {name: [1.0] for name in CURVES}
     study.store.add([Result(ONE, curves, environment={"data": mine.fingerprint})])
-    assert study.run([ONE])  # nothing is read where nothing is left to do
+    assert study.run([ONE])  # no data is read if nothing is left to do
     with pytest.raises(ValueError, match="trained on other data called digits"):
         study.run([ONE], roots={"digits": None})
     with pytest.raises(ValueError, match="trained on other data called digits"):

@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from steradian.cli.progress import Lines
 from steradian.lab.data import DataSet, Images, pack
-from steradian.lab.members import CURVES
-from steradian.lab.progress import Lines
 from steradian.lab.recipes import accuracy_tables
-from steradian.lab.results import Result, Store
-from steradian.lab.study import Study
-from steradian.lab.sweep import _got, _work, sweep
+from steradian.lab.results import CURVES, Result, Store
+from steradian.lab.study import Study, _get, _run_fleet, sweep
 
 from lab.studies import curves
 
@@ -29,7 +27,7 @@ SMALL = {"size": 2, "every": 0.0}
 
 @pytest.fixture
 def two_workers(monkeypatch):
-    # Ray's workers give way to every other process: beside two busy ones they would hardly run.
+    # Ray's workers have low priority: next to two busy processes they would hardly run.
     monkeypatch.setenv("RAY_worker_niceness", "0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
@@ -42,11 +40,11 @@ def configs():
 
 
 def drive(folder, address):
-    sweep(configs(), Study("spread", folder / "results", folder / "runs"), engine="ray", address=address, **SMALL)
+    sweep(configs(), Study("spread", folder / "results", folder / "runs"), address=address, **SMALL)
 
 
 def first_checkpoint(study, seconds=250):
-    """Wait for a worker, and for a checkpoint beside what it left when it began; returns their folder."""
+    """Wait for a worker and its first checkpoint; returns their folder."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         for checkpoint in study.work.glob("fleet-*/checkpoints/*.pt"):
@@ -78,19 +76,19 @@ def test_a_driver_and_a_worker_killed_in_the_middle_change_nothing(tmp_path, two
     killed = []
     hunter = threading.Thread(target=kill_a_worker, args=(spread, killed))
     hunter.start()
-    assert sweep(configs(), spread, engine="ray", **SMALL)
+    assert sweep(configs(), spread, **SMALL)
     hunter.join()
     assert len(killed) == 1
     workers = {int(path.read_text()) for path in spread.work.glob("fleet-*/worker")}
     assert killed[0] not in workers
     here = Study("here", tmp_path / "results", tmp_path / "runs")
-    assert sweep(configs(), here, engine="local", size=4)
+    assert here.run(configs(), size=4)
     assert curves(spread.store) == curves(here.store)
     assert len(here.store.results()) == 4
 
     for path in spread.work.glob("fleet-*/worker"):
         path.unlink()
-    assert sweep(configs(), spread, engine="ray", **SMALL)
+    assert sweep(configs(), spread, **SMALL)
     assert not list(spread.work.glob("fleet-*/worker")), "what was finished was done again"
 
 
@@ -99,7 +97,7 @@ def test_a_driver_and_a_worker_killed_in_the_middle_change_nothing(tmp_path, two
 )
 def test_an_address_where_nobody_is_is_said_at_once(tmp_path, address, words):
     with pytest.raises((ValueError, ConnectionError), match=words):
-        sweep(configs(), Study("spread", tmp_path, tmp_path), engine="ray", address=address)
+        sweep(configs(), Study("spread", tmp_path, tmp_path), address=address)
 
 
 def test_what_goes_wrong_in_a_fleet_comes_out_as_it_was_raised():
@@ -112,10 +110,10 @@ def test_what_goes_wrong_in_a_fleet_comes_out_as_it_was_raised():
     lost = Lost()
     lost.error = ray.exceptions.RayTaskError("f", "Traceback (most recent call last)", ValueError("one line"))
     with pytest.raises(ValueError, match=r"^one line$"):
-        _got(lost, [])
+        _get(lost, [])
     lost.error = ray.exceptions.WorkerCrashedError()
     with pytest.raises(RuntimeError, match=r"a fleet was lost .* a new start goes on"):
-        _got(lost, [])
+        _get(lost, [])
 
 
 def test_what_another_study_has_finished_is_not_sent_to_workers(tmp_path, monkeypatch):
@@ -124,11 +122,11 @@ def test_what_another_study_has_finished_is_not_sent_to_workers(tmp_path, monkey
 
     working = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict)
     working.remote = lambda **_: lambda _: SimpleNamespace(remote=nobody)
-    monkeypatch.setattr("steradian.lab.sweep._ray", lambda: working)
+    monkeypatch.setattr("steradian.lab.study._ray", lambda: working)
     known = [Result(config, {name: [1.0] for name in CURVES}) for config in configs()]
     Store(tmp_path / "other.json").add(known)
     study = Study("spread", tmp_path, tmp_path / "runs")
-    assert sweep(configs(), study, engine="ray")
+    assert sweep(configs(), study)
     assert study.store.keys() == {config.key for config in configs()}
 
 
@@ -141,26 +139,26 @@ def test_a_worker_with_other_images_under_the_name_is_refused(tmp_path, monkeypa
     far = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict, exceptions=ray.exceptions)
     far.remote = lambda **_: lambda _: SimpleNamespace(remote=lambda *_: [of(last, "theirs").to_dict()])
     far.wait, far.get = (lambda left, num_returns: (left, [])), list
-    monkeypatch.setattr("steradian.lab.sweep._ray", lambda: far)
+    monkeypatch.setattr("steradian.lab.study._ray", lambda: far)
     study = Study("spread", tmp_path, tmp_path / "runs")
     study.store.add([of(first, "ours")])
     with pytest.raises(ValueError, match=f"holds {first.key}, trained on other data called digits"):
-        sweep([first, last], study, engine="ray")
+        sweep([first, last], study)
     assert study.store.keys() == {first.key}
 
 
 def test_workers_look_for_data_where_the_driver_would(tmp_path, monkeypatch):
-    """A worker begins in a folder of its own: here the driver's calls, carried out there."""
+    """A worker has another working directory: here the driver's calls are run there."""
 
     def elsewhere(*arguments):
         with monkeypatch.context() as worker:
             worker.chdir("/")
-            return _work(*arguments)
+            return _run_fleet(*arguments)
 
     here = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict, exceptions=ray.exceptions)
     here.remote = lambda **_: lambda _: SimpleNamespace(remote=elsewhere)
     here.wait, here.get = (lambda left, num_returns: (left, [])), list
-    monkeypatch.setattr("steradian.lab.sweep._ray", lambda: here)
+    monkeypatch.setattr("steradian.lab.study._ray", lambda: here)
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
     some = Images(random.integers(0, 256, (30, 8, 8, 1), dtype=np.uint8), random.integers(0, 2, 30))
@@ -168,13 +166,8 @@ def test_workers_look_for_data_where_the_driver_would(tmp_path, monkeypatch):
     [config] = accuracy_tables(data="mine", columns=["VGG16"], methods=["Adam"], epochs=1, seeds=1)
     small = replace(config, width=4, batch_size=8, precision="float32")
     told = io.StringIO()
-    assert sweep([small], Study("spread", "results", "runs"), engine="ray", watcher=Lines(Console(file=told)))
+    assert sweep([small], Study("spread", "results", "runs"), progress=Lines(Console(file=told)))
     assert [line.split("  ")[0] for line in told.getvalue().splitlines()] == [
         "0 of 1 trainings were finished before",
         "1 of 1",
     ]
-
-
-def test_an_unknown_engine_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="engine must be local or ray"):
-        sweep([], Study("x", tmp_path, tmp_path), engine="slurm")

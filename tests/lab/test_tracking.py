@@ -1,4 +1,4 @@
-"""Tracking changes nothing, in sittings or not, and records what `watch` sees of the same training."""
+"""Tracking changes nothing, interrupted or not, and records what `watch` records of the same training."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,17 +9,12 @@ import pandas as pd
 import pytest
 import torch
 
-from steradian.lab.claims import Claims
-from steradian.lab.comparing import compare_trajectories
-from steradian.lab.execution import Execution
-from steradian.lab.launch import Plain
-from steradian.lab.members import Member
-from steradian.lab.progress import Watcher
+from steradian.lab.experiments import Tracks, compare_trajectories, track_study, trajectory_study
+from steradian.lab.fleet import Progress
 from steradian.lab.recipes import trajectories
-from steradian.lab.results import Store
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA, SEEN, Tracked, recorded_steps
-from steradian.lab.tracks import Tracks, track_study, trajectory_study
-from steradian.lab.training import Training
+from steradian.lab.results import Claims, Store
+from steradian.lab.tracking import ALL, LIVING, PHENOMENA, RECORDED, Tracked, recorded_steps
+from steradian.lab.training import Execution, Queue, Training
 from steradian.watch import watch
 
 from lab.studies import CONFIG, curves, few, fleet, methods
@@ -75,18 +70,18 @@ def test_tracking_changes_nothing_and_sees_what_watch_sees(data, method):
     steps = recorded_steps(2 * plain.steps, POINTS)
     assert sorted(set(table["step"])) == steps
     assert list(dict.fromkeys(table["group"])) == [*plain.groups.layouts, LIVING, ALL]
-    assert set(table["quantity"]) == {*SEEN, *PHENOMENA, "living"}
+    assert set(table["quantity"]) == {*RECORDED, *PHENOMENA, "living"}
     found, expected = by_place(table), watched(config, data)
     shared = found.index.intersection(expected.index)
-    assert len(shared) == len(steps) * 13 * len(SEEN + PHENOMENA) * 6
+    assert len(shared) == len(steps) * 13 * len(RECORDED + PHENOMENA) * 6
     np.testing.assert_allclose(found[shared], expected[shared], rtol=2e-3, atol=1e-5)
     radial = table[(table["quantity"] == "radial") & (table["group"] == ALL)]["value"]
     assert (radial < 1).all()  # H1
 
 
 def test_a_rehearsal_leaves_no_trace_in_what_momentum_remembers(data, monkeypatch):
-    """What happens before the first replay, without the replay."""
-    monkeypatch.setattr(Training, "_launcher", lambda self, work, together=1: Plain(work))
+    """The preparation of a capture, without the capture."""
+    monkeypatch.setattr(Queue, "capture", lambda self, work: work)
     [config] = methods("Adam", epochs=2)
     made = []
     for captured in (False, True):
@@ -125,7 +120,7 @@ def test_filters_that_shrank_away_count_in_no_layer(data):
     place = training.quantities.index("radius")
     training._values[-1][place, 0] *= 1e-4
     after = by_place(training.table())
-    last = training._steps[-1]
+    last = training._recorded[-1]
     assert after[last, ALL, "radius", "min"] < 1e-3 * before[last, ALL, "radius", "min"]
     assert after[last, LIVING, "radius", "min"] >= before[last, ALL, "radius", "min"]
     assert after[last, name, "radius", "min"] >= before[last, name, "radius", "min"]
@@ -146,8 +141,6 @@ def test_what_cannot_be_measured_is_said(data):
     for method in ("Adam w/o (ab)", "AdamG†"):
         with pytest.raises(ValueError, match="where momentum is a sum of past gradients"):
             Tracked(methods(method)[0], data, phenomena=True)
-    with pytest.raises(ValueError, match="one alone"):
-        Tracked([CONFIG, replace(CONFIG, seed=1)], data)
 
 
 def test_adagradg_stays_with_sgd_and_adagrad_does_not(data):
@@ -170,7 +163,7 @@ def test_adagradg_stays_with_sgd_and_adagrad_does_not(data):
 
 def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     small = few(train=60, test=20)
-    for module in ("tracks", "study"):
+    for module in ("experiments", "study"):
         monkeypatch.setattr(f"steradian.lab.{module}.load", lambda *_: None)
         monkeypatch.setattr(f"steradian.lab.{module}.Resident", lambda *_: small)
     where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs"}
@@ -189,54 +182,54 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="has no record"):
         track_study(configs, "small", **where)
     start = replace(CONFIG, method="SGD-M", epochs=1)
-    monkeypatch.setattr("steradian.lab.tracks.pretraining", lambda **_: [start])
+    monkeypatch.setattr("steradian.lab.experiments.pretraining", lambda **_: [start])
     made, done = trajectory_study({}, "paths", tuning=1, points=2, **where)
     assert done
     assert set(made.table()["run"]) == made.runs() == {trajectories([start], epochs=1)[0].key}
     weights = tmp_path / "runs" / "paths" / "weights" / f"{start.key}.pt"
     weights.unlink()
     assert trajectory_study({}, "paths", tuning=1, **where) == (made, True)
-    with pytest.raises(ValueError, match="bring that folder along"):
+    with pytest.raises(ValueError, match="copy that folder here"):
         trajectory_study({}, "paths", tuning=2, **where)
 
 
 def test_a_comparison_that_another_process_has_is_left_to_it(tmp_path, monkeypatch):
     small = few(train=60, test=20)
-    for module in ("tracks", "study"):
+    for module in ("experiments", "study"):
         monkeypatch.setattr(f"steradian.lab.{module}.load", lambda *_: None)
         monkeypatch.setattr(f"steradian.lab.{module}.Resident", lambda *_: small)
-    monkeypatch.setattr("steradian.lab.claims.AGAIN", 0.0)
+    monkeypatch.setattr("steradian.lab.fleet.POLL", 0.0)
     starts = [replace(CONFIG, method="SGD-M", epochs=1, seed=seed) for seed in range(3)]
     keys = [trajectories([start], epochs=1)[0].key for start in starts]
-    monkeypatch.setattr("steradian.lab.tracks.pretraining", lambda **_: starts)
+    monkeypatch.setattr("steradian.lab.experiments.pretraining", lambda **_: starts)
     other, compared, told = Claims(tmp_path / "runs" / "paths" / "claims"), [], []
     tracks = Tracks(tmp_path / "paths-tracks.parquet")
 
     def compare(schemes, *_):
         compared.append(schemes[0].key)
         tracks.add(schemes[0], table, steps=1)
-        return Member(schemes[0])
 
-    class Asked(Watcher):
+    class Asked(Progress):
         def waiting(self, trainings):
             told.append(trainings)
             if len(told) == 1:  # the other one finishes the first, and gives the second up
                 tracks.add(trajectories([starts[0]], epochs=1)[0], table, steps=1)
-            other.free(keys[:2])
+            for key in keys[:2]:
+                other.free(key)
 
     values = {"run": ["r"], "step": [1], "group": ["g"], "quantity": ["cosine"], "statistic": ["mean"], "value": [1.0]}
     table = pd.DataFrame(values)
-    monkeypatch.setattr("steradian.lab.tracks._compare", compare)
-    assert other.take(keys[:2])
+    monkeypatch.setattr("steradian.lab.experiments._compare", compare)
+    assert all(other.take(key) for key in keys[:2])
     where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs"}
-    assert trajectory_study({}, "paths", tuning=1, watcher=Asked(), **where) == (tracks, True)
+    assert trajectory_study({}, "paths", tuning=1, progress=Asked(), **where) == (tracks, True)
     assert (told, compared) == ([2], [keys[2], keys[1]])
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("method", ["Adam", "SGD-M"])
 def test_on_a_gpu_replayed_tracking_is_plain_tracking(exact, method):
-    """Every recorded figure, over a few steps; replayed steps round otherwise, since optimizers are fused there."""
+    """Every recorded value, over a few steps; replayed steps round differently, since optimizers are fused there."""
     data = few("cuda", train=400, test=100)
     [config] = methods(method, epochs=1)
     made = []

@@ -1,4 +1,4 @@
-"""The command line, thin: it parses, calls, and prints errors in one line."""
+"""The command line: it parses arguments, calls the library, and prints errors in one line."""
 
 import codecs
 import os
@@ -12,7 +12,7 @@ from typing import Annotated
 from rich.console import Console
 
 from steradian import __version__
-from steradian.lab.interruption import end
+from steradian.lab.interruption import exit_on_signal
 
 _INSTALL = "pip install 'steradian[lab]'"
 
@@ -32,35 +32,35 @@ app = typer.Typer(
 )
 
 _EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError)
-_LAB = ("pandas", "pyarrow", "plotly", "PIL", "sklearn", "scipy")
-_WIDE = 160  # columns, where no terminal says how many there are
+_LAB = ("pandas", "pyarrow", "plotly", "matplotlib", "PIL", "sklearn", "scipy")
+_WIDE = 160  # columns, if there is no terminal
 _INTERRUPTED = 130
-_PLAINER = {"−": "-", "±": "~", "×": "x", "…": ".", "†": "+", "“": '"', "”": '"'}  # one for one: tables stay straight
+_ASCII = {"−": "-", "±": "~", "×": "x", "…": ".", "†": "+", "“": '"', "”": '"'}  # of the same width
 
 
-def _plainly(error: UnicodeError) -> tuple[str, int]:
-    """What a terminal without a sign gets: one that is near, or a question mark."""
+def _to_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Replace characters that a terminal cannot show by similar ones, or by a question mark."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(_PLAINER.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+    return "".join(_ASCII.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
-codecs.register_error("steradian", _plainly)
+codecs.register_error("steradian", _to_ascii)
 
 
 def screen(*, stderr: bool = False) -> Console:
-    """Where commands print: names are shown as they are, and tables keep their lines in a file."""
+    """The console for commands: without markup, and wide in a file, so that tables are not wrapped."""
     made = Console(stderr=stderr, markup=False, highlight=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _WIDE
     return made
 
 
-from steradian.cli import bench, data, look, show, study  # noqa: E402, F401  # each adds its commands
+from steradian.cli import data, look, show, study  # noqa: E402, F401  # each adds its commands
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"steradian {__version__}")
         raise typer.Exit
 
@@ -68,44 +68,44 @@ def _tell_version(asked: bool) -> None:
 @app.callback()
 def steradian(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Commands of Steradian."""
 
 
 def main() -> None:
-    """Run the command line; an error is one line on stderr, exit code 1, or 2 where the arguments are wrong.
+    """Run the command line; an error is one line on stderr with exit code 1, or 2 if the arguments are wrong.
 
-    With STERADIAN_TRACEBACK=1 in the environment an error shows where it comes from.
+    With STERADIAN_TRACEBACK=1 in the environment errors have a traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="steradian")
     try:
-        with _ended_in_order():
+        with _closing_on_signals():
             code = app(prog_name="steradian", standalone_mode=False)
     except Exception as error:
         if os.environ.get("STERADIAN_TRACEBACK"):
             raise
-        code = _told(error)
+        code = _print_error(error)
     except KeyboardInterrupt:
         code = _INTERRUPTED
     if code == _INTERRUPTED:
-        _say("interrupted")
+        _print("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
 
 
 @contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Within it a request to end closes what is open: a live table gives the cursor back, a cluster is stopped."""
+def _closing_on_signals() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM and SIGHUP, so that a live table restores the cursor and a cluster is stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as nohup has it
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # under nohup
     for number in before:
-        signal.signal(number, end)
+        signal.signal(number, exit_on_signal)
     try:
         yield
     finally:
@@ -113,22 +113,22 @@ def _ended_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _told(error: Exception) -> int:
-    """Say what is wrong; returns the exit code."""
-    # typer brings its own copy of click's errors in some versions: they are known by what they can do.
+def _print_error(error: Exception) -> int:
+    """Print what is wrong; returns the exit code."""
+    # Some versions of typer have their own copy of click's errors: they are recognized by their attributes.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         text, context = str(error.format_message()), getattr(error, "ctx", None)
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(text)
         else:
-            _say(f"{text.rstrip('.')}; see {context.command_path if context else 'steradian'} --help")
+            _print(f"{text.rstrip('.')}; see {context.command_path if context else 'steradian'} --help")
         return int(error.exit_code)
-    if type(error).__name__ == "Abort":  # what older ones make of an interruption
+    if type(error).__name__ == "Abort":  # an interruption in older versions
         return _INTERRUPTED
     if not isinstance(error, _EXPECTED):
-        _say(f"{type(error).__name__}: {error}; STERADIAN_TRACEBACK=1 shows where")
+        _print(f"{type(error).__name__}: {error}; STERADIAN_TRACEBACK=1 shows where")
         return 1
-    # A KeyError writes its message in quotes, and torch adds the frames of its own code.
+    # A KeyError quotes its message, and torch adds its C++ frames.
     message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     if isinstance(error, OSError) and error.strerror:
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -136,9 +136,9 @@ def _told(error: Exception) -> int:
         message = f"a folder is needed, and {error.filename} is a file"
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] in _LAB:
         message += f", which comes with the extra 'lab': {_INSTALL}"
-    _say(message.split("\nException raised from")[0] or type(error).__name__)
+    _print(message.split("\nException raised from")[0] or type(error).__name__)
     return 1
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     screen(stderr=True).print(f"steradian: {' '.join(text.split())}", style="red", soft_wrap=True)

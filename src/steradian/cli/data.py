@@ -7,7 +7,7 @@ import typer
 
 from steradian.cli import app, screen
 
-_HELP = """Data sets: pack them to carry them elsewhere, and check them.
+_HELP = """Data sets: pack them into few files, and check them.
 
 Example: steradian data check digits"""
 data = typer.Typer(help=_HELP, no_args_is_help=True)
@@ -23,7 +23,7 @@ def pack(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
     root: Root = None,
 ) -> None:
-    """Write a data set in the packed form: WebP mosaics without loss, labels, and checksums.
+    """Write a data set in the packed form: lossless WebP mosaics, labels, and checksums.
 
     Example: steradian data pack digits --out data/digits
     """
@@ -36,7 +36,7 @@ def pack(
 
 @data.command()
 def check(name: Name, root: Root = None) -> None:
-    """Read a data set, its checksums verified, and say what it holds.
+    """Read a data set, verify its checksums, and print what it holds.
 
     Example: steradian data check digits
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from steradian.lab.results import Result
 
 GRID = "best of the grid, by validation accuracy"
-_ANY = 10_000  # columns: as wide as a table may become
+_ANY = 10_000  # columns: wider than any table
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
@@ -29,11 +29,10 @@ def table(
 
     Example: steradian table resnet20-cifar10
     """
-    from steradian.lab.grids import grid_rows, is_grid
-    from steradian.lab.tables import accuracy_columns, markdown_table
+    from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, markdown_table
 
-    study, folder = _found(study, folder)
-    results = [result for result in _stored(study, folder) if result.config.start is None]
+    study, folder = _locate(study, folder)
+    results = [result for result in _results(study, folder) if result.config.start is None]
     if not results:
         raise ValueError(f"{study} holds fine-tuning alone, which has no table")
     if not markdown:
@@ -56,15 +55,14 @@ def figure(
 
     Example: steradian figure resnet20-cifar10 loss --out loss.svg
     """
-    from steradian.lab.figures import FIGURES, TRACK_FIGURES
-    from steradian.lab.names import meant
-    from steradian.lab.pictures import write_figure
-    from steradian.lab.tracks import Tracks
+    from steradian.lab.config import meant
+    from steradian.lab.experiments import Tracks
+    from steradian.lab.figures import FIGURES, TRACK_FIGURES, write_figure
 
     kind = meant(kind, [*FIGURES, *TRACK_FIGURES]) or kind
-    study, folder = _found(study, folder)
+    study, folder = _locate(study, folder)
     if kind in FIGURES:
-        drawn = FIGURES[kind](_stored(study, folder))
+        drawn = FIGURES[kind](_results(study, folder))
     elif kind in TRACK_FIGURES:
         tracks = Tracks(folder / f"{study}-tracks.parquet")
         if not tracks.path.exists():
@@ -105,13 +103,13 @@ def write_up(
     figures: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("docs/study"),
     folder: Folder = Path("results"),
 ) -> None:
-    """Make the tables and figures of documents anew from results/, between their marks; all else is kept.
+    """Rewrite the tables and figures of documents from results/, between their marks; the rest is kept.
 
     Example: steradian write-up docs/study.md
     """
     from steradian.lab import documents as lab_documents
 
-    if not folder.is_dir():  # all that is written would be taken for not run yet
+    if not folder.is_dir():  # else every region would say that its study has not been run
         raise ValueError(f"results must be a folder, got {str(folder)!r}")
     lab_documents.write_up(documents, results=folder, figures=figures)
     written = ", ".join(map(str, documents))
@@ -119,9 +117,8 @@ def write_up(
 
 
 def print_table(results: "Sequence[Result]", console: Console) -> None:
-    """Print one table for each column and what its figures say, or the best points of a grid."""
-    from steradian.lab.grids import grid_rows, is_grid
-    from steradian.lab.tables import RULE, accuracy_columns
+    """Print one table for each column with its statements, or the best points of a grid."""
+    from steradian.lab.tables import RULE, accuracy_columns, grid_rows, is_grid
 
     if is_grid(results):
         _print(console, GRID, *grid_rows(results))
@@ -142,7 +139,7 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
 
 
 def _print(console: Console, title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """A table, or one paragraph for each of its lines where the screen is too narrow for its words."""
+    """A table, or one paragraph for each of its lines if the screen is too narrow for its words."""
     whole = _table(title, heads, lines)
     if console.measure(whole, options=console.options.update(width=_ANY)).minimum <= console.width:
         console.print(whole)
@@ -157,7 +154,7 @@ def _print(console: Console, title: str, heads: Sequence[str], lines: Sequence[S
 
 
 def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """Cells are broken between words where the screen is narrow, and never cut off."""
+    """A table whose cells are wrapped between words, and never cut off."""
     shown = Table(title=title)
     for number, head in enumerate(heads):
         words = [word for text in (head, *(line[number] for line in lines)) for word in text.split()]
@@ -167,15 +164,15 @@ def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> 
     return shown
 
 
-def _found(study: str, folder: Path) -> tuple[str, Path]:
-    """Name and folder of a study; its file may be given, as a shell completes it."""
+def _locate(study: str, folder: Path) -> tuple[str, Path]:
+    """Name and folder of a study, which may be given by the path of its file."""
     for ending in ("-tracks.parquet", ".json"):
         if study.endswith(ending) and Path(study).is_file():
             return Path(study).name.removesuffix(ending), Path(study).parent
     return study, folder
 
 
-def _stored(study: str, folder: Path) -> "list[Result]":
+def _results(study: str, folder: Path) -> "list[Result]":
     from steradian.lab.results import Store
 
     results = Store(folder / f"{study}.json").results()

@@ -1,5 +1,7 @@
-"""Commands that train: train and reproduce."""
+"""Commands that run trainings: train, reproduce and bench."""
 
+import runpy
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +15,9 @@ from steradian.cli.show import print_table
 
 if TYPE_CHECKING:
     from steradian.lab.config import Config
-    from steradian.lab.execution import Execution
+    from steradian.lab.fleet import Progress
     from steradian.lab.study import Study
+    from steradian.lab.training import Execution
 
 Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, original archives, or images.")]
@@ -25,7 +28,7 @@ Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at on
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Compiled = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the networks.")]
 Captured = Annotated[bool | None, typer.Option("--capture/--no-capture", help="Replay steps as CUDA graphs.")]
-Fused = Annotated[bool | None, typer.Option("--fused/--no-fused", help="Take the fused optimizer steps.")]
+Fused = Annotated[bool | None, typer.Option("--fused/--no-fused", help="Use the fused optimizer steps.")]
 _OVER = "The time is over before the end: the same command goes on from here."
 _STOPPED = "Stopped before the end: the same command goes on from the last checkpoint."
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
@@ -52,15 +55,15 @@ def train(
     """
     from dataclasses import replace
 
+    from steradian.lab.config import meant
     from steradian.lab.models import MODELS, NORMS
-    from steradian.lab.names import meant
     from steradian.lab.paper import COLUMNS
     from steradian.lab.recipes import accuracy_tables
 
     if (network := meant(model, MODELS)) is None:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {model!r}")
     norm = meant(norm, NORMS) or norm
-    # A network that the paper did not train on this data takes what is best for it on CIFAR-10.
+    # A network that the paper did not train on this data takes its best settings on CIFAR-10.
     papers = [name for each, name in COLUMNS if each == network]
     like = data if data in papers or data not in {name for _, name in COLUMNS} else papers[0]
     configs = accuracy_tables(norm=norm, data=like, columns=[network], methods=[method], epochs=epochs, seeds=seeds)
@@ -68,7 +71,7 @@ def train(
     changes = {name: value for name, value in given.items() if value is not None}
     configs = [replace(config, **changes) for config in configs]
     name = f"train-{configs[0].setting}" if study is None else study
-    _carry_out(configs, name, root=root, device=device, execution=_execution(device, None))
+    _run(configs, name, roots=_roots(configs, root), device=device, execution=_execution(device, None))
 
 
 @app.command()
@@ -84,14 +87,15 @@ def reproduce(
     methods: Annotated[list[str] | None, typer.Option(help='e.g. "Adam w/o (ab)"; once for each.')] = None,
     seconds: Seconds = None,
     size: Size = None,
-    members: Annotated[int, typer.Option(min=1, help="Seeds of one setting carried out as one network.")] = 1,
     device: Device = None,
     engine: Annotated[str, typer.Option(help="local, or ray for many machines.")] = "local",
     address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; none: one is started here.")] = None,
     compiled: Compiled = None,
     captured: Captured = None,
     fused: Fused = None,
-    points: Annotated[int | None, typer.Option(min=2, help="Steps that are recorded, where steps are.")] = None,
+    points: Annotated[
+        int | None, typer.Option(min=2, help="hypotheses, phenomena, trajectories: steps to record.")
+    ] = None,
     phenomena: Annotated[bool, typer.Option("--phenomena", help="hypotheses: measure (a) to (c) too.")] = False,
     tuning: Annotated[int | None, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = None,
     settings: Annotated[
@@ -103,7 +107,7 @@ def reproduce(
     network: Annotated[str, typer.Option(help="Networks: of the paper, or of the authors' released code.")] = "paper",
     study: Name = None,
 ) -> None:
-    """Carry out the trainings behind a table or a figure of the paper, and show what came out.
+    """Run the trainings behind a table or a figure of the paper, and show the results.
 
     Finished trainings are never repeated: after an interruption, the same command goes on.
 
@@ -112,167 +116,163 @@ def reproduce(
     from steradian.lab.recipes import RECIPES
     from steradian.lab.study import study_name
 
-    scale = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
-    options: dict[str, Any] = {name: value for name, value in scale.items() if value is not None}
-    options |= {name: given for name, given in (("rates", rates), ("decays", decays), ("beta2s", beta2s)) if given}
     if recipe not in (*RECIPES, "trajectories"):
         raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
     if network not in ("paper", "released"):
         raise ValueError(f"network must be paper or released, got {network!r}")
-    asked: dict[str, Any] = {"points": points, "phenomena": phenomena, "tuning": tuning, "members": members > 1}
-    asked |= {"lr": rates, "weight-decay": decays, "beta2": beta2s}
-    asked |= {"settings": settings != "printed", "network": network != "paper"}
-    options |= {"settings": settings} if asked["settings"] else {}
-    options |= {"released": True} if asked["network"] else {}
+    special: dict[str, Any] = {"points": points, "phenomena": phenomena, "tuning": tuning}
+    special |= {"lr": rates, "weight-decay": decays, "beta2": beta2s}
+    special |= {"settings": settings != "printed", "network": network != "paper"}
     local = {"seconds": seconds, "device": device, "compile": compiled, "capture": captured, "fused": fused}
-    _agree(recipe, engine, {"address": address}, asked, local)
-    execution = _execution(device, compiled, captured=captured, fused=fused, members=members)
-    carried: dict[str, Any] = {"device": device, "seconds": seconds, "size": size, "execution": execution}
-    recorded = {"points": points} if points else {}
+    _check_options(recipe, engine, special, local, {"address": address})
+    options: dict[str, Any] = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
+    options |= {"rates": rates, "decays": decays, "beta2s": beta2s, "released": special["network"]}
+    options |= {"settings": settings if special["settings"] else None}
+    options = {name: value for name, value in options.items() if value}
+    execution = _execution(device, compiled, captured=captured, fused=fused)
+    how: dict[str, Any] = {"device": device, "seconds": seconds, "size": size, "execution": execution}
+    how |= {name: value for name, value in (("points", points), ("tuning", tuning)) if value}
     if recipe == "trajectories":
-        tuned = {"tuning": tuning} if tuning else {}
-        _trajectories(options, study, root=root, **tuned, **carried, **recorded)
+        _trajectories(options, study, root=root, **how)
         return
     configs = RECIPES[recipe](**options)
     name = study_name(recipe, configs, settings=settings) if study is None else study
+    roots = _roots(configs, root)
     if recipe in ("hypotheses", "phenomena"):
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
-        measured = measured if phenomena or recipe == "phenomena" else set()
-        _tracked(configs, name, root=root, phenomena=measured, **carried, **recorded)
+        _track(configs, name, phenomena=measured if phenomena or recipe == "phenomena" else set(), roots=roots, **how)
     elif engine == "ray":
-        _sweep(configs, name, root=root, address=address, size=size)
+        _sweep(configs, name, roots=roots, address=address, size=size or 8)
     else:
-        _carry_out(configs, name, root=root, **carried)
+        _run(configs, name, roots=roots, **how)
+
+
+@app.command(  # -h belongs to the benchmark
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
+)
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="A file of benchmarks/: step, image, discovery, fleet, watch, …")],
+) -> None:
+    """Run a benchmark of the source tree; arguments after its name are passed to it.
+
+    Example: steradian bench fleet --models ResNet20 --sizes 1 8
+    """
+    folder = Path(__file__).resolve().parents[3] / "benchmarks"
+    # The folder also has modules that benchmarks share.
+    there = {path.stem: path for path in sorted(folder.glob("*.py")) if '__name__ == "__main__"' in path.read_text()}
+    if name not in there:
+        raise ValueError(f"no benchmark {name!r} in {folder}; there are {', '.join(there) or 'none'}")
+    script = there[name]
+    sys.argv = [str(script), *context.args]
+    sys.path.insert(0, str(folder))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 _FOR = {
     "points": ("hypotheses", "phenomena", "trajectories"),
     "phenomena": ("hypotheses", "phenomena"),
     "tuning": ("trajectories",),
-    "members": ("tables", "tables-no-affine", "curves", "grid", "trajectories"),
     "lr": ("grid",),
     "weight-decay": ("grid",),
     "beta2": ("grid",),
     "settings": ("tables", "tables-no-affine", "curves", "phenomena"),
     "network": ("tables", "tables-no-affine", "curves", "phenomena"),
 }
-"""Options that not every recipe has."""
+"""Recipes of the options that not every recipe has."""
 _ON_RAY = ("tables", "tables-no-affine", "curves", "grid")
 
 
-def _agree(recipe: str, engine: str, on_ray: dict[str, Any], asked: dict[str, Any], local: dict[str, Any]) -> None:
-    """Refuse options that the recipe or the engine would pass over in silence."""
+def _check_options(
+    recipe: str, engine: str, special: dict[str, Any], local: dict[str, Any], on_ray: dict[str, Any]
+) -> None:
+    """Refuse options that the recipe or the engine would ignore."""
     if engine not in ("local", "ray"):
         raise ValueError(f"engine must be local or ray, got {engine!r}")
     for name, recipes in _FOR.items():
-        if asked[name] and recipe not in recipes:
+        if special[name] and recipe not in recipes:
             raise ValueError(f"--{name} is for {', '.join(recipes)}, not for {recipe}")
     if engine == "ray" and recipe not in _ON_RAY:
         raise ValueError(f"--engine ray is for {', '.join(_ON_RAY)}; {recipe} records steps on one machine")
-    others = {**local, "members": asked["members"] or None} if engine == "ray" else on_ray
-    for name, value in others.items():
+    for name, value in (local if engine == "ray" else on_ray).items():
         if value is not None:
             raise ValueError(f"--{name} is for --engine {'local' if engine == 'ray' else 'ray'}, not for {engine}")
 
 
 def _execution(device: str | None, compiled: bool | None, **how: Any) -> "Execution":
-    """How to train: networks are compiled on a GPU, unless something else is asked for."""
-    from steradian.lab.execution import Execution
+    """How to train: networks are compiled on a GPU, unless an option says otherwise."""
     from steradian.lab.study import pick_device
+    from steradian.lab.training import Execution
 
     return Execution(compiled=pick_device(device).type == "cuda" if compiled is None else compiled, **how)
 
 
 @contextmanager
-def _going_on(console: Console) -> Iterator[None]:
-    """Say of an interruption that nothing is lost."""
+def _shown(console: Console) -> Iterator["Progress"]:
+    """The progress on a console; after an interruption it says that nothing is lost."""
+    from steradian.cli.progress import progress_on
+
     try:
-        yield
+        yield progress_on(console)
     except KeyboardInterrupt:
         console.print(_STOPPED, soft_wrap=True)
         raise
 
 
-def _carry_out(
-    configs: Sequence["Config"],
-    name: str,
-    *,
-    root: Path | None,
-    device: str | None,
-    execution: "Execution",
-    seconds: float | None = None,
-    size: int | None = None,
-) -> None:
-    from steradian.lab.progress import watcher_for
-    from steradian.lab.study import Study, pick_device
+def _run(configs: Sequence["Config"], name: str, **options: Any) -> None:
+    from steradian.lab.study import Study
 
-    where, console = pick_device(device), screen()
-    study = Study(name)
-    with _going_on(console):
-        finished = study.run(
-            configs,
-            roots=_roots(configs, root),
-            device=where,
-            size=size or (None if where.type == "cuda" else execution.members),
-            seconds=seconds,
-            execution=execution,
-            watcher=watcher_for(console),
-        )
-    _outcome(configs, study, finished, console)
+    study, console = Study(name), screen()
+    with _shown(console) as progress:
+        finished = study.run(configs, progress=progress, **options)
+    _print_results(configs, study, finished, console)
 
 
-def _outcome(configs: Sequence["Config"], study: "Study", finished: bool, console: Console) -> None:
+def _sweep(configs: Sequence["Config"], name: str, **options: Any) -> None:
+    from steradian.lab.study import Study, sweep
+
+    study, console = Study(name), screen()
+    with _shown(console) as progress:
+        finished = sweep(configs, study, progress=progress, **options)
+    _print_results(configs, study, finished, console)
+
+
+def _print_results(configs: Sequence["Config"], study: "Study", finished: bool, console: Console) -> None:
     """The table of these trainings, and where they are stored."""
     keys = {config.key for config in configs}
     print_table([result for result in study.store.results() if result.config.key in keys], console)
-    console.print(f"The results: {study.store.path}", soft_wrap=True)
-    if not finished:
-        console.print(_OVER)
+    _print_path("results", study.store.path, finished, console)
 
 
-def _sweep(configs: Sequence["Config"], name: str, *, root: Path | None, address: str | None, size: int | None) -> None:
-    from steradian.lab.progress import watcher_for
-    from steradian.lab.study import Study
-    from steradian.lab.sweep import sweep
-
-    study, console = Study(name), screen()
-    where: dict[str, Any] = {"address": address, "roots": _roots(configs, root)}
-    with _going_on(console):
-        finished = sweep(configs, study, engine="ray", size=size or 8, watcher=watcher_for(console), **where)
-    _outcome(configs, study, finished, console)
-
-
-def _tracked(configs: Sequence["Config"], name: str, *, root: Path | None, **options: Any) -> None:
-    from steradian.lab.progress import watcher_for
+def _track(configs: Sequence["Config"], name: str, **options: Any) -> None:
+    from steradian.lab.experiments import track_study
     from steradian.lab.study import RESULTS
-    from steradian.lab.tracks import track_study
 
     console = screen()
-    with _going_on(console):
-        finished = track_study(configs, name, roots=_roots(configs, root), watcher=watcher_for(console), **options)
-    _recorded(RESULTS / f"{name}-tracks.parquet", finished, console)
+    with _shown(console) as progress:
+        finished = track_study(configs, name, progress=progress, **options)
+    _print_path("records", RESULTS / f"{name}-tracks.parquet", finished, console)
 
 
-def _trajectories(options: dict[str, Any], study: str | None, **more: Any) -> None:
-    from steradian.lab.progress import watcher_for
-    from steradian.lab.tracks import trajectory_study
+def _trajectories(recipe: dict[str, Any], study: str | None, **options: Any) -> None:
+    from steradian.lab.experiments import trajectory_study
 
-    if options.pop("methods", None):
+    if "methods" in recipe:
         raise ValueError("trajectories compare SGD, AdaGradG and AdaGrad: there are no methods to choose")
     console = screen()
-    with _going_on(console):
-        tracks, finished = trajectory_study(options, study, watcher=watcher_for(console), **more)
-    _recorded(tracks.path, finished, console)
+    with _shown(console) as progress:
+        tracks, finished = trajectory_study(recipe, study, progress=progress, **options)
+    _print_path("records", tracks.path, finished, console)
 
 
-def _recorded(path: Path, finished: bool, console: Console) -> None:
-    console.print(f"The records: {path}", soft_wrap=True)
+def _print_path(what: str, path: Path, finished: bool, console: Console) -> None:
+    console.print(f"The {what}: {path}", soft_wrap=True)
     if not finished:
         console.print(_OVER)
 
 
 def _roots(configs: Sequence["Config"], root: Path | None) -> dict[str, Path]:
-    """The given folder for the one data set that the trainings need."""
+    """The given folder, for the one data set that the trainings need."""
     if root is None:
         return {}
     names = {config.data for config in configs}

@@ -1,15 +1,15 @@
-"""One training as plain data, with a key that names it for ever."""
+"""One training as plain data, with a permanent key; and names as people type them."""
 
 import hashlib
 import json
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Self
 
-__all__ = ["METHODS", "PRECISIONS", "Config"]
+__all__ = ["METHODS", "PRECISIONS", "Config", "chosen", "meant"]
 
 METHODS = (
     "SGD-M",
@@ -30,21 +30,21 @@ PRECISIONS = ("bf16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What one training is: everything its result depends on, save the machine.
+    """Everything that the result of a training depends on, except the machine.
 
     Attributes:
         model: one of `models.MODELS`.
         data: name of the data set.
         method: one of `METHODS`.
-        lr: rate on the rows (of all parameters, where `rest_lr` is None).
+        lr: rate on the rows (of all parameters, if `rest_lr` is None).
         norm: one of `models.NORMS`.
         weight_decay: λ.
         betas: β1 and β2 of Adam and its variants.
         momentum: of SGD-M.
         rest_lr: rate of the parameters without rows; None: `lr`.
-        epochs: how long.
+        epochs: number of epochs.
         milestones: epochs before which the rate is multiplied by `gamma`.
-        gamma: that factor.
+        gamma: factor of the rate at milestones.
         batch_size: images in a batch.
         seed: of initialization, order and augmentation.
         precision: "bf16" (autocast) or "float32".
@@ -76,13 +76,13 @@ class Config:
     released: bool = False
 
     def __post_init__(self) -> None:
-        # One number has one spelling, so that a configuration has one key: 1, 1.0 and numpy's are the same rate.
+        # 1, 1.0 and numpy's 1.0 are the same rate and must give the same key.
         for name in ("lr", "weight_decay", "momentum", "gamma", "betas", "rest_lr"):
             object.__setattr__(self, name, _plain(name, getattr(self, name), _number, "a finite number"))
         for name in ("epochs", "batch_size", "seed", "milestones", "width"):
             object.__setattr__(self, name, _plain(name, getattr(self, name), operator.index, "a whole number"))
         for name in ("model", "data", "norm"):
-            _check(isinstance(getattr(self, name), str), name, getattr(self, name), "a word")
+            _check(isinstance(getattr(self, name), str), name, getattr(self, name), "a string")
         _check(isinstance(self.betas, tuple) and len(self.betas) == 2, "betas", self.betas, "β1 and β2")
         _check(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "in [0, 1)")
         _check(isinstance(self.milestones, tuple), "milestones", self.milestones, "a list of epochs")
@@ -103,25 +103,25 @@ class Config:
 
     @property
     def key(self) -> str:
-        """A readable name that differs wherever two configurations do."""
-        # Fields at their defaults are left out, so that a field added later changes no key. Defaults stay as they are.
-        told = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        """A readable name that is different for different configurations."""
+        # Fields at their defaults are left out, so that a field added later changes no key. Defaults must never change.
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
         words = f"{self.model} {self.norm} {self.data} {self.method} s{self.seed}".lower()
         return re.sub(r"[^a-z0-9]+", "-", words).strip("-") + "-" + digest[:8]
 
     @property
     def column(self) -> str:
-        """Network and data: where the training stands in a table."""
+        """Network and data: the column of a table."""
         return f"{self.model} {self.data}"
 
     @property
     def setting(self) -> str:
-        """The key without the seed: trainings that differ by their seed alone share it."""
+        """The key without the seed: the same for trainings that differ only by their seed."""
         return replace(self, seed=0).key
 
     def rate_factor(self, epoch: int) -> float:
-        """What the rate is multiplied by in an epoch, counted from 0.
+        """The factor of the rate in an epoch, counted from 0.
 
         >>> config = Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3)
         >>> config.rate_factor(134), config.rate_factor(135)
@@ -130,13 +130,13 @@ class Config:
         return self.gamma ** sum(epoch >= milestone for milestone in self.milestones)
 
     def scaled(self, epochs: int) -> Self:
-        """The same training over another number of epochs, its milestones at the same shares of it.
+        """The same training with another number of epochs, and milestones scaled with it.
 
         >>> Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3).scaled(9).milestones
         (3, 5, 7)
         """
         epochs = _plain("epochs", epochs, operator.index, "a whole number")
-        # The first epoch has the rate that was asked for, however few there are.
+        # The first epoch always has the initial rate.
         milestones = tuple(m and max(1, round(m * epochs / self.epochs)) for m in self.milestones)
         return replace(self, epochs=epochs, milestones=milestones)
 
@@ -160,7 +160,7 @@ class Config:
 
 
 def _plain(name: str, value: Any, convert: Callable[[Any], float], expected: str) -> Any:
-    """A number or several as plain Python has them; None stays."""
+    """A number, or a tuple of them, as plain Python numbers; None stays None."""
     if value is None and name in ("rest_lr", "width"):
         return None
     try:
@@ -175,6 +175,36 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _check(fine: bool, name: str, value: object, expected: str) -> None:
-    if not fine:
+def _check(valid: bool, name: str, value: object, expected: str) -> None:
+    if not valid:
         raise ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """The known name with the same letters and digits; None if there is none.
+
+    >>> known = ("Adam", "AdamW†", "Adam w/o (ab)")
+    >>> meant("adamw", known), meant("Adam-wo-ab", known), meant("Adam without (ab)", known), meant("Lion", known)
+    ('AdamW†', 'Adam w/o (ab)', 'Adam w/o (ab)', None)
+    """
+    every = list(known)
+    return name if name in every else next((each for each in every if _bare(each) == _bare(name)), None)
+
+
+def chosen(what: str, names: Sequence[str] | str | None, known: Sequence[str]) -> list[str]:
+    """The known names that are meant; all of them if none is given.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    if not names:
+        return list(known)
+    given = [names] if isinstance(names, str) else list(names)
+    found = [meant(name, known) for name in given]
+    if unknown := [name for name, each in zip(given, found, strict=True) if each is None]:
+        raise ValueError(f"{what} must be among {', '.join(known)}, got {', '.join(unknown)}")
+    return [name for name in found if name is not None]
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower()).replace("without", "wo")

@@ -1,4 +1,4 @@
-"""The demo: a BN network on digits, its spheres found, three optimizers watched on them, and a page that shows it."""
+"""The demo: find the spheres of a BN network on digits, watch three optimizers on them, and write a page."""
 
 import json
 import shutil
@@ -29,10 +29,10 @@ METHODS: dict[str, Callable[[Groups], Optimizer]] = {
     "Adam": lambda groups: torch.optim.Adam(groups.param_groups(), lr=1e-2, weight_decay=5e-4),
     "Adam without (abc)": lambda groups: optim.Adam(groups.param_groups(), lr=1e-2, weight_decay=5e-4, without="abc"),
 }
-"""How each method makes its optimizer from the rows of the network."""
+"""Each method makes its optimizer from the rows of the network."""
 BATCH = 64
 _OWN = {"data": "digits", "model": "small_cnn"}
-"""By which a run of the demo is known."""
+"""What a run of the demo has in its config."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +42,9 @@ class Result:
     Attributes:
         name: of the method.
         groups: the rows that were found.
-        watch: what was seen.
-        accuracy: on the test split, as a share.
-        seconds: that it took.
+        watch: its watch.
+        accuracy: on the test split, from 0 to 1.
+        seconds: its duration.
     """
 
     name: str
@@ -63,7 +63,7 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
         seed: of weights, split and batches.
 
     Raises:
-        ValueError: where a run would be recorded there is something else.
+        ValueError: the folder of a run holds something else.
     """
     train_split, test_split = digits(seed=seed)
     results, folders = [], [out / "runs" / name for name in METHODS]
@@ -95,10 +95,10 @@ def train(
 
     Args:
         name: one of `METHODS`.
-        train_split: what it learns from.
-        test_split: what its accuracy is measured on.
+        train_split: training images.
+        test_split: test images.
         folder: for the run.
-        epochs: how many; the rate falls to a tenth after 6/10 and 17/20 of them.
+        epochs: number of epochs; the rate falls to a tenth after 6/10 and 17/20 of them.
         seed: of weights and batches.
         tick: called after every step.
     """
@@ -125,7 +125,7 @@ def train(
 
 
 def _check_own(folder: Path) -> None:
-    """What the demo recorded before is replaced; a run of the user's that has the same name is not."""
+    """Refuse to replace a folder that is not a run of the demo."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     try:

@@ -1,16 +1,25 @@
-"""The paper's figures from stored results: curves by epoch with their zooms, and what was recorded within trainings."""
+"""The paper's figures from stored results: curves by epoch with zooms, and quantities recorded within trainings.
 
+A figure is first data (`Figure`, `Chart`, `Line`), then drawn: by matplotlib as an SVG for documents, or by plotly as a
+page in which one can zoom.
+"""
+
+import html
+import io
+import json
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from steradian.lab.charts import Chart, Figure, Line, Ramp
-from steradian.lab.colours import METHOD_COLOURS, ramp
 from steradian.lab.config import METHODS
-from steradian.lab.paper import DATA_NAMES, NORM_NAMES
-from steradian.lab.results import Result
-from steradian.lab.tables import place
+from steradian.lab.paper import NORM_NAMES
+from steradian.lab.results import Result, write_atomically
+from steradian.lab.tables import accuracy_columns
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 from steradian.watch.records import QUANTITIES
 
@@ -19,19 +28,107 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIGURES",
+    "METHOD_COLOURS",
     "TRACK_FIGURES",
+    "Chart",
+    "Figure",
+    "Line",
     "accuracy_figure",
     "hypotheses_figure",
+    "limits",
     "loss_figure",
     "phenomena_figure",
     "trajectories_figure",
+    "write_figure",
 ]
 
 About = Mapping[str, Mapping[str, Any]]
 """By run, as `Tracks.about` has it: "config" and "steps" in an epoch."""
 
-_WORTH_A_ZOOM = 12  # epochs
-_EARLY = 0.02  # of the epochs, whose figures are far from all others
+METHOD_COLOURS = dict(
+    zip(
+        METHODS,
+        # After Okabe and Ito, whose colours can be told apart with any eyesight.
+        ["#4d4d4d", "#d55e00", "#d19a00", "#009e73", "#45a5de", "#0055a4", "#b5498a", "#7a5195", "#117a8b", "#a61e4d"],
+        strict=True,
+    )
+)
+"""Each method has the same colour in all figures."""
+_LAYER_COLOURS = ("#fdbb4c", "#d6485c", "#3f1b6e")  # from the first layer to the last
+_MIN_ZOOM_EPOCHS = 12  # shorter curves are not zoomed
+_EARLY = 0.02  # share of the epochs whose figures are far from all others
+_ACROSS, _WIDTH, _HEIGHT = 2, 4.7, 3.1  # charts in a row, and inches of each
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line, and optionally the band around it.
+
+    Attributes:
+        name: in the legend, once for all lines that share it; empty: not in the legend.
+        x: abscissae.
+        y: ordinates; NaN interrupts the line.
+        low: lower edge of the band.
+        high: upper edge of the band.
+        dashed: draw it dashed.
+        colour: of line and band.
+        thin: one of many.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    dashed: bool = False
+    colour: str = "#4d4d4d"
+    thin: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over one pair of axes.
+
+    Attributes:
+        title: what is shown.
+        x_title: of the horizontal axis.
+        y_title: of the vertical axis.
+        lines: the lines.
+        logarithmic: the vertical axis.
+        x_range: part of the horizontal axis that is shown; None: all.
+        marks: levels to compare with, and their labels.
+    """
+
+    title: str
+    x_title: str
+    y_title: str
+    lines: Sequence[Line] = ()
+    logarithmic: bool = False
+    x_range: tuple[float, float] | None = None
+    marks: Sequence[tuple[float, str]] = ()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Charts that belong together, with one legend.
+
+    Attributes:
+        charts: the charts.
+        ramp: colours of the lines without a name, in order; empty: there are none.
+        ramp_name: what they are, in the legend.
+    """
+
+    charts: Sequence[Chart]
+    ramp: Sequence[str] = ()
+    ramp_name: str = ""
+
+    @property
+    def empty(self) -> bool:
+        """There is nothing to show."""
+        return not any(chart.lines for chart in self.charts)
+
+
+# Curves by epoch
 
 
 def loss_figure(results: Iterable[Result]) -> Figure:
@@ -57,52 +154,45 @@ def _by_epoch(
     *,
     logarithmic: bool = False,
 ) -> Figure:
-    kinds: dict[tuple[str, str, str, int], dict[str, list[Result]]] = {}  # norm, network, data, epochs
-    for result in {result.config.key: result for result in results}.values():
-        config = result.config
-        if not result.diverged and config.start is None:
-            methods = kinds.setdefault((config.norm, config.model, config.data, config.epochs), {})
-            methods.setdefault(config.method, []).append(result)
+    unique = {result.config.key: result for result in results}.values()
+    columns = accuracy_columns(result for result in unique if not result.diverged)
     charts = []
-    for kind in sorted(kinds, key=lambda kind: place(*kind)):
-        (norm, model, data, epochs), by_method = kind, kinds[kind]
-        ordered = [method for method in METHODS if method in by_method]
-        for method in ordered:
-            if len({result.config.setting for result in by_method[method]}) > 1:
-                raise ValueError(f"{model} {data} holds {method} with several settings: they have no mean over seeds")
-        lines = [_line(method, [r.curves[curve] for r in by_method[method]]) for method in ordered]
-        name = f"{model} {NORM_NAMES.get(norm, norm)}, {DATA_NAMES.get(data, data)}"
-        if len([each for each in kinds if each[:3] == kind[:3]]) > 1:
-            name += f", {epochs} epochs"
+    for column in columns:
+        lines = [_mean_line(method, [r.curves[curve] for r in found]) for method, found in column.results.items()]
+        alike = [each for each in columns if each.name == column.name]
+        name = column.name if len(alike) == 1 else f"{column.name}, {column.epochs} epochs"
         longest = max(len(line.x) for line in lines)
         start = 1 if logarithmic else _first(longest)
         charts.append(Chart(name, "epoch", title, lines, logarithmic, (start, float(longest))))
-        if longest >= _WORTH_A_ZOOM:
+        if longest >= _MIN_ZOOM_EPOCHS:
             charts += [Chart(part, "epoch", title, lines, logarithmic, cut(longest)) for part, cut in zooms.items()]
     return Figure(charts)
 
 
 def _first(epochs: int) -> float:
-    """The epoch after the early ones; of few epochs none is left out."""
+    """The first epoch to show; with few epochs all are shown."""
     early = _EARLY * epochs
     return 1 + early if early >= 1 else 1
 
 
-def _line(method: str, curves: Sequence[Sequence[float]]) -> Line:
+def _mean_line(method: str, curves: Sequence[Sequence[float]]) -> Line:
     """The mean over seeds, and the band from the lowest to the highest."""
     length = min(map(len, curves))
     values = np.asarray([curve[:length] for curve in curves])
     epochs = [float(k) for k in range(1, length + 1)]
     low, high = (values.min(axis=0).tolist(), values.max(axis=0).tolist()) if len(curves) > 1 else ([], [])
-    seeds = f"{method} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
-    return Line(seeds, epochs, values.mean(axis=0).tolist(), low, high, colour=METHOD_COLOURS[method])
+    name = f"{method} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
+    return Line(name, epochs, values.mean(axis=0).tolist(), low, high, colour=METHOD_COLOURS[method])
+
+
+# Quantities recorded within trainings
 
 
 def hypotheses_figure(table: "pd.DataFrame", about: About) -> Figure:
     """The figures of App. C.1.2 and fig:taylor: the largest |A⟨c,u⟩|, z, and z² of SGD over all filters, by epoch.
 
-    Filters that shrank to less than a thousandth of their first radius are left out of the full lines; where there are
-    such, dashed lines have all filters.
+    Filters that shrank to less than a thousandth of their first radius are left out of the full lines; if there are
+    any, dashed lines show all filters.
     """
     wanted: list[tuple[str, str, Callable[[Any], Any], list[tuple[float, str]], tuple[str, ...]]] = [
         ("H1: |A⟨c,u⟩| stays below 1", "radial", np.abs, [(1.0, "1")], METHODS),
@@ -115,7 +205,7 @@ def hypotheses_figure(table: "pd.DataFrame", about: About) -> Figure:
         for run in _ordered(about, methods):
             living, every = (_largest(table, run, group, quantity, about) for group in (LIVING, ALL))
             if not living[0]:
-                continue  # it recorded other things
+                continue  # it recorded other quantities
             method, colour = _method(about, run), METHOD_COLOURS[_method(about, run)]
             lines.append(Line(method, living[0], of(living[1]).tolist(), colour=colour))
             if living != every:
@@ -145,9 +235,9 @@ def trajectories_figure(table: "pd.DataFrame", about: About) -> Figure:
     for run in about:
         config, rows = about[run]["config"], table[(table["run"] == run) & (table["quantity"] == "cosine")]
         if not len(rows):
-            continue  # it recorded other things
+            continue  # it recorded other quantities
         lines, medians = [], []
-        for method in ("AdaGrad", "AdaGradG"):  # the latter lies above
+        for method in ("AdaGrad", "AdaGradG"):  # the latter is drawn on top
             own = rows[rows["group"].str.startswith(f"{method}: ")]
             colour = METHOD_COLOURS[method]
             single = own[own["group"].str.endswith("]")].astype({"group": str})
@@ -163,7 +253,7 @@ def trajectories_figure(table: "pd.DataFrame", about: About) -> Figure:
 def phenomena_figure(table: "pd.DataFrame", about: About) -> Figure:
     """Section 4.1 in figures: the median turn by (a), (b1), (b2) and (c) over the filters of each layer, by epoch.
 
-    Layers are those of Adam where it was tracked; thick lines are medians over all filters, of every method.
+    Layers are those of Adam if it was tracked; thick lines are medians over all filters, of every method.
     """
     measured = set(table[table["quantity"] == PHENOMENA[0]]["run"])
     runs = [run for run in _ordered(about, METHODS) if run in measured]
@@ -172,21 +262,19 @@ def phenomena_figure(table: "pd.DataFrame", about: About) -> Figure:
     shown = next((run for run in runs if _method(about, run) == "Adam"), runs[0])
     medians = table[table["statistic"] == "median"]
     layers = [name for name in dict.fromkeys(medians[medians["run"] == shown]["group"]) if name not in (ALL, LIVING)]
-    colours = [ramp(k / max(1, len(layers) - 1)) for k in range(len(layers))]
+    colours = _ramp(len(layers))
     charts = []
     for quantity in PHENOMENA:
         lines = []
         for name, colour in zip(layers, colours, strict=True):
-            lines.append(
-                Line("", *_epochs(_rows(medians, shown, name, quantity), about[shown]), colour=colour, thin=True)
-            )
+            series = _by_epoch_of_run(_rows(medians, shown, name, quantity), about[shown])
+            lines.append(Line("", *series, colour=colour, thin=True))
         for run in runs:
             method = _method(about, run)
-            series = _epochs(_rows(medians, run, LIVING, quantity), about[run])
+            series = _by_epoch_of_run(_rows(medians, run, LIVING, quantity), about[run])
             lines.append(Line(f"{method}, all layers", *series, colour=METHOD_COLOURS[method]))
         charts.append(Chart(QUANTITIES[quantity].title, "epoch", "median turn (radians)", lines, logarithmic=True))
-    legend = Ramp(f"{_method(about, shown)}, first layer", "last layer", colours)
-    return Figure(charts, legend)
+    return Figure(charts, colours, f"{_method(about, shown)}, first layer to last layer")
 
 
 TRACK_FIGURES: dict[str, Callable[["pd.DataFrame", About], Figure]] = {
@@ -215,6 +303,166 @@ def _series(rows: "pd.DataFrame") -> tuple[list[float], list[float]]:
     return rows["step"].astype(float).tolist(), rows["value"].tolist()
 
 
-def _epochs(rows: "pd.DataFrame", about: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+def _by_epoch_of_run(rows: "pd.DataFrame", about: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     steps, values = _series(rows)
     return [step / about["steps"] for step in steps], values
+
+
+def _ramp(count: int) -> list[str]:
+    """Colours of an ordered set, such as layers by depth."""
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    colours = LinearSegmentedColormap.from_list("layers", _LAYER_COLOURS)
+    return [to_hex(colours(k / max(1, count - 1))) for k in range(count)]
+
+
+# Drawing
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a figure to an .svg by matplotlib, or to an .html by plotly, which can be zoomed.
+
+    Raises:
+        ValueError: the file's name ends in something else, or there is nothing to show.
+    """
+    if (kind := path.suffix.lower()) not in (".svg", ".html"):
+        raise ValueError(f"the file of a figure must end in .svg or .html, got {path.name!r}")
+    if figure.empty:
+        raise ValueError("there is nothing to show: no results of this kind, or all of them diverged")
+    write_atomically(path, _svg(figure) if kind == ".svg" else _page(figure).encode())
+
+
+def limits(chart: Chart) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Ends of both axes; the vertical one shows what lies in the horizontal range, with a little room around it."""
+    xs = [x for line in chart.lines for x in line.x]
+    left, right = chart.x_range or (min(xs, default=0.0), max(xs, default=1.0))
+    if left == right:  # a single point stands in the middle
+        left, right = left - 0.5, right + 0.5
+    ys = [level for level, _ in chart.marks]
+    for line in chart.lines:
+        for series in (line.y, line.low, line.high):
+            ys += [y for x, y in zip(line.x, series, strict=False) if left <= x <= right and _drawable(chart, y)]
+    bottom, top = min(ys, default=1.0), max(ys, default=2.0)
+    if chart.logarithmic:
+        room = max((top / bottom) ** 0.05, 1.05)
+        return (left, right), (bottom / room, top * room)
+    room = 0.05 * (top - bottom) or 0.5
+    return (left, right), (bottom - room, top + room)
+
+
+def _drawable(chart: Chart, value: float) -> bool:
+    return math.isfinite(value) and (value > 0 or not chart.logarithmic)
+
+
+def _svg(figure: Figure) -> bytes:
+    """Charts two by two with one legend: in the free place if their number is odd, else below them."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    columns = min(_ACROSS, len(figure.charts))
+    rows = math.ceil(len(figure.charts) / columns)
+    free = len(figure.charts) < rows * columns
+    names = dict.fromkeys(line.name for chart in figure.charts for line in chart.lines if line.name)
+    below = 0 if free else 0.25 * math.ceil((len(names) + bool(figure.ramp)) / (2 * columns)) + 0.2
+    # Text stays text, and the same figure is the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "steradian", "font.size": 9}):
+        canvas = Canvas(figsize=(_WIDTH * columns, _HEIGHT * rows + below), layout="constrained", facecolor="white")
+        grid = canvas.subplots(rows, columns, squeeze=False).flatten()
+        handles: dict[str, Any] = {}
+        for axes, chart in zip(grid, figure.charts, strict=False):
+            for line in chart.lines:
+                if line.name:
+                    look: dict[str, Any] = {"color": line.colour, "linestyle": "--" if line.dashed else "-"}
+                    handles.setdefault(line.name, Line2D([], [], linewidth=2, **look))
+            _draw(axes, chart)
+        if figure.ramp:
+            handles[figure.ramp_name] = tuple(Patch(color=colour) for colour in figure.ramp)
+        how: dict[str, Any] = {"frameon": False, "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}}
+        if free:
+            grid[-1].axis("off")
+            grid[-1].legend(handles.values(), handles.keys(), loc="upper left", **how)
+        else:
+            canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2 * columns, **how)
+        buffer = io.BytesIO()
+        canvas.savefig(buffer, format="svg", metadata={"Date": None})
+    return re.sub(rb"(\.\d\d)\d+", rb"\1", buffer.getvalue())  # hundredths of a point are enough
+
+
+def _draw(axes: Any, chart: Chart) -> None:
+    (left, right), (bottom, top) = limits(chart)
+    axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
+    axes.set(xlabel=chart.x_title, ylabel=chart.y_title, yscale="log" if chart.logarithmic else "linear")
+    axes.set(xlim=(left, right), ylim=(bottom, top))
+    axes.grid(color="#e4e4e4", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    for level, label in chart.marks:
+        axes.axhline(level, color="#777777", linestyle=":", linewidth=1)
+        axes.annotate(label, (1, level), xycoords=("axes fraction", "data"), va="bottom", ha="right")
+    for line in chart.lines:
+        inside = [k for k, x in enumerate(line.x) if left <= x <= right]
+        x = [line.x[k] for k in inside]
+        if line.low:
+            low, high = ([edge[k] for k in inside] for edge in (line.low, line.high))
+            axes.fill_between(x, low, high, color=line.colour, alpha=0.15, linewidth=0)
+        y = [line.y[k] if _drawable(chart, line.y[k]) else math.nan for k in inside]
+        look = {"color": line.colour, "linewidth": 0.8 if line.thin else 1.6, "alpha": 0.65 if line.thin else 1}
+        axes.plot(x, y, linestyle="--" if line.dashed else "-", **look)
+        around = [math.nan, *y, math.nan]
+        alone = [
+            k for k in range(len(y)) if not math.isnan(y[k]) and math.isnan(around[k]) and math.isnan(around[k + 2])
+        ]
+        if alone:
+            axes.plot([x[k] for k in alone], [y[k] for k in alone], "o", markersize=4, color=line.colour)
+
+
+_OFFLINE = {"displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": ["sendChartToCloud"]}
+"""No button that sends the figure away."""
+
+
+def _page(figure: Figure) -> str:
+    """A page that contains plotly and opens without network."""
+    from plotly.offline import get_plotlyjs
+
+    parts = []
+    for k, chart in enumerate(figure.charts):
+        made = {"data": _traces(chart), "layout": _layout(chart), "config": _OFFLINE}
+        data = json.dumps(made).replace("</", "<\\/")
+        parts.append(f'<div id="f{k}"></div><script>Plotly.newPlot("f{k}", {data})</script>')
+    if figure.ramp:
+        block = '<i style="background:{};display:inline-block;width:.6em;height:1em"></i>'
+        colours = "".join(block.format(colour) for colour in figure.ramp)
+        parts.append(f'<p style="font-family:sans-serif">{html.escape(figure.ramp_name)} {colours}</p>')
+    head = f'<meta charset="utf-8"><title>Figures</title><script>{get_plotlyjs()}</script>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
+
+
+def _traces(chart: Chart) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    for line in chart.lines:
+        shared = {"x": list(line.x), "mode": "lines" if len(line.x) > 1 else "markers", "legendgroup": line.name}
+        hidden = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+        if line.low:
+            made.append({**shared, **hidden, "y": list(line.low)})
+            made.append({**shared, **hidden, "y": list(line.high), "fill": "tonexty", "fillcolor": line.colour + "26"})
+        first = bool(line.name) and all(trace.get("name") != line.name for trace in made)
+        look = {"color": line.colour, "width": 0.7 if line.thin else 1.6, "dash": "dash" if line.dashed else "solid"}
+        made.append({**shared, "y": list(line.y), "name": line.name, "line": look, "showlegend": first})
+    return made
+
+
+def _layout(chart: Chart) -> dict[str, Any]:
+    # Plotly's own range includes every line, also what a zoom leaves out.
+    across, up = limits(chart)
+    position = math.log10 if chart.logarithmic else float  # plotly wants logarithms for everything that is not data
+    x = {"title": {"text": chart.x_title}, "range": list(across)}
+    y = {"title": {"text": chart.y_title}, "range": [position(end) for end in up], "exponentformat": "power"}
+    y["type"] = "log" if chart.logarithmic else "linear"
+    wide = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"dash": "dot"}}
+    lines = [{**wide, "y0": level, "y1": level} for level, _ in chart.marks]
+    beside = {"xref": "paper", "x": 1, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
+    labels = [{**beside, "y": position(level), "text": text} for level, text in chart.marks]
+    axes = {"xaxis": x, "yaxis": y}
+    return {"title": {"text": chart.title}, **axes, "shapes": lines, "annotations": labels, "template": "none"}

@@ -1,7 +1,7 @@
 """Many trainings at once on one device, stopped at any moment and continued where they were.
 
 On a GPU every training has its own stream and its own captured step, and several are in flight. Trainings share
-nothing but the data, which nobody writes, so none depends on its neighbours.
+nothing but the data, which is only read, so none depends on its neighbours.
 """
 
 import io
@@ -12,29 +12,27 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
-from torch import Tensor
 
-from steradian.lab import claims
-from steradian.lab.claims import Claims
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
-from steradian.lab.execution import Execution
-from steradian.lab.interruption import patient
+from steradian.lab.interruption import deferred
 from steradian.lab.models import check_kind
-from steradian.lab.progress import Silent, Watcher
-from steradian.lab.results import Result, Store, environment, remove_parts, write_atomically
-from steradian.lab.training import Training
+from steradian.lab.results import Claims, Result, Store, environment, remove_parts, write_atomically
+from steradian.lab.training import Execution, Training
 
-__all__ = ["CHECKPOINTS", "Fleet", "prepare_device", "read_state"]
+__all__ = ["CHECKPOINTS", "POLL", "Fleet", "Progress", "prepare_device", "read_state"]
 
 CHECKPOINTS = 120.0
 """Seconds between the checkpoints of a training: what a kill may cost."""
+POLL = 1.0
+"""Seconds before asking again for trainings that other processes have."""
 
 _BURST = 25  # steps that a training is given before the next one's turn
-_AHEAD = 2  # turns that may wait on the device
+_AHEAD = 2  # bursts that may wait on the device
 _PAUSE = 2e-4  # seconds before asking the device again
 
 
@@ -43,32 +41,59 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
 
     Args:
         device: the device.
-        exact: float32 is to be float32, and the same every time: no tf32, no algorithms that add in any order, and
-            none chosen by their speed.
+        exact: compute float32 as float32 and reproducibly: no tf32, only deterministic algorithms, and none chosen by
+            timing.
     """
     if device.type != "cuda":
         return
     torch.backends.cudnn.benchmark = not exact
     torch.backends.cudnn.deterministic = exact
-    with warnings.catch_warnings():  # torch may prefer another spelling of the same setting
+    with warnings.catch_warnings():  # some versions of torch prefer another spelling of the same setting
         warnings.simplefilter("ignore")
         torch.backends.cudnn.allow_tf32 = not exact
 
 
+class Progress:
+    """What a fleet reports while it works; this class ignores it, subclasses show it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def begin(self, trainings: int, finished: int) -> None:
+        """A study begins; some of its trainings are finished already."""
+
+    def epoch(self, config: Config, curves: Mapping[str, Sequence[float]]) -> None:
+        """A training has finished an epoch."""
+
+    def finished(self, config: Config, curves: Mapping[str, Sequence[float]]) -> None:
+        """A training is finished."""
+
+    def waiting(self, trainings: int) -> None:
+        """Only trainings that other processes have are left; called repeatedly."""
+
+    def stopping(self) -> None:
+        """The fleet was asked to stop, and will when the current epochs end."""
+
+
 @dataclass
 class Fleet:
-    """A study on one device: trainings that are finished, under way, and waiting.
+    """A study on one device: trainings that are finished, running, and waiting.
 
     Args:
         data: by name, the data sets that the trainings need, on one device.
         store: where results go.
         work: folder for checkpoints and, with `keep_weights`, for final weights.
         size: how many trainings are in flight.
-        execution: how they are carried out.
+        execution: how they are run.
         every: seconds between checkpoints of a training, which are written when an epoch ends.
         keep_weights: keep the weights of finished trainings; others can start from them.
-        watcher: told what happens.
-        make: makes a training; a subclass of `Training` may see more of it than its curves.
+        progress: is told what happens.
+        make: makes a training; a subclass of `Training` may record more of it than its curves.
         clock: seconds, for tests.
     """
 
@@ -79,16 +104,16 @@ class Fleet:
     execution: Execution = field(default_factory=Execution)
     every: float = CHECKPOINTS
     keep_weights: bool = False
-    watcher: Watcher = field(default_factory=Silent)
+    progress: Progress = field(default_factory=Progress)
     make: Callable[..., Training] = Training
     clock: Callable[[], float] = time.monotonic
 
     def run(self, configs: Sequence[Config], *, seconds: float | None = None) -> bool:
         """Train what is not finished yet.
 
-        Several processes may carry out one study: each takes what the others have not, and waits for those at the end.
-        Interrupted (Ctrl-C, SIGTERM, SIGHUP), it stops as at a deadline and then raises KeyboardInterrupt; the second
-        time it ends at once.
+        Several processes may run one study: each takes what the others have not, and waits for those at the end.
+        Interrupted (Ctrl-C, SIGTERM, SIGHUP), it stops as at a deadline and then raises KeyboardInterrupt; a second
+        interruption ends it at once.
 
         Args:
             configs: the trainings; those in the store are not repeated, those with a checkpoint go on from it.
@@ -104,29 +129,28 @@ class Fleet:
             raise ValueError(f"seconds must be at least 0, got {seconds}")
         wanted = list(dict.fromkeys(configs))
         done = self.store.keys()
-        left = [config for config in wanted if config.key not in done]
-        self._check(left)
+        waiting = [config for config in wanted if config.key not in done]
+        self._check(waiting)
         self.store.prepare()
         for config in wanted:
-            if config.key in done:  # a process that was killed before it could remove it
+            if config.key in done:  # left by a process that was killed before it could remove it
                 self._checkpoint_path(config).unlink(missing_ok=True)
-        waiting = self._squads(left)
         self._deadline = None if seconds is None else self.clock() + seconds
         self._flying: list[_Flight] = []
         self._accounted = self.clock()
         self._interrupted, finished = False, True
-        with self.watcher, Claims(self.work / "claims") as self._claims, patient(self._interrupt):
-            self.watcher.begin(len(wanted), len(wanted) - len(left))
+        with self.progress, Claims(self.work / "claims") as self._claims, deferred(self._interrupt):
+            self.progress.begin(len(wanted), len(wanted) - len(waiting))
             while waiting or self._flying:
-                while waiting and self._aloft() < self.size and not self._late(0.0):
-                    if (squad := self._claim(waiting)) is None:
+                while waiting and len(self._flying) < self.size and not self._late(0.0):
+                    if (claimed := self._claim(waiting)) is None:
                         break
-                    self._flying.append(self._start(squad))
+                    self._flying.append(self._start(claimed))
                 if not self._flying and not waiting:
                     break  # others have finished the rest
                 if not self._flying and not self._late(0.0):
-                    self.watcher.waiting(sum(map(len, waiting)))
-                    time.sleep(claims.AGAIN)
+                    self.progress.waiting(len(waiting))
+                    time.sleep(POLL)
                     continue
                 if all(flight.held for flight in self._flying):  # or the time is over before the first could start
                     for flight in self._flying:
@@ -136,34 +160,30 @@ class Fleet:
                 moved = [self._advance(flight) for flight in list(self._flying)]
                 if not any(moved):
                     time.sleep(_PAUSE)
-        if self._interrupted:  # in the last epoch, too: what the caller has in mind next was to be stopped as well
+        if self._interrupted:  # also in the last epoch: the caller must not go on to the next study
             raise KeyboardInterrupt
         return finished
 
     def _interrupt(self) -> None:
         self._interrupted, self._deadline = True, -math.inf
-        self.watcher.stopping()
+        self.progress.stopping()
 
-    def _claim(self, waiting: list[list[Config]]) -> list[Config] | None:
-        """Take the first trainings that no other process has; None where others have all that are left."""
-        for squad in list(waiting):
-            if not self._claims.take(config.key for config in squad):
+    def _claim(self, waiting: list[Config]) -> Config | None:
+        """Take the first training that no other process has; None if others have all that are left."""
+        for config in list(waiting):
+            if not self._claims.take(config.key):
                 continue
-            waiting.remove(squad)
+            waiting.remove(config)
             done = self.store.keys()
-            # Others may have finished some of them meanwhile, or brought them unequally far.
-            parts = self._squads([config for config in squad if config.key not in done])
-            kept = {config.key for config in parts[0]} if parts else set()
-            self._claims.free(config.key for config in squad if config.key not in kept)
-            waiting[:0] = parts[1:]
-            if parts:
-                return parts[0]
+            if config.key not in done:
+                return config
+            self._claims.free(config.key)  # another process has finished it meanwhile
         return None
 
     # What happens to a training in flight
 
     def _advance(self, flight: "_Flight") -> bool:
-        """Give a training more work, or read its epoch's figures; returns whether there was anything to do."""
+        """Give a training more work, or read the figures of its epoch; returns whether there was anything to do."""
         training = flight.training
         pending = training.queue.pending()
         if flight.held or pending >= (1 if flight.evaluating else _AHEAD):
@@ -176,12 +196,11 @@ class Fleet:
         training.collect()
         flight.evaluating = False
         self._account()
-        for each in training.members:
-            self.watcher.epoch(each)
+        self.progress.epoch(training.config, training.curves)
         now = self.clock()
         if training.finished:
             self._finish(flight)
-        elif self._late(flight.took(now)):
+        elif self._late(flight.update_pace(now)):
             flight.held = True
         elif now - flight.saved > self.every:
             self._checkpoint(flight)
@@ -191,80 +210,53 @@ class Fleet:
     def _account(self) -> None:
         """Share the time since the last call among the trainings in flight."""
         now = self.clock()
-        share = (now - self._accounted) / self._aloft()
         for flight in self._flying:
-            flight.seconds = [seconds + share for seconds in flight.seconds]
+            flight.seconds += (now - self._accounted) / len(self._flying)
         self._accounted = now
 
     def _late(self, epoch: float) -> bool:
         """Whether another epoch of so many seconds might end after the deadline."""
         return self._deadline is not None and self.clock() + 1.2 * epoch >= self._deadline
 
-    def _aloft(self) -> int:
-        return sum(len(flight.training.members) for flight in self._flying)
-
-    def _squads(self, configs: Sequence[Config]) -> list[list[Config]]:
-        """Trainings that differ by their seed alone and have come equally far, as many together as may be."""
-        alike: dict[tuple[str, int], list[Config]] = {}
-        most = min(self.execution.members, self.size)
-        made: list[list[Config]] = []
-        for config in configs:
-            saved = self._saved(config) if most > 1 else None
-            squad = alike.get(kind := (config.setting, saved["training"]["epoch"] if saved else 0))
-            if squad is None or len(squad) >= most:
-                squad = alike[kind] = []
-                made.append(squad)
-            squad.append(config)
-        return made
-
-    def _start(self, configs: Sequence[Config]) -> "_Flight":
-        first = configs[0]
-        weights = None if first.start is None else self._weights(first.start)
-        training = self.make(configs, self.data[first.data], execution=self.execution, weights=weights)
-        flight = _Flight(training, began=self.clock(), saved=self.clock(), seconds=[0.0] * len(configs))
-        for config in configs:  # a process that was killed while it wrote
-            remove_parts(self._checkpoint_path(config))
-            remove_parts(self._weights_path(config.key))
-        saved = [state for config in configs if (state := self._saved(config)) is not None]
-        if len(saved) == len(configs):
-            self._load(flight, saved)
+    def _start(self, config: Config) -> "_Flight":
+        weights = None if config.start is None else read_state(self._weights_path(config.start))
+        training = self.make(config, self.data[config.data], execution=self.execution, weights=weights)
+        flight = _Flight(training, began=self.clock(), saved=self.clock())
+        path = self._checkpoint_path(config)
+        remove_parts(path)  # left by a process that was killed while it wrote
+        remove_parts(self._weights_path(config.key))
+        if path.exists():
+            self._load(flight, path)
         return flight
 
-    def _load(self, flight: "_Flight", saved: Sequence[Any]) -> None:
-        training = flight.training
-        names = ", ".join(str(self._checkpoint_path(each.config)) for each in training.members)
-        for state in saved:
-            if state.get("data", training.data.fingerprint) != training.data.fingerprint:
-                raise ValueError(f"{names} was begun on other data than {training.data.name} is now; remove it")
+    def _load(self, flight: "_Flight", path: Path) -> None:
+        training, state = flight.training, read_state(path)
+        if state.get("data", training.data.fingerprint) != training.data.fingerprint:
+            raise ValueError(f"{path} was begun on other data than {training.data.name} is now; remove it")
         try:
-            training.load(*(state["training"] for state in saved))
-            flight.seconds = [float(state["seconds"]) for state in saved]
+            training.load(state["training"])
+            flight.seconds = float(state["seconds"])
         except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-            raise ValueError(f"{names} does not fit ({error}); remove it to train from the start") from error
+            raise ValueError(f"{path} does not fit ({error}); remove it to train from the start") from error
 
     def _finish(self, flight: "_Flight") -> None:
         training = flight.training
+        config, curves = training.config, training.curves
         where = {**environment(training.data.device), "data": training.data.fingerprint}
-        facts = zip(training.members, training.collapsed(), flight.seconds, strict=True)
-        results = [Result(m.config, m.curves, m.diverged, gone, seconds, where) for m, gone, seconds in facts]
-        if self.keep_weights:
-            for number, each in enumerate(training.members):
-                if not each.diverged:
-                    _write(self._weights_path(each.config.key), training.weights(number))
-        self.store.add(results)
-        # Only now: killed in between, the study finds the result and not a training without its checkpoint.
-        for each in training.members:
-            self._checkpoint_path(each.config).unlink(missing_ok=True)
-            self.watcher.finished(each)
-        self._claims.free(each.config.key for each in training.members)
+        if self.keep_weights and not training.diverged:
+            _write(self._weights_path(config.key), training.weights())
+        self.store.add([Result(config, curves, training.diverged, training.collapsed(), flight.seconds, where)])
+        # Only now: if the process is killed in between, the next one finds the result.
+        self._checkpoint_path(config).unlink(missing_ok=True)
+        self.progress.finished(config, curves)
+        self._claims.free(config.key)
         self._flying.remove(flight)
 
     def _checkpoint(self, flight: "_Flight") -> None:
-        for number, each in enumerate(flight.training.members):
-            if flight.training.epoch:
-                state = {"training": flight.training.state(number), "seconds": flight.seconds[number]}
-                state["data"] = flight.training.data.fingerprint
-                _write(self._checkpoint_path(each.config), state)
+        training = flight.training
+        if training.epoch:
+            state = {"training": training.state(), "seconds": flight.seconds, "data": training.data.fingerprint}
+            _write(self._checkpoint_path(training.config), state)
         flight.saved = self.clock()
 
     # Files
@@ -283,19 +275,11 @@ class Fleet:
             if not self._weights_path(start).exists():
                 raise ValueError(f"no weights of {start} under {self.work}: train it first, with keep_weights=True")
 
-    def _saved(self, config: Config) -> Any:
-        """The checkpoint of a training; None where it has none."""
-        path = self._checkpoint_path(config)
-        return read_state(path) if path.exists() else None
-
     def _checkpoint_path(self, config: Config) -> Path:
         return self.work / "checkpoints" / f"{config.key}.pt"
 
     def _weights_path(self, key: str) -> Path:
         return self.work / "weights" / f"{key}.pt"
-
-    def _weights(self, key: str) -> dict[str, Tensor]:
-        return read_state(self._weights_path(key))
 
 
 @dataclass
@@ -306,39 +290,39 @@ class _Flight:
         training: the training.
         began: when its epoch began.
         saved: when its last checkpoint was written.
-        seconds: each member's share of the device's time.
-        evaluating: the epoch's end is in the queue.
+        seconds: its share of the device's time.
+        evaluating: the end of the epoch is in the queue.
         held: it waits at the end of an epoch, since the time is over.
-        pace: seconds of its shortest epoch; 0 after the first, which holds compiling and capturing, too.
+        pace: seconds of its shortest epoch; 0 after the first, which includes compiling and capturing.
     """
 
     training: Training
     began: float
     saved: float
-    seconds: list[float]
+    seconds: float = 0.0
     evaluating: bool = False
     held: bool = False
     pace: float | None = None
 
-    def took(self, now: float) -> float:
-        """The pace, as an epoch ends now."""
+    def update_pace(self, now: float) -> float:
+        """The pace, given that an epoch ends now."""
         self.pace = 0.0 if self.pace is None else min(self.pace or math.inf, now - self.began)
         return self.pace
 
 
 def read_state(path: Path) -> Any:
-    """A file of tensors and plain containers; nothing in it is run.
+    """A file of tensors and plain containers; no code in it is run.
 
     Raises:
         ValueError: it is damaged, or holds something else.
     """
     try:
-        with warnings.catch_warnings():  # of what it then refuses
+        with warnings.catch_warnings():  # about what it then refuses
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):  # whose text advises to run what is in the file
+        if isinstance(error, pickle.UnpicklingError):  # its message advises to run the code in the file
             reason = "it is damaged, or holds more than tensors and plain containers"
         raise ValueError(f"{path} cannot be read ({reason}); remove it to train this one from its start") from error
 

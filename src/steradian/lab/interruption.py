@@ -6,44 +6,44 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Never
 
-__all__ = ["end", "patient"]
+__all__ = ["deferred", "exit_on_signal"]
 
 
-def end(number: int, _: object) -> Never:
-    """A handler that closes what is open on the way out, with the exit code that a signal has."""
+def exit_on_signal(number: int, _: object) -> Never:
+    """A handler that exits with the code that a signal has, so that open resources are closed on the way."""
     raise SystemExit(128 + number)
 
 
 @contextmanager
-def patient(asked: Callable[[], None]) -> Iterator[None]:
-    """Within it the first interruption calls a function, which is to bring about an end in good order.
+def deferred(stop: Callable[[], None]) -> Iterator[None]:
+    """Inside it the first interruption calls `stop`, which is to end the work in good order.
 
-    Interruptions are Ctrl-C, SIGTERM, which a cluster's scheduler sends before it kills, and SIGHUP, when a terminal is
-    closed. The next one does what it ever does. Outside of the main thread, and where the program has a handler of its
-    own or ignores the signal, as under nohup, nothing is changed.
+    Interruptions are Ctrl-C, SIGTERM (sent by a cluster's scheduler before it kills) and SIGHUP (the terminal is
+    closed). The next one has its usual effect. Nothing is changed outside of the main thread, and for signals that the
+    program handles itself or ignores, as under nohup.
 
-    >>> with patient(lambda: print("asked to stop")):
+    >>> with deferred(lambda: print("stopping")):
     ...     signal.raise_signal(signal.SIGINT)
-    asked to stop
+    stopping
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     now = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    usual = (signal.default_int_handler, signal.SIG_DFL, end)
+    usual = (signal.default_int_handler, signal.SIG_DFL, exit_on_signal)
     ours = {number: handler for number, handler in now.items() if handler in usual}
 
-    def as_usual() -> None:
+    def restore() -> None:
         for number, handler in ours.items():
             signal.signal(number, handler)
 
     def first(_: int, __: object) -> None:
-        as_usual()
-        asked()
+        restore()
+        stop()
 
     for number in ours:
         signal.signal(number, first)
     try:
         yield
     finally:
-        as_usual()
+        restore()

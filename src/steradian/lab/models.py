@@ -1,19 +1,23 @@
 """The paper's networks in their CIFAR forms, with any of its normalizations, and a small one for the demo.
 
-Every convolution is followed by its normalization, so each of its filters (BN, IN, WN), blocks of filters (GN) or
-the whole of it (LN) is radially invariant.
-
-With `members` above 1 a builder makes that many networks of one kind as one: their channels lie side by side and
-never mix (grouped convolutions), so each computes what it would alone. Every tensor is the members' tensors, stacked
-along dimension 0; images hold the members' channels side by side, and the logits come as (members, batch, classes).
+Every convolution is followed by its normalization, so each of its filters (BN, IN, WN), blocks of filters (GN) or the
+whole of it (LN) is invariant.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from steradian.discovery import find_groups
+from steradian.groups import Groups
+from steradian.lab.config import Config
+from steradian.lab.data import Resident
 
 __all__ = [
     "MODELS",
@@ -22,6 +26,7 @@ __all__ = [
     "WeightNormConv2d",
     "build",
     "check_kind",
+    "network",
     "resnet18",
     "resnet20",
     "small_cnn",
@@ -30,27 +35,22 @@ __all__ = [
 
 NORMS = ("bn", "bn-no-affine", "wn", "gn", "ln", "in")
 """Normalizations that every network can have."""
-_GROUPS = 8  # of GN, fewer where there are fewer channels
+_GROUPS = 8  # of GN, or fewer if there are fewer channels
 
 
 class Convolution(nn.Conv2d):
-    """A convolution that can fill up its input channels with zeros, for kernels that take so many at once.
+    """A convolution that can pad its input channels with zeros, for kernels that take several channels at once.
 
     Attributes:
-        lanes: input channels of each group are filled up to a multiple of it; 1: they are left as they are.
+        lanes: input channels are padded to a multiple of it; 1: no padding.
     """
 
     lanes: int = 1
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        each = self.in_channels // self.groups
-        zeros = (0, 0, 0, 0, 0, -each % self.lanes)
-        if zeros[-1]:
-            weight = functional.pad(weight, zeros)
-            if self.groups > 1:
-                input = functional.pad(input.unflatten(1, (self.groups, each)), zeros).flatten(1, 2)
-            else:
-                input = functional.pad(input, zeros)
+        if missing := -self.in_channels % self.lanes:
+            zeros = (0, 0, 0, 0, 0, missing)
+            input, weight = functional.pad(input, zeros), functional.pad(weight, zeros)
         return super()._conv_forward(input, weight, bias)
 
 
@@ -60,10 +60,8 @@ class WeightNormConv2d(Convolution):
     `weight` is v, whose length has no effect; `gain` is g.
     """
 
-    def __init__(
-        self, channels: int, out: int, kernel: int, stride: int, *, gain: float = math.sqrt(2), groups: int = 1
-    ) -> None:
-        super().__init__(channels, out, kernel, stride, padding=kernel // 2, groups=groups)
+    def __init__(self, channels: int, out: int, kernel: int, stride: int, *, gain: float = math.sqrt(2)) -> None:
+        super().__init__(channels, out, kernel, stride, padding=kernel // 2)
         self.gain = nn.Parameter(torch.full((out, 1, 1, 1), gain))
         nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
@@ -73,49 +71,25 @@ class WeightNormConv2d(Convolution):
         return self._conv_forward(input, self.weight * (self.gain / length), self.bias)
 
 
-class Heads(nn.Module):
-    """One linear layer for each member, (batch, members · features) → (members, batch, classes)."""
-
-    def __init__(self, features: int, classes: int, members: int) -> None:
-        super().__init__()
-        self.members = members
-        self.weight = nn.Parameter(torch.zeros(members * classes, features))
-        self.bias = nn.Parameter(torch.zeros(members * classes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of each member."""
-        inputs = x.unflatten(1, (self.members, -1)).transpose(0, 1)
-        weight = self.weight.unflatten(0, (self.members, -1)).transpose(1, 2)
-        return torch.baddbmm(self.bias.view(self.members, 1, -1), inputs, weight)
-
-
-def _head(features: int, classes: int, members: int) -> nn.Module:
-    return nn.Linear(features, classes) if members == 1 else Heads(features, classes, members)
-
-
-def _normalization(norm: str, channels: int, members: int) -> nn.Module:
-    """The layer behind a convolution, of so many channels for each member."""
-    total = members * channels
+def _normalization(norm: str, channels: int) -> nn.Module:
+    """The layer behind a convolution."""
     if norm in ("bn", "bn-no-affine"):
-        layer = nn.BatchNorm2d(total, affine=norm == "bn")
+        layer = nn.BatchNorm2d(channels, affine=norm == "bn")
         layer.num_batches_tracked = None  # only an average without momentum needs the count: one kernel less
         return layer
     if norm == "in":
-        return nn.InstanceNorm2d(total, affine=True)
+        return nn.InstanceNorm2d(channels, affine=True)
     if norm in ("gn", "ln"):
-        return nn.GroupNorm(members * (1 if norm == "ln" else math.gcd(_GROUPS, channels)), total)
+        return nn.GroupNorm(1 if norm == "ln" else math.gcd(_GROUPS, channels), channels)
     return nn.Identity()
 
 
-def _convolution(
-    norm: str, channels: int, out: int, kernel: int, stride: int = 1, *, branches: int = 1, members: int
-) -> nn.Module:
+def _convolution(norm: str, channels: int, out: int, kernel: int, stride: int = 1, *, branches: int = 1) -> nn.Module:
     """A convolution for this normalization; `branches` residual branches add up behind it."""
-    channels, out = members * channels, members * out
     if norm == "wn":
         # Nothing else bounds the sum of the branches: each begins with its share of the variance.
-        return WeightNormConv2d(channels, out, kernel, stride, gain=math.sqrt(2 / branches), groups=members)
-    layer = Convolution(channels, out, kernel, stride, padding=kernel // 2, groups=members, bias=False)
+        return WeightNormConv2d(channels, out, kernel, stride, gain=math.sqrt(2 / branches))
+    layer = Convolution(channels, out, kernel, stride, padding=kernel // 2, bias=False)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return layer
 
@@ -123,19 +97,17 @@ def _convolution(
 class Block(nn.Module):
     """Two 3 × 3 convolutions and a shortcut: a projection, or for ResNet20 (He et al.) zeros for new channels."""
 
-    def __init__(
-        self, channels: int, out: int, stride: int, *, norm: str, project: bool, branches: int, members: int
-    ) -> None:
+    def __init__(self, channels: int, out: int, stride: int, *, norm: str, project: bool, branches: int) -> None:
         super().__init__()
-        self.conv1 = _convolution(norm, channels, out, 3, stride, members=members)
-        self.norm1 = _normalization(norm, out, members)
-        self.conv2 = _convolution(norm, out, out, 3, branches=branches, members=members)
-        self.norm2 = _normalization(norm, out, members)
+        self.conv1 = _convolution(norm, channels, out, 3, stride)
+        self.norm1 = _normalization(norm, out)
+        self.conv2 = _convolution(norm, out, out, 3, branches=branches)
+        self.norm2 = _normalization(norm, out)
         self.shortcut = nn.Sequential()
-        self.stride, self.added, self.members = stride, out - channels, members
+        self.stride, self.added = stride, out - channels
         if project and (stride > 1 or channels != out):
-            self.shortcut.add_module("conv", _convolution(norm, channels, out, 1, stride, branches=2, members=members))
-            self.shortcut.add_module("norm", _normalization(norm, out, members))
+            self.shortcut.add_module("conv", _convolution(norm, channels, out, 1, stride, branches=2))
+            self.shortcut.add_module("norm", _normalization(norm, out))
             self.stride, self.added = 1, 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,10 +117,8 @@ class Block(nn.Module):
         x = self.shortcut(x)
         if self.stride > 1:
             x = x[:, :, :: self.stride, :: self.stride]
-        if self.added and self.members == 1:
+        if self.added:
             x = functional.pad(x, (0, 0, 0, 0, 0, self.added))
-        elif self.added:
-            x = functional.pad(x.unflatten(1, (self.members, -1)), (0, 0, 0, 0, 0, self.added)).flatten(1, 2)
         return functional.relu(h + x)
 
 
@@ -156,40 +126,32 @@ class ResNet(nn.Module):
     """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head.
 
     Attributes:
-        route: another way to carry out the same network, called with it and the images; None: layer by layer.
+        route: a function that runs the same network in another way, called with it and the images; None: layer by
+            layer.
     """
 
     route: Callable[["ResNet", Tensor], Tensor] | None = None
 
     def __init__(
-        self,
-        widths: list[int],
-        blocks: int,
-        *,
-        norm: str,
-        project: bool,
-        channels: int,
-        classes: int,
-        size: int,
-        members: int,
+        self, widths: list[int], blocks: int, *, norm: str, project: bool, channels: int, classes: int, size: int
     ) -> None:
         super().__init__()
         _check_norm(norm)
-        self.conv1 = _convolution(norm, channels, widths[0], 3, members=members)
-        self.norm1 = _normalization(norm, widths[0], members)
+        self.conv1 = _convolution(norm, channels, widths[0], 3)
+        self.norm1 = _normalization(norm, widths[0])
         stages, before = nn.Sequential(), widths[0]
-        shared = {"norm": norm, "project": project, "branches": blocks * len(widths), "members": members}
+        branches = blocks * len(widths)
         for number, width in enumerate(widths):
             # Maps of 2 × 2 are not halved again: IN and BN need more than one position.
             stride = 2 if number and size > 2 else 1
             size //= stride
             stage = nn.Sequential()
             for _ in range(blocks):
-                stage.append(Block(before, width, stride, **shared))  # type: ignore[arg-type]
+                stage.append(Block(before, width, stride, norm=norm, project=project, branches=branches))
                 before, stride = width, 1
             stages.add_module(f"layer{number + 1}", stage)
-        self.stages, self.members = stages, members
-        self.head = _head(before, classes, members)
+        self.stages = stages
+        self.head = nn.Linear(before, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of a batch of images."""
@@ -203,7 +165,7 @@ class VGG(nn.Sequential):
     """Stages of 3 × 3 convolutions, mean, linear head.
 
     Attributes:
-        route: as a `ResNet` has it.
+        route: as for `ResNet`.
     """
 
     route: Callable[["VGG", Tensor], Tensor] | None = None
@@ -214,14 +176,7 @@ class VGG(nn.Sequential):
 
 
 def resnet20(
-    *,
-    norm: str = "bn",
-    channels: int = 3,
-    classes: int = 10,
-    size: int = 32,
-    width: int = 16,
-    members: int = 1,
-    project: bool = False,
+    *, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 16, project: bool = False
 ) -> nn.Module:
     """ResNet20 (16-32-64) of He et al. for CIFAR, with shortcuts that have no parameters.
 
@@ -231,33 +186,26 @@ def resnet20(
         classes: outputs.
         size: height and width of the images.
         width: channels of the first stage.
-        members: networks in one.
         project: shortcuts that change the shape are convolutions with a normalization instead.
 
     >>> sum(p.numel() for p in resnet20().parameters())
     269722
     """
     widths = [width, 2 * width, 4 * width]
-    kind = {"norm": norm, "channels": channels, "classes": classes, "size": size, "members": members}
-    return ResNet(widths, 3, project=project, **kind)  # type: ignore[arg-type]
+    return ResNet(widths, 3, norm=norm, project=project, channels=channels, classes=classes, size=size)
 
 
-def resnet18(
-    *, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 64, members: int = 1
-) -> nn.Module:
+def resnet18(*, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 64) -> nn.Module:
     """ResNet18 (64-128-256-512) with a 3 × 3 stem and projected shortcuts; arguments as for `resnet20`.
 
     >>> sum(p.numel() for p in resnet18().parameters())
     11173962
     """
     widths = [width, 2 * width, 4 * width, 8 * width]
-    kind = {"norm": norm, "channels": channels, "classes": classes, "size": size, "members": members}
-    return ResNet(widths, 2, project=True, **kind)  # type: ignore[arg-type]
+    return ResNet(widths, 2, norm=norm, project=True, channels=channels, classes=classes, size=size)
 
 
-def vgg16(
-    *, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 64, members: int = 1
-) -> nn.Module:
+def vgg16(*, norm: str = "bn", channels: int = 3, classes: int = 10, size: int = 32, width: int = 64) -> nn.Module:
     """VGG16 with normalizations and one linear layer; arguments as for `resnet20`.
 
     >>> sum(p.numel() for p in vgg16().parameters())
@@ -269,8 +217,8 @@ def vgg16(
     for number, widths in enumerate(stages, start=1):
         stage = nn.Sequential()
         for k, out in enumerate(widths, start=1):
-            stage.add_module(f"conv{k}", _convolution(norm, before, out, 3, members=members))
-            stage.add_module(f"norm{k}", _normalization(norm, out, members))
+            stage.add_module(f"conv{k}", _convolution(norm, before, out, 3))
+            stage.add_module(f"norm{k}", _normalization(norm, out))
             stage.add_module(f"relu{k}", nn.ReLU())
             before = out
         if number == len(stages):
@@ -280,7 +228,7 @@ def vgg16(
             size //= 2
         model.add_module(f"stage{number}", stage)
     model.add_module("flatten", nn.Flatten())
-    model.add_module("head", _head(before, classes, members))
+    model.add_module("head", nn.Linear(before, classes))
     return model
 
 
@@ -296,7 +244,6 @@ def build(
     classes: int = 10,
     size: int = 32,
     width: int | None = None,
-    members: int = 1,
     released: bool = False,
 ) -> nn.Module:
     """One of `MODELS` by its name.
@@ -308,9 +255,8 @@ def build(
         classes: number of classes.
         size: of the images.
         width: channels of the first stage; None: the paper's.
-        members: networks in one.
-        released: as the paper's released code has it: ResNet20 projects its shortcuts, and convolutions begin with
-            torch's own weights, with rows about 2.4 times shorter than He's where the number of channels is kept.
+        released: as in the paper's released code: ResNet20 projects its shortcuts, and convolutions are initialized as
+            torch does, with rows about 2.4 times shorter than He's if the number of channels is kept.
 
     Raises:
         ValueError: there is no such network or normalization.
@@ -322,7 +268,7 @@ def build(
     options: dict[str, int] = {} if width is None else {"width": width}
     if released and name == "ResNet20":
         options["project"] = True
-    model = MODELS[name](norm=norm, channels=channels, classes=classes, size=size, members=members, **options)
+    model = MODELS[name](norm=norm, channels=channels, classes=classes, size=size, **options)
     for layer in model.modules():
         if released and isinstance(layer, nn.Conv2d) and layer.bias is None:
             layer.reset_parameters()
@@ -330,7 +276,7 @@ def build(
 
 
 def check_kind(name: str, norm: str) -> None:
-    """Raise a ValueError where there is no such network or normalization."""
+    """Raise a ValueError if there is no such network or normalization."""
     if name not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
     _check_norm(norm)
@@ -339,6 +285,25 @@ def check_kind(name: str, norm: str) -> None:
 def _check_norm(norm: str) -> None:
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
+
+
+def network(config: Config, data: Resident) -> tuple[nn.Module, Groups]:
+    """The network of a training as its seed makes it, and its rows."""
+    kind: dict[str, Any] = {"norm": config.norm, "channels": data.channels, "classes": data.classes, "size": data.size}
+    kind |= {"width": config.width, "released": config.released}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        made = build(config.model, **kind)
+    return made, replace(_rows(config.model, **kind), params=dict(made.named_parameters()))
+
+
+@lru_cache(maxsize=32)
+def _rows(model: str, **kind: Any) -> Groups:
+    """The rows of a kind of network, found once."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = build(model, **kind)
+        return find_groups(made, torch.randn(8, kind["channels"], kind["size"], kind["size"]))
 
 
 def small_cnn(classes: int = 10, width: int = 16) -> nn.Sequential:

@@ -1,8 +1,8 @@
 """The trainings behind each table and figure of the paper, as functions that return them.
 
-Each scales: fewer epochs keep the milestones at their shares, and seeds, columns and methods can be left out. On
-digits the same networks are narrow and take 8 × 8 images, for a CPU. Methods and columns are found by their letters and
-digits alone: "adamw" is AdamW†.
+Each can be scaled down: with fewer epochs milestones scale, and seeds, columns and methods can be chosen. On digits the
+same networks are narrow and take 8 × 8 images, for a CPU. Methods and columns are found by their letters and digits:
+"adamw" is AdamW†.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,8 +11,7 @@ from itertools import product
 from typing import Any
 
 from steradian.lab import paper
-from steradian.lab.config import Config
-from steradian.lab.names import chosen, meant
+from steradian.lab.config import Config, chosen, meant
 
 __all__ = [
     "RECIPES",
@@ -78,15 +77,15 @@ def accuracy_tables(
         columns: networks, or network and data; None: all.
         methods: None: all.
         epochs: of each training; milestones scale.
-        seeds: how many.
+        seeds: number of seeds.
         settings: hyper-parameters as the paper prints them, or those of its released code: one of `paper.SETTINGS`.
-        released: with the networks of that code.
+        released: use the networks of that code.
     """
     taken = chosen("methods", methods, TABLE_METHODS)
     if settings not in paper.SETTINGS:
         raise ValueError(f"settings must be one of {', '.join(paper.SETTINGS)}, got {settings!r}")
     made = []
-    # Seeds come first, so that what is finished early is a whole table with fewer of them.
+    # Seeds come first, so that an early stop leaves a whole table with fewer seeds.
     for seed, column, method in product(_seeds(seeds), columns_of(data, columns), taken):
         best = paper.SETTINGS[settings][method][_papers(column)]
         config = _config(column, method, paper.LEARNING_RATE[method], norm=norm, seed=seed, released=released)
@@ -122,7 +121,7 @@ def hypotheses(
 def phenomena(
     *, columns: Sequence[str] | None = None, methods: Sequence[str] | None = None, **scale: Any
 ) -> list[Config]:
-    """Section 4.1, measured: trainings to be watched step by step; Adam's of ResNet20 on CIFAR-10, with one seed."""
+    """Section 4.1, measured: trainings to be tracked; by default Adam's of ResNet20 on CIFAR-10, with one seed."""
     wanted: dict[str, Any] = {"data": "cifar10", "seeds": 1} | scale
     return accuracy_tables(columns=columns or ["ResNet20"], methods=methods or ["Adam"], **wanted)
 
@@ -147,7 +146,7 @@ def trajectories(starts: Iterable[Config], *, epochs: int = 1, methods: Sequence
     """fig:track_adamgradg_sgd: SGD, AdaGradG and AdaGrad from each trained network, over the same batches.
 
     SGD has rate 1e-2 and L2 1e-3, AdaGradG what Theorem 4 makes of it, AdaGrad (Adam without momentum) rate 1e-3;
-    parameters without rows get SGD in all three. float32, since what is compared are trajectories.
+    parameters without rows get SGD in all three. In float32, since trajectories are compared.
     """
     rates = {"SGD": 1e-2, "AdaGradG": 1e-2, "AdaGrad": 1e-3}
     made = []
@@ -175,10 +174,10 @@ def grid(
         columns: networks, or network and data; None: all.
         methods: None: all.
         epochs: of each training; milestones scale.
-        seeds: how many.
+        seeds: number of seeds.
         rates: η; None: the paper's four.
         decays: λ; None: the paper's eight.
-        beta2s: β2, which SGD-M has not; None: the paper's three.
+        beta2s: β2, for all methods but SGD-M; None: the paper's three.
     """
     taken, made = chosen("methods", methods, TABLE_METHODS), []
     if beta2s and set(taken) == {"SGD-M"}:
@@ -213,11 +212,6 @@ def _papers(column: tuple[str, str]) -> tuple[str, str]:
 
 
 def _seeds(count: int) -> range:
-    """The first so many."""
-    try:
-        made = range(count)
-    except TypeError as error:
-        raise ValueError(f"seeds must be how many, a whole number, got {count!r}") from error
-    if not made:
-        raise ValueError(f"seeds must be at least 1, got {count}")
-    return made
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"seeds must be a number of at least 1, got {count!r}")
+    return range(count)

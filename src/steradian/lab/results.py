@@ -1,24 +1,54 @@
-"""Results of trainings: one JSON file per study, written whole or not at all, and mergeable."""
+"""Results of trainings: one JSON file per study, mergeable; and what several processes need to share a folder."""
 
 import errno
 import fcntl
 import glob
 import json
+import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from types import TracebackType
+from typing import IO, Any, Self
 
 import torch
 
 from steradian.lab.config import Config
 
-__all__ = ["Result", "Store", "environment", "locked", "remove_parts", "write_atomically"]
+__all__ = [
+    "CURVES",
+    "PARTS",
+    "Claims",
+    "Result",
+    "Store",
+    "environment",
+    "has_diverged",
+    "locked",
+    "remove_parts",
+    "write_atomically",
+]
+
+PARTS = ("train", "validation", "test")
+CURVES = tuple(f"{part}_{what}" for part in PARTS for what in ("loss", "accuracy"))
+"""One number per epoch: mean loss and accuracy in percent. Training's are over its augmented batches."""
+
+_FACTS = ("diverged", "collapsed", "seconds", "environment")
+_SHOWN = ("train_loss", "validation_accuracy", "test_accuracy")  # by tables and figures
+
+
+def has_diverged(config: Config, curves: Mapping[str, Sequence[float]]) -> bool:
+    """Whether the last training loss is not finite, or, after the last epoch, the validation loss is NaN."""
+    losses = curves["train_loss"]
+    if not losses:
+        return False
+    # The very last step shows in no training loss. Before the end the validation loss may recover.
+    ended = len(losses) >= config.epochs and math.isnan(curves["validation_loss"][-1])
+    return ended or not math.isfinite(losses[-1])
 
 
 @dataclass(frozen=True)
@@ -27,8 +57,8 @@ class Result:
 
     Attributes:
         config: the training.
-        curves: one number per epoch under each name of `members.CURVES`.
-        diverged: its loss stopped being a number; it was ended there.
+        curves: one number per epoch under each name of `CURVES`.
+        diverged: its loss stopped being finite; it was ended there.
         collapsed: rows that had no direction at the end.
         seconds: its share of the device's time: time during which n trainings ran counts 1/n.
         environment: hardware, versions and commit.
@@ -69,7 +99,7 @@ class Result:
             "best_epoch": None if self.diverged else self.best_epoch,
             "seconds": self.seconds,
             "environment": dict(self.environment),
-            "curves": {name: [_short(value) for value in values] for name, values in self.curves.items()},
+            "curves": {name: [_rounded(value) for value in values] for name, values in self.curves.items()},
         }
 
     @classmethod
@@ -87,7 +117,7 @@ class Result:
         if not all(isinstance(values[name], int | float) for name in ("diverged", "collapsed", "seconds")):
             raise ValueError("diverged, collapsed and seconds must be numbers")
         if not all(isinstance(fact, str) for fact in values["environment"].values()):
-            raise ValueError("environment must hold words")
+            raise ValueError("environment must hold strings")
         config = Config.from_dict(values["config"])
         if values.get("key", config.key) != config.key:
             raise ValueError(f"{values['key']} is not the key of its configuration, which is {config.key}")
@@ -98,14 +128,15 @@ class Result:
         return cls(config, curves, *(values[name] for name in _FACTS))
 
 
-_FACTS = ("diverged", "collapsed", "seconds", "environment")
-_SHOWN = ("train_loss", "validation_accuracy", "test_accuracy")  # by tables and figures
-
-
 def _curve(name: str, values: Any) -> list[float]:
     if not isinstance(values, list) or not all(v is None or isinstance(v, int | float) for v in values):
         raise ValueError(f"its curve {name} must be a list of numbers")
     return [float("nan") if value is None else value for value in values]
+
+
+def _rounded(value: float) -> float | None:
+    """Seven digits are more than a curve has; JSON has no NaN."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 class Store:
@@ -128,12 +159,12 @@ class Store:
         return list({result.config.key: result for result in found}.values())  # files may have been joined by hand
 
     def keys(self) -> set[str]:
-        """Keys of all finished trainings, without a look at what came of them."""
-        # A fleet asks with every start. The file is replaced whole, so that a changed one is another file.
-        state = self.path.stat() if self.path.exists() else None
-        mark = state and (state.st_ino, state.st_mtime_ns, state.st_size)
-        if mark is None or mark != self._known[0]:
-            self._known = mark, {self._key(number, row) for number, row in enumerate(self._rows())}
+        """Keys of all finished trainings, without parsing their results."""
+        # A fleet asks before every start. The file is replaced as a whole, so a changed one is a different file.
+        stat = self.path.stat() if self.path.exists() else None
+        version = stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        if version is None or version != self._known[0]:
+            self._known = version, {self._key(number, row) for number, row in enumerate(self._rows())}
         return set(self._known[1])
 
     def _key(self, number: int, row: Mapping[str, Any]) -> str:
@@ -143,10 +174,10 @@ class Store:
         if not self.path.exists():
             return []
         try:
-            told = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json.loads(self.path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError, IsADirectoryError) as error:
             raise ValueError(f"{self.path} is not a file of results: {error}") from error
-        rows = told.get("runs") if isinstance(told, dict) else None
+        rows = content.get("runs") if isinstance(content, dict) else None
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"{self.path} is not a file of results: it has no list of runs")
         return rows
@@ -161,7 +192,7 @@ class Store:
         """Add results, those of the same training replaced; other processes may do so at the same time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path):
-            # What is stored stays as it is: it need not be understood anew with every training that ends.
+            # Stored rows are copied as they are, without being parsed into results.
             merged = {self._key(k, row): row for k, row in enumerate(self._rows())}
             merged |= {result.config.key: result.to_dict() for result in results}
             lines = [json.dumps(merged[key], ensure_ascii=False) for key in sorted(merged)]
@@ -172,18 +203,11 @@ class Store:
         """Make the folder.
 
         Raises:
-            OSError: results could not be written; it is better known before a training than after it.
+            OSError: results could not be written, which is better known before a training than after it.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path.parent, os.W_OK):
             raise PermissionError(errno.EACCES, "no results can be written here", str(self.path.parent))
-
-    def adopt(self, keys: Iterable[str]) -> list[str]:
-        """Take in results of these trainings that other studies in the same folder hold; returns which."""
-        found = self.elsewhere(keys)
-        if found:
-            self.add(found)
-        return [result.config.key for result in found]
 
     def elsewhere(self, keys: Iterable[str]) -> list[Result]:
         """Results of these trainings that other studies in the same folder hold and this one does not, by key."""
@@ -195,36 +219,8 @@ class Store:
         return [found[key] for key in sorted(found)]
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that at every moment, power cuts included, the old or the new one is there, whole.
-
-    A link stays one: what it points to is written.
-    """
-    path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:  # a full disk does not say for which file
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        with suppress(OSError):  # where nothing can be written nothing can be removed
-            part.unlink(missing_ok=True)
-
-
-def remove_parts(path: Path) -> None:
-    """Remove what writers that were killed left of a file; to be called where nobody else may be writing it."""
-    path = Path(os.path.realpath(path))
-    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        part.unlink(missing_ok=True)
-
-
 def environment(device: torch.device) -> dict[str, str]:
-    """What a training ran on."""
+    """Hardware, versions and commit of a training."""
     from steradian import __version__
 
     gpu = device.type == "cuda"
@@ -239,9 +235,9 @@ def environment(device: torch.device) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _commit() -> str:
-    """The commit of the source tree: STERADIAN_COMMIT where a copy without its history is told, or "" if unknown."""
-    if told := os.environ.get("STERADIAN_COMMIT"):
-        return told
+    """The commit of the source tree, "" if unknown; STERADIAN_COMMIT says it for a copy without its history."""
+    if commit := os.environ.get("STERADIAN_COMMIT"):
+        return commit
     call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(call, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
@@ -249,17 +245,102 @@ def _commit() -> str:
         return ""
 
 
-def _short(value: float) -> float | None:
-    """Seven digits are more than a curve has; JSON has no NaN."""
-    return float(f"{value:.7g}") if abs(value) < float("inf") else None
+# Files that several processes read and write
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that readers see the old or the new content, never a part, even after a power cut.
+
+    A symbolic link stays one: its target is written.
+    """
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:  # a full disk does not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with suppress(OSError):  # on a read-only file system
+            part.unlink(missing_ok=True)
+
+
+def remove_parts(path: Path) -> None:
+    """Remove unfinished files of writers that were killed; nobody else may be writing the file."""
+    path = Path(os.path.realpath(path))
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        part.unlink(missing_ok=True)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file for reading, changing and writing it: other processes that do so wait."""
-    path = Path(os.path.realpath(path))  # whatever name it goes by
+    """Hold a lock on a file while it is read, changed and written; other processes that do so wait."""
+    path = Path(os.path.realpath(path))
     with path.with_name(f".{path.name}.lock").open("w") as file:
-        with suppress(OSError):  # a file system without locks cannot tell who writes: others' parts are left alone
+        with suppress(OSError):  # a file system without locks cannot tell who writes: parts of others are left alone
             fcntl.flock(file, fcntl.LOCK_EX)
             remove_parts(path)
         yield
+
+
+class Claims:
+    """Trainings that this process runs, so that other processes with the same study leave them to it.
+
+    A claim is a locked file. The system unlocks it when the process ends, however it ends, so nothing has to be cleaned
+    up after a kill.
+
+    Args:
+        folder: for the files; made if missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._held: dict[str, IO[bytes]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for key in list(self._held):
+            self.free(key)
+
+    def take(self, key: str) -> bool:
+        """Claim a training; returns False if another process has it."""
+        file = _lock(self._path(key))
+        if file is not None:
+            self._held[key] = file
+        return file is not None
+
+    def free(self, key: str) -> None:
+        """Give a claim up."""
+        self._path(key).unlink(missing_ok=True)  # while it is locked: see `_lock`
+        self._held.pop(key).close()
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.lock"
+
+
+def _lock(path: Path) -> IO[bytes] | None:
+    """The file, locked; None if another process has it."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)  # the folder may have been removed meanwhile
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError:  # a file system without locks
+            return file
+        # The previous holder may have removed the file between opening and locking: then this lock holds nothing.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()

@@ -1,29 +1,32 @@
-"""A study from start to end: where its files are, its data on a device, and who carries it out."""
+"""A study: where its files are, and its trainings on one device or, by Ray, on many machines."""
 
+import hashlib
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from steradian.lab.config import Config
-from steradian.lab.data import Resident, load
-from steradian.lab.execution import Execution
-from steradian.lab.fleet import CHECKPOINTS, Fleet, prepare_device
-from steradian.lab.progress import Silent, Watcher
+from steradian.lab.data import Resident, load, usual_root
+from steradian.lab.fleet import CHECKPOINTS, Fleet, Progress, prepare_device
 from steradian.lab.results import Result, Store
-from steradian.lab.training import Training
+from steradian.lab.training import Execution, Training
 
-__all__ = ["Study", "pick_device", "study_name"]
+__all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name", "sweep", "units"]
 
 RESULTS, RUNS = Path("results"), Path("runs")
 _LONGEST = 200  # bytes of a study's name
+_PATIENCE = 10.0  # seconds for a cluster to answer
+_RETRIES = 3  # of a fleet whose worker died
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """A device by name; None: the GPU where there is one. To be called before CUDA is used."""
+    """A device by name; None: the GPU if there is one. To be called before CUDA is used."""
     # By default streams share eight hardware queues, and the work of one waits behind another's.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if name is None:
@@ -35,14 +38,14 @@ def pick_device(name: str | None = None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda is not there: this machine or this torch has no GPU")
+        raise ValueError("device cuda is not available: this machine or this torch has no GPU")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device must be one of the {torch.cuda.device_count()} GPUs there are, got {name!r}")
+        raise ValueError(f"device must be one of the {torch.cuda.device_count()} GPUs, got {name!r}")
     return device
 
 
 def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "printed") -> str:
-    """A name for the files: the column where there is only one, the recipe and the data otherwise.
+    """A name for the files: the column if there is only one, otherwise the recipe and the data.
 
     Args:
         recipe: what the trainings are for.
@@ -63,7 +66,7 @@ def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "print
     released = {"settings": settings == "released", "network": any(config.released for config in configs)}
     if any(released.values()):
         name = "-".join([name, "released", *(what for what, is_so in released.items() if is_so)])
-    return re.sub(r"[/\\\0]+", "-", name)  # a file, wherever its data's name points
+    return re.sub(r"[/\\\0]+", "-", name)  # the name of a data set may be a path
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Study:
             object.__setattr__(self, name, Path(getattr(self, name)))
         if not self.name or self.name.startswith(".") or re.search(r"[/\\\0]", self.name):
             raise ValueError(f"study must be the name of a file without its folder, got {self.name!r}")
-        if len(os.fsencode(self.name)) > _LONGEST:  # what is written beside a file has a longer name
+        if len(os.fsencode(self.name)) > _LONGEST:  # temporary files beside it have longer names
             raise ValueError(f"study must have at most {_LONGEST} bytes, got {self.name!r}")
 
     @property
@@ -109,35 +112,35 @@ class Study:
         execution: Execution | None = None,
         keep_weights: bool = False,
         every: float = CHECKPOINTS,
-        watcher: Watcher | None = None,
+        progress: Progress | None = None,
         make: Callable[..., Training] = Training,
     ) -> bool:
         """Train what is not finished yet, on one device; returns whether everything is.
 
-        What another study in the same folder has finished is taken from there, unless more than its result is needed.
+        Results that another study in the same folder has are copied, unless more than the result is needed.
 
         Args:
             configs: the trainings.
             roots: folder of each data set, by name; others are looked for where `data.load` does.
-            device: where; None: the GPU where there is one.
+            device: where; None: the GPU if there is one.
             size: trainings in flight; None: 40 on a GPU, 1 on a CPU.
             seconds: stop, with checkpoints, when this time is over.
             execution: how; None: captured, compiled and fused on a GPU.
             keep_weights: keep the weights of finished trainings.
             every: seconds between checkpoints.
-            watcher: told what happens.
+            progress: is told what happens.
             make: makes a training, as for `Fleet`.
         """
         device = device if isinstance(device, torch.device) else pick_device(device)
-        gpu = device.type == "cuda"
+        gpu, roots = device.type == "cuda", roots or {}
         prepare_device(device, exact=any(config.precision == "float32" for config in configs))
         keys = {config.key for config in configs}
         other = self.store.elsewhere(keys) if make is Training and not keep_weights else []
         known = [result for result in [*self.store.results(), *other] if result.config.key in keys]
         done = {result.config.key for result in known}
-        # Data that is shown is read even where nothing is left to do: it may not be what the results were made from.
-        needed = sorted({config.data for config in configs if config.key not in done or config.data in (roots or {})})
-        data = {name: Resident(load(name, (roots or {}).get(name)), device) for name in needed}
+        # A given folder is read even if nothing is left to do: its images may not be those of the results.
+        needed = sorted({config.data for config in configs if config.key not in done or config.data in roots})
+        data = {name: Resident(load(name, roots.get(name)), device) for name in needed}
         self.check_data(known, {name: resident.fingerprint for name, resident in data.items()})
         if other:
             self.store.add(other)
@@ -149,7 +152,7 @@ class Study:
             execution=execution or Execution(compiled=gpu),
             every=every,
             keep_weights=keep_weights,
-            watcher=watcher or Silent(),
+            progress=progress or Progress(),
             make=make,
         )
         return fleet.run(configs, seconds=seconds)
@@ -169,3 +172,152 @@ class Study:
                     f"{self.results} holds {result.config.key}, trained on other data called {name}: give this data "
                     "another name with --data"
                 )
+
+
+# Many machines
+
+
+def sweep(
+    configs: Sequence[Config],
+    study: Study,
+    *,
+    address: str | None = None,
+    roots: Mapping[str, Path] | None = None,
+    size: int = 8,
+    every: float = CHECKPOINTS,
+    progress: Progress | None = None,
+) -> bool:
+    """Run a study on a Ray cluster, a fleet per task; returns whether everything is finished.
+
+    Ray starts a fleet again whose worker died, and it goes on from its checkpoints if its folder can be seen. A driver
+    that is killed finds on its next start the results that had arrived. Finished trainings are never repeated.
+
+    Args:
+        configs: the trainings.
+        study: where results and checkpoints go; workers keep their checkpoints in the same folder of their own file
+            system.
+        address: of an existing Ray cluster; None: one is started on this machine.
+        roots: folders of the data, by name, as the workers see them; others are looked for where `data.load` does, from
+            the driver's folder first, if the workers see it.
+        size: trainings in a fleet.
+        every: seconds between checkpoints.
+        progress: is told which trainings have finished.
+    """
+    ray, progress = _ray(), progress or Progress()
+    if address is not None:
+        _check_address(address)
+    started = not ray.is_initialized()
+    if started:
+        quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+        ray.init(address=address, **({} if address else quiet))
+    try:
+        keys = {config.key for config in configs}
+        if other := study.store.elsewhere(keys):
+            study.store.add(other)
+        known = [result for result in study.store.results() if result.config.key in keys]
+        done = {result.config.key for result in known}
+        needs = {"num_gpus": 1} if ray.cluster_resources().get("GPU", 0) else {"num_cpus": 1}
+        # Ray itself repeats a task whose worker died; an error in the task is an error of the study.
+        work = ray.remote(**needs, max_retries=_RETRIES)(_run_fleet)
+        folders = {name: str(Path(root).absolute()) for name, root in (roots or {}).items()}
+        # Workers have another working directory, and perhaps another machine.
+        usual = {name: str(usual_root(name).absolute()) for name in {c.data for c in configs} - set(folders)}
+        # Fleets are cut from all trainings, so that each finds its folder again whatever has arrived since.
+        every_one = list(dict.fromkeys(configs))
+        waiting = []
+        for unit in units(every_one, size):
+            left = [config.to_dict() for config in unit if config.key not in done]
+            if left:
+                waiting.append(work.remote(left, str(_fleet_folder(study, unit)), folders, usual, every))
+        with progress:
+            progress.begin(len(every_one), sum(config.key in done for config in every_one))
+            while waiting:
+                ready, waiting = ray.wait(waiting, num_returns=1)
+                for unit_results in _get(ray, ready):
+                    arrived = [Result.from_dict(values) for values in unit_results]
+                    _store_results(arrived, known, study)
+                    for result in arrived:
+                        if result.config.key not in done:  # a fleet also returns what it found finished
+                            progress.finished(result.config, result.curves)
+    finally:
+        if started:
+            ray.shutdown()
+    return keys <= study.store.keys()
+
+
+def units(configs: Sequence[Config], size: int) -> list[list[Config]]:
+    """The trainings cut into fleets: one network and data set in each, so that compiled code is shared.
+
+    >>> made = [Config(model=m, data="digits", method="Adam", lr=1e-3) for m in ("VGG16", "ResNet20", "VGG16")]
+    >>> [[config.model for config in unit] for unit in units(made, 2)]
+    [['VGG16', 'VGG16'], ['ResNet20']]
+    """
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    kinds: dict[tuple[str, str, str, bool], list[Config]] = {}
+    for config in configs:
+        kinds.setdefault((config.model, config.norm, config.data, config.released), []).append(config)
+    return [kind[k : k + size] for kind in kinds.values() for k in range(0, len(kind), size)]
+
+
+def _store_results(arrived: list[Result], known: list[Result], study: Study) -> None:
+    """Store results; machines may have different images under one name, which is refused."""
+    for result in arrived:
+        if images := result.environment.get("data"):
+            study.check_data(known, {result.config.data: images})
+    study.store.add(arrived)
+    known += arrived
+
+
+def _check_address(address: str) -> None:
+    """Ask whether a cluster answers there: Ray itself takes minutes to fail, with a long message."""
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"address must be HOST:PORT, ray://HOST:PORT or auto, got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"no Ray cluster answers at {address}: {error}") from error
+
+
+def _get(ray: Any, ready: Sequence[Any]) -> list[list[dict[str, Any]]]:
+    """What fleets returned; an error in one is raised as it was raised there."""
+    try:
+        return list(ray.get(ready))
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error))) from None
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(
+            f"a fleet was lost ({error}); results that have arrived are stored, and a new start goes on"
+        ) from error
+
+
+def _fleet_folder(study: Study, unit: Sequence[Config]) -> Path:
+    """Where the worker of a fleet keeps its store and its checkpoints."""
+    name = hashlib.sha256("".join(sorted(config.key for config in unit)).encode()).hexdigest()[:12]
+    return study.work.absolute() / f"fleet-{name}"
+
+
+def _run_fleet(
+    configs: list[dict[str, Any]], folder: str, roots: dict[str, str], usual: dict[str, str], every: float
+) -> list[dict[str, Any]]:
+    """What a worker does: a fleet with a store of its own, which a second start finds."""
+    unit, work = [Config.from_dict(values) for values in configs], Path(folder)
+    study = Study(work.name, work.parent, work.parent)
+    study.work.mkdir(parents=True, exist_ok=True)
+    (study.work / "worker").write_text(str(os.getpid()))
+    paths = {key: Path(root) for key, root in usual.items() if Path(root).is_dir()}
+    paths |= {key: Path(root) for key, root in roots.items()}
+    study.run(unit, roots=paths, device=pick_device(), size=len(unit), every=every)
+    return [result.to_dict() for result in study.store.results()]
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("many machines need Ray: pip install 'steradian[scale]'") from error
+    return ray

@@ -1,4 +1,4 @@
-"""What was recorded within trainings, in few numbers: the tables below the figures."""
+"""Quantities recorded within trainings in a few numbers: the tables below the figures."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from steradian.lab.config import METHODS
 from steradian.lab.paper import NORM_NAMES
+from steradian.lab.tables import Rows
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 from steradian.watch.records import QUANTITIES
 
@@ -15,14 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["SUMMARIES", "hypotheses_summary", "phenomena_summary", "trajectories_summary"]
 
 About = Mapping[str, Mapping[str, Any]]
-Rows = tuple[list[str], list[list[str]]]
 
 
 def hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
-    """For each method the largest |A⟨c,u⟩|, z and z² of a living filter at any recorded step, when, and what is usual.
+    """For each method the largest |A⟨c,u⟩|, z and z² of a living filter at any recorded step, its epoch, and the usual.
 
-    Usual is the median, over the recorded steps after the first epoch, of the largest over the filters. Runs that
-    recorded other things are left out.
+    The usual value is the median, over the recorded steps after the first epoch, of the largest over the filters. Runs
+    that recorded other quantities are left out.
     """
     heads = ["method"]
     for quantity in ("|A⟨c,u⟩|", "z", "z²"):
@@ -49,7 +49,7 @@ def hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
 def trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
     """For each network and scheme, the cosine of the filters with those under SGD after the last iteration.
 
-    A scheme that diverged has none; runs that recorded other things are left out.
+    A scheme that diverged has none; runs that recorded other quantities are left out.
     """
     lines = []
     compared = table[table["quantity"].isin(["cosine", "angle"])]
@@ -70,7 +70,7 @@ def trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
 def phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
     """For each method and phenomenon the median turn of a filter: in the first epoch, before rates fall, at the end.
 
-    And the layer in which the median is largest, with its epoch, after the first epoch.
+    Also the layer in which the median is largest after the first epoch, with its epoch.
     """
     measured = set(table[table["quantity"] == PHENOMENA[0]]["run"])
     medians = table[table["statistic"] == "median"]
@@ -86,7 +86,7 @@ def phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
             parts.append(_within(every, 0.95 * config["epochs"], config["epochs"]))
             layers = own[~own["group"].isin([ALL, LIVING]) & (own["epoch"] >= min(1, config["epochs"] / 2))]
             where = ""
-            if len(layers):  # a run that diverged may have none
+            if len(layers):  # a diverged run may have none
                 largest = layers.loc[layers["value"].idxmax()]
                 where = f"{largest['value']:.2g} in {largest['group']}, epoch {largest['epoch']:.0f}"
             lines.append([str(config["method"]), QUANTITIES[quantity].title, *parts, where])
@@ -102,7 +102,7 @@ SUMMARIES: dict[str, Callable[["pd.DataFrame", About], Rows]] = {
 
 
 def _cosine(value: float) -> str:
-    """With digits where it matters.
+    """More digits near 1.
 
     >>> _cosine(0.98765), _cosine(1 - 2.34e-6)
     ('0.9877', '0.9999977')
@@ -115,7 +115,7 @@ def _of(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.DataF
 
 
 def _within(rows: "pd.DataFrame", start: float, end: float) -> str:
-    """The median over the recorded steps of some epochs; that of the nearest step where there is none."""
+    """The median over the recorded steps of some epochs; without any, the value of the nearest step."""
     inside = rows[(rows["epoch"] >= start) & (rows["epoch"] <= end)]
     if not len(inside) and len(rows):
         inside = rows.loc[[(rows["epoch"] - (start + end) / 2).abs().idxmin()]]
@@ -123,5 +123,5 @@ def _within(rows: "pd.DataFrame", start: float, end: float) -> str:
 
 
 def _number(value: float) -> str:
-    """In two digits; nothing where there is none."""
+    """Two digits; empty for NaN."""
     return "" if math.isnan(value) else f"{value:.2g}"

@@ -1,39 +1,51 @@
-"""Tables from stored results: ours beside the paper's, with spread, number of seeds, and what is within the noise.
+"""Tables from stored results: accuracies beside the paper's, the best points of grids, and times.
 
-The rule: two figures differ when Welch's t-test on their seeds rejects equal means at 5 %. Otherwise the difference
-is called within the noise; with one seed nothing is said.
+Two accuracies differ when Welch's t-test on their seeds rejects equal means at 5 %. Otherwise the difference is called
+within the noise; nothing is said about a single seed.
 """
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
 from steradian.lab import paper
-from steradian.lab.config import METHODS
+from steradian.lab.config import METHODS, Config
 from steradian.lab.results import Result
-from steradian.lab.welch import welch_p
 
 __all__ = [
     "BEST",
     "LEVEL",
     "RULE",
+    "Best",
     "Cell",
     "Column",
+    "Rows",
     "accuracy_columns",
     "duration",
-    "figure",
+    "grid_rows",
+    "is_grid",
     "markdown_table",
-    "place",
+    "plain_loops",
+    "point_rows",
+    "search",
+    "time_rows",
 ]
+
+Rows = tuple[list[str], list[list[str]]]
+"""Headings and lines of a table."""
 
 LEVEL = 0.05
 """Below this p a difference of means is not called noise."""
 BEST = "Adam w/o (ab)"
 """The Adam variant that the paper finds best."""
 _PAPERS_SEEDS = 5
-_HOURS = 120  # seconds that are told as hours
+_HOURS = 120  # seconds from which on a total is given in hours
 
 RULE = (
     "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. “Within the "
@@ -53,7 +65,7 @@ class Cell:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Cell":
-        """The figures of some trainings, in percent; NaN counts as diverged."""
+        """From the accuracies of some trainings, in percent; NaN counts as diverged."""
         every = list(values)
         kept = [value for value in every if math.isfinite(value)]
         spread = float(np.std(kept, ddof=1)) if len(kept) > 1 else math.nan
@@ -70,15 +82,24 @@ class Cell:
         return str(self.seeds) + (f" ({self.diverged} diverged)" if self.diverged else "")
 
     def p(self, other: "Cell") -> float | None:
-        """Two-sided p of equal means; None where the spread of one is not known."""
+        """Two-sided p of equal means by Welch's t-test; None if one has no spread.
+
+        >>> round(Cell(91.92, 0.18, 5).p(Cell(91.81, 0.20, 5)), 2)
+        0.39
+        """
         if math.isnan(self.spread) or math.isnan(other.spread):
             return None
-        return welch_p((self.mean, self.spread, self.seeds), (other.mean, other.spread, other.seeds))
+        if self.spread == other.spread == 0:
+            return float(self.mean == other.mean)
+        from scipy import stats
+
+        ours, theirs = (self.mean, self.spread, self.seeds), (other.mean, other.spread, other.seeds)
+        return float(stats.ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One network with one normalization on one data set, trained for so many epochs: results of every method.
+    """One network with one normalization on one data set, trained for one number of epochs: results of every method.
 
     Attributes:
         model: the network.
@@ -95,14 +116,18 @@ class Column:
     @property
     def name(self) -> str:
         """Network, normalization and data in words."""
-        return (
-            f"{self.model} {paper.NORM_NAMES.get(self.norm, self.norm)}, {paper.DATA_NAMES.get(self.data, self.data)}"
-        )
+        norm, data = paper.NORM_NAMES.get(self.norm, self.norm), paper.DATA_NAMES.get(self.data, self.data)
+        return f"{self.model} {norm}, {data}"
+
+    @property
+    def every(self) -> list[Result]:
+        """All results."""
+        return [result for found in self.results.values() for result in found]
 
     @property
     def epochs(self) -> int:
         """Of every training."""
-        return next(iter(self.results.values()))[0].config.epochs
+        return self.every[0].config.epochs
 
     @property
     def length(self) -> str:
@@ -116,55 +141,49 @@ class Column:
 
     @property
     def papers(self) -> dict[str, Cell]:
-        """The paper's, where it has them; SGD-M's comes from the authors' read-me."""
-        found = {}
-        for method, row in paper.ACCURACY.get(self.norm, {}).items():
-            if (self.model, self.data) in row:
-                printed = row[self.model, self.data]
-                spread = math.nan if printed.spread is None else printed.spread
-                found[method] = Cell(printed.mean, spread, _PAPERS_SEEDS)
-        return found
+        """The paper's, if it has this column; SGD-M's comes from the authors' read-me."""
+        column, table = (self.model, self.data), paper.ACCURACY.get(self.norm, {})
+        printed = {method: row[column] for method, row in table.items() if column in row}
+        return {method: Cell(found.mean, found.spread, _PAPERS_SEEDS) for method, found in printed.items()}
 
-    def rows(self, *, seeds: bool = False) -> tuple[list[str], list[list[str]]]:
-        """Headings and lines, with every seed's figure where asked for."""
-        numbers = sorted({result.config.seed for found in self.results.values() for result in found})
+    def rows(self, *, seeds: bool = False) -> Rows:
+        """The table, optionally with the accuracy of every seed."""
+        numbers = sorted({result.config.seed for result in self.every})
         heads = ["method", *(f"seed {k}" for k in numbers if seeds), "ours", "seeds"]
         papers = self.papers
         heads += ["paper", "ours − paper", "that is"] if papers else []
         lines = []
         for method, cell in self.cells.items():
-            single = {result.config.seed: figure(result.accuracy) for result in self.results[method]}
+            single = {result.config.seed: _percent(result.accuracy) for result in self.results[method]}
             line = [method, *(single.get(k, "") for k in numbers if seeds), str(cell), cell.count]
             lines.append(line + (_beside(cell, papers.get(method)) if papers else []))
         return heads, lines
 
-    def singles(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and lines of every seed's figure, for a page that is narrow."""
+    def singles(self) -> Rows:
+        """A table of the accuracy of every seed, for a narrow page."""
         lines = []
         for method, found in self.results.items():
-            told = (f"{result.config.seed}:\u00a0{figure(result.accuracy)}" for result in found)
-            lines.append([method, ", ".join(told)])
+            single = (f"{result.config.seed}:\u00a0{_percent(result.accuracy)}" for result in found)
+            lines.append([method, ", ".join(single)])
         return ["method", "accuracy"], lines
 
     def statements(self) -> list[str]:
-        """What a reader of the figures must know, and what they say."""
-        said = [self.caution(), self.claim(), self.against_sgd(), self.shrunk(), self.time()]
-        return [text for text in said if text]
+        """Cautions and conclusions, a sentence each."""
+        texts = [self.caution(), self.claim(), self.against_sgd(), self.shrunk(), self.time()]
+        return [text for text in texts if text]
 
     def caution(self) -> str:
         """How these trainings differ from the paper's, and from each other."""
         parts = []
         if self.papers and self.epochs != paper.EPOCHS:
             parts.append(f"trained for {self.length}, the paper's for {paper.EPOCHS}")
-        if others := [method for method in self.papers if self._set_otherwise(method)]:
+        if others := [method for method in self.papers if self._differs_from_printed(method)]:
             parts.append(f"hyper-parameters other than the paper prints for {', '.join(others)}")
-        if self.papers and any(result.config.released for found in self.results.values() for result in found):
+        if self.papers and any(result.config.released for result in self.every):
             parts.append("with the network of the paper's released code")
-        images = {result.environment.get("data") for found in self.results.values() for result in found}
-        if len(images - {None}) > 1:
+        if len({result.environment.get("data") for result in self.every} - {None}) > 1:
             parts.append(f"trained on different images that go by the name {self.data}")
-        missing = [method for method in self.papers if method not in self.results]
-        if missing:
+        if missing := [method for method in self.papers if method not in self.results]:
             parts.append(f"not run yet: {', '.join(missing)}")
         few = {method: cell.seeds for method, cell in self.cells.items() if cell.seeds < _PAPERS_SEEDS}
         if self.papers and few:
@@ -172,15 +191,15 @@ class Column:
             parts.append(f"fewer seeds than the paper's {_PAPERS_SEEDS}: {counts}")
         return "Mind: " + "; ".join(parts) + "." if parts else ""
 
-    def _set_otherwise(self, method: str) -> bool:
-        """Whether ours were trained with other values than those printed."""
+    def _differs_from_printed(self, method: str) -> bool:
+        """Whether ours were trained with other hyper-parameters than those printed."""
         best = paper.BEST[method][self.model, self.data]
         printed = (paper.LEARNING_RATE[method], best.weight_decay, best.beta2)
         configs = [result.config for result in self.results.get(method, [])]
         return any((config.lr, config.weight_decay, config.betas[1]) != printed for config in configs)
 
     def claim(self) -> str:
-        """Whether (ab) is best among the Adam variants, as the paper says, and what of it is noise."""
+        """Whether (ab) is best among the Adam variants, as the paper says, and which differences are noise."""
         variants = {method: cell for method, cell in self.cells.items() if method.startswith("Adam") and cell.seeds}
         if len(variants) < 2:
             return ""
@@ -193,20 +212,18 @@ class Column:
         for method, cell in variants.items():
             p = cell.p(variants[best])
             if method != best and p is not None:
-                (near if p >= LEVEL else beaten).append(
-                    f"{method} ({_signed(cell.mean - variants[best].mean)}, p = {p:.2g})"
-                )
-        text += (
-            f"; within the noise of it: {', '.join(near) or 'none'}; beyond the noise: {', '.join(beaten) or 'none'}."
-        )
+                difference = _signed(cell.mean - variants[best].mean)
+                (near if p >= LEVEL else beaten).append(f"{method} ({difference}, p = {p:.2g})")
+        text += f"; within the noise of it: {', '.join(near) or 'none'}"
+        text += f"; beyond the noise: {', '.join(beaten) or 'none'}."
         if BEST not in variants:
             return text
-        place = sorted(variants, key=lambda method: -variants[method].mean).index(BEST) + 1
-        verdict = "first" if place == 1 else f"number {place} of {len(variants)}"
-        return f"{text} The paper's best, {BEST}, is {verdict}{self._papers_own()}."
+        rank = sorted(variants, key=lambda method: -variants[method].mean).index(BEST) + 1
+        verdict = "first" if rank == 1 else f"number {rank} of {len(variants)}"
+        return f"{text} The paper's best, {BEST}, is {verdict}{self._papers_lead()}."
 
-    def _papers_own(self) -> str:
-        """How far the paper's own figures tell its best variant from the second."""
+    def _papers_lead(self) -> str:
+        """By how much the paper's best variant leads the second, and its p."""
         own = {method: cell for method, cell in self.papers.items() if method.startswith("Adam")}
         if len(own) < 2:
             return ""
@@ -215,7 +232,7 @@ class Column:
         return f" (in the paper's own figures {first} leads {second} by {lead:.2f}, p = {p:.2g})"
 
     def against_sgd(self) -> str:
-        """The best Adam variant against SGD with momentum, which the paper's table does not hold."""
+        """The best Adam variant against SGD with momentum, which is not in the paper's table."""
         cells = {method: cell for method, cell in self.cells.items() if cell.seeds}
         variants = [method for method in cells if method.startswith("Adam")]
         if "SGD-M" not in cells or not variants:
@@ -230,16 +247,15 @@ class Column:
     def shrunk(self) -> str:
         """Rows that lost their direction."""
         found = {m: float(np.mean([r.collapsed for r in results])) for m, results in self.results.items()}
-        told = ", ".join(f"{method} {mean:.3g}" for method, mean in found.items() if mean)
-        return f"Filters without a direction at the end, mean over seeds: {told}." if told else ""
+        means = ", ".join(f"{method} {mean:.3g}" for method, mean in found.items() if mean)
+        return f"Filters without a direction at the end, mean over seeds: {means}." if means else ""
 
     def time(self) -> str:
         """The device time of all trainings together, and the devices."""
-        every = [result for found in self.results.values() for result in found]
-        devices = sorted({result.environment.get("device", "an unknown device") for result in every})
-        seconds = sum(result.seconds for result in every)
+        devices = sorted({result.environment.get("device", "an unknown device") for result in self.every})
+        seconds = sum(result.seconds for result in self.every)
         took = f"{seconds / 3600:.2f} hours" if seconds >= _HOURS else duration(seconds)
-        return f"{_counted(len(every), 'training')} took {took} of {', '.join(devices)}."
+        return f"{_counted(len(self.every), 'training')} took {took} of {', '.join(devices)}."
 
     def markdown(self) -> str:
         """The table for a document, with its statements below."""
@@ -259,20 +275,25 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
             column = grouped.setdefault((config.norm, config.model, config.data, config.epochs), {})
             column.setdefault(config.method, []).append(result)
     made = []
-    for kind in sorted(grouped, key=lambda kind: place(*kind)):
+    for kind in sorted(grouped, key=lambda kind: _order(*kind)):
         norm, model, data, _ = kind
         for method, runs in grouped[kind].items():
             if len({result.config.setting for result in runs}) > 1:
-                raise ValueError(f"{model} {data} holds {method} with several settings: a grid has no table of means")
+                raise ValueError(f"{model} {data} holds {method} with several settings: they have no common mean")
         made.append(Column(model, data, norm, grouped[kind]))
     return made
 
 
-def place(norm: str, model: str, data: str, epochs: int) -> tuple[object, ...]:
-    """Where a column stands among others: in the paper's order, then by data and network."""
+def _order(norm: str, model: str, data: str, epochs: int) -> tuple[object, ...]:
+    """Sort key of a column: in the paper's order, then by data and network."""
     models = list(dict.fromkeys(model for model, _ in paper.COLUMNS))
-    column = _place(list(paper.COLUMNS), (model, data))
-    return _place(list(paper.NORM_NAMES), norm), column, data, _place(models, model), norm, model, epochs
+    column = _index(list(paper.COLUMNS), (model, data))
+    return _index(list(paper.NORM_NAMES), norm), column, data, _index(models, model), norm, model, epochs
+
+
+def _index(known: Sequence[object], name: object) -> int:
+    """Where a name stands; unknown names are last."""
+    return known.index(name) if name in known else len(known)
 
 
 def markdown_table(heads: list[str], lines: list[list[str]]) -> str:
@@ -288,7 +309,7 @@ def markdown_table(heads: list[str], lines: list[list[str]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that suits it.
+    """Seconds, minutes or hours.
 
     >>> duration(12), duration(754), duration(36_000)
     ('12 s', '12.6 min', '10.0 h')
@@ -299,7 +320,7 @@ def duration(seconds: float) -> str:
 
 
 def _beside(ours: Cell, papers: Cell | None) -> list[str]:
-    """The paper's figure, the distance to it, and whether it is noise."""
+    """The paper's accuracy, the difference to it, and whether it is noise."""
     if papers is None:
         return ["", "", ""]
     text = str(papers)
@@ -314,15 +335,170 @@ def _counted(count: int, name: str) -> str:
     return f"{count} {name}" + ("" if count == 1 else "s")
 
 
-def _place(known: Sequence[object], name: object) -> int:
-    """Where a name stands; behind all others where it is not known."""
-    return known.index(name) if name in known else len(known)
-
-
 def _signed(difference: float) -> str:
     return f"{difference:+.2f}".replace("-", "−")
 
 
-def figure(accuracy: float) -> str:
-    """An accuracy in percent; NaN is what diverged."""
+def _percent(accuracy: float) -> str:
     return "diverged" if math.isnan(accuracy) else f"{accuracy:.2f}"
+
+
+# The best point of a grid search, chosen only by validation accuracy, beside the paper's
+
+
+@dataclass(frozen=True)
+class Best:
+    """What a grid search found for one method in one column.
+
+    Attributes:
+        config: the best setting, with its first seed; any setting if all diverged.
+        validation: its mean best validation accuracy over seeds, in percent; NaN if all diverged.
+        accuracy: its mean test accuracy at those epochs.
+        seeds: number of seeds.
+        points: number of settings that were tried.
+        diverged: number of settings that diverged with every seed.
+    """
+
+    config: Config
+    validation: float
+    accuracy: float
+    seeds: int
+    points: int
+    diverged: int
+
+
+def is_grid(results: Iterable[Result]) -> bool:
+    """Whether some method was trained with several settings in one column, with one network and equally long."""
+    return any(len(settings) > 1 for settings in _searches(results))
+
+
+def search(results: Iterable[Result]) -> list[Best]:
+    """The best setting of each method in each column and length, chosen without the test set."""
+    found = []
+    for settings in _searches(results):
+        kept = {key: [r for r in runs if not r.diverged] for key, runs in settings.items()}
+        alive = {key: runs for key, runs in kept.items() if runs}
+        lost = len(settings) - len(alive)
+        if not alive:
+            [[first, *_], *_] = settings.values()
+            found.append(Best(first.config, math.nan, math.nan, 0, len(settings), lost))
+            continue
+        best = max(alive.values(), key=_validation)
+        accuracy = fmean(result.accuracy for result in best)
+        found.append(Best(best[0].config, _validation(best), accuracy, len(best), len(settings), lost))
+    return sorted(found, key=lambda best: (_where(best.config), METHODS.index(best.config.method), best.config.epochs))
+
+
+def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
+    """Results that may be compared, by setting: one method in one column, with one network and equally long."""
+    kinds: dict[tuple[str, str, bool, str, int], dict[str, list[Result]]] = {}
+    for result in results:
+        config = result.config
+        kind = kinds.setdefault((config.column, config.norm, config.released, config.method, config.epochs), {})
+        kind.setdefault(config.setting, []).append(result)
+    return list(kinds.values())
+
+
+def grid_rows(results: Iterable[Result]) -> Rows:
+    """The table of `search`."""
+    heads = ["column", "method", "epochs", "best: η, λ, β2", "paper: η, λ, β2", "validation", "test", "seeds", "points"]
+    lines = []
+    for best in search(results):
+        config = best.config
+        lost = f" ({best.diverged} diverged)" if best.diverged else ""
+        ours = _setting(config.method, config.lr, config.weight_decay, config.betas[1]) if best.seeds else ""
+        figures = [_percent(best.validation), _percent(best.accuracy), str(best.seeds), f"{best.points}{lost}"]
+        where = [_where(config), config.method, str(config.epochs)]
+        lines.append([*where, ours, _papers(config), *figures])
+    return heads, lines
+
+
+def point_rows(results: Iterable[Result]) -> Rows:
+    """A table of every setting that was tried, with the paper's accuracy beside it."""
+    settings: dict[tuple[object, ...], list[Result]] = {}
+    for result in results:
+        c = result.config
+        kind = (c.column, c.norm, c.released, METHODS.index(c.method), c.lr, c.weight_decay, c.betas[1], c.epochs)
+        settings.setdefault(kind, []).append(result)
+    heads = ["column", "method", "η", "λ", "β₂", "epochs", "validation", "test", "seeds", "paper"]
+    lines = []
+    for _, runs in sorted(settings.items()):
+        c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
+        kept = [result for result in runs if not result.diverged]
+        numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]
+        reached = [f"{_validation(kept):.2f}" if kept else "", str(test), test.count]
+        papers = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
+        printed = "" if papers is None else f"{papers.mean:.2f}"
+        lines.append([_where(c), c.method, *numbers, str(c.epochs), *reached, printed])
+    return heads, lines
+
+
+def _validation(results: Sequence[Result]) -> float:
+    return fmean(max(result.curves["validation_accuracy"]) for result in results)
+
+
+def _where(config: Config) -> str:
+    return f"{config.column} {config.norm}" + (", released network" if config.released else "")
+
+
+def _papers(config: Config) -> str:
+    column = (config.model, config.data)
+    if config.method not in paper.BEST or column not in paper.BEST[config.method]:
+        return ""
+    best = paper.BEST[config.method][column]
+    return _setting(config.method, paper.LEARNING_RATE[config.method], best.weight_decay, best.beta2)
+
+
+def _setting(method: str, lr: float, decay: float, beta2: float) -> str:
+    """η, λ and, if the method has it, β2."""
+    return f"{lr:g}, {decay:g}" + ("" if method.startswith("SGD") else f", {beta2:g}")
+
+
+# Time on the device, beside that of a plain loop
+
+_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "digits": 1_438}
+"""Training images, of which 5 % are held out."""
+
+
+def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
+    """By network, milliseconds per step of the plain loop that `benchmarks/fleet.py` measured, and the device."""
+    if not bench.exists():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(bench.read_text(encoding="utf-8"))
+        device = str(content["environment"]["device"])
+        plain = [row for row in content["rows"] if str(row["way"]).startswith("plain")]
+        return {str(row["network"]): (float(row["ms per run and step"]), device) for row in plain}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{bench} is not what benchmarks/fleet.py writes ({error!r}): run it again") from error
+
+
+def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) -> Rows:
+    """For each column: trainings, steps, device time, and the time of a plain loop for the same steps.
+
+    Ours includes everything: compiling, evaluations, checkpoints. The plain loop's is its steps alone.
+    """
+    heads = ["column", "trainings", "steps", "device", "our time", "ms per training and step"]
+    heads += ["plain loop, ms per step", "plain loop, the same steps", "ratio"]
+    lines = []
+    for column in columns:
+        every = column.every
+        seconds = sum(result.seconds for result in every)
+        steps = sum(len(r.curves["train_loss"]) * _steps(column.data, r.config.batch_size) for r in every)
+        device = ", ".join(sorted({result.environment.get("device", "") for result in every}))
+        line = [column.name, str(len(every)), f"{steps:,}" if steps else "", device, duration(seconds)]
+        line.append(f"{1e3 * seconds / steps:.3g}" if steps else "")
+        each, where = plain.get(column.model, (0.0, ""))
+        if each and steps and where == device:
+            estimate = steps * each / 1e3
+            line += [f"{each:.3g}", duration(estimate), f"{estimate / seconds:.1f} ×" if seconds else ""]
+        else:
+            line += ["not measured there", "", ""]
+        lines.append(line)
+    return heads, lines
+
+
+def _steps(data: str, batch: int) -> int:
+    """Steps in an epoch; 0 if the size of the data is unknown."""
+    images = _IMAGES.get(data, 0)
+    return (images - max(1, round(0.05 * images))) // batch if images else 0

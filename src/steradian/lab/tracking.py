@@ -1,7 +1,10 @@
-"""A training looked at from within: what its steps do on the spheres, and how large the phenomena are in them.
+"""A training whose steps are measured on the spheres: the experiments of App. C.1.2 and C.1.5, and of Section 4.1.
 
-These are the experiments of App. C.1.2 and C.1.5, and of Section 4.1. Some steps are recorded and taken plainly, so
-that the optimizer's state can be read; those in between are replayed like in any fleet.
+Some steps are recorded. These are run without replaying them, so that the optimizer's state can be read; those in
+between are replayed as in any fleet. `st.watch` measures the same quantities, and the tests compare the two, but it is
+not used here for three reasons: it observes steps by hooks, which a replayed CUDA graph does not call, so it could not
+keep the sums of the phenomena; a checkpoint must hold what was recorded; and the tables need statistics over all
+filters of the network that have not shrunk away, where its records have statistics for each parameter.
 """
 
 import warnings
@@ -12,24 +15,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 from torch.optim import Optimizer
 
+from steradian import optim
 from steradian.groups import Group, Layout
 from steradian.image import image_step
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
-from steradian.lab.execution import Execution
-from steradian.lab.remembering import Remembered
-from steradian.lab.training import Training
+from steradian.lab.training import Execution, Training
+from steradian.phenomena import Memory
 from steradian.scheme import Step, read_step
 from steradian.watch.records import COLUMNS, STATISTICS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ALL", "LIVING", "PHENOMENA", "SEEN", "Tracked", "recorded_steps", "statistics_table"]
+__all__ = ["ALL", "LIVING", "PHENOMENA", "RECORDED", "Tracked", "recorded_steps", "statistics_table"]
 
-SEEN = ("radial", "velocity", "radius", "effective_lr")
+RECORDED = ("radial", "velocity", "radius", "effective_lr")
 """What every tracked training records of its rows: A⟨c,u⟩ (H1), z (H2, and z² is Theorem 4's variable), r and η^e."""
 PHENOMENA = ("deformation", "gradient_memory", "l2_memory", "radius_ratio")
 """(a), (b1), (b2) and (c): the turn of the effective direction that each causes, in radians."""
@@ -40,7 +44,7 @@ _LIVING = 1e-3
 
 
 def recorded_steps(total: int, points: int) -> list[int]:
-    """Steps to record: half of them evenly spread, half in equal ratios so that the start is seen.
+    """Steps to record: half of them evenly spaced, half in equal ratios, so that the start is resolved.
 
     The first and the last step are among them.
 
@@ -55,7 +59,7 @@ def recorded_steps(total: int, points: int) -> list[int]:
 
 
 class Tracked(Training):
-    """A training some steps of which are recorded; `Fleet` carries it out like any other.
+    """A training some steps of which are recorded; `Fleet` runs it like any other.
 
     Args:
         config: what to train.
@@ -64,13 +68,13 @@ class Tracked(Training):
         weights: as for `Training`.
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
-            weights, as part of what is replayed.
+            weights; this is captured and replayed with the step.
         deliver: called with this training when it is finished.
     """
 
     def __init__(
         self,
-        config: Config | Sequence[Config],
+        config: Config,
         data: Resident,
         *,
         execution: Execution | None = None,
@@ -80,34 +84,32 @@ class Tracked(Training):
         deliver: Callable[["Tracked"], None] = lambda _: None,
     ) -> None:
         super().__init__(config, data, execution=execution, weights=weights)
-        if len(self.members) > 1:
-            raise ValueError(f"a tracked training is one alone, got {len(self.members)} members")
         self.batches = _batches(self.groups.groups)
-        self.quantities = SEEN + (PHENOMENA if phenomena else ())
+        self.quantities = RECORDED + (PHENOMENA if phenomena else ())
         self.deliver = deliver
         self._wanted = recorded_steps(self.config.epochs * self.steps, points)
-        self._steps: list[int] = []
+        self._recorded: list[int] = []
         self._values: list[NDArray[np.float32]] = []
         self._rehearsed = False
-        self.memory = Remembered(self.optimizers, [self._tensors(b) for b in self.batches]) if phenomena else None
+        self.memory = _MomentumMemory(self.optimizers, [self._rows_of(b) for b in self.batches]) if phenomena else None
 
     @property
     def at(self) -> int:
-        """The number of the step that comes next, over all epochs."""
+        """The number of the next step, over all epochs."""
         return self.epoch * self.steps + self.steps - self.left
 
     def take(self, most: int) -> int:
-        """Put up to so many steps into the queue, none beyond the next that is recorded, or record that one.
+        """Enqueue up to `most` steps, but none beyond the next that is recorded; or record that one.
 
-        A step is recorded when what was put into the queue before is done, so that nobody waits for it here.
+        A step is recorded when the queue is empty, so that nothing waits here.
         """
-        at, begun = self.at, len(self._steps)
-        if begun < len(self._wanted) and self._wanted[begun] <= at:
+        at, number = self.at, len(self._recorded)
+        if number < len(self._wanted) and self._wanted[number] <= at:
             return self.left if self.queue.pending() else self._record(at)
-        until = self._wanted[begun] - at if begun < len(self._wanted) else most
+        until = self._wanted[number] - at if number < len(self._wanted) else most
         if self.memory is None or self._rehearsed:
             return super().take(min(most, until))
-        # Before the first replay steps are rehearsed and undone; what the memory made of them is undone here.
+        # Before a capture `Training` runs steps and undoes them; their effect on the memory is undone here.
         self._rehearsed = True
         with self.queue.here():
             kept = self.memory.state()
@@ -117,7 +119,7 @@ class Tracked(Training):
         return left
 
     def collect(self) -> None:
-        """Wait for the epoch's end and read its figures; after the last epoch, deliver."""
+        """Wait for the end of the epoch and read its figures; after the last epoch, deliver."""
         super().collect()
         if self.finished:
             self.deliver(self)
@@ -125,8 +127,8 @@ class Tracked(Training):
     def table(self) -> "pd.DataFrame":
         """What was recorded: statistics over the living rows of each group, and over the groups `LIVING` and `ALL`.
 
-        The quantity "living" of `ALL` has 1 for each row that lives and 0 for the others; a radius that is not a number
-        tells nothing of its row.
+        The quantity "living" of `ALL` is 1 for each living row and 0 for the others; rows whose radius is NaN are left
+        out.
         """
         import pandas as pd
 
@@ -142,8 +144,8 @@ class Tracked(Training):
         blocks |= {LIVING: values * living, ALL: values}
         share = np.where(np.isnan(radius)[:, None], np.nan, np.isfinite(living)).astype(np.float32)
         parts = [
-            statistics_table(self.config.key, self._steps, self.quantities, blocks),
-            statistics_table(self.config.key, self._steps, ["living"], {ALL: share}),
+            statistics_table(self.config.key, self._recorded, self.quantities, blocks),
+            statistics_table(self.config.key, self._recorded, ["living"], {ALL: share}),
         ]
         return pd.concat(parts, ignore_index=True)
 
@@ -156,13 +158,13 @@ class Tracked(Training):
             }
         left = self.take_plainly()
         with self.queue.here():
-            found = [self._look(k, batch, before) for k, batch in enumerate(self.batches)]
+            found = [self._measure(k, batch, before) for k, batch in enumerate(self.batches)]
             self._values.append(torch.cat(found, dim=1).float().cpu().numpy())
-        self._steps.append(number)
+        self._recorded.append(number)
         return left
 
     @torch.no_grad()
-    def _look(self, number: int, batch: Sequence[Group], before: dict[str, Tensor]) -> Tensor:
+    def _measure(self, number: int, batch: Sequence[Group], before: dict[str, Tensor]) -> Tensor:
         """The quantities of the rows of a batch in the step that was just taken, (quantities, rows)."""
         steps = {
             name: read_step(_owner(self.optimizers, param), param, before=before[name])
@@ -172,29 +174,29 @@ class Tracked(Training):
         a, b = (_rows(batch, {name: getattr(step, part) for name, step in steps.items()}) for part in "ab")
         step = Step(a, b, first.lr, l2=first.l2, decay=first.decay, beta=first.beta)
         image = image_step(_rows(batch, before), step, check=False)
-        seen = [getattr(image, name) for name in SEEN]
+        found = [getattr(image, name) for name in RECORDED]
         if self.memory is not None:
             effects = self.memory.part(number).phenomena(step)
-            seen += [getattr(effects, name).angle for name in PHENOMENA]
-        return torch.stack(seen)
+            found += [getattr(effects, name).angle for name in PHENOMENA]
+        return torch.stack(found)
 
-    def _tensors(self, batch: Sequence[Group]) -> Callable[[Callable[[Tensor], Tensor]], Tensor]:
-        """What of each parameter of a batch, as rows: of the point itself, or of its gradient."""
+    def _rows_of(self, batch: Sequence[Group]) -> "_RowsOf":
+        """A function that reads the parameters of a batch, or their gradients, as rows."""
         params = {name: self.groups.params[name] for group in batch for name in group.names}
-        return lambda what: _rows(batch, {name: what(param) for name, param in params.items()})
+        return lambda read: _rows(batch, {name: read(param) for name, param in params.items()})
 
     # State
 
-    def state(self, number: int = 0) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """The training's state, with what was recorded."""
         values = torch.from_numpy(np.stack(self._values)) if self._values else torch.zeros(0)
         memory = None if self.memory is None else self.memory.state(device="cpu")
-        tracked = {"steps": list(self._steps), "values": values, "memory": memory}
-        return {**super().state(number), "tracked": tracked}
+        tracked = {"steps": list(self._recorded), "values": values, "memory": memory}
+        return {**super().state(), "tracked": tracked}
 
-    def load(self, *states: dict[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        tracked = states[0]["tracked"]
+        tracked = state["tracked"]
         steps = list(tracked["steps"])
         kinds = tracked["values"].shape[1] if steps else len(self.quantities)
         if (
@@ -203,26 +205,103 @@ class Tracked(Training):
             or (self.memory is None) != (tracked["memory"] is None)
         ):
             raise ValueError("it was begun with other points, or with other quantities: ask for the same")
-        super().load(*states)
-        self._steps, self._values = list(tracked["steps"]), list(tracked["values"].numpy())
+        super().load(state)
+        self._recorded, self._values = steps, list(tracked["values"].numpy())
         if self.memory is not None:
             with self.queue.here():
                 self.memory.load(tracked["memory"], device=self.data.device)
 
 
+_RowsOf = Callable[[Callable[[Tensor], Tensor]], Tensor]
+"""Called with `Tensor.detach` or `_gradient`, it returns a batch of parameters or gradients as rows."""
+
+
+class _MomentumMemory:
+    """The sums of `phenomena.Memory` for all rows of a training, updated by every step.
+
+    The update is a hook that runs before the optimizer's step: if the step is captured, the update is, too, and is
+    replayed with it. Rows of all lengths are padded with zeros and kept as one tensor, since launches cost more than
+    numbers; zeros change neither norms nor inner products, and nothing else enters the sums.
+
+    Args:
+        optimizers: of the training; the first has the rows, and its momentum is the sum that the paper writes.
+        batches: for each batch of rows of one length, a function that reads them.
+
+    Raises:
+        ValueError: the momentum is transported with its rows, which neutralizes the phenomena.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], batches: Sequence[_RowsOf]) -> None:
+        optimizer = optimizers[0]
+        letters = set("".join(str(group.get("without", "")) for group in optimizer.param_groups))
+        if letters & {"b", "c"} or not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | optim.Adam):
+            raise ValueError(
+                "phenomena are measured where momentum is a sum of past gradients, with SGD-M, Adam, AdamW† and "
+                f"Adam w/o (a); got {type(optimizer).__name__} without {''.join(sorted(letters)) or 'nothing'}"
+            )
+        self.optimizer, self.batches = optimizer, batches
+        self.shapes = [rows(Tensor.detach).shape for rows in batches]
+        self.memory = Memory(check=False)
+        self._last: tuple[Tensor, Tensor] | None = None
+        self._rehearsing = True
+        optimizer.register_step_pre_hook(self._update)
+
+    @property
+    def beta(self) -> float:
+        """The momentum factor β."""
+        group = self.optimizer.param_groups[0]
+        return float(group["betas"][0] if "betas" in group else group["momentum"])
+
+    def part(self, number: int) -> Memory:
+        """A copy of the memory of one batch."""
+        start = sum(count for count, _ in self.shapes[:number])
+        count, width = self.shapes[number]
+        made = Memory(check=False)
+        made.load({name: tensor[start : start + count, :width] for name, tensor in self.memory.state().items()})
+        return made
+
+    @torch.no_grad()
+    def _update(self, *_: Any) -> None:
+        points, gradients = self._rows(Tensor.detach), self._rows(_gradient)
+        if self._rehearsing and not _capturing(points):
+            self._last = points, gradients
+        self.memory.update(points, gradients, beta=self.beta)
+
+    def _rows(self, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """A copy of all rows in one tensor."""
+        widest = max(width for _, width in self.shapes)
+        parts = [rows(read) for rows in self.batches]
+        return torch.cat([functional.pad(part, (0, widest - part.shape[1])) for part in parts])
+
+    def redo(self, kept: Mapping[str, Tensor]) -> None:
+        """Go back to a state and apply only the last step to it: those before it were undone."""
+        assert self._last is not None, "a step must have been taken"
+        self.memory.load(kept)
+        self.memory.update(*self._last, beta=self.beta)
+        self._last, self._rehearsing = None, False
+
+    def state(self, *, device: str | torch.device | None = None) -> dict[str, Tensor]:
+        """A copy of all sums."""
+        return {name: t.to(device or t.device, copy=True) for name, t in self.memory.state().items()}
+
+    def load(self, state: Mapping[str, Tensor], *, device: str | torch.device) -> None:
+        """Go on from a copy."""
+        self.memory.load({name: tensor.to(device) for name, tensor in state.items()})
+
+
 def statistics_table(
     run: str, steps: Sequence[int], quantities: Sequence[str], blocks: Mapping[str, NDArray[Any]]
 ) -> "pd.DataFrame":
-    """A table of `watch.records.STATISTICS` over the last dimension of each group's (steps, quantities, rows).
+    """A table of `STATISTICS` over the last dimension of each group's (steps, quantities, rows).
 
-    NaN counts as absent; where nothing is left there is no row.
+    NaN is left out; if nothing remains there is no row.
     """
     import pandas as pd
 
     parts = []
     for group, values in blocks.items():
         quantile, mean = (np.nanquantile, np.nanmean) if np.isnan(values).any() else (np.quantile, np.mean)
-        with warnings.catch_warnings(), np.errstate(invalid="ignore", over="ignore"):  # infinite where it diverges
+        with warnings.catch_warnings(), np.errstate(invalid="ignore", over="ignore"):  # inf in a diverged training
             warnings.filterwarnings("ignore", "(All-NaN|Mean of empty) slice", RuntimeWarning)
             means = mean(values, axis=-1, dtype=np.float64, keepdims=True)
             spread = quantile(values, [0, 0.1, 0.5, 0.9, 1], axis=-1)
@@ -233,7 +312,7 @@ def statistics_table(
 
 
 def _batches(groups: Sequence[Group]) -> list[list[Group]]:
-    """Groups whose rows have one length: looked at together, since launches cost more than rows."""
+    """Groups whose rows have one length are measured together, since launches cost more than rows."""
     made: dict[int, list[Group]] = {}
     for group in groups:
         made.setdefault(group.size, []).append(group)
@@ -241,9 +320,18 @@ def _batches(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def _rows(batch: Sequence[Group], tensors: dict[str, Tensor]) -> Tensor:
-    """The rows of several groups behind each other, a copy."""
+    """A copy of the rows of several groups in one tensor."""
     return torch.cat([Layout(group.spec).join([tensors[name] for name in group.names]) for group in batch])
 
 
 def _owner(optimizers: Sequence[Optimizer], param: Tensor) -> Optimizer:
     return next(o for o in optimizers if any(param is p for group in o.param_groups for p in group["params"]))
+
+
+def _gradient(param: Tensor) -> Tensor:
+    assert param.grad is not None, "every row has a gradient when its optimizer steps"
+    return param.grad.detach()
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

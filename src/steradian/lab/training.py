@@ -1,97 +1,262 @@
-"""A training, or several that differ by their seed alone: network, optimizers, batches, curves, state.
+"""One training: network, optimizers, batches, curves, and a state from which it goes on.
 
-Nothing in a step is read back or decided by the host, so a step can be captured: the batch is found by a counter on
-the device, the rate is a tensor there, and loss and hits are added up there until the epoch ends. On a CPU the same
-code runs as a plain loop.
+The host neither reads back nor decides anything within a step, so a step can be captured in a CUDA graph: the batch is
+found by a counter on the device, the rate is a tensor there, and loss and hits are added up there until the epoch ends.
+On a CPU the same code runs as a plain loop.
 """
 
+import gc
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
-from steradian import geometry
-from steradian.groups import Layout
-from steradian.lab import compiling
+from steradian import geometry, optim
+from steradian.groups import Groups, Layout
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
-from steradian.lab.execution import Execution
-from steradian.lab.launch import Captured, Launcher, Plain, Queue
-from steradian.lab.members import PARTS, Member
-from steradian.lab.methods import optimizers, set_rates
-from steradian.lab.models import VGG, Convolution, ResNet
-from steradian.lab.networks import fill, load_states, member, network, stack
+from steradian.lab.models import VGG, Convolution, ResNet, network
+from steradian.lab.results import CURVES, PARTS, has_diverged
+from steradian.optim.base import RowOptimizer
 
-__all__ = ["Training"]
+__all__ = ["Execution", "Queue", "Training", "optimizers"]
+
+_CHUNK = 500  # images that are evaluated at once
+_LANES = 8  # input channels that a GPU's matrix units take at once
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How trainings are run; their results depend on it only by rounding.
+
+    Attributes:
+        captured: replay the step as a CUDA graph; None: on a GPU.
+        compiled: compile the network, and steps that have no fused form, with torch.compile.
+        fused: use the fused optimizer steps; None: on a GPU.
+        joined: run networks with BN in bf16 by the kernels of `lab.kernels` (a wide network only if it is compiled, and
+            only its first convolution); None: on a GPU.
+    """
+
+    captured: bool | None = None
+    compiled: bool = False
+    fused: bool | None = None
+    joined: bool | None = None
+
+    def on(self, device: torch.device) -> "Execution":
+        """The same with None replaced by the default of a device."""
+        gpu = device.type == "cuda"
+        if self.captured and not gpu:
+            raise ValueError("captured must be None or False on a CPU, got True")
+        names = [name for name in ("captured", "fused", "joined") if getattr(self, name) is None]
+        return replace(self, **dict.fromkeys(names, gpu))
+
+
+@lru_cache(maxsize=16)
+def compiled(work: Callable[..., Any]) -> Callable[..., Any]:
+    """A function compiled for the shapes that it meets: one for all trainings, so that those of one kind share it."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(work, dynamic=False)
+
+
+# The methods of the paper's experiments as optimizers
+
+
+def optimizers(config: Config, groups: Groups, execution: Execution) -> list[Optimizer]:
+    """The optimizers of a training, each for its own parameters.
+
+    Parameters without rows are trained by plain Adam with the same rate and L2 (`rest_lr` for AdamG), so that only
+    what happens on the rows differs. AdaGrad is Adam without momentum; with it and with AdaGradG the rest gets SGD.
+
+    Args:
+        config: the training.
+        groups: the rows of its network.
+        execution: how it is run. Captured: rates are tensors on the device. Compiled: so are steps on rows that have
+            no fused form, which takes a few kernels per parameter instead of forty.
+    """
+    made = _build(config, groups, bool(execution.captured), bool(execution.fused))
+    for optimizer in made:
+        if execution.compiled:
+            _compile_row_step(optimizer)
+        for group in optimizer.param_groups:
+            group["initial_lr"] = float(group["lr"])
+            if execution.captured:
+                group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+    return made
+
+
+def _compile_row_step(optimizer: Optimizer) -> None:
+    """Compile the reference step of our optimizers. Nothing else in the lab depends on how they are built."""
+    if isinstance(optimizer, RowOptimizer):
+        optimizer.update = compiled(type(optimizer).update)  # type: ignore[method-assign]
+
+
+def _set_rates(made: Sequence[Optimizer], factor: float) -> None:
+    """Set every rate to its initial value times a factor, in place if it is a tensor."""
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(group["initial_lr"] * factor)
+            else:
+                group["lr"] = group["initial_lr"] * factor
+
+
+def _build(config: Config, groups: Groups, captured: bool, fused: bool) -> list[Optimizer]:
+    lr, decay = config.lr, config.weight_decay
+    made = groups.param_groups()
+    plain: dict[str, Any] = {"fused": True} if captured else {}
+    adam: dict[str, Any] = {"lr": lr, "betas": config.betas, "weight_decay": decay, "capturable": captured}
+    match config.method:
+        case "SGD-M":
+            return [torch.optim.SGD(made, lr, config.momentum, weight_decay=decay, **plain)]
+        case "SGD":
+            return [torch.optim.SGD(made, lr, weight_decay=decay, **plain)]
+        case "Adam":
+            return [torch.optim.Adam(made, **adam, **plain)]
+        case "AdamW†":
+            for group in made:
+                group["decoupled_weight_decay"] = "rows" in group
+            return [optim.Adam(made, **adam)]
+        case "AdamG†":
+            return [optim.AdamG(made, **adam, rest_lr=1e-3 if config.rest_lr is None else config.rest_lr)]
+        case "AdaGradG":
+            return [optim.AdaGradG.from_sgd(made, lr, decay)]
+        case "AdaGrad":
+            rows, rest = [g for g in made if "rows" in g], [g for g in made if "rows" not in g]
+            rest_lr = lr if config.rest_lr is None else config.rest_lr
+            return [
+                torch.optim.Adam(rows, **{**adam, "betas": (0.0, config.betas[1])}, **plain),
+                torch.optim.SGD(rest, rest_lr, weight_decay=decay, **plain),
+            ]
+        case _:
+            letters = config.method.removeprefix("Adam w/o (").removesuffix(")")
+            return [optim.Adam(made, **adam, without=letters, fused=fused or None)]
+
+
+class Queue:
+    """The work of a training in its order: on a GPU a CUDA stream, on a CPU the work is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._marks: deque[torch.cuda.Event] = deque()
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.default_stream(device))
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Inside it, work is put into this queue."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self) -> None:
+        """Mark the end of the work that has been put in so far."""
+        if self.stream is not None:
+            self._marks.append(self.stream.record_event())
+
+    def pending(self) -> int:
+        """Number of marks that the device has not reached."""
+        while self._marks and self._marks[0].query():
+            self._marks.popleft()
+        return len(self._marks)
+
+    def wait(self) -> None:
+        """Wait until the device has reached every mark."""
+        if self._marks:
+            self._marks[-1].synchronize()
+            self._marks.clear()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The work as a CUDA graph; returns a function that replays it.
+
+        Capturing does not run the work. It must have run before, so that everything lazy has happened, and may only
+        depend on memory that stays in place: counters and rates live on the device.
+        """
+        assert self.stream is not None, "only a GPU has graphs"
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.stream.device)
+        collecting = gc.isenabled()
+        gc.disable()  # memory that is freed during a capture must not belong to others
+        try:
+            with torch.cuda.stream(self.stream):
+                # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
+                graph.capture_begin(capture_error_mode="thread_local")
+                work()
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        return graph.replay
 
 
 class Training:
-    """A training that can be taken step by step, stopped, saved and continued.
+    """A training that can be run step by step, stopped, saved and continued.
 
     Args:
-        configs: what to train: one, or several that differ by their seed alone.
+        config: what to train.
         data: its data, on the device to train on.
         execution: how.
-        weights: parameters and buffers that all start from, by name; None: fresh networks.
+        weights: parameters and buffers to start from, by name; None: a fresh network.
 
     Attributes:
-        members: the trainings.
+        curves: by name in `results.CURVES`, one number for each finished epoch.
         epoch: epochs that are finished.
+        steps: steps in an epoch.
     """
 
     def __init__(
         self,
-        configs: Config | Sequence[Config],
+        config: Config,
         data: Resident,
         *,
         execution: Execution | None = None,
         weights: dict[str, Tensor] | None = None,
     ) -> None:
-        self.members = [Member(config) for config in ([configs] if isinstance(configs, Config) else configs)]
-        if len({each.config.setting for each in self.members}) != 1:
-            raise ValueError("configs must be at least one, and differ by their seed alone")
-        self.config, self.data = self.members[0].config, data
+        self.config, self.data = config, data
         self.execution = (execution or Execution()).on(data.device)
-        self.epoch = 0
-        self.steps = data.counts["train"] // self.config.batch_size
+        self.epoch, self.curves = 0, {name: list[float]() for name in CURVES}
+        self.steps = data.counts["train"] // config.batch_size
         self.queue = Queue(data.device)
-        self._launch: dict[str, Launcher] = {}
+        self._launch: dict[str, Callable[[], None]] = {}
         self._next_plan: Tensor | None = None
         self._taken, self._begun = 0, False
-        compiled = self.execution.compiled
-        self._loss = compiling.compiled(_losses) if compiled else _losses
-        self._verdict = compiling.compiled(_verdicts) if compiled else _verdicts
+        self._half = config.precision == "bf16"
+        self._loss = compiled(_loss) if self.execution.compiled else _loss
+        self._score = compiled(_score) if self.execution.compiled else _score
         with self.queue.here():
             self._build(weights)
 
     def _build(self, weights: dict[str, Tensor] | None) -> None:
-        device, count = self.data.device, len(self.members)
-        model, groups = network([each.config for each in self.members], self.data)
+        device = self.data.device
+        model, groups = network(self.config, self.data)
         if weights is not None:
-            fill(model, stack([weights] * count))
+            _fill(model, weights)
         model.to(device)
-        if self.execution.channels_last:
+        if device.type == "cuda":
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        for layer in model.modules():
-            if isinstance(layer, Convolution):
-                layer.lanes = self.execution.lanes or 1
+            for layer in model.modules():
+                if isinstance(layer, Convolution):
+                    layer.lanes = _LANES
         if self.execution.joined and self._half:
-            _join(model, device, compiled=self.execution.compiled)
+            _join(model, compiled=self.execution.compiled)
         self.model = model
         self.groups = replace(groups, params=dict(model.named_parameters()))
-        captured, fused = bool(self.execution.captured), bool(self.execution.fused)
-        how = {"captured": captured, "fused": fused, "compiled": self.execution.compiled}
-        self.optimizers = optimizers(self.config, self.groups, **how)
-        plan, totals, pinned = (self.steps, count, self.config.batch_size), (len(PARTS), 2, count), captured
+        self.optimizers = optimizers(self.config, self.groups, self.execution)
+        plan, totals, pinned = (self.steps, self.config.batch_size), (len(PARTS), 2), bool(self.execution.captured)
         self._codes = torch.zeros(plan, dtype=torch.int64, device=device)
         self._at, self._chunk_at, self._chunk_end = torch.zeros(3, 1, dtype=torch.int64, device=device).unbind()
         self._totals = torch.zeros(totals, dtype=torch.float64, device=device)
-        self._judged = torch.zeros(totals[1:], dtype=torch.float64, device=device)
+        self._scored = torch.zeros(totals[1:], dtype=torch.float64, device=device)
         self._plan_host = torch.zeros(plan, dtype=torch.int64, pin_memory=pinned)
         self._totals_host = torch.zeros(totals, dtype=torch.float64, pin_memory=pinned)
 
@@ -100,46 +265,39 @@ class Training:
     def _step(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
-        losses, hits = self._loss(self.model, self.data, self._codes[self._at][0], self._half)
-        losses.sum().backward()
+        loss, hits = self._loss(self.model, self.data, self._codes[self._at][0], self._half)
+        loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
-        self._totals[0] += torch.stack([losses.detach(), hits.to(losses.dtype)])
+        self._totals[0] += torch.stack([loss.detach(), hits.to(loss.dtype)])
         self._at += 1
 
     @torch.no_grad()
     def _evaluate(self, length: int) -> None:
-        members = len(self.members)
-        self._judged += self._verdict(
-            self.model, self.data, self._chunk_at, self._chunk_end, length, members, self._half
-        )
+        self._scored += self._score(self.model, self.data, self._chunk_at, self._chunk_end, length, self._half)
         self._chunk_at += length
-
-    @property
-    def _half(self) -> bool:
-        return self.config.precision == "bf16"
 
     # An epoch
 
     def begin_epoch(self) -> None:
-        """Put the start of the next epoch into the queue: its rate and its plan."""
+        """Enqueue the start of the next epoch: its rate and its plan."""
         plan = self._next_plan if self._next_plan is not None else self._plan(self.epoch)
         self._next_plan = None
         with self.queue.here():
             self._plan_host.copy_(plan)
             self._codes.copy_(self._plan_host, non_blocking=True)
-            set_rates(self.optimizers, self.config.rate_factor(self.epoch))
+            _set_rates(self.optimizers, self.config.rate_factor(self.epoch))
             self._at.zero_()
             self._totals.zero_()
         self._taken, self._begun = 0, True
 
     @property
     def left(self) -> int:
-        """Steps of this epoch that have not been put into the queue."""
+        """Steps of this epoch that have not been enqueued."""
         return self.steps - self._taken if self._begun else self.steps
 
     def take(self, most: int) -> int:
-        """Put up to so many steps of the epoch into the queue; returns how many are left."""
+        """Enqueue up to `most` steps of the epoch; returns how many are left."""
         if not self._begun:
             self.begin_epoch()
         count = min(most, self.left)
@@ -148,12 +306,13 @@ class Training:
             count -= self._prepare()
         if count:
             with self.queue.here():
-                self._launch["step"](count)
+                for _ in range(count):
+                    self._launch["step"]()
         self.queue.mark()
         return self.left
 
     def take_plainly(self) -> int:
-        """Take one step that is not replayed and wait for it, so that the optimizers' state can be read after it."""
+        """Run one step without replaying it and wait for it, so that the optimizers' state can be read after it."""
         if not self._begun:
             self.begin_epoch()
         with self.queue.here():
@@ -164,17 +323,18 @@ class Training:
         return self.left
 
     def end_epoch(self) -> None:
-        """Put the evaluation into the queue, and prepare the next plan while it is busy."""
+        """Enqueue the evaluation, and prepare the next plan while the device is busy."""
         self.model.eval()
         for part in PARTS[1:]:
             start, end = self.data.spans[part]
             with self.queue.here():
                 self._chunk_at.fill_(start)
                 self._chunk_end.fill_(end)
-                launch, length = self._evaluator(end - start)
-                self._judged.zero_()
-                launch(math.ceil((end - start) / length))
-                self._totals[PARTS.index(part)] = self._judged
+                evaluate, length = self._evaluator(end - start)
+                self._scored.zero_()
+                for _ in range(math.ceil((end - start) / length)):
+                    evaluate()
+                self._totals[PARTS.index(part)] = self._scored
         self.model.train()
         with self.queue.here():
             self._totals_host.copy_(self._totals, non_blocking=True)
@@ -183,165 +343,171 @@ class Training:
             self._next_plan = self._plan(self.epoch + 1)
 
     def collect(self) -> None:
-        """Wait for the epoch's end and read its figures."""
+        """Wait for the end of the epoch and read its figures."""
         self.queue.wait()
-        counts = [self.steps * self.config.batch_size, *(self.data.counts[part] for part in PARTS[1:])]
-        for k, part in enumerate(PARTS):
-            for each, total, hits in zip(self.members, *self._totals_host[k].tolist(), strict=True):
-                if k == 0 and each.diverged:
-                    continue
-                if k and each.epoch == len(each.curves[f"{part}_loss"]):
-                    continue  # it diverged before
-                # The training loss is added up batch by batch, the others image by image.
-                each.curves[f"{part}_loss"].append(total / (self.steps if k == 0 else counts[k]))
-                each.curves[f"{part}_accuracy"].append(100 * hits / counts[k])
+        images = [self.steps * self.config.batch_size, *(self.data.counts[part] for part in PARTS[1:])]
+        # The training loss is a sum over batches, the others are sums over images.
+        terms = [self.steps, *images[1:]]
+        if not self.diverged:
+            for part, (loss, hits), term, count in zip(PARTS, self._totals_host.tolist(), terms, images, strict=True):
+                self.curves[f"{part}_loss"].append(loss / term)
+                self.curves[f"{part}_accuracy"].append(100 * hits / count)
         self.epoch += 1
         self._begun = False
 
     def run_epoch(self) -> None:
-        """A whole epoch, waited for."""
+        """Run a whole epoch and wait for it."""
         while self.take(self.steps):
             pass
         self.end_epoch()
         self.collect()
 
     @property
-    def curves(self) -> dict[str, list[float]]:
-        """The curves of the first member."""
-        return self.members[0].curves
-
-    @property
     def diverged(self) -> bool:
-        """All members have diverged."""
-        return all(each.diverged for each in self.members)
+        """The loss is no longer finite."""
+        return has_diverged(self.config, self.curves)
 
     @property
     def finished(self) -> bool:
         """Nothing is left to do."""
         return self.diverged or self.epoch >= self.config.epochs
 
-    def collapsed(self) -> list[int]:
-        """For each member, the rows that have no direction any more."""
-        counts = torch.zeros(len(self.members), dtype=torch.int64)
+    def collapsed(self) -> int:
+        """Number of rows that have no direction any more."""
+        count = 0
         for group in self.groups.groups:
-            tensors = [self.groups.params[name].detach() for name in group.names]
-            gone = geometry.collapsed(geometry.norm(Layout(group.spec).join(tensors)))
-            counts += gone.view(len(self.members), -1).sum(dim=1).cpu()
-        return counts.tolist()
+            rows = Layout(group.spec).join([self.groups.params[name].detach() for name in group.names])
+            count += int(geometry.collapsed(geometry.norm(rows)).sum())
+        return count
 
     # Capturing
 
     def _prepare(self) -> int:
-        """Make the launcher of steps; returns how many steps were taken on the way."""
+        """Make the function that runs a step; returns how many steps were taken on the way."""
         if not self.execution.captured:
-            self._launch["step"] = Plain(self._step)
+            self._launch["step"] = self._step
             return 0
         with self.queue.here():
-            # Compiling, choosing algorithms and making buffers happens in steps that are then undone.
+            # Compiling, choosing algorithms and allocating buffers happen in steps that are undone afterwards.
             kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-            states = [member(optimizer.state_dict()["state"], 0, 1) for optimizer in self.optimizers]
+            states = [_copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
             at, totals = self._at.clone(), self._totals.clone()
             for _ in range(2):
                 self._step()
                 self._at.copy_(at)
-            fill(self.model, kept)
-            load_states(self.optimizers, states)
+            _fill(self.model, kept)
+            _load_states(self.optimizers, states)
             self._totals.copy_(totals)
             # The training's own first step: the optimizers make their state and tables, which a capture must find.
             self._step()
-        self._launch["step"] = self._launcher(self._step, together=self.execution.together)
+        self._launch["step"] = self.queue.capture(self._step)
         return 1
 
-    def _evaluator(self, count: int) -> tuple[Launcher, int]:
-        """What evaluates a chunk, and its length."""
+    def _evaluator(self, count: int) -> tuple[Callable[[], None], int]:
+        """A function that evaluates a chunk, and the chunk's length."""
         if not self.execution.captured:
-            length = min(self.execution.chunk, count)
-            return Plain(lambda: self._evaluate(length)), length
-        length = self.execution.chunk
+            length = min(_CHUNK, count)
+            return (lambda: self._evaluate(length)), length
         if "evaluation" not in self._launch:
             at = self._chunk_at.clone()
-            self._evaluate(length)
+            self._evaluate(_CHUNK)
             self._chunk_at.copy_(at)
-            self._launch["evaluation"] = self._launcher(lambda: self._evaluate(length))
-        return self._launch["evaluation"], length
-
-    def _launcher(self, work: Callable[[], None], *, together: int = 1) -> Launcher:
-        assert self.queue.stream is not None, "only a GPU has graphs"
-        torch.cuda.synchronize(self.data.device)
-        return Captured(work, self.queue.stream, together=together)
+            self._launch["evaluation"] = self.queue.capture(lambda: self._evaluate(_CHUNK))
+        return self._launch["evaluation"], _CHUNK
 
     def _plan(self, epoch: int) -> Tensor:
-        plans = [self.data.plan(each.config.seed, epoch, self.config.batch_size) for each in self.members]
-        return torch.stack([torch.from_numpy(plan) for plan in plans], dim=1)
+        return torch.from_numpy(self.data.plan(self.config.seed, epoch, self.config.batch_size))
 
     # State
 
-    def state(self, number: int = 0) -> dict[str, Any]:
-        """Everything needed to go on with a member from the end of the last epoch, alone or not, on the CPU."""
+    def state(self) -> dict[str, Any]:
+        """Everything needed to go on from the end of the last epoch, on the CPU."""
         self.queue.wait()
-        states = [optimizer.state_dict()["state"] for optimizer in self.optimizers]
-        each = self.members[number]
         return {
-            "config": each.config.to_dict(),
+            "config": self.config.to_dict(),
             "epoch": self.epoch,
-            "curves": {name: list(values) for name, values in each.curves.items()},
-            "model": self.weights(number),
-            "optimizers": [member(state, number, len(self.members), device="cpu") for state in states],
+            "curves": _copied_curves(self.curves),
+            "model": self.weights(),
+            "optimizers": [_copied(optimizer.state_dict()["state"], device="cpu") for optimizer in self.optimizers],
         }
 
-    def weights(self, number: int = 0) -> dict[str, Tensor]:
-        """Parameters and buffers of a member by name, on the CPU."""
-        return member(self.model.state_dict(), number, len(self.members), device="cpu")
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, on the CPU."""
+        return _copied(self.model.state_dict(), device="cpu")
 
-    def load(self, *states: dict[str, Any]) -> None:
-        """Go on from the members' states, before the first step."""
-        known = [Config.from_dict(state["config"]) for state in states]
-        if known != [each.config for each in self.members]:
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, before the first step."""
+        if Config.from_dict(state["config"]) != self.config:
             raise ValueError(f"the state belongs to another training than {self.config.key}")
-        if len({state["epoch"] for state in states}) > 1:
-            raise ValueError("the states must be of one epoch")
         with self.queue.here():
-            fill(self.model, stack([state["model"] for state in states]))
-            saved = zip(*(state["optimizers"] for state in states), strict=True)
-            load_states(self.optimizers, [stack(parts) for parts in saved])
-        self.epoch = states[0]["epoch"]
-        for each, state in zip(self.members, states, strict=True):
-            each.curves = {name: list(values) for name, values in state["curves"].items()}
+            _fill(self.model, state["model"])
+            _load_states(self.optimizers, state["optimizers"])
+        self.epoch, self.curves = state["epoch"], _copied_curves(state["curves"])
         self._next_plan, self._begun = None, False
 
 
-def _join(model: nn.Module, device: torch.device, *, compiled: bool) -> None:
-    """Carry the network out by joint kernels, where there are such for it."""
+def _copied(state: Any, *, device: str | None = None) -> Any:
+    """A nested state that shares no memory with the original."""
+    if isinstance(state, Mapping):
+        return {key: _copied(value, device=device) for key, value in state.items()}
+    return state.detach().to(device or state.device, copy=True) if isinstance(state, Tensor) else state
+
+
+def _copied_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    return {name: list(values) for name, values in curves.items()}
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy parameters and buffers in place; `load_state_dict` needs a version that plain dicts lack."""
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        names = ", ".join(sorted(own.keys() ^ weights.keys()))
+        raise ValueError(f"the weights must be those of this network; they differ in {names}")
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+
+
+def _load_states(made: Sequence[Optimizer], states: Sequence[Mapping[Any, Any]]) -> None:
+    """Load the states of optimizers, without their settings, in the memory format of the parameters."""
+    for optimizer, state in zip(made, states, strict=True):
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": _copied(state), "param_groups": groups})
+        for param, values in optimizer.state.items():
+            for name, value in values.items():
+                # Fused steps read parameter and state in one order.
+                if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                    values[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
+
+
+def _join(model: nn.Module, *, compiled: bool) -> None:
+    """Run the network by the lab's own kernels, if they support it."""
     if importlib.util.find_spec("triton") is None:
         return
-    from steradian.lab import joining, wide
+    from steradian.lab.kernels import joining
 
-    narrow = joining.is_narrow(model)
     # What a wide network gains is left to a compiler.
-    if joining.can_join(model) and (compiled or narrow):
+    if joining.can_join(model) and (compiled or joining.is_narrow(model)):
         assert isinstance(model, ResNet | VGG)
-        model.route = joining.forward_on_hopper if not narrow and wide.works(device) else joining.forward
+        model.route = joining.forward
 
 
-def _losses(model: nn.Module, data: Resident, codes: Tensor, half: bool) -> tuple[Tensor, Tensor]:
-    """Mean loss and number of hits of each member's batch."""
+def _loss(model: nn.Module, data: Resident, codes: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+    """Mean loss and number of hits of a batch."""
     images, labels = data.batch(codes)
     with torch.autocast(data.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
         logits = model(images)
-    logits = logits.float().view(*labels.shape, -1)
-    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return losses.view(labels.shape).mean(dim=1), (logits.argmax(dim=2) == labels).sum(dim=1)
+    logits = logits.float()
+    losses = functional.cross_entropy(logits, labels, reduction="none")
+    return losses.mean(), (logits.argmax(dim=1) == labels).sum()
 
 
-def _verdicts(
-    model: nn.Module, data: Resident, start: Tensor, end: Tensor, length: int, members: int, half: bool
-) -> Tensor:
-    """Sum of the losses and number of hits of each member on a chunk, (2, members)."""
-    images, labels, there = data.chunk(start, end, length, members)
+def _score(model: nn.Module, data: Resident, start: Tensor, end: Tensor, length: int, half: bool) -> Tensor:
+    """Sum of the losses and number of hits on a chunk, (2,)."""
+    images, labels, inside = data.chunk(start, end, length)
     with torch.autocast(data.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
         logits = model(images)
-    logits = logits.float().view(members, length, -1)
-    targets = labels.expand(members, -1)
-    losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(members, -1)
-    hits = (logits.argmax(dim=2) == targets) & there
-    return torch.stack([(losses * there).sum(dim=1).double(), hits.sum(dim=1).double()])
+    logits = logits.float()
+    losses = functional.cross_entropy(logits, labels, reduction="none")
+    hits = (logits.argmax(dim=1) == labels) & inside
+    return torch.stack([(losses * inside).sum().double(), hits.sum().double()])

@@ -1,6 +1,7 @@
-"""The original archives of CIFAR and SVHN, checked by their published MD5; pickles are read without running them."""
+"""The original archives of CIFAR and SVHN, checked by their published MD5; no code in their pickles is run."""
 
 import hashlib
+import io
 import pickle
 import tarfile
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] = CHECKS
         return _svhn(root) if name == "svhn" else _cifar(name, root / _FILES[name])
     except (ImportError, MemoryError):
         raise
-    except Exception as error:  # tar, gzip and MATLAB's format have many ways to be damaged
+    except Exception as error:  # damaged tar, gzip and MATLAB files raise many kinds of errors
         raise ValueError(f"{root / _FILES[name]} does not hold {name} ({type(error).__name__}: {error})") from error
 
 
@@ -71,96 +72,46 @@ def _cifar(name: str, path: Path) -> DataSet:
 def unpickle(content: bytes) -> Any:
     """Read a pickle of plain containers and uint8 arrays, and refuse everything else with a ValueError.
 
-    Nothing named in the pickle is imported or called: the three names that numpy writes are answered with stand-ins
-    that only collect shape and bytes.
+    The pickle can call nothing but the functions with which numpy makes arrays.
 
     >>> unpickle(pickle.dumps({"data": np.arange(3, dtype=np.uint8)}))["data"]
     array([0, 1, 2], dtype=uint8)
     """
-    import io
-
     try:
-        return _arrays(_Reader(io.BytesIO(content), encoding="bytes").load())
-    except Exception as error:  # whatever a forged or damaged pickle does to its reader
+        found = _Reader(io.BytesIO(content), encoding="bytes").load()
+        _check_arrays(found)
+    except Exception as error:  # a forged or damaged pickle may raise anything
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"the pickle cannot be read: {reason}") from error
+    return found
 
 
-class _Dtype:
-    """Stands in for numpy.dtype."""
-
-    def __init__(self, code: object, *_: object) -> None:
-        self.code = code
-
-    def __setstate__(self, _: object) -> None:
-        pass
-
-
-class _Array:
-    """Stands in for numpy.ndarray: what its pickle says of it."""
-
-    state: tuple[Any, ...] = ()
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.state = state
-
-    def read(self) -> NDArray[np.uint8]:
-        _version, shape, dtype, fortran, content = self.state
-        if not isinstance(dtype, _Dtype) or dtype.code not in ("u1", b"u1") or fortran:
-            raise ValueError("a pickled array must hold uint8 in C order")
-        return np.frombuffer(_bytes(content), dtype=np.uint8).reshape(shape)
-
-
-def _reconstruct(*_: object) -> _Array:
-    return _Array()
-
-
-def _encode(text: str | bytes, _encoding: object) -> bytes:
-    """Stands in for _codecs.encode, by which Python 3 writes bytes in old protocols."""
-    return _bytes(text)
-
-
-def _frombuffer(content: object, dtype: object, shape: object, order: object) -> _Array:
-    """Stands in for numpy's way of writing arrays in protocol 5."""
-    array = _Array()
-    array.state = (1, shape, dtype, order not in ("C", b"C"), content)
-    return array
-
-
-def _bytes(content: object) -> bytes:
-    if isinstance(content, str):
-        return content.encode("latin1")
-    if isinstance(content, bytes | bytearray):
-        return bytes(content)
-    raise ValueError(f"a pickled array must hold bytes, got {type(content).__name__}")
+_ALLOWED = {
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.numeric", "_frombuffer"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),  # with which Python 3 writes bytes in old protocols
+}
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that knows four names and imports nothing."""
+    """An unpickler that only makes numpy arrays and plain containers."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in of a name that numpy writes."""
-        module = module.replace("numpy._core", "numpy.core")
-        known = {
-            ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-            ("numpy.core.numeric", "_frombuffer"): _frombuffer,
-            ("numpy", "ndarray"): _Array,
-            ("numpy", "dtype"): _Dtype,
-            ("_codecs", "encode"): _encode,
-        }
-        if (module, name) not in known:
+        """One of the allowed functions."""
+        module = module.replace("numpy.core", "numpy._core")  # the name in older versions
+        if (module, name) not in _ALLOWED:
             raise ValueError(f"the pickle names {module}.{name}: only plain containers and arrays are read")
-        return known[module, name]
+        return super().find_class(module, name)
 
 
-def _arrays(value: Any) -> Any:
-    if isinstance(value, _Array):
-        return value.read()
-    if isinstance(value, dict):
-        return {key: _arrays(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_arrays(each) for each in value)
-    return value
+def _check_arrays(value: Any) -> None:
+    if isinstance(value, np.ndarray) and value.dtype != np.uint8:
+        raise ValueError(f"a pickled array must hold uint8, got {value.dtype}")
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_arrays(each)
 
 
 def _member(archive: tarfile.TarFile, name: str) -> dict[bytes, Any]:

@@ -19,17 +19,12 @@ class Images:
 
     def __post_init__(self) -> None:
         shape = self.pixels.shape
-        if (
-            self.pixels.dtype != np.uint8
-            or len(shape) != 4
-            or shape[1] != shape[2]
-            or shape[3] not in (1, 3)
-            or not shape[1]
-        ):
+        square = len(shape) == 4 and shape[1] == shape[2] > 0 and shape[3] in (1, 3)
+        if self.pixels.dtype != np.uint8 or not square:
             raise ValueError(f"pixels must be uint8 (N, S, S, 1 or 3), got {self.pixels.dtype} {shape}")
         if self.labels.shape != shape[:1] or self.labels.dtype.kind not in "ui":
-            told = f"{self.labels.dtype} {self.labels.shape}"
-            raise ValueError(f"labels must be a whole number for each of {shape[0]} images, got {told}")
+            found = f"{self.labels.dtype} {self.labels.shape}"
+            raise ValueError(f"labels must be a whole number for each of {shape[0]} images, got {found}")
 
     @property
     def size(self) -> int:
@@ -62,7 +57,7 @@ class DataSet:
             raise ValueError(f"training and test images of {self.name} have different shapes")
 
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that tell data sets apart: a hash of pixels, labels and the number of classes."""
+        """A hash of pixels, labels and the number of classes, as sixteen hexadecimal digits."""
         digest = hashlib.blake2b(f"{len(self.classes)}".encode(), digest_size=8)
         for split in (self.train, self.test):
             digest.update(f"{split.pixels.shape}".encode())

@@ -1,4 +1,4 @@
-"""The packed form: WebP mosaics without loss, labels as .npy, and a meta.json with SHA-256 of every file."""
+"""The packed form: lossless WebP mosaics, labels as .npy, and a meta.json with SHA-256 of every file."""
 
 import hashlib
 import io
@@ -28,8 +28,8 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
 
     Args:
         data: the data set.
-        root: the folder, made where missing.
-        source: where the data came from, in words.
+        root: the folder, made if missing.
+        source: where the data came from.
         effort: WebP's effort from 0 (fast) to 6 (small).
 
     Raises:
@@ -68,7 +68,7 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
 
 
 def _own(path: Path) -> bool:
-    """Whether the file describes packed data, however damaged."""
+    """Whether the file describes packed data, perhaps damaged."""
     try:
         return "sha256" in json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, TypeError):
@@ -119,7 +119,7 @@ def _checked(root: Path, file: str, meta: dict[str, Any]) -> bytes:
 
 
 def _mosaic(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
-    """Tiles in rows of `side`, the last row filled up with black."""
+    """Tiles in rows of `side`, the last row padded with black."""
     count, tile = pixels.shape[:2]
     rows = -(-count // side)
     full = np.zeros((rows * side, tile, tile, 3), dtype=np.uint8)

@@ -1,6 +1,6 @@
-"""A data set whole on the device: batches are cropped, flipped and normalized there by one gather.
+"""A whole data set on the device: batches are cropped, flipped and normalized there by one gather.
 
-Batch k of epoch e of seed s is a pure function of (s, e, k), whoever asks for it and in whatever order.
+Batch k of epoch e of seed s is a pure function of (s, e, k).
 """
 
 import numpy as np
@@ -13,21 +13,21 @@ from steradian.lab.data.images import DataSet, Images
 __all__ = ["AUGMENT", "Resident", "epoch_plan"]
 
 AUGMENT: dict[str, tuple[int, bool]] = {"digits": (1, False), "svhn": (4, False)}
-"""Padding of the random crop, and whether to flip. A digit in a mirror is another sign, so those are not flipped."""
+"""Padding of the random crop, and whether to flip. Digits are not flipped, since that would change them."""
 _USUAL = (4, True)
 
 
 def epoch_plan(seed: int, epoch: int, *, images: int, batch: int, views: int) -> NDArray[np.int64]:
-    """Which image in which view stands where in an epoch: codes image·views + view, (steps, batch).
+    """The images of every batch of an epoch and their views, as codes image·views + view, (steps, batch).
 
-    The numbers come from Philox with the key (seed, epoch). Images that do not fill a batch are left out, others in
-    each epoch.
+    The numbers come from Philox with the key (seed, epoch). In each epoch other images are left out, those that do not
+    fill a batch.
 
     >>> epoch_plan(0, 3, images=10, batch=4, views=1).shape
     (2, 4)
     """
     if not 1 <= batch <= images:
-        raise ValueError(f"batch must be at least 1 and at most the {images} images there are, got {batch}")
+        raise ValueError(f"batch must be at least 1 and at most the {images} images available, got {batch}")
     random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
     steps = images // batch
     order = random.permutation(images)[: steps * batch]
@@ -41,15 +41,15 @@ class Resident:
     Args:
         data: the data set.
         device: where to keep it.
-        validation: share of the training images that is set aside, the same ones for every seed of a run.
+        validation: share of the training images that is held out, the same ones for every seed.
         pad: padding of the random crop; None: as usual for this data set.
         flip: flip half of the images; None: as usual for this data set.
 
     Attributes:
         counts: number of images by part: "train", "validation", "test".
         spans: where validation and test lie among the images that are held out.
-        views: ways in which an image can be cropped and flipped.
-        fingerprint: of all images and labels, the same wherever they came from.
+        views: number of ways in which an image can be cropped and flipped.
+        fingerprint: a hash of all images and labels, whatever their source.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Resident:
                 f"{data.name} must have 2 training images, one of them for validation, and a test image, "
                 f"got {len(data.train)} and {len(data.test)}"
             )
-        kept, held = _parted(data.train, validation)
+        kept, held = _split(data.train, validation)
         held_images = np.concatenate([held.pixels, data.test.pixels]).reshape(len(held) + len(data.test), -1)
         self.counts = {"train": len(kept), "validation": len(held), "test": len(data.test)}
         self.spans = {"validation": (0, len(held)), "test": (len(held), len(held_images))}
@@ -94,30 +94,28 @@ class Resident:
         return epoch_plan(seed, epoch, images=self.counts["train"], batch=batch, views=self.views)
 
     def batch(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, M·C, S, S), channels last in memory, and labels (M, B), of a line of the plans of M members."""
+        """Images (B, C, S, S), channels last in memory, and labels (B,), of one line of a plan."""
         image, view = codes // self.views, codes % self.views
-        index = image.t()[:, :, None] * self.train_pixels.shape[1] + self.windows[view.t()]
+        index = image[:, None] * self.train_pixels.shape[1] + self.windows[view]
         return self._normalized(self.train_pixels.view(-1)[index]), self.train_labels[image]
 
-    def chunk(self, start: Tensor, end: Tensor, length: int, members: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """Images that are held out, the same for all members, from `start`, without augmentation.
+    def chunk(self, start: Tensor, end: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Validation or test images from `start`, without augmentation.
 
         Returns:
-            Images (length, M·C, S, S), labels (length,), and which of them lie before `end`.
+            Images (length, C, S, S), labels (length,), and which of them lie before `end`.
         """
         at = start + torch.arange(length, device=self.device)
-        there = at < end
+        inside = at < end
         at = torch.minimum(at, end - 1)
-        pixels = self.held_pixels[at][:, None].expand(-1, members, -1)
-        return self._normalized(pixels), self.held_labels[at], there
+        return self._normalized(self.held_pixels[at]), self.held_labels[at], inside
 
     def _normalized(self, pixels: Tensor) -> Tensor:
-        images = pixels.unflatten(2, (self.size, self.size, self.channels))
-        images = (images.to(torch.float32) - self.mean) * self.scale
-        return images.permute(0, 2, 3, 1, 4).flatten(3).permute(0, 3, 1, 2)
+        images = pixels.unflatten(1, (self.size, self.size, self.channels))
+        return ((images.to(torch.float32) - self.mean) * self.scale).permute(0, 3, 1, 2)
 
     def _padded(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        # Black, as zeros before the normalization: what random crops of image files give.
+        # Black before the normalization, as in random crops of image files.
         return np.pad(pixels, ((0, 0), (self.pad, self.pad), (self.pad, self.pad), (0, 0)))
 
     def _windows(self) -> NDArray[np.int64]:
@@ -132,7 +130,7 @@ class Resident:
         return np.stack([view.reshape(-1) for view in views]).astype(np.int64)
 
 
-def _parted(train: Images, share: float) -> tuple[Images, Images]:
+def _split(train: Images, share: float) -> tuple[Images, Images]:
     """Training and validation images, by a fixed shuffle."""
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train))
     held = min(max(1, round(share * len(train))), len(train) - 1)

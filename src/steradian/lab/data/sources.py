@@ -1,21 +1,23 @@
-"""Where data comes from: digits that are always there, a folder in one of three forms, or the hub."""
+"""Where data comes from: scikit-learn's digits, a folder in one of three forms, or the hub."""
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from steradian.lab.data.archives import find_archive, read_archive
 from steradian.lab.data.images import DataSet, Images
 from steradian.lab.data.packed import is_packed, read_packed
 
-__all__ = ["NAMES", "load", "usual_root"]
+__all__ = ["NAMES", "Split", "digits", "load", "usual_root"]
 
 NAMES = ("digits", "cifar10", "cifar100", "svhn")
-"""The data sets that have a name; any other name is an image folder."""
+"""The known data sets; any other name is an image folder."""
 
 _HUB = {
     "cifar10": ("uoft-cs/cifar10", "plain_text", "img", "label"),
@@ -23,9 +25,9 @@ _HUB = {
     "svhn": ("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
 }
 _SHAPES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32), "svhn": (10, 32)}
-"""Classes and size of the data sets that have a name: others under it would be compared with the paper's figures."""
+"""Classes and size of the known data sets: other data under their names would be compared with the paper."""
 _PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".pbm", ".pgm", ".ppm"}
-_DEEP = ("I", "F")  # modes of more than eight bits, or of no fixed range; their variants begin like them
+_DEEP = ("I", "F")  # prefixes of modes with more than eight bits, or without a fixed range
 
 
 def load(name: str, root: Path | str | None = None) -> DataSet:
@@ -35,7 +37,7 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
         name: one of `NAMES`, or any name for a folder of images.
         root: a folder with the packed form, with the original archives, or with images as
             train/CLASS/FILE and test/CLASS/FILE, in folders within CLASS too, names that begin with a dot left out.
-            None: data/NAME where that exists; otherwise digits come with scikit-learn and the others from the hub,
+            None: data/NAME if that exists; otherwise digits come with scikit-learn and the others from the hub,
             through `datasets`.
 
     >>> data = load("digits")
@@ -50,7 +52,7 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
             classes, size = _SHAPES[name]
             raise ValueError(
                 f"{name} has {classes} classes of {size} × {size} pixels, and {folder} has {shape[0]} of {shape[1]} × "
-                f"{shape[1]}: give it a name of its own"
+                f"{shape[1]}: give it another name"
             )
         return found
     if root is not None:
@@ -63,7 +65,7 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
 
 
 def usual_root(name: str) -> Path:
-    """Where a data set is looked for that comes without its folder."""
+    """Where a data set is looked for if no folder is given."""
     return Path("data") / name
 
 
@@ -72,7 +74,7 @@ def _from_folder(name: str, root: Path) -> DataSet:
         data = read_packed(root)
         if name in NAMES and data.name != name:
             raise ValueError(f"{root} holds {data.name}, not {name}")
-        return replace(data, name=name)  # by which it is augmented, wherever it comes from
+        return replace(data, name=name)  # the name decides how it is augmented
     if find_archive(name, root):
         return read_archive(name, root)
     if (root / "train").is_dir() and (root / "test").is_dir():
@@ -81,12 +83,8 @@ def _from_folder(name: str, root: Path) -> DataSet:
 
 
 def _digits() -> DataSet:
-    """scikit-learn's digits; every fifth one, after a fixed shuffle, is kept for the test."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("the digits come with scikit-learn: pip install 'steradian[lab]'") from error
-    raw = load_digits()
+    """scikit-learn's digits; a fifth of them, after a fixed shuffle, are test images."""
+    raw = _sklearn_digits()
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(raw.target))
     pixels = (raw.images[order, :, :, None] * 15).astype(np.uint8)
     labels = raw.target[order].astype(np.int64)
@@ -125,27 +123,27 @@ def _read_pictures(root: Path, classes: list[str]) -> Images:
 
 
 def _folders(root: Path) -> list[str]:
-    """Names of the classes; what begins with a dot belongs to the system."""
+    """Names of the classes; hidden folders are left out."""
     return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 def _files(root: Path) -> list[Path]:
-    """The images of a class, in folders of its folder, too; none where it has no folder."""
+    """The images of a class, also in subfolders; none if it has no folder."""
     images = (path for path in root.rglob("*") if path.suffix.lower() in _PICTURES and not path.is_dir())
     return sorted(path for path in images if not any(part.startswith(".") for part in path.relative_to(root).parts))
 
 
 def _picture(path: Path) -> NDArray[np.uint8]:
-    """An image as (H, W, 3): grey ones three times the same, palettes looked up, transparency left out."""
+    """An image as (H, W, 3); transparency is dropped."""
     from PIL import Image
 
     try:
         with warnings.catch_warnings(), Image.open(path) as picture:
-            warnings.simplefilter("ignore")  # of what is transparent, or large
+            warnings.simplefilter("ignore")  # about transparency and large images
             if picture.mode.startswith(_DEEP):
                 raise ValueError(f"it must have 8 bits per channel, got the mode {picture.mode}")
             return np.asarray(picture.convert("RGB"))
-    except Exception as error:  # each format has its own ways to be damaged
+    except Exception as error:  # damaged files raise many kinds of errors
         raise ValueError(f"{path} cannot be read as an image: {error}") from error
 
 
@@ -166,3 +164,38 @@ def _from_hub(name: str) -> DataSet:
 def _read_hub(rows: Any, image: str, label: str) -> Images:
     pixels = np.stack([np.asarray(row[image].convert("RGB"), dtype=np.uint8) for row in rows])
     return Images(pixels, np.asarray(rows[label], dtype=np.int64))
+
+
+# The digits as normalized tensors, for the demo and examples
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Images (N, C, H, W) and labels (N,) of one split."""
+
+    images: Tensor
+    labels: Tensor
+
+
+def digits(*, seed: int = 0) -> tuple[Split, Split]:
+    """scikit-learn's 1,797 digits of 8 × 8 pixels as (train, test), a fifth of them for test, with mean 0 and spread 1.
+
+    >>> train, test = digits()
+    >>> train.images.shape, test.labels.shape
+    (torch.Size([1438, 1, 8, 8]), torch.Size([359]))
+    """
+    raw = _sklearn_digits()
+    images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1)
+    labels = torch.tensor(raw.target, dtype=torch.int64)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    images, labels = (images[order] - images.mean()) / images.std(), labels[order]
+    kept = len(labels) - round(0.2 * len(labels))
+    return Split(images[:kept], labels[:kept]), Split(images[kept:], labels[kept:])
+
+
+def _sklearn_digits() -> Any:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the digits come with scikit-learn: pip install 'steradian[lab]'") from error
+    return load_digits()

@@ -1,9 +1,8 @@
-"""Triton kernels of 3 × 3 convolutions with few channels, for many members in one launch.
+"""Triton kernels of 3 × 3 convolutions with few channels.
 
-Activations lie as (member, image, row, column, channel), weights as (member, filter, tap, channel). A program takes one
-member and some pixels. Taps are numbered row by row; padding is 1, and what lies outside is 0. Where a pixel's taps lie
-is one number per tap, whatever the pixel, and which of them lie inside is a bit per tap: loads cost few instructions,
-which are what bounds these kernels.
+Activations are (image, row, column, channel) in memory, weights (filter, tap, channel). A program takes some pixels.
+Taps are numbered row by row, and the padding of 1 is 0. A tap has the same offset for every pixel, and one bit for each
+pixel and tap says whether it is inside the image, so that loads cost few instructions, which bound these kernels.
 """
 
 import triton
@@ -14,7 +13,7 @@ __all__ = ["convolve_kernel", "rolling_kernel", "weight_gradient_kernel", "whole
 
 @triton.jit
 def _bits(rows_0, rows_1, rows_2, columns_0, columns_1, columns_2):
-    """Bit 3·i + j of each pixel: row i and column j of its taps lie inside."""
+    """Bit 3·i + j of each pixel: the tap in row i and column j is inside."""
     rows = rows_0.to(tl.int32) * 0b111 + rows_1.to(tl.int32) * 0b111000 + rows_2.to(tl.int32) * 0b111000000
     columns = columns_0.to(tl.int32) * 0b1001001 + columns_1.to(tl.int32) * 0b10010010
     return rows & (columns + columns_2.to(tl.int32) * 0b100100100)
@@ -22,7 +21,7 @@ def _bits(rows_0, rows_1, rows_2, columns_0, columns_1, columns_2):
 
 @triton.jit
 def _around(image, row, column, there, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
-    """Pixel of the middle tap, and which taps lie inside, for a convolution's output pixels."""
+    """For output pixels: the input pixel of the middle tap, and which taps are inside."""
     i, j = row * STRIDE, column * STRIDE
     inside = _bits(i > 0, i >= 0, i + 1 < HEIGHT, j > 0, j >= 0, j + 1 < WIDTH)
     return (image * HEIGHT + i) * WIDTH + j, tl.where(there, inside, 0)
@@ -30,7 +29,7 @@ def _around(image, row, column, there, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _behind(image, row, column, there, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """The same for the input pixels of a convolution with stride 2: output pixels that see this one through a tap."""
+    """The same for input pixels of a convolution with stride 2: the output pixels that read them through each tap."""
     i, j = row >> 1, column >> 1
     odd_row, odd_column = (row & 1) == 1, (column & 1) == 1
     inside = _bits(
@@ -41,21 +40,21 @@ def _behind(image, row, column, there, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _taps(
-    weight, member, tap, channel, real, filters,
+    weight, tap, channel, real, filters,
     CI: tl.constexpr, CO: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Some taps of every filter, (places, filters); with BACK the filters' channels change places."""
+    """Some taps of every filter, (places, filters); with BACK filters and channels are exchanged."""
     if BACK:
         turned = tap if STRIDE == 2 else 8 - tap
-        of = ((member * CI + channel) * 9 + turned)[:, None] * CO + filters[None, :]
+        of = (channel * 9 + turned)[:, None] * CO + filters[None, :]
     else:
-        of = ((member * CO + filters)[None, :] * 9 + tap[:, None]) * CI + channel[:, None]
+        of = (filters[None, :] * 9 + tap[:, None]) * CI + channel[:, None]
     return tl.load(weight + of, mask=real[:, None], other=0.0).to(KIND)
 
 
 @triton.jit
 def convolve_kernel(
-    x, weight, y, sums, images, members,
+    x, weight, y, sums, images,
     CI: tl.constexpr, CO: tl.constexpr, KI: tl.constexpr, HI: tl.constexpr, WI: tl.constexpr,
     HO: tl.constexpr, WO: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr, SUMS: tl.constexpr,
     BLOCK: tl.constexpr, TILES: tl.constexpr, TAPS: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
@@ -64,14 +63,14 @@ def convolve_kernel(
 
     A product takes TAPS taps of KI channels, which are the first of its PLACES.
     """
-    part, member = tl.program_id(0), tl.program_id(1)
+    part = tl.program_id(0)
     filters, place = tl.arange(0, CO), tl.arange(0, PLACES)
     channel = place % KI
     kind: tl.constexpr = x.dtype.element_ty
     groups: tl.constexpr = (9 + TAPS - 1) // TAPS
     mine = (channel < CI) & (place < TAPS * KI)
     if groups == 1:
-        taps = _taps(weight, member, place // KI, channel, mine & (place < 9 * KI), filters, CI, CO, STRIDE, BACK, kind)
+        taps = _taps(weight, place // KI, channel, mine & (place < 9 * KI), filters, CI, CO, STRIDE, BACK, kind)
     first = tl.zeros([BLOCK, CO], tl.float32)
     second = tl.zeros([BLOCK, CO], tl.float32)
     for k in range(TILES):
@@ -82,7 +81,7 @@ def convolve_kernel(
             middle, inside = _behind(image, row, column, there, HI, WI)
         else:
             middle, inside = _around(image, row, column, there, HI, WI, 1 if BACK else STRIDE)
-        middle = (member * images * HI * WI + middle) * CI
+        middle = middle * CI
         total = tl.zeros([BLOCK, CO], tl.float32)
         for group in tl.static_range(groups):
             tap = group * TAPS + place // KI
@@ -90,67 +89,67 @@ def convolve_kernel(
                 far = tl.where(tap < 3, WI, 0) + tl.where(tap % 3 == 0, 1, 0)
             else:
                 far = (tap // 3 - 1) * WI + tap % 3 - 1
-            seen = ((inside[:, None] >> tap[None, :]) & 1) != 0
+            mask = ((inside[:, None] >> tap[None, :]) & 1) != 0
             if PLACES > TAPS * CI:
-                seen = seen & mine[None, :]
+                mask = mask & mine[None, :]
             at = middle[:, None] + (far * CI + channel)[None, :]
-            value = tl.load(x + at, mask=seen, other=0.0)
+            value = tl.load(x + at, mask=mask, other=0.0)
             if groups > 1:
-                taps = _taps(weight, member, tap, channel, mine & (tap < 9), filters, CI, CO, STRIDE, BACK, kind)
+                taps = _taps(weight, tap, channel, mine & (tap < 9), filters, CI, CO, STRIDE, BACK, kind)
             total = tl.dot(value, taps, total, input_precision=PRECISION)
         kept = total.to(y.dtype.element_ty)
-        to = ((member * images * HO * WO + pixel) * CO)[:, None] + filters[None, :]
+        to = (pixel * CO)[:, None] + filters[None, :]
         tl.store(y + to, kept, mask=there[:, None])
         if SUMS:
-            told = kept.to(tl.float32)
-            first += told
-            second += told * told
+            stored = kept.to(tl.float32)
+            first += stored
+            second += stored * stored
     if SUMS:
-        to = (part * 2 * members + member) * CO + filters
+        to = part * 2 * CO + filters
         tl.store(sums + to, tl.sum(first, axis=0))
-        tl.store(sums + to + members * CO, tl.sum(second, axis=0))
+        tl.store(sums + to + CO, tl.sum(second, axis=0))
 
 
 @triton.jit
 def _tap(
-    weight, member, channel, filters, tap: tl.constexpr,
+    weight, channel, filters, tap: tl.constexpr,
     CI: tl.constexpr, CO: tl.constexpr, BACK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """One tap of every filter; with BACK the filters' channels change places, and the taps are turned round."""
+    """One tap of every filter; with BACK filters and channels are exchanged, and the taps are reversed."""
     if BACK:
-        of = ((member * CI + channel) * 9 + 8 - tap)[:, None] * CO + filters[None, :]
+        of = (channel * 9 + 8 - tap)[:, None] * CO + filters[None, :]
     else:
-        of = ((member * CO + filters)[None, :] * 9 + tap) * CI + channel[:, None]
+        of = (filters[None, :] * 9 + tap) * CI + channel[:, None]
     return tl.load(weight + of, mask=(channel < CI)[:, None], other=0.0).to(KIND)
 
 
 @triton.jit
 def rolling_kernel(
-    x, weight, y, sums, images, members,
+    x, weight, y, sums, images,
     CI: tl.constexpr, CO: tl.constexpr, KI: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     BACK: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same with stride 1, row after row: what is loaded of a row serves the row above, itself and the row below.
+    """The same with stride 1, row after row: a loaded row serves the row above, itself and the row below.
 
     Three loads for each row instead of nine, and the weights are loaded once for all rows.
     """
-    part, member, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, strip = tl.program_id(0), tl.program_id(1)
     channel, filters = tl.arange(0, KI), tl.arange(0, CO)
     kind: tl.constexpr = x.dtype.element_ty
-    w0 = _tap(weight, member, channel, filters, 0, CI, CO, BACK, kind)
-    w1 = _tap(weight, member, channel, filters, 1, CI, CO, BACK, kind)
-    w2 = _tap(weight, member, channel, filters, 2, CI, CO, BACK, kind)
-    w3 = _tap(weight, member, channel, filters, 3, CI, CO, BACK, kind)
-    w4 = _tap(weight, member, channel, filters, 4, CI, CO, BACK, kind)
-    w5 = _tap(weight, member, channel, filters, 5, CI, CO, BACK, kind)
-    w6 = _tap(weight, member, channel, filters, 6, CI, CO, BACK, kind)
-    w7 = _tap(weight, member, channel, filters, 7, CI, CO, BACK, kind)
-    w8 = _tap(weight, member, channel, filters, 8, CI, CO, BACK, kind)
+    w0 = _tap(weight, channel, filters, 0, CI, CO, BACK, kind)
+    w1 = _tap(weight, channel, filters, 1, CI, CO, BACK, kind)
+    w2 = _tap(weight, channel, filters, 2, CI, CO, BACK, kind)
+    w3 = _tap(weight, channel, filters, 3, CI, CO, BACK, kind)
+    w4 = _tap(weight, channel, filters, 4, CI, CO, BACK, kind)
+    w5 = _tap(weight, channel, filters, 5, CI, CO, BACK, kind)
+    w6 = _tap(weight, channel, filters, 6, CI, CO, BACK, kind)
+    w7 = _tap(weight, channel, filters, 7, CI, CO, BACK, kind)
+    w8 = _tap(weight, channel, filters, 8, CI, CO, BACK, kind)
     place = part * BLOCK + tl.arange(0, BLOCK)
     image, column = place // WIDTH, place % WIDTH
     there, real = image < images, (channel < CI)[None, :]
     left, right = there & (column > 0), there & (column < WIDTH - 1)
-    middle = (member * images + image) * (HEIGHT * WIDTH) + column
+    middle = image * (HEIGHT * WIDTH) + column
     at = (middle * CI)[:, None] + channel[None, :]
     to = (middle * CO)[:, None] + filters[None, :]
     first = tl.zeros([BLOCK, CO], tl.float32)
@@ -180,20 +179,20 @@ def rolling_kernel(
         kept = above.to(y.dtype.element_ty)
         tl.store(y + (row - 1) * (WIDTH * CO) + to, kept, mask=done[:, None])
         if SUMS:
-            told = tl.where(done[:, None], kept.to(tl.float32), 0.0)
-            first += told
-            second += told * told
+            stored = tl.where(done[:, None], kept.to(tl.float32), 0.0)
+            first += stored
+            second += stored * stored
         above = here
         here = below
     if SUMS:
-        to = ((part * tl.num_programs(2) + strip) * 2 * members + member) * CO + filters
+        to = (part * tl.num_programs(1) + strip) * 2 * CO + filters
         tl.store(sums + to, tl.sum(first, axis=0))
-        tl.store(sums + to + members * CO, tl.sum(second, axis=0))
+        tl.store(sums + to + CO, tl.sum(second, axis=0))
 
 
 @triton.jit
 def weight_gradient_kernel(
-    x, dy, out, images, members,
+    x, dy, out, images,
     CI: tl.constexpr, CO: tl.constexpr, KI: tl.constexpr, HI: tl.constexpr, WI: tl.constexpr,
     HO: tl.constexpr, WO: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK: tl.constexpr, TILES: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, PRECISION: tl.constexpr,
@@ -203,11 +202,11 @@ def weight_gradient_kernel(
     A pixel is a row of x and a column of y. Rows of taps move dy, columns of taps move x, so that three loads of each
     make all nine products.
     """
-    part, member = tl.program_id(0), tl.program_id(1)
+    part = tl.program_id(0)
     of_rows, of_columns = tl.arange(0, DOWN * CO), tl.arange(0, ACROSS * KI)
     groups: tl.constexpr = 3 if ACROSS == 1 else 1
-    down = tl.program_id(2) // groups * DOWN + of_rows // CO
-    across = tl.program_id(2) % groups * ACROSS + of_columns // KI
+    down = tl.program_id(1) // groups * DOWN + of_rows // CO
+    across = tl.program_id(1) % groups * ACROSS + of_columns // KI
     filters, channel = of_rows % CO, of_columns % KI
     total = tl.zeros([DOWN * CO, ACROSS * KI], tl.float32)
     for k in range(TILES):
@@ -222,27 +221,27 @@ def weight_gradient_kernel(
             behind, far = (image * HO + (row >> 1)) * WO + column, tl.where(down == 0, WO, 0)
         columns = (column > 0).to(tl.int32) + 0b010 + (column * STRIDE + 1 < WI).to(tl.int32) * 0b100
         rows, columns = tl.where(image < images, rows, 0), tl.where(image < images, columns, 0)
-        behind = (member * images * HO * WO + behind) * CO
-        seen = ((rows[:, None] >> down[None, :]) & 1) != 0
-        back = tl.load(dy + behind[:, None] + (far * CO + filters)[None, :], mask=seen, other=0.0)
-        at = (((member * images + image) * HI + row) * WI + column * STRIDE) * CI
-        seen = ((columns[:, None] >> across[None, :]) & 1) != 0
+        behind = behind * CO
+        mask = ((rows[:, None] >> down[None, :]) & 1) != 0
+        back = tl.load(dy + behind[:, None] + (far * CO + filters)[None, :], mask=mask, other=0.0)
+        at = ((image * HI + row) * WI + column * STRIDE) * CI
+        mask = ((columns[:, None] >> across[None, :]) & 1) != 0
         if KI > CI:
-            seen = seen & (channel < CI)[None, :]
-        value = tl.load(x + at[:, None] + ((across - 1) * CI + channel)[None, :], mask=seen, other=0.0)
+            mask = mask & (channel < CI)[None, :]
+        value = tl.load(x + at[:, None] + ((across - 1) * CI + channel)[None, :], mask=mask, other=0.0)
         total = tl.dot(tl.trans(back), value, total, input_precision=PRECISION)
-    to = (((part * members + member) * CO + filters) * 9 + down * 3)[:, None] * CI + (across * CI + channel)[None, :]
+    to = ((part * CO + filters) * 9 + down * 3)[:, None] * CI + (across * CI + channel)[None, :]
     tl.store(out + to, total, mask=(down < 3)[:, None] & ((across < 3) & (channel < CI))[None, :])
 
 
 @triton.jit
 def whole_weight_gradient_kernel(
-    x, dy, out, images, members,
+    x, dy, out, images,
     CI: tl.constexpr, CO: tl.constexpr, HI: tl.constexpr, WI: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same with all taps of few channels, the first of PLACES, in one product: dy is loaded once."""
-    part, member = tl.program_id(0), tl.program_id(1)
+    part = tl.program_id(0)
     filters, place = tl.arange(0, CO), tl.arange(0, PLACES)
     tap = place // CI
     far = ((tap // 3 - 1) * WI + tap % 3 - 1) * CI + place % CI
@@ -252,11 +251,11 @@ def whole_weight_gradient_kernel(
         there = pixel < images * HO * WO
         image, row, column = pixel // (HO * WO), pixel // WO % HO, pixel % WO
         middle, inside = _around(image, row, column, there, HI, WI, STRIDE)
-        at = (member * images * HI * WI + middle) * CI
-        seen = ((inside[:, None] >> tap[None, :]) & 1) != 0
-        value = tl.load(x + at[:, None] + far[None, :], mask=seen, other=0.0)
-        behind = (member * images * HO * WO + pixel) * CO
+        at = middle * CI
+        mask = ((inside[:, None] >> tap[None, :]) & 1) != 0
+        value = tl.load(x + at[:, None] + far[None, :], mask=mask, other=0.0)
+        behind = pixel * CO
         back = tl.load(dy + behind[:, None] + filters[None, :], mask=there[:, None], other=0.0)
         total = tl.dot(tl.trans(back), value, total, input_precision=PRECISION)
-    to = ((part * members + member) * CO + filters)[:, None] * (9 * CI) + place[None, :]
+    to = (part * CO + filters)[:, None] * (9 * CI) + place[None, :]
     tl.store(out + to, total, mask=(place < 9 * CI)[None, :])

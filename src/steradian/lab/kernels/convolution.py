@@ -1,0 +1,251 @@
+"""A 3 × 3 convolution with few channels that also adds up what BN needs.
+
+Networks for small images have too few channels for kernels that are made for large ones. Σy and Σy² are added up as y
+is stored, so that a normalization behind the convolution need not read it again for its statistics.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from steradian.lab.kernels import triton_kernels
+
+__all__ = ["FILTERS", "Convolved", "by_channel", "convolve"]
+
+FILTERS = (16, 32, 64)
+"""Numbers of filters that are supported; of channels, too, if x needs a gradient."""
+
+
+class Convolved(NamedTuple):
+    """What `convolve` returns.
+
+    Attributes:
+        y: the convolution, (batch, filters, height, width), channels last, in the dtype of x.
+        sums: Σy and Σy² over all pixels, (2, filters) in float32; empty if not wanted.
+    """
+
+    y: Tensor
+    sums: Tensor
+
+
+def convolve(x: Tensor, weight: Tensor, *, stride: int = 1, sums: bool = True) -> Convolved:
+    """x ∗ weight with padding 1, and its sums.
+
+    Args:
+        x: (batch, channels, height, width); products are taken in its dtype.
+        weight: (filters, channels, 3, 3).
+        stride: 1, or 2 if height and width are even.
+        sums: add up y and y².
+    """
+    filters, channels = weight.shape[:2]
+    if filters not in FILTERS or weight.shape[2:] != (3, 3):
+        raise ValueError(f"weight must hold {FILTERS} filters of 3 × 3, got {tuple(weight.shape)}")
+    if x.shape[1] != channels:
+        raise ValueError(f"x must hold {channels} channels, got {tuple(x.shape)}")
+    if x.requires_grad and channels not in FILTERS:
+        raise ValueError(f"channels must be one of {FILTERS} if x needs a gradient, got {channels}")
+    if stride not in (1, 2) or (stride == 2 and (x.shape[2] % 2 or x.shape[3] % 2)):
+        raise ValueError(f"stride must be 1, or 2 if height and width are even, got {stride} of {tuple(x.shape)}")
+    last = torch.channels_last
+    x, weight = x.contiguous(memory_format=last), weight.contiguous(memory_format=last)
+    return Convolved(*_Convolution.apply(x, weight, stride, sums))
+
+
+class _Convolution(torch.autograd.Function):
+    """The convolution with its gradients; partial sums are added up outside of the kernels, by a compiler."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
+        """Convolve."""
+        size = (x.shape[2] // stride, x.shape[3] // stride)
+        plan = _forward_plan(stride, x.shape[1], len(weight))
+        y, parts = _forward(x, weight, stride, plan.parts(len(x), *size) if sums else 0)
+        ctx.save_for_backward(x, weight, y if sums else None)
+        ctx.stride = stride
+        ctx.set_materialize_grads(False)
+        return y, parts.sum(dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dsums: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients to x and weight: Σy and Σy² send dΣ₁ + 2·dΣ₂·y back to y."""
+        x, weight, y = ctx.saved_tensors
+        dy = torch.zeros_like(y) if dy is None else dy
+        if y is not None and dsums is not None:
+            first, second = (by_channel(part) for part in dsums)
+            dy = (dy.float() + first + 2 * second * y.float()).to(x.dtype)
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = _input_gradient(dy, weight, x, ctx.stride) if ctx.needs_input_grad[0] else None
+        plan = _weight_gradient_plan(ctx.stride, x.shape[1], dy.shape[1])
+        # A `_Corner` counts pixels in rows of x and columns of y.
+        height = dy.shape[2] if isinstance(plan, _Tile) else x.shape[2]
+        parts = _weight_gradient(x, dy, ctx.stride, plan.parts(len(x), height, dy.shape[3]))
+        return dx, parts.sum(dim=0).permute(0, 3, 1, 2).to(weight.dtype), None, None
+
+
+def by_channel(term: Tensor) -> Tensor:
+    """A number for each channel, to be multiplied with (batch, channels, height, width)."""
+    return term.view(1, -1, 1, 1)
+
+
+class _Tile(NamedTuple):
+    """Pixels at a time, how many times, taps at a time (9: all of them), warps, and loads ahead."""
+
+    block: int
+    tiles: int
+    taps: int
+    warps: int = 4
+    stages: int = 1
+
+    def parts(self, images: int, height: int, width: int) -> int:
+        """Number of programs."""
+        return -(-images * height * width // (self.block * self.tiles))
+
+
+class _Strip(NamedTuple):
+    """Pixels of a row at a time, rows one after the other, warps, and loads ahead."""
+
+    block: int
+    rows: int
+    warps: int = 4
+    stages: int = 2
+
+    def grid(self, images: int, height: int, width: int) -> tuple[int, int]:
+        """Number of programs: along a row, and strips of rows."""
+        return -(-images * width // self.block), -(-height // self.rows)
+
+    def parts(self, images: int, height: int, width: int) -> int:
+        """Number of programs."""
+        return math.prod(self.grid(images, height, width))
+
+
+class _Corner(NamedTuple):
+    """Pixels at a time, how many times, rows and columns of taps at a time (4: all 3), warps, and loads ahead."""
+
+    block: int
+    tiles: int
+    down: int
+    across: int
+    warps: int = 4
+    stages: int = 1
+
+    def parts(self, images: int, height: int, width: int) -> int:
+        """Number of programs for each share of the taps."""
+        return -(-images * height * width // (self.block * self.tiles))
+
+    @property
+    def shares(self) -> int:
+        """Shares of the taps."""
+        return (3 if self.down == 1 else 1) * (3 if self.across == 1 else 1)
+
+
+# By stride and number of filters, or of channels for the gradient to x, from benchmarks/convolution.py --tune.
+_Plan = _Tile | _Strip
+_FORWARD: dict[int, dict[int, _Plan]] = {
+    1: {16: _Strip(128, 16, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1, 4, 1)},
+    2: {16: _Tile(128, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)},
+}
+_INPUT_GRADIENT: dict[int, dict[int, _Plan]] = {
+    1: {16: _Strip(128, 8, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1, 4, 1)},
+    2: {16: _Tile(256, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)},
+}
+_WEIGHT_GRADIENT: dict[int, dict[int, _Corner]] = {
+    1: {16: _Corner(64, 16, 4, 4, 4, 2), 32: _Corner(64, 16, 4, 1, 4, 2), 64: _Corner(64, 16, 1, 1, 4, 3)},
+    2: {16: _Corner(64, 32, 4, 4), 32: _Corner(64, 16, 4, 4, 8), 64: _Corner(64, 16, 4, 1, 8, 2)},
+}
+# The same for images, which have few channels: all taps of all channels fit into one product.
+_STEM_FORWARD: dict[int, dict[int, _Plan]] = {1: {64: _Tile(64, 4, 9)}, 2: {}}
+_STEM_WEIGHT_GRADIENT: dict[int, dict[int, _Tile]] = {1: {64: _Tile(128, 4, 9, 4, 2)}, 2: {}}
+_FEW = 8  # channels
+
+
+def _forward_plan(stride: int, channels: int, filters: int) -> _Plan:
+    stems = _STEM_FORWARD[stride] if channels <= _FEW else {}
+    return stems.get(filters) or _FORWARD[stride][filters]
+
+
+def _weight_gradient_plan(stride: int, channels: int, filters: int) -> _Corner | _Tile:
+    stems = _STEM_WEIGHT_GRADIENT[stride] if channels <= _FEW else {}
+    return stems.get(filters) or _WEIGHT_GRADIENT[stride][filters]
+
+
+# The launches as operators that are opaque to a compiler. Shapes of their results depend only on their arguments, since
+# a compiler caches them for longer than a plan above may last.
+
+
+def _pad(channels: int) -> int:
+    """Channels padded to what the matrix units take at once."""
+    return max(16, triton.next_power_of_2(channels))
+
+
+def _options(plan: _Plan | _Corner, x: Tensor) -> dict[str, Any]:
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    return {"BLOCK": plan.block, "PRECISION": precision, "num_warps": plan.warps, "num_stages": plan.stages}
+
+
+def _launch(plan: _Plan, x: Tensor, weight: Tensor, y: Tensor, parts: Tensor, stride: int, *, back: bool) -> None:
+    """y = x ∗ weight, or dx = dy ∗ weight turned round, and the sums where parts has room for them."""
+    images, (channels, height, width), (filters, *size) = len(x), x.shape[1:], y.shape[1:]
+    tensors = (x, weight, y, parts, images)
+    shape = {"CI": channels, "CO": filters, "BACK": back, "SUMS": parts.numel() > 0} | _options(plan, x)
+    if isinstance(plan, _Strip):
+        triton_kernels.rolling_kernel[plan.grid(images, *size)](
+            *tensors, KI=_pad(channels), HEIGHT=height, WIDTH=width, ROWS=plan.rows, **shape
+        )
+    else:
+        each = channels if plan.taps > 1 else _pad(channels)
+        triton_kernels.convolve_kernel[(plan.parts(images, *size),)](
+            *tensors, KI=each, HI=height, WI=width, HO=size[0], WO=size[1], STRIDE=stride, TILES=plan.tiles,
+            TAPS=plan.taps, PLACES=_pad(plan.taps * each), **shape,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("steradian::convolve", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, stride: int, parts: int) -> tuple[Tensor, Tensor]:
+    y, sums = _like_forward(x, weight, stride, parts)
+    _launch(_forward_plan(stride, x.shape[1], y.shape[1]), x, weight, y, sums, stride, back=False)
+    return y, sums
+
+
+@_forward.register_fake
+def _like_forward(x: Tensor, weight: Tensor, stride: int, parts: int) -> tuple[Tensor, Tensor]:
+    size = (len(x), weight.shape[0], x.shape[2] // stride, x.shape[3] // stride)
+    y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    return y, x.new_empty((parts, 2, weight.shape[0]) if parts else (1, 0), dtype=torch.float32)
+
+
+@torch.library.custom_op("steradian::convolve_input_gradient", mutates_args=())
+def _input_gradient(dy: Tensor, weight: Tensor, x: Tensor, stride: int) -> Tensor:
+    dx = _like_input_gradient(dy, weight, x, stride)
+    plan = _INPUT_GRADIENT[stride][x.shape[1]]
+    _launch(plan, dy, weight, dx, dx.new_empty(0, dtype=torch.float32), stride, back=True)
+    return dx
+
+
+@_input_gradient.register_fake
+def _like_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, stride: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.channels_last)
+
+
+@torch.library.custom_op("steradian::convolve_weight_gradient", mutates_args=())
+def _weight_gradient(x: Tensor, dy: Tensor, stride: int, parts: int) -> Tensor:
+    out = _like_weight_gradient(x, dy, stride, parts)
+    channels, filters = x.shape[1], dy.shape[1]
+    plan = _weight_gradient_plan(stride, channels, filters)
+    tensors = (x, dy, out, len(x))
+    shape = {"CI": channels, "CO": filters, "HI": x.shape[2], "WI": x.shape[3], "HO": dy.shape[2], "WO": dy.shape[3]}
+    shape |= {"STRIDE": stride, "TILES": plan.tiles} | _options(plan, x)
+    if isinstance(plan, _Tile):
+        triton_kernels.whole_weight_gradient_kernel[(parts,)](*tensors, PLACES=_pad(9 * channels), **shape)
+    else:
+        triton_kernels.weight_gradient_kernel[(parts, plan.shares)](
+            *tensors, KI=_pad(channels), DOWN=plan.down, ACROSS=plan.across, **shape
+        )
+    return out
+
+
+@_weight_gradient.register_fake
+def _like_weight_gradient(x: Tensor, dy: Tensor, stride: int, parts: int) -> Tensor:
+    return x.new_empty(parts, dy.shape[1], 3, 3, x.shape[1], dtype=torch.float32)
