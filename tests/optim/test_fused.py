@@ -313,13 +313,13 @@ def test_a_step_that_a_scaler_skips_tells_nothing():
     optimizer = Adam(groups, fused=True)
     optimizer.emit()
     run([([x, whole], optimizer)], 1)
-    before = {p: told.clone() for p, told in optimizer.telemetry.items()}
+    before = {p: telemetry.clone() for p, telemetry in optimizer.telemetry.items()}
     optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=DEVICE), torch.ones((), device=DEVICE)
     x.grad, whole.grad = torch.ones_like(x), torch.ones_like(whole)
     optimizer.step()
-    for p, told in before.items():
-        assert told[:, :2].gt(0).all()
-        torch.testing.assert_close(optimizer.telemetry[p], told, rtol=0, atol=0)
+    for p, telemetry in before.items():
+        assert telemetry[:, :2].gt(0).all()
+        torch.testing.assert_close(optimizer.telemetry[p], telemetry, rtol=0, atol=0)
 
 
 def test_a_second_place_gets_the_same_telemetry():
@@ -408,7 +408,7 @@ def test_on_a_cpu_the_default_is_the_reference():
     optimizer = Adam([{"params": [x], "rows": "filter"}], without="abc")
     x.grad = torch.ones_like(x)
     optimizer.step()
-    assert optimizer._remembered is None
+    assert optimizer._fused_step is None
     assert not optimizer._step_supports_amp_scaling
 
 
@@ -426,15 +426,15 @@ def test_the_default_is_fused_where_that_works_and_falls_back_set_by_set(monkeyp
     run(made, 3)
     assert_alike(made, 2e-5)
     (_, one), (fused, two) = made
-    assert (one._remembered, one._step_supports_amp_scaling) == (None, False)
+    assert (one._fused_step, one._step_supports_amp_scaling) == (None, False)
     assert two._step_supports_amp_scaling
-    [plan] = two._remembered.plans
+    [plan] = two._fused_step.plans
     assert [param is fused[0] for param in plan.params] == [True]
-    assert [rows.params[0] is fused[1] for _, sets in two._remembered.left for rows in sets] == [True]
+    assert [rows.params[0] is fused[1] for _, sets in two._fused_step.plain for rows in sets] == [True]
 
 
 def test_rows_that_are_not_fused_obey_a_scaler_too():
-    """Where no row is fused at all, the step still is what the scaler was told."""
+    """Where no row is fused at all, the step still is what the scaler was telemetry."""
     made = pair([(4, 3, 2)], rows=("axis", 1), without="abc")
     run(made, 1)
     two = made[1][1]
@@ -449,7 +449,7 @@ def test_rows_that_are_not_fused_obey_a_scaler_too():
 def test_a_table_that_a_graph_reads_is_left_to_it():
     made = pair([(4, 6)], without="abc")
     run(made, 2)
-    [plan] = made[1][1]._remembered.plans
+    [plan] = made[1][1]._fused_step.plans
     table, values = plan.table, plan.table.clone()
     plan.in_graph = True
     run(made, 1, seed=7)
@@ -464,7 +464,7 @@ def test_a_table_that_a_graph_reads_is_left_to_it():
 def test_what_a_graph_only_promised_to_write_is_written_by_the_next_step():
     made = pair([(4, 6)], without="abc", capturable=True)
     run(made, 1)
-    [plan] = made[1][1]._remembered.plans
+    [plan] = made[1][1]._fused_step.plans
     plan.changed = True
     plan._write(capturing=True)
     plan.table.zero_(), plan.items.zero_()  # as a capture leaves them

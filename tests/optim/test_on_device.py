@@ -198,7 +198,7 @@ def test_the_fused_step_is_the_default(make: Make) -> None:
     optimizer = on_device(make)
     train(optimizer, 1)
     fused = isinstance(optimizer, optim.Adam) and bool(optimizer.param_groups[0]["without"])
-    assert (optimizer._remembered is not None) == fused
+    assert (optimizer._fused_step is not None) == fused
 
 
 def test_a_default_device(make: Make) -> None:

@@ -1,4 +1,4 @@
-"""The contract that every optimizer of the package keeps, and the plumbing that they share."""
+"""RowOptimizer: what every optimizer of the package has in common, from a gradient to a new weight."""
 
 import functools
 import logging
@@ -30,8 +30,8 @@ Work = list[tuple[Options, list[RowSet]]]
 """Param groups with rows, each with its row sets that have a gradient."""
 
 
-# What a compiler is not to look into. `torch.compiler.disable` loads the compiler, which takes as long as torch itself,
-# so it is applied when the first optimizer is made.
+# What torch.compile must not trace. `torch.compiler.disable` imports the compiler, which takes as long as importing
+# torch, so it is applied when the first optimizer is made.
 P = ParamSpec("P")
 R = TypeVar("R")
 _WAITING: list[Callable[[], None]] = []
@@ -63,21 +63,21 @@ class RowOptimizer(Optimizer, ABC):
 
     | key | meaning |
     |---|---|
-    | "rows" | a layout (`groups.Layout`): the parameters are radial. None or no key: they get the classic update |
+    | "rows" | a spec (`groups.Layout`): how the parameters are cut. None or no key: they get the classic update |
     | "joint" | True: the parameters of the group are cut into rows together |
 
-    What holds for all of them: the closure runs once, with gradients enabled; `p.grad` is not written; the state
-    holds tensors only; a parameter without a gradient is left alone (in a joint set, the rows are those of the
-    others); half-precision rows are computed in float32; one number per row is kept in float32, in float64 for
-    float64 parameters; nothing is read back from an accelerator.
+    All of them: run the closure once, with gradients enabled; do not write `p.grad`; keep only tensors in the state;
+    do not change a parameter without a gradient (the rows of a joint set are then those of its other parameters);
+    compute half-precision rows in float32; keep one number per row in float32, in float64 for float64 parameters;
+    never wait for an accelerator.
 
     A subclass names its row update (`update`), says whether there is a fused one (`_has_fused`), what a state
-    consists of (`_needed`, and `_needed_by_rows` beside it), by which settings a saved one is known to be its own
+    consists of (`_needed`, and `_needed_by_rows` in addition), which settings identify a saved state as its own
     (`_marks`), whether rows are put on the unit sphere (`_fixes_radius`) and whether the classic update takes sparse
-    gradients (`_takes_sparse`), and gives `_check`, `_new_state` and `_step_rest`.
+    gradients (`_takes_sparse`), and implements `_check`, `_new_state` and `_step_rest`.
 
     Attributes:
-        telemetry: after `emit()`, what the last step did to every row (`Telemetry`).
+        telemetry: after `emit()`, seven numbers about every row of the last step (`Telemetry`).
     """
 
     telemetry: Telemetry | None
@@ -93,7 +93,7 @@ class RowOptimizer(Optimizer, ABC):
     def __init__(self, params: Params, defaults: Options) -> None:
         _disable_tracing()
         self.telemetry = None
-        self._remembered: decide.FusedStep | None = None
+        self._fused_step: decide.FusedStep | None = None
         self._in_graphs: list[object] = []
         if isinstance(params, Groups):
             raise TypeError("params must be parameters or param groups, got Groups: pass groups.param_groups()")
@@ -102,12 +102,12 @@ class RowOptimizer(Optimizer, ABC):
             searched = any("rows" in group for group in self.param_groups)
             _warn_of_no_rows(type(self).__name__, searched, "rest_lr" in defaults)
 
-    # What a subclass gives
+    # What a subclass implements
 
     @staticmethod
     @abstractmethod
     def update(rows: RowSet, group: Mapping[str, Any]) -> None:
-        """The update of one row set, a function of `reference`; an instance may have a compiled one in its place."""
+        """The update of one row set, a function of `reference`; an instance may replace it by a compiled one."""
 
     @abstractmethod
     def _check(self, group: Options) -> None:
@@ -152,30 +152,30 @@ class RowOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         self._check_capture()
-        again = self._compiled_again if torch.compiler.is_compiling() else self._again
+        again = self._repeat_untraced if torch.compiler.is_compiling() else self._repeat_step
         if not again():
             with torch.no_grad():
-                self._anew()
+                self._new_step()
         return loss
 
-    def _again(self) -> bool:
-        """Take the step that is remembered, if it is to be taken again."""
-        if self._remembered is None or not self._remembered.fits(self):
+    def _repeat_step(self) -> bool:
+        """Take the fused step that is kept, if nothing that it was made from has changed."""
+        if self._fused_step is None or not self._fused_step.fits(self):
             return False
-        self._remembered.run(self)
+        self._fused_step.run(self)
         return True
 
     @untraced
-    def _compiled_again(self) -> bool:
-        return self._again()
+    def _repeat_untraced(self) -> bool:
+        return self._repeat_step()
 
-    def _anew(self) -> None:
+    def _new_step(self) -> None:
         classic, work = self._collect()
-        if self._remember(classic, work):
+        if self._take_fused_step(classic, work):
             return
         for group, params, states in classic:
             self._step_classic(params, states, group)
-        # An update that was put in the place of the class's own, a compiled one, say, takes sets one by one.
+        # An update that replaces the class's own, such as a compiled one, takes row sets one by one.
         alone = self.update is not type(self).update
         for group, sets in work:
             for rows in sets if alone else together(sets):
@@ -225,25 +225,25 @@ class RowOptimizer(Optimizer, ABC):
                 self._emit_rest(rows, before, group)
 
     @untraced
-    def _remember(self, classic: Classic, work: Work) -> bool:
-        """Where the fused step takes at least one group, take the step as one that is kept while it fits."""
-        self._remembered = None
+    def _take_fused_step(self, classic: Classic, work: Work) -> bool:
+        """If at least one group is fused, take the step that way, and keep it for the next ones."""
+        self._fused_step = None
         if not any(self._is_fused(group) for group, _ in work):
             return False
         remembered = decide.FusedStep(self, classic, work)
         remembered.run(self)
-        self._remembered = remembered
+        self._fused_step = remembered
         return True
 
     def _is_fused(self, group: Options) -> bool:
-        """Whether a group gets the fused step: it asked for it, or left the choice and it works there."""
+        """Whether a group gets the fused step: by its setting, or by default on devices where it works."""
         wanted = group.get("fused")
         if wanted is False or not self._has_fused:
             return False
         return decide.available(group["params"]) if wanted else decide.works(group["params"])
 
     def _on_device(self, group: Options) -> bool:
-        """Whether a group's step count lives where its parameters are."""
+        """Whether a group's step count is on the device of its parameters."""
         return bool(group.get("capturable")) or self._is_fused(group)
 
     def _row_sets(self, params: list[Tensor], group: Options, layout: Layout, *, classic: bool = False) -> list[RowSet]:
@@ -272,7 +272,7 @@ class RowOptimizer(Optimizer, ABC):
         return [self.state[param] for param in known if id(param) not in present]
 
     def _row_counts(self) -> list[tuple[Tensor, int, torch.dtype]]:
-        """The parameters that telemetry stands under, with the number of rows that are stepped here and their dtype."""
+        """The keys of the telemetry, with the number of rows that are stepped here and their dtype."""
         counts = []
         for group in self.param_groups:
             if group.get("rows") is not None:
@@ -297,7 +297,7 @@ class RowOptimizer(Optimizer, ABC):
         return self._row_state if self._layout(group) is not None else frozenset()
 
     def _check_capture(self) -> None:
-        remembered = self._remembered
+        remembered = self._fused_step
         if torch.compiler.is_compiling() or "capturable" not in self.defaults:
             return
         if not (torch.cuda.is_available() if remembered is None else remembered.on_cuda):
@@ -307,12 +307,12 @@ class RowOptimizer(Optimizer, ABC):
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that are set to zero are so together, not in a launch each.
+        """As torch's, but gradients that are set to zero take one launch for all, not one each.
 
-        torch does that for optimizers with fused=True alone, and here the fused step is the default.
+        torch does that for optimizers with fused=True only, and here the fused step is the default.
 
         Args:
-            set_to_none: give the gradients up instead.
+            set_to_none: drop the gradients instead.
         """
         if set_to_none:
             super().zero_grad(set_to_none)
@@ -324,13 +324,13 @@ class RowOptimizer(Optimizer, ABC):
     # Telemetry
 
     def emit(self, on: bool = True) -> None:
-        """Start, or stop, leaving the numbers of `TELEMETRY` in `telemetry`, for every row of every step.
+        """Start, or stop, writing the numbers of `TELEMETRY` to `telemetry`, for every row of every step.
 
-        It lasts as long as this object: it is not part of the state, and a copy starts without it.
+        This is not part of the state, and a copy of the optimizer starts without it.
         """
         if on == (self.telemetry is not None):
             return
-        self._remembered = None
+        self._fused_step = None
         self.telemetry = Telemetry() if on else None
         if self.telemetry is not None:
             self.telemetry.cover(self._row_counts())
@@ -339,7 +339,7 @@ class RowOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Options) -> None:
         """Add a param group, after checking its settings and that its layout cuts its parameters."""
-        self._remembered = None
+        self._fused_step = None
         # A copy: one list of param groups may be given to several optimizers, each with its own settings.
         super().add_param_group(dict(param_group) if isinstance(param_group, dict) else param_group)
         try:
@@ -364,20 +364,19 @@ class RowOptimizer(Optimizer, ABC):
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, on the parameters' device and in their memory format, sharing no memory with it.
+        """Load a state, on the parameters' device and in their memory format, without sharing memory with it.
 
-        torch casts whatever it loads to the parameter's dtype; one number per row keeps the dtype that rows are
-        computed in. A setting that the saved groups do not have, such as the rows of one that torch's Adam saved,
-        stays as it is.
+        torch casts everything that it loads to the parameter's dtype; one number per row keeps the dtype that rows are
+        computed in. Settings that the saved groups lack, such as "rows" in a state of torch's Adam, stay as they are.
 
         Raises:
-            ValueError: the state does not fit the parameters, or was made under other settings. The optimizer is then
-                as it was.
+            ValueError: the state does not fit the parameters, or was made by another optimizer or under other
+                settings. The optimizer is not changed then.
         """
-        self._remembered = None
+        self._fused_step = None
         state, groups = self.state, self.param_groups
         loaded = [state_dict]
-        # Behind the user's own hooks, which may put another state in the place of this one.
+        # After the user's own hooks, which may replace the state.
         handle = self.register_load_state_dict_pre_hook(lambda _, last: loaded.append(last))
         try:
             super().load_state_dict(state_dict)
@@ -393,10 +392,10 @@ class RowOptimizer(Optimizer, ABC):
         super().__setstate__(state)
         self.__dict__.setdefault("telemetry", None)
         self.__dict__.setdefault("_in_graphs", [])
-        self._remembered = None
+        self._fused_step = None
 
     def __getstate__(self) -> dict[str, Any]:
-        hidden = ("_remembered", "_in_graphs")
+        hidden = ("_fused_step", "_in_graphs")
         return {name: value for name, value in super().__getstate__().items() if name not in hidden}
 
 

@@ -80,20 +80,20 @@ class RowSet:
         n: number of rows.
         d: numbers in a row, over all parameters.
         dtype: what rows are computed in: the widest that one of the parameters needs.
-        telemetry: where the step leaves the numbers of `TELEMETRY` for each row, (n, 7); None: nowhere.
-        scale: what gradients are divided by when they are read; None: nothing.
-        owners: the optimizer's parameters, where `params` are parts or copies of sharded ones.
-        sharded: they are.
-        lasting: the rows are the owners' memory, not copies of it for one step.
-        renew: to be called before the rows are stepped again: takes the owners' new gradients, and says if it could.
-        finish: to be called when the rows have been stepped.
+        telemetry: memory for the numbers of `TELEMETRY` for each row, (n, 7); None: telemetry is off.
+        scale: gradients are divided by it when they are read; None: by nothing.
+        owners: the optimizer's parameters, if `params` are parts or copies of sharded ones.
+        sharded: the owners are sharded.
+        in_place: the rows are the owners' memory, not copies for one step.
+        refresh: called before the rows are stepped again: takes the owners' new gradients; False if it cannot.
+        finish: called after the step.
     """
 
     telemetry: Tensor | None = None
     scale: Tensor | None = None
     sharded: bool = False
-    lasting: bool = True
-    renew: Callable[[], bool] = staticmethod(lambda: True)
+    in_place: bool = True
+    refresh: Callable[[], bool] = staticmethod(lambda: True)
     finish: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
@@ -178,7 +178,7 @@ class RowSet:
             state[name].copy_(self.states[0][name])
 
     def advance(self) -> float | Tensor:
-        """Count this step; returns its number, as a tensor where that must stay on the device."""
+        """Count this step; returns its number, as a tensor if the host must not read it."""
         for state in (*self.states, *self.absent):
             state["step"] += 1
         step = self.states[0]["step"]
@@ -186,11 +186,11 @@ class RowSet:
 
     @contextmanager
     def scaled(self, scale: Tensor | None, found: Tensor | None) -> Iterator[None]:
-        """Within it gradients are read unscaled; after it all is as before if the step was to be skipped.
+        """Within it gradients are read unscaled; after it everything is restored if the step was to be skipped.
 
         Args:
             scale: a gradient scaler's scale; None: gradients are not scaled.
-            found: its verdict, 1 for a step to be skipped, which is not read back; None: none is.
+            found: its found_inf, 1 if the step is to be skipped; the host does not read it. None: no step is skipped.
         """
         if scale is None and found is None:
             yield

@@ -1,7 +1,7 @@
 """Sharded parameters (DTensor, as FSDP2 makes them).
 
-`fully_shard` cuts dimension 0, so rows that are slices of it lie whole on one rank: each rank steps what it holds and
-nothing is communicated. Rows that lie on several ranks are gathered, stepped by every rank alike, and each rank keeps
+`fully_shard` cuts dimension 0, so rows that are slices of it are whole on one rank: each rank steps its own, and
+nothing is communicated. Rows that are spread over several ranks are gathered, every rank takes the same step, and keeps
 its part.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["count_rows", "keep", "part", "per_row", "row_set"]
 
 
 def _stays_whole(param: Tensor, layout: Layout) -> bool:
-    """Whether every row of a sharded parameter lies on one rank."""
+    """Whether every row of a sharded parameter is whole on one rank."""
     assert isinstance(param, DTensor)
     slices = not param.ndim or layout.blocks(param.shape)[0] == param.shape[0]
     return all(
@@ -29,13 +29,13 @@ def _stays_whole(param: Tensor, layout: Layout) -> bool:
 
 
 def part(tensor: Tensor, layout: Layout) -> Tensor:
-    """What this rank holds of a sharded tensor, or the whole tensor where its rows lie on several ranks."""
+    """The part of a sharded tensor on this rank, or the whole tensor if its rows are spread over several ranks."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local() if _stays_whole(tensor, layout) else tensor.full_tensor()
 
 
 def per_row(param: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """One zero for each row: sharded as the parameter's dimension 0 is, or on every rank where rows cross them."""
+    """One zero for each row: sharded like the parameter's dimension 0, or on every rank if rows are spread out."""
     assert isinstance(param, DTensor)
     rows = layout.size(param.shape)[0]
     placements = param.placements if _stays_whole(param, layout) else [Replicate()] * param.device_mesh.ndim
@@ -58,14 +58,14 @@ def row_set(
     absent: Sequence[dict[str, Any]] = (),
     fresh: bool = False,
 ) -> RowSet:
-    """The rows of sharded parameters that this rank steps: those it holds, or all where rows cross ranks."""
+    """The rows of sharded parameters that this rank steps: its own, or all if rows are spread over ranks."""
     pairs = list(zip(params, states, strict=True))
     others = [_local_state(state) for state in absent]
     if all(_stays_whole(param, layout) for param in params):
         parts = [_local(param, state) for param, state in pairs]
         rows = RowSet(layout, [part for part, _ in parts], [state for _, state in parts], absent=others, fresh=fresh)
         rows.owners, rows.sharded = params, True
-        rows.renew = lambda: all(_renew(part, param) for part, param in zip(rows.params, params, strict=True))
+        rows.refresh = lambda: all(_refresh(part, param) for part, param in zip(rows.params, params, strict=True))
         return rows
     wholes = [_gathered(param, state) for param, state in pairs]
     gathered = [full for full, _, _ in wholes], [state for _, state, _ in wholes]
@@ -75,7 +75,7 @@ def row_set(
         for _, _, put_one_back in wholes:
             put_one_back()
 
-    rows.owners, rows.sharded, rows.lasting = params, True, False
+    rows.owners, rows.sharded, rows.in_place = params, True, False
     rows.finish = put_back
     return rows
 
@@ -100,8 +100,8 @@ def _local_gradient(param: DTensor) -> Tensor:
     return gradient.to_local().detach()
 
 
-def _renew(part: Tensor, param: Tensor) -> bool:
-    """Give a part the new gradient of its parameter; False if there is none or the parameter lies elsewhere now."""
+def _refresh(part: Tensor, param: Tensor) -> bool:
+    """Give a part the new gradient of its parameter; False if there is none or the parameter has moved in memory."""
     assert isinstance(param, DTensor)
     if param.grad is None or param.to_local().data_ptr() != part.data_ptr():
         return False
@@ -110,7 +110,7 @@ def _renew(part: Tensor, param: Tensor) -> bool:
 
 
 def _gathered(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any], Callable[[], None]]:
-    """A whole parameter with its gradient, and its whole state; and what puts this rank's part of them back."""
+    """A whole parameter with its gradient, its whole state, and a function that writes this rank's part back."""
     gradient = param.grad
     assert isinstance(param, DTensor), "the parameters of a joint set are all sharded"
     assert isinstance(gradient, DTensor), "a sharded parameter has a sharded gradient"
@@ -128,7 +128,7 @@ def _gathered(param: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, A
 
 
 def keep(sharded: Tensor, full: Tensor) -> None:
-    """Give a sharded tensor this rank's part of a whole one that every rank has."""
+    """Copy this rank's part of a whole tensor, which every rank has, into a sharded one."""
     assert isinstance(sharded, DTensor)
     mesh = sharded.device_mesh
     replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)

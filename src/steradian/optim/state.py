@@ -1,4 +1,4 @@
-"""The state of a parameter: as it is at first, and what is made of a saved one."""
+"""The state of a parameter: before the first step, and after loading."""
 
 import importlib
 import logging
@@ -32,10 +32,10 @@ def sharding() -> ModuleType:
 
 
 def step_count(param: Tensor, *, on_device: bool) -> Tensor:
-    """A counter: on the host, and on the device where the step must not depend on the host."""
+    """A counter: on the host, or on the device if the step must not depend on the host."""
     if on_device:
         return torch.zeros((), dtype=torch.float32, device=param.device)
-    # From a number, as torch does: a fake tensor that was made so knows its value.
+    # From a number, as torch does: then a fake tensor has a known value.
     return torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
 
@@ -54,13 +54,13 @@ def per_row(param: Tensor, group: Options, layout: Layout) -> Tensor:
     dtype = row_dtype(param, group)
     if is_sharded(param):
         return sharding().per_row(param, layout, dtype)
-    # Of the class that the momentum has: plain numbers may not mix with it, and those of the parameter's may be coded.
+    # Of the class of the momentum: plain tensors may not mix with it, and the parameter's class may encode its numbers.
     alike = param if is_plain(param) else like(param)
     return alike.new_zeros(layout.size(param.shape)[0], dtype=dtype)
 
 
 def fill(entry: Tensor, numbers: Tensor) -> None:
-    """Put numbers into an entry of the state; where it is sharded they may be those of the whole."""
+    """Copy numbers into an entry of the state; if it is sharded they may be those of the whole parameter."""
     if is_sharded(entry) and not is_sharded(numbers):
         sharding().keep(entry, numbers.to(entry.device).contiguous())
     else:
@@ -140,10 +140,10 @@ def _take(optimizer: "RowOptimizer", param: Tensor, group: Options, saved: Mappi
 
 
 def _laid_out_as(param: Tensor, value: Any) -> Any:
-    """A copy of an entry of the state, in the parameter's memory format: the fused step walks both in one order."""
+    """A copy of an entry of the state, in the parameter's memory format: the fused step reads both in one order."""
     if not isinstance(value, Tensor):
         return value
-    if value.shape != param.shape or not is_plain(param):  # of a class that codes its numbers, a copy would be coded
+    if value.shape != param.shape or not is_plain(param):  # a class that encodes its numbers would encode the copy
         return value.clone()
     return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
 

@@ -1,4 +1,4 @@
-"""What a step tells about every row, and the memory that it leaves it in."""
+"""Seven numbers about every row of a step, and the memory that holds them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,15 +15,15 @@ class Telemetry(Mapping[Tensor, Tensor]):
     """The numbers of `TELEMETRY` for every row in its last step: (n, 7) under each parameter.
 
     The first parameter of a joint set stands for the set, and a sharded parameter has the rows that this rank
-    steps. All rows of one device and dtype lie in one tensor, so that one copy takes them away; what is found under
-    a parameter is a part of it. The memory is overwritten by every step and stays where it is, also in a graph,
-    until a param group is added. A parameter that takes no step keeps its last numbers, at first zeros.
+    steps. All rows of one device and dtype are in one tensor, so that one copy fetches them; the value of a parameter
+    is a view of it. Every step overwrites the memory, which stays at its address, also in a graph, until a param
+    group is added. A parameter that takes no step keeps its last numbers, initially zeros.
 
     Attributes:
         buffers: the tensors, (N, 7), one for each device and dtype.
-        also: a second place like the only buffer, at a multiple of 16 bytes. A fused step that tells of all rows leaves
-            its numbers there as well, without a copy; one that is captured does not.
-        left: that place, after a step that did so.
+        also: a second tensor like the only buffer, aligned to 16 bytes. A fused step that covers all rows writes its
+            numbers there as well, without a copy; a captured one does not.
+        left: that tensor, after a step that wrote to it; else None.
     """
 
     also: Tensor | None = None
@@ -45,7 +45,7 @@ class Telemetry(Mapping[Tensor, Tensor]):
         return len(self._views)
 
     def place(self, param: Tensor) -> tuple[int, slice]:
-        """Which of the buffers holds the rows of a parameter, and where in it."""
+        """The index of the buffer with the rows of a parameter, and the range of rows in it."""
         return self._places[param]
 
     @torch.inference_mode(False)

@@ -1,4 +1,4 @@
-"""What parameters without rows get: torch's own functional updates, bit for bit, and AdamP's without projection."""
+"""The update of parameters without rows: torch's own, bit for bit, and AdamP's without projection."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -33,10 +33,10 @@ def adam(
         params: parameters with a gradient.
         states: step, exp_avg and exp_avg_sq of each.
         group: their settings.
-        grad_scale: what the gradients are to be divided by, in a fused step.
-        found_inf: 1 for a fused step that is to be skipped.
+        grad_scale: divisor of the gradients, in a fused step.
+        found_inf: 1 if the fused step is to be skipped.
     """
-    # A count on the device would be read back by any implementation but the fused one.
+    # Every implementation but the fused one would wait for a step count on the device.
     fused = states[0]["step"].device.type != "cpu" or grad_scale is not None
     if fused and not torch.compiler.is_compiling() and _alike(params):
         fused_adam(params, states, group, grad_scale=grad_scale, found_inf=found_inf)
@@ -69,10 +69,10 @@ def adam(
 def fused_adam(
     params: list[Tensor], states: States, group: Options, *, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
-    """What torch's fused update comes to for parameters of one device and dtype, bit for bit.
+    """torch's fused update for parameters of one device and dtype, bit for bit.
 
     torch sorts parameters, gradients and states by device and dtype in every step, which takes the host longer than
-    all the rest of it.
+    the rest of the step.
     """
     device, lr, (beta1, beta2) = params[0].device, group["lr"], group["betas"]
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
@@ -133,7 +133,7 @@ def sgd(params: list[Tensor], states: States, group: Options) -> None:
 
 
 def _sgd_without_reading(params: list[Tensor], states: States, group: Options, lr: Tensor) -> None:
-    """The same for a rate on an accelerator, which torch's function would read back in every step."""
+    """The same for a rate on an accelerator, for which torch's function would wait in every step."""
     decay, momentum = group["weight_decay"], group.get("momentum", 0.0)
     for param, gradient, state in zip(params, _gradients(params), states, strict=True):
         g = -gradient if group["maximize"] else gradient
@@ -173,7 +173,7 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 
 
 def zero(gradients: Iterable[Tensor]) -> None:
-    """Set gradients to zero where they lie, cut off from the graph that made them.
+    """Set gradients to zero in place, detached from the graph that made them.
 
     >>> gradient = torch.ones(3)
     >>> zero([gradient])
@@ -189,7 +189,7 @@ def zero(gradients: Iterable[Tensor]) -> None:
         if gradient.layout != torch.strided:
             gradient.zero_()
         else:
-            # Sharded tensors and others are not taken together.
+            # Sharded and plain tensors cannot be mixed in one call.
             kinds.setdefault((type(gradient), gradient.device, gradient.dtype), []).append(gradient)
     for alike in kinds.values():
         torch._foreach_zero_(alike)

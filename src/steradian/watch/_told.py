@@ -41,7 +41,7 @@ class Told(Source):
 
     def again(self) -> bool:
         # The optimizer has compared parameters, groups and gradients, where it took a step that it remembers.
-        taken = self.optimizer._remembered
+        taken = self.optimizer._fused_step
         same = taken is not None and self._last is not None and self._last() is taken
         if not same:
             self._last = None if taken is None else weakref.ref(taken)

@@ -1,4 +1,4 @@
-"""Which rows get the fused Adam step, and that step as a whole, remembered between steps.
+"""Which rows get the fused Adam step, and that step as a whole, which is kept between steps.
 
 All rows of all parameters of one dtype are stepped in one launch (`table`, `kernels`).
 """
@@ -80,10 +80,10 @@ def can_step(rows: RowSet, group: Options) -> bool:
         or rows.d == 0
     ):
         return False
-    if not rows.lasting or not (is_plain(param) and is_plain(gradient)):
+    if not rows.in_place or not (is_plain(param) and is_plain(gradient)):
         return False
     if "a" in group["without"]:
-        rows.number("exp_avg_sq")  # raises where it is not the rows' own: the kernel could not tell
+        rows.number("exp_avg_sq")  # raises if its shape is wrong, which the kernel would not notice
     if "a" not in group["without"] and (rows.d > _ALWAYS_A_TILE or state["exp_avg_sq"].stride() != param.stride()):
         return False
     together = gradient.dtype == param.dtype and gradient.device == param.device == state["step"].device
@@ -91,10 +91,10 @@ def can_step(rows: RowSet, group: Options) -> bool:
 
 
 class FusedStep:
-    """A whole step of an optimizer, remembered: plans for what is fused, and what else there is to do.
+    """A whole step of an optimizer: plans for the fused rows, and what gets the plain step.
 
-    It is kept as long as the same parameters have gradients under the same groups, so that a step does not walk
-    through groups, layouts and states again.
+    It is kept as long as the same parameters have gradients in the same groups, so that a step does not go through
+    groups, layouts and states again.
 
     Args:
         optimizer: the optimizer.
@@ -106,28 +106,28 @@ class FusedStep:
         from steradian.optim.fused.table import Plan, setting
 
         self.classic = classic
-        self.left: Work = []
+        self.plain: Work = []
         self.setting = setting
         self.shape = _shape(optimizer)
         chosen: dict[tuple[object, ...], list[tuple[Options, list[RowSet]]]] = {}
         for group, sets in work:
             fused = [rows for rows in sets if optimizer._is_fused(group) and can_step(rows, group)]
             other = [rows for rows in sets if not any(rows is one for one in fused)]
-            self.left += [(group, other)] if other else []
+            self.plain += [(group, other)] if other else []
             for kind in dict.fromkeys((rows.params[0].device, rows.params[0].dtype) for rows in fused):
                 part = [rows for rows in fused if (rows.params[0].device, rows.params[0].dtype) == kind]
                 chosen.setdefault((*kind, "a" in group["without"]), []).append((group, part))
         kept, telemetry = optimizer._in_graphs, optimizer.telemetry
         self.plans = [
-            Plan(entries, elementwise=not kind[2], told=_buffer(telemetry, entries), kept=kept)
+            Plan(entries, elementwise=not kind[2], telemetry=_buffer(telemetry, entries), kept=kept)
             for kind, entries in chosen.items()
         ]
         stepped = sum(rows.n for plan in self.plans for _, rows in plan.sets)
-        self.tells_all = telemetry is not None and [len(buffer) for buffer in telemetry.buffers] == [stepped]
+        self.covers_telemetry = telemetry is not None and [len(buffer) for buffer in telemetry.buffers] == [stepped]
         self.sharded = [rows for _, sets in work for rows in sets if rows.sharded]
-        self.lasting = all(rows.lasting for rows in self.sharded)
+        self.in_place = all(rows.in_place for rows in self.sharded)
         self.stepped = [param for _, params, _ in classic for param in params]
-        self.stepped += [param for _, sets in self.left for rows in sets for param in rows.owners]
+        self.stepped += [param for _, sets in self.plain for rows in sets for param in rows.owners]
         known = {id(param) for _, sets in work for rows in sets for param in rows.owners}
         known |= {id(param) for param in self.stepped}
         self.idle = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
@@ -139,38 +139,38 @@ class FusedStep:
         assert all(fitting), "a plan fits what it was made for"
 
     def fits(self, optimizer: "RowOptimizer") -> bool:
-        """Whether the optimizer is to take this very step again."""
+        """Whether the optimizer's next step is this one: nothing that it was made from has changed."""
         return (
-            self.lasting
+            self.in_place
             and _are(optimizer.param_groups, self.groups)
             and _are(optimizer.state.values(), self.states)
             and all(_are(group["params"], params) for group, params in zip(self.groups, self.params, strict=True))
             and self.shape == _shape(optimizer)
-            and all(rows.renew() for rows in self.sharded)
+            and all(rows.refresh() for rows in self.sharded)
             and all(plan.fits() for plan in self.plans)
-            # In every step, so without a line of Python for each parameter.
+            # This runs in every step: no line of Python per parameter.
             and all(map(is_not, map(_GRAD, self.stepped), repeat(None)))
             and all(map(is_, map(_GRAD, self.idle), repeat(None)))
         )
 
     def run(self, optimizer: "RowOptimizer") -> None:
-        """Take the step; a gradient scaler's scale and verdict are used where they are, on the device."""
+        """Take the step; a gradient scaler's scale and found_inf are read on the device."""
         scale: Tensor | None = getattr(optimizer, "grad_scale", None)
         found: Tensor | None = getattr(optimizer, "found_inf", None)
         capturing = self.on_cuda and torch.cuda.is_current_stream_capturing()
         also, telemetry = None, optimizer.telemetry
         if telemetry is not None:
-            # A graph would write to the same place for ever.
-            telemetry.left = also = telemetry.also if self.tells_all and not capturing else None
+            # A captured graph would write to the same memory in every replay.
+            telemetry.left = also = telemetry.also if self.covers_telemetry and not capturing else None
         for plan in self.plans:
             plan.use([self.setting(group, plan.device) for group in plan.groups])
             plan.launch(grad_scale=scale, found_inf=found, also=also, capturing=capturing)
-        if not self.classic and not self.left:
+        if not self.classic and not self.plain:
             return
         with torch.no_grad():
             for group, params, states in self.classic:
                 optimizer._step_classic(params, states, group)
-            for group, sets in self.left:
+            for group, sets in self.plain:
                 for rows in sets:
                     with rows.scaled(scale, found):
                         optimizer.update(rows, group)
@@ -178,7 +178,7 @@ class FusedStep:
 
 
 def _buffer(telemetry: "Telemetry | None", entries: list[tuple[Options, list[RowSet]]]) -> Tensor | None:
-    """The tensor in which all rows of one device and dtype leave their telemetry."""
+    """The tensor with the telemetry of all rows of one device and dtype."""
     if telemetry is None:
         return None
     group, sets = entries[0]
@@ -194,5 +194,5 @@ def _shape(optimizer: "RowOptimizer") -> list[object]:
 
 
 def _are(now: Collection[object], known: list[Any]) -> bool:
-    """Whether these are the very objects that are known."""
+    """Whether these are the same objects."""
     return len(now) == len(known) and all(map(is_, now, known))

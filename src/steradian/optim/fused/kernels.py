@@ -150,27 +150,27 @@ def angle(across, along):
 
 
 @triton.jit
-def _leave(told, also, column: tl.constexpr, value, alive):
-    tl.store(told + column, value, mask=alive)
+def _leave(telemetry, also, column: tl.constexpr, value, alive):
+    tl.store(telemetry + column, value, mask=alive)
     tl.store(also + column, value, mask=alive)
 
 
 @triton.jit
-def emit(told, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace, start, C: tl.constexpr):
-    """The numbers of `TELEMETRY` for each row, in two places; h is the gradient alone, without L2."""
+def emit(telemetry, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace, start, C: tl.constexpr):
+    """Write the numbers of `TELEMETRY` for each row, to two tensors; h is the gradient alone, without L2."""
     largest, _smallest, _steepest = limits(C)
     radius, slope = tl.sqrt(xx), tl.sqrt(hh)
     along = tl.where(there, xy / tl.where(there, radius, 1.0), 1.0)
     rate = tl.where(there, pace / tl.where(there, start * xy, 1.0), 0.0)
-    _leave(told, also, 0, radius.to(C), alive)
-    _leave(told, also, 1, tl.where(there, angle(across, along), 0.0).to(C), alive)
-    _leave(told, also, 2, tl.where(tl.abs(pace) <= largest, rate, 0.0).to(C), alive)
-    _leave(told, also, 3, tl.sqrt(yy).to(C), alive)
-    _leave(told, also, 4, slope.to(C), alive)
+    _leave(telemetry, also, 0, radius.to(C), alive)
+    _leave(telemetry, also, 1, tl.where(there, angle(across, along), 0.0).to(C), alive)
+    _leave(telemetry, also, 2, tl.where(tl.abs(pace) <= largest, rate, 0.0).to(C), alive)
+    _leave(telemetry, also, 3, tl.sqrt(yy).to(C), alive)
+    _leave(telemetry, also, 4, slope.to(C), alive)
     inclined = there & (hh > 0) & (hh <= largest)
     defect = tl.abs(xh) / tl.where(inclined, radius * slope, 1.0)
-    _leave(told, also, 5, tl.where(inclined, defect, 0.0).to(C), alive)
-    _leave(told, also, 6, tl.where(there & (tl.abs(radial) <= largest), radial, 0.0).to(C), alive)
+    _leave(telemetry, also, 5, tl.where(inclined, defect, 0.0).to(C), alive)
+    _leave(telemetry, also, 6, tl.where(there & (tl.abs(radial) <= largest), radial, 0.0).to(C), alive)
 
 
 # Rows that a tile holds ---------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def _sums(a, b, c, d):
 
 @triton.jit
 def _tile(
-    item, d, told, also, settings, rates, grad_scale,
+    item, d, telemetry, also, settings, rates, grad_scale,
     R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, ELEMENTWISE: tl.constexpr,
     EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -321,8 +321,8 @@ def _tile(
         radial = tl.sum(inward, axis=1) / tl.where(there, start * xx, 1.0)
         pace_e = share1 * pace / mean_divisor
         across = tl.sqrt(tl.sum(across, axis=1))
-        told, also = told + rows * 7, also + rows * 7
-        emit(told, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
+        telemetry, also = telemetry + rows * 7, also + rows * 7
+        emit(telemetry, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
 
 
 # Rows that no tile holds --------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def _leave_sums(item, d, sums, settings, rates, grad_scale,
 
 @triton.jit
 def apply_long_rows(
-    items, lines, settings, rates, emitted, told, sums, grad_scale, found_inf, also,
+    items, lines, settings, rates, emitted, telemetry, sums, grad_scale, found_inf, also,
     EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The step of one chunk of a long row, from the sums of all of its chunks.
@@ -390,7 +390,7 @@ def apply_long_rows(
         largest, _smallest, _steepest = limits(C)
         usable = gg <= largest
         start, l2 = tl.where(decoupled & usable, 1.0 - rate * decay, 1.0), tl.where(decoupled, 0.0, decay)
-        # The chunks could not know that the row takes no step: their ⟨x,m⟩ and ⟨m,m⟩ are of an m that it does not get.
+        # The chunks did not know that the row takes no step: their ⟨x,m⟩ and ⟨m,m⟩ are of an m that it does not get.
         xm, mm = tl.where(usable, xm, 0.0), tl.where(usable, mm, 0.0)
         v = tl.where(usable, lerp(v, tl.minimum(gg / d, largest), share2), v)
         s = divided(v, usable, pace, root, eps)
@@ -411,7 +411,22 @@ def apply_long_rows(
                 across = tl.sqrt(tl.maximum(mm - xm * xm / tl.where(xx > 0, xx, 1.0), 0.0)) * s
                 pace_e = share1 * pace / (tl.sqrt(v) / root + eps)
                 radial = (start - kept_x + s * xm / tl.where(xx > 0, xx, 1.0)) / start
-                emit(told + place, also + place, row >= 0, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
+                emit(
+                    telemetry + place,
+                    also + place,
+                    row >= 0,
+                    xx,
+                    yy,
+                    xy,
+                    hh,
+                    xh,
+                    across,
+                    radial,
+                    there,
+                    pace_e,
+                    start,
+                    C,
+                )
         factor = sign_and_scale(flags, grad_scale, SCALED, C)
         cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
         at, mask = row.to(tl.int64) * d + cols, cols < d
@@ -445,9 +460,9 @@ def _added(sums, slot, chunks):
 
 @triton.jit
 def _count(lines, entries, finished, N_PARAMS: tl.constexpr):
-    """The last program to finish counts the step of every parameter: by then all have read the old count."""
-    # The barrier, because one thread counts for all: no warp may still be about to read the old count. Relaxed is
-    # enough behind it, since nothing else is handed over; a fence would wait for all stores.
+    """The last program to finish increments every step count: by then all programs have read the old one."""
+    # One thread counts for all, so no warp may still read the old count: hence the barrier. Relaxed order is enough
+    # behind it, because nothing else depends on the counter; a fence would wait for all stores.
     tl.debug_barrier()
     if tl.atomic_add(finished, 1, sem="relaxed") == tl.num_programs(0) - 1:
         tl.store(finished, 0)
@@ -460,7 +475,7 @@ def _count(lines, entries, finished, N_PARAMS: tl.constexpr):
 
 @triton.jit
 def step_rows(
-    items, lines, settings, rates, emitted, told, sums, grad_scale, found_inf, also, finished, entries,
+    items, lines, settings, rates, emitted, telemetry, sums, grad_scale, found_inf, also, finished, entries,
     CLASSES: tl.constexpr, ELEMENTWISE: tl.constexpr, EMIT: tl.constexpr, SCALED: tl.constexpr,
     P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -468,8 +483,8 @@ def step_rows(
 
     `items` has a line of eight int64 per program: what `lines` has, at the first row of the program; with d its
     class, with n (the rows that are left) the number of a chunk, with the settings line the slot of a chunk, in the
-    upper halves. CLASSES is a bit per class that occurs, so that no other code is compiled. Telemetry goes to `told`
-    and `also`, in both as far from the beginning as `emitted` says for each program.
+    upper halves. CLASSES is a bit per class that occurs, so that no other code is compiled. Each program
+    writes its telemetry to `telemetry` and `also`, at the offset in `emitted`.
     """
     item = items + tl.program_id(0).to(tl.int64) * 8
     shape = first(item + 5)
@@ -488,7 +503,7 @@ def step_rows(
                     place = tl.zeros([], dtype=tl.int64)
                     if EMIT:
                         place = tl.load(emitted + tl.program_id(0))
-                    _tile(item, d.to(tl.int32), told + place, also + place, settings, rates, grad_scale, R, S,
+                    _tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale, R, S,
                           1 + (k // 2) % 5, k % 2 == 1, ELEMENTWISE, EMIT, SCALED, P, C)  # fmt: skip
         if (CLASSES >> 60) & 1:
             if kind == 60:

@@ -1,8 +1,8 @@
 """Tables and launches of the fused step for parameters of one dtype on one device.
 
-A `Plan` knows where everything lies and which program steps which rows. A step compares addresses and settings with
-what the table holds, copies the table where something changed (pinned and asynchronous, so the host never waits), and
-launches. Everything that a step needs from the host lies in one table, so there is one copy.
+A `Plan` holds the addresses of everything and assigns rows to programs. A step compares addresses and settings with the
+table, copies the table if something changed (pinned and asynchronous, so the host never waits), and launches.
+Everything that a step needs from the host is in one table, so there is one copy.
 """
 
 import itertools
@@ -27,7 +27,7 @@ Options = Mapping[str, Any]
 
 LANES = int(kernels.LANES.value)
 WARPS = 8
-# Three programs on a multiprocessor instead of two, at the price of a few spilled numbers in long rows.
+# Three programs on a multiprocessor instead of two, for a few spilled registers in long rows.
 REGISTERS = 80
 DTYPES = {
     torch.float32: (tl.float32, tl.float32),
@@ -55,7 +55,7 @@ _STRAIGHT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3
 class Launch:
     """One kernel on a line of programs, with three addresses that are given in each step.
 
-    These are a gradient scaler's scale and verdict, and a second place for telemetry.
+    These are a gradient scaler's scale and found_inf, and a second tensor for telemetry.
 
     Args:
         kernel: the kernel.
@@ -102,11 +102,11 @@ class Plan:
     Args:
         work: param groups with the row sets that are to be stepped.
         elementwise: the second moments are element-wise ("a" is not among the letters).
-        told: the tensor that holds the telemetry of these rows, and perhaps of others; None: they tell nothing.
-        kept: where tensors that a graph refers to are put, to live as long as the optimizer.
+        telemetry: the tensor with the telemetry of these rows, and perhaps of others; None: telemetry is off.
+        kept: a list for tensors that a graph refers to, so that they live as long as the optimizer.
     """
 
-    promised: bool
+    only_captured: bool
     items: Tensor
     long_items: Tensor
     sums: Tensor
@@ -118,7 +118,7 @@ class Plan:
         work: Sequence[tuple[Options, Sequence[RowSet]]],
         *,
         elementwise: bool,
-        told: Tensor | None,
+        telemetry: Tensor | None,
         kept: list[object],
     ) -> None:
         self.groups = [group for group, _ in work]
@@ -137,8 +137,8 @@ class Plan:
         self.launches: dict[bool, list[Launch]] = {}
         self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.one, self.zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
-        self.emitting = told is not None
-        self.told = self.zero if told is None else told
+        self.emitting = telemetry is not None
+        self.telemetry = self.zero if telemetry is None else telemetry
         # One table: a line of eight for each parameter and each group, the rates, and their addresses.
         count, groups = len(self.sets), len(self.groups) + len(self.groups) % 2
         self.parts = [8 * count, 8 * groups, groups, groups]
@@ -157,7 +157,7 @@ class Plan:
     # What may have changed
 
     def fits(self) -> bool:
-        """Look at parameters, gradients and states as they are now; False if the plan was made for others."""
+        """Read the present addresses of parameters, gradients and states; False if the plan was made for others."""
         params, count = self.params, len(self.params)
         gradients = list(map(_GRAD, params))
         try:
@@ -170,7 +170,7 @@ class Plan:
             return True
         if seen[5 * count :] != self.expected or any(p.dtype != self.dtype or p.device != self.device for p in params):
             return False
-        # A state may have moved, to make room for something else, or be another one.
+        # The user may have replaced a state or moved it to other memory.
         states = slice(2 * count, 5 * count)
         if self.seen and seen[states] != self.seen[states]:
             return False
@@ -193,11 +193,11 @@ class Plan:
 
         Args:
             grad_scale: a gradient scaler's scale.
-            found_inf: its verdict.
-            also: where telemetry is left besides `told`, in the same layout.
+            found_inf: its flag for a step that is to be skipped.
+            also: a second tensor for the telemetry, in the same layout.
             capturing: a graph is being captured.
         """
-        if self.changed or self.promised:
+        if self.changed or self.only_captured:
             self._write(capturing)
         for k, group in enumerate(self.groups):
             if self.settings[k][0] == "copied":
@@ -214,7 +214,7 @@ class Plan:
             self.in_graph = True
             self.kept += [self, self.table, self.items, self.long_items, self.sums, self.emitted, scale, found]
             self.kept.append(self.emitted_of_long_rows)
-        also = self.told if also is None else also
+        also = self.telemetry if also is None else also
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
             for each in launches:
                 each(scale, found, also)
@@ -237,7 +237,7 @@ class Plan:
             Launch(
                 kernels.step_rows,
                 self.items.shape[0],
-                (self.items, *tables, self.emitted, self.told, self.sums),
+                (self.items, *tables, self.emitted, self.telemetry, self.sums),
                 (self.finished, len(self.sets)),
                 (self.present, self.elementwise, *constants),
                 {"num_warps": WARPS, "maxnreg": registers},
@@ -245,7 +245,7 @@ class Plan:
         ]
         if self.long_items.shape[0]:
             options = {"num_warps": WARPS}
-            items = (self.long_items, *tables, self.emitted_of_long_rows, self.told, self.sums)
+            items = (self.long_items, *tables, self.emitted_of_long_rows, self.telemetry, self.sums)
             made.append(Launch(kernels.apply_long_rows, items[0].shape[0], items, (), constants, options))
         return made
 
@@ -256,7 +256,7 @@ class Plan:
         self.lines, groups, rates, self.addresses_of_rates = self.table.split(self.parts)
         self.lines_of_groups, self.rates = groups.view(torch.float64), rates.view(torch.float64)
         self.launches = {}
-        self.changed, self.moved, self.in_graph, self.promised = True, True, False, False
+        self.changed, self.moved, self.in_graph, self.only_captured = True, True, False, False
 
     def _set_addresses(self, params: list[Any], gradients: list[Any], states: list[Any]) -> None:
         """Where parameters, gradients and states lie now."""
@@ -264,14 +264,14 @@ class Plan:
         self.host_lines[:, 1] = gradients
         self.host_lines[:, 2:5] = np.reshape(states, (-1, 3))
         self.changed = self.moved = True
-        # Most often it is gradients at other addresses that are as even as those before.
+        # Usually only gradients have new addresses, with the same alignment as before.
         odd = [address % 16 for address in (*params, *gradients)]
         if odd != self.odd:
             self._set_classes()
             self.odd = odd
 
     def _set_classes(self) -> None:
-        """How each row is read: sixteen bytes at a time where it and all of its tensors lie so."""
+        """How each row is read: sixteen bytes at a time if all of its tensors are aligned to that."""
         even = (self.host_lines[:, :3] % 16 == 0).all(axis=1).tolist()
         wide = [rows.d % 4 == 0 and rows.d * self.dtype.itemsize % 16 == 0 for _, rows in self.sets]
         each = zip(self.sets, even, wide, strict=True)
@@ -293,7 +293,7 @@ class Plan:
         self.changed = True
 
     def _write(self, capturing: bool) -> None:
-        """Copy the values to the device; a table that a graph reads is left to it."""
+        """Copy the values to the device; a table that a captured graph reads is not changed, a new one is made."""
         if self.in_graph:
             self._new_table()
             self.items = torch.empty_like(self.items)
@@ -308,12 +308,12 @@ class Plan:
         else:
             source = self._pinned(self.values)
         self.table.copy_(source, non_blocking=True)
-        # Programs know addresses alone: under a schedule, where the rate is all that changes, they stay as they are.
-        if self.moved or self.promised or capturing:
+        # Programs hold addresses only: if just the rate changes, as under a schedule, they stay as they are.
+        if self.moved or self.only_captured or capturing:
             torch.index_select(self.lines.view(-1, 8), 0, self.param_of_item, out=self.items)
             self.items += self.offsets
-        # What is captured is not done: until the graph is replayed, the table holds nothing.
-        self.changed, self.moved, self.promised = False, capturing, capturing
+        # A captured copy has not run: until the graph is replayed, the table is empty.
+        self.changed, self.moved, self.only_captured = False, capturing, capturing
 
     def _pinned(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self.device.type == "cuda" else values
@@ -354,7 +354,7 @@ class Plan:
         self.launches = {}
 
     def _targets(self, table: Tensor) -> Tensor:
-        """How far from the beginning of `told`, a tensor of its own, each program leaves its telemetry, in numbers."""
+        """Where in `telemetry` each program writes, as an offset in numbers."""
         if not self.emitting:
             return self.zero
         views = [rows.telemetry for _, rows in self.sets]
@@ -366,7 +366,7 @@ class Plan:
 
 
 def _order(classes: list[int]) -> list[tuple[int, int]]:
-    """Parameters with their classes in the order in which they are stepped: the long rows first, the crumbs last."""
+    """Parameters with their classes in the order in which they are stepped: long rows first."""
     return sorted(enumerate(classes), key=lambda entry: -entry[1])
 
 
@@ -389,7 +389,7 @@ def _class(d: int, *, aligned: bool) -> int:
 
 
 def setting(group: Options, device: torch.device) -> tuple[Any, ...]:
-    """What a plan holds of a group: the rate as a number, an address, or to be copied; and the rest."""
+    """What a plan needs of a group: how the rate is given (number, address, or copied), and the other settings."""
     lr = group["lr"]
     if type(lr) is float:
         kind, rate = "number", lr
