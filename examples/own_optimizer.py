@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import steradian as st
-from steradian.report.page import report
+from steradian.reporting.page import report
 from steradian.scheme import Step, Taken, register
 
 

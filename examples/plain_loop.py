@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steradian as st
-from steradian.report.page import report
+from steradian.reporting.page import report
 
 
 def main() -> None:

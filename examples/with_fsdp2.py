@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import steradian as st
-from steradian.report.page import report
+from steradian.reporting.page import report
 
 
 def main(args: argparse.Namespace, device: torch.device) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steradian as st
-from steradian.report.page import report
-from steradian.watch.lightning import WatchCallback
+from steradian.reporting.page import report
+from steradian.watching.callbacks.lightning import WatchCallback
 
 
 class Classifier(pl.LightningModule):

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Trainer, TrainingArguments
 
 import steradian as st
-from steradian.report.page import report
-from steradian.watch.transformers import WatchCallback
+from steradian.reporting.page import report
+from steradian.watching.callbacks.transformers import WatchCallback
 
 LETTERS = "0123456789+=."
 LENGTH = 36

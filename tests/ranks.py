@@ -19,7 +19,7 @@ IMPORTED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "steradian.optim._fused",
-    "steradian.watch.records",
+    "steradian.watching.records",
 ]
 
 

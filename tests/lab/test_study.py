@@ -26,7 +26,7 @@ from steradian.lab.times import plain_loops
 from steradian.lab.tracking import Tracked
 from steradian.lab.tracks import Tracks, track_study
 from steradian.lab.training import Training
-from steradian.watch.records import COLUMNS
+from steradian.watching.records import COLUMNS
 
 from lab.studies import CONFIG, few, fleet
 

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from steradian import watch
 from steradian.lab.claims import Claims
 from steradian.lab.comparing import compare_trajectories
 from steradian.lab.execution import Execution
@@ -20,7 +21,6 @@ from steradian.lab.results import Store
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA, SEEN, Tracked, recorded_steps
 from steradian.lab.tracks import Tracks, track_study, trajectory_study
 from steradian.lab.training import Training
-from steradian.watch import watch
 
 from lab.studies import CONFIG, curves, few, fleet, methods
 

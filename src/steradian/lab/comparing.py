@@ -15,7 +15,7 @@ from steradian.lab.data import Resident
 from steradian.lab.execution import Execution
 from steradian.lab.tracking import ALL, recorded_steps, statistics_table
 from steradian.lab.training import Training
-from steradian.watch.records import COLUMNS
+from steradian.watching.records import COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,7 +12,7 @@ from steradian.lab.paper import DATA_NAMES, NORM_NAMES
 from steradian.lab.results import Result
 from steradian.lab.tables import place
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
-from steradian.watch.records import QUANTITIES
+from steradian.watching.records import QUANTITIES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,7 +22,7 @@ from steradian.lab.execution import Execution
 from steradian.lab.remembering import Remembered
 from steradian.lab.training import Training
 from steradian.scheme import Step, read_step
-from steradian.watch.records import COLUMNS, STATISTICS
+from steradian.watching.records import COLUMNS, STATISTICS
 
 if TYPE_CHECKING:
     import pandas as pd
