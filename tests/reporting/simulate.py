@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from steradian.watching._store import Store
 from steradian.watching.records import QUANTITIES, read_run
+from steradian.watching.sinks import RunFiles
 
 LAYERS = {
     "conv1.weight": (16, 27),
@@ -114,13 +114,13 @@ def write(
         parts["rows"].append(rows(name, group, found, every_rows))
         parts["path"].append(directions(name, group, path))
     parts["part"].append(whole(name, "loss", np.mean(losses, axis=0)))
-    store = Store(folder)
+    files = RunFiles(folder)
     for part, tables in parts.items():
         if part == "part" or (paths if part == "path" else every_rows):
-            store.add(part, joined(tables))
+            files.add(part, joined(tables))
     for alert in alerts:
-        store.alert(alert)
-    store.describe(about(kind, name, layers, rate, decay, kept))
+        files.alert(alert)
+    files.describe(about(kind, name, layers, rate, decay, kept))
     return Path(folder)
 
 
@@ -129,7 +129,7 @@ def spoil(folder, step):
     table = read_run(folder).table.query("step >= @step").astype({"quantity": str})
     table.loc[~table["quantity"].isin(["lr", "collapsed", "equilibrium_angle"]), "value"] = np.nan
     table.loc[table["quantity"] == "equilibrium_radius", "value"] = 0.0
-    Store(folder).add("part", {name: table[name].tolist() for name in table.columns})
+    RunFiles(folder).add("part", {name: table[name].tolist() for name in table.columns})
     return folder
 
 

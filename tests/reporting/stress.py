@@ -14,8 +14,8 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from steradian.reporting.page import report
-from steradian.watching._store import Store
 from steradian.watching.records import QUANTITIES, STATISTICS
+from steradian.watching.sinks import RunFiles
 
 
 def words(values, repeats):
@@ -25,7 +25,7 @@ def words(values, repeats):
 
 def write(folder, *, groups=20, rows=50, steps=10_000, d=64, parts=5, name="stress"):
     """Random walks in the logarithm, in parts as a long training leaves them."""
-    store, data = Store(folder), np.random.default_rng(0)
+    files, data = RunFiles(folder), np.random.default_rng(0)
     names = [f"layer{i // 5}.{i % 5}.conv.weight" for i in range(groups)]
     lines = [(g, q, s) for g in names for q in QUANTITIES for s in (STATISTICS if q != "lr" else ("mean",))]
     level = data.normal(-4, 1, len(lines))
@@ -45,7 +45,7 @@ def write(folder, *, groups=20, rows=50, steps=10_000, d=64, parts=5, name="stre
             codes = np.repeat(np.array([labels.index(line[i]) for line in lines], dtype=np.int32), per)
             columns[column] = pa.DictionaryArray.from_arrays(codes, labels)
         columns["value"] = value.ravel()
-        parquet.write_table(pa.table(columns), store.folder / f"part-{part:05d}.parquet")
+        parquet.write_table(pa.table(columns), files.folder / f"part-{part:05d}.parquet")
     every = np.linspace(0, steps - 1, 40).astype(int)
     quantities = [q for q in QUANTITIES if q != "lr"]
     each, count = len(every) * rows, len(every) * rows * len(quantities)
@@ -59,8 +59,8 @@ def write(folder, *, groups=20, rows=50, steps=10_000, d=64, parts=5, name="stre
         "row": np.tile(np.arange(rows), len(every) * len(quantities) * groups),
         "value": np.exp(data.normal(-3, 1, count * groups)),
     }
-    parquet.write_table(pa.table(columns), store.folder / "rows-00000.parquet")
-    store.describe({"run": name, "groups": [{"name": g, "rows": rows, "size": d, "layout": "filter"} for g in names]})
+    parquet.write_table(pa.table(columns), files.folder / "rows-00000.parquet")
+    files.describe({"run": name, "groups": [{"name": g, "rows": rows, "size": d, "layout": "filter"} for g in names]})
     return Path(folder)
 
 

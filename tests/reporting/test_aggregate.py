@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steradian.reporting.aggregate import Lines, aggregate, buckets, coarsen, schedule
-from steradian.reporting.pack import Pack, unpack
+from steradian.reporting.data import Pack, unpack
+from steradian.reporting.lines import Lines, aggregate, buckets, coarsen, schedule
 from steradian.watching.records import COLUMNS, STATISTICS
 
 

@@ -8,8 +8,8 @@ import simulate
 
 from steradian.reporting.page import report
 from steradian.reporting.sections import SECTIONS
-from steradian.watching._store import Store
 from steradian.watching.records import read_run
+from steradian.watching.sinks import RunFiles
 
 LAYERS = {"conv1.weight": (8, 9), "layer1.conv.weight": (8, 18), "layer2.0.downsample.conv.weight": (12, 18)}
 STEPS = 80
@@ -458,7 +458,7 @@ def test_a_run_that_is_not_a_number_says_so_and_does_not_hang(visit, runs, tmp_p
 def test_a_map_of_zeros_says_so(visit, runs, tmp_path):
     still = simulate.write(tmp_path / "still", "SGD", name="still", layers=LAYERS, steps=3)
     table = read_run(still).table
-    Store(still).add("part", {**{name: table[name].tolist() for name in table.columns}, "value": [0.0] * len(table)})
+    RunFiles(still).add("part", {**{name: table[name].tolist() for name in table.columns}, "value": [0.0] * len(table)})
     tab = visit(report([runs[0], still], tmp_path / "page.html"))
     see(tab, "heat-map")
     assert tab.locator("#heat-map .plot").text_content().count("0 throughout") == 1

@@ -9,12 +9,11 @@ import pytest
 import simulate
 import stress
 
-from steradian.reporting.build import BUDGET, block, load
-from steradian.reporting.pack import unpack
+from steradian.reporting.data import BUDGET, block, load, unpack
 from steradian.reporting.page import report
 from steradian.reporting.sections import SECTIONS
-from steradian.watching._store import Store
 from steradian.watching.records import read_run
+from steradian.watching.sinks import RunFiles
 
 LAYERS = {"conv1.weight": (6, 9), "conv2.weight": (8, 18)}
 
@@ -86,7 +85,7 @@ def test_alerts_groups_and_settings_are_told(tmp_path):
 def test_a_bound_that_is_broken_is_said_so(tmp_path):
     folder = write(tmp_path / "run")
     step = {"run": ["Adam"], "step": [40], "group": ["conv2.weight"], "quantity": ["radial"], "statistic": ["max"]}
-    Store(folder).add("part", {**step, "value": [1.25]})
+    RunFiles(folder).add("part", {**step, "value": [1.25]})
     _, text = data_of(report([folder], tmp_path / "page.html"))
     assert re.search(r'class="failed"><b>Adam</b>: above the bound; largest 1.25 at step 40 in conv2.weight', text)
     assert text.count('class="held"') == 2  # H2 and the Taylor variable
@@ -123,7 +122,7 @@ def test_runs_may_have_different_groups(tmp_path):
 def test_bad_input_is_refused_in_words(tmp_path):
     run = write(tmp_path / "run")
     empty = tmp_path / "empty"
-    Store(empty).describe({"run": "empty"})
+    RunFiles(empty).describe({"run": "empty"})
     page = tmp_path / "page.html"
     page.write_text("old")
     cases = [
@@ -138,7 +137,7 @@ def test_bad_input_is_refused_in_words(tmp_path):
     with pytest.raises(ValueError, match="is a folder"):
         report([run], tmp_path)
     for path in (run, str(run)):
-        with pytest.raises(TypeError, match="paths must be a list of runs"):
+        with pytest.raises(TypeError, match="runs must be a list of runs"):
             report(path, page)
     assert page.read_text() == "old"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "page.html", "run"]
@@ -151,7 +150,7 @@ def test_a_link_to_a_page_stays_one_and_no_device_is_replaced(tmp_path):
     assert link.is_symlink()
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     os.mkfifo(pipe)
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         report([run], pipe)
     assert pipe.is_fifo()
 
@@ -178,7 +177,7 @@ def test_several_large_runs_are_no_larger_page(tmp_path):
 def test_more_lines_have_fewer_points(tmp_path, monkeypatch):
     run = load([write(tmp_path / "run", steps=300, every_rows=0, paths=False)])[0]
     fine = len(block([run])["pack"]) / 4
-    monkeypatch.setattr("steradian.reporting.build.BUDGET", BUDGET // 100)
+    monkeypatch.setattr("steradian.reporting.data.BUDGET", BUDGET // 100)
     coarse = block([run])
     assert len(coarse["pack"]) / 4 < BUDGET / 100 * 1.1 < fine
     assert len(coarse["runs"][0]["steps"]) >= 48

@@ -4,8 +4,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from steradian.reporting.histograms import BINS, BUDGET, MOST_STEPS, histograms, whole_steps
-from steradian.reporting.sphere import MOST_POINTS, Trajectory, cosines, principal_directions, spheres, trajectories
+from steradian.reporting.rows import (
+    BINS,
+    HISTOGRAM_BUDGET,
+    MOST_POINTS,
+    MOST_STEPS,
+    Trajectory,
+    cosines,
+    histograms,
+    principal_directions,
+    spheres,
+    trajectories,
+    whole_steps,
+)
 
 
 def rows(n=30, steps=(0, 50, 100), followed=None, scale=1.0, seed=0):
@@ -47,7 +58,7 @@ def test_histograms_of_many_layers_stay_within_their_budget():
     table = pd.concat([one.assign(group=f"layer {k}") for k in range(4500)]).astype({"group": "category"})
     found = histograms([table])
     assert len(found) == 4500
-    assert sum(len(each.edges) - 1 + each.counts[0][1].size for each in found) <= BUDGET
+    assert sum(len(each.edges) - 1 + each.counts[0][1].size for each in found) <= HISTOGRAM_BUDGET
     assert {tuple(each.counts[0][0]) for each in found} == {(0, 30)}
     assert all((each.counts[0][1].sum(1) == 4).all() for each in found)
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from steradian import watch
-from steradian.watching._store import Store
 from steradian.watching.records import read_run
-from steradian.watching.sinks import Folder
+from steradian.watching.sinks import Folder, RunFiles
 
 from small import pair, series, set_gradients, train
 
@@ -101,14 +100,14 @@ def test_a_killed_run_is_continued(tmp_path):
 
 
 def test_alerts_that_were_cut_short_are_skipped(tmp_path):
-    store = Store(tmp_path)
-    store.describe({"run": "run"})
+    files = RunFiles(tmp_path)
+    files.describe({"run": "run"})
     alert = {"step": 1, "group": "wé", "kind": "H1", "text": "…"}
-    store.alert(alert)
+    files.alert(alert)
     with open(tmp_path / "alerts.jsonl", "ab") as file:
         file.write('{"step": 2, "group": "é'.encode()[:-1])
     assert len(read_run(tmp_path).alerts) == 1
-    store.alert(alert | {"step": 3})
+    files.alert(alert | {"step": 3})
     assert read_run(tmp_path).alerts["step"].tolist() == [1, 3]
 
 
@@ -116,7 +115,7 @@ def test_alerts_that_were_cut_short_are_skipped(tmp_path):
 def disk(monkeypatch):
     """A disk that is full while `disk["full"]`; files are begun and cannot be finished."""
     state = {"full": False, "attempts": 0}
-    add = Store.add
+    add = RunFiles.add
 
     def failing(self, kind, columns, *, number=None):
         state["attempts"] += 1
@@ -124,7 +123,7 @@ def disk(monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         add(self, kind, columns, number=number)
 
-    monkeypatch.setattr(Store, "add", failing)
+    monkeypatch.setattr(RunFiles, "add", failing)
     return state
 
 
@@ -168,7 +167,7 @@ def test_a_disk_that_stays_full_loses_parts_and_says_so_at_the_end(disk, tmp_pat
 
 
 def test_memory_is_bounded_while_the_disk_is_full(disk, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(sys.modules[Folder.__module__], "_KEPT", 8)
+    monkeypatch.setattr(sys.modules[Folder.__module__], "_WAITING", 8)
     optimizer, params = pair("Adam")
     disk["full"] = True
     with watch(optimizer, to=tmp_path, rows_every=0, paths={}) as seen:
@@ -177,7 +176,7 @@ def test_memory_is_bounded_while_the_disk_is_full(disk, tmp_path, caplog, monkey
             optimizer.step()
             seen.flush()
         seen.sinks[0].drain()
-        assert len(seen.sinks[0]._unsaved) == 8
+        assert len(seen.sinks[0]._unwritten) == 8
         disk["full"] = False
     _, error = loud(caplog)
     assert "22 parts" in error.message
@@ -188,9 +187,9 @@ def test_a_file_that_cannot_be_finished_is_removed(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    store = Store(tmp_path)
-    store.describe({"run": "run"})
+    files = RunFiles(tmp_path)
+    files.describe({"run": "run"})
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        store.add("part", {"step": torch.arange(3).numpy()})
+        files.add("part", {"step": torch.arange(3).numpy()})
     assert [file.name for file in tmp_path.iterdir()] == ["run.json"]

@@ -9,7 +9,7 @@ import torch
 import steradian as st
 from steradian import watch
 from steradian.groups import Layout
-from steradian.reporting.sphere import trajectories
+from steradian.reporting.rows import trajectories
 from steradian.watching.records import read_run
 
 from small import groups_of, rows, set_gradients, train
@@ -95,7 +95,7 @@ def test_a_long_training_keeps_ever_fewer_points(tmp_path):
     optimizer = st.optim.Adam(groups_of(params), lr=0.05, without="abc")
     with watch(optimizer, to=tmp_path, rows_every=0) as seen:
         train(optimizer, params, 600)
-        paths = seen._handover.paths
+        paths = seen._flush.paths
         assert len(paths._lines) < 256, "room that is not needed any more is given up"
     found = directions(read_run(tmp_path), "w", 0)
     late = [step for step in found if step >= 300]

@@ -131,7 +131,9 @@ def train(model, case, *, steps=13, groups=None, settings=None, rates=schedule, 
     optimizer = case.build(model, groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
     seen = watch(optimizer, groups, **options)
-    twins = {entry.name: Twin(list(entry.params), groups.layouts[entry.names[0]], case.twin) for entry in seen.followed}
+    twins = {
+        group.name: Twin(list(group.params), groups.layouts[group.group.names[0]], case.twin) for group in seen.watched
+    }
     rtol = 1e-11 if next(model.parameters()).dtype == torch.float64 else 1e-5
     with seen:
         for k in backward_passes(model, steps):
@@ -238,7 +240,7 @@ def test_phenomena_of_our_optimizers(name):
 
 @pytest.mark.parametrize("case", [TORCH["AdamW"], OURS["Adam without 'ab'"]], ids=["AdamW", "Adam without 'ab'"])
 def test_single_rows_on_disk(case, tmp_path):
-    seen, twins = train(build("BN"), case, rows=["3.weight"], rows_every=4, to=tmp_path / "run")
+    seen, twins = train(build("BN"), case, record_rows=["3.weight"], rows_every=4, to=tmp_path / "run")
     missing = PHENOMENA & set(seen.missing)
     check(seen, twins, steps=range(13), missing=missing)
     found = read_run(tmp_path / "run").rows

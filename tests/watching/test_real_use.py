@@ -15,7 +15,7 @@ from torch import nn
 
 import steradian as st
 from steradian import watch
-from steradian.watching._station import Station
+from steradian.watching.buffer import Buffer
 from steradian.watching.records import read_run
 
 from networks import NETWORKS, backward_passes
@@ -174,7 +174,7 @@ def test_rates_may_be_tensors(make):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_has_no_gradient_is_absent_from_that_step(kind):
     optimizer, params = pair(kind)
-    with watch(optimizer, rows=["v"]) as seen:
+    with watch(optimizer, record_rows=["v"]) as seen:
         for step in range(6):
             set_gradients(params, step)
             if step in (0, 2, 3):
@@ -388,7 +388,7 @@ def test_a_watch_goes_with_its_optimizer(kind, tmp_path):
 
 def test_every_and_rows_every(tmp_path):
     optimizer, params = pair("Adam")
-    with watch(optimizer, every=3, rows=["v"], rows_every=2, to=tmp_path) as seen:
+    with watch(optimizer, every=3, record_rows=["v"], rows_every=2, to=tmp_path) as seen:
         train(optimizer, params, 13)
     run = read_run(tmp_path)
     assert list(series(run.table, "angle")) == [0, 3, 6, 9, 12]
@@ -406,7 +406,7 @@ def test_what_was_seen_may_be_asked_for_while_another_thread_trains(monkeypatch)
     optimizer, params = pair()
     asking, stepped = threading.Event(), threading.Event()
     with watch(optimizer) as seen:
-        reduced = seen._handover._reduced
+        reduced = seen._flush._reduce
 
         def slowly(*given):
             asking.set()
@@ -414,7 +414,7 @@ def test_what_was_seen_may_be_asked_for_while_another_thread_trains(monkeypatch)
             return reduced(*given)
 
         train(optimizer, params, 2)
-        monkeypatch.setattr(seen._handover, "_reduced", slowly)
+        monkeypatch.setattr(seen._flush, "_reduce", slowly)
         other = threading.Thread(target=seen.latest)
         other.start()
         asking.wait()
@@ -446,7 +446,7 @@ def test_records_during_and_after():
 
 @pytest.mark.parametrize("steps", [7, 8, 9, 16])
 def test_logged_numbers_belong_to_the_last_step(steps, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[Station.__module__], "_STEPS", 8)  # a part has eight steps
+    monkeypatch.setattr(sys.modules[Buffer.__module__], "_STEPS", 8)  # a part has eight steps
     optimizer, params = pair("ours")
     with watch(optimizer, to=tmp_path) as seen:
         for step in range(steps):
@@ -520,7 +520,7 @@ def test_what_goes_wrong_inside_does_not_stop_the_training(caplog):
     optimizer, params = pair("Adam")
     with watch(optimizer) as seen:
         train(optimizer, params, 2)
-        seen.stations[0].observe = None
+        seen.buffers[0].observe = None
         train(optimizer, params, 3, first=2)
     assert isinstance(seen.error, TypeError)
     assert len([record for record in caplog.records if "the watch ends" in record.message]) == 1
@@ -539,7 +539,7 @@ def test_a_watch_that_fails_leaves_the_hooks_after_its_own_alone(where, monkeypa
         train(optimizer, params, 2)
     assert called == ["before", "after"] * 2
     assert isinstance(seen.error, TypeError)
-    assert not seen._guarded.handles
+    assert not seen._hooks
 
 
 @pytest.mark.parametrize("kind", ["SGD", "ours", "ours, classic"])

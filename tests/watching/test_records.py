@@ -1,37 +1,13 @@
 """The one table, and the folder that holds it, whole or not."""
 
-import numpy as np
 import pandas as pd
 import pandas.testing as pd_testing
 import pytest
 
 from steradian import watch
-from steradian.watching.records import COLUMNS, STATISTICS, Records, read_run, statistics
+from steradian.watching.records import COLUMNS, STATISTICS, read_run
 
 from small import pair, train
-
-
-def test_statistics_are_numpys():
-    values = np.random.default_rng(0).normal(size=101)
-    found = statistics(values)
-    assert tuple(found) == STATISTICS
-    assert found["q10"] == pytest.approx(np.quantile(values, 0.1))
-    assert found["mean"] == pytest.approx(values.mean())
-    assert (found["min"], found["max"]) == (values.min(), values.max())
-
-
-def test_no_rows_is_an_error():
-    with pytest.raises(ValueError, match="at least one row"):
-        statistics([])
-
-
-def test_the_table_has_one_line_per_statistic():
-    records = Records("run")
-    records.add(3, "conv.weight", {"radius": [1.0, 2.0], "angle": [0.1]})
-    table = records.table()
-    assert tuple(table.columns) == COLUMNS
-    assert len(table) == 2 * len(STATISTICS)
-    assert set(table["step"]) == {3}
 
 
 @pytest.fixture
@@ -43,6 +19,14 @@ def run(tmp_path):
         seen.flush()
         train(optimizer, params, 2)
     return tmp_path / "runs" / "adam"
+
+
+def test_the_table_has_one_line_per_statistic(run):
+    table = read_run(run).table
+    assert tuple(table.columns) == COLUMNS
+    at = table[(table["step"] == 4) & (table["group"] == "w") & (table["quantity"] == "angle")]
+    assert at["statistic"].tolist() == list(STATISTICS)
+    assert table[(table["quantity"] == "lr") & (table["group"] == "w")]["statistic"].tolist() == ["mean"] * 4
 
 
 @pytest.mark.parametrize("text", ["", '{"run":', "\xff", "[]", "{}", '{"run": 3}', '{"run": "x", "groups": ["w"]}'])

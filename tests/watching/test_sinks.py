@@ -153,7 +153,7 @@ def test_tensorboard_reads_back_scalars_and_histograms(in_memory, tmp_path):
     tags = events.Tags()
     same({tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags["scalars"]}, in_memory)
 
-    rows = read_run(seen.sinks[1].store.folder).rows
+    rows = read_run(seen.sinks[1].files.folder).rows
     assert set(rows["step"]) == {0, 2, 4}
     assert "angle/w" in tags["histograms"]
     for tag in tags["histograms"]:

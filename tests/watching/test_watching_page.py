@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from test_real_use_alerts import SITUATIONS
+from test_alerts import SITUATIONS
 
 from steradian.watching.records import QUANTITIES
 

@@ -2,7 +2,6 @@
 
 import html
 import json
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -10,8 +9,9 @@ from string import Template
 
 from plotly.offline import get_plotlyjs
 
-from steradian.reporting import head
-from steradian.reporting.build import PageRun, block, load
+from steradian.files import write_atomically
+from steradian.reporting import markup
+from steradian.reporting.data import PageRun, block, load
 
 __all__ = ["report"]
 
@@ -19,15 +19,15 @@ _NAMED = 5  # runs in the heading
 SCRIPTS = ("base.js", "panels.js", "lines.js", "fields.js", "sphere.js", "main.js")
 
 
-def report(paths: Sequence[str | Path], out: str | Path, *, title: str | None = None) -> Path:
+def report(runs: Sequence[str | Path], out: str | Path, *, title: str | None = None) -> Path:
     """Write a page that compares recorded runs; it opens without network.
 
-    An existing page is replaced only when the new one is complete. A link stays one: what it points to is written.
+    An existing page is replaced only when the new one is complete.
 
     Args:
-        paths: folders that `watch` wrote, one per run.
+        runs: folders that `watch` wrote, one per run.
         out: the HTML file; its folder is made.
-        title: the page's heading; without it, the names of the runs, of the first where there are many.
+        title: the page's heading. None: the names of the runs, of the first ones if there are many.
 
     Returns:
         `out`.
@@ -35,27 +35,18 @@ def report(paths: Sequence[str | Path], out: str | Path, *, title: str | None = 
     Raises:
         ValueError: a path is not a run, is given twice, or holds no record; `out` is a folder or a device.
         OSError: the page cannot be written.
-        TypeError: `paths` is one path.
+        TypeError: `runs` is one path.
     """
-    if isinstance(paths, str | Path):
-        raise TypeError(f"paths must be a list of runs, got {str(paths)!r}: write [{str(paths)!r}]")
+    if isinstance(runs, str | Path):
+        raise TypeError(f"runs must be a list of runs, got {str(runs)!r}: write [{str(runs)!r}]")
     out = Path(out)
     if out.is_dir():
         raise ValueError(f"out must be a file such as page.html, and {out} is a folder")
     if out.exists() and not out.is_file():
-        raise ValueError(f"out must be a file such as page.html, and {out} is no file")
-    runs = load(paths)
-    text = document(runs, title or _title([run.name for run in runs]))
-    page = Path(os.path.realpath(out))
-    page.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = page.with_name(f".{page.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, page)
-    except OSError as error:  # by the name that the user knows
-        raise OSError(error.errno, error.strerror, str(out)) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+        raise ValueError(f"out must be a file such as page.html, and {out} is not a file")
+    loaded = load(runs)
+    text = document(loaded, title or _title([run.name for run in loaded]))
+    write_atomically(out, text.encode())
     return out
 
 
@@ -66,12 +57,12 @@ def document(runs: Sequence[PageRun], title: str) -> str:
     return Template(_asset("page.html")).substitute(
         title=html.escape(title),
         style=_asset("page.css"),
-        runs=head.run_cards(runs),
-        alerts=head.alerts(runs),
-        groups=head.groups(runs),
-        contents=head.contents(),
-        paper=head.paper_index(),
-        sections=head.sections(runs),
+        runs=markup.run_cards(runs),
+        alerts=markup.alerts(runs),
+        groups=markup.groups(runs),
+        contents=markup.contents(),
+        paper=markup.paper_index(),
+        sections=markup.sections(runs),
         data=data,
         plotly=get_plotlyjs(),
         script="\n".join(map(_asset, SCRIPTS)),

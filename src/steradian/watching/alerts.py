@@ -1,69 +1,75 @@
-"""What a person should be told about a training, in words, once each."""
+"""Alerts: what the user should know about a training, each raised once."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steradian.watching._block import Alert, Block
-from steradian.watching.records import STATISTICS
+from steradian.watching.records import STATISTICS, Alert, Block
 
 __all__ = ["Alerts"]
 
-# An equilibrium is reached within a few times 1/(ηλ) steps; three of them leave 5 % of the way.
-_SETTLED = 3.0
+_TIMES = 3.0
+"""An equilibrium counts as reached after so many times 1/(ηλ) steps, which leave 5 % of the way."""
 _OUT = 2.0
+"""The angle is out of its equilibrium beyond this factor."""
 _APART = 100.0
+"""Groups are far apart if their angles differ by this factor."""
 _LARGE_DEFECT = 0.1
 _NEGLIGIBLE = 10.0
+"""Weight decay has no effect yet if it balances at so many times the present radius."""
 _EARLY = 50
+"""Observations before which groups are not compared, nor weight decay judged."""
 
 Numbers = NDArray[np.float64]
 
 
 class Alerts:
-    """Looks through blocks of records; remembers what was said.
+    """Checks blocks of records; raises each alert once for each group.
 
     Args:
-        decays: weight decay of each group, for those that have one; 0 where it does nothing to the rows.
+        decays: weight decay of each group that has one; 0 if it has no effect on the rows.
+
+    Attributes:
+        raised: all alerts so far.
     """
 
     def __init__(self, decays: Mapping[str, float]) -> None:
         self.decays = decays
-        self.said: set[tuple[str, str]] = set()
-        self.all: list[Alert] = []
+        self.raised: list[Alert] = []
         self.observed = 0
         self.first: int | None = None
 
-    def look(self, block: Block) -> list[Alert]:
+    def check(self, block: Block) -> list[Alert]:
         """New alerts in a block."""
         if not len(block.steps):
             return []
         if self.first is None:
             self.first = int(block.steps[0])
-        found = []
+        known = {(alert.kind, alert.group) for alert in self.raised}
+        new = []
         for check in (_not_finite, _h1, _h2, _collapsed, _defect, self._equilibrium, self._no_effect, self._apart):
             for alert in check(block):
-                if (alert.kind, alert.group) not in self.said:
-                    self.said.add((alert.kind, alert.group))
-                    found.append(alert)
+                if (alert.kind, alert.group) not in known:
+                    known.add((alert.kind, alert.group))
+                    new.append(alert)
         self.observed += len(block.steps)
-        self.all += found
-        return found
+        self.raised += new
+        return new
 
     def _equilibrium(self, block: Block) -> Iterator[Alert]:
-        """The angle is not the one that the rate and the weight decay lead to, though there was time for it."""
+        """The angle is not that of the equilibrium, although there was time to reach it."""
         if not _has(block, "angle", "equilibrium_angle", "lr"):
             return
         angle, expected = _get(block, "angle", "median"), _get(block, "equilibrium_angle", "median")
         rates = _get(block, "lr", "mean")
         decays = np.array([self.decays.get(group, 0.0) for group in block.groups])
-        assert self.first is not None, "a block was looked at"
+        assert self.first is not None
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = angle / expected
-            settled = (block.steps - self.first)[:, None] * rates * decays > _SETTLED
-        out = settled & block.active & (ratio > 0) & ((ratio > _OUT) | (ratio < 1 / _OUT))
-        # The last steps differ too much in angle to judge one of them.
+            reached = (block.steps - self.first)[:, None] * rates * decays > _TIMES
+        out = reached & block.active & (ratio > 0) & ((ratio > _OUT) | (ratio < 1 / _OUT))
+        # Angles vary too much between steps to judge a single one.
         for g in np.flatnonzero(out.sum(0) > len(out) / 2):
             k = int(np.flatnonzero(out[:, g])[-1])
             text = (
@@ -74,7 +80,7 @@ class Alerts:
             yield Alert(int(block.steps[k]), block.groups[g], "equilibrium", text)
 
     def _no_effect(self, block: Block) -> Iterator[Alert]:
-        """There is weight decay, and the radius that it would balance at is far away."""
+        """Weight decay would balance only at a far larger radius, or the radius is fixed."""
         if self.observed < _EARLY:
             return
         for group, decay in self.decays.items():
@@ -132,8 +138,8 @@ def _defect(block: Block) -> Iterator[Alert]:
     large = (defect > _LARGE_DEFECT) & block.active
     for k, g, group in _where(block, large & (large.sum(axis=0) > len(large) / 2)):
         text = (
-            f"the gradient is not across the rows (|cos(x, ∇L)| = {defect[k, g]:.2g} in the median): the ε of its "
-            "normalization matters, or the gradient is so small that it is rounding"
+            f"the gradient is not orthogonal to the rows (|cos(x, ∇L)| = {defect[k, g]:.2g} in the median): the ε of "
+            "its normalization matters, or the gradient is so small that it is rounding"
         )
         yield Alert(int(block.steps[k]), group, "defect", text)
 
@@ -145,7 +151,7 @@ def _not_finite(block: Block) -> Iterator[Alert]:
         if _has(block, quantity)
         for k, _, group in _where(block, ~np.isfinite(_get(block, quantity, "mean")))
     ]
-    # What came first is said. A row whose gradient is not finite may be left alone by the step, so both are looked at.
+    # Of both, the first is reported. A step may skip a row whose gradient is not finite, so both are checked.
     yield from sorted(found, key=lambda alert: alert.step)
 
 
@@ -172,6 +178,3 @@ def _has(block: Block, *quantities: str) -> bool:
 def _get(block: Block, quantity: str, statistic: str) -> Numbers:
     values: Numbers = block.values[:, block.quantities.index(quantity), :, STATISTICS.index(statistic)]
     return values.astype(np.float64)
-
-
-Check = Callable[[Block], Iterator[Alert]]

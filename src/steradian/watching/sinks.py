@@ -1,6 +1,10 @@
 """Where records go: a folder of Parquet parts, TensorBoard, Weights & Biases, MLflow, any callable log(dict, step)."""
 
+import errno
+import io
+import json
 import logging
+import os
 import queue
 import re
 import threading
@@ -11,27 +15,38 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from steradian.watching._block import Alert, Block, Point, path_columns
-from steradian.watching._store import Store
-from steradian.watching.records import STATISTICS
+from steradian.files import write_atomically
+from steradian.watching.paths import PathHistory
+from steradian.watching.records import (
+    STATISTICS,
+    Alert,
+    Block,
+    Columns,
+    Words,
+    numbered_parts,
+    path_columns,
+    read_alerts,
+)
 
-__all__ = ["Calls", "Folder", "MLflow", "Sink", "TensorBoard", "WandB", "sinks_of"]
+__all__ = ["Calls", "Folder", "MLflow", "RunFiles", "Sink", "TensorBoard", "WandB", "sinks_of"]
 
 logger = logging.getLogger("steradian")
 
-_KEPT = 256
-_PATH_POINTS = 512
-_FEW = ("median",)
+_WAITING = 256
+"""Parts that wait in memory while the disk is full."""
 _METRICS = 1000
+"""Metrics that MLflow takes in one call."""
 _FORBIDDEN = re.compile(r"[^-/\w. :]+")
-_WRITTEN: set[Path] = set()
+"""Characters that MLflow does not allow in the name of a metric."""
+_IN_USE: set[Path] = set()
+"""Folders that a watch of this process writes to."""
 
 
 class Sink(Protocol):
     """Takes blocks of observed steps."""
 
     def open(self, about: Mapping[str, Any]) -> None:
-        """Called once, with what run.json would hold."""
+        """Called once, with the contents of run.json."""
 
     def write(self, block: Block) -> None:
         """Called with every block, in order."""
@@ -40,63 +55,142 @@ class Sink(Protocol):
         """Called with every alert."""
 
     def close(self) -> None:
-        """Called once at the end; afterwards everything is where it belongs."""
+        """Called once at the end; must not return before everything is written."""
+
+
+class RunFiles:
+    """Writes the files of one run. A run that is already there is continued: new parts get the next numbers.
+
+    Args:
+        folder: made if it does not exist.
+
+    Raises:
+        ImportError: pandas or pyarrow is missing.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            # pyarrow imports pandas with its first array: better here than in the middle of a training.
+            import pandas  # noqa: F401
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                "recording to a folder needs pyarrow and pandas: pip install 'steradian[lab]'; "
+                "a callable log(dict, step) needs neither"
+            ) from error
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, kind: str, columns: Columns, *, number: int | None = None) -> None:
+        """Write one part of a kind ("part", "rows" or "path"), with the next number or replacing the one given."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        arrays = {
+            name: pa.DictionaryArray.from_arrays(column.codes, column.names)
+            if isinstance(column, Words)
+            else pa.array(column)
+            for name, column in columns.items()
+        }
+        number = self.next_number(kind) if number is None else number
+        content = io.BytesIO()
+        parquet.write_table(pa.table(arrays), content, compression="zstd")
+        write_atomically(self.folder / f"{kind}-{number:05d}.parquet", content.getvalue())
+
+    def next_number(self, kind: str) -> int:
+        """The number of the next part of a kind."""
+        return max(numbered_parts(self.folder, kind), default=-1) + 1
+
+    def describe(self, about: Mapping[str, Any]) -> None:
+        """Write run.json."""
+        text = json.dumps(_with_text_keys(about), indent=1, ensure_ascii=False, default=str)
+        write_atomically(self.folder / "run.json", (text + "\n").encode())
+
+    def alert(self, alert: Mapping[str, Any]) -> None:
+        """Append one line to alerts.jsonl in one write; after an incomplete line it begins a new one."""
+        line = _line(alert)
+        with open(self.folder / "alerts.jsonl", "a+b", buffering=0) as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def drop_alerts(self, step: int) -> None:
+        """Remove the alerts from a step on: a training that starts there again raises its own."""
+        file = self.folder / "alerts.jsonl"
+        alerts = read_alerts(file)
+        kept = [alert for alert in alerts if alert["step"] < step]
+        if len(kept) < len(alerts):
+            write_atomically(file, b"".join(map(_line, kept)))
+
+
+def _with_text_keys(value: Any) -> Any:
+    """The same with text for keys: a configuration may have others, and JSON may not."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(of) for key, of in value.items()}
+    return [_with_text_keys(of) for of in value] if isinstance(value, list | tuple) else value
+
+
+def _line(alert: Mapping[str, Any]) -> bytes:
+    return (json.dumps(alert, ensure_ascii=False) + "\n").encode()
 
 
 class Folder:
-    """A run on disk (`records.read_run` reads it). Parts are written by a thread of their own.
+    """A run on disk (`records.read_run` reads it), written by a thread of its own.
 
-    When the disk fails, training goes on: it is said once, and what could not be written is kept and tried again
-    with the next part, up to 256 parts. A folder that someone takes away is made again.
+    When the disk fails, training goes on: one warning is logged, and what could not be written is kept and tried again
+    with the next part, up to 256 parts. A folder that is deleted is made again.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.store = Store(path)
+        self.files = RunFiles(path)
         self._tasks: queue.SimpleQueue[Callable[[], None] | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._unsaved: list[Callable[[], None]] = []
+        self._unwritten: list[Callable[[], None]] = []
         self._lost = 0
         self._failed = False
         self._begun = False
         self._about: Mapping[str, Any] = {}
-        self._path: dict[tuple[str, int], list[tuple[int, Any]]] = {}
-        self._path_number = self.store.next_number("path")
+        self._history = PathHistory()
+        self._path_number = self.files.next_number("path")
 
     def open(self, about: Mapping[str, Any]) -> None:
-        """Write run.json and start the thread.
+        """Start the thread, and write run.json.
 
         Raises:
             ValueError: another watch of this process writes to the folder.
         """
-        place = self.store.folder.resolve()
-        if place in _WRITTEN:
-            raise ValueError(f"to must be a folder of its own for each watch, but another one writes to {place}")
-        _WRITTEN.add(place)
+        folder = self.files.folder.resolve()
+        if folder in _IN_USE:
+            raise ValueError(f"to must be a folder of its own for each watch, but another one writes to {folder}")
+        _IN_USE.add(folder)
         self._begun = False
         self._about = about
-        self._save(lambda: self.store.describe(about))
         self._thread = threading.Thread(target=self._work, name="steradian-watch", daemon=True)
         self._thread.start()
+        self._tasks.put(lambda: self.files.describe(about))
+        self.drain()
 
     def write(self, block: Block) -> None:
-        """Hand a block to the thread."""
+        """Queue a block for the thread."""
         if len(block.steps) and not self._begun:
             first, self._begun = int(block.steps[0]), True
-            self._tasks.put(lambda: self.store.drop_alerts(first))
-        self._tasks.put(lambda: self.store.add("part", block.columns()))
+            self._tasks.put(lambda: self.files.drop_alerts(first))
+        self._tasks.put(lambda: self.files.add("part", block.columns()))
         if block.rows:
-            self._tasks.put(lambda: self.store.add("rows", block.row_columns()))
+            self._tasks.put(lambda: self.files.add("rows", block.row_columns()))
         if block.paths:
-            points = self._thinned(block)
-            self._tasks.put(lambda: self.store.add("path", path_columns(block.run, points), number=self._path_number))
+            points = self._history.add(block.paths)
+            self._tasks.put(lambda: self.files.add("path", path_columns(block.run, points), number=self._path_number))
 
     def alert(self, alert: Alert) -> None:
-        """Hand an alert to the thread."""
-        self._tasks.put(lambda: self.store.alert(vars(alert)))
+        """Queue an alert for the thread."""
+        self._tasks.put(lambda: self.files.alert(vars(alert)))
 
     def drain(self) -> None:
-        """Wait until everything handed over so far is written, or could not be."""
-        # The thread of the process that opened it does not run in a fork.
+        """Wait until everything queued so far is written, or failed to be."""
+        # In a fork the thread of the parent process does not run.
         if self._thread is not None and self._thread.is_alive():
             done = threading.Event()
             self._tasks.put(done)
@@ -109,55 +203,40 @@ class Folder:
             self._thread.join()
             self._thread = None
         self._retry()
-        _WRITTEN.discard(self.store.folder.resolve())
-        if self._unsaved or self._lost:
-            logger.error("%s: %d parts could not be written", self.store.folder, len(self._unsaved) + self._lost)
+        _IN_USE.discard(self.files.folder.resolve())
+        if self._unwritten or self._lost:
+            logger.error("%s: %d parts could not be written", self.files.folder, len(self._unwritten) + self._lost)
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             if isinstance(task, threading.Event):
                 task.set()
-            else:
-                self._save(task)
-
-    def _save(self, task: Callable[[], None]) -> None:
-        self._unsaved.append(task)
-        self._retry()
-        if len(self._unsaved) > _KEPT:
-            self._unsaved.pop(0)
-            self._lost += 1
+                continue
+            self._unwritten.append(task)
+            self._retry()
+            if len(self._unwritten) > _WAITING:
+                self._unwritten.pop(0)
+                self._lost += 1
 
     def _retry(self) -> None:
-        while self._unsaved:
+        while self._unwritten:
             try:
-                if not self.store.folder.is_dir():  # someone took it away
-                    self.store.describe(self._about)
-                self._unsaved[0]()
+                if not self.files.folder.is_dir():  # it was deleted
+                    self.files.describe(self._about)
+                self._unwritten[0]()
             except OSError as error:
                 if not self._failed:
                     self._failed = True
                     logger.warning(
                         "cannot write to %s (%s): training goes on, and what is recorded is kept to be written later",
-                        self.store.folder,
+                        self.files.folder,
                         error,
                     )
                 return
             except Exception:
-                logger.exception("%s: a part was lost", self.store.folder)
+                logger.exception("%s: a part was lost", self.files.folder)
                 self._lost += 1
-            self._unsaved.pop(0)
-
-    def _thinned(self, block: Block) -> list[Point]:
-        """All points of the paths so far, every second one dropped whenever a path has 512."""
-        for step, group, row, direction in block.paths:
-            points = self._path.setdefault((group, row), [])
-            points.append((step, direction))
-            if len(points) > _PATH_POINTS:
-                del points[1:-1:2]
-        found = [
-            (step, group, row, direction) for (group, row), points in self._path.items() for step, direction in points
-        ]
-        return sorted(found, key=lambda point: point[0])
+            self._unwritten.pop(0)
 
 
 class Calls:
@@ -165,10 +244,12 @@ class Calls:
 
     Args:
         log: called with {"radius/conv1.weight/median": 1.0, …} and the step.
-        statistics: which statistics to hand over.
+        statistics: which statistics to log.
     """
 
-    def __init__(self, log: Callable[[dict[str, float], int], object], *, statistics: Sequence[str] = _FEW) -> None:
+    def __init__(
+        self, log: Callable[[dict[str, float], int], object], *, statistics: Sequence[str] = ("median",)
+    ) -> None:
         unknown = sorted(set(statistics) - set(STATISTICS))
         if unknown:
             raise ValueError(f"statistics must be out of {STATISTICS}, got {unknown}")
@@ -189,7 +270,7 @@ class Calls:
             self.log(values, step)
 
     def alert(self, alert: Alert) -> None:
-        """Alerts are no numbers."""
+        """Alerts are not numbers, and are left out."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -203,10 +284,10 @@ class WandB(Calls):
 
     Args:
         run: what `wandb.init()` returned.
-        statistics: which statistics to hand over.
+        statistics: which statistics to log.
     """
 
-    def __init__(self, run: Any, *, statistics: Sequence[str] = _FEW) -> None:
+    def __init__(self, run: Any, *, statistics: Sequence[str] = ("median",)) -> None:
         super().__init__(self._log, statistics=statistics)
         self.run = run
 
@@ -225,14 +306,14 @@ class WandB(Calls):
 
 
 class MLflow(Calls):
-    """MLflow: metrics of one run, a thousand in one call.
+    """MLflow: metrics of one run, a thousand per call.
 
     Args:
         run_id: the run; None for the active one.
-        statistics: which statistics to hand over.
+        statistics: which statistics to log.
     """
 
-    def __init__(self, run_id: str | None = None, *, statistics: Sequence[str] = _FEW) -> None:
+    def __init__(self, run_id: str | None = None, *, statistics: Sequence[str] = ("median",)) -> None:
         super().__init__(self._log, statistics=statistics)
         self.run_id = run_id
         self._metrics: list[Any] = []
@@ -251,7 +332,6 @@ class MLflow(Calls):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        # MLflow's names may not hold every character that a group's name does.
         self._metrics += [Metric(_FORBIDDEN.sub("_", name), value, now, step) for name, value in values.items()]
 
     def write(self, block: Block) -> None:
@@ -272,14 +352,14 @@ class MLflow(Calls):
 
 
 class TensorBoard(Calls):
-    """TensorBoard: scalars for every observed step, histograms where rows are kept.
+    """TensorBoard: scalars for every observed step, histograms of rows that are recorded.
 
     Args:
         writer: a `SummaryWriter`, or a folder for one.
-        statistics: which statistics to hand over.
+        statistics: which statistics to log.
     """
 
-    def __init__(self, writer: Any, *, statistics: Sequence[str] = _FEW) -> None:
+    def __init__(self, writer: Any, *, statistics: Sequence[str] = ("median",)) -> None:
         super().__init__(self._log, statistics=statistics)
         self.owned = isinstance(writer, str | Path)
         if self.owned:
@@ -306,14 +386,14 @@ class TensorBoard(Calls):
         self.writer.add_text(f"alerts/{alert.kind}", str(alert), alert.step)
 
     def close(self) -> None:
-        """Flush; close a writer of our own."""
+        """Flush the writer; close it if it was made here."""
         self.writer.flush()
         if self.owned:
             self.writer.close()
 
 
 def sinks_of(to: Any) -> list[Sink]:
-    """What `to` names: a path, a sink, a SummaryWriter, a W&B or MLflow run, a callable, or several of them.
+    """The sinks for `to`: a path, a sink, a SummaryWriter, a W&B or MLflow run, a callable, or several of them.
 
     Raises:
         TypeError: it is none of these.
@@ -322,7 +402,7 @@ def sinks_of(to: Any) -> list[Sink]:
     if to is None:
         return []
     if isinstance(to, str) and not to:
-        raise ValueError("to must be a folder, got '': write '.' for the present one")
+        raise ValueError("to must be a folder, got '': write '.' for the current one")
     if isinstance(to, str | Path):
         return [Folder(to)]
     if all(hasattr(to, name) for name in ("open", "write", "alert", "close")):

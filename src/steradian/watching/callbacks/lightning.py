@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from steradian.watching.callbacks import GroupsOf, counted, folder_of_each, groups_of, unwrapped
-from steradian.watching.watch import Watch
+from steradian.watching.callbacks import GroupsOf, groups_of, unwrapped
+from steradian.watching.watch import Watch, counted_steps
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -21,18 +22,18 @@ __all__ = ["WatchCallback"]
 
 
 class WatchCallback(Callback):
-    """Follows every optimizer of the trainer from the start of a fit to its end, whichever way it ends.
+    """Watches every optimizer of the trainer from the start of a fit to its end, also if an exception ends it.
 
-    The loss of each step is recorded with the run and, after each epoch, what the module logged. A fit that goes on
-    from a checkpoint goes on with its step numbers.
+    The loss of each step is recorded with the run and, after each epoch, what the module logged. A fit that resumes
+    from a checkpoint continues its step numbers.
 
     Args:
         groups: what `find_groups` found, or a function of the module that finds it. None: the rows that the
-            optimizers' param groups name; where they name none, those found with the module's `example_input_array`.
+            optimizers' param groups declare; if they declare none, those found with the module's `example_input_array`.
         every: observe every so many steps.
         to: as for `watch`; "loggers" stands for the trainer's own loggers. With several optimizers a folder holds one
             run for each: "optimizer-0", "optimizer-1", ….
-        **options: the other options of `Watch`. Without a `config` it is the module's hyperparameters.
+        **options: the other options of `Watch`; `config` is by default the module's hyperparameters.
 
     Attributes:
         watches: one for each optimizer, since the start of the last fit.
@@ -51,7 +52,7 @@ class WatchCallback(Callback):
         self._logged_at = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start; checkpoints are restored by now, and the sanity check is over."""
+        """Start, after checkpoints are restored and the sanity check is over."""
         self._stop()
         self.watches = []
         optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
@@ -61,17 +62,16 @@ class WatchCallback(Callback):
         self._logged_at = trainer.global_step
         watches = []
         for k, optimizer in enumerate(optimizers):
-            first = self._next_steps[k] if k < len(self._next_steps) and not counted(optimizer) else None
-            to = folder_of_each(self.to, k, len(optimizers))
-            made = {"step": first, **options}
-            watches.append(Watch(optimizer, groups, every=self.every, to=_with_loggers(to, trainer), **made))
+            first = self._next_steps[k] if k < len(self._next_steps) and counted_steps(optimizer) is None else None
+            to = _sinks(self.to, k if len(optimizers) > 1 else None, trainer)
+            watches.append(Watch(optimizer, groups, every=self.every, to=to, **{"step": first, **options}))
         for watch in watches:
             self.watches.append(watch.start())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the loss of a step; batches that only add to the gradients have none."""
+        """Record the loss of a step; a batch that only accumulates gradients has no step."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1 and trainer.global_step != self._logged_at:
             self._logged_at = trainer.global_step
@@ -90,7 +90,7 @@ class WatchCallback(Callback):
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop without waiting for other ranks; everything that was observed is recorded."""
+        """Stop without waiting for other ranks; everything observed is recorded."""
         self._stop(exception)
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class WatchCallback(Callback):
         return {"next_steps": [watch.next_step for watch in self.watches] or self._next_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with these numbers."""
+        """Continue with these numbers."""
         self._next_steps = list(state_dict["next_steps"])
 
     def _stop(self, error: BaseException | None = None) -> None:
@@ -108,10 +108,10 @@ class WatchCallback(Callback):
             self._next_steps = [watch.next_step for watch in self.watches] or self._next_steps
 
 
-def _with_loggers(to: Any, trainer: Trainer) -> Any:
-    """The same with the trainer's loggers in the place of the word."""
+def _sinks(to: Any, k: int | None, trainer: Trainer) -> Any:
+    """`to` for the k-th of several optimizers: folders get a subfolder for each, "loggers" are the trainer's."""
     if isinstance(to, list | tuple):
-        return [_with_loggers(one, trainer) for one in to]
+        return [_sinks(one, k, trainer) for one in to]
     if isinstance(to, str) and to == "loggers":
         return [logger.log_metrics for logger in trainer.loggers]
-    return to
+    return Path(to) / f"optimizer-{k}" if k is not None and isinstance(to, str | Path) else to

@@ -5,25 +5,25 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from steradian.watching.callbacks import GroupsOf, counted, groups_of, unwrapped
-from steradian.watching.watch import Watch
+from steradian.watching.callbacks import GroupsOf, groups_of, unwrapped
+from steradian.watching.watch import Watch, counted_steps
 
 __all__ = ["WatchCallback"]
 
 
 class WatchCallback(TrainerCallback):
-    """Follows the optimizer from the start of a training to its end.
+    """Watches the optimizer from the start of a training to its end.
 
-    What the trainer logs (loss, gradient norm, evaluations) is recorded with the run. A training that goes on from a
-    checkpoint goes on with its step numbers. The trainer does not tell its callbacks of an exception: what was
-    observed is then recorded when the process ends, when the next training begins, or by `stop()`.
+    What the trainer logs (loss, gradient norm, evaluations) is recorded with the run. A training that resumes from a
+    checkpoint continues its step numbers. The trainer does not notify callbacks of an exception: what was observed is
+    then recorded when the process ends, when the next training begins, or by `stop()`.
 
     Args:
         groups: what `find_groups` found, or a function of the model that finds it. None: the rows that the
-            optimizer's param groups name; where they name none, those found with the model's `dummy_inputs`.
+            optimizer's param groups declare; if they declare none, those found with the model's `dummy_inputs`.
         every: observe every so many steps.
         to: as for `watch`.
-        **options: the other options of `Watch`. Without a `config` it is the trainer's arguments.
+        **options: the other options of `Watch`; `config` is by default the trainer's arguments.
 
     Attributes:
         watch: that of the last training; None before the first.
@@ -41,12 +41,12 @@ class WatchCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any
     ) -> None:
-        """Start; a checkpoint is restored by now."""
+        """Start, after a checkpoint is restored."""
         self.stop()
         optimizer, model = unwrapped(found["optimizer"]), found["model"]
         inputs = None if self.groups is not None else getattr(model, "dummy_inputs", None)
         groups = groups_of(self.groups, model, [optimizer], inputs, "the model's dummy_inputs")
-        first = None if counted(optimizer) or not state.global_step else state.global_step
+        first = state.global_step if state.global_step and counted_steps(optimizer) is None else None
         options = {"step": first, "config": args.to_sanitized_dict(), **self.options}
         self.watch = Watch(optimizer, groups, every=self.every, to=self.to, **options).start()
 
@@ -67,6 +67,6 @@ class WatchCallback(TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """Stop now: everything that was observed is recorded."""
+        """Stop now; everything observed is recorded."""
         if self.watch is not None:
             self.watch.stop()
