@@ -93,10 +93,8 @@ def test_a_row_at_infinity_has_no_direction(tmp_path):
 def test_a_long_training_keeps_ever_fewer_points(tmp_path):
     params = rows((3, 4), dtype=torch.float32)
     optimizer = st.optim.Adam(groups_of(params), lr=0.05, without="abc")
-    with watch(optimizer, to=tmp_path, rows_every=0) as seen:
+    with watch(optimizer, to=tmp_path, rows_every=0):
         train(optimizer, params, 600)
-        paths = seen._flush.paths
-        assert len(paths._lines) < 256, "room that is not needed any more is given up"
     found = directions(read_run(tmp_path), "w", 0)
     late = [step for step in found if step >= 300]
     assert 0 < len(late) < 300

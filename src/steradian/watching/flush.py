@@ -82,7 +82,7 @@ class _Sent:
     quantities: list[tuple[str, ...]]
     whole: list[int]
     logged: list[tuple[int, str, float | None, bool]]
-    paths: list[list[int]]
+    paths: list[int]
 
 
 class Flush:
@@ -254,9 +254,9 @@ class Flush:
             value = float(next(arrays)) if value is None else value
             logged.append((max(0, step - int(next(arrays)) if may_skip else step), name, value))
         paths: list[tuple[int, str, int, Array]] = []
-        for slots in sent.paths:
+        if sent.paths:
             points = [(group.name, row, _directions(next(arrays))) for group, row in self.paths.chosen]
-            paths += [(k, group, row, u[i]) for i, k in enumerate(slots) for group, row, u in points]
+            paths = [(k, group, row, u[i]) for i, k in enumerate(sent.paths) for group, row, u in points]
         shape = (0, len(union), len(self.names), len(STATISTICS))
         values = np.concatenate(parts, axis=2) if parts else np.zeros(shape)
         place = {name: k for k, name in enumerate(self.names)}

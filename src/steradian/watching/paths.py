@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ _POINTS = 256
 """Points after which every second observation is left out, and again after each further half of them."""
 _LONGEST = 2**14
 """Rows that are longer are not chosen unless the user names them."""
-_AT_ONCE = 32
-"""Points for which memory is allocated at once."""
 _KEPT = 512
 """Points of a path on disk; of more, every second one is dropped."""
 
@@ -40,14 +37,8 @@ class Paths:
         self, watched: Sequence[WatchedGroup], chosen: Mapping[str, Sequence[int]] | None, *, rank: int = 0
     ) -> None:
         self.stride, self.points = 1, 0
-        # Rows as views of the weights, and the addresses that they are valid for; None: rows are cut anew.
-        self._views: list[Tensor] | None = None
-        self._addresses: list[tuple[int, tuple[int, ...]]] = []
         self._orders: dict[str, list[int]] = {}
-        # Memory for points, some observations at a time, and a view of it for each observation.
-        self._memory: list[list[Tensor]] = []
-        self._lines: list[tuple[Tensor, ...]] = []
-        self._kept: list[int] = []
+        self._kept: list[tuple[int, list[Tensor]]] = []
         if chosen is None:
             # Only on rank 0, which cannot make the other ranks gather rows.
             usual = [group for group in watched if group.n_rows and group.size <= _LONGEST]
@@ -73,59 +64,33 @@ class Paths:
         """
         if not self.chosen or number % self.stride:
             return
-        here = self._here()
-        if len(self._kept) == len(self._lines):
-            memory = [x.new_empty((_AT_ONCE, *x.shape), dtype=torch.float32) for x in here]
-            self._memory.append(memory)
-            self._lines += zip(*(each.unbind(0) for each in memory), strict=True)
-        torch._foreach_copy_(self._lines[len(self._kept)], here)  # one launch for all
-        self._kept.append(slot)
+        with torch.no_grad():
+            here = [self._row(group, row) for group, row in self.chosen]
+            copies = [torch.empty_like(x, dtype=torch.float32) for x in here]
+            torch._foreach_copy_(copies, here)  # one launch for all
+        self._kept.append((slot, copies))
         self.points += 1
         if self.points >= _POINTS:
             self.stride, self.points = 2 * self.stride, _POINTS // 2
 
-    def take(self) -> tuple[list[list[int]], list[Tensor]]:
-        """What was copied since the last call: slots, some at a time, and for these the points of each row, (k, d).
+    def take(self) -> tuple[list[int], list[Tensor]]:
+        """What was copied since the last call: slots, and the points of each row, (slots, d)."""
+        kept, self._kept = self._kept, []
+        points = [torch.stack(each) for each in zip(*(copies for _, copies in kept), strict=True)]
+        return [slot for slot, _ in kept], points
 
-        The tensors are overwritten by later observations.
-        """
-        kept = [self._kept[k : k + _AT_ONCE] for k in range(0, len(self._kept), _AT_ONCE)]
-        del self._memory[len(kept) :], self._lines[len(kept) * _AT_ONCE :]
-        self._kept = []
-        return kept, [each[: len(k)] for k, memory in zip(kept, self._memory, strict=True) for each in memory]
-
-    def _here(self) -> list[Tensor]:
-        """The rows as they are now: views, which are reused while the weights stay at their addresses."""
-        addresses: list[tuple[int, tuple[int, ...]]] = []
-        for group, _ in self.chosen:
-            param: Any = group.params[0]
-            local = param.to_local() if group.sharded else param
-            addresses.append((local.data_ptr(), local.stride()))
-        if self._views is not None and addresses == self._addresses:
-            return self._views
-        with torch.no_grad():
-            here, views = zip(*(self._row(group, row) for group, row in self.chosen), strict=True)
-        self._views, self._addresses = list(here) if all(views) else None, addresses
-        return list(here)
-
-    def _row(self, group: WatchedGroup, row: int) -> tuple[Tensor, bool]:
-        """One row as a vector, and whether it is a view of the parameter.
+    def _row(self, group: WatchedGroup, row: int) -> Tensor:
+        """One row as a vector.
 
         The entries of a slice of dimension 0 are in the order of memory, so that it is a view; the order is that of the
         first call, so that a path keeps its coordinates if the memory format changes.
         """
-        if len(group.params) > 1:
-            return group.cut(group.params)[row], False
-        base = group.local(group.params[0])
-        if group.layout.spec != "filter" or not base.ndim:
-            here = group.layout.rows(base)[row]
-        else:
-            order = self._orders.get(group.name)
-            if order is None:
-                order = sorted(range(base.ndim - 1), key=base[row].stride().__getitem__, reverse=True)
-                self._orders[group.name] = order
-            here = base[row].permute(order).reshape(-1)
-        return here, here.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+        if len(group.params) > 1 or group.layout.spec != "filter" or not group.params[0].ndim:
+            return group.cut(group.params)[row]
+        here = group.local(group.params[0])[row]
+        if group.name not in self._orders:
+            self._orders[group.name] = sorted(range(here.ndim), key=here.stride().__getitem__, reverse=True)
+        return here.permute(self._orders[group.name]).reshape(-1)
 
 
 class PathHistory:
