@@ -1,5 +1,6 @@
 """The page in a real Chromium: it draws, its selectors change what is drawn, and it needs no network."""
 
+from functools import partial
 from itertools import pairwise
 
 import browser as chromium
@@ -125,8 +126,15 @@ def recorded(folder, quantity, group, statistic):
     return table[chosen].sort_values("step")["value"].tolist()
 
 
-def test_every_figure_of_every_section_is_drawn(visit, page_file):
-    tab = visit(page_file)
+def see_all(tab):
+    """Scroll to every figure that the page has."""
+    for figure in (figure.id for section in SECTIONS for figure in section.figures):
+        if tab.locator(f"figure#{figure}").count():
+            see(tab, figure)
+
+
+def test_every_figure_is_drawn_and_none_is_too_wide_for_a_window_that_became_narrow(visit, page_file):
+    tab = visit(page_file, viewport={"width": 1200, "height": 800})
     assert tab.title() == "Three runs · Steradian"
     assert tab.locator("main > section").count() == len(SECTIONS) + 2
     assert tab.locator("#any[data-drawn]").count() == 0  # figures wait until they are in sight
@@ -135,6 +143,8 @@ def test_every_figure_of_every_section_is_drawn(visit, page_file):
             see(tab, figure.id)
             shown = tab.locator(f"#{figure.id} .plot svg").first.is_visible()
             assert shown or tab.locator(f"#{figure.id} .note").inner_text() == "No row collapsed."
+    tab.set_viewport_size({"width": 400, "height": 800})
+    tab.wait_for_function("document.documentElement.scrollWidth === 400", timeout=5000)
 
 
 def test_the_buttons_of_a_figure_wait_for_the_pointer_and_send_nothing_away(tab):
@@ -313,19 +323,8 @@ def test_selectors_work_from_the_keyboard(tab):
 
 def test_a_phone_scrolls_in_one_direction_only(visit, page_file):
     tab = visit(page_file, viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
-    for section in SECTIONS:
-        for figure in section.figures:
-            see(tab, figure.id)
+    see_all(tab)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
-
-
-def test_figures_out_of_sight_do_not_widen_a_window_that_became_narrow(visit, page_file):
-    tab = visit(page_file, viewport={"width": 1200, "height": 800})
-    for section in SECTIONS:
-        for figure in section.figures:
-            see(tab, figure.id)
-    tab.set_viewport_size({"width": 400, "height": 800})
-    tab.wait_for_function("document.documentElement.scrollWidth === 400", timeout=5000)
 
 
 def test_on_paper_every_figure_is_drawn_dark_on_light_and_no_wider_than_the_paper(visit, page_file, tmp_path):
@@ -389,16 +388,13 @@ def test_a_run_with_one_step_has_a_page(visit, tmp_path):
     tab.select_option("#layer", "conv1.weight")
 
 
-def test_long_names_widen_nothing(visit, tmp_path):
+@pytest.mark.parametrize("width", [400, pytest.param(1600, marks=pytest.mark.slow)])
+def test_long_names_widen_nothing(width, visit, tmp_path):
     options = {"layers": {"block." * 60 + name: (4, 9) for name in "ab"}, "steps": 20, "every_rows": 10}
     file = report([simulate.write(tmp_path / "run", "Adam", name="run-" * 60, **options)], tmp_path / "page.html")
-    for width in (400, 1600):
-        tab = visit(file, viewport={"width": width, "height": 800})
-        for section in SECTIONS:
-            for figure in section.figures:
-                if tab.locator(f"figure#{figure.id}").count():
-                    see(tab, figure.id)
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    tab = visit(file, viewport={"width": width, "height": 800})
+    see_all(tab)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_many_runs_leave_room_for_figures(visit, tmp_path):
@@ -422,37 +418,31 @@ def test_many_runs_leave_room_for_figures(visit, tmp_path):
             assert tab.locator("nav").bounding_box()["y"] >= bar["y"] + bar["height"]
 
 
-def test_a_run_that_cannot_be_read_is_shown_as_far_as_it_goes(visit, runs, tmp_path):
-    options = {"layers": LAYERS, "steps": 30, "only": ["radius", "angle", "velocity"], "paths": False, "every_rows": 0}
-    blind = simulate.write(tmp_path / "blind", "SGD", name="unread", **options)
-    tab = visit(report([blind], tmp_path / "one.html"))
-    for figure in ("angle", "h2", "any"):
-        see(tab, figure)
-    assert "only two points are known" in tab.inner_text("#effective-rate")
-    assert tab.locator("#effective-rate .plot").count() == 0
-    both = visit(report([runs[0], blind], tmp_path / "both.html"))
-    see(both, "equilibrium-radius")
-    assert "unread: equilibrium_radius" in both.inner_text("#equilibrium-radius .missing")
-    both.select_option("#layer", "conv1.weight")
-    assert [line["name"] for line in lines(both, "equilibrium-radius")] == ["SGD-M", "SGD-M", "unread"]
+@pytest.fixture(scope="module")
+def odd(browser, runs, tmp_path_factory):
+    """A page of a usual run beside an unread one, one that is not finite, and one with quotes in its name."""
+    folder = tmp_path_factory.mktemp("odd")
+    write = partial(simulate.write, layers=LAYERS)
+    unread = {"steps": 30, "only": ["radius", "angle", "velocity"], "paths": False, "every_rows": 0}
+    blind = write(folder / "blind", "SGD", name="unread", **unread)
+    lost = simulate.spoil(write(folder / "lost", "SGD", name="lost", steps=10, paths=False), 0)
+    quoted = write(folder / "quoted", "Adam", name='"a" & b', steps=5)
+    visits = Visits(browser)
+    yield visits(report([runs[0], blind, lost, quoted], folder / "page.html"))
+    visits.close()
+    visits.check()
 
 
-def test_a_run_that_is_not_a_number_says_so_and_does_not_hang(visit, runs, tmp_path):
-    options = {"layers": LAYERS, "steps": 10, "paths": False}
-    lost = simulate.spoil(simulate.write(tmp_path / "lost", "SGD", name="lost", **options), 0)
-    tab = visit(report([lost], tmp_path / "one.html"))
-    for figure in (figure.id for section in SECTIONS for figure in section.figures):
-        if tab.locator(f"figure#{figure}").count():
-            see(tab, figure)
-    for figure in ("effective-rate", "angle", "h1"):
-        assert tab.inner_text(f"#{figure} .note") == "Not a finite number in any step: lost."
-    assert tab.inner_text("#heat-map .note") == "Effective rate: no finite number in the runs chosen."
-    assert tab.inner_text("#equilibrium-radius .note") == "No finite number in the runs and the layer chosen."
-    assert tab.locator("#phenomena-turns .plot").text_content().count("no finite number") == 4
-    both = visit(report([runs[0], lost], tmp_path / "both.html"))
+def test_what_a_run_lacks_is_said_beside_the_others(odd):
+    see(odd, "equilibrium-radius")
+    assert "unread: equilibrium_radius" in odd.inner_text("#equilibrium-radius .missing")
     for figure in ("heat-map", "equilibrium-radius", "equilibrium-angle"):
-        see(both, figure)
-        assert both.locator(f"#{figure} .plot").text_content().count("no finite number") == 1
+        see(odd, figure)
+        assert odd.locator(f"#{figure} .plot").text_content().count("no finite number") == 1
+    odd.select_option("#layer", "conv1.weight")
+    drawn = [line["name"] for line in lines(odd, "equilibrium-radius")]
+    assert drawn[:3] == ["SGD-M", "SGD-M", "unread"]
+    odd.select_option("#layer", "")
 
 
 def test_a_map_of_zeros_says_so(visit, runs, tmp_path):
@@ -464,22 +454,37 @@ def test_a_map_of_zeros_says_so(visit, runs, tmp_path):
     assert tab.locator("#heat-map .plot").text_content().count("0 throughout") == 1
 
 
-def test_quotes_stand_in_headings_and_on_hovering_as_they_are(visit, runs, tmp_path):
-    quoted = simulate.write(tmp_path / "run", "Adam", name='"a" & b', layers=LAYERS, steps=5)
-    tab = visit(report([runs[0], quoted], tmp_path / "page.html"))
-    see(tab, "angle")
-    assert '"a" & b' in tab.locator("#angle .plot").text_content()
-    assert "&quot;" not in tab.evaluate("JSON.stringify(document.querySelector('#angle .plot').data)")
+def test_quotes_stand_in_headings_and_on_hovering_as_they_are(odd):
+    see(odd, "angle")
+    assert '"a" & b' in odd.locator("#angle .plot").text_content()
+    assert "&quot;" not in odd.evaluate("JSON.stringify(document.querySelector('#angle .plot').data)")
+
+
+def test_a_run_that_cannot_be_read_is_shown_as_far_as_it_goes(visit, tmp_path):
+    options = {"layers": LAYERS, "steps": 30, "only": ["radius", "angle", "velocity"], "paths": False, "every_rows": 0}
+    tab = visit(report([simulate.write(tmp_path / "run", "SGD", **options)], tmp_path / "one.html"))
+    for figure in ("angle", "h2", "any"):
+        see(tab, figure)
+    assert "only two points are known" in tab.inner_text("#effective-rate")
+    assert tab.locator("#effective-rate .plot").count() == 0
+
+
+def test_a_run_that_is_not_a_number_says_so_and_does_not_hang(visit, tmp_path):
+    run = simulate.write(tmp_path / "lost", "SGD", name="lost", layers=LAYERS, steps=10, paths=False)
+    tab = visit(report([simulate.spoil(run, 0)], tmp_path / "one.html"))
+    see_all(tab)
+    for figure in ("effective-rate", "angle", "h1"):
+        assert tab.inner_text(f"#{figure} .note") == "Not a finite number in any step: lost."
+    assert tab.inner_text("#heat-map .note") == "Effective rate: no finite number in the runs chosen."
+    assert tab.inner_text("#equilibrium-radius .note") == "No finite number in the runs and the layer chosen."
+    assert tab.locator("#phenomena-turns .plot").text_content().count("no finite number") == 4
 
 
 def test_names_are_text_and_nothing_else(visit, tmp_path):
     evil = "</script><b id=evil onclick=x>&amp;"
     options = {"layers": {evil: (4, 9), "b": (4, 9)}, "steps": 20, "every_rows": 10}
     tab = visit(report([simulate.write(tmp_path / "run", "Adam", name=evil, **options)], tmp_path / "page.html"))
-    for section in SECTIONS:
-        for figure in section.figures:
-            if tab.locator(f"figure#{figure.id}").count():
-                see(tab, figure.id)
+    see_all(tab)
     tab.select_option("#layer", evil)
     assert tab.locator("#evil").count() == 0
     assert tab.inner_text(".run h3") == evil

@@ -43,6 +43,9 @@ SIMULATED = {
 }
 
 
+ONE_OF_EACH = {"SGD-M", "SGD Nesterov", "AdamW", "Adam", "Adam without 'abc'", "SGD without 'bc'"}
+
+
 def simulate(build, slopes, *, size=32, steps=1500):
     """Radius and angle per row in the last third of a walk: the gradient is noise across the row, of length γ/r."""
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +68,9 @@ def simulate(build, slopes, *, size=32, steps=1500):
     return (torch.stack(radii), torch.stack(angles)), expected
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize(
+    "name", [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in SIMULATED]
+)
 def test_rows_under_pure_noise_come_to_rest_where_predicted(name):
     slopes = torch.linspace(0.5, 2, 16, dtype=torch.float64)
     measured, expected = simulate(SIMULATED[name], slopes)
@@ -278,7 +283,9 @@ def test_a_long_training_comes_to_rest_within_a_tenth_of_the_prediction(name):
         assert mean_square == pytest.approx(1, abs=0.1), group
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name", ["SGD-M", *(pytest.param(name, marks=pytest.mark.slow) for name in TRAINED if name != "SGD-M")]
+)
 def test_so_does_a_training_on_digits(name):
     """The derivation speaks of the mean of θ².
 

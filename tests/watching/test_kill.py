@@ -17,8 +17,6 @@ from steradian.watching.sinks import Folder, RunFiles
 
 from small import pair, series, set_gradients, train
 
-KILLS = 20
-
 
 def life(folder, flushed, kind):
     """Train and record until the end of time, and write down which steps were handed to the disk."""
@@ -59,12 +57,13 @@ def killed(folder, after, kind):
 # Python warns of forks of a process with threads; the child uses none of them.
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_killed_run_can_be_read_and_lost_at_most_its_last_part(tmp_path):
+@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_killed_run_can_be_read_and_lost_at_most_its_last_part(kills, tmp_path):
     pyarrow = pytest.importorskip("pyarrow.parquet")
     pair("Adam")  # what a first optimizer imports is imported here, once
     chance = random.Random(0)
     moments = set()
-    for k in range(KILLS):
+    for k in range(kills):
         folder = tmp_path / f"run-{k}"
         written = killed(folder, chance.uniform(0, 0.15), ("Adam", "ours")[k % 2])
         for file in folder.glob("*.parquet"):

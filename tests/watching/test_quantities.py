@@ -186,16 +186,23 @@ def build(network):
     return NETWORKS[network].build().double()
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("name", TORCH)
+def crossed(names, networks):
+    """Every name with every network; all but one pair for each of them are slow."""
+    names, networks = list(names), list(networks)
+    longer = max(len(names), len(networks))
+    usual = {(names[k % len(names)], networks[k % len(networks)]) for k in range(longer)}
+    pairs = [(name, network) for name in names for network in networks]
+    return [pair if pair in usual else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "network"), crossed(TORCH, NETWORKS))
 def test_torchs_optimizers_on_every_network(name, network):
     seen, twins = train(build(network), TORCH[name])
     assert len(twins) == 2
     check(seen, twins, steps=range(13))
 
 
-@pytest.mark.parametrize("network", ["BN", "GN", "LN", "WN"])
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(("name", "network"), crossed(OURS, ["BN", "GN", "LN", "WN"]))
 def test_our_optimizers(name, network):
     seen, twins = train(build(network), OURS[name])
     assert len(twins) == 2
@@ -214,8 +221,7 @@ def test_other_settings_of_our_optimizers(name):
     check(*train(build("GN"), MORE_OF_OURS[name]), steps=range(13), missing=PHENOMENA)
 
 
-@pytest.mark.parametrize("network", ["BN", "GN", "LN", "WN"])
-@pytest.mark.parametrize("name", ["SGD-M", "Adam", "AdamW"])
+@pytest.mark.parametrize(("name", "network"), crossed(["SGD-M", "Adam", "AdamW"], ["BN", "GN", "LN", "WN"]))
 def test_every_third_step(name, network):
     seen, twins = train(build(network), TORCH[name], every=3)
     check(seen, twins, steps=range(0, 13, 3), missing=PHENOMENA - {"deformation"})

@@ -15,24 +15,24 @@ from steradian.watching.records import STATISTICS
 from small import groups_of, rows, set_gradients
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LENGTHS = (3, 1, 64, 130, 0, 302, 65)
+LENGTHS = (3, 1, 64, 130, 0, 65)
 EDGES = np.cumsum([0, *LENGTHS]).tolist()
 SPANS = [slice(start, stop) for start, stop in pairwise(EDGES)]
 
 
 def numbers(dtype):
     """Numbers of every kind: ties, both infinities, both zeros, NaN, and some that are hardly numbers any more."""
-    values = torch.randn(3, 4, EDGES[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values = torch.randn(2, 3, EDGES[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
     values[0, 0, 5] = math.nan
+    values[0, 0, 70:80] = -math.inf
     values[0, 1, 10] = math.inf
-    values[0, 2, 70:80] = -math.inf
-    values[0, 3, 2] = -math.nan
-    values[1, 0] = values[1, 0].round()
-    values[1, 1] = 3.0
-    values[1, 2, :4] = torch.tensor([0.0, -0.0, 0.0, -5.0])
-    values[1, 3] *= torch.finfo(dtype).tiny
-    values[2, 0] *= torch.finfo(dtype).max / 1000
-    values[2, 1, 68:] = math.inf
+    values[0, 1, 2] = -math.nan
+    values[0, 1, 68:] = math.inf
+    values[0, 2] = values[0, 2].round()
+    values[0, 2, :4] = torch.tensor([0.0, -0.0, 0.0, -5.0])
+    values[1, 0] = 3.0
+    values[1, 1] *= torch.finfo(dtype).tiny
+    values[1, 2] *= torch.finfo(dtype).max / 1000
     return values
 
 
@@ -64,14 +64,14 @@ def test_statistics_are_those_of_numpy(selected, dtype, monkeypatch):
     assert bool(reduction.selected) == selected
     found = reduction(values.to(DEVICE)).cpu().double().numpy()
     close = {"rtol": 1e-6, "atol": 2e-45} if dtype == torch.float32 else {"rtol": 1e-13, "atol": 1e-323}
-    for line in np.ndindex(3, 4):
+    for line in np.ndindex(2, 3):
         for k, span in enumerate(SPANS):
-            want, told = by_numpy(values[line][span]), f"{line} {LENGTHS[k]}"
-            np.testing.assert_allclose(found[(*line, k)][:-1], want[:-1], **close, err_msg=told)
+            want, case = by_numpy(values[line][span]), f"{line} {LENGTHS[k]}"
+            np.testing.assert_allclose(found[(*line, k)][:-1], want[:-1], **close, err_msg=case)
             # Numbers that cancel each other leave a mean that is exact to their size, not to its own.
             size = np.abs(want).max() if np.isfinite(want).all() else 0.0
             np.testing.assert_allclose(
-                found[(*line, k)][-1], want[-1], close["rtol"], close["rtol"] * size, err_msg=told
+                found[(*line, k)][-1], want[-1], close["rtol"], close["rtol"] * size, err_msg=case
             )
 
 
@@ -88,7 +88,7 @@ def test_very_long_groups_are_sorted_and_short_ones_beside_them_are_not(monkeypa
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the host does not wait for a CPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("ours", [True, False])
-def test_numbers_are_handed_over_without_the_host_waiting(ours, tmp_path):
+def test_a_flush_does_not_make_the_host_wait(ours, tmp_path):
     params = rows((4, 5), (300, 5), dtype=torch.float32, device=DEVICE)
     kind = st.optim.Adam if ours else torch.optim.Adam
     optimizer = kind(groups_of(params), lr=0.05, weight_decay=0.01, capturable=True)
