@@ -439,10 +439,6 @@ def test_what_a_run_lacks_is_said_beside_the_others(odd):
     for figure in ("heat-map", "equilibrium-radius", "equilibrium-angle"):
         see(odd, figure)
         assert odd.locator(f"#{figure} .plot").text_content().count("no finite number") == 1
-    odd.select_option("#layer", "conv1.weight")
-    drawn = [line["name"] for line in lines(odd, "equilibrium-radius")]
-    assert drawn[:3] == ["SGD-M", "SGD-M", "unread"]
-    odd.select_option("#layer", "")
 
 
 def test_a_map_of_zeros_says_so(visit, runs, tmp_path):
@@ -460,13 +456,18 @@ def test_quotes_stand_in_headings_and_on_hovering_as_they_are(odd):
     assert "&quot;" not in odd.evaluate("JSON.stringify(document.querySelector('#angle .plot').data)")
 
 
-def test_a_run_that_cannot_be_read_is_shown_as_far_as_it_goes(visit, tmp_path):
+def test_a_run_that_cannot_be_read_is_shown_as_far_as_it_goes(visit, runs, tmp_path):
     options = {"layers": LAYERS, "steps": 30, "only": ["radius", "angle", "velocity"], "paths": False, "every_rows": 0}
-    tab = visit(report([simulate.write(tmp_path / "run", "SGD", **options)], tmp_path / "one.html"))
+    blind = simulate.write(tmp_path / "run", "SGD", name="unread", **options)
+    tab = visit(report([blind], tmp_path / "one.html"))
     for figure in ("angle", "h2", "any"):
         see(tab, figure)
     assert "only two points are known" in tab.inner_text("#effective-rate")
     assert tab.locator("#effective-rate .plot").count() == 0
+    both = visit(report([runs[0], blind], tmp_path / "both.html"))
+    see(both, "equilibrium-radius")
+    both.select_option("#layer", "conv1.weight")
+    assert [line["name"] for line in lines(both, "equilibrium-radius")] == ["SGD-M", "SGD-M", "unread"]
 
 
 def test_a_run_that_is_not_a_number_says_so_and_does_not_hang(visit, tmp_path):
