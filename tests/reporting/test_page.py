@@ -9,7 +9,7 @@ import pytest
 import simulate
 import stress
 
-from steradian.reporting.data import BUDGET, block, load, unpack
+from steradian.reporting.data import BUDGET, load, page_data, unpack
 from steradian.reporting.page import report
 from steradian.reporting.sections import SECTIONS
 from steradian.watching.records import read_run
@@ -176,8 +176,8 @@ def test_several_large_runs_are_no_larger_page(tmp_path):
 
 def test_more_lines_have_fewer_points(tmp_path, monkeypatch):
     run = load([write(tmp_path / "run", steps=300, every_rows=0, paths=False)])[0]
-    fine = len(block([run])["pack"]) / 4
+    fine = len(page_data([run])["pack"]) / 4
     monkeypatch.setattr("steradian.reporting.data.BUDGET", BUDGET // 100)
-    coarse = block([run])
+    coarse = page_data([run])
     assert len(coarse["pack"]) / 4 < BUDGET / 100 * 1.1 < fine
     assert len(coarse["runs"][0]["steps"]) >= 48

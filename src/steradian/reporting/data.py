@@ -14,7 +14,7 @@ from steradian.reporting.lines import Lines, aggregate, coarsen
 from steradian.reporting.rows import cosines, histograms, spheres, trajectories
 from steradian.watching.records import QUANTITIES, STATISTICS, read_run
 
-__all__ = ["BUDGET", "Pack", "PageRun", "block", "load", "unpack"]
+__all__ = ["BUDGET", "Pack", "PageRun", "load", "page_data", "unpack"]
 
 POINTS = 480
 FEWEST_POINTS = 48
@@ -23,7 +23,7 @@ HYPOTHESES = ("radial", "velocity", "taylor")
 
 
 class Pack:
-    """Arrays behind each other in one text; each is found again by its offset and its length.
+    """Arrays concatenated in one text; each is found by its offset and its length.
 
     A number is the upper 24 bits of its float32, rounded: 16 binary digits, a relative error of at most 2^-16.
     Three bytes are four characters of base64, so number i is at the characters 4i to 4i + 4, and the browser
@@ -57,7 +57,7 @@ class Pack:
 
 
 def unpack(text: str, offset: int, length: int) -> np.ndarray:
-    """The numbers that `Pack.add` packed: what the page's script does."""
+    """The numbers that `Pack.add` packed, decoded as the page's script does."""
     three = np.frombuffer(base64.b64decode(text[4 * offset : 4 * (offset + length)]), np.uint8).reshape(-1, 3)
     four = np.concatenate([np.zeros((len(three), 1), np.uint8), three], axis=1)
     return np.ascontiguousarray(four).view("<f4").ravel()
@@ -65,27 +65,37 @@ def unpack(text: str, offset: int, length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Extreme:
-    """The largest value of a quantity in a whole run, where it was, and at how many steps it was not finite."""
+    """The largest value of a quantity in a whole run, its step and group, and at how many steps it was not finite."""
 
     value: float
     step: int
     group: str
-    blank: int = 0
+    not_finite: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class PageRun:
-    """A run as the page needs it: the long table is reduced already."""
+    """A run as the page needs it, reduced in time.
+
+    Attributes:
+        name: the run's name, distinct from those of the other runs.
+        about: the contents of run.json.
+        lines: its table, reduced in time.
+        rows: single rows, `records.ROW_COLUMNS`.
+        paths: directions, `records.PATH_COLUMNS`.
+        alerts: `records.ALERT_COLUMNS`.
+        extremes: the largest value of each quantity that a hypothesis bounds.
+        not_finite: quantities that are not finite in some group at the end of the run.
+    """
 
     name: str
-    folder: Path
     about: Mapping[str, Any]
     lines: Lines
     rows: pd.DataFrame
     paths: pd.DataFrame
     alerts: pd.DataFrame
     extremes: dict[str, Extreme] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
+    not_finite: set[str] = field(default_factory=set)
 
     @property
     def quantities(self) -> set[str]:
@@ -96,8 +106,8 @@ class PageRun:
     def groups(self) -> list[str]:
         """Its groups, in the order of run.json, which is the model's."""
         named = [str(group.get("name")) for group in self.about.get("groups") or []]
-        seen = {group for groups in self.lines.values.values() for group in groups} - {""}
-        return [name for name in named if name in seen] + sorted(seen - set(named))
+        recorded = {group for groups in self.lines.values.values() for group in groups} - {""}
+        return [name for name in named if name in recorded] + sorted(recorded - set(named))
 
 
 def load(paths: Sequence[str | Path]) -> list[PageRun]:
@@ -121,14 +131,15 @@ def _load(path: str | Path) -> PageRun:
     run = read_run(path)
     if run.table.empty:
         raise ValueError(f"the run {path} holds no record yet: watch writes the first part at its first flush")
-    found = {name: extreme(run.table, name) for name in HYPOTHESES}
+    found = {name: _extreme(run.table, name) for name in HYPOTHESES}
     extremes = {name: of for name, of in found.items() if of is not None}
     lines = aggregate(run.table, points=POINTS)
-    return PageRun(run.name, Path(path), run.about, lines, run.rows, run.paths, run.alerts, extremes, lost(run.table))
+    not_finite = _not_finite(run.table)
+    return PageRun(run.name, run.about, lines, run.rows, run.paths, run.alerts, extremes, not_finite)
 
 
-def block(runs: Sequence[PageRun]) -> dict[str, Any]:
-    """Everything that the page's script draws, ready for JSON."""
+def page_data(runs: Sequence[PageRun]) -> dict[str, Any]:
+    """Everything that the page's script draws, as JSON can hold it."""
     pack = Pack()
     count = sum(run.lines.count() for run in runs)
     points = max(FEWEST_POINTS, min(POINTS, BUDGET // max(count, 1)))
@@ -186,7 +197,7 @@ def block(runs: Sequence[PageRun]) -> dict[str, Any]:
 
 
 def _quantities(runs: Sequence[PageRun]) -> dict[str, dict[str, str]]:
-    """Those recorded for groups, in the order of `QUANTITIES`, and others after them under their own names."""
+    """Quantities recorded for groups, in the order of `QUANTITIES`, then unknown ones under their own names."""
     recorded = {name for run in runs for name in run.quantities}
     known = {name: QUANTITIES[name]._asdict() for name in QUANTITIES if name in recorded}
     other = {
@@ -207,21 +218,20 @@ def _run(run: PageRun, lines: Lines, pack: Pack) -> dict[str, Any]:
         "steps": lines.steps.tolist(),
         "last": lines.last_step,
         "drops": [asdict(drop) for drop in lines.drops],
-        "extremes": {name: asdict(of) for name, of in run.extremes.items()},
         "groups": run.groups,
         "series": series,
     }
 
 
 def _line(line: np.ndarray, pack: Pack) -> Any:
-    """Where a line lies in the pack; of a constant one, [the constant], which is most of what schedules record."""
+    """The offset of a line in the pack; [the value] for a constant line, such as the rate between two drops."""
     if np.isfinite(line).all() and (line == line[0]).all():
         return [float(f"{line[0]:.5g}")]
     return pack.add(line)
 
 
 def distinct_names(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Names of runs; those that are the same get as much of their folder as tells them apart.
+    """Names of runs; equal names get as much of their folder as distinguishes them.
 
     >>> distinct_names(["adam", "sgd", "adam"], [Path("a/run"), Path("b/run"), Path("c/run")])
     ['adam (a/run)', 'sgd', 'adam (c/run)']
@@ -239,19 +249,19 @@ def distinct_names(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
     return result
 
 
-def extreme(table: pd.DataFrame, quantity: str) -> Extreme | None:
+def _extreme(table: pd.DataFrame, quantity: str) -> Extreme | None:
     """The largest value of a quantity over all rows, groups and steps of a run's table."""
     part = table[(table["quantity"] == quantity) & (table["statistic"] == "max")]
     value = part["value"].to_numpy(float)
     if not np.isfinite(value).any():
         return None
     at = int(np.argmax(np.where(np.isfinite(value), value, -np.inf)))
-    blank = part["step"][~np.isfinite(value)].nunique()
-    return Extreme(float(value[at]), int(part["step"].iloc[at]), str(part["group"].iloc[at]), blank)
+    not_finite = part["step"][~np.isfinite(value)].nunique()
+    return Extreme(float(value[at]), int(part["step"].iloc[at]), str(part["group"].iloc[at]), not_finite)
 
 
-def lost(table: pd.DataFrame) -> set[str]:
-    """Quantities that are not finite in some group at the end: of these there is nothing to say but that."""
+def _not_finite(table: pd.DataFrame) -> set[str]:
+    """Quantities that are not finite in some group at the end."""
     part = table[table["statistic"].isin(["median", "mean"]) & (table["group"] != "")]
     last = part.drop_duplicates(["group", "quantity", "statistic"], keep="last")
     return {str(name) for name in last["quantity"][~np.isfinite(last["value"].to_numpy(float))]}

@@ -1,4 +1,4 @@
-"""Time: a recorded table of any length becomes lines of a few hundred points that keep extremes and sharp drops."""
+"""Lines over time: a table of any length reduced to a few hundred points that keep extremes and sharp drops."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +127,7 @@ def coarsen(lines: Lines, points: int) -> Lines:
 
 
 def reduce_lines(dense: Floats, bucket: Integers, count: int, statistic: str) -> Floats:
-    """Reduce the columns of `dense` (lines, steps) that share a bucket; NaN is nothing recorded.
+    """Reduce the columns of `dense` (lines, steps) that share a bucket; NaN where nothing was recorded.
 
     >>> reduce_lines(np.array([[1.0, np.nan, 4.0]]), np.array([0, 0, 2]), 3, "max")
     array([[ 1., nan,  4.]])
@@ -187,7 +187,7 @@ def _named(
         for i, line in zip(chosen, reduce_lines(dense[chosen], bucket, count, statistic), strict=True):
             found.setdefault(named[i][0], {})[statistic] = line
     run = found.get("", {})
-    if set(run) == {"mean"}:  # one number per step: what a bucket hides is shown as a band
+    if set(run) == {"mean"}:  # one number per step: a band shows the range within a bucket
         whole = dense[[i for i, (g, _) in enumerate(named) if g == ""]]
         run["min"] = reduce_lines(whole, bucket, count, "min")[0]
         run["max"] = reduce_lines(whole, bucket, count, "max")[0]

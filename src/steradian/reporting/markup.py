@@ -38,7 +38,7 @@ def escape(text: Any) -> str:
 
 
 def run_cards(runs: Sequence[PageRun]) -> str:
-    """One card per run: what trained, how, and what it came to."""
+    """One card per run: its optimizer, settings and last numbers."""
     return "\n".join(_card(i, run) for i, run in enumerate(runs))
 
 
@@ -74,7 +74,7 @@ def _ends(run: PageRun) -> dict[str, str]:
         ("effective_lr", "Effective rate, end"),
         ("angle", "Angle per step, end"),
     ):
-        if quantity in run.lost:
+        if quantity in run.not_finite:
             result[label] = "not a finite number"
             continue
         of = run.lines.values.get(quantity, {})
@@ -102,7 +102,9 @@ def alerts(runs: Sequence[PageRun]) -> str:
     for i, run in enumerate(runs):
         for alert in run.alerts.to_dict("records"):
             step, group = alert.get("step"), alert.get("group")
-            when = "" if step is None or step != step else f"step {int(step)}"  # NaN where another alert has a step
+            when = (
+                "" if step is None or step != step else f"step {int(step)}"
+            )  # NaN if it has no step and another alert has one
             where = " · ".join(part for part in (run.name, when, str(group or "")) if part)
             lines.append(
                 f'<li style="--run: var(--run-{i % 7})"><b>{escape(alert.get("text") or alert.get("kind"))}</b>'
@@ -174,7 +176,7 @@ def paper_index(shown: Sequence[Section] = SECTIONS) -> str:
 
 
 def sections(runs: Sequence[PageRun]) -> str:
-    """All sections; a figure that nothing was recorded for says so instead of standing empty."""
+    """All sections; a figure without records says so instead of being empty."""
     return "\n".join(_section(section, runs) for section in SECTIONS)
 
 
@@ -219,7 +221,7 @@ def _control(name: str) -> str:
 
 
 def _lacks(figure: Figure, run: PageRun, runs: Sequence[PageRun]) -> str | None:
-    """What this run does not have of a figure, and why; None if nothing."""
+    """What this run lacks for a figure, and why; None if it has everything."""
     need = figure.needs[0]
     if need == "*":
         return None
@@ -242,7 +244,7 @@ def _lacks(figure: Figure, run: PageRun, runs: Sequence[PageRun]) -> str | None:
 
 
 def _verdict(figure: Figure, runs: Sequence[PageRun]) -> str:
-    """In words, whether a bound held, over every row and step, not only over what is drawn."""
+    """In words, whether a bound held at all recorded rows and steps, not only at those that are drawn."""
     if figure.bound is None:
         return ""
     lines = []
@@ -252,10 +254,10 @@ def _verdict(figure: Figure, runs: Sequence[PageRun]) -> str:
             held = worst.value < figure.bound[0]
             word = "below the bound throughout" if held else "above the bound"
             mark = "held" if held else "failed"
-            if worst.blank:  # nothing is known of these steps
-                steps = "1 step" if worst.blank == 1 else f"{worst.blank} steps"
-                blank = f"not a finite number at {steps}"
-                word = f"{blank}, below the bound otherwise" if held else f"{word}, and {blank}"
+            if worst.not_finite:
+                steps = "1 step" if worst.not_finite == 1 else f"{worst.not_finite} steps"
+                unknown = f"not a finite number at {steps}"
+                word = f"{unknown}, below the bound otherwise" if held else f"{word}, and {unknown}"
                 mark = "unsure" if held else mark
             lines.append(
                 f'<li class="{mark}"><b>{escape(run.name)}</b>: {word}; largest '
@@ -264,7 +266,7 @@ def _verdict(figure: Figure, runs: Sequence[PageRun]) -> str:
     return f'<ul class="verdict">{"".join(lines)}</ul>' if lines else ""
 
 
-# Words
+# Numbers and settings in words
 
 
 def number(value: Any) -> str:
@@ -287,7 +289,7 @@ def number(value: Any) -> str:
 
 
 def settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The settings of an optimizer's param groups: each once, or the distinct values where groups differ.
+    """The settings of an optimizer's param groups: each once, or its distinct values if the groups differ.
 
     >>> settings([{"lr": 0.1, "rows": "filter"}, {"lr": 0.1}])
     {'lr': '0.1'}

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from steradian.files import write_atomically
 from steradian.reporting import markup
-from steradian.reporting.data import PageRun, block, load
+from steradian.reporting.data import PageRun, load, page_data
 
 __all__ = ["report"]
 
@@ -53,7 +53,7 @@ def report(runs: Sequence[str | Path], out: str | Path, *, title: str | None = N
 def document(runs: Sequence[PageRun], title: str) -> str:
     """The page's text."""
     # "</" would end the script element early, and "<!--" would begin a comment in it.
-    data = json.dumps(block(runs), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(page_data(runs), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return Template(_asset("page.html")).substitute(
         title=html.escape(title),
         style=_asset("page.css"),

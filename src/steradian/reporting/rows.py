@@ -40,7 +40,7 @@ MOST_FITTED = 300  # points from which the principal directions are computed
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How one quantity is spread over the rows of one group, in all runs, over common bins.
+    """The distribution of one quantity over the rows of one group, in all runs, with common bins.
 
     Attributes:
         quantity: its name.
@@ -61,8 +61,8 @@ def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
     """The steps at which all rows of a group were recorded.
 
     Args:
-        step: of each recorded row of one group and one quantity. A row that is followed on its own is there at every
-            step, so steps with fewer rows than others do not count.
+        step: of each recorded row of one group and one quantity. Steps with fewer rows than others do not count, since
+            single rows may be recorded more often.
         most: how many steps at most; of more, some are chosen evenly, the first and the last among them.
 
     >>> whole_steps(np.array([0, 0, 0, 1, 2, 3, 3, 3]))
@@ -143,7 +143,7 @@ class Path3:
         steps: (n,).
         points: (n, 3), inside the unit ball.
         turned: the angle between its first and last direction, in radians.
-        travelled: the sum of the angles between recorded directions, in radians; the way itself is at least as long.
+        travelled: the sum of the angles between recorded directions, in radians: a lower bound of the path's length.
     """
 
     run: int
@@ -195,7 +195,7 @@ def trajectories(runs: Sequence[pd.DataFrame]) -> dict[tuple[str, int], list[Tra
 
 
 def has_trajectory(paths: pd.DataFrame) -> bool:
-    """Whether a run holds a trajectory: one point, or points that are not finite, are none."""
+    """Whether a run has a trajectory of at least two finite points."""
     return bool(trajectories([paths]))
 
 

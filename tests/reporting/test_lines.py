@@ -1,4 +1,4 @@
-"""Time: lines keep their extremes, their drops and their meaning."""
+"""Lines over time keep their extremes, their drops and their meaning."""
 
 import numpy as np
 import pandas as pd
