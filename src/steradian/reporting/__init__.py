@@ -1,1 +1,1 @@
-"""One page from recorded runs, without torch: `steradian.report(runs, out)`."""
+"""One page from recorded runs, without torch: `st.report(runs, out)`."""

@@ -1,1 +1,1 @@
-"""What any optimizer does to the weights, step by step: `steradian.watch(optimizer, …)` and its records."""
+"""What any optimizer does to the weights, step by step: `st.watch(optimizer, …)` and its records."""

@@ -1,6 +1,5 @@
 """Observed steps of the rows on one device: their numbers, until a flush reduces them there."""
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from operator import is_
@@ -19,7 +18,7 @@ from steradian.watching.sources import Quantities, Source
 from steradian.watching.sources.observed import ObservedSource
 from steradian.watching.sources.state import StateSource
 from steradian.watching.sources.telemetry import TelemetrySource
-from steradian.watching.statistics import Statistics
+from steradian.watching.statistics import Statistics, kernels_work
 
 __all__ = ["Buffer", "source_of"]
 
@@ -52,11 +51,10 @@ def source_of(optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenomen
         reader = reader_of(optimizer)
     except UnreadableOptimizerError as error:
         return ObservedSource(optimizer, watched, why=str(error))
-    if not phenomena and watched[0].device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from steradian.optim._fused import works
+    if not phenomena and kernels_work(watched[0].device):
         from steradian.watching.sources.triton import TritonSource, supports
 
-        if works(watched[0].device) and supports(optimizer, watched):
+        if supports(optimizer, watched):
             return TritonSource(optimizer, watched)
     return StateSource(optimizer, watched, reader=reader, phenomena=phenomena)
 
@@ -75,7 +73,7 @@ class Buffer:
     Args:
         optimizer: the optimizer.
         watched: its watched groups on one device.
-        phenomena: measure (b1), (b2) and (c).
+        phenomena: measure (b1), (b2) and (c). None: if every step is observed and the optimizer is not one of ours.
         every_step: every step is observed.
 
     Attributes:
@@ -87,8 +85,10 @@ class Buffer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenomena: bool, every_step: bool = False
+        self, optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenomena: bool | None, every_step: bool = False
     ) -> None:
+        if phenomena is None:
+            phenomena = every_step and not isinstance(optimizer, RowOptimizer)
         self.optimizer = optimizer
         self.source = source_of(optimizer, watched, phenomena=phenomena)
         self.watched = sorted(watched, key=lambda group: group.start)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["COLUMNS", "QUANTITIES", "STATISTICS", "Alert", "Block", "Quantity", "RecordedRun", "read_run"]
+__all__ = ["COLUMNS", "QUANTITIES", "STATISTICS", "Alert", "Block", "Quantity", "RecordedRun", "Words", "read_run"]
 
 COLUMNS = ("run", "step", "group", "quantity", "statistic", "value")
 """Columns of the table."""

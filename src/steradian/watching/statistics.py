@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Statistics"]
+__all__ = ["Statistics", "kernels_work"]
 
 _AT_ONCE = 2**23
 """Numbers that are padded and sorted at once."""
@@ -49,7 +49,7 @@ class Statistics:
         self.groups = len(spans)
         by_kernel: dict[int, list[int]] = {}
         by_sorting: dict[int, list[int]] = {}
-        lengths = _LENGTHS if _kernel_works(torch.device(device)) else ()
+        lengths = _LENGTHS if kernels_work(torch.device(device)) else ()
         for k, rows in enumerate(span.stop - span.start for span in spans):
             if rows and (length := next((length for length in lengths if rows <= length), None)):
                 by_kernel.setdefault(length, []).append(k)
@@ -73,7 +73,8 @@ class Statistics:
         return found.reshape(*lead, self.groups, len(_LEVELS) + 1)
 
 
-def _kernel_works(device: torch.device) -> bool:
+def kernels_work(device: torch.device) -> bool:
+    """Whether Triton kernels run on this device."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     from steradian.optim._fused import works

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from steradian import optim
 from steradian.groups import Groups
-from steradian.optim._base import RowOptimizer
 from steradian.watching.alerts import Alerts
 from steradian.watching.buffer import Buffer
 from steradian.watching.flush import Flush, Output
@@ -135,8 +134,6 @@ class Watch:
         self._output = Output(self.sinks, Alerts(_decays(optimizer, watched)), partial(self._fail, fatal=False))
         folder = self._output.folder
         self.run = run or (folder.files.folder.resolve().name if folder is not None else type(optimizer).__name__)
-        if phenomena is None:
-            phenomena = every == 1 and not isinstance(optimizer, RowOptimizer)
         self.buffers = [
             Buffer(
                 optimizer,
@@ -164,7 +161,7 @@ class Watch:
         self._beforehand = any(source.beforehand for source in self._sources)
         self._cuda = any(buffer.device.type == "cuda" for buffer in self.buffers)
         self._first = step if step is None else int(step)
-        self._calls: int | None = None  # the number of the step that comes next
+        self._step: int | None = None  # the number of the step that comes next
         self._observing = self._begun = False
         self._flushed_at = time.monotonic()
         # A notebook may ask for records while another thread trains.
@@ -184,8 +181,8 @@ class Watch:
             self.running = True
             return self
         self._output.open(self.about())
-        if self._calls is not None:  # it was stopped before, and steps may have been taken since
-            self._calls = max(self._calls, counted_steps(self.optimizer) or 0)
+        if self._step is not None:  # it was stopped before, and steps may have been taken since
+            self._step = max(self._step, counted_steps(self.optimizer) or 0)
         for source in self._sources:
             source.open()
         # Dynamo must not trace into the hooks of a compiled step.
@@ -280,14 +277,14 @@ class Watch:
         self._begun = False
         if not self.running or self._failed:
             return
-        if (self._beforehand or self._calls is None) and self._capturing():
+        if (self._beforehand or self._step is None) and self._capturing():
             return
-        if self._calls is None:
-            self._calls = self._first_step()
+        if self._step is None:
+            self._step = self._first_step()
         self._begun = True
         if not self._beforehand:
             return
-        self._observing = self._calls % self.every == 0
+        self._observing = self._step % self.every == 0
         if not self._observing and not self._each_step:
             return
         self._check_membership()
@@ -298,27 +295,27 @@ class Watch:
     def _after(self) -> None:
         if not self._begun or self._failed:
             return
-        assert self._calls is not None
+        assert self._step is not None
         self._begun = unchanged = False
         if not self._beforehand:
             if self._capturing():
                 return
-            self._observing = self._calls % self.every == 0
+            self._observing = self._step % self.every == 0
             unchanged = self._observing and all(map(_UNCHANGED, self._sources))
             if self._observing and not unchanged:
                 self._check_membership()
         for buffer in self.buffers:
             buffer.count_skip()
         if unchanged:  # no torch.no_grad(), which would cost more than the rest
-            self._flush.observe(self._calls, unchanged=True)
+            self._flush.observe(self._step, unchanged=True)
         elif self._observing:
             with torch.no_grad():
-                self._flush.observe(self._calls)
+                self._flush.observe(self._step)
         elif self._each_step:
             for buffer in self.buffers:
                 if buffer.source.each_step:
                     buffer.source.after(buffer.scratch)
-        self._calls += 1
+        self._step += 1
         late = not self.sharded and time.monotonic() - self._flushed_at > _SECONDS
         if self._flush.full or (late and not self._flush.empty):
             self._flushed_at = time.monotonic()
@@ -362,7 +359,7 @@ class Watch:
         if self._stopped:
             logger.warning("%s: what is logged after stop() is not recorded", self.run)
         elif not self._idle:
-            step = max(0, (self._first_step() if self._calls is None else self._calls) - 1)
+            step = max(0, (self._first_step() if self._step is None else self._step) - 1)
             with self._lock:
                 for name, value in given.items():
                     self._flush.log(step, name, value)
@@ -406,9 +403,9 @@ class Watch:
     @property
     def next_step(self) -> int:
         """The number of the step that comes next; waits for the device if a gradient scaler may skip steps."""
-        if self._calls is None:
+        if self._step is None:
             return self._first_step()
-        return self._calls - max(int(buffer.skipped.item()) if buffer.may_skip else 0 for buffer in self.buffers)
+        return self._step - max(int(buffer.skipped.item()) if buffer.may_skip else 0 for buffer in self.buffers)
 
     @property
     def alerts(self) -> list[Alert]:

@@ -24,7 +24,7 @@ function line(run, quantity, group, statistic) {
   return decoded.get(at);
 }
 
-// "max-abs" is the larger of |min| and |max|, as the paper plots it; what a quantity lacks falls back to its mean.
+// "max-abs" is the larger of |min| and |max|, as the paper plots it; a missing statistic falls back to the mean.
 function lineOf(run, quantity, group, statistic) {
   if (statistic !== "max-abs")
     return line(run, quantity, group, statistic === "band" ? "median" : statistic) ?? line(run, quantity, group, "mean");
@@ -39,7 +39,7 @@ const hasQuantity = (run, quantity) => Object.keys(data.runs[run].series[quantit
 const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const runColour = (run) => css(`--run-${run % 7}`);
-// Dashes alone are the nominal rate and predictions.
+// Dashed lines are reserved for the nominal rate and predictions.
 const runDash = (run) => ["solid", "dot", "dashdot", "longdashdot"][Math.floor(run / 7) % 4];
 
 // Viridis: even steps of lightness, from the first layer to the last.
@@ -57,13 +57,13 @@ function depth(t) {
   const low = Number(css("--depth-low")), high = Number(css("--depth-high"));
   return viridis(low + (high - low) * t);
 }
-// Few layers are named below a figure, each in its colour; of many, each run goes from its first to its last.
+// Few layers are named below a figure, each in its colour; with many, colours run from the first to the last of each run.
 const FEW_LAYERS = 10;
 function layerColour(group, run) {
   const groups = data.groups.length > FEW_LAYERS ? data.runs[run].groups : data.groups;
   return depth(groups.length > 1 ? groups.indexOf(group) / (groups.length - 1) : 0.4);
 }
-// One colour on its way to another, opaque, so that pieces of a line may overlap.
+// A mixture of two colours, opaque, so that pieces of a line may overlap.
 function mixed(colour, ground, share) {
   const one = channels(colour), two = channels(ground);
   return `rgb(${one.map((value, i) => Math.round(share * value + (1 - share) * two[i])).join(",")})`;
@@ -73,7 +73,7 @@ function faded(colour, alpha) {
   return `rgba(${of.join(",")},${alpha})`;
 }
 
-// Names of layers for short places: without an ending that all of them have, and with the end that tells them apart.
+// Short names of layers: without an ending that all have in common, and with the part that distinguishes them.
 const common = data.groups.length > 1 && data.groups.every((group) => group.endsWith(".weight")) ? ".weight".length : 0;
 function label(group, most) {
   const name = common ? group.slice(0, -common) : group;
@@ -81,11 +81,11 @@ function label(group, most) {
 }
 const cut = (text, most) => (text.length > most ? `${text.slice(0, Math.max(most - 1, 3))}…` : text);
 
-// For text alone, never for attributes: Plotly shows &quot; as it is.
+// For text only, not for attributes: Plotly shows &quot; literally.
 const escapeHtml = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c]);
 const titleOf = (quantity) => data.quantities[quantity]?.title ?? quantity.replaceAll("_", " ");
 const symbolOf = (quantity) => data.quantities[quantity]?.symbol ?? "";
-// Plotly reads a little HTML; exponents are set as such.
+// Plotly understands a little HTML; exponents become superscripts.
 const plain = (text) => escapeHtml(text).replace("^e", "<sup>e</sup>").replace("^⊥", "<sup>⊥</sup>");
 const axisTitle = (quantity) => {
   const symbol = symbolOf(quantity);

@@ -5,7 +5,7 @@ drawings.heat = (figure, { quantity, statistic }) => {
   const fields = runs.map((run) => {
     const groups = data.runs[run].groups.filter((group) => lineOf(run, quantity, group, statistic));
     const lines = groups.map((group) => lineOf(run, quantity, group, statistic)), { steps } = data.runs[run];
-    // What is logged in every step has steps that layers, observed more rarely, do not have.
+    // Logged quantities have steps at which layers, observed more rarely, were not recorded.
     const known = steps.map((_, k) => k).filter((k) => lines.some((row) => Number.isFinite(row[k])));
     return { run, groups, steps: known.map((k) => steps[k]), values: lines.map((row) => known.map((k) => row[k])) };
   });
@@ -24,8 +24,8 @@ drawings.heat = (figure, { quantity, statistic }) => {
   const top = log ? Math.log10(high) : high, ticks = log ? decades(deepest, top) : undefined;
   const traces = fields.map(({ run, groups, steps, values }, i) => {
     const n = i ? i + 1 : "", every = Math.ceil((16 * groups.length) / height);
-    if (steps.length < 5 && steps.at(-1) - steps[0] < 5) layout[`xaxis${n}`].dtick = 1;  // there is no half step
-    // Names as many as there is room for.
+    if (steps.length < 5 && steps.at(-1) - steps[0] < 5) layout[`xaxis${n}`].dtick = 1;  // no ticks at half steps
+    // As many names as there is room for.
     const named = groups.filter((_, k) => k % every === 0);
     if (!values.some((row) => row.some((value) => (log ? value > 0 : Number.isFinite(value))))) {
       const zero = values.some((row) => row.some(Number.isFinite));

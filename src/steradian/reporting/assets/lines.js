@@ -1,7 +1,7 @@
 // Figures over time.
 const LINEAR = new Set(["collapsed", "radial"]);
 
-// The lines to draw: one per run and layer; what is zero throughout (a log scale cannot show it) or never a number apart.
+// The lines to draw, one per run and layer; lines of zeros, which a log scale cannot show, and lines without a finite number apart.
 function gather(quantity, statistic, log) {
   const found = [], zero = [], blank = [];
   for (const run of shownRuns())
@@ -123,7 +123,7 @@ const drawings = {
     const narrow = place.clientWidth < 560, cells = [];
     for (const name of names) for (const run of overlay ? [null] : runs) cells.push({ name, run });
     const columns = narrow ? 1 : overlay || runs.length === 1 ? 2 : Math.min(runs.length, columnsFor(place, runs.length, 220));
-    // Where every run has its column, its name stands above the column and the phenomenon beside the row.
+    // If every run has a column, its name is above the column and the phenomenon beside the row.
     const columned = !overlay && columns === runs.length && columns > 1;
     const panels = cells.map(({ name, run }, i) => {
       if (run === null) return { title: titleOf(name) };

@@ -1,4 +1,4 @@
-// Selectors, and figures that are drawn when they come into sight.
+// Selectors, and figures that are drawn when they become visible.
 const STATISTICS = [["band", "median, 10–90 %"], ["mean", "mean"], ["min", "minimum"], ["q10", "10th percentile"], ["q90", "90th percentile"], ["max", "maximum"]];
 const figures = every("figure[data-kind]");
 
@@ -46,7 +46,7 @@ const setUp = {
   reference: (select) => fill(select, distinct(data.cosines.flatMap(({ runs }) => runs)).sort((a, b) => a - b).map((run) => [String(run), data.runs[run].name])),
 };
 
-// What depends on a selector that changed.
+// Redraw what depends on a selector that changed.
 function follow(figure, name) {
   if (name === "row-quantity") setUp["row-group"](control(figure, "row-group"), figure);
   if (name === "row-quantity" || name === "row-group") setSlider(figure, "row-step", true);
@@ -117,7 +117,7 @@ data.runs.forEach((run, i) => {
   toggles.append(button);
 });
 
-// What stays in sight beside or below the bar begins where it ends, however many runs it holds.
+// Whatever is fixed beside or below the bar starts at its end, however many runs it lists.
 const bar = document.querySelector(".bar");
 new ResizeObserver(() => document.documentElement.style.setProperty("--bar", `${bar.offsetHeight}px`)).observe(bar);
 
@@ -144,7 +144,7 @@ window.addEventListener("resize", () => {
   waiting = setTimeout(() => { if (window.innerWidth !== width) { width = window.innerWidth; redrawAll(); } }, 150);
 });
 
-// On paper every figure is drawn, as wide as the paper and dark on light, whatever was looked at before.
+// For printing, every figure is drawn, as wide as the paper and dark on light.
 let shade;
 window.addEventListener("beforeprint", () => {
   shade = document.documentElement.dataset.theme;

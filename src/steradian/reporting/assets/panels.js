@@ -66,7 +66,7 @@ function curve(steps, values, { panel = 0, colour, width = 1.7, dash = "solid", 
            type: "scatter", meta: name, ...(skip ? { hoverinfo: "skip" } : { hovertemplate: `<b>${escapeHtml(name)}</b><br>step %{x}: %{y:.3~g}<extra>${escapeHtml(extra)}</extra>` }) };
 }
 
-// Bands of many runs lie on each other.
+// Bands of several runs overlap.
 const veil = (runs) => Math.min(0.17, 0.85 / runs);
 function band(steps, low, high, { panel = 0, colour, alpha = veil(1), log = false }) {
   const { x, y, z } = points(steps, low, log, high);
@@ -74,7 +74,7 @@ function band(steps, low, high, { panel = 0, colour, alpha = veil(1), log = fals
   return [{ ...edge, y }, { ...edge, y: z, fill: "tonexty", fillcolor: faded(colour, alpha) }];
 }
 
-// Verticals where the nominal rate falls.
+// Vertical lines at drops of the nominal rate.
 function markDrops(layout, run, panel, { colour, label = false }) {
   const { xaxis, yaxis } = axes(panel);
   for (const drop of data.runs[run].drops) {
@@ -118,7 +118,7 @@ function fit(traces, layout, bounds) {
   if (first === last) { first -= 1; last += 1; }
   for (const name of axisNames(layout, "x")) {
     layout[name].range = [first - 0.004 * (last - first), last + 0.012 * (last - first)];
-    if (last - first < 5) layout[name].dtick = 1;  // there is no half step
+    if (last - first < 5) layout[name].dtick = 1;  // no ticks at half steps
   }
   const shared = layout.yaxis2?.matches;
   for (const name of axisNames(layout, "y")) {
@@ -141,7 +141,7 @@ function fit(traces, layout, bounds) {
   });
 }
 
-// Once zoomed, an axis finds its own ticks.
+// A zoomed axis chooses its own ticks.
 function freeTicks(place) {
   if (place.freed) return;
   place.freed = true;
