@@ -94,8 +94,7 @@ class Buffer:
         self.watched = sorted(watched, key=lambda group: group.start)
         self.device = watched[0].device
         self.n_rows = sum(group.n_rows for group in watched)
-        self.dtype = dtype_of(watched)
-        dtype, width = self.source.dtype or self.dtype, len(self.source.columns)
+        dtype, width = self.source.dtype or dtype_of(watched), len(self.source.columns)
         # All ranks must flush at the same steps, however many of the rows each of them holds.
         total = sum(group.total_rows for group in watched)
         self.steps = max(1, min(_STEPS, _NUMBERS // max(1, total * width)))
@@ -107,7 +106,7 @@ class Buffer:
         # Where a source writes at a step that is not recorded.
         unrecorded = self.n_rows if self.source.each_step else 0
         self.scratch = torch.zeros(unrecorded, width, dtype=dtype, device=self.device)
-        # Settings of each param group, at each observed step.
+        # Rate and decoupled decay of each param group at each observed step; rates on the device in a tensor.
         self.param_groups = list({id(group.settings): group.settings for group in watched}.values())
         index = {id(settings): k for k, settings in enumerate(self.param_groups)}
         self._places = [index[id(group.settings)] for group in self.watched]
@@ -115,16 +114,11 @@ class Buffer:
         self._setting: list[tuple[float, float]] = [(0.0, 0.0)] * len(self.param_groups)
         self._settings = [self._setting] * self.steps
         self._known: list[object] = []
-        self._balancing = self._read_balancing()
-        self._balancings = [self._balancing] * self.steps
         # For each row, its param group and its group.
         counts = torch.tensor([group.n_rows for group in self.watched], device="cpu")
         self._column = torch.repeat_interleave(torch.tensor(self._places, device="cpu"), counts).to(self.device)
         self._group = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts).to(self.device)
-        self._balances = self._balances_under(self._balancing)
-        self._balance: tuple[list[Balance | str], Balance | None] | None = None
-        self._slopes = torch.zeros(2, self.n_rows, dtype=self.dtype, device=self.device)
-        self._fading: tuple[Tensor, Tensor] | None = None
+        self._equilibria = Equilibria(optimizer, self.watched, self._places, self.param_groups, self._group, self.steps)
         self.may_skip = False
         self.skips = torch.zeros(self.steps, 2, device=self.device)
         self.skipped = torch.zeros((), device=self.device)
@@ -135,6 +129,10 @@ class Buffer:
         """Take over the param groups of the watched groups, which `Membership.update` changed."""
         for place, group in zip(self._places, self.watched, strict=True):
             self.param_groups[place] = group.settings
+
+    def missing(self) -> dict[str, str]:
+        """Quantities that are not recorded, with the reason."""
+        return {**self.source.missing, **self._equilibria.missing()}
 
     # At every step
 
@@ -154,8 +152,10 @@ class Buffer:
         # Settings rarely change; a tensor may have changed in place.
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._read_settings(slot)
+            self._equilibria.read_settings()
             self._known = [] if any(isinstance(setting, Tensor) for setting in now) else now
-        self._settings[slot], self._balancings[slot] = self._setting, self._balancing
+        self._settings[slot] = self._setting
+        self._equilibria.observe(slot)
         if self.may_skip:
             found = getattr(self.optimizer, "found_inf", None)
             verdict = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
@@ -170,12 +170,6 @@ class Buffer:
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
                 rate = 0.0
             self._setting.append((float(rate), decoupled_decay(group)))
-        balancing = self._read_balancing()
-        if not all(map(_same, balancing, self._balancing)):
-            self._balancing = balancing
-
-    def _read_balancing(self) -> Balancing:
-        return tuple({name: group[name] for name in _BALANCING if name in group} for group in self.param_groups)
 
     # At a flush
 
@@ -187,32 +181,73 @@ class Buffer:
             count: how many slots are filled.
             active: (steps, groups), on the host.
         """
-        settings = self._send(torch.tensor(self._settings[:count], dtype=self.rates.dtype, device="cpu"))
+        settings = _send(torch.tensor(self._settings[:count], dtype=self.rates.dtype, device="cpu"), self.device)
         rates = self.rates[:count] + settings[..., 0]
         self.rates.zero_()  # a rate may be a tensor now and a number later
         decays = settings[..., 1][:, self._column]
         image, found = self.source.numbers(self.values[:count], rates[:, self._column], decays)
         of_image: Quantities = {name: value for name in _IMAGE if (value := getattr(image, name)) is not None}
         found = {**of_image, "collapsed": image.collapsed.to(image.radius), **found}
-        there = self._send(active)[:, self._group] if not bool(active.all()) else None
+        there = _send(active, self.device)[:, self._group] if not bool(active.all()) else None
         if self.may_skip:
-            went = (self.skips[:count, 0] == 0)[:, None].expand(count, self.n_rows)
-            there = went if there is None else there & went
+            taken = (self.skips[:count, 0] == 0)[:, None].expand(count, self.n_rows)
+            there = taken if there is None else there & taken
         found |= self._equilibria(found, there)
         rows = torch.stack(list(found.values()), dim=1)
         return tuple(found), self.statistics(rows), rows
 
-    def _send(self, values: Tensor) -> Tensor:
-        """Copy to the device; the host does not wait for it."""
-        if self.device.type != "cuda":
-            return values.to(self.device)
-        return values.pin_memory().to(self.device, non_blocking=True)
 
-    # Equilibria
+class Equilibria:
+    """Radius and angle of all rows in equilibrium, under the settings of each observed step.
 
-    def _equilibria(self, found: Quantities, there: Tensor | None) -> Quantities:
-        """Radius and angle in equilibrium, with γ² the mean of ‖∇L(u)‖² over about the last hundred observations."""
-        balance = self._balance_of_rows(len(found["radius"]))
+    Args:
+        optimizer: the optimizer.
+        watched: groups on one device.
+        places: the param group of each, by its place in `param_groups`.
+        param_groups: the settings, kept up to date by the buffer.
+        group: the group of each row, on the device.
+        steps: how many observed steps there may be.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        watched: Sequence[WatchedGroup],
+        places: Sequence[int],
+        param_groups: Sequence[Mapping[str, Any]],
+        group: Tensor,
+        steps: int,
+    ) -> None:
+        self.optimizer, self.watched, self.param_groups = optimizer, watched, param_groups
+        self._places, self._group = places, group
+        self._dtype = dtype_of(watched)
+        self._setting: Balancing = ()
+        self.read_settings()
+        self._settings: list[Balancing] = [self._setting] * steps
+        self._balances = self._balances_under(self._setting)
+        self._of_rows: tuple[list[Balance | str], Balance | None] | None = None
+        # Sums of ‖∇L(u)‖² and of weights over past observations, for each row.
+        self._slopes = torch.zeros(2, len(group), dtype=self._dtype, device=group.device)
+        self._fading: tuple[Tensor, Tensor] | None = None
+
+    def read_settings(self) -> None:
+        """Read the settings that equilibria depend on; they stay the same object if nothing changed."""
+        now = tuple({name: group[name] for name in _BALANCING if name in group} for group in self.param_groups)
+        if len(now) != len(self._setting) or not all(map(_same, now, self._setting)):
+            self._setting = now
+
+    def observe(self, slot: int) -> None:
+        """Note the settings of the step that was just taken."""
+        self._settings[slot] = self._setting
+
+    def __call__(self, found: Quantities, there: Tensor | None) -> Quantities:
+        """The equilibria, with γ² the mean of ‖∇L(u)‖² over about the last hundred observations.
+
+        Args:
+            found: radius, gradient norm and rate, (steps, rows).
+            there: whether the row was stepped, (steps, rows); None: all were.
+        """
+        balance = self._balance(len(found["radius"]))
         if balance is None:
             return {}
         slope = (found["radius"] * found["gradient_norm"]) ** 2
@@ -225,37 +260,44 @@ class Buffer:
         radius, angle = balance(found["lr"], mean)
         return {"equilibrium_radius": radius, "equilibrium_angle": angle}
 
+    def missing(self) -> dict[str, str]:
+        """The equilibria with the reasons why there are none, if no group has one."""
+        if any(isinstance(balance, Balance) for balance in self._balances):
+            return {}
+        reason = "; ".join(sorted({balance for balance in self._balances if isinstance(balance, str)}))
+        return {"equilibrium_radius": reason, "equilibrium_angle": reason}
+
     def _fade(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """The weight of each observation in the mean at each of them, and the weight of all earlier ones; cached."""
         if self._fading is None or len(self._fading[0]) != len(like):
-            lag = torch.arange(len(like), device=self.device)
+            lag = torch.arange(len(like), device=like.device)
             weights = torch.tril(_FADING ** (lag[:, None] - lag[None, :]).clamp(min=0).to(like.dtype))
             self._fading = weights, _FADING ** (lag + 1).to(like.dtype)[:, None]
         return self._fading
 
-    def _balances_under(self, balancing: Balancing) -> list[Balance | str]:
+    def _balances_under(self, settings: Balancing) -> list[Balance | str]:
         """The equilibrium of each group under these settings."""
         known: dict[tuple[int, int], Balance | str] = {}
         for place, group in zip(self._places, self.watched, strict=True):
-            size = group.size
-            if (place, size) not in known:
-                known[place, size] = balance_of(self.optimizer, {**group.settings, **balancing[place]}, size)
+            if (place, group.size) not in known:
+                options = {**group.settings, **settings[place]}
+                known[place, group.size] = balance_of(self.optimizer, options, group.size)
         return [known[place, group.size] for place, group in zip(self._places, self.watched, strict=True)]
 
-    def _balance_of_rows(self, count: int) -> Balance | None:
+    def _balance(self, count: int) -> Balance | None:
         """One balance for all rows under the settings of each observation, (steps, rows); None if no group has one."""
-        distinct = {id(balancing): balancing for balancing in self._balancings[:count]}
-        balances = [self._balances_under(balancing) for balancing in distinct.values()]
+        distinct = {id(setting): setting for setting in self._settings[:count]}
+        balances = [self._balances_under(setting) for setting in distinct.values()]
         self._balances = balances[-1]
         if len(distinct) > 1:
             order = {key: k for k, key in enumerate(distinct)}
-            return self._stack(balances, [order[id(balancing)] for balancing in self._balancings[:count]])
-        if self._balance is None or self._balance[0] != self._balances:
-            self._balance = self._balances, self._stack(balances, [0])
-        return self._balance[1]
+            return self._stack(balances, [order[id(setting)] for setting in self._settings[:count]])
+        if self._of_rows is None or self._of_rows[0] != self._balances:
+            self._of_rows = self._balances, self._stack(balances, [0])
+        return self._of_rows[1]
 
     def _stack(self, balances: list[list[Balance | str]], steps: list[int]) -> Balance | None:
-        """Balances of groups, under each of some settings, as tensors (steps, rows); NaN for a group without one.
+        """Balances as tensors (steps, rows); NaN for a group without one, None if no group has one.
 
         Args:
             balances: of each group, under each of some settings.
@@ -266,19 +308,17 @@ class Buffer:
             return None
 
         def column(name: str) -> Tensor:
-            missing, dtype = (False, torch.bool) if name == "free" else (math.nan, self.dtype)
+            missing, dtype = (False, torch.bool) if name == "free" else (math.nan, self._dtype)
             lines = [[missing if each is None else getattr(each, name) for each in under] for under in known]
-            return self._send(torch.tensor([lines[k] for k in steps], dtype=dtype, device="cpu"))[:, self._group]
+            values = torch.tensor([lines[k] for k in steps], dtype=dtype, device="cpu")
+            return _send(values, self._group.device)[:, self._group]
 
         return Balance(*(column(name) for name in ("gain", "power", "root", "pace", "free")))
 
-    def missing(self) -> dict[str, str]:
-        """Quantities that are not recorded, with the reason."""
-        reasons = {balance for balance in self._balances if isinstance(balance, str)}
-        if any(isinstance(balance, Balance) for balance in self._balances):
-            return dict(self.source.missing)
-        reason = "; ".join(sorted(reasons))
-        return {**self.source.missing, "equilibrium_radius": reason, "equilibrium_angle": reason}
+
+def _send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device; the host does not wait for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _same(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
