@@ -1,4 +1,4 @@
-"""A few rows with gradients across them, and optimizers on them, for tests of the watch."""
+"""A few rows with gradients orthogonal to them, and optimizers of them, for tests of the watch."""
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ def pair(kind="Adam", seed=0, **options):
 
 
 def set_gradients(params, seed, scale=1.0):
-    """Gradients across the rows, as normalized networks have them."""
+    """Gradients orthogonal to the rows, as normalized networks have them."""
     generator = torch.Generator().manual_seed(1000 + seed)
     for param in params:
         noise = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param)
@@ -46,7 +46,7 @@ def train(optimizer, params, steps, *, first=0):
 
 
 def series(table, quantity, group="w", statistic="median"):
-    """One curve of a table: {step: value}; a step that stands there twice is an error."""
+    """One curve of a table: {step: value}; a step that is recorded twice is an error."""
     chosen = table[(table["quantity"] == quantity) & (table["group"] == group) & (table["statistic"] == statistic)]
     assert not chosen["step"].duplicated().any()
     return dict(zip(chosen["step"].tolist(), chosen["value"].tolist(), strict=True))

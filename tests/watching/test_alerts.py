@@ -20,7 +20,7 @@ def trained(tmp_path, make, steps, scale=lambda step: (1.0, 1.0), spoil=None):
     """Train "w" and "v" with gradients across the rows, scaled; `spoil` changes "w" or its gradient in every step."""
     params = rows((4, 5), (3, 5))
     optimizer = make(groups_of(params))
-    with watch(optimizer, to=tmp_path, run="run", phenomena=False) as seen:
+    with watch(optimizer, to=tmp_path, run="run", phenomena=False) as watcher:
         for step in range(steps):
             set_gradients(params, step)
             for param, factor in zip(params, scale(step), strict=True):
@@ -29,9 +29,9 @@ def trained(tmp_path, make, steps, scale=lambda step: (1.0, 1.0), spoil=None):
                 spoil(params[0])
             optimizer.step()
             if step % 20 == 19:
-                seen.flush()
-    assert seen.error is None
-    return seen
+                watcher.flush()
+    assert watcher.error is None
+    return watcher
 
 
 @torch.no_grad()
@@ -87,8 +87,8 @@ def split(groups, weight_decay):
 @pytest.mark.parametrize("kind", SITUATIONS)
 def test_an_alert_is_said_once_with_the_groups_name(kind, tmp_path, caplog):
     make, steps, options, text = SITUATIONS[kind]
-    seen = trained(tmp_path, make, steps, **options)
-    said = [alert for alert in seen.alerts if alert.kind == kind]
+    watcher = trained(tmp_path, make, steps, **options)
+    said = [alert for alert in watcher.alerts if alert.kind == kind]
     assert [alert.group for alert in said] == ["w"]
     messages = [record for record in caplog.records if str(said[0]) in record.getMessage()]
     assert len(messages) == 1
@@ -99,25 +99,25 @@ def test_an_alert_is_said_once_with_the_groups_name(kind, tmp_path, caplog):
     assert written[written["kind"] == kind][["step", "group", "text"]].to_numpy().tolist() == [
         [said[0].step, "w", said[0].text]
     ]
-    assert str(said[0]) in seen.summary()
+    assert str(said[0]) in watcher.summary()
 
 
 def test_gradients_that_are_not_finite_are_told_where_the_step_leaves_the_rows_alone(tmp_path):
     def spoil(w):
         w.grad[0, 0] = float("nan")
 
-    seen = trained(tmp_path, lambda groups: optim.Adam(groups, lr=0.1, without="abc"), 3, spoil=spoil)
-    assert [str(alert) for alert in seen.alerts] == ["step 0, w: its gradient holds NaN or infinite numbers"]
+    watcher = trained(tmp_path, lambda groups: optim.Adam(groups, lr=0.1, without="abc"), 3, spoil=spoil)
+    assert [str(alert) for alert in watcher.alerts] == ["step 0, w: its gradient holds NaN or infinite numbers"]
 
 
 def test_a_quiet_training_has_no_alerts(tmp_path):
-    seen = trained(tmp_path, lambda groups: sgd(groups, lr=0.5, weight_decay=0.05), 150)
-    assert seen.alerts == []
+    watcher = trained(tmp_path, lambda groups: sgd(groups, lr=0.5, weight_decay=0.05), 150)
+    assert watcher.alerts == []
 
 
 def test_weight_decay_of_rows_whose_radius_is_fixed(tmp_path):
-    seen = trained(tmp_path, lambda groups: optim.AdamG(split(groups, weight_decay=(0.1, 0.0)), lr=0.01), 80)
-    (said,) = [alert for alert in seen.alerts if alert.kind == "weight decay"]
+    watcher = trained(tmp_path, lambda groups: optim.AdamG(split(groups, weight_decay=(0.1, 0.0)), lr=0.01), 80)
+    (said,) = [alert for alert in watcher.alerts if alert.kind == "weight decay"]
     assert said.group == "w"
     assert "keeps the radius fixed" in said.text
 

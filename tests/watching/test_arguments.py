@@ -40,9 +40,9 @@ def test_integers_of_numpys_are_integers(tmp_path):
     """A step of a table of records, plus one, is what a run goes on with."""
     optimizer, params = pair("SGD")
     whole = np.int64(2)
-    with watch(optimizer, to=tmp_path, step=whole, every=whole, rows_every=whole, paths={"w": [whole]}) as seen:
+    with watch(optimizer, to=tmp_path, step=whole, every=whole, rows_every=whole, paths={"w": [whole]}) as watcher:
         train(optimizer, params, 4)
-    assert list(series(seen.records(), "angle")) == [2, 4]
+    assert list(series(watcher.records(), "angle")) == [2, 4]
     assert read_run(tmp_path).about["every"] == 2
 
 
@@ -63,13 +63,13 @@ def test_joint_rows_that_two_optimizers_share_are_named_as_the_reason():
 
 def test_what_is_logged_must_be_a_number():
     optimizer, params = pair()
-    with watch(optimizer) as seen:
+    with watch(optimizer) as watcher:
         train(optimizer, params, 1)
         for bad in ("fast", None, [1.0], torch.ones(2)):
             with pytest.raises((TypeError, ValueError), match="loss must be one number"):
-                seen.log(loss=bad)
-        seen.log(loss=np.float32(0.5), right=3, sure=True, rate=torch.tensor([0.25]))
-    table = seen.records()
+                watcher.log(loss=bad)
+        watcher.log(loss=np.float32(0.5), right=3, sure=True, rate=torch.tensor([0.25]))
+    table = watcher.records()
     found = {name: series(table, name, "", "mean") for name in ("loss", "right", "sure", "rate")}
     assert found == {"loss": {0: 0.5}, "right": {0: 3.0}, "sure": {0: 1.0}, "rate": {0: 0.25}}
 
@@ -77,40 +77,40 @@ def test_what_is_logged_must_be_a_number():
 def test_numpys_numbers_are_numbers_and_complex_ones_are_none():
     """Whatever numpy makes of one number is logged, as tensors with one number are."""
     optimizer, params = pair()
-    with watch(optimizer) as seen:
+    with watch(optimizer) as watcher:
         train(optimizer, params, 1)
         for bad in (1j, np.array(1j), torch.tensor(1j), np.ones(2), np.array("1"), np.array(None)):
             with pytest.raises((TypeError, ValueError), match="loss must be one number"):
-                seen.log(loss=bad)
-        seen.log(loss=np.array(0.5), right=np.array([3]), sure=np.bool_(True), rate=torch.tensor(False))
-    assert seen.error is None
-    table = seen.records()
+                watcher.log(loss=bad)
+        watcher.log(loss=np.array(0.5), right=np.array([3]), sure=np.bool_(True), rate=torch.tensor(False))
+    assert watcher.error is None
+    table = watcher.records()
     found = {name: series(table, name, "", "mean") for name in ("loss", "right", "sure", "rate")}
     assert found == {"loss": {0: 0.5}, "right": {0: 3.0}, "sure": {0: 1.0}, "rate": {0: 0.0}}
 
 
 def test_what_is_logged_too_late_is_said_to_be_lost(caplog):
     optimizer, params = pair()
-    seen = watch(optimizer)
-    with seen:
+    watcher = watch(optimizer)
+    with watcher:
         train(optimizer, params, 1)
-    seen.log(accuracy=0.9)
+    watcher.log(accuracy=0.9)
     assert "logged after stop() is not recorded" in caplog.text
-    with seen:
+    with watcher:
         train(optimizer, params, 1)
-        seen.log(accuracy=0.8)
-    assert series(seen.records(), "accuracy", "", "mean") == {1: 0.8}
+        watcher.log(accuracy=0.8)
+    assert series(watcher.records(), "accuracy", "", "mean") == {1: 0.8}
 
 
 @pytest.mark.parametrize("kind", ["Adam", "ours"])
 def test_steps_that_nobody_watched_are_counted(kind):
     optimizer, params = pair(kind)
-    seen = watch(optimizer, phenomena=False)
+    watcher = watch(optimizer, phenomena=False)
     for _ in range(2):
-        with seen:
+        with watcher:
             train(optimizer, params, 2)
         train(optimizer, params, 3)
-    assert list(series(seen.records(), "angle")) == [0, 1, 5, 6]
+    assert list(series(watcher.records(), "angle")) == [0, 1, 5, 6]
 
 
 def test_a_run_in_the_present_folder_has_its_name(tmp_path, monkeypatch):

@@ -25,16 +25,16 @@ def groups_of(model, rows):
     return [{"params": radial, **layout}, {"params": list(named.items())}]
 
 
-def numbered(seen):
-    return lambda step: seen.log(number=step)
+def numbered(watcher):
+    return lambda step: watcher.log(number=step)
 
 
 def alone(kind, rows, **options):
     model = network()
     optimizer = OPTIMIZERS[kind](groups_of(model, rows))
-    with watch(optimizer, run="run", **options) as seen:
-        train(model, optimizer, STEPS, after=numbered(seen))
-    return seen
+    with watch(optimizer, run="run", **options) as watcher:
+        train(model, optimizer, STEPS, after=numbered(watcher))
+    return watcher
 
 
 def assert_same(found, expected):
@@ -52,10 +52,10 @@ def ddp(rank, ranks, folder):
     for kind in OPTIMIZERS:
         model = DistributedDataParallel(network())
         optimizer = OPTIMIZERS[kind](groups_of(model, "filter"))
-        with watch(optimizer, to=f"{folder}/{kind}") as seen:
-            train(model, optimizer, STEPS, rank=rank, ranks=ranks, after=numbered(seen))
-        assert seen.error is None
-        assert not seen._flush._logged, "a rank that records nothing keeps nothing"
+        with watch(optimizer, to=f"{folder}/{kind}") as watcher:
+            train(model, optimizer, STEPS, rank=rank, ranks=ranks, after=numbered(watcher))
+        assert watcher.error is None
+        assert not watcher._flush._logged, "a rank that records nothing keeps nothing"
         if rank == 0:
             assert_same(read_run(f"{folder}/{kind}").table, alone(kind, "filter").records())
 
@@ -67,9 +67,9 @@ def fsdp(rank, ranks, folder):
             where = f"{folder}/{kind}-{k}"
             model = fully_shard(network())
             optimizer = OPTIMIZERS[kind](groups_of(model, rows))
-            with watch(optimizer, to=where, rows_every=2) as seen:
-                train(model, optimizer, STEPS, rank=rank, ranks=ranks, after=numbered(seen))
-            assert seen.error is None
+            with watch(optimizer, to=where, rows_every=2) as watcher:
+                train(model, optimizer, STEPS, rank=rank, ranks=ranks, after=numbered(watcher))
+            assert watcher.error is None
             if rank == 0:
                 run, twin = read_run(where), alone(kind, rows, rows_every=2)
                 assert_same(run.table, twin.records())
@@ -90,15 +90,15 @@ def failing(rank, ranks, folder):
     model = fully_shard(network())
     optimizer = OPTIMIZERS["Adam abc"](groups_of(model, "filter"))
     kind = ArithmeticError if rank else RuntimeError
-    with pytest.raises(kind), watch(optimizer, to=f"{folder}/failing") as seen:  # noqa: PT012
-        train(model, optimizer, range(3), rank=rank, ranks=ranks, after=numbered(seen))
-        seen.flush()
-        train(model, optimizer, range(2), rank=rank, ranks=ranks, after=numbered(seen))
+    with pytest.raises(kind), watch(optimizer, to=f"{folder}/failing") as watcher:  # noqa: PT012
+        train(model, optimizer, range(3), rank=rank, ranks=ranks, after=numbered(watcher))
+        watcher.flush()
+        train(model, optimizer, range(2), rank=rank, ranks=ranks, after=numbered(watcher))
         if rank:
             dist.destroy_process_group()
             raise ArithmeticError
-        train(model, optimizer, STEPS, rank=rank, ranks=ranks, after=numbered(seen))
-    assert not seen.running
+        train(model, optimizer, STEPS, rank=rank, ranks=ranks, after=numbered(watcher))
+    assert not watcher.running
     if rank == 0:
         table = read_run(f"{folder}/failing").table
         there = alone("Adam abc", "filter").records()

@@ -114,7 +114,7 @@ def test_recorded_equilibria_follow_the_equations(name):
     ours |= {"decoupled_weight_decay": True} if "decoupled" in name else {}
     optimizer = kind(groups.param_groups(), lr=lr, weight_decay=decay, **first, **ours)
     squares = []
-    with watch(optimizer, groups) as seen:
+    with watch(optimizer, groups) as watcher:
         for k in backward_passes(model, 9):
             rate = lr / (1 + k)
             for group in optimizer.param_groups:
@@ -125,7 +125,7 @@ def test_recorded_equilibria_follow_the_equations(name):
     past = 0.99 ** np.arange(8, -1, -1)
     slopes = np.sqrt((past[:, None] * torch.stack(squares).numpy()).sum(0) / past.sum())
     expected = [closed_form(name, lr=rate, decay=decay, beta=beta, size=36, slope=slope) for slope in slopes]
-    found = seen.latest()["3.weight"]
+    found = watcher.latest()["3.weight"]
     for quantity, values in zip(("equilibrium_radius", "equilibrium_angle"), zip(*expected, strict=True), strict=True):
         assert found[quantity]["mean"] == pytest.approx(np.mean(values), rel=1e-7)
         assert found[quantity]["min"] == pytest.approx(np.min(values), rel=1e-7)
@@ -142,7 +142,7 @@ def test_an_equilibrium_is_that_of_the_settings_of_its_step(kind):
         y = nn.Parameter(torch.eye(4))
         plain = {"params": [("y", y)], "rows": "filter", "weight_decay": 0.1}
         optimizer = kind([{"params": [("x", x)], "rows": "filter"}, plain], lr=0.1)
-        with watch(optimizer) as seen:
+        with watch(optimizer) as watcher:
             for decay, beta in zip(decays, betas, strict=True):
                 group = optimizer.param_groups[0]
                 group["weight_decay"] = decay
@@ -150,8 +150,8 @@ def test_an_equilibrium_is_that_of_the_settings_of_its_step(kind):
                 x.grad, y.grad = torch.eye(3).roll(1, 0), torch.eye(4).roll(1, 0)
                 optimizer.step()
                 if flushing:
-                    seen.flush()
-        table = seen.records()
+                    watcher.flush()
+        table = watcher.records()
         return table[table["quantity"].str.startswith("equilibrium")].set_index(
             ["step", "group", "quantity", "statistic"]
         )
@@ -165,13 +165,13 @@ def test_an_equilibrium_is_that_of_the_settings_of_its_step(kind):
 def test_nothing_is_predicted_before_a_gradient_is_finite():
     x = nn.Parameter(torch.eye(3))
     optimizer = SIMULATED["SGD-M"](x)
-    with watch(optimizer) as seen:
+    with watch(optimizer) as watcher:
         for gradient in (torch.full((3, 3), torch.nan), torch.eye(3).roll(1, 0)):
             x.grad = gradient
             optimizer.step()
             with torch.no_grad():
                 x.copy_(torch.eye(3))
-    table = seen.records()
+    table = watcher.records()
     chosen = table[(table["quantity"] == "equilibrium_radius") & (table["statistic"] == "median")]
     first, second = chosen["value"]
     assert math.isnan(first)
@@ -241,7 +241,7 @@ def trained(name, data, *, steps=2100, batch=32):
     rest.pop("without", None)
     settings = [{**group, **(rows if "rows" in group else rest)} for group in groups.param_groups()]
     optimizer = kind(settings)
-    with watch(optimizer, groups, every=5) as seen:
+    with watch(optimizer, groups, every=5) as watcher:
         for _ in range(steps):
             chosen = torch.randint(len(inputs), (batch,), generator=generator)
             wrong = torch.randint(10, (batch,), generator=generator)
@@ -249,8 +249,8 @@ def trained(name, data, *, steps=2100, batch=32):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs[chosen]), torch.where(noisy, wrong, labels[chosen])).backward()
             optimizer.step()
-    assert len(seen.names) == 2
-    table = seen.records()
+    assert len(watcher.names) == 2
+    table = watcher.records()
     table = table[table["step"] >= 2 * steps // 3]
     return {
         group: {
@@ -274,7 +274,7 @@ def ratios(numbers):
     )
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [pytest.param("SGD-M", marks=pytest.mark.slow), "AdamW", "Adam without 'abc'"])
 def test_a_long_training_comes_to_rest_within_a_tenth_of_the_prediction(name):
     for group, numbers in trained(name, teacher()).items():
         radius, angle, mean_square = ratios(numbers)

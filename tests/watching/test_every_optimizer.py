@@ -51,13 +51,13 @@ def test_every_optimizer_with_every_option_that_it_takes(name):
     for options in (options for options in OPTIONS if set(options) <= set(accepted)):
         params = rows((4, 5), (3, 5))
         optimizer = KINDS[name](groups_of(params), **{"lr": 0.01, **options})
-        with watch(optimizer) as seen:
+        with watch(optimizer) as watcher:
             for k in range(3):
                 before = [param.detach().clone() for param in params]
                 step(optimizer, params, k)
-        assert seen.error is None, options
+        assert watcher.error is None, options
         for group, x, y in zip(("w", "v"), before, params, strict=True):
-            found = seen.latest()[group]
+            found = watcher.latest()[group]
             assert found["radius"]["mean"] == pytest.approx(x.norm(dim=1).mean().item(), rel=1e-9), options
             turned = torch.arccos(cosine_similarity(x, y).clamp(-1, 1)).mean().item()
             assert found["angle"]["mean"] == pytest.approx(turned, rel=1e-5, abs=1e-7), options
@@ -83,11 +83,11 @@ class OfAnotherLibrary(torch.optim.Optimizer):
 def test_settings_and_state_that_are_not_as_torchs_are_followed():
     params = rows((4, 5), (3, 5))
     optimizer = OfAnotherLibrary(groups_of(params))
-    with watch(optimizer) as seen:
+    with watch(optimizer) as watcher:
         for k in range(3):
             before = params[0].detach().clone()
             step(optimizer, params, k)
-    assert seen.error is None
+    assert watcher.error is None
     turned = torch.arccos(cosine_similarity(before, params[0]).clamp(-1, 1)).mean().item()
-    assert seen.latest()["w"]["angle"]["mean"] == pytest.approx(turned, rel=1e-5)
-    assert math.isnan(seen.latest()["w"]["lr"]["mean"])
+    assert watcher.latest()["w"]["angle"]["mean"] == pytest.approx(turned, rel=1e-5)
+    assert math.isnan(watcher.latest()["w"]["lr"]["mean"])

@@ -21,16 +21,16 @@ from small import pair, series, set_gradients, train
 def life(folder, flushed, kind):
     """Train and record until the end of time, and write down which steps were handed to the disk."""
     optimizer, params = pair(kind)
-    with watch(optimizer, to=folder, rows_every=3) as seen:
+    with watch(optimizer, to=folder, rows_every=3) as watcher:
         step = 0
         while True:
             for _ in range(5):
                 set_gradients(params, step)
                 optimizer.step()
-                seen.log(loss=step)
+                watcher.log(loss=step)
                 step += 1
-            seen.flush()
-            seen.sinks[0].drain()
+            watcher.flush()
+            watcher.sinks[0].drain()
             os.write(flushed, step.to_bytes(8, "little"))
 
 
@@ -132,17 +132,17 @@ def loud(caplog):
 
 def test_a_full_disk_is_said_once_and_what_was_kept_is_written_when_there_is_room(disk, tmp_path, caplog):
     optimizer, params = pair("Adam")
-    with watch(optimizer, to=tmp_path) as seen:
+    with watch(optimizer, to=tmp_path) as watcher:
         for step in range(60):
             disk["full"] = 10 <= step < 50
             set_gradients(params, step)
             optimizer.step()
             if step % 5 == 4:
-                seen.flush()
-                seen.sinks[0].drain()
+                watcher.flush()
+                watcher.sinks[0].drain()
                 on_disk = len(series(read_run(tmp_path).table, "angle"))
                 assert on_disk == (10 if disk["full"] else step + 1)
-    assert seen.error is None
+    assert watcher.error is None
     (warning,) = loud(caplog)
     assert "No space left" in warning.message
     assert str(tmp_path) in warning.message
@@ -152,16 +152,16 @@ def test_a_full_disk_is_said_once_and_what_was_kept_is_written_when_there_is_roo
 
 def test_a_disk_that_stays_full_loses_parts_and_says_so_at_the_end(disk, tmp_path, caplog):
     optimizer, params = pair("Adam")
-    with watch(optimizer, to=tmp_path) as seen:
+    with watch(optimizer, to=tmp_path) as watcher:
         train(optimizer, params, 3)
-        seen.flush()
-        seen.sinks[0].drain()
+        watcher.flush()
+        watcher.sinks[0].drain()
         disk["full"] = True
         train(optimizer, params, 3, first=3)
     warning, error = loud(caplog)
     assert warning.levelno == logging.WARNING
     assert "could not be written" in error.message
-    assert seen.error is None
+    assert watcher.error is None
     assert list(series(read_run(tmp_path).table, "angle")) == [0, 1, 2]
 
 
@@ -169,13 +169,13 @@ def test_memory_is_bounded_while_the_disk_is_full(disk, tmp_path, caplog, monkey
     monkeypatch.setattr(sys.modules[Folder.__module__], "_WAITING", 8)
     optimizer, params = pair("Adam")
     disk["full"] = True
-    with watch(optimizer, to=tmp_path, rows_every=0, paths={}) as seen:
+    with watch(optimizer, to=tmp_path, rows_every=0, paths={}) as watcher:
         for step in range(30):
             set_gradients(params, step)
             optimizer.step()
-            seen.flush()
-        seen.sinks[0].drain()
-        assert len(seen.sinks[0]._unwritten) == 8
+            watcher.flush()
+        watcher.sinks[0].drain()
+        assert len(watcher.sinks[0]._unwritten) == 8
         disk["full"] = False
     _, error = loud(caplog)
     assert "22 parts" in error.message

@@ -178,17 +178,17 @@ def test_each_optimizer_has_its_run(tmp_path):
 class Remembers(pl.loggers.logger.DummyLogger):
     def __init__(self):
         super().__init__()
-        self.seen = {}
+        self.logged = {}
 
     def log_metrics(self, metrics, step=None):
         for name, value in metrics.items():
-            self.seen.setdefault(name, {})[step] = value
+            self.logged.setdefault(name, {})[step] = value
 
 
 def test_the_trainers_loggers_get_the_numbers(tmp_path):
     logger, callback = Remembers(), WatchCallback(find, to=["loggers", tmp_path / "run"])
     fit(Classifier(), callback, tmp_path, logger=logger)
-    assert logger.seen["angle/layers.0.weight/median"] == series(callback.watches[0].records(), "angle")
+    assert logger.logged["angle/layers.0.weight/median"] == series(callback.watches[0].records(), "angle")
 
 
 def test_rows_are_found_with_the_modules_example(tmp_path):

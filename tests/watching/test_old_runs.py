@@ -27,17 +27,17 @@ def test_it_is_read():
 
 def test_its_numbers_are_those_that_are_recorded_now(tmp_path):
     optimizer, params = pair("SGD")
-    with watch(optimizer, to=tmp_path, rows_every=2) as seen:
+    with watch(optimizer, to=tmp_path, rows_every=2) as watcher:
         for step in range(4):
             set_gradients(params, step, scale=1e4 if step == 3 else 1.0)
             optimizer.step()
             if step == 1:
-                seen.flush()
+                watcher.flush()
     old, new = read_run(OLD), read_run(tmp_path)
     recorded = old.table[old.table["group"] != ""]
     keys = ["step", "group", "quantity", "statistic"]
-    assert recorded[keys].astype(str).to_numpy().tolist() == seen.records()[keys].astype(str).to_numpy().tolist()
-    assert recorded["value"].tolist() == pytest.approx(seen.records()["value"].tolist(), rel=1e-9, nan_ok=True)
+    assert recorded[keys].astype(str).to_numpy().tolist() == watcher.records()[keys].astype(str).to_numpy().tolist()
+    assert recorded["value"].tolist() == pytest.approx(watcher.records()["value"].tolist(), rel=1e-9, nan_ok=True)
     assert old.rows["value"].tolist() == pytest.approx(new.rows["value"].tolist(), rel=1e-9, nan_ok=True)
     for one, other in zip(old.paths["direction"], new.paths["direction"], strict=True):
         assert one.tolist() == pytest.approx(other.tolist(), rel=1e-5)

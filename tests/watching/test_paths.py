@@ -27,17 +27,17 @@ def test_paths_go_through_flushes_and_through_weights_that_move(layout, tmp_path
     options = [{**group, "rows": layout} for group in groups_of(params)]
     optimizer = st.optim.Adam(options, lr=0.05, without="abc")
     chosen, expected = [("w", params[0], 2), ("v", params[1], 0)], {}
-    with watch(optimizer, to=tmp_path, paths={"w": [2], "v": [0]}) as seen:
+    with watch(optimizer, to=tmp_path, paths={"w": [2], "v": [0]}) as watcher:
         for step in range(80):
             if step == 10:
-                seen.flush()
+                watcher.flush()
             if step == 60:
                 params[0].data = params[0].data.clone()
             train(optimizer, params, 1, first=step)
             for name, param, row in chosen:
                 x = Layout(layout).rows(param.detach())[row]
                 expected[name, row, step] = (x / x.norm()).numpy().copy()
-    assert seen.error is None
+    assert watcher.error is None
     found = read_run(tmp_path)
     for name, _, row in chosen:
         here = directions(found, name, row)
@@ -78,13 +78,13 @@ def test_a_row_at_the_origin_has_no_direction_and_is_no_point_of_a_trajectory(tm
 def test_a_row_at_infinity_has_no_direction(tmp_path):
     [param] = params = rows((3, 4), dtype=torch.float32)
     optimizer = torch.optim.SGD(groups_of(params), lr=0.05)
-    with watch(optimizer, to=tmp_path, paths={"w": [0, 1]}) as seen:
+    with watch(optimizer, to=tmp_path, paths={"w": [0, 1]}) as watcher:
         for step in range(4):
             set_gradients(params, step)
             if step == 2:
                 param.data[0, 0] = torch.inf
             optimizer.step()
-    assert seen.error is None
+    assert watcher.error is None
     found = {row: directions(read_run(tmp_path), "w", row) for row in (0, 1)}
     assert [np.isnan(found[0][step]).all() for step in range(4)] == [False, False, True, True]
     assert np.isfinite([found[1][step] for step in range(4)]).all()

@@ -130,12 +130,13 @@ def train(model, case, *, steps=13, groups=None, settings=None, rates=schedule, 
     groups = groups or rows_of(model)
     optimizer = case.build(model, groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
-    seen = watch(optimizer, groups, **options)
+    watcher = watch(optimizer, groups, **options)
     twins = {
-        group.name: Twin(list(group.params), groups.layouts[group.group.names[0]], case.twin) for group in seen.watched
+        group.name: Twin(list(group.params), groups.layouts[group.group.names[0]], case.twin)
+        for group in watcher.watched
     }
     rtol = 1e-11 if next(model.parameters()).dtype == torch.float64 else 1e-5
-    with seen:
+    with watcher:
         for k in backward_passes(model, steps):
             for group in optimizer.param_groups:
                 group.update(settings(k) if settings else {})
@@ -146,13 +147,13 @@ def train(model, case, *, steps=13, groups=None, settings=None, rates=schedule, 
             for twin in twins.values():
                 twin.after(rtol=rtol)
             scheduler.step()
-    assert seen.error is None
-    return seen, twins
+    assert watcher.error is None
+    return watcher, twins
 
 
-def check(seen, twins, *, steps, missing=frozenset(), unchecked=frozenset(), rtol=1e-7, floor=0.0):
+def check(watcher, twins, *, steps, missing=frozenset(), unchecked=frozenset(), rtol=1e-7, floor=0.0):
     """All statistics of all quantities at these steps, and nothing else."""
-    table = seen.records()
+    table = watcher.records()
     found = {
         key: float(value)
         for *key, value in table[["step", "group", "quantity", "statistic", "value"]].itertuples(index=False)
@@ -197,17 +198,17 @@ def crossed(names, networks):
 
 @pytest.mark.parametrize(("name", "network"), crossed(TORCH, NETWORKS))
 def test_torchs_optimizers_on_every_network(name, network):
-    seen, twins = train(build(network), TORCH[name])
+    watcher, twins = train(build(network), TORCH[name])
     assert len(twins) == 2
-    check(seen, twins, steps=range(13))
+    check(watcher, twins, steps=range(13))
 
 
 @pytest.mark.parametrize(("name", "network"), crossed(OURS, ["BN", "GN", "LN", "WN"]))
 def test_our_optimizers(name, network):
-    seen, twins = train(build(network), OURS[name])
+    watcher, twins = train(build(network), OURS[name])
     assert len(twins) == 2
-    assert set(seen.missing) >= PHENOMENA
-    check(seen, twins, steps=range(13), missing=PHENOMENA)
+    assert set(watcher.missing) >= PHENOMENA
+    check(watcher, twins, steps=range(13), missing=PHENOMENA)
 
 
 @pytest.mark.parametrize("name", MORE_OF_TORCH)
@@ -223,8 +224,8 @@ def test_other_settings_of_our_optimizers(name):
 
 @pytest.mark.parametrize(("name", "network"), crossed(["SGD-M", "Adam", "AdamW"], ["BN", "GN", "LN", "WN"]))
 def test_every_third_step(name, network):
-    seen, twins = train(build(network), TORCH[name], every=3)
-    check(seen, twins, steps=range(0, 13, 3), missing=PHENOMENA - {"deformation"})
+    watcher, twins = train(build(network), TORCH[name], every=3)
+    check(watcher, twins, steps=range(0, 13, 3), missing=PHENOMENA - {"deformation"})
 
 
 @pytest.mark.parametrize("name", ["SGD-M", "Adam", "AdamW"])
@@ -246,9 +247,9 @@ def test_phenomena_of_our_optimizers(name):
 
 @pytest.mark.parametrize("case", [TORCH["AdamW"], OURS["Adam without 'ab'"]], ids=["AdamW", "Adam without 'ab'"])
 def test_single_rows_on_disk(case, tmp_path):
-    seen, twins = train(build("BN"), case, record_rows=["3.weight"], rows_every=4, to=tmp_path / "run")
-    missing = PHENOMENA & set(seen.missing)
-    check(seen, twins, steps=range(13), missing=missing)
+    watcher, twins = train(build("BN"), case, record_rows=["3.weight"], rows_every=4, to=tmp_path / "run")
+    missing = PHENOMENA & set(watcher.missing)
+    check(watcher, twins, steps=range(13), missing=missing)
     found = read_run(tmp_path / "run").rows
     for group, steps in {"3.weight": range(13), "0.weight": range(0, 13, 4)}.items():
         of_group = found[found["group"] == group]
@@ -274,9 +275,9 @@ def test_a_normalization_whose_epsilon_matters(case):
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eps = 0.1
-    seen, twins = train(model, case, groups=groups)
+    watcher, twins = train(model, case, groups=groups)
     assert min(twin.expected[0]["defect"].max() for twin in twins.values()) > 1e-2
-    check(seen, twins, steps=range(13), missing=PHENOMENA & set(seen.missing))
+    check(watcher, twins, steps=range(13), missing=PHENOMENA & set(watcher.missing))
 
 
 @pytest.mark.parametrize(
@@ -285,9 +286,9 @@ def test_a_normalization_whose_epsilon_matters(case):
 def test_single_precision(case):
     """float32 has 6e-8; (b1) and (c) are angles of 1e-4 between directions that are summed over many steps."""
     torch.manual_seed(1)
-    seen, twins = train(NETWORKS["BN"].build(), case)
-    missing = PHENOMENA & set(seen.missing)
-    check(seen, twins, steps=range(13), missing=missing, rtol=2e-4, floor=1e-6)
+    watcher, twins = train(NETWORKS["BN"].build(), case)
+    missing = PHENOMENA & set(watcher.missing)
+    check(watcher, twins, steps=range(13), missing=missing, rtol=2e-4, floor=1e-6)
 
 
 def test_a_momentum_that_is_scheduled():
@@ -309,47 +310,47 @@ def test_param_groups_of_different_settings():
     )
     groups = rows_of(model)
     twins = {n: Twin([model.get_parameter(n)], "filter", c.twin) for n, c in (("0.weight", slow), ("3.weight", fast))}
-    with watch(optimizer, groups) as seen:
+    with watch(optimizer, groups) as watcher:
         for _ in backward_passes(model, 5):
             for twin, group in zip(twins.values(), optimizer.param_groups[1:], strict=True):
                 twin.before(group["lr"])
             optimizer.step()
             for twin in twins.values():
                 twin.after()
-    check(seen, twins, steps=range(5))
+    check(watcher, twins, steps=range(5))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Rprop])
 def test_an_optimizer_that_cannot_be_read_is_observed(kind):
-    seen, twins = train(build("GN"), Case(kind, {"lr": 0.02}, Observed()))
-    assert PHENOMENA | {"effective_lr", "direction_norm", "radial", "nu"} <= set(seen.missing)
-    check(seen, twins, steps=range(13))
+    watcher, twins = train(build("GN"), Case(kind, {"lr": 0.02}, Observed()))
+    assert PHENOMENA | {"effective_lr", "direction_norm", "radial", "nu"} <= set(watcher.missing)
+    check(watcher, twins, steps=range(13))
 
 
 @pytest.mark.parametrize("case", [TORCH["SGD-M"], TORCH["AdamW"]], ids=["SGD-M", "AdamW"])
 def test_a_rate_of_zero(case):
     """A warm-up that begins at 0: the step goes nowhere, but c and ν are what they are."""
-    seen, twins = train(build("BN"), case, steps=3, rates=lambda k: k / 4)
-    check(seen, twins, steps=range(3), missing=PHENOMENA & set(seen.missing))
+    watcher, twins = train(build("BN"), case, steps=3, rates=lambda k: k / 4)
+    check(watcher, twins, steps=range(3), missing=PHENOMENA & set(watcher.missing))
 
 
 @pytest.mark.parametrize("name", ["SGD without 'bc'", "Adam without 'abc'"])
 def test_a_rate_of_zero_of_our_optimizers(name):
     """Telemetry holds the product η^e‖c^⊥‖ and η^e: where these are 0, ‖c^⊥‖ and ν are not known."""
     unknown = {"direction_norm", "nu"}
-    seen, twins = train(build("BN"), OURS[name], steps=3, rates=lambda k: k / 4)
-    table = seen.records()
+    watcher, twins = train(build("BN"), OURS[name], steps=3, rates=lambda k: k / 4)
+    table = watcher.records()
     at_zero = table[(table["step"] == 0) & table["quantity"].isin(unknown)]
     assert len(at_zero)
     assert at_zero["value"].isna().all()
     assert not table[(table["step"] > 0) & table["quantity"].isin(unknown)]["value"].isna().any()
-    check(seen, twins, steps=range(3), missing=PHENOMENA & set(seen.missing), unchecked=unknown)
+    check(watcher, twins, steps=range(3), missing=PHENOMENA & set(watcher.missing), unchecked=unknown)
 
 
 def test_nesterov_over_lists():
     case = sgd(momentum=0.8, nesterov=True, l2=0.0)
-    seen, twins = train(build("BN"), replace(case, options={**case.options, "foreach": True}), phenomena=False)
-    check(seen, twins, steps=range(13), missing=PHENOMENA - {"deformation"})
+    watcher, twins = train(build("BN"), replace(case, options={**case.options, "foreach": True}), phenomena=False)
+    check(watcher, twins, steps=range(13), missing=PHENOMENA - {"deformation"})
 
 
 @pytest.mark.parametrize(
@@ -360,11 +361,11 @@ def test_nesterov_over_lists():
 def test_a_weight_decay_that_is_scheduled(case):
     decays = [0.3 * (1 + k) for k in range(8)]
     twin = ScheduledDecay(decays, case.twin)
-    seen, twins = train(
+    watcher, twins = train(
         build("BN"), replace(case, twin=twin), steps=8, phenomena=False, settings=lambda k: {"weight_decay": decays[k]}
     )
-    missing = PHENOMENA & set(seen.missing)
-    check(seen, twins, steps=range(8), missing=missing)
+    missing = PHENOMENA & set(watcher.missing)
+    check(watcher, twins, steps=range(8), missing=missing)
 
 
 @dataclass(frozen=True)
@@ -384,14 +385,14 @@ def test_a_state_that_is_loaded_while_watched(name):
     groups = rows_of(model)
     optimizer = TORCH[name].build(model, groups)
     rates = [0.01, 0.02, 0.03, 0.04]
-    with watch(optimizer, groups) as seen:
+    with watch(optimizer, groups) as watcher:
         for k in backward_passes(model, 4):
             if k == 2:
                 optimizer.load_state_dict(optimizer.state_dict())
             for group in optimizer.param_groups:
                 group["lr"] = rates[k]
             optimizer.step()
-    table = seen.records()
+    table = watcher.records()
     recorded = table[(table["quantity"] == "lr") & (table["group"] == "0.weight")]
     assert recorded["value"].tolist() == pytest.approx(rates)
 
@@ -404,7 +405,7 @@ def test_steps_without_a_gradient_are_not_recorded(name):
     optimizer = case.build(model, groups)
     weight, idle = model.get_parameter("3.weight"), {2, 3, 6}
     twin = Twin([weight], "filter", case.twin)
-    with watch(optimizer, groups) as seen:
+    with watch(optimizer, groups) as watcher:
         for k in backward_passes(model, 8):
             if k in idle:
                 weight.grad = None
@@ -413,13 +414,13 @@ def test_steps_without_a_gradient_are_not_recorded(name):
             optimizer.step()
             if k not in idle:
                 twin.after()
-    table = seen.records()
+    table = watcher.records()
     table = table[(table["group"] == "3.weight") & (table["statistic"] == "mean")]
     went = [k for k in range(8) if k not in idle]
     assert sorted(set(table["step"])) == went
     for k, expected in zip(went, twin.expected, strict=True):
         found = table[table["step"] == k].set_index("quantity")["value"]
-        for quantity in expected.keys() - (PHENOMENA & set(seen.missing)):
+        for quantity in expected.keys() - (PHENOMENA & set(watcher.missing)):
             assert found[quantity] == pytest.approx(expected[quantity].mean(), rel=1e-7, abs=1e-13), (k, quantity)
 
 
@@ -427,10 +428,10 @@ def step_over_the_origin(kind):
     """The rows of x' = −x − g/2: one goes from (3, 4) to (1, −7), one is 0 before, one goes to its antipode."""
     x = nn.Parameter(torch.tensor([[3.0, 4.0], [0.0, 0.0], [3.0, 4.0]], dtype=torch.float64))
     optimizer = kind([{"params": [("w", x)], "rows": "filter"}], lr=0.5, weight_decay=4.0)
-    with watch(optimizer) as seen:
+    with watch(optimizer) as watcher:
         x.grad = torch.tensor([[-8.0, 6.0], [1.0, 2.0], [0.0, 0.0]], dtype=torch.float64)
         optimizer.step()
-    return seen.latest()["w"]
+    return watcher.latest()["w"]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, optim.SGD])

@@ -14,9 +14,9 @@ from small import pair, train
 def run(tmp_path):
     """A run of two parts on disk."""
     optimizer, params = pair("Adam")
-    with watch(optimizer, to=tmp_path / "runs" / "adam", step=3) as seen:
+    with watch(optimizer, to=tmp_path / "runs" / "adam", step=3) as watcher:
         train(optimizer, params, 2)
-        seen.flush()
+        watcher.flush()
         train(optimizer, params, 2)
     return tmp_path / "runs" / "adam"
 
@@ -82,9 +82,9 @@ def test_files_that_are_not_of_the_run_are_left_alone(run):
     pd_testing.assert_frame_equal(again.table, whole.table)
     assert again.alerts["text"].tolist() == [*whole.alerts["text"], "said"]
     optimizer, params = pair("Adam")
-    with watch(optimizer, to=run, step=7) as seen:
+    with watch(optimizer, to=run, step=7) as watcher:
         train(optimizer, params, 1)
-    assert seen.error is None
+    assert watcher.error is None
     assert sorted(read_run(run).table["step"].unique()) == [3, 4, 5, 6, 7]
 
 

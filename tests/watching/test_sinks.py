@@ -32,13 +32,13 @@ def medians(table):
 
 def watched(to, kind="Adam", steps=STEPS, **options):
     optimizer, params = pair(kind)
-    with watch(optimizer, to=to, **options) as seen:
+    with watch(optimizer, to=to, **options) as watcher:
         for step in range(steps):
             set_gradients(params, step)
             optimizer.step()
-            seen.log(loss=torch.tensor(1.0 / (step + 1)))
-    assert seen.error is None
-    return seen
+            watcher.log(loss=torch.tensor(1.0 / (step + 1)))
+    assert watcher.error is None
+    return watcher
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def test_a_callable_gets_every_step(in_memory):
 
 
 def test_a_folder_holds_the_table(in_memory, tmp_path):
-    seen = watched(tmp_path / "run")
+    watcher = watched(tmp_path / "run")
     same(medians(read_run(tmp_path / "run").table), in_memory)
-    assert read_run(tmp_path / "run").table.equals(seen.records())
+    assert read_run(tmp_path / "run").table.equals(watcher.records())
 
 
 def test_several_at_once(in_memory, tmp_path):
@@ -87,9 +87,9 @@ def test_one_that_fails_does_not_keep_the_others_from_theirs(in_memory, caplog):
         raise ConnectionError("no network")
 
     keeps, (optimizer, params) = Keeps(), pair()
-    with watch(optimizer, to=[fails, keeps]) as seen:
+    with watch(optimizer, to=[fails, keeps]) as watcher:
         train(optimizer, params, STEPS)
-        seen.flush()
+        watcher.flush()
         train(optimizer, params, STEPS, first=STEPS)
     assert len(keeps.found["angle/w/median"]) == 2 * STEPS
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
@@ -111,20 +111,20 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path):
 
 def test_a_folder_that_is_taken_away_is_made_again(tmp_path):
     optimizer, params = pair()
-    with watch(optimizer, to=tmp_path / "run") as seen:
+    with watch(optimizer, to=tmp_path / "run") as watcher:
         train(optimizer, params, 2)
-        seen.records()
+        watcher.records()
         shutil.rmtree(tmp_path / "run")
         train(optimizer, params, 2, first=2)
-        assert set(seen.records()["step"]) == {2, 3}
+        assert set(watcher.records()["step"]) == {2, 3}
         train(optimizer, params, 1, first=4)
     assert set(read_run(tmp_path / "run").table["step"]) == {2, 3, 4}
 
 
 def test_a_configuration_whose_keys_are_no_words_does_not_cost_the_run(tmp_path):
-    seen = watched(tmp_path, config={(3, 4): "kernel", "sizes": [{0.5: 1}], "what": object})
+    watcher = watched(tmp_path, config={(3, 4): "kernel", "sizes": [{0.5: 1}], "what": object})
     assert read_run(tmp_path).about["config"] == {"(3, 4)": "kernel", "sizes": [{"0.5": 1}], "what": str(object)}
-    assert len(seen.records())
+    assert len(watcher.records())
 
 
 def test_a_sink_that_cannot_be_opened_leaves_nothing_running(tmp_path):
@@ -133,10 +133,10 @@ def test_a_sink_that_cannot_be_opened_leaves_nothing_running(tmp_path):
             raise ConnectionError("no network")
 
     optimizer, params = pair("ours")
-    seen = watch(optimizer, to=[tmp_path, Closed(print)])
+    watcher = watch(optimizer, to=[tmp_path, Closed(print)])
     with pytest.raises(ConnectionError):
-        seen.start()
-    assert not seen.running
+        watcher.start()
+    assert not watcher.running
     assert optimizer.telemetry is None
     assert not optimizer._optimizer_step_pre_hooks
     with watch(optimizer, to=tmp_path):
@@ -147,13 +147,13 @@ def test_tensorboard_reads_back_scalars_and_histograms(in_memory, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    seen = watched([TensorBoard(tmp_path / "board"), tmp_path / "run"], rows_every=2)
+    watcher = watched([TensorBoard(tmp_path / "board"), tmp_path / "run"], rows_every=2)
     events = EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0, "histograms": 0})
     events.Reload()
     tags = events.Tags()
     same({tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags["scalars"]}, in_memory)
 
-    rows = read_run(seen.sinks[1].files.folder).rows
+    rows = read_run(watcher.sinks[1].files.folder).rows
     assert set(rows["step"]) == {0, 2, 4}
     assert "angle/w" in tags["histograms"]
     for tag in tags["histograms"]:
@@ -171,9 +171,9 @@ def test_tensorboard_takes_rows_that_are_not_finite(tmp_path):
     optimizer, params = pair()
     with torch.no_grad():
         params[0][0, 0] = float("nan")
-    with watch(optimizer, to=TensorBoard(tmp_path), rows_every=1) as seen:
+    with watch(optimizer, to=TensorBoard(tmp_path), rows_every=1) as watcher:
         train(optimizer, params, 2)
-    assert seen.error is None
+    assert watcher.error is None
 
 
 class Run:
@@ -243,10 +243,10 @@ def test_mlflow_takes_every_groups_name(tmp_path, monkeypatch):
     weight, bias = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(2))
     options = {"rows": "tensor", "joint": True, "params": [("0.weight", weight), ("0.bias", bias)]}
     optimizer = torch.optim.SGD([options], lr=0.1)
-    with mlflow.start_run() as run, watch(optimizer, to=run) as seen:
+    with mlflow.start_run() as run, watch(optimizer, to=run) as watcher:
         weight.grad, bias.grad = torch.eye(2, 3), torch.ones(2)
         optimizer.step()
-    assert seen.error is None
+    assert watcher.error is None
     assert "radius/0.weight _ 0.bias/median" in mlflow.MlflowClient().get_run(run.info.run_id).data.metrics
 
 
@@ -279,13 +279,13 @@ def test_infinite_numbers_are_not_sent_to_loggers():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_reads_what_was_written_and_does_not_wait_for_a_thread_that_it_does_not_have(tmp_path):
     optimizer, params = pair()
-    with watch(optimizer, to=tmp_path / "run") as seen:
+    with watch(optimizer, to=tmp_path / "run") as watcher:
         train(optimizer, params, 2)
-        expected = len(seen.records())
+        expected = len(watcher.records())
         process = os.fork()
         if process == 0:
             signal.alarm(30)
-            os._exit(0 if len(seen.records()) == expected else 1)
+            os._exit(0 if len(watcher.records()) == expected else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
         train(optimizer, params, 1, first=2)
-    assert sorted(seen.records()["step"].unique()) == [0, 1, 2]
+    assert sorted(watcher.records()["step"].unique()) == [0, 1, 2]

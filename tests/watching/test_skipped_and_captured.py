@@ -29,7 +29,7 @@ def test_steps_that_a_scaler_skips_leave_no_record_and_are_not_counted(kind, eve
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=10**6)
     infinite = (0, 3, 4)
     made = []
-    with watch(optimizer, every=every, phenomena=False, to=tmp_path / "run", paths={"w": [0]}) as seen:
+    with watch(optimizer, every=every, phenomena=False, to=tmp_path / "run", paths={"w": [0]}) as watcher:
         for step in range(8):
             set_gradients(params, len(made))
             slopes = [param.grad.clone() for param in params]
@@ -40,9 +40,9 @@ def test_steps_that_a_scaler_skips_leave_no_record_and_are_not_counted(kind, eve
             scaler.update()
             if step not in infinite:
                 made.append(step)
-                seen.log(loss=step)
-        assert seen.next_step == len(made)
-    assert seen.error is None
+                watcher.log(loss=step)
+        assert watcher.next_step == len(made)
+    assert watcher.error is None
     found = read_run(tmp_path / "run")
 
     twins = rows((4, 5), (3, 5), dtype=torch.float32, device=DEVICE)
@@ -60,7 +60,7 @@ def test_steps_that_a_scaler_skips_leave_no_record_and_are_not_counted(kind, eve
             assert value == pytest.approx(whole[step], rel=1e-4), (quantity, step)
     assert series(found.table, "loss", "", "mean") == {k: float(step) for k, step in enumerate(made)}
     assert found.paths["step"].tolist() == list(here)
-    assert not any(alert.kind == "not finite" for alert in seen.alerts)
+    assert not any(alert.kind == "not finite" for alert in watcher.alerts)
 
 
 CAPTURED = {
@@ -76,7 +76,7 @@ def test_a_replayed_graph_is_seen_by_around(kind):
     warm, replays = 3, 4
     params = rows((4, 5), (3, 5), dtype=torch.float32, device=DEVICE)
     optimizer = CAPTURED[kind](groups_of(params))
-    with watch(optimizer, phenomena=False) as seen:
+    with watch(optimizer, phenomena=False) as watcher:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             train(optimizer, params, warm)
@@ -92,15 +92,15 @@ def test_a_replayed_graph_is_seen_by_around(kind):
             for param, slope in zip(params, slopes, strict=True):
                 slope.copy_(param.grad)
                 param.grad = slope
-            with seen.around():
+            with watcher.around():
                 graph.replay()
-    assert seen.error is None
+    assert watcher.error is None
 
     twins = rows((4, 5), (3, 5), dtype=torch.float32, device=DEVICE)
     twin = CAPTURED[kind](groups_of(twins))
     with watch(twin, phenomena=False) as expected:
         train(twin, twins, warm + replays)
     for quantity in ("radius", "angle", "effective_lr", "gradient_norm"):
-        here, there = series(seen.records(), quantity), series(expected.records(), quantity)
+        here, there = series(watcher.records(), quantity), series(expected.records(), quantity)
         assert list(here) == list(range(warm + replays))
         assert here == pytest.approx(there, rel=1e-4), quantity

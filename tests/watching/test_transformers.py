@@ -171,11 +171,11 @@ def test_an_optimizer_that_accelerate_prepared():
     network = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.BatchNorm1d(4))
     groups = st.find_groups(network, torch.randn(8, 3))
     network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
-    with watch(optimizer, groups) as seen:
+    with watch(optimizer, groups) as watcher:
         for _ in range(6):
             with accelerator.accumulate(network):
                 accelerator.backward(network(torch.randn(8, 3)).pow(4).sum())
                 optimizer.step()
                 optimizer.zero_grad()
-    assert seen.error is None
-    assert list(series(seen.records(), "effective_lr", "0.weight")) == [0, 1, 2]
+    assert watcher.error is None
+    assert list(series(watcher.records(), "effective_lr", "0.weight")) == [0, 1, 2]
