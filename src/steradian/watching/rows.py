@@ -65,7 +65,7 @@ class WatchedGroup:
 
     def active(self) -> bool:
         """Whether all of its parameters have a gradient, so that the step moves it."""
-        return not self.gone and None not in [param.grad for param in self.params]
+        return not self.gone and all(param.grad is not None for param in self.params)
 
     def describe(self) -> dict[str, Any]:
         """Its entry in run.json."""
@@ -247,7 +247,7 @@ class Membership:
                 watched.settings = new
                 # A joint set has the settings of its first parameter; the others may be in other param groups.
                 first, *others = (owner.get(id(param)) for param in watched.params)
-                if not watched.gone and (first is not new or None in others):
+                if not watched.gone and (first is not new or any(other is None for other in others)):
                     watched.gone = True
                     lost.append(watched.name)
         return lost
