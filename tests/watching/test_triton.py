@@ -58,6 +58,36 @@ def set_gradients(made: dict[str, Tensor], step: int, skip: str = "") -> None:
             param.grad = param.grad.to(memory_format=torch.channels_last)
 
 
+def compare(optimizer, made, steps, after, *, names=None) -> None:
+    """Quantities of some steps from one launch and from plain torch; `after` is called after each, with the groups."""
+    entries, others = watched(optimizer, made), watched(optimizer, made)
+    assert supports(optimizer, entries)
+    launched, read = TritonSource(optimizer, entries), state_source(optimizer, others)
+    n_rows = sum(entry.n_rows for entry in entries)
+    out = torch.zeros(steps, n_rows, len(launched.columns), dtype=torch.float64)
+    reference = torch.zeros(steps, n_rows, len(read.columns))
+    rates = torch.zeros(steps, n_rows, dtype=torch.float64)
+    for step in range(steps):
+        set_gradients(made, step)
+        launched.before()
+        read.before()
+        optimizer.step()
+        launched.after(out[step])
+        read.after(reference[step])
+        rates[step] = optimizer.param_groups[0]["lr"]
+        after([*entries, *others])
+    decays = torch.full_like(rates, decoupled_decay(optimizer.param_groups[0]))
+    found = quantities(launched, out, rates, decays)
+    expected = quantities(read, reference, rates.float(), decays.float())
+    assert set(found) == set(expected)
+    places = {entry.name: entry.span for entry in others}
+    for name in names or found:
+        for entry in entries:
+            one, other = found[name][:, entry.span], expected[name][:, places[entry.name]]
+            tolerance = 1e-6 + 1e-5 * other.abs().max().item()
+            torch.testing.assert_close(one, other, rtol=2e-4, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
 @pytest.mark.parametrize(
     "name",
     [name if "," not in name else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
@@ -65,47 +95,28 @@ def set_gradients(made: dict[str, Tensor], step: int, skip: str = "") -> None:
 def test_sums_in_one_launch_give_what_is_read(name) -> None:
     made = params()
     optimizer = OPTIMIZERS[name](list(made.values()))
-    entries, others = watched(optimizer, made), watched(optimizer, made)
-    assert supports(optimizer, entries)
-    swept, read = TritonSource(optimizer, entries), state_source(optimizer, others)
-    out = torch.zeros(4, sum(e.n_rows for e in entries), len(swept.columns), dtype=torch.float64)
-    reference = torch.zeros(4, out.shape[1], len(read.columns))
-    rates = torch.zeros(4, out.shape[1], dtype=torch.float64)
-    for step in range(4):
-        set_gradients(made, step)
-        swept.before()
-        read.before()
-        optimizer.step()
-        swept.after(out[step])
-        read.after(reference[step])
-        rates[step] = optimizer.param_groups[0]["lr"]
+
+    def after(_) -> None:
         optimizer.param_groups[0]["lr"] *= 0.7
-    decays = torch.full_like(rates, decoupled_decay(optimizer.param_groups[0]))
-    found, expected = quantities(swept, out, rates, decays), quantities(read, reference, rates.float(), decays.float())
-    assert set(found) == set(expected)
-    places = {entry.name: entry.span for entry in others}
-    for name, values in found.items():
-        for entry in entries:
-            one, other = values[:, entry.span], expected[name][:, places[entry.name]]
-            tolerance = 1e-6 + 1e-5 * other.abs().max().item()
-            torch.testing.assert_close(one, other, rtol=2e-4, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+    compare(optimizer, made, 4, after)
 
 
 def test_rows_without_a_gradient_do_not_disturb_the_others() -> None:
     made = params()
     optimizer = torch.optim.Adam(list(made.values()), lr=0.01)
     entries = watched(optimizer, made)
-    swept = TritonSource(optimizer, entries)
+    launched = TritonSource(optimizer, entries)
     results = []
     for skip in ("", "head"):
         set_gradients(made, 1, skip)
-        swept.before()
-        values = torch.zeros(1, sum(e.n_rows for e in entries), len(swept.columns), dtype=torch.float64)
-        swept.after(values[0])
+        launched.before()
+        values = torch.zeros(1, sum(e.n_rows for e in entries), len(launched.columns), dtype=torch.float64)
+        launched.after(values[0])
         results.append(values)
         if not skip:
             optimizer.step()
-            swept.after(values[0])
+            launched.after(values[0])
     assert results[1][0, entries[0].span].isfinite().all()
 
 
@@ -122,27 +133,12 @@ def test_a_loaded_state_is_read() -> None:
     """`load_state_dict` makes new param groups, which the watched groups get."""
     made = params()
     optimizer = torch.optim.Adam(list(made.values()), lr=0.01, betas=(0.9, 0.99))
-    entries = watched(optimizer, made)
-    swept = TritonSource(optimizer, entries)
-    others = watched(optimizer, made)
-    read = state_source(optimizer, others)
-    values = torch.zeros(3, sum(entry.n_rows for entry in entries), len(swept.columns), dtype=torch.float64)
-    reference = torch.zeros(3, values.shape[1], len(read.columns))
-    for step in range(3):
-        set_gradients(made, step)
-        swept.before()
-        read.before()
-        optimizer.step()
-        swept.after(values[step])
-        read.after(reference[step])
+
+    def after(groups) -> None:
         state = optimizer.state_dict()
         state["param_groups"][0]["betas"] = (0.5, 0.8)
         optimizer.load_state_dict(state)
-        for entry in [*entries, *others]:
-            [entry.settings] = optimizer.param_groups
-    rates = torch.full(values.shape[:2], 0.01, dtype=torch.float64)
-    found, expected = (quantities(s, v, rates, 0 * rates) for s, v in ((swept, values), (read, reference)))
-    places = {entry.name: entry.span for entry in others}
-    for entry in entries:
-        one, two = found["effective_lr"][:, entry.span], expected["effective_lr"][:, places[entry.name]]
-        torch.testing.assert_close(one.double(), two.double(), rtol=2e-4, atol=1e-6)
+        for group in groups:
+            [group.settings] = optimizer.param_groups
+
+    compare(optimizer, made, 3, after, names=["effective_lr"])

@@ -277,20 +277,19 @@ class Stack:
         known = [member for member in self.members if overwrites and member.active()]
         self._gradients = {id(member): member.gradient().clone() for member in known}
 
-    def active(self) -> list[WatchedGroup]:
-        """The members that the step moves."""
-        return [member for member in self.members if member.active() and member.n_rows]
+    def moved(self) -> tuple[list[WatchedGroup], Tensor, Tensor] | None:
+        """The members that the step moved, their rows before it and their gradients; None if it moved none."""
+        members = [member for member in self.members if member.active() and member.n_rows]
+        if not members or self.points is None:
+            return None
+        points = self.part(members, self.points)
+        kept = [(member, self._gradients.get(id(member))) for member in members]
+        gradients = [member.gradient() if gradient is None else gradient for member, gradient in kept]
+        return members, points, torch.cat(gradients)
 
     def now(self, members: Sequence[WatchedGroup]) -> Tensor:
         """The rows of some members as they are now."""
         return torch.cat([member.cut(member.params) for member in members])
-
-    def gradient(self, members: Sequence[WatchedGroup]) -> Tensor:
-        """The gradients of some members that the step used."""
-        kept = [self._gradients.get(id(member)) for member in members]
-        return torch.cat(
-            [m.gradient() if gradient is None else gradient for m, gradient in zip(members, kept, strict=True)]
-        )
 
     def part(self, members: Sequence[WatchedGroup], rows: Tensor) -> Tensor:
         """The rows of some members out of those of all."""
@@ -303,8 +302,9 @@ class Stack:
         start = member.start - self.members[0].start
         return slice(start, start + member.n_rows)
 
-    def write(self, members: Sequence[WatchedGroup], values: Tensor, out: Tensor) -> None:
-        """Write what was measured of some members to their places in `out`, and release the copies."""
+    def write(self, members: Sequence[WatchedGroup], columns: Iterable[Tensor], out: Tensor) -> None:
+        """Write numbers per row of some members to their places in `out`, and release the copies."""
+        values = torch.stack([column.to(out.dtype) for column in columns], dim=1)
         if len(members) == len(self.members):
             out[self.members[0].start : self.members[-1].span.stop] = values
         else:

@@ -45,20 +45,22 @@ class ObservedSource(Source):
     @torch.no_grad()
     def after(self, out: Tensor) -> None:
         for stack in self.stacks:
-            members = stack.active()
-            if members and stack.points is not None:
-                image = observed_step(stack.part(members, stack.points), stack.now(members), check=False)
-                gradient = geometry.as_float(stack.gradient(members), "gradient")
-                rate = torch.as_tensor(nominal_rate(members[0].settings), dtype=image.radius.dtype, device=out.device)
-                values = [
-                    image.radius,
-                    image.inward,
-                    image.across,
-                    geometry.norm(gradient).squeeze(-1),
-                    geometry.dot(gradient, image.direction).squeeze(-1),
-                    rate.reshape(()).expand(len(image.radius)),
-                ]
-                stack.write(members, torch.stack([value.to(out.dtype) for value in values], dim=1), out)
+            moved = stack.moved()
+            if moved is None:
+                continue
+            members, points, raw = moved
+            image = observed_step(points, stack.now(members), check=False)
+            gradient = geometry.as_float(raw, "gradient")
+            rate = torch.as_tensor(nominal_rate(members[0].settings), dtype=image.radius.dtype, device=out.device)
+            columns = [
+                image.radius,
+                image.inward,
+                image.across,
+                geometry.norm(gradient).squeeze(-1),
+                geometry.dot(gradient, image.direction).squeeze(-1),
+                rate.reshape(()).expand(len(image.radius)),
+            ]
+            stack.write(members, columns, out)
 
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
         radius, inward, across, length, slope, rate = values.unbind(-1)

@@ -71,11 +71,9 @@ class StateSource(Source):
     @torch.no_grad()
     def after(self, out: Tensor) -> None:
         for stack in self.stacks:
-            members = stack.active()
-            if members and stack.points is not None:
-                points, gradient = stack.part(members, stack.points), stack.gradient(members)
-                found = self._read(stack, members, points, gradient)
-                stack.write(members, torch.stack([found[name].to(out.dtype) for name in self.columns], dim=1), out)
+            if (moved := stack.moved()) is not None:
+                found = self._read(stack, *moved)
+                stack.write(moved[0], [found[name] for name in self.columns], out)
 
     def _read(self, stack: Stack, members: list[WatchedGroup], points: Tensor, raw: Tensor) -> Quantities:
         """The numbers of `columns` for the rows of some members of a stack, before the step and with its gradient."""
