@@ -171,7 +171,7 @@ def _dense(
 
 
 def _inverse(key: Integers) -> tuple[Integers, Integers]:
-    """The number of each key among the distinct ones, and where each distinct one stands first."""
+    """The number of each key among the distinct ones, and where each distinct one occurs first."""
     line, distinct = pd.factorize(key)
     position = np.full(len(distinct), len(key), np.int64)
     np.minimum.at(position, line, np.arange(len(key)))

@@ -245,9 +245,9 @@ def _sphere(group: str, row: int, runs: Sequence[Trajectory]) -> Sphere:
     basis = principal_directions(points[every], weights[every])
     flat = points @ basis
     motion = points - weights @ points
-    seen = flat - weights @ flat
+    visible = flat - weights @ flat
     paths = [_path(run, run.directions @ basis) for run in runs]
-    moved = float(weights @ (seen**2).sum(1)) / max(float(weights @ (motion**2).sum(1)), 1e-300)
+    moved = float(weights @ (visible**2).sum(1)) / max(float(weights @ (motion**2).sum(1)), 1e-300)
     kept = float(weights @ (flat**2).sum(1)) / max(float(weights @ (points**2).sum(1)), 1e-300)
     return Sphere(group, row, points.shape[1], min(kept, 1.0), min(moved, 1.0), paths)
 

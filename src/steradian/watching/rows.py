@@ -82,7 +82,8 @@ class WatchedGroup:
 
     def local(self, tensor: Tensor) -> Tensor:
         """What this rank holds of a tensor like a parameter; the whole tensor if its rows span several ranks."""
-        return sharding().part(tensor.detach(), self.layout) if self.sharded else tensor.detach()
+        tensor = tensor.detach()
+        return sharding().part(tensor, self.layout) if self.sharded and is_sharded(tensor) else tensor
 
     def cut(self, tensors: Iterable[Tensor]) -> Tensor:
         """Tensors in the shapes of the parameters as (n, d) rows; of sharded parameters those of this rank."""
