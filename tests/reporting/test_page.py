@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -181,3 +183,8 @@ def test_more_lines_have_fewer_points(tmp_path, monkeypatch):
     coarse = page_data([run])
     assert len(coarse["pack"]) / 4 < BUDGET / 100 * 1.1 < fine
     assert len(coarse["runs"][0]["steps"]) >= 48
+
+
+def test_a_page_needs_no_torch():
+    code = "import sys, steradian.reporting.page; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

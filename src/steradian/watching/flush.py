@@ -120,7 +120,7 @@ class Flush:
         self.observations = 0
         self.complete = True
         self._params = [param for group in self.watched for param in group.params]
-        self._all = self._now = [True] * len(self.watched)
+        self._all = [True] * len(self.watched)
         self._room = min(buffer.steps for buffer in buffers)
         self._steps: list[int] = []
         self._active: list[list[bool]] = []
@@ -129,22 +129,16 @@ class Flush:
 
     # At every step
 
-    def observe(self, step: int, *, unchanged: bool = False) -> None:
-        """Write the step that was just taken to the buffers.
-
-        Args:
-            step: its number.
-            unchanged: the same parameters have gradients as at the last observation.
-        """
+    @torch.no_grad()
+    def observe(self, step: int) -> None:
+        """Write the step that was just taken, with this number, to the buffers."""
         slot = len(self._steps)
         for buffer in self.buffers:
             buffer.observe(slot)
         self._steps.append(step)
-        if not unchanged:
-            # This may run at every step, so there is no line of Python for each parameter.
-            usual = self.complete and all(map(is_not, map(_GRAD, self._params), repeat(None)))
-            self._now = self._all if usual else [group.active() for group in self.watched]
-        self._active.append(self._now)
+        # This may run at every step, so there is no line of Python for each parameter.
+        usual = self.complete and all(map(is_not, map(_GRAD, self._params), repeat(None)))
+        self._active.append(self._all if usual else [group.active() for group in self.watched])
         self.observations += 1
         self.paths.observe(slot, self.observations)
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from numbers import Integral, Real
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +41,6 @@ logger = logging.getLogger("steradian")
 
 _SECONDS = 30.0
 """Observed steps are flushed at least so often."""
-_UNCHANGED = methodcaller("unchanged")
 
 
 def watch(
@@ -296,21 +294,17 @@ class Watch:
         if not self._begun or self._failed:
             return
         assert self._step is not None
-        self._begun = unchanged = False
+        self._begun = False
         if not self._beforehand:
             if self._capturing():
                 return
             self._observing = self._step % self.every == 0
-            unchanged = self._observing and all(map(_UNCHANGED, self._sources))
-            if self._observing and not unchanged:
+            if self._observing:
                 self._check_membership()
         for buffer in self.buffers:
             buffer.count_skip()
-        if unchanged:  # no torch.no_grad(), which would cost more than the rest
-            self._flush.observe(self._step, unchanged=True)
-        elif self._observing:
-            with torch.no_grad():
-                self._flush.observe(self._step)
+        if self._observing:
+            self._flush.observe(self._step)
         elif self._each_step:
             for buffer in self.buffers:
                 if buffer.source.each_step:

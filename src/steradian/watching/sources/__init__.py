@@ -52,10 +52,6 @@ class Source(ABC):
     def after(self, out: Tensor) -> None:
         """Called after a step: write the numbers of the active rows to `out`, (n, columns)."""
 
-    def unchanged(self) -> bool:
-        """Called after a step: whether it stepped the same parameters in the same param groups as at the last call."""
-        return False
-
     def expect(self, out: Tensor) -> None:
         """Called if the next step is observed too: its numbers go to `out`."""
         raise NotImplementedError

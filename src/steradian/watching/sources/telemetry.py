@@ -1,6 +1,5 @@
 """Steps of our optimizers, from the telemetry that they write themselves."""
 
-import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -40,7 +39,6 @@ class TelemetrySource(Source):
         self._buffers: tuple[Tensor, ...] | None = None
         self._rows: list[tuple[Tensor, slice | None]] = []
         self._direct: bool | None = None
-        self._last: weakref.ref[object] | None = None
         why = "this optimizer's telemetry does not contain it; pass phenomena=True to measure it from the weights"
         self.missing = dict.fromkeys(("deformation", *PHENOMENA), why)
 
@@ -51,14 +49,6 @@ class TelemetrySource(Source):
 
     def before(self) -> None:
         pass
-
-    def unchanged(self) -> bool:
-        # A step that the optimizer remembered has passed its own comparison of parameters, groups and gradients.
-        taken = self.optimizer._remembered
-        same = taken is not None and self._last is not None and self._last() is taken
-        if not same:
-            self._last = None if taken is None else weakref.ref(taken)
-        return same
 
     def after(self, out: Tensor) -> None:
         telemetry = self.optimizer.telemetry
