@@ -225,10 +225,8 @@ class Equilibria:
         self.read_settings()
         self._settings: list[Balancing] = [self._setting] * steps
         self._balances = self._balances_under(self._setting)
-        self._of_rows: tuple[list[Balance | str], Balance | None] | None = None
         # Sums of ‖∇L(u)‖² and of weights over past observations, for each row.
         self._slopes = torch.zeros(2, len(group), dtype=self._dtype, device=group.device)
-        self._fading: tuple[Tensor, Tensor] | None = None
 
     def read_settings(self) -> None:
         """Read the settings that equilibria depend on; they stay the same object if nothing changed."""
@@ -252,7 +250,10 @@ class Equilibria:
             return {}
         slope = (found["radius"] * found["gradient_norm"]) ** 2
         use = slope.isfinite() if there is None else slope.isfinite() & there
-        weights, faded = self._fade(slope)
+        # The weight of each observation in the mean at each of them, and the weight of all earlier ones.
+        lag = torch.arange(len(slope), device=slope.device)
+        weights = torch.tril(_FADING ** (lag[:, None] - lag[None, :]).clamp(min=0).to(slope.dtype))
+        faded = _FADING ** (lag + 1).to(slope.dtype)[:, None]
         total = weights @ torch.where(use, slope, 0) + faded * self._slopes[0]
         weight = weights @ use.to(slope.dtype) + faded * self._slopes[1]
         self._slopes = torch.stack([total[-1], weight[-1]])
@@ -267,14 +268,6 @@ class Equilibria:
         reason = "; ".join(sorted({balance for balance in self._balances if isinstance(balance, str)}))
         return {"equilibrium_radius": reason, "equilibrium_angle": reason}
 
-    def _fade(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight of each observation in the mean at each of them, and the weight of all earlier ones; cached."""
-        if self._fading is None or len(self._fading[0]) != len(like):
-            lag = torch.arange(len(like), device=like.device)
-            weights = torch.tril(_FADING ** (lag[:, None] - lag[None, :]).clamp(min=0).to(like.dtype))
-            self._fading = weights, _FADING ** (lag + 1).to(like.dtype)[:, None]
-        return self._fading
-
     def _balances_under(self, settings: Balancing) -> list[Balance | str]:
         """The equilibrium of each group under these settings."""
         known: dict[tuple[int, int], Balance | str] = {}
@@ -285,24 +278,16 @@ class Equilibria:
         return [known[place, group.size] for place, group in zip(self._places, self.watched, strict=True)]
 
     def _balance(self, count: int) -> Balance | None:
-        """One balance for all rows under the settings of each observation, (steps, rows); None if no group has one."""
+        """One balance for all rows under the settings of each observation, (steps, rows); NaN for a group without one.
+
+        None if no group has one.
+        """
         distinct = {id(setting): setting for setting in self._settings[:count]}
         balances = [self._balances_under(setting) for setting in distinct.values()]
         self._balances = balances[-1]
-        if len(distinct) > 1:
-            order = {key: k for k, key in enumerate(distinct)}
-            return self._stack(balances, [order[id(setting)] for setting in self._settings[:count]])
-        if self._of_rows is None or self._of_rows[0] != self._balances:
-            self._of_rows = self._balances, self._stack(balances, [0])
-        return self._of_rows[1]
-
-    def _stack(self, balances: list[list[Balance | str]], steps: list[int]) -> Balance | None:
-        """Balances as tensors (steps, rows); NaN for a group without one, None if no group has one.
-
-        Args:
-            balances: of each group, under each of some settings.
-            steps: the settings of each step, by their place in `balances`.
-        """
+        # One line for all steps if the settings are the same at all of them.
+        order = {key: k for k, key in enumerate(distinct)}
+        steps = [order[id(setting)] for setting in self._settings[: count if len(distinct) > 1 else 1]]
         known = [[balance if isinstance(balance, Balance) else None for balance in under] for under in balances]
         if not any(any(under) for under in known):
             return None
