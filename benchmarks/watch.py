@@ -1,15 +1,14 @@
-"""What watching costs: a training step of ResNet18 at batch 128, watched against unwatched, in one run.
+"""The cost of watching: a training step of ResNet18 at batch 128, watched against unwatched, in one run.
 
     python benchmarks/watch.py [--steps 1000] [--batch 128] [--only without --name bench-watch-gpu-ours]
 
-Our Adam without (abc) observed in every step, torch's fused Adam in every tenth and in every one; eager and, on a
-GPU, captured in a CUDA graph. A watched training and two that are not take many short turns, each from an observed
-step to the next, in an order that goes round, so that a host that is slow for a while is slow for all. The ratio
-is the median over all rounds of a watched turn against the mean of the two unwatched ones of its round; that of the
-totals holds the steps that hand numbers over, one in 256, too, which is the whole cost, and every disturbance of the
-host. What a watch does once, such as importing what it writes with, is done before. The second unwatched training
-against the first is the control: how far from 1 a ratio is that should be 1. Prints a table and writes
-results/bench-watch-DEVICE.json. --only measures the optimizers whose name holds a text.
+Our Adam without (abc) observed at every step, torch's fused Adam at every tenth and at every one; eager and, on a GPU,
+captured in a CUDA graph. A watched training and two unwatched ones take many short turns, each from an observed step to
+the next, in rotating order, so that a slow phase of the host affects all of them. The ratio is the median over all
+rounds of a watched turn against the mean of the two unwatched turns of its round. The ratio of totals includes the
+flushes, one in 256 steps, and every disturbance of the host. What a watch does once, such as imports, is done before.
+The second unwatched training against the first is the control: how far a ratio that should be 1 is from 1. Prints a
+table and writes results/bench-watch-DEVICE.json. --only measures the optimizers whose name contains a text.
 """
 
 import argparse
@@ -107,13 +106,13 @@ class Training:
             torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - started) / steps
 
-    def settle(self) -> None:
-        """Have the watch write what it has, so that whatever is done once in its life is done."""
+    def flush(self) -> None:
+        """Flush the watch, so that everything that it does once is done."""
         if self.watch is not None:
             self.watch.flush()
 
     def stop(self) -> None:
-        """End the watch, and say so if it failed."""
+        """Stop the watch; raise its error if it failed."""
         if self.watch is not None:
             self.watch.stop()
             if self.watch.error is not None:
@@ -154,11 +153,11 @@ def main() -> None:
             each, length = (plain, watched, again), max(4, every)
             for training in each:
                 training.run(length)
-                training.settle()
+                training.flush()
             gc.collect()
             turns = []
             for turn in range(max(2, options.steps // length)):
-                # None of them ever runs twice in a row, which would be the faster for it.
+                # None of them runs twice in a row, which would make it faster.
                 order = each[turn % 3 :] + each[: turn % 3]
                 took = {id(training): training.run(length) for training in order}
                 turns.append([took[id(training)] for training in each])

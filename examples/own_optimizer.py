@@ -17,7 +17,6 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import steradian as st
-from steradian.report.page import report
 from steradian.scheme import Step, Taken, register
 
 
@@ -93,7 +92,7 @@ def main() -> None:
     train(args.out / "muon", lambda params: torch.optim.Muon(params, lr=2e-2, weight_decay=1e-2), args)
     train(args.out / "signum", lambda params: Signum(params, lr=1e-3, weight_decay=1e-2), args)
     # The same as `steradian report RUN RUN --out PAGE`.
-    print(f"The page: {report([args.out / 'muon', args.out / 'signum'], args.out / 'page.html')}")
+    print(f"The page: {st.report([args.out / 'muon', args.out / 'signum'], args.out / 'page.html')}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steradian as st
-from steradian.report.page import report
 
 
 def main() -> None:
@@ -76,7 +75,7 @@ def main() -> None:
     # The last step, the alerts if there were any, and what was not recorded.
     print(f"\n{watch.summary()}\n")
     # The same as `steradian report RUN --out PAGE`, which also takes several runs and compares them.
-    print(f"The page: {report([run], args.out / 'page.html')}")
+    print(f"The page: {st.report([run], args.out / 'page.html')}")
 
 
 def network() -> nn.Module:

@@ -23,7 +23,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import steradian as st
-from steradian.report.page import report
 
 
 def main(args: argparse.Namespace, device: torch.device) -> None:
@@ -68,7 +67,7 @@ def main(args: argparse.Namespace, device: torch.device) -> None:
     tell(f"\n{groups}\n\n{watch.summary()}\n")  # the watch has stopped: nothing is gathered any more
     if dist.get_rank() == 0:
         # The same as `steradian report RUN --out PAGE`, which also takes several runs and compares them.
-        tell(f"The page: {report([run], args.out / 'page.html')}")
+        tell(f"The page: {st.report([run], args.out / 'page.html')}")
     # A rank that ends at once after a collective may be aborted by gloo's threads, which still hold its tensors.
     dist.barrier()
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import steradian as st
-from steradian.report.page import report
-from steradian.watch.lightning import WatchCallback
+from steradian.watching.callbacks.lightning import WatchCallback
 
 
 class Classifier(pl.LightningModule):
@@ -90,7 +89,7 @@ def main() -> None:
         print(f"{watch.summary()}\n")
         print(f"Validation accuracy {100 * trainer.callback_metrics['accuracy']:.1f} %")
         # The same as `steradian report RUN --out PAGE`, which also takes several runs and compares them.
-        print(f"The page: {report([run], args.out / 'page.html')}")
+        print(f"The page: {st.report([run], args.out / 'page.html')}")
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:

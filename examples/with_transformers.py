@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Trainer, TrainingArguments
 
 import steradian as st
-from steradian.report.page import report
-from steradian.watch.transformers import WatchCallback
+from steradian.watching.callbacks.transformers import WatchCallback
 
 LETTERS = "0123456789+=."
 LENGTH = 36
@@ -87,7 +86,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         print(f"\n{watching.watch.summary()}\n")
         # The same as `steradian report RUN --out PAGE`, which also takes several runs and compares them.
-        print(f"The page: {report([run], args.out / 'page.html')}")
+        print(f"The page: {st.report([run], args.out / 'page.html')}")
 
 
 def network(hidden: int, layers: int) -> Gemma3ForCausalLM:

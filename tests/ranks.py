@@ -20,7 +20,7 @@ IMPORTED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "steradian.optim.fused.table",
-    "steradian.watch.records",
+    "steradian.watching.records",
 ]
 
 

@@ -45,7 +45,7 @@ def loaded(module):
 
 def test_help_does_not_wait_for_torch_nor_the_library_for_its_compiler():
     assert loaded("steradian.cli") == []
-    assert loaded("steradian.optim, steradian.discovery, steradian.watch") == ["torch"]
+    assert loaded("steradian.optim, steradian.discovery, steradian.watching.watch") == ["torch"]
 
 
 def test_every_public_name_is_found_when_it_is_asked_for():

@@ -4,16 +4,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steradian import equivalence, geometry, groups, image, optim, phenomena, scheme
+    from steradian import balance, equivalence, geometry, groups, image, optim, phenomena, scheme
     from steradian.discovery import find_groups
     from steradian.groups import Groups
-    from steradian.watch import watch
+    from steradian.reporting.page import report
+    from steradian.watching.watch import watch
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Groups",
     "__version__",
+    "balance",
     "equivalence",
     "find_groups",
     "geometry",
@@ -21,18 +23,24 @@ __all__ = [
     "image",
     "optim",
     "phenomena",
+    "report",
     "scheme",
     "watch",
 ]
 
-_WITHIN = {"Groups": "groups", "find_groups": "discovery"}
-"""Names that are not those of modules."""
-_MORE = ("discovery", "lab", "report")
-"""Modules that most programs import by themselves, or not at all."""
+_WITHIN = {
+    "Groups": "groups",
+    "find_groups": "discovery",
+    "report": "reporting.page",
+    "watch": "watching.watch",
+}
+"""Functions and classes, and the module that each of them is in."""
+_MORE = ("discovery", "lab", "reporting", "watching")
+"""Packages that most programs import by themselves, or not at all."""
 
 
 def __getattr__(name: str) -> Any:
-    """A public name is imported when it is first used: a command that needs no torch does not wait for it."""
+    """Import a public name when it is first used, so that a command without torch does not wait for torch."""
     if name not in __all__ and name not in _MORE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_WITHIN.get(name, name)}")

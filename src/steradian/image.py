@@ -13,38 +13,36 @@ from steradian.geometry import dot, norm
 from steradian.groups import Layout, Spec
 from steradian.scheme import Step
 
-__all__ = ["ImageStep", "image_step", "observed_step"]
+__all__ = ["ImageNumbers", "ImageStep", "image_of_rows", "image_step", "invariance_defect", "observed_step"]
 
 Tensors = Tensor | Sequence[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class ImageStep:
-    """The image of one step on the unit sphere, row by row (Theorem 1, Table 1).
+class ImageNumbers:
+    """The image of a step on the unit sphere in numbers per row (Theorem 1, Table 1).
 
-    With q = a ⊘ b the step is x' = (r̃ − η⟨q,u⟩)u − ηq^⊥, and every quantity follows from its part along u and
-    its part across, exactly, also where H1 fails. r̃ = (1 − ηδ)r is the radius that the step starts from: a
-    decoupled decay δ first moves a row along its own direction, so the theorem holds with r̃ in place of r.
+    With q = a ⊘ b the step is x' = (r̃ − η⟨q,u⟩)u − ηq^⊥, and every quantity follows exactly from its part along u and
+    its part orthogonal to u, also where H1 fails. r̃ = (1 − ηδ)r is the radius that the step starts from: a decoupled
+    decay δ first moves a row along its own direction, so the theorem holds with r̃ in place of r.
     In the paper's letters b̄ = d^{-1/2}‖b‖, c = r̃ a ⊘ (b/b̄) and A = η/(r̃²b̄).
 
-    Properties are computed when first asked for. Per row they have shape (n,), as rows (n, d). What two points
-    cannot tell is None in an observed step.
+    Properties are computed on first use and have the shape of the radius, (n,) for the n rows of one step. Those that
+    cannot be known from two points alone are None in an observed step.
 
     Attributes:
-        radius: r, (n,).
-        start: r̃, (n,).
-        direction: u, (n, d); 0 for a row without a direction.
-        inward: ⟨q,u⟩, (n,).
-        tangential: q^⊥, (n, d).
+        radius: r.
+        start: r̃.
+        inward: ⟨q,u⟩.
+        across: ‖q^⊥‖.
         lr: the rate η.
-        scale: b̄, (n,); None in an observed step.
+        scale: b̄; None in an observed step.
     """
 
     radius: Tensor
     start: Tensor
-    direction: Tensor
     inward: Tensor
-    tangential: Tensor
+    across: Tensor
     lr: float | Tensor
     scale: Tensor | None
 
@@ -58,7 +56,7 @@ class ImageStep:
 
     @cached_property
     def radial(self) -> Tensor | None:
-        """A⟨c,u⟩ = η⟨q,u⟩/r̃, the share of the radius that the step takes; H1 bounds it by 1."""
+        """A⟨c,u⟩ = η⟨q,u⟩/r̃, the share of the radius that the step removes; H1 bounds it by 1."""
         return None if self.scale is None else self._ratio(self.lr * self.inward, self.start)
 
     @cached_property
@@ -74,36 +72,24 @@ class ImageStep:
         return (self.lr / self.nu / self._along).masked_fill(self.collapsed, 0)
 
     @cached_property
-    def effective_direction(self) -> Tensor | None:
-        """c^⊥, (n, d): the direction of a step of rate η^e on the sphere (Eq. 13)."""
-        return None if self.nu is None else self.tangential * self.nu.unsqueeze(-1)
-
-    @cached_property
     def direction_norm(self) -> Tensor | None:
         """‖c^⊥‖."""
-        return None if self.nu is None else self._tangential_norm * self.nu
+        return None if self.nu is None else self.across * self.nu
 
     @cached_property
     def velocity(self) -> Tensor:
         """z = η^e‖c^⊥‖, the speed of the step on the sphere; negative where H1 fails."""
-        return self._ratio(self._across, self._along)
+        return self._ratio(self.across * self.lr, self._along)
 
     @cached_property
     def angle(self) -> Tensor:
         """How far the direction moved: atan z, and beyond π/2 where H1 fails."""
-        return torch.atan2(self._across, self._along).masked_fill(self.collapsed, 0)
+        return torch.atan2(self.across * self.lr, self._along).masked_fill(self.collapsed, 0)
 
     @cached_property
     def next_radius(self) -> Tensor:
         """r' = r̃(1 − A⟨c,u⟩)√(1+z²) (Eq. 17)."""
-        return torch.hypot(self._along, self._across)
-
-    @cached_property
-    def next_direction(self) -> Tensor:
-        """u' = (u − η^e c^⊥)/√(1+z²), (n, d) (Eq. 15); 0 where no direction is left."""
-        gone = geometry.collapsed(self.next_radius).unsqueeze(-1)
-        point = self._along.unsqueeze(-1) * self.direction - self.lr * self.tangential
-        return (point / self.next_radius.unsqueeze(-1).masked_fill(gone, 1)).masked_fill_(gone, 0)
+        return torch.hypot(self._along, self.across * self.lr)
 
     @cached_property
     def h1(self) -> Tensor:
@@ -119,14 +105,6 @@ class ImageStep:
     def taylor(self) -> Tensor:
         """The Taylor variable of Theorem 4, z²: for SGD (η_k‖∇L(u)‖)²/r⁴ of its L2-free twin (App. C.1.5)."""
         return self.velocity**2
-
-    @cached_property
-    def exponential_direction(self) -> Tensor:
-        """Exp_u(−η^e c^⊥), (n, d): the next direction by the exponential-map form (Eq. 12); 0 where z = ∞."""
-        speed = self._ratio(self.velocity, self._tangential_norm)
-        endless = speed.isinf()
-        moved = geometry.exp(self.direction, -speed.masked_fill(endless, 0).unsqueeze(-1) * self.tangential)
-        return moved.masked_fill_(endless.unsqueeze(-1), 0)
 
     @cached_property
     def exponential_error(self) -> Tensor:
@@ -146,17 +124,42 @@ class ImageStep:
     def _along(self) -> Tensor:
         return self.start - self.lr * self.inward
 
-    @cached_property
-    def _across(self) -> Tensor:
-        return self._tangential_norm * self.lr
-
-    @cached_property
-    def _tangential_norm(self) -> Tensor:
-        return norm(self.tangential).squeeze(-1)
-
     def _ratio(self, part: Tensor, whole: Tensor) -> Tensor:
         """part/whole, 0 where the part is 0 and where the row is collapsed."""
         return (part / whole.masked_fill(part == 0, 1)).masked_fill(self.collapsed, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageStep(ImageNumbers):
+    """The image of one step on the unit sphere: the numbers of `ImageNumbers`, and vectors, row by row.
+
+    Attributes:
+        direction: u, (n, d); 0 for a row without a direction.
+        tangential: q^⊥, (n, d).
+    """
+
+    direction: Tensor
+    tangential: Tensor
+
+    @cached_property
+    def effective_direction(self) -> Tensor | None:
+        """c^⊥, (n, d): the direction of a step of rate η^e on the sphere (Eq. 13)."""
+        return None if self.nu is None else self.tangential * self.nu.unsqueeze(-1)
+
+    @cached_property
+    def next_direction(self) -> Tensor:
+        """u' = (u − η^e c^⊥)/√(1+z²), (n, d) (Eq. 15); 0 where no direction is left."""
+        gone = geometry.collapsed(self.next_radius).unsqueeze(-1)
+        point = self._along.unsqueeze(-1) * self.direction - self.lr * self.tangential
+        return (point / self.next_radius.unsqueeze(-1).masked_fill(gone, 1)).masked_fill_(gone, 0)
+
+    @cached_property
+    def exponential_direction(self) -> Tensor:
+        """Exp_u(−η^e c^⊥), (n, d): the next direction by the exponential-map form (Eq. 12); 0 where z = ∞."""
+        speed = self._ratio(self.velocity, self.across)
+        endless = speed.isinf()
+        moved = geometry.exp(self.direction, -speed.masked_fill(endless, 0).unsqueeze(-1) * self.tangential)
+        return moved.masked_fill_(endless.unsqueeze(-1), 0)
 
 
 @torch.no_grad()
@@ -182,10 +185,20 @@ def image_step(x: Tensors, step: Step | Sequence[Step], rows: Spec = "filter", *
     points, a = _paired_rows(layout, x, [s.a for s in steps], "step.a")
     _, b = _paired_rows(layout, x, [s.b for s in steps], "step.b")
     lr, decay = _shared(steps, "lr"), _shared(steps, "decay")
-    r, u = geometry.split(points, check=check)
-    q = a.to(u.dtype) / b
-    start = (r * (1 - lr * decay)).squeeze(-1)
-    image = _decompose(r, start, u, q, lr, scale=norm(b).squeeze(-1) / b.shape[-1] ** 0.5)
+    return image_of_rows(points, Step(a, b, lr, decay=decay), check=check)
+
+
+@torch.no_grad()
+def image_of_rows(x: Tensor, step: Step, *, check: bool = True) -> ImageStep:
+    """As `image_step`, for (n, d) rows in float32 or float64 and a step whose a and b have their shape."""
+    if step.a.shape != x.shape or step.b.shape != x.shape:
+        raise ValueError(
+            f"x, a and b must have one shape, got {(*x.shape,)}, {(*step.a.shape,)} and {(*step.b.shape,)}"
+        )
+    r, u = geometry.split(x, check=check)
+    q = step.a.to(u.dtype) / step.b
+    start = (r * (1 - step.lr * step.decay)).squeeze(-1)
+    image = _decompose(r, start, u, q, step.lr, scale=norm(step.b).squeeze(-1) / x.shape[-1] ** 0.5)
     if check:
         geometry.check_finite(image.next_radius.unsqueeze(-1), "the step a ⊘ b")
     return image
@@ -193,7 +206,7 @@ def image_step(x: Tensors, step: Step | Sequence[Step], rows: Spec = "filter", *
 
 @torch.no_grad()
 def observed_step(x: Tensors, x_next: Tensors, rows: Spec = "filter", *, check: bool = True) -> ImageStep:
-    """What two points tell of a step: radii, directions, angle and the product z = η^e‖c^⊥‖.
+    """What two points show of a step: radii, directions, angle and the product z = η^e‖c^⊥‖.
 
     It works for every optimizer. A⟨c,u⟩, η^e, c^⊥ and ν are None: the points show only their product.
 
@@ -218,12 +231,27 @@ def observed_step(x: Tensors, x_next: Tensors, rows: Spec = "filter", *, check: 
     return image
 
 
+def invariance_defect(slope: Tensor, length: Tensor) -> Tensor:
+    """|cos(x, ∇L)| of each row from ⟨u,∇L⟩ and ‖∇L‖: 0 if the row is invariant (Lemma 1), and for a gradient of 0."""
+    return (slope.abs() / length.masked_fill(length == 0, 1)).clamp(max=1)
+
+
 def _decompose(
     r: Tensor, start: Tensor, u: Tensor, q: Tensor, lr: float | Tensor, *, scale: Tensor | None
 ) -> ImageStep:
-    """Split q, which it overwrites, into its parts along u and across."""
+    """Split q, which is overwritten, into its parts along u and orthogonal to u."""
     inward = dot(q, u)
-    return ImageStep(r.squeeze(-1), start, u, inward.squeeze(-1), q.addcmul_(inward, u, value=-1), lr, scale)
+    tangential = q.addcmul_(inward, u, value=-1)
+    return ImageStep(
+        radius=r.squeeze(-1),
+        start=start,
+        inward=inward.squeeze(-1),
+        across=norm(tangential).squeeze(-1),
+        lr=lr,
+        scale=scale,
+        direction=u,
+        tangential=tangential,
+    )
 
 
 def _paired_rows(layout: Layout, x: Tensors, other: Tensors, name: str) -> tuple[Tensor, Tensor]:

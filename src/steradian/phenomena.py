@@ -140,7 +140,8 @@ class Memory:
     memory, so that with `check=False` further ones can be captured in a CUDA graph.
 
     Args:
-        rows: how the parameter is cut into rows.
+        rows: how the parameter is cut into rows. None: points, gradients and steps are (n, d) rows in float32 or
+            float64 already.
         check: raise on NaN and infinite entries; it synchronizes with the device.
 
     >>> memory = Memory()
@@ -150,8 +151,8 @@ class Memory:
     ([[-20.0, 15.0]], [[0.6000000238418579, 0.800000011920929]])
     """
 
-    def __init__(self, rows: Spec = "filter", *, check: bool = True) -> None:
-        self.layout = Layout(rows)
+    def __init__(self, rows: Spec | None = "filter", *, check: bool = True) -> None:
+        self.layout = None if rows is None else Layout(rows)
         self._check = check
         self._sums: dict[str, Tensor] = {}
         self._r: Tensor
@@ -238,21 +239,15 @@ class Memory:
         steps = [step] if isinstance(step, Step) else list(step)
         a, b = (self._rows([getattr(s, name) for s in steps], f"step.{name}") for name in ("a", "b"))
         weight = steps[0].l2 * self._r**2
-        momentum = self.c_grad + weight * self.c_l2
-        unmoved = self._r * self._known("transported") + weight * self.c_l2
-        level = self._known("sphere") + weight * self._known("directions")
-        return Phenomena(
-            deformation=self._effect(self._r * a / _deformation(b), self._r * a),
-            gradient_memory=self._effect(momentum, unmoved),
-            l2_memory=self._effect(momentum, self.c_grad),
-            radius_ratio=self._effect(momentum, level),
-        )
-
-    def _effect(self, with_it: Tensor, without: Tensor) -> Effect:
-        one, two = geometry.tangent(with_it, self._u), geometry.tangent(without, self._u)
-        length = geometry.norm(one)
-        change = geometry.norm(one - two) / length.masked_fill(length == 0, 1)
-        return Effect(geometry.angle(one, two).squeeze(-1), change.squeeze(-1))
+        gradients, points = self.c_grad, weight * self.c_l2
+        transported, level = self._sums["transported"], self._sums["sphere"] + weight * self._sums["directions"]
+        pairs = {
+            "deformation": (self._r * a / _deformation(b), self._r * a),
+            "gradient_memory": (gradients + points, self._r * transported + points),
+            "l2_memory": (gradients + points, gradients),
+            "radius_ratio": (gradients + points, level),
+        }
+        return Phenomena(**_effects(pairs, self._u))
 
     def _known(self, name: str) -> Tensor:
         if not self._sums:
@@ -261,7 +256,20 @@ class Memory:
 
     def _rows(self, value: Tensor | Sequence[Tensor], name: str) -> Tensor:
         tensors = [value] if isinstance(value, Tensor) else list(value)
+        if self.layout is None:
+            return tensors[0]
         return self.layout.join([geometry.as_float(tensor.detach(), name) for tensor in tensors])
+
+
+def _effects(pairs: Mapping[str, tuple[Tensor, Tensor]], u: Tensor) -> dict[str, Effect]:
+    """Compares the parts tangent at u of each direction with its phenomenon and without it."""
+    found = {}
+    for name, (with_it, without) in pairs.items():
+        one, two = geometry.tangent(with_it, u), geometry.tangent(without, u)
+        length = geometry.norm(one)
+        change = geometry.norm(one - two) / length.masked_fill(length == 0, 1)
+        found[name] = Effect(geometry.angle(one, two).squeeze(-1), change.squeeze(-1))
+    return found
 
 
 def _deformation(b: Tensor) -> Tensor:

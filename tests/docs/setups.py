@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import steradian as st
-from steradian.watch.records import read_run
+from steradian.watching.records import read_run
 
 
 def network():

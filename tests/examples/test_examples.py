@@ -14,7 +14,7 @@ import pytest
 
 import steradian
 from steradian.cli import main
-from steradian.watch.records import QUANTITIES, read_run
+from steradian.watching.records import QUANTITIES, read_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(file.name for file in EXAMPLES.glob("*.py"))

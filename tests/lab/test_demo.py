@@ -4,7 +4,7 @@ import pytest
 
 from steradian.lab import demo
 from steradian.lab.data import digits
-from steradian.watch.records import read_run
+from steradian.watching.records import read_run
 
 
 def test_the_demo_records_every_step(tmp_path):

@@ -23,7 +23,7 @@ from steradian.lab.study import Study, study_name
 from steradian.lab.tables import plain_loops
 from steradian.lab.tracking import Tracked
 from steradian.lab.training import Training
-from steradian.watch.records import COLUMNS
+from steradian.watching.records import COLUMNS
 
 from lab.studies import CONFIG, few, fleet
 

@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
+from steradian import watch
 from steradian.lab.experiments import Tracks, compare_trajectories, track_study, trajectory_study
 from steradian.lab.fleet import Progress
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import Claims, Store
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA, RECORDED, Tracked, recorded_steps
 from steradian.lab.training import Execution, Queue, Training
-from steradian.watch import watch
 
 from lab.studies import CONFIG, curves, few, fleet, methods
 

@@ -117,7 +117,7 @@ def flattened(rank, ranks, folder, kind):
         OPTIMIZERS[kind](groups_of(model))
     with pytest.raises(ValueError, match="shard with fully_shard, after the rows are found"):
         find_groups(model, torch.randn(2, 2, 4, 4))
-    with pytest.raises(ValueError, match="made flat by FullyShardedDataParallel"):
+    with pytest.raises(ValueError, match="flattened by FullyShardedDataParallel"):
         watch(torch.optim.SGD(groups_of(model), lr=0.1))
 
 

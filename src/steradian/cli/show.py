@@ -91,7 +91,7 @@ def report(
 
     Example: steradian report demo/runs/SGD demo/runs/Adam --out page.html
     """
-    from steradian.report import page
+    from steradian.reporting import page
 
     page.report(runs, out, title=title)
     screen().print(f"The page: {out}", soft_wrap=True)

@@ -1,5 +1,5 @@
 """Which slices of which parameters are radially invariant, proved on the model itself."""
 
-from .find import find_groups
+from steradian.discovery.find import find_groups
 
 __all__ = ["find_groups"]

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..groups import Groups
-from .graph import Graph, read_graph
-from .sandbox import floating, tensors_in
+from steradian.discovery.graph import Graph, read_graph
+from steradian.discovery.sandbox import floating, tensors_in
+from steradian.groups import Groups
 
 if TYPE_CHECKING:
-    from .judge import Verdict
-    from .measurements import Measurements
+    from steradian.discovery.judge import Verdict
+    from steradian.discovery.measurements import Measurements
 
 
 UNKNOWN = "no known layer"

@@ -18,14 +18,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from ..groups import Groups, is_flattened, is_sharded
-from .explain import assemble, in_words
-from .judge import judge
-from .measurements import Measurements
-from .probe import Prober, Reading
-from .sandbox import name_inputs, tensors_in, unwrap
-from .schedule import Schedule
-from .verify import verify
+from steradian.discovery.explain import assemble, in_words
+from steradian.discovery.judge import judge
+from steradian.discovery.measurements import Measurements
+from steradian.discovery.probe import Prober, Reading
+from steradian.discovery.sandbox import name_inputs, tensors_in, unwrap
+from steradian.discovery.schedule import Schedule
+from steradian.discovery.verify import verify
+from steradian.groups import Groups, is_flattened, is_sharded
 
 __all__ = ["find_groups"]
 

@@ -16,9 +16,9 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from ..groups import Spec
-from . import thresholds
-from .thresholds import Precision
+from steradian.discovery import thresholds
+from steradian.discovery.thresholds import Precision
+from steradian.groups import Spec
 
 Key = tuple[int, ...]
 """Dimensions of a parameter, in order."""

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from . import thresholds
-from .graph import members
-from .invariance import Key, Table, falls, follows_growth
+from steradian.discovery import thresholds
+from steradian.discovery.graph import members
+from steradian.discovery.invariance import Key, Table, falls, follows_growth
 
 if TYPE_CHECKING:
-    from .measurements import Measurements
-    from .probe import Reading
+    from steradian.discovery.measurements import Measurements
+    from steradian.discovery.probe import Reading
 
 
 Array = NDArray[np.float64]

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..groups import Group, Spec
-from . import thresholds
-from .explain import UNKNOWN
-from .invariance import Cut, finest, imbalance, is_matrix, is_one_filter, partial_cut, to_spec
-from .joint import Alignment, alignments, joint_sets
-from .measurements import Measurements, Names
+from steradian.discovery import thresholds
+from steradian.discovery.explain import UNKNOWN
+from steradian.discovery.invariance import Cut, finest, imbalance, is_matrix, is_one_filter, partial_cut, to_spec
+from steradian.discovery.joint import Alignment, alignments, joint_sets
+from steradian.discovery.measurements import Measurements, Names
+from steradian.groups import Group, Spec
 
 
 @dataclass

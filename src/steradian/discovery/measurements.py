@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..groups import Group, Layout
-from . import thresholds
-from .explain import Trace
-from .graph import Graph, Proposals, has_known_path, meets_nonlinearity, propose
-from .invariance import (
+from steradian.discovery import thresholds
+from steradian.discovery.explain import Trace
+from steradian.discovery.graph import Graph, Proposals, has_known_path, meets_nonlinearity, propose
+from steradian.discovery.invariance import (
     Cut,
     Evidence,
     Key,
@@ -22,8 +21,9 @@ from .invariance import (
     typical_and_worst,
     worst_grown,
 )
-from .joint import Alignment
-from .probe import Prober, Reading, output_change
+from steradian.discovery.joint import Alignment
+from steradian.discovery.probe import Prober, Reading, output_change
+from steradian.groups import Group, Layout
 
 Names = tuple[str, ...]
 

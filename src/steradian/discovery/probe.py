@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from . import thresholds
-from .explain import Trace
-from .graph import graph_nodes
-from .invariance import Key, Table, is_matrix
-from .joint import pairs_to_align
-from .sandbox import (
+from steradian.discovery import thresholds
+from steradian.discovery.explain import Trace
+from steradian.discovery.graph import graph_nodes
+from steradian.discovery.invariance import Key, Table, is_matrix
+from steradian.discovery.joint import pairs_to_align
+from steradian.discovery.sandbox import (
     Leaves,
     as_dtype,
     floating,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from .thresholds import ATTRIBUTE_DEPTH, MOST_ITEMS, MOST_NUMBERS, NEST_DEPTH
+from steradian.discovery.thresholds import ATTRIBUTE_DEPTH, MOST_ITEMS, MOST_NUMBERS, NEST_DEPTH
 
 Leaves = dict[str, nn.Parameter]
 

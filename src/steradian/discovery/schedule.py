@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from . import thresholds
-from .explain import Trace
-from .invariance import Key, is_matrix, pair_keys, partial_cut
-from .joint import candidate_sets
-from .measurements import Measurements
-from .probe import Point, Prober, Reading
+from steradian.discovery import thresholds
+from steradian.discovery.explain import Trace
+from steradian.discovery.invariance import Key, is_matrix, pair_keys, partial_cut
+from steradian.discovery.joint import candidate_sets
+from steradian.discovery.measurements import Measurements
+from steradian.discovery.probe import Point, Prober, Reading
 
 
 class Schedule:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..groups import Group, Layout
-from . import thresholds
-from .explain import UNKNOWN, Reasons, Trace
-from .invariance import imbalance
-from .judge import Verdict
-from .measurements import Measurements
-from .probe import Factors, Noise, Reading, output_change, output_spread
+from steradian.discovery import thresholds
+from steradian.discovery.explain import UNKNOWN, Reasons, Trace
+from steradian.discovery.invariance import imbalance
+from steradian.discovery.judge import Verdict
+from steradian.discovery.measurements import Measurements
+from steradian.discovery.probe import Factors, Noise, Reading, output_change, output_spread
+from steradian.groups import Group, Layout
 
 
 def verify(measured: Measurements, verdict: Verdict) -> Verdict:

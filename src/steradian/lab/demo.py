@@ -19,8 +19,8 @@ from steradian.discovery import find_groups
 from steradian.groups import Groups
 from steradian.lab.data import Split, digits
 from steradian.lab.models import small_cnn
-from steradian.report.page import report
-from steradian.watch.monitor import Watch
+from steradian.reporting.page import report
+from steradian.watching.watch import Watch
 
 __all__ = ["METHODS", "Result", "run", "train"]
 

@@ -28,7 +28,7 @@ from steradian.lab.results import Claims, environment, locked, write_atomically
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
 from steradian.lab.tracking import ALL, PHENOMENA, Tracked, recorded_steps, statistics_table
 from steradian.lab.training import Training
-from steradian.watch.records import COLUMNS
+from steradian.watching.records import COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -21,7 +21,7 @@ from steradian.lab.paper import NORM_NAMES
 from steradian.lab.results import Result, write_atomically
 from steradian.lab.tables import accuracy_columns
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
-from steradian.watch.records import QUANTITIES
+from steradian.watching.records import QUANTITIES
 
 if TYPE_CHECKING:
     import pandas as pd

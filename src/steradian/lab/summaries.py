@@ -8,7 +8,7 @@ from steradian.lab.config import METHODS
 from steradian.lab.paper import NORM_NAMES
 from steradian.lab.tables import Rows
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
-from steradian.watch.records import QUANTITIES
+from steradian.watching.records import QUANTITIES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -26,7 +26,7 @@ from steradian.lab.data import Resident
 from steradian.lab.training import Execution, Training
 from steradian.phenomena import Memory
 from steradian.scheme import Step, read_step
-from steradian.watch.records import COLUMNS, STATISTICS
+from steradian.watching.records import COLUMNS, STATISTICS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -26,7 +26,7 @@ from steradian.lab.config import Config
 from steradian.lab.data import Resident
 from steradian.lab.models import VGG, Convolution, ResNet, network
 from steradian.lab.results import CURVES, PARTS, has_diverged
-from steradian.optim.base import RowOptimizer
+from steradian.optim import RowOptimizer
 
 __all__ = ["Execution", "Queue", "Training", "optimizers"]
 

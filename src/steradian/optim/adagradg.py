@@ -42,7 +42,7 @@ class AdaGradG(RowOptimizer):
     """
 
     update = staticmethod(reference.adagradg)
-    _row_state = frozenset({"sum"})
+    row_state = frozenset({"sum"})
     _needed_by_rows = frozenset({"sum"})
     _marks = frozenset({"beta", "v0"})
     _fixes_radius = True

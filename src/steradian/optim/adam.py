@@ -60,7 +60,7 @@ class Adam(RowOptimizer):
 
     update = staticmethod(reference.adam)
     _has_fused = True
-    _row_state = frozenset({"exp_avg_sq"})
+    row_state = frozenset({"exp_avg_sq"})
     _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
     _marks = frozenset({"betas", "without"})
 

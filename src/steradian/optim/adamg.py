@@ -39,7 +39,7 @@ class AdamG(RowOptimizer):
     """
 
     update = staticmethod(reference.adamg)
-    _row_state = frozenset({"exp_avg_sq"})
+    row_state = frozenset({"exp_avg_sq"})
     _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
     _marks = frozenset({"clip", "retraction"})
     _fixes_radius = True

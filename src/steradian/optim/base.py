@@ -83,7 +83,7 @@ class RowOptimizer(Optimizer, ABC):
     telemetry: Telemetry | None
 
     _has_fused: ClassVar[bool] = False
-    _row_state: ClassVar[frozenset[str]] = frozenset()
+    row_state: ClassVar[frozenset[str]] = frozenset()
     _needed: ClassVar[frozenset[str]] = frozenset()
     _needed_by_rows: ClassVar[frozenset[str]] = frozenset()
     _marks: ClassVar[frozenset[str]] = frozenset()
@@ -287,14 +287,14 @@ class RowOptimizer(Optimizer, ABC):
         state: dict[str, Tensor] = self.state[param] if self.state.get(param) else self._new_state(param, group, layout)
         if state:  # as torch, an optimizer that keeps nothing of a parameter has no entry for it
             self.state[param] = state
-        for name in self._row_state.intersection(state) if layout is None else ():
+        for name in self.row_state.intersection(state) if layout is None else ():
             if state[name].shape != param.shape:
                 check_shape(name, state[name], param.shape)
         return state
 
     def _per_row(self, group: Options) -> frozenset[str]:
         """Entries of the state that have one number per row in this group."""
-        return self._row_state if self._layout(group) is not None else frozenset()
+        return self.row_state if self._layout(group) is not None else frozenset()
 
     def _check_capture(self) -> None:
         remembered = self._fused_step

@@ -1,4 +1,4 @@
-"""How `scheme.read_step` reads our optimizers as the generic step x' = (1 − ηδ)x − η a ⊘ b.
+"""How `scheme.read_step` reads our optimizers as the generic step x' = (1 − ηδ)x − η a ⊘ b; their equilibria.
 
 A transported or rescaled momentum stands in the state as it enters the next step, so a cannot be read from it.
 There a is what the step did: a = b ⊙ ((1 − ηδ)x − x')/η, which needs the parameter before the step.
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steradian import geometry
+from steradian import balance, geometry
 from steradian.groups import Layout
 from steradian.optim.adagradg import AdaGradG
 from steradian.optim.adam import Adam
@@ -22,6 +22,9 @@ from steradian.optim.transport import Motion
 from steradian.scheme import Step, Taken, UnreadableOptimizerError, _read_adam, _read_sgd, register
 
 __all__: list[str] = []
+
+balance.register(Adam)(balance.adam)
+balance.register(SGD)(balance.sgd)
 
 
 @register(Adam)

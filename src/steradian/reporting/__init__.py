@@ -1,0 +1,1 @@
+"""One page from recorded runs, without torch: `st.report(runs, out)`."""

@@ -1,0 +1,180 @@
+// Figures over time.
+const LINEAR = new Set(["collapsed", "radial"]);
+
+// The lines to draw, one per run and layer; lines of zeros, which a log scale cannot show, and lines without a finite number apart.
+function gather(quantity, statistic, log) {
+  const found = [], zero = [], blank = [];
+  for (const run of shownRuns())
+    for (const group of shownGroups(run)) {
+      const values = lineOf(run, quantity, group, statistic);
+      if (!values) continue;
+      if (!values.some(Number.isFinite)) blank.push({ run, group });
+      else if (log && !values.some((value) => value > 0)) zero.push({ run, group });
+      else found.push({ run, group, values });
+    }
+  return { found, note: [told(zero, "Zero throughout, so not on this logarithmic scale"), told(blank, "Not a finite number in any step")].filter(Boolean).join(" ") };
+}
+
+function told(lines, what) {
+  const by = new Map();
+  for (const { run, group } of lines) by.set(run, [...(by.get(run) ?? []), group]);
+  const said = [...by].map(([run, groups]) => data.runs[run].name + (groups.length === shownGroups(run).length ? "" : ` (${groups.join(", ")})`));
+  return said.length ? `${what}: ${said.join("; ")}.` : "";
+}
+
+function scaleOf(quantity, wanted, statistic) {
+  if (wanted) return wanted === "log";
+  if (LINEAR.has(quantity) && statistic !== "max-abs") return false;
+  return !shownRuns().some((run) => shownGroups(run).some((group) => line(run, quantity, group, "min")?.some((value) => value < 0)));
+}
+
+// One layer: all runs in one panel, in their colours. All layers: a panel per run, layers coloured by depth.
+function drawLines(figure, { quantity, statistic = "band", scale = "", bound } = {}) {
+  const place = figure.querySelector(".plot");
+  const log = scaleOf(quantity, scale, statistic), { found, note: unseen } = gather(quantity, statistic, log);
+  const runs = [...new Set(found.map(({ run }) => run))];
+  if (!found.length) return empty(figure, unseen || "Nothing to draw for the runs and the layer chosen.");
+  const overlay = Boolean(state.layer) || data.groups.length === 1;
+  const few = overlay || data.groups.length <= 4;
+  const panels = overlay ? [{ title: "" }] : runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
+  const layout = frame(place, panels, { log, ytitle: axisTitle(quantity), height: overlay ? 320 : 250 });
+  const traces = [], rate = quantity === "effective_lr", drawn = new Set();
+  for (const { run, group, values } of found) {
+    const panel = overlay ? 0 : runs.indexOf(run), steps = data.runs[run].steps;
+    const colour = overlay ? runColour(run) : layerColour(group, run);
+    if (statistic === "band" && few) {
+      const low = line(run, quantity, group, "q10"), high = line(run, quantity, group, "q90");
+      if (low && high) traces.push(...band(steps, low, high, { panel, colour, log, alpha: veil(overlay ? runs.length : 1) }));
+    }
+    const name = overlay ? data.runs[run].name : group;
+    traces.push(curve(steps, values, { panel, colour, log, name, extra: overlay ? group : data.runs[run].name, width: few ? 2 : 1.4, dash: overlay ? runDash(run) : "solid" }));
+    const nominal = rate && line(run, "lr", group, "mean"), known = nominal && `${panel} ${overlay ? run : ""} ${nominal}`;
+    if (nominal && !drawn.has(known)) {
+      drawn.add(known);
+      traces.push(curve(steps, nominal, { panel, colour: overlay ? colour : css("--ink"), log, name: "nominal rate", extra: data.runs[run].name, dash: "dash", width: 1.4, shape: "hv" }));
+    }
+  }
+  for (const run of runs)
+    markDrops(layout, run, overlay ? 0 : runs.indexOf(run), { colour: overlay ? runColour(run) : css("--soft"), label: rate && (!overlay || run === runs[0]) });
+  if (bound) panels.forEach((_, i) => markBound(layout, i, bound.value, i ? "" : bound.name, log));
+  const keys = overlay ? runKeys(runs) : layerKeys();
+  if (statistic === "band" && few) keys.push({ text: "10th to 90th percentile of rows", colour: css("--soft"), kind: "band" });
+  if (drawn.size) keys.push({ text: "nominal rate", colour: overlay ? css("--soft") : css("--ink"), kind: "dash" });
+  if (quantity === "collapsed") axisNames(layout, "y").forEach((name) => Object.assign(layout[name], { tickformat: ".0%", rangemode: "tozero" }));
+  legend(figure, keys);
+  note(figure, unseen);
+  show(figure, traces, layout, { bounds: bound ? [bound.value] : [] });
+}
+
+const drawings = {
+  lines: (figure, chosen) => drawLines(figure, { quantity: figure.dataset.needs, ...chosen }),
+  share(figure) {
+    const quantity = figure.dataset.needs, runs = shownRuns().filter((run) => hasQuantity(run, quantity));
+    const some = runs.some((run) => shownGroups(run).some((group) => line(run, quantity, group, "mean")?.some((value) => value > 0)));
+    if (runs.length && !some) return empty(figure, state.layer ? "No row of this layer collapsed." : "No row collapsed.");
+    return drawLines(figure, { quantity, statistic: "mean", scale: "linear" });
+  },
+  bound: (figure) =>
+    drawLines(figure, { quantity: figure.dataset.needs, statistic: "max-abs", scale: "log",
+                        bound: { value: Number(figure.dataset.bound), name: figure.dataset.boundName } }),
+
+  equilibrium(figure) {
+    const [measured, predicted] = figure.dataset.needs.split(" ");
+    const place = figure.querySelector(".plot"), overlay = Boolean(state.layer) || data.groups.length === 1;
+    const all = shownRuns().filter((run) => hasQuantity(run, measured));
+    const runs = overlay ? all : all.filter((run) => hasQuantity(run, predicted));
+    if (!runs.length)
+      return all.length ? drawLines(figure, { quantity: measured }) : empty(figure, "Nothing to draw for the runs chosen.");
+    const panels = overlay ? [{ title: "" }] : runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
+    const ytitle = overlay ? axisTitle(measured) : "measured / predicted";
+    const layout = frame(place, panels, { log: true, ytitle, height: overlay ? 320 : 250 }), traces = [];
+    runs.forEach((run, i) => {
+      const steps = data.runs[run].steps;
+      for (const group of shownGroups(run)) {
+        const values = line(run, measured, group, "median"), ideal = lineOf(run, predicted, group, "band");
+        if (!values) continue;
+        if (!overlay) {
+          if (ideal) traces.push(curve(steps, values.map((value, k) => value / ideal[k]), { panel: i, colour: layerColour(group, run), log: true, name: group, extra: data.runs[run].name, width: 1.5 }));
+          continue;
+        }
+        const colour = runColour(run), low = line(run, measured, group, "q10"), high = line(run, measured, group, "q90");
+        if (low && high) traces.push(...band(steps, low, high, { colour, log: true, alpha: veil(runs.length) }));
+        traces.push(curve(steps, values, { colour, log: true, name: data.runs[run].name, extra: "measured", width: 2, dash: runDash(run) }));
+        if (ideal) traces.push({ ...curve(steps, ideal, { colour, log: true, name: data.runs[run].name, extra: "predicted", dash: "dash", width: 1.6 }), predicted: true });
+      }
+      markDrops(layout, run, overlay ? 0 : i, { colour: overlay ? runColour(run) : css("--soft") });
+      if (!overlay) layout.shapes.push({ type: "line", xref: `${axes(i).xaxis} domain`, yref: axes(i).yaxis, x0: 0, x1: 1, y0: 1, y1: 1,
+                                         line: { color: css("--ink"), width: 1.5, dash: "dash" }, layer: "below" });
+    });
+    const soft = css("--soft"), drawn = runs.filter((run) => shownGroups(run).some((group) => line(run, measured, group, "median")));
+    const foreseen = traces.some(({ predicted: is }) => is) ? [{ text: "predicted equilibrium", colour: soft, kind: "dash" }] : [];
+    legend(figure, overlay
+      ? [...runKeys(drawn), ...foreseen, { text: "10th to 90th percentile of rows", colour: soft, kind: "band" }]
+      : [...layerKeys(), { text: "equilibrium", colour: css("--ink"), kind: "dash" }]);
+    note(figure, "");
+    show(figure, traces, layout, { bounds: overlay ? [] : [1] });
+  },
+
+  phenomena(figure) {
+    const place = figure.querySelector(".plot"), overlay = Boolean(state.layer) || data.groups.length === 1;
+    const names = figure.dataset.needs.split(" ").filter((name) => shownRuns().some((run) => hasQuantity(run, name)));
+    const runs = shownRuns().filter((run) => names.some((name) => hasQuantity(run, name)));
+    if (!runs.length) return empty(figure, "Nothing to draw for the runs chosen.");
+    const narrow = place.clientWidth < 560, cells = [];
+    for (const name of names) for (const run of overlay ? [null] : runs) cells.push({ name, run });
+    const columns = narrow ? 1 : overlay || runs.length === 1 ? 2 : Math.min(runs.length, columnsFor(place, runs.length, 220));
+    // If every run has a column, its name is above the column and the phenomenon beside the row.
+    const columned = !overlay && columns === runs.length && columns > 1;
+    const panels = cells.map(({ name, run }, i) => {
+      if (run === null) return { title: titleOf(name) };
+      if (columned) return { title: i < columns ? data.runs[run].name : "", colour: runColour(run), ytitle: `${titleOf(name).replace(") ", ")<br>")}` };
+      return { title: runs.length > 1 ? `${titleOf(name).split(" ")[0]} ${data.runs[run].name}` : titleOf(name), colour: runs.length > 1 ? runColour(run) : undefined };
+    });
+    const layout = frame(place, panels, { log: true, columns, height: overlay ? 200 : 150, ytitle: "radians" }), traces = [], zero = [];
+    if (columned) layout.margin.l += 14;  // for a title of two lines
+    cells.forEach(({ name, run }, i) => {
+      for (const own of run === null ? runs : [run])
+        for (const group of shownGroups(own)) {
+          const values = line(own, name, group, "median");
+          if (!values) continue;
+          if (!values.some((value) => value > 0)) { if (values.some(Number.isFinite)) zero.push({ name, run: own, group }); continue; }
+          const colour = overlay ? runColour(own) : layerColour(group, own), steps = data.runs[own].steps;
+          const low = line(own, name, group, "q10"), high = line(own, name, group, "q90");
+          if (overlay && low && high) traces.push(...band(steps, low, high, { panel: i, colour, log: true, alpha: veil(runs.length) }));
+          traces.push(curve(steps, values, { panel: i, colour, log: true, width: overlay ? 1.8 : 1.3, dash: overlay ? runDash(own) : "solid", name: overlay ? data.runs[own].name : group, extra: titleOf(name) }));
+        }
+      if (!traces.some((each) => each.xaxis === axes(i).xaxis))
+        say(layout, i, zero.some((each) => each.name === name && (run === null || each.run === run)) ? "0 throughout" : (run === null ? runs : [run]).some((own) => shownGroups(own).some((group) => line(own, name, group, "median"))) ? BLANK : "not recorded");
+    });
+    const gone = new Map();
+    for (const { name, run } of zero) gone.set(run, (gone.get(run) ?? new Set()).add(titleOf(name).split(" ")[0]));
+    note(figure, overlay && gone.size ? `Zero throughout: ${[...gone].map(([run, of]) => `${data.runs[run].name} ${[...of].join(", ")}`).join("; ")}.` : "");
+    const drawn = runs.filter((run) => shownGroups(run).some((group) => names.some((name) => line(run, name, group, "median"))));
+    legend(figure, overlay ? [...runKeys(drawn), { text: "10th to 90th percentile of rows", colour: css("--soft"), kind: "band" }] : layerKeys());
+    show(figure, traces, layout);
+  },
+
+  whole(figure) {
+    const place = figure.querySelector(".plot"), runs = shownRuns();
+    const names = data.whole.filter((name) => runs.some((run) => line(run, name, "", "mean")));
+    if (!names.length) return empty(figure, "Nothing to draw for the runs chosen.");
+    const panels = names.map((name) => ({ title: name[0].toUpperCase() + titleOf(name).slice(1) }));
+    const layout = frame(place, panels, { together: false, height: 260, columns: columnsFor(place, names.length, 380) }), traces = [];
+    names.forEach((name, i) => {
+      const lines = runs.map((run) => line(run, name, "", "mean"));
+      const known = lines.filter(Boolean).flatMap((values) => [...values]).filter(Number.isFinite);
+      const low = Math.min(...known), high = Math.max(...known), log = low > 0 && high / low > 20;
+      layout[`yaxis${i ? i + 1 : ""}`].type = log ? "log" : "linear";
+      runs.forEach((run, k) => {
+        if (!lines[k]) return;
+        const steps = data.runs[run].steps, colour = runColour(run);
+        const under = line(run, name, "", "min"), over = line(run, name, "", "max");
+        if (under && over) traces.push(...band(steps, under, over, { panel: i, colour, log }));
+        traces.push(curve(steps, lines[k], { panel: i, colour, log, name: data.runs[run].name, extra: titleOf(name), dash: runDash(run) }));
+        markDrops(layout, run, i, { colour });
+      });
+    });
+    legend(figure, runKeys(runs));
+    show(figure, traces, layout);
+  },
+};

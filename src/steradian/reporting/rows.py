@@ -1,0 +1,274 @@
+"""Single rows: histograms over the rows of a group, and trajectories of single rows on the sphere."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TypeAlias
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+__all__ = [
+    "Histogram",
+    "Path3",
+    "Sphere",
+    "Trajectory",
+    "cosines",
+    "has_trajectory",
+    "histograms",
+    "principal_directions",
+    "spheres",
+    "trajectories",
+    "whole_steps",
+]
+
+Floats: TypeAlias = NDArray[np.float64]
+Integers: TypeAlias = NDArray[np.int64]
+
+BINS, FEWEST_BINS = 80, 16
+MOST_STEPS, FEWEST_STEPS = 24, 2
+HISTOGRAM_BUDGET = 900_000  # numbers in all histograms, counts and edges, four characters each
+MOST_POINTS = 300
+MOST_ROWS = 4  # of a group
+MOST_SPHERES = 40
+MOST_FITTED = 300  # points from which the principal directions are computed
+
+
+# Histograms
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """The distribution of one quantity over the rows of one group, in all runs, with common bins.
+
+    Attributes:
+        quantity: its name.
+        group: its group.
+        edges: of the bins, in the quantity's own unit; all histograms of a page have the same number of bins.
+        log: whether the bins are equal in the logarithm.
+        counts: run number → (steps, rows counted in each bin (steps, bins)).
+    """
+
+    quantity: str
+    group: str
+    edges: Floats
+    log: bool
+    counts: dict[int, tuple[list[int], NDArray[np.int64]]]
+
+
+def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
+    """The steps at which all rows of a group were recorded.
+
+    Args:
+        step: of each recorded row of one group and one quantity. Steps with fewer rows than others do not count, since
+            single rows may be recorded more often.
+        most: how many steps at most; of more, some are chosen evenly, the first and the last among them.
+
+    >>> whole_steps(np.array([0, 0, 0, 1, 2, 3, 3, 3]))
+    [0, 3]
+    """
+    steps, sizes = np.unique(step, return_counts=True)
+    steps = steps[sizes == sizes.max()]
+    if len(steps) > most:
+        steps = steps[np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))]
+    return [int(each) for each in steps]
+
+
+def histograms(runs: Sequence[pd.DataFrame]) -> list[Histogram]:
+    """Histograms of every quantity and group of which more than one row was recorded.
+
+    Args:
+        runs: each run's rows, with the columns `records.ROW_COLUMNS`.
+    """
+    found: dict[tuple[str, str], dict[int, tuple[list[int], list[Floats]]]] = {}
+    parts = [rows.groupby(["quantity", "group"], observed=True, sort=False) for rows in runs]
+    number_of = sum(each.ngroups for each in parts)
+    each_has = HISTOGRAM_BUDGET // max(number_of, 1)
+    most = max(FEWEST_STEPS, min(MOST_STEPS, each_has // BINS - 1))
+    bins = max(FEWEST_BINS, min(BINS, each_has // (most + 1)))
+    for number, each in enumerate(parts):
+        for (quantity, group), part in each:
+            step, value = part["step"].to_numpy(np.int64), part["value"].to_numpy(float)
+            steps = whole_steps(step, most)
+            samples = [value[(step == each) & np.isfinite(value)] for each in steps]
+            if max(map(len, samples)) > 1:
+                found.setdefault((str(quantity), str(group)), {})[number] = (steps, samples)
+    return [_histogram(quantity, group, of, bins) for (quantity, group), of in found.items()]
+
+
+def _histogram(
+    quantity: str, group: str, samples: Mapping[int, tuple[list[int], list[Floats]]], bins: int
+) -> Histogram:
+    every = np.concatenate([values for _, per_step in samples.values() for values in per_step])
+    edges, log = _edges(every, bins)
+    counts = {
+        number: (steps, np.stack([np.histogram(values, edges)[0] for values in per_step]))
+        for number, (steps, per_step) in samples.items()
+    }
+    return Histogram(quantity, group, edges, log, counts)
+
+
+def _edges(values: Floats, bins: int) -> tuple[Floats, bool]:
+    """Bins from the smallest to the largest value, equal in the logarithm where the values span a factor of 4."""
+    low, high = float(values.min()), float(values.max())
+    if low > 0 and high / low >= 4:
+        edges, log = np.geomspace(low, high, bins + 1), True
+        edges[0], edges[-1] = low, high  # geomspace rounds, and the outermost rows must fall inside
+    else:
+        room = (high - low) / 2 or abs(high) / 100 or 1.0
+        centre = (high + low) / 2
+        edges, log = np.linspace(min(low, centre - room), max(high, centre + room), bins + 1), False
+    return edges, log
+
+
+# Trajectories
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """The directions u of one row in one run: run number, steps (n,), directions (n, d)."""
+
+    run: int
+    steps: Integers
+    directions: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Path3:
+    """A trajectory in three dimensions.
+
+    Attributes:
+        run: run number.
+        steps: (n,).
+        points: (n, 3), inside the unit ball.
+        turned: the angle between its first and last direction, in radians.
+        travelled: the sum of the angles between recorded directions, in radians: a lower bound of the path's length.
+    """
+
+    run: int
+    steps: Integers
+    points: Floats
+    turned: float
+    travelled: float
+
+
+@dataclass(frozen=True, eq=False)
+class Sphere:
+    """One row's trajectories in the three principal directions that all runs share.
+
+    Attributes:
+        group: the row's group.
+        row: its number.
+        size: d, the dimension of the space in which the sphere lies.
+        kept: share of the squared length that the three directions hold, averaged over points.
+        moved: share of the motion, the squared distance from the mean direction, that they hold.
+        paths: one per run.
+    """
+
+    group: str
+    row: int
+    size: int
+    kept: float
+    moved: float
+    paths: list[Path3]
+
+
+def trajectories(runs: Sequence[pd.DataFrame]) -> dict[tuple[str, int], list[Trajectory]]:
+    """All recorded trajectories by group and row; at most `MOST_POINTS` points of each, evenly chosen.
+
+    Args:
+        runs: each run's paths, with the columns `records.PATH_COLUMNS`.
+    """
+    found: dict[tuple[str, int], list[Trajectory]] = {}
+    for number, paths in enumerate(runs):
+        for key, part in paths.groupby(["group", "row"], observed=True, sort=False):
+            group, row = key[0], int(str(key[1]))
+            kept = part.drop_duplicates("step", keep="last").sort_values("step")
+            kept = kept.iloc[_thin(len(kept))]
+            directions = np.stack([np.asarray(u, dtype=float) for u in kept["direction"]])
+            good = np.isfinite(directions).all(1) & directions.any(1)  # a row that collapsed has no direction
+            if good.sum() >= 2:
+                steps = kept["step"].to_numpy(np.int64)[good]
+                found.setdefault((str(group), row), []).append(Trajectory(number, steps, directions[good]))
+    return found
+
+
+def has_trajectory(paths: pd.DataFrame) -> bool:
+    """Whether a run has a trajectory of at least two finite points."""
+    return bool(trajectories([paths]))
+
+
+def _thin(count: int) -> Integers:
+    """Which of `count` points to keep. Strides are powers of two, so that longer and shorter runs share steps."""
+    stride = 1
+    while count > stride * MOST_POINTS:
+        stride *= 2
+    return np.unique(np.append(np.arange(0, count, stride), count - 1)) if count else np.arange(0)
+
+
+def principal_directions(points: Floats, weights: Floats) -> Floats:
+    """The three orthonormal directions that hold most of the weighted squared length of `points` (n, d): (d, 3).
+
+    They are not taken about the mean: the projection is then linear, and the unit sphere falls into the unit ball.
+    """
+    weighted = points * np.sqrt(weights)[:, None]
+    n, d = weighted.shape
+    three = np.zeros((d, 3))
+    if d <= n:
+        own = np.linalg.eigh(weighted.T @ weighted)[1][:, ::-1][:, :3]
+    else:  # the smaller of the two products has the same singular values
+        squares, left = np.linalg.eigh(weighted @ weighted.T)
+        squares, left = squares[::-1][:3], left[:, ::-1][:, :3]
+        own = weighted.T @ left[:, squares > 1e-12 * squares[0]]
+        own /= np.linalg.norm(own, axis=0)
+    three[:, : own.shape[1]] = own
+    return three
+
+
+def spheres(found: dict[tuple[str, int], list[Trajectory]]) -> list[Sphere]:
+    """Every recorded row in three dimensions, a few of each group."""
+    chosen: list[Sphere] = []
+    per_group: dict[str, int] = {}
+    for (group, row), runs in sorted(found.items(), key=lambda item: (-len(item[1]), item[0])):
+        per_group[group] = per_group.get(group, 0) + 1
+        if per_group[group] <= MOST_ROWS and len(chosen) < MOST_SPHERES:
+            size = runs[0].directions.shape[1]
+            chosen.append(_sphere(group, row, [run for run in runs if run.directions.shape[1] == size]))
+    return chosen
+
+
+def _sphere(group: str, row: int, runs: Sequence[Trajectory]) -> Sphere:
+    points = np.concatenate([run.directions for run in runs])
+    weights = np.concatenate([np.full(len(run.steps), 1 / (len(runs) * len(run.steps))) for run in runs])
+    every = slice(None, None, -(-len(points) // MOST_FITTED))
+    basis = principal_directions(points[every], weights[every])
+    flat = points @ basis
+    motion = points - weights @ points
+    visible = flat - weights @ flat
+    paths = [_path(run, run.directions @ basis) for run in runs]
+    moved = float(weights @ (visible**2).sum(1)) / max(float(weights @ (motion**2).sum(1)), 1e-300)
+    kept = float(weights @ (flat**2).sum(1)) / max(float(weights @ (points**2).sum(1)), 1e-300)
+    return Sphere(group, row, points.shape[1], min(kept, 1.0), min(moved, 1.0), paths)
+
+
+def _path(run: Trajectory, points: Floats) -> Path3:
+    u = run.directions
+    steps = _angle(u[:-1], u[1:])
+    return Path3(run.run, run.steps, points, float(_angle(u[:1], u[-1:])[0]), float(steps.sum()))
+
+
+def _angle(u: Floats, p: Floats) -> Floats:
+    """Angles between unit rows, exact also for small ones: 2 atan2(‖u − p‖, ‖u + p‖)."""
+    return 2 * np.arctan2(np.linalg.norm(u - p, axis=1), np.linalg.norm(u + p, axis=1))
+
+
+def cosines(runs: Sequence[Trajectory]) -> dict[tuple[int, int], tuple[Integers, Floats]]:
+    """⟨u, u'⟩ of the same row in two runs, at the steps that both have: pair of run numbers → (steps, cosines)."""
+    result = {}
+    for one, two in combinations(runs, 2):
+        steps, i, j = np.intersect1d(one.steps, two.steps, return_indices=True)
+        if len(steps) and one.directions.shape[1] == two.directions.shape[1]:
+            cosine = np.cos(_angle(one.directions[i], two.directions[j]))
+            result[one.run, two.run] = (steps, cosine)
+    return result

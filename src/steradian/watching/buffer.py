@@ -1,0 +1,316 @@
+"""Observed steps of the rows on one device: their numbers, until a flush reduces them there."""
+
+import math
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from steradian.balance import Balance, balance_of
+from steradian.groups import Layout
+from steradian.optim import RowOptimizer
+from steradian.optim.fused.decide import runs_kernels
+from steradian.scheme import UnreadableOptimizerError, reader_of
+from steradian.watching.rows import WatchedGroup, decoupled_decay, dtype_of, nominal_rate
+from steradian.watching.sources import Quantities, Source
+from steradian.watching.sources.observed import ObservedSource
+from steradian.watching.sources.state import StateSource
+from steradian.watching.sources.telemetry import TelemetrySource
+from steradian.watching.statistics import Statistics
+
+__all__ = ["Buffer", "source_of"]
+
+_NUMBERS = 2**24
+"""Numbers that a buffer holds at most."""
+_STEPS = 256
+"""Steps that a buffer holds at most."""
+_ALIGNED = 4
+"""An observation begins at a multiple of so many numbers: 16 bytes, as a kernel that writes to it may expect."""
+_FADING = 0.99
+"""By which the mean of ‖∇L(u)‖² forgets, per observation."""
+_BALANCING = ("weight_decay", "betas", "momentum")
+"""Settings that an equilibrium depends on and that schedules change."""
+_SETTINGS = ("lr", "wd_ratio", "decoupled_weight_decay", *_BALANCING)
+"""Settings that are read at every observed step."""
+_IMAGE = ("radius", "angle", "velocity", "taylor", "collapsed", "effective_lr", "direction_norm", "radial", "nu")
+"""What is recorded of the image of a step."""
+
+Balancing = tuple[dict[str, Any], ...]
+
+
+def source_of(optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenomena: bool) -> Source:
+    """The cheapest source that knows the steps of these groups on one device.
+
+    Telemetry if the optimizer has it, else its state if there is a reader, else the weights before and after.
+    """
+    if isinstance(optimizer, RowOptimizer) and not phenomena and all(map(_has_telemetry, watched)):
+        return TelemetrySource(optimizer, watched)
+    try:
+        reader = reader_of(optimizer)
+    except UnreadableOptimizerError as error:
+        return ObservedSource(optimizer, watched, why=str(error))
+    if not phenomena and runs_kernels(watched[0].device):
+        from steradian.watching.sources.triton import TritonSource, supports
+
+        if supports(optimizer, watched):
+            return TritonSource(optimizer, watched)
+    return StateSource(optimizer, watched, reader=reader, phenomena=phenomena)
+
+
+def _has_telemetry(watched: WatchedGroup) -> bool:
+    """Whether the optimizer cuts the parameters into these rows."""
+    settings = watched.settings
+    together = len(settings["params"]) if settings.get("joint") else 1
+    declared = settings.get("rows")
+    return declared is not None and Layout(declared) == watched.layout and len(watched.params) == together
+
+
+class Buffer:
+    """The numbers of some observed steps, and the settings that these steps used.
+
+    Args:
+        optimizer: the optimizer.
+        watched: its watched groups on one device.
+        phenomena: measure (b1), (b2) and (c). None: if every step is observed and the optimizer is not one of ours.
+        every_step: every step is observed.
+
+    Attributes:
+        source: what writes the numbers.
+        watched: the groups in the order of their places.
+        steps: how many observed steps it holds.
+        skipped: how many steps a gradient scaler skipped, on the device.
+        may_skip: whether there is a gradient scaler that can skip steps.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenomena: bool | None, every_step: bool = False
+    ) -> None:
+        if phenomena is None:
+            phenomena = every_step and not isinstance(optimizer, RowOptimizer)
+        self.optimizer = optimizer
+        self.source = source_of(optimizer, watched, phenomena=phenomena)
+        self.watched = sorted(watched, key=lambda group: group.start)
+        self.device = watched[0].device
+        self.n_rows = sum(group.n_rows for group in watched)
+        dtype, width = self.source.dtype or dtype_of(watched), len(self.source.columns)
+        # All ranks must flush at the same steps, however many of the rows each of them holds.
+        total = sum(group.total_rows for group in watched)
+        self.steps = max(1, min(_STEPS, _NUMBERS // max(1, total * width)))
+        numbers = self.n_rows * width
+        aligned = torch.zeros(self.steps, -(-numbers // _ALIGNED) * _ALIGNED, dtype=dtype, device=self.device)
+        self.values = aligned[:, :numbers].unflatten(1, (self.n_rows, width))
+        self._slots = self.values.unbind(0)
+        self._next = (*self._slots[1:], self._slots[0]) if every_step and self.source.ahead else ()
+        # Where a source writes at a step that is not recorded.
+        unrecorded = self.n_rows if self.source.each_step else 0
+        self.scratch = torch.zeros(unrecorded, width, dtype=dtype, device=self.device)
+        # Rate and decoupled decay of each param group at each observed step; rates on the device in a tensor.
+        self.param_groups = list({id(group.settings): group.settings for group in watched}.values())
+        index = {id(settings): k for k, settings in enumerate(self.param_groups)}
+        self._places = [index[id(group.settings)] for group in self.watched]
+        self.rates = torch.zeros(self.steps, len(self.param_groups), dtype=dtype, device=self.device)
+        self._setting: list[tuple[float, float]] = [(0.0, 0.0)] * len(self.param_groups)
+        self._settings = [self._setting] * self.steps
+        self._known: list[object] = []
+        # For each row, its param group and its group.
+        counts = torch.tensor([group.n_rows for group in self.watched], device="cpu")
+        self._column = torch.repeat_interleave(torch.tensor(self._places, device="cpu"), counts).to(self.device)
+        self._group = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts).to(self.device)
+        self._equilibria = Equilibria(optimizer, self.watched, self._places, self.param_groups, self._group, self.steps)
+        self.may_skip = False
+        self.skips = torch.zeros(self.steps, 2, device=self.device)
+        self.skipped = torch.zeros((), device=self.device)
+        self.statistics = Statistics([group.span for group in self.watched], device=self.device)
+        self.statistics(self.values[0, :, 0][None])  # compiles what there is to compile
+
+    def update_settings(self) -> None:
+        """Take over the param groups of the watched groups, which `Membership.update` changed."""
+        for place, group in zip(self._places, self.watched, strict=True):
+            self.param_groups[place] = group.settings
+
+    def missing(self) -> dict[str, str]:
+        """Quantities that are not recorded, with the reason."""
+        return {**self.source.missing, **self._equilibria.missing()}
+
+    # At every step
+
+    def count_skip(self) -> None:
+        """Count a step that a gradient scaler may have skipped, on the device."""
+        found = getattr(self.optimizer, "found_inf", None)
+        if found is not None:
+            self.may_skip = True
+            self.skipped += (found.reshape(()).to(self.skipped) != 0).to(self.skipped)
+
+    def observe(self, slot: int) -> None:
+        """Write the numbers and settings of the step that was just taken to a slot."""
+        self.source.after(self._slots[slot])
+        if self._next:
+            self.source.expect(self._next[slot])
+        now = [setting for group in self.param_groups for setting in map(group.get, _SETTINGS)]
+        # Settings rarely change; a tensor may have changed in place.
+        if len(now) != len(self._known) or not all(map(is_, now, self._known)):
+            self._read_settings(slot)
+            self._equilibria.read_settings()
+            self._known = [] if any(isinstance(setting, Tensor) for setting in now) else now
+        self._settings[slot] = self._setting
+        self._equilibria.observe(slot)
+        if self.may_skip:
+            found = getattr(self.optimizer, "found_inf", None)
+            verdict = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
+            self.skips[slot] = torch.stack([verdict, self.skipped])
+
+    @torch.no_grad()
+    def _read_settings(self, slot: int) -> None:
+        self._setting = []
+        for k, group in enumerate(self.param_groups):
+            rate = nominal_rate(group)
+            if isinstance(rate, Tensor) and rate.device.type != "cpu":
+                self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
+                rate = 0.0
+            self._setting.append((float(rate), decoupled_decay(group)))
+
+    # At a flush
+
+    @torch.no_grad()
+    def reduce(self, count: int, active: Tensor) -> tuple[tuple[str, ...], Tensor, Tensor]:
+        """Names of the quantities, their statistics (steps, quantities, groups, 6), and all rows.
+
+        Args:
+            count: how many slots are filled.
+            active: (steps, groups), on the host.
+        """
+        settings = _send(torch.tensor(self._settings[:count], dtype=self.rates.dtype, device="cpu"), self.device)
+        rates = self.rates[:count] + settings[..., 0]
+        self.rates.zero_()  # a rate may be a tensor now and a number later
+        decays = settings[..., 1][:, self._column]
+        image, found = self.source.numbers(self.values[:count], rates[:, self._column], decays)
+        of_image: Quantities = {name: value for name in _IMAGE if (value := getattr(image, name)) is not None}
+        found = {**of_image, "collapsed": image.collapsed.to(image.radius), **found}
+        there = _send(active, self.device)[:, self._group] if not bool(active.all()) else None
+        if self.may_skip:
+            taken = (self.skips[:count, 0] == 0)[:, None].expand(count, self.n_rows)
+            there = taken if there is None else there & taken
+        found |= self._equilibria(found, there)
+        rows = torch.stack(list(found.values()), dim=1)
+        return tuple(found), self.statistics(rows), rows
+
+
+class Equilibria:
+    """Radius and angle of all rows in equilibrium, under the settings of each observed step.
+
+    Args:
+        optimizer: the optimizer.
+        watched: groups on one device.
+        places: the param group of each, by its place in `param_groups`.
+        param_groups: the settings, kept up to date by the buffer.
+        group: the group of each row, on the device.
+        steps: how many observed steps there may be.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        watched: Sequence[WatchedGroup],
+        places: Sequence[int],
+        param_groups: Sequence[Mapping[str, Any]],
+        group: Tensor,
+        steps: int,
+    ) -> None:
+        self.optimizer, self.watched, self.param_groups = optimizer, watched, param_groups
+        self._places, self._group = places, group
+        self._dtype = dtype_of(watched)
+        self._setting: Balancing = ()
+        self.read_settings()
+        self._settings: list[Balancing] = [self._setting] * steps
+        self._balances = self._balances_under(self._setting)
+        # Sums of ‖∇L(u)‖² and of weights over past observations, for each row.
+        self._slopes = torch.zeros(2, len(group), dtype=self._dtype, device=group.device)
+
+    def read_settings(self) -> None:
+        """Read the settings that equilibria depend on; they stay the same object if nothing changed."""
+        now = tuple({name: group[name] for name in _BALANCING if name in group} for group in self.param_groups)
+        if len(now) != len(self._setting) or not all(map(_same, now, self._setting)):
+            self._setting = now
+
+    def observe(self, slot: int) -> None:
+        """Note the settings of the step that was just taken."""
+        self._settings[slot] = self._setting
+
+    def __call__(self, found: Quantities, there: Tensor | None) -> Quantities:
+        """The equilibria, with γ² the mean of ‖∇L(u)‖² over about the last hundred observations.
+
+        Args:
+            found: radius, gradient norm and rate, (steps, rows).
+            there: whether the row was stepped, (steps, rows); None: all were.
+        """
+        balance = self._balance(len(found["radius"]))
+        if balance is None:
+            return {}
+        slope = (found["radius"] * found["gradient_norm"]) ** 2
+        use = slope.isfinite() if there is None else slope.isfinite() & there
+        # The weight of each observation in the mean at each of them, and the weight of all earlier ones.
+        lag = torch.arange(len(slope), device=slope.device)
+        weights = torch.tril(_FADING ** (lag[:, None] - lag[None, :]).clamp(min=0).to(slope.dtype))
+        faded = _FADING ** (lag + 1).to(slope.dtype)[:, None]
+        total = weights @ torch.where(use, slope, 0) + faded * self._slopes[0]
+        weight = weights @ use.to(slope.dtype) + faded * self._slopes[1]
+        self._slopes = torch.stack([total[-1], weight[-1]])
+        mean = (total / weight).sqrt()  # NaN if no gradient was finite so far
+        radius, angle = balance(found["lr"], mean)
+        return {"equilibrium_radius": radius, "equilibrium_angle": angle}
+
+    def missing(self) -> dict[str, str]:
+        """The equilibria with the reasons why there are none, if no group has one."""
+        if any(isinstance(balance, Balance) for balance in self._balances):
+            return {}
+        reason = "; ".join(sorted({balance for balance in self._balances if isinstance(balance, str)}))
+        return {"equilibrium_radius": reason, "equilibrium_angle": reason}
+
+    def _balances_under(self, settings: Balancing) -> list[Balance | str]:
+        """The equilibrium of each group under these settings."""
+        known: dict[tuple[int, int], Balance | str] = {}
+        for place, group in zip(self._places, self.watched, strict=True):
+            if (place, group.size) not in known:
+                options = {**group.settings, **settings[place]}
+                known[place, group.size] = balance_of(self.optimizer, options, group.size)
+        return [known[place, group.size] for place, group in zip(self._places, self.watched, strict=True)]
+
+    def _balance(self, count: int) -> Balance | None:
+        """One balance for all rows under the settings of each observation, (steps, rows); NaN for a group without one.
+
+        None if no group has one.
+        """
+        distinct = {id(setting): setting for setting in self._settings[:count]}
+        balances = [self._balances_under(setting) for setting in distinct.values()]
+        self._balances = balances[-1]
+        # One line for all steps if the settings are the same at all of them.
+        order = {key: k for k, key in enumerate(distinct)}
+        steps = [order[id(setting)] for setting in self._settings[: count if len(distinct) > 1 else 1]]
+        known = [[balance if isinstance(balance, Balance) else None for balance in under] for under in balances]
+        if not any(any(under) for under in known):
+            return None
+
+        def column(name: str) -> Tensor:
+            missing, dtype = (False, torch.bool) if name == "free" else (math.nan, self._dtype)
+            lines = [[missing if each is None else getattr(each, name) for each in under] for under in known]
+            values = torch.tensor([lines[k] for k in steps], dtype=dtype, device="cpu")
+            return _send(values, self._group.device)[:, self._group]
+
+        return Balance(*(column(name) for name in ("gain", "power", "root", "pace", "free")))
+
+
+def _send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device; the host does not wait for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def _same(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether settings are the same; a tensor only if it is the same object, so that nothing is read from a device."""
+    return some.keys() == others.keys() and all(
+        value is others[name]
+        or (not (isinstance(value, Tensor) or isinstance(others[name], Tensor)) and value == others[name])
+        for name, value in some.items()
+    )

@@ -1,0 +1,72 @@
+"""Watches the optimizer of a transformers `Trainer`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from steradian.watching.callbacks import GroupsOf, groups_of, unwrapped
+from steradian.watching.watch import Watch, counted_steps
+
+__all__ = ["WatchCallback"]
+
+
+class WatchCallback(TrainerCallback):
+    """Watches the optimizer from the start of a training to its end.
+
+    What the trainer logs (loss, gradient norm, evaluations) is recorded with the run. A training that resumes from a
+    checkpoint continues its step numbers. The trainer does not notify callbacks of an exception: what was observed is
+    then recorded when the process ends, when the next training begins, or by `stop()`.
+
+    Args:
+        groups: what `find_groups` found, or a function of the model that finds it. None: the rows that the
+            optimizer's param groups declare; if they declare none, those found with the model's `dummy_inputs`.
+        every: observe every so many steps.
+        to: as for `watch`.
+        **options: the other options of `Watch`; `config` is by default the trainer's arguments.
+
+    Attributes:
+        watch: that of the last training; None before the first.
+
+    `Trainer(model, args, callbacks=[WatchCallback(to="runs/first")], …)` is all it takes.
+    """
+
+    def __init__(self, groups: GroupsOf = None, *, every: int = 1, to: Any = None, **options: Any) -> None:
+        self.groups = groups
+        self.every = every
+        self.to = to
+        self.options = options
+        self.watch: Watch | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any
+    ) -> None:
+        """Start, after a checkpoint is restored."""
+        self.stop()
+        optimizer, model = unwrapped(found["optimizer"]), found["model"]
+        inputs = None if self.groups is not None else getattr(model, "dummy_inputs", None)
+        groups = groups_of(self.groups, model, [optimizer], inputs, "the model's dummy_inputs")
+        first = state.global_step if state.global_step and counted_steps(optimizer) is None else None
+        options = {"step": first, "config": args.to_sanitized_dict(), **self.options}
+        self.watch = Watch(optimizer, groups, every=self.every, to=self.to, **options).start()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **found: Any,
+    ) -> None:
+        """Record the numbers that the trainer logs."""
+        if self.watch is not None and self.watch.running:
+            self.watch.log({name: value for name, value in (logs or {}).items() if isinstance(value, int | float)})
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any) -> None:
+        """Stop."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop now; everything observed is recorded."""
+        if self.watch is not None:
+            self.watch.stop()

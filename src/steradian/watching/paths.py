@@ -1,0 +1,109 @@
+"""Directions of chosen rows over time, ever more rarely, so that a long training keeps few more than a short one."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from steradian.watching.records import Point
+from steradian.watching.rows import WatchedGroup
+
+__all__ = ["PathHistory", "Paths"]
+
+_POINTS = 256
+"""Points after which every second observation is left out, and again after each further half of them."""
+_LONGEST = 2**14
+"""Rows that are longer are not chosen unless the user names them."""
+_KEPT = 512
+"""Points of a path on disk; of more, every second one is dropped."""
+
+
+class Paths:
+    """Rows whose directions are recorded.
+
+    Args:
+        watched: all watched groups.
+        chosen: {group: [row, …]}. None: the first row of the first, the middle and the last group.
+        rank: rank 0 records the rows that it holds; other ranks only help to gather rows that span several ranks.
+
+    Attributes:
+        chosen: the rows, each as its group and its number in the group.
+    """
+
+    chosen: list[tuple[WatchedGroup, int]]
+
+    def __init__(
+        self, watched: Sequence[WatchedGroup], chosen: Mapping[str, Sequence[int]] | None, *, rank: int = 0
+    ) -> None:
+        self.stride, self.points = 1, 0
+        self._orders: dict[str, list[int]] = {}
+        self._kept: list[tuple[int, list[Tensor]]] = []
+        if chosen is None:
+            # Only on rank 0, which cannot make the other ranks gather rows.
+            usual = [group for group in watched if group.n_rows and group.size <= _LONGEST]
+            usual = [group for group in usual if not group.gathered]
+            places = {0, len(usual) // 2, len(usual) - 1} if usual else set()
+            self.chosen = [(usual[k], 0) for k in sorted(places)]
+            return
+        by_name = {group.name: group for group in watched}
+        if rank:
+            chosen = {name: rows for name, rows in chosen.items() if by_name[name].gathered}
+        for name, rows in chosen.items():
+            for row in rows:
+                if not isinstance(row, Integral) or not 0 <= row < by_name[name].n_rows:
+                    raise ValueError(f"paths: {name} has rows 0 to {by_name[name].n_rows - 1}, got {row!r}")
+        self.chosen = [(by_name[name], int(row)) for name, rows in chosen.items() for row in rows]
+
+    def observe(self, slot: int, number: int) -> None:
+        """Copy the rows after an observed step, unless it is left out.
+
+        Args:
+            slot: the observation among those that are not flushed yet.
+            number: the observation among all.
+        """
+        if not self.chosen or number % self.stride:
+            return
+        with torch.no_grad():
+            here = [self._row(group, row) for group, row in self.chosen]
+            copies = [torch.empty_like(x, dtype=torch.float32) for x in here]
+            torch._foreach_copy_(copies, here)  # one launch for all
+        self._kept.append((slot, copies))
+        self.points += 1
+        if self.points >= _POINTS:
+            self.stride, self.points = 2 * self.stride, _POINTS // 2
+
+    def take(self) -> tuple[list[int], list[Tensor]]:
+        """What was copied since the last call: slots, and the points of each row, (slots, d)."""
+        kept, self._kept = self._kept, []
+        points = [torch.stack(each) for each in zip(*(copies for _, copies in kept), strict=True)]
+        return [slot for slot, _ in kept], points
+
+    def _row(self, group: WatchedGroup, row: int) -> Tensor:
+        """One row as a vector.
+
+        The entries of a slice of dimension 0 are in the order of memory, so that it is a view; the order is that of the
+        first call, so that a path keeps its coordinates if the memory format changes.
+        """
+        if len(group.params) > 1 or group.layout.spec != "filter" or not group.params[0].ndim:
+            return group.cut(group.params)[row]
+        here = group.local(group.params[0])[row]
+        if group.name not in self._orders:
+            self._orders[group.name] = sorted(range(here.ndim), key=here.stride().__getitem__, reverse=True)
+        return here.permute(self._orders[group.name]).reshape(-1)
+
+
+class PathHistory:
+    """All points of a run's paths so far; every second point of a path is dropped whenever it has more than 512."""
+
+    def __init__(self) -> None:
+        self._paths: dict[tuple[str, int], list[Point]] = {}
+
+    def add(self, new: Iterable[Point]) -> list[Point]:
+        """Add points; returns those that are kept, in the order of their steps."""
+        for point in new:
+            points = self._paths.setdefault((point[1], point[2]), [])
+            points.append(point)
+            if len(points) > _KEPT:
+                del points[1:-1:2]
+        return sorted((point for points in self._paths.values() for point in points), key=lambda point: point[0])

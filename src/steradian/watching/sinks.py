@@ -1,0 +1,423 @@
+"""Where records go: a folder of Parquet parts, TensorBoard, Weights & Biases, MLflow, any callable log(dict, step)."""
+
+import errno
+import io
+import json
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from steradian.files import write_atomically
+from steradian.watching.paths import PathHistory
+from steradian.watching.records import (
+    STATISTICS,
+    Alert,
+    Block,
+    Columns,
+    Words,
+    numbered_parts,
+    path_columns,
+    read_alerts,
+)
+
+__all__ = ["Calls", "Folder", "MLflow", "RunFiles", "Sink", "TensorBoard", "WandB", "sinks_of"]
+
+logger = logging.getLogger("steradian")
+
+_WAITING = 256
+"""Parts that wait in memory while the disk is full."""
+_METRICS = 1000
+"""Metrics that MLflow takes in one call."""
+_FORBIDDEN = re.compile(r"[^-/\w. :]+")
+"""Characters that MLflow does not allow in the name of a metric."""
+_IN_USE: set[Path] = set()
+"""Folders that a watch of this process writes to."""
+
+
+class Sink(Protocol):
+    """Takes blocks of observed steps."""
+
+    def open(self, about: Mapping[str, Any]) -> None:
+        """Called once, with the contents of run.json."""
+
+    def write(self, block: Block) -> None:
+        """Called with every block, in order."""
+
+    def alert(self, alert: Alert) -> None:
+        """Called with every alert."""
+
+    def close(self) -> None:
+        """Called once at the end; must not return before everything is written."""
+
+
+class RunFiles:
+    """Writes the files of one run. A run that is already there is continued: new parts get the next numbers.
+
+    Args:
+        folder: made if it does not exist.
+
+    Raises:
+        ImportError: pandas or pyarrow is missing.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            # pyarrow imports pandas with its first array: better here than in the middle of a training.
+            import pandas  # noqa: F401
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                "recording to a folder needs pyarrow and pandas: pip install 'steradian[lab]'; "
+                "a callable log(dict, step) needs neither"
+            ) from error
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, kind: str, columns: Columns, *, number: int | None = None) -> None:
+        """Write one part of a kind ("part", "rows" or "path"), with the next number or replacing the one given."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        arrays = {
+            name: pa.DictionaryArray.from_arrays(column.codes, column.names)
+            if isinstance(column, Words)
+            else pa.array(column)
+            for name, column in columns.items()
+        }
+        number = self.next_number(kind) if number is None else number
+        content = io.BytesIO()
+        parquet.write_table(pa.table(arrays), content, compression="zstd")
+        write_atomically(self.folder / f"{kind}-{number:05d}.parquet", content.getvalue())
+
+    def next_number(self, kind: str) -> int:
+        """The number of the next part of a kind."""
+        return max(numbered_parts(self.folder, kind), default=-1) + 1
+
+    def describe(self, about: Mapping[str, Any]) -> None:
+        """Write run.json."""
+        text = json.dumps(_with_text_keys(about), indent=1, ensure_ascii=False, default=str)
+        write_atomically(self.folder / "run.json", (text + "\n").encode())
+
+    def alert(self, alert: Mapping[str, Any]) -> None:
+        """Append one line to alerts.jsonl in one write; after an incomplete line it begins a new one."""
+        line = _line(alert)
+        with open(self.folder / "alerts.jsonl", "a+b", buffering=0) as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def drop_alerts(self, step: int) -> None:
+        """Remove the alerts from a step on: a training that starts there again raises its own."""
+        file = self.folder / "alerts.jsonl"
+        alerts = read_alerts(file)
+        kept = [alert for alert in alerts if alert["step"] < step]
+        if len(kept) < len(alerts):
+            write_atomically(file, b"".join(map(_line, kept)))
+
+
+def _with_text_keys(value: Any) -> Any:
+    """The same with text for keys: a configuration may have others, and JSON may not."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(of) for key, of in value.items()}
+    return [_with_text_keys(of) for of in value] if isinstance(value, list | tuple) else value
+
+
+def _line(alert: Mapping[str, Any]) -> bytes:
+    return (json.dumps(alert, ensure_ascii=False) + "\n").encode()
+
+
+class Folder:
+    """A run on disk (`records.read_run` reads it), written by a thread of its own.
+
+    When the disk fails, training goes on: one warning is logged, and what could not be written is kept and tried again
+    with the next part, up to 256 parts. A folder that is deleted is made again.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.files = RunFiles(path)
+        self._tasks: queue.SimpleQueue[Callable[[], None] | threading.Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unwritten: list[Callable[[], None]] = []
+        self._lost = 0
+        self._failed = False
+        self._begun = False
+        self._about: Mapping[str, Any] = {}
+        self._history = PathHistory()
+        self._path_number = self.files.next_number("path")
+
+    def open(self, about: Mapping[str, Any]) -> None:
+        """Start the thread, and write run.json.
+
+        Raises:
+            ValueError: another watch of this process writes to the folder.
+        """
+        folder = self.files.folder.resolve()
+        if folder in _IN_USE:
+            raise ValueError(f"to must be a folder of its own for each watch, but another one writes to {folder}")
+        _IN_USE.add(folder)
+        self._begun = False
+        self._about = about
+        self._thread = threading.Thread(target=self._work, name="steradian-watch", daemon=True)
+        self._thread.start()
+        self._tasks.put(lambda: self.files.describe(about))
+        self.drain()
+
+    def write(self, block: Block) -> None:
+        """Queue a block for the thread."""
+        if len(block.steps) and not self._begun:
+            first, self._begun = int(block.steps[0]), True
+            self._tasks.put(lambda: self.files.drop_alerts(first))
+        self._tasks.put(lambda: self.files.add("part", block.columns()))
+        if block.rows:
+            self._tasks.put(lambda: self.files.add("rows", block.row_columns()))
+        if block.paths:
+            points = self._history.add(block.paths)
+            self._tasks.put(lambda: self.files.add("path", path_columns(block.run, points), number=self._path_number))
+
+    def alert(self, alert: Alert) -> None:
+        """Queue an alert for the thread."""
+        self._tasks.put(lambda: self.files.alert(vars(alert)))
+
+    def drain(self) -> None:
+        """Wait until everything queued so far is written, or failed to be."""
+        # In a fork the thread of the parent process does not run.
+        if self._thread is not None and self._thread.is_alive():
+            done = threading.Event()
+            self._tasks.put(done)
+            done.wait()
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+        self._retry()
+        _IN_USE.discard(self.files.folder.resolve())
+        if self._unwritten or self._lost:
+            logger.error("%s: %d parts could not be written", self.files.folder, len(self._unwritten) + self._lost)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if isinstance(task, threading.Event):
+                task.set()
+                continue
+            self._unwritten.append(task)
+            self._retry()
+            if len(self._unwritten) > _WAITING:
+                self._unwritten.pop(0)
+                self._lost += 1
+
+    def _retry(self) -> None:
+        while self._unwritten:
+            try:
+                if not self.files.folder.is_dir():  # it was deleted
+                    self.files.describe(self._about)
+                self._unwritten[0]()
+            except OSError as error:
+                if not self._failed:
+                    self._failed = True
+                    logger.warning(
+                        "cannot write to %s (%s): training goes on, and what is recorded is kept to be written later",
+                        self.files.folder,
+                        error,
+                    )
+                return
+            except Exception:
+                logger.exception("%s: a part was lost", self.files.folder)
+                self._lost += 1
+            self._unwritten.pop(0)
+
+
+class Calls:
+    """Calls `log(dict, step)` for every observed step: `wandb_run.log`, `mlflow.log_metrics`, or a function of yours.
+
+    Args:
+        log: called with {"radius/conv1.weight/median": 1.0, …} and the step.
+        statistics: which statistics to log.
+    """
+
+    def __init__(
+        self, log: Callable[[dict[str, float], int], object], *, statistics: Sequence[str] = ("median",)
+    ) -> None:
+        unknown = sorted(set(statistics) - set(STATISTICS))
+        if unknown:
+            raise ValueError(f"statistics must be out of {STATISTICS}, got {unknown}")
+        self.log = log
+        self.statistics = tuple(statistics)
+
+    def open(self, about: Mapping[str, Any]) -> None:
+        """Nothing to prepare."""
+
+    def write(self, block: Block) -> None:
+        """One call per step."""
+        logged: dict[int, dict[str, float]] = {}
+        for step, name, value in block.logged:
+            logged.setdefault(step, {})[name] = value
+        for k, step in enumerate(block.steps):
+            self.log({**block.scalars(k, self.statistics), **logged.pop(int(step), {})}, int(step))
+        for step, values in logged.items():
+            self.log(values, step)
+
+    def alert(self, alert: Alert) -> None:
+        """Alerts are not numbers, and are left out."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class WandB(Calls):
+    """Weights & Biases: scalars against their own step, "steradian/step", since records come some steps late.
+
+    W&B counts every log as one step of its own and drops what comes with a smaller number, so log your own numbers
+    without `step=` (with `define_metric` they have an axis too, as Lightning and transformers do it).
+
+    Args:
+        run: what `wandb.init()` returned.
+        statistics: which statistics to log.
+    """
+
+    def __init__(self, run: Any, *, statistics: Sequence[str] = ("median",)) -> None:
+        super().__init__(self._log, statistics=statistics)
+        self.run = run
+
+    def open(self, about: Mapping[str, Any]) -> None:
+        """Name the axis, and add the configuration."""
+        self.run.define_metric("steradian/step")
+        self.run.define_metric("steradian/*", step_metric="steradian/step")
+        self.run.config.update({"steradian": {"optimizer": about["optimizer"], "every": about["every"]}})
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        self.run.log({"steradian/step": step, **{f"steradian/{name}": value for name, value in values.items()}})
+
+    def alert(self, alert: Alert) -> None:
+        """As an alert of W&B."""
+        self.run.alert(title=f"{alert.kind}: {alert.group}", text=str(alert))
+
+
+class MLflow(Calls):
+    """MLflow: metrics of one run, a thousand per call.
+
+    Args:
+        run_id: the run; None for the active one.
+        statistics: which statistics to log.
+    """
+
+    def __init__(self, run_id: str | None = None, *, statistics: Sequence[str] = ("median",)) -> None:
+        super().__init__(self._log, statistics=statistics)
+        self.run_id = run_id
+        self._metrics: list[Any] = []
+
+    def open(self, about: Mapping[str, Any]) -> None:
+        """Find the active run."""
+        import mlflow
+
+        if self.run_id is None:
+            active = mlflow.active_run()
+            if active is None:
+                raise ValueError("MLflow needs an active run: mlflow.start_run(), or pass run_id")
+            self.run_id = active.info.run_id
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._metrics += [Metric(_FORBIDDEN.sub("_", name), value, now, step) for name, value in values.items()]
+
+    def write(self, block: Block) -> None:
+        """All steps of the block in as few calls as MLflow takes."""
+        import mlflow
+
+        self._metrics = []
+        super().write(block)
+        for start in range(0, len(self._metrics), _METRICS):
+            mlflow.MlflowClient().log_batch(self.run_id, self._metrics[start : start + _METRICS])
+
+    def alert(self, alert: Alert) -> None:
+        """As a tag of the run."""
+        import mlflow
+
+        assert self.run_id is not None
+        mlflow.MlflowClient().set_tag(self.run_id, f"steradian.{alert.kind}.{alert.step}", str(alert))
+
+
+class TensorBoard(Calls):
+    """TensorBoard: scalars for every observed step, histograms of rows that are recorded.
+
+    Args:
+        writer: a `SummaryWriter`, or a folder for one.
+        statistics: which statistics to log.
+    """
+
+    def __init__(self, writer: Any, *, statistics: Sequence[str] = ("median",)) -> None:
+        super().__init__(self._log, statistics=statistics)
+        self.owned = isinstance(writer, str | Path)
+        if self.owned:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(writer))
+        self.writer = writer
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def write(self, block: Block) -> None:
+        """Scalars, then histograms."""
+        super().write(block)
+        for step, group, values in block.rows:
+            for quantity, row in zip(block.quantities, values, strict=True):
+                finite = row[np.isfinite(row)]
+                if finite.size > 1 and quantity != "lr":
+                    self.writer.add_histogram(f"{quantity}/{group}", finite, step)
+
+    def alert(self, alert: Alert) -> None:
+        """As a text."""
+        self.writer.add_text(f"alerts/{alert.kind}", str(alert), alert.step)
+
+    def close(self) -> None:
+        """Flush the writer; close it if it was made here."""
+        self.writer.flush()
+        if self.owned:
+            self.writer.close()
+
+
+def sinks_of(to: Any) -> list[Sink]:
+    """The sinks for `to`: a path, a sink, a SummaryWriter, a W&B or MLflow run, a callable, or several of them.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: the path is empty.
+    """
+    if to is None:
+        return []
+    if isinstance(to, str) and not to:
+        raise ValueError("to must be a folder, got '': write '.' for the current one")
+    if isinstance(to, str | Path):
+        return [Folder(to)]
+    if all(hasattr(to, name) for name in ("open", "write", "alert", "close")):
+        return [to]
+    if hasattr(to, "add_scalar"):
+        return [TensorBoard(to)]
+    if hasattr(to, "define_metric"):
+        return [WandB(to)]
+    if hasattr(getattr(to, "info", None), "run_id"):
+        return [MLflow(to.info.run_id)]
+    if callable(to):
+        return [Calls(to)]
+    if isinstance(to, Iterable):
+        return [sink for one in to for sink in sinks_of(one)]
+    raise TypeError(
+        f"to must be a folder, a callable log(dict, step), a SummaryWriter, a W&B or MLflow run, a sink, or several of "
+        f"them, got {type(to).__name__}"
+    )

@@ -1,0 +1,126 @@
+"""Steps of our optimizers, from the telemetry that they write themselves."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from steradian.image import ImageNumbers
+from steradian.optim import TELEMETRY, RowOptimizer, Telemetry
+from steradian.watching.rows import WatchedGroup, place
+from steradian.watching.sources import PHENOMENA, Quantities, Source
+
+__all__ = ["TelemetrySource"]
+
+_LISTENERS: WeakKeyDictionary[RowOptimizer, tuple[int, bool]] = WeakKeyDictionary()
+"""How many watches use an optimizer's telemetry, and whether it was off before the first."""
+
+
+class TelemetrySource(Source):
+    """One copy of the telemetry per observed step, or none where a fused step writes it to the buffer itself.
+
+    Args:
+        optimizer: one of ours.
+        watched: groups on one device that it knows as rows.
+    """
+
+    columns = TELEMETRY
+    beforehand = False
+    ahead = True
+
+    def __init__(self, optimizer: RowOptimizer, watched: Sequence[WatchedGroup]) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        order = {id(param): k for k, param in enumerate(params)}
+        self.watched = place(watched, key=lambda group: order[id(group.params[0])])
+        self.optimizer = optimizer
+        self._buffers: tuple[Tensor, ...] | None = None
+        self._rows: list[tuple[Tensor, slice | None]] = []
+        self._direct: bool | None = None
+        why = "this optimizer's telemetry does not contain it; pass phenomena=True to measure it from the weights"
+        self.missing = dict.fromkeys(("deformation", *PHENOMENA), why)
+
+    def open(self) -> None:
+        listeners, ours = _LISTENERS.get(self.optimizer, (0, self.optimizer.telemetry is None))
+        _LISTENERS[self.optimizer] = (listeners + 1, ours)
+        self.optimizer.emit()
+
+    def before(self) -> None:
+        pass
+
+    def after(self, out: Tensor) -> None:
+        telemetry = self.optimizer.telemetry
+        if telemetry is None:  # turned off by someone else
+            self.optimizer.emit()
+            out.fill_(float("nan"))
+            return
+        if telemetry.left is out:  # written by the step itself
+            telemetry.left = None
+            return
+        if telemetry.buffers is not self._buffers:
+            self._buffers, self._rows = telemetry.buffers, self._find(telemetry)
+            self._direct = None
+        for rows, span in self._rows:
+            (out if span is None else out[span]).copy_(rows)
+
+    def expect(self, out: Tensor) -> None:
+        telemetry = self.optimizer.telemetry
+        if telemetry is not None:
+            if self._direct is None:  # checked once: later places have the same form
+                self._direct = self._fits(out)
+            telemetry.also = out if self._direct else None
+
+    def _fits(self, out: Tensor) -> bool:
+        """Whether `out` has the form of the telemetry: the watched rows are all of its rows, in its order."""
+        if self._buffers is None or len(self._buffers) != 1 or len(self._rows) != 1:
+            return False
+        [buffer], [(rows, span)] = self._buffers, self._rows
+        return span is None and rows.shape == buffer.shape == out.shape and buffer.dtype == out.dtype
+
+    def _find(self, telemetry: Telemetry) -> list[tuple[Tensor, slice | None]]:
+        """The telemetry of the watched rows with their places; one piece for all (None) if it is contiguous."""
+        there = [group for group in self.watched if group.params[0] in telemetry]
+        found = [telemetry.place(group.params[0]) for group in there]
+        contiguous = len(there) == len(self.watched) and all(
+            one[0] == other[0] and one[1].stop == other[1].start for one, other in pairwise(found)
+        )
+        if found and contiguous:
+            (buffer, first), (_, last) = found[0], found[-1]
+            return [(telemetry.buffers[buffer][first.start : last.stop], None)]
+        return [(telemetry[group.params[0]], group.span) for group in there]
+
+    def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
+        known = dict(zip(self.columns, values.unbind(-1), strict=True))
+        start = known["radius"] * (1 - rates * decays)
+        along = start * (1 - known["radial"])
+        # The image of a step of rate 1, so that nothing is divided by a rate of 0.
+        image = ImageNumbers(
+            radius=known["radius"],
+            start=start,
+            inward=known["radial"] * start,
+            across=(along * known["angle"].tan()).abs(),
+            lr=1.0,
+            scale=1 / (known["effective_lr"] * along * start),
+        )
+        assert image.nu is not None
+        assert image.direction_norm is not None
+        # The telemetry of a collapsed row has no effective rate to divide by.
+        return image, {
+            "direction_norm": image.direction_norm.masked_fill(image.collapsed, 0),
+            "nu": (image.nu * rates).masked_fill(image.collapsed, 0),
+            "radial": known["radial"],
+            "angle": known["angle"],
+            "defect": known["defect"],
+            "gradient_norm": known["gradient_norm"],
+            "lr": rates,
+        }
+
+    def close(self) -> None:
+        # An optimizer that is being garbage-collected is no longer a key, and needs nothing turned off.
+        listeners, ours = _LISTENERS.pop(self.optimizer, (1, False))
+        if self.optimizer.telemetry is not None:
+            self.optimizer.telemetry.also = None
+        if listeners > 1:
+            _LISTENERS[self.optimizer] = (listeners - 1, ours)
+        elif ours:
+            self.optimizer.emit(False)

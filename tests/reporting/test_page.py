@@ -1,0 +1,190 @@
+"""The page's file: what is in it, what it says of what is missing, and what it refuses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import simulate
+import stress
+
+from steradian.reporting.data import BUDGET, load, page_data, unpack
+from steradian.reporting.page import report
+from steradian.reporting.sections import SECTIONS
+from steradian.watching.records import read_run
+from steradian.watching.sinks import RunFiles
+
+LAYERS = {"conv1.weight": (6, 9), "conv2.weight": (8, 18)}
+
+
+def write(folder, kind="Adam", **options):
+    return simulate.write(folder, kind, **{"layers": LAYERS, "steps": 40, "every_rows": 10, **options})
+
+
+def data_of(page):
+    text = page.read_text(encoding="utf-8")
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1)), text
+
+
+def test_the_numbers_are_those_that_were_recorded(tmp_path):
+    page = report([write(tmp_path / "run")], tmp_path / "deep" / "page.html")
+    data, _ = data_of(page)
+    table = read_run(tmp_path / "run").table
+    (run,) = data["runs"]
+    assert run["steps"] == list(range(40))
+    for (quantity, group, statistic), part in table.groupby(["quantity", "group", "statistic"], observed=True):
+        at = run["series"][quantity][group][data["statistics"].index(statistic)]
+        line = np.full(40, at[0]) if isinstance(at, list) else unpack(data["pack"], at, 40)
+        np.testing.assert_allclose(line, part.sort_values("step")["value"], rtol=2e-5, atol=1e-37)
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(tmp_path):
+    page = report([write(tmp_path / "run")], tmp_path / "out" / "page.html", title="A <b>title</b>")
+    _, text = data_of(page)
+    assert "A &lt;b&gt;title&lt;/b&gt;" in text
+    assert not re.search(r'<(script|link|img)[^>]*(src|href)="https?:', text)
+    assert [file.name for file in page.parent.iterdir()] == ["page.html"]
+    for section in SECTIONS:
+        assert f'id="{section.id}"' in text
+        assert f'href="#{section.id}"' in text
+
+
+def test_the_papers_figures_are_named(tmp_path):
+    _, text = data_of(report([write(tmp_path / "run")], tmp_path / "page.html"))
+    index = text[text.index('id="paper"') :]
+    for name in ("Figure 1", "Figure 2", "Figure 3", "Figures 4 and 5", "Tracking of A<sub>k</sub>⟨c", "App. C.1.5"):
+        assert name in index
+    for target in re.findall(r'href="#([\w-]+)"', text):
+        assert f'id="{target}"' in text
+
+
+def test_what_is_missing_is_said_with_its_reason(tmp_path):
+    folder = write(tmp_path / "run", only=["radius", "angle", "velocity"], paths=False, every_rows=0)
+    _, text = data_of(report([folder], tmp_path / "page.html"))
+    absent = re.findall(r'class="figure absent" id="([\w-]+)"', text)
+    assert {"effective-rate", "h1", "taylor", "phenomena-turns", "histogram", "trajectory", "cosine"} <= set(absent)
+    assert "effective_lr: this optimizer cannot be read, only two points are known" in text
+    assert "equilibrium_radius: this optimizer cannot be read" in text
+    assert '<figure class="figure" id="angle"' in text
+
+
+def test_alerts_groups_and_settings_are_told(tmp_path):
+    alert = {"step": 7, "group": "conv1.weight", "kind": "h1", "text": "H1 is violated <here>."}
+    _, text = data_of(report([write(tmp_path / "run", alerts=[alert])], tmp_path / "page.html"))
+    assert "1 alert<" in text
+    assert "H1 is violated &lt;here&gt;." in text
+    assert "step 7 · conv1.weight" in text
+    assert "<span>weight_decay</span> 0.005 / 0" in text
+    assert "noise &lt;on&gt; spheres" in text
+    assert "bn2: BatchNorm2d" in text
+    assert "8 × 18" in text
+    assert "2 other parameters are not on a sphere" in text
+
+
+def test_a_bound_that_is_broken_is_said_so(tmp_path):
+    folder = write(tmp_path / "run")
+    step = {"run": ["Adam"], "step": [40], "group": ["conv2.weight"], "quantity": ["radial"], "statistic": ["max"]}
+    RunFiles(folder).add("part", {**step, "value": [1.25]})
+    _, text = data_of(report([folder], tmp_path / "page.html"))
+    assert re.search(r'class="failed"><b>Adam</b>: above the bound; largest 1.25 at step 40 in conv2.weight', text)
+    assert text.count('class="held"') == 2  # H2 and the Taylor variable
+
+
+def test_nothing_is_said_of_steps_that_are_not_a_number(tmp_path):
+    folder = simulate.spoil(write(tmp_path / "run"), 30)
+    _, text = data_of(report([folder], tmp_path / "page.html"))
+    words = r'class="unsure"><b>Adam</b>: not a finite number at 10 steps, below the bound otherwise; largest'
+    assert len(re.findall(words, text)) == 3
+    assert "below the bound throughout" not in text
+    assert "<dt>Effective rate, end</dt><dd>not a finite number</dd>" in text
+    assert re.search(r"<dt>Nominal rate, end</dt><dd>[\d.e-]+</dd>", text)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    one, two = write(tmp_path / "x" / "run"), write(tmp_path / "y" / "run", seed=5)
+    data, _ = data_of(report([one, two], tmp_path / "page.html"))
+    assert [run["name"] for run in data["runs"]] == ["Adam (x/run)", "Adam (y/run)"]
+
+
+def test_runs_may_have_different_groups(tmp_path):
+    one = write(tmp_path / "one")
+    two = write(tmp_path / "two", "SGD", layers={"conv2.weight": (8, 18), "conv3.weight": (4, 9)})
+    data, text = data_of(report([one, two], tmp_path / "page.html"))
+    assert data["groups"] == ["conv1.weight", "conv2.weight", "conv3.weight"]
+    assert [run["groups"] for run in data["runs"]] == [
+        ["conv1.weight", "conv2.weight"],
+        ["conv2.weight", "conv3.weight"],
+    ]
+    assert "<h4>Adam</h4>" in text
+
+
+def test_bad_input_is_refused_in_words(tmp_path):
+    run = write(tmp_path / "run")
+    empty = tmp_path / "empty"
+    RunFiles(empty).describe({"run": "empty"})
+    page = tmp_path / "page.html"
+    page.write_text("old")
+    cases = [
+        ([], "at least one run"),
+        ([tmp_path / "nothing"], "not a recorded run"),
+        ([run, empty], "holds no record yet"),
+        ([run, run], "given twice"),
+    ]
+    for paths, words in cases:
+        with pytest.raises(ValueError, match=words):
+            report(paths, page)
+    with pytest.raises(ValueError, match="is a folder"):
+        report([run], tmp_path)
+    for path in (run, str(run)):
+        with pytest.raises(TypeError, match="runs must be a list of runs"):
+            report(path, page)
+    assert page.read_text() == "old"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "page.html", "run"]
+
+
+def test_a_link_to_a_page_stays_one_and_no_device_is_replaced(tmp_path):
+    run, page, link, pipe = write(tmp_path / "run"), tmp_path / "page.html", tmp_path / "link.html", tmp_path / "pipe"
+    link.symlink_to(page)
+    assert report([run], link) == link
+    assert link.is_symlink()
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="is not a file"):
+        report([run], pipe)
+    assert pipe.is_fifo()
+
+
+def test_the_page_may_be_named_by_a_string(tmp_path):
+    page = report([str(write(tmp_path / "run"))], str(tmp_path / "page.html"))
+    assert page == tmp_path / "page.html"
+    assert page.is_file()
+
+
+def test_a_large_run_is_a_small_page(tmp_path):
+    folder = stress.write(tmp_path / "run", steps=600, parts=2)
+    page = report([folder], tmp_path / "page.html")
+    assert page.stat().st_size < 15e6
+    data, _ = data_of(page)
+    assert len(data["runs"][0]["steps"]) <= 490
+
+
+def test_several_large_runs_are_no_larger_page(tmp_path):
+    folders = [stress.write(tmp_path / name, steps=200, rows=10, parts=1, name=name) for name in "abc"]
+    assert report(folders, tmp_path / "page.html").stat().st_size < 15e6
+
+
+def test_more_lines_have_fewer_points(tmp_path, monkeypatch):
+    run = load([write(tmp_path / "run", steps=300, every_rows=0, paths=False)])[0]
+    fine = len(page_data([run])["pack"]) / 4
+    monkeypatch.setattr("steradian.reporting.data.BUDGET", BUDGET // 100)
+    coarse = page_data([run])
+    assert len(coarse["pack"]) / 4 < BUDGET / 100 * 1.1 < fine
+    assert len(coarse["runs"][0]["steps"]) >= 48
+
+
+def test_a_page_needs_no_torch():
+    code = "import sys, steradian.reporting.page; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

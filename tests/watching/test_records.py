@@ -1,0 +1,93 @@
+"""The one table, and the folder that holds it, whole or not."""
+
+import pandas as pd
+import pandas.testing as pd_testing
+import pytest
+
+from steradian import watch
+from steradian.watching.records import COLUMNS, STATISTICS, read_run
+
+from small import pair, train
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of two parts on disk."""
+    optimizer, params = pair("Adam")
+    with watch(optimizer, to=tmp_path / "runs" / "adam", step=3) as watcher:
+        train(optimizer, params, 2)
+        watcher.flush()
+        train(optimizer, params, 2)
+    return tmp_path / "runs" / "adam"
+
+
+def test_the_table_has_one_line_per_statistic(run):
+    table = read_run(run).table
+    assert tuple(table.columns) == COLUMNS
+    at = table[(table["step"] == 4) & (table["group"] == "w") & (table["quantity"] == "angle")]
+    assert at["statistic"].tolist() == list(STATISTICS)
+    assert table[(table["quantity"] == "lr") & (table["group"] == "w")]["statistic"].tolist() == ["mean"] * 4
+
+
+@pytest.mark.parametrize("text", ["", '{"run":', "\xff", "[]", "{}", '{"run": 3}', '{"run": "x", "groups": ["w"]}'])
+def test_a_run_json_that_is_none_is_named(run, text):
+    (run / "run.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"adam/run\.json (is not JSON|does not describe a recorded run)"):
+        read_run(run)
+
+
+def test_a_broken_or_foreign_part_is_named_and_the_others_can_be_read_without_it(run):
+    whole = len(read_run(run).table)
+    for kind in ("part", "rows", "path"):
+        data = (run / f"{kind}-00000.parquet").read_bytes()
+        for spoiled in (b"", data[:50], data[:-4]):
+            (run / f"{kind}-00000.parquet").write_bytes(spoiled)
+            with pytest.raises(ValueError, match=rf"{kind}-00000\.parquet is no part of a run; remove it"):
+                read_run(run)
+        (run / f"{kind}-00000.parquet").write_bytes(data)
+    pd.DataFrame({"loss": [1.0]}).to_parquet(run / "part-00007.parquet")
+    with pytest.raises(ValueError, match=r"part-00007\.parquet is no part of a run"):
+        read_run(run)
+    (run / "part-00007.parquet").unlink()
+    assert len(read_run(run).table) == whole
+
+
+@pytest.mark.parametrize("column", ["step", "value"])
+def test_a_part_with_words_for_numbers_is_named(run, column):
+    table = pd.read_parquet(run / "part-00000.parquet")
+    table[column] = "x"
+    table.to_parquet(run / "part-00007.parquet")
+    with pytest.raises(ValueError, match=rf"part-00007\.parquet is no part of a run; .*{column} is "):
+        read_run(run)
+
+
+def test_a_part_that_may_not_be_read_is_not_to_be_removed(run, monkeypatch):
+    from pyarrow import parquet
+
+    def refused(file, **_):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(parquet, "read_table", refused)
+    with pytest.raises(PermissionError, match=r"part-0000\d\.parquet"):
+        read_run(run)
+
+
+def test_files_that_are_not_of_the_run_are_left_alone(run):
+    whole = read_run(run)
+    for name in ("part-old.parquet", "part-00000-copy.parquet", "part-.parquet", "notes.txt"):
+        (run / name).write_bytes(b"something else")
+    with open(run / "alerts.jsonl", "a") as file:
+        file.write('null\n3\n[]\n{"other": 1}\n{"step": 1, "group": "w", "kind": "H1", "text": "said"}\n')
+    again = read_run(run)
+    pd_testing.assert_frame_equal(again.table, whole.table)
+    assert again.alerts["text"].tolist() == [*whole.alerts["text"], "said"]
+    optimizer, params = pair("Adam")
+    with watch(optimizer, to=run, step=7) as watcher:
+        train(optimizer, params, 1)
+    assert watcher.error is None
+    assert sorted(read_run(run).table["step"].unique()) == [3, 4, 5, 6, 7]
+
+
+def test_a_folder_of_runs_is_not_one_and_says_which_there_are(run):
+    with pytest.raises(ValueError, match=r"there are runs in it: .*adam"):
+        read_run(run.parent)
