@@ -20,9 +20,9 @@ def write_atomically(path: str | Path, content: bytes) -> None:
         OSError: it cannot be written; the old file is then unchanged.
     """
     target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             file.write(content)
             file.flush()

@@ -11,7 +11,17 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 
 from steradian.geometry import as_float
 
-__all__ = ["Reader", "Step", "Taken", "UnreadableOptimizerError", "read_step", "reader_of", "register"]
+__all__ = [
+    "Reader",
+    "Step",
+    "Taken",
+    "UnreadableOptimizerError",
+    "read_adam",
+    "read_sgd",
+    "read_step",
+    "reader_of",
+    "register",
+]
 
 
 @dataclass(frozen=True)
@@ -199,7 +209,7 @@ def _uniform(value: float | Tensor, like: Tensor) -> Tensor:
 
 
 @register(SGD)
-def _read_sgd(taken: Taken) -> Step:
+def read_sgd(taken: Taken) -> Step:
     """SGD: b = 1, and a is the momentum buffer.
 
     With dampening τ the buffer adds (1−τ)∇L, so a = buffer/(1−τ) and b = 1/(1−τ) keep a in units of a
@@ -219,7 +229,7 @@ def _read_sgd(taken: Taken) -> Step:
 
 
 @register(Adam)
-def _read_adam(taken: Taken) -> Step:
+def read_adam(taken: Taken) -> Step:
     """Adam and AdamW: a = m/(1−β1), b = (1−β1^{k+1})/(1−β1)·(√(v/(1−β2^{k+1})) + ε) (Section 2.2).
 
     ε stands outside the root, as torch has it. With amsgrad, v is its running maximum.

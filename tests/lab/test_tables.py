@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from steradian.files import write_atomically
 from steradian.lab.config import Config
-from steradian.lab.results import CURVES, Result, Store, write_atomically
+from steradian.lab.results import CURVES, Result, Store
 from steradian.lab.tables import Cell, accuracy_columns, grid_rows, is_grid, point_rows, search
 
 from lab.simulated import column

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from steradian import geometry
+from steradian.files import write_atomically
 from steradian.groups import Layout
 from steradian.lab import fleet
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
 from steradian.lab.fleet import Progress, prepare_device, read_state
 from steradian.lab.recipes import pretraining, trajectories
-from steradian.lab.results import Claims, environment, locked, write_atomically
+from steradian.lab.results import Claims, environment, locked
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
 from steradian.lab.tracking import ALL, PHENOMENA, Tracked, recorded_steps, statistics_table
 from steradian.lab.training import Training

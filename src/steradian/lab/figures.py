@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from steradian.files import write_atomically
 from steradian.lab.config import METHODS
 from steradian.lab.paper import NORM_NAMES
-from steradian.lab.results import Result, write_atomically
+from steradian.lab.results import Result
 from steradian.lab.tables import accuracy_columns
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 from steradian.watching.records import QUANTITIES

@@ -18,6 +18,7 @@ from typing import IO, Any, Self
 
 import torch
 
+from steradian.files import write_atomically
 from steradian.lab.config import Config
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "has_diverged",
     "locked",
     "remove_parts",
-    "write_atomically",
 ]
 
 PARTS = ("train", "validation", "test")
@@ -246,27 +246,6 @@ def _commit() -> str:
 
 
 # Files that several processes read and write
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that readers see the old or the new content, never a part, even after a power cut.
-
-    A symbolic link stays one: its target is written.
-    """
-    path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:  # a full disk does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        with suppress(OSError):  # on a read-only file system
-            part.unlink(missing_ok=True)
 
 
 def remove_parts(path: Path) -> None:

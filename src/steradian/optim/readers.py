@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steradian import balance, geometry
+from steradian import balance, geometry, scheme
 from steradian.groups import Layout
 from steradian.optim.adagradg import AdaGradG
 from steradian.optim.adam import Adam
@@ -19,7 +19,7 @@ from steradian.optim.adamp import AdamP
 from steradian.optim.rows import rate_of
 from steradian.optim.sgd import SGD
 from steradian.optim.transport import Motion
-from steradian.scheme import Step, Taken, UnreadableOptimizerError, _read_adam, _read_sgd, register
+from steradian.scheme import Step, Taken, UnreadableOptimizerError, register
 
 __all__: list[str] = []
 
@@ -38,14 +38,14 @@ def read_adam(taken: Taken) -> Step:
         v = v / shrink.squeeze(1) if "a" in without else _restore(taken, _rows(taken, v) / shrink)
     if "a" in without:
         v = _restore(taken, v.unsqueeze(1).expand(-1, _layout(taken).size(taken.param.shape)[1]))
-    step = _classic(taken, _read_adam, {"exp_avg_sq": v}, amsgrad=False)
+    step = _classic(taken, scheme.read_adam, {"exp_avg_sq": v}, amsgrad=False)
     return replace(step, a=_displaced(taken, step)) if "b" in without or "c" in without else step
 
 
 @register(SGD)
 def read_sgd(taken: Taken) -> Step:
     """SGD: a is the momentum buffer; from the displacement without (b) or (c)."""
-    step = _classic(taken, _read_sgd)
+    step = _classic(taken, scheme.read_sgd)
     moves = _radial(taken) and taken.group["momentum"] and set(taken.group["without"]) & set("bc")
     return replace(step, a=_displaced(taken, step)) if moves else step
 
@@ -54,7 +54,7 @@ def read_sgd(taken: Taken) -> Step:
 def read_adamp(taken: Taken) -> Step:
     """AdamP: Adam's b, a from the displacement, decay λρ on rows and λ elsewhere."""
     decay = taken.group["weight_decay"] * (taken.group["wd_ratio"] if _radial(taken) else 1.0)
-    step = _classic(taken, _read_adam, amsgrad=False, decoupled_weight_decay=True, weight_decay=decay)
+    step = _classic(taken, scheme.read_adam, amsgrad=False, decoupled_weight_decay=True, weight_decay=decay)
     moves = _radial(taken) or taken.group["nesterov"]
     return replace(step, a=_displaced(taken, step)) if moves else step
 
@@ -68,7 +68,7 @@ def read_adamg(taken: Taken) -> Step:
     not at radius 1.
     """
     if not _radial(taken):
-        return _classic(taken, _read_adam, amsgrad=False)
+        return _classic(taken, scheme.read_adam, amsgrad=False)
     (beta1, beta2), lr = taken.group["betas"], taken.setting("lr")
     t = taken.need("step").to(torch.float64)
     r, u = geometry.split(_rows(taken, _before(taken)), check=False)
@@ -88,7 +88,7 @@ def read_adamg(taken: Taken) -> Step:
 def read_adagradg(taken: Taken) -> Step:
     """AdaGradG: a = ∇L(x), b = √v/r² with v before its update; it lands on the ray of x', not at radius 1."""
     if not _radial(taken):
-        return _classic(taken, _read_sgd, momentum=0.0)
+        return _classic(taken, scheme.read_sgd, momentum=0.0)
     if not taken.group["beta"]:
         raise UnreadableOptimizerError("AdaGradG with beta=0 keeps nothing of the v that a step used")
     r, _ = geometry.split(_rows(taken, _before(taken)), check=False)

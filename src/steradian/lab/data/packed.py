@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from steradian.files import write_atomically
 from steradian.lab.data.images import DataSet, Images
-from steradian.lab.results import write_atomically
 
 __all__ = ["is_packed", "pack", "read_packed"]
 
