@@ -1,16 +1,17 @@
-"""Files that are complete or not there."""
+"""Atomic writes: a file has its old or its new content, never a part of it."""
 
+import glob
 import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["write_atomically"]
+__all__ = ["remove_parts", "write_atomically"]
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:
-    """Write a file so that at every moment, power cuts included, the old or the new one is there, complete.
+    """Write a file so that readers find its old or its new content, never a part of it, even after a power cut.
 
-    The folder is made if it does not exist. A link stays a link: its target is written.
+    The folder is created if it does not exist. If the path is a symbolic link, its target is written.
 
     Args:
         path: the file.
@@ -33,3 +34,10 @@ def write_atomically(path: str | Path, content: bytes) -> None:
     finally:
         with suppress(OSError):  # on a read-only disk nothing can be removed either
             part.unlink(missing_ok=True)
+
+
+def remove_parts(path: str | Path) -> None:
+    """Remove the unfinished files of writers that were killed; no other process may be writing this file."""
+    target = Path(os.path.realpath(path))
+    for part in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        part.unlink(missing_ok=True)

@@ -16,12 +16,14 @@ from steradian.lab.figures import (
     Figure,
     Line,
     hypotheses_figure,
+    hypotheses_summary,
     limits,
     phenomena_figure,
+    phenomena_summary,
     trajectories_figure,
+    trajectories_summary,
     write_figure,
 )
-from steradian.lab.summaries import hypotheses_summary, phenomena_summary, trajectories_summary
 from steradian.lab.tables import accuracy_columns
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 

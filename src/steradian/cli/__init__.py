@@ -2,17 +2,13 @@
 
 import codecs
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 from rich.console import Console
 
 from steradian import __version__
-from steradian.lab.interruption import exit_on_signal
+from steradian.lab.interruption import exiting_on_signals
 
 _INSTALL = "pip install 'steradian[lab]'"
 
@@ -83,7 +79,7 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="steradian")
     try:
-        with _closing_on_signals():
+        with exiting_on_signals():
             code = app(prog_name="steradian", standalone_mode=False)
     except Exception as error:
         if os.environ.get("STERADIAN_TRACEBACK"):
@@ -94,23 +90,6 @@ def main() -> None:
     if code == _INTERRUPTED:
         _print("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
-
-
-@contextmanager
-def _closing_on_signals() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM and SIGHUP, so that a live table restores the cursor and a cluster is stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # under nohup
-    for number in before:
-        signal.signal(number, exit_on_signal)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print_error(error: Exception) -> int:

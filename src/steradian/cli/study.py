@@ -4,6 +4,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,6 @@ from steradian.cli.show import print_table
 if TYPE_CHECKING:
     from steradian.lab.config import Config
     from steradian.lab.fleet import Progress
-    from steradian.lab.study import Study
     from steradian.lab.training import Execution
 
 Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
@@ -142,7 +142,7 @@ def reproduce(
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
         _track(configs, name, phenomena=measured if phenomena or recipe == "phenomena" else set(), roots=roots, **how)
     elif engine == "ray":
-        _sweep(configs, name, roots=roots, address=address, size=size or 8)
+        _run(configs, name, on_ray=True, roots=roots, address=address, size=size or 8)
     else:
         _run(configs, name, roots=roots, **how)
 
@@ -219,26 +219,14 @@ def _shown(console: Console) -> Iterator["Progress"]:
         raise
 
 
-def _run(configs: Sequence["Config"], name: str, **options: Any) -> None:
-    from steradian.lab.study import Study
-
-    study, console = Study(name), screen()
-    with _shown(console) as progress:
-        finished = study.run(configs, progress=progress, **options)
-    _print_results(configs, study, finished, console)
-
-
-def _sweep(configs: Sequence["Config"], name: str, **options: Any) -> None:
+def _run(configs: Sequence["Config"], name: str, *, on_ray: bool = False, **options: Any) -> None:
+    """Run the trainings; print their table, and where they are stored."""
     from steradian.lab.study import Study, sweep
 
     study, console = Study(name), screen()
     with _shown(console) as progress:
-        finished = sweep(configs, study, progress=progress, **options)
-    _print_results(configs, study, finished, console)
-
-
-def _print_results(configs: Sequence["Config"], study: "Study", finished: bool, console: Console) -> None:
-    """The table of these trainings, and where they are stored."""
+        run = partial(sweep, study=study) if on_ray else study.run
+        finished = run(configs, progress=progress, **options)
     keys = {config.key for config in configs}
     print_table([result for result in study.store.results() if result.config.key in keys], console)
     _print_path("results", study.store.path, finished, console)

@@ -1,5 +1,7 @@
 """The paper's figures from stored results: curves by epoch with zooms, and quantities recorded within trainings.
 
+The figures of recorded quantities have a table below them, which the functions `…_summary` make.
+
 A figure is first data (`Figure`, `Chart`, `Line`), then drawn: by matplotlib as an SVG for documents, or by plotly as a
 page in which one can zoom.
 """
@@ -20,7 +22,7 @@ from steradian.files import write_atomically
 from steradian.lab.config import METHODS
 from steradian.lab.paper import NORM_NAMES
 from steradian.lab.results import Result
-from steradian.lab.tables import accuracy_columns
+from steradian.lab.tables import Rows, accuracy_columns
 from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 from steradian.watching.records import QUANTITIES
 
@@ -30,16 +32,20 @@ if TYPE_CHECKING:
 __all__ = [
     "FIGURES",
     "METHOD_COLOURS",
+    "SUMMARIES",
     "TRACK_FIGURES",
     "Chart",
     "Figure",
     "Line",
     "accuracy_figure",
     "hypotheses_figure",
+    "hypotheses_summary",
     "limits",
     "loss_figure",
     "phenomena_figure",
+    "phenomena_summary",
     "trajectories_figure",
+    "trajectories_summary",
     "write_figure",
 ]
 
@@ -203,28 +209,19 @@ def hypotheses_figure(table: "pd.DataFrame", about: About) -> Figure:
     charts = []
     for title, quantity, of, marks, methods in wanted:
         lines = []
-        for run in _ordered(about, methods):
-            living, every = (_largest(table, run, group, quantity, about) for group in (LIVING, ALL))
-            if not living[0]:
+        for run in _ordered((run for run in about if _method(about, run) in methods), about):
+            living, every = (of(_largest(table, run, group, quantity)) for group in (LIVING, ALL))
+            if living.empty:
                 continue  # it recorded other quantities
-            method, colour = _method(about, run), METHOD_COLOURS[_method(about, run)]
-            lines.append(Line(method, living[0], of(living[1]).tolist(), colour=colour))
-            if living != every:
-                y = of(every[1]).tolist()
-                lines.append(Line(f"{method}, with filters that shrank away", every[0], y, dashed=True, colour=colour))
+            method, steps = _method(about, run), about[run]["steps"]
+            colour = METHOD_COLOURS[method]
+            lines.append(Line(method, (living.index / steps).tolist(), living.tolist(), colour=colour))
+            if not living.equals(every):
+                name, x = f"{method}, with filters that shrank away", (every.index / steps).tolist()
+                lines.append(Line(name, x, every.tolist(), dashed=True, colour=colour))
         if lines:
             charts.append(Chart(title, "epoch", "largest over all filters", lines, logarithmic=True, marks=marks))
     return Figure(charts)
-
-
-def _largest(
-    table: "pd.DataFrame", run: str, group: str, quantity: str, about: About
-) -> tuple[list[float], list[float]]:
-    """Epochs, and the largest magnitude over the rows."""
-    rows = _rows(table, run, group, quantity)
-    rows = rows[rows["statistic"].isin(["min", "max"])]
-    series = rows.assign(value=rows["value"].abs()).groupby("step", sort=True)["value"].max()
-    return [step / about[run]["steps"] for step in series.index], series.tolist()
 
 
 def trajectories_figure(table: "pd.DataFrame", about: About) -> Figure:
@@ -257,7 +254,7 @@ def phenomena_figure(table: "pd.DataFrame", about: About) -> Figure:
     Layers are those of Adam if it was tracked; thick lines are medians over all filters, of every method.
     """
     measured = set(table[table["quantity"] == PHENOMENA[0]]["run"])
-    runs = [run for run in _ordered(about, METHODS) if run in measured]
+    runs = _ordered((run for run in about if run in measured), about)
     if not runs:
         return Figure([])
     shown = next((run for run in runs if _method(about, run) == "Adam"), runs[0])
@@ -285,19 +282,130 @@ TRACK_FIGURES: dict[str, Callable[["pd.DataFrame", About], Figure]] = {
 }
 
 
+# The tables below these figures
+
+
+def hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
+    """For each method the largest |A⟨c,u⟩|, z and z² of a living filter at any recorded step, its epoch, and the usual.
+
+    The usual value is the median, over the recorded steps after the first epoch, of the largest over the filters. Runs
+    that recorded other quantities are left out.
+    """
+    heads = ["method"]
+    for quantity in ("|A⟨c,u⟩|", "z", "z²"):
+        heads += [f"largest {quantity}", "at epoch", "usually"]
+    heads.append("filters that shrank away")
+    lines = []
+    recorded = set(table[table["quantity"] == "radial"]["run"])
+    for run in _ordered(sorted(recorded), about):
+        line = [_method(about, run)]
+        for quantity, power in (("radial", 1), ("velocity", 1), ("velocity", 2)):
+            largest = _largest(table, run, LIVING, quantity) ** power
+            later = largest[largest.index >= about[run]["steps"]]
+            usual = (later if len(later) else largest).median()
+            when = f"{largest.idxmax() / about[run]['steps']:.3g}" if len(largest) else ""
+            line += [_number(largest.max()), when, _number(usual)]
+        living = _rows(table, run, ALL, "living")
+        share = living[living["statistic"] == "mean"].sort_values("step")["value"]
+        lines.append([*line, f"{1 - share.iloc[-1]:.1%}" if len(share) else ""])
+    return heads, lines
+
+
+def trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
+    """For each network and scheme, the cosine of the filters with those under SGD after the last iteration.
+
+    A scheme that diverged has none; runs that recorded other quantities are left out.
+    """
+    lines = []
+    compared = table[table["quantity"].isin(["cosine", "angle"])]
+    for run in (run for run in about if run in set(compared["run"])):
+        config, rows = about[run]["config"], compared[compared["run"] == run]
+        last = rows[rows["step"] == rows["step"].max()]
+        for method in ("AdaGradG", "AdaGrad"):
+            own = last[last["group"] == f"{method}: {ALL}"].set_index(["quantity", "statistic"])["value"]
+            network = f"{config['model']} {NORM_NAMES[config['norm']]}"
+            figures = ["diverged", "", "", ""]
+            if len(own):
+                figures = [_cosine(own["cosine", name]) for name in ("min", "median", "mean")]
+                figures.append(f"{own['angle', 'max']:.2g}")
+            lines.append([network, method, f"{last['step'].max()}", *figures])
+    return ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean", "largest angle (rad)"], lines
+
+
+def phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
+    """For each method and phenomenon the median turn of a filter: in the first epoch, before rates fall, at the end.
+
+    Also the layer in which the median is largest after the first epoch, with its epoch.
+    """
+    measured = set(table[table["quantity"] == PHENOMENA[0]]["run"])
+    medians = table[table["statistic"] == "median"]
+    lines = []
+    for run in _ordered(sorted(measured), about):
+        steps, config = about[run]["steps"], about[run]["config"]
+        falls = [epoch for epoch in (*config["milestones"], config["epochs"]) if epoch]
+        for quantity in PHENOMENA:
+            own = medians[(medians["run"] == run) & (medians["quantity"] == quantity)]
+            own = own.assign(epoch=own["step"] / steps)
+            every = own[own["group"] == LIVING]
+            parts = [_within(every, 0, 1), _within(every, 0.9 * falls[0], falls[0])]
+            parts.append(_within(every, 0.95 * config["epochs"], config["epochs"]))
+            layers = own[~own["group"].isin([ALL, LIVING]) & (own["epoch"] >= min(1, config["epochs"] / 2))]
+            where = ""
+            if len(layers):  # a diverged run may have none
+                largest = layers.loc[layers["value"].idxmax()]
+                where = f"{largest['value']:.2g} in {largest['group']}, epoch {largest['epoch']:.0f}"
+            lines.append([_method(about, run), QUANTITIES[quantity].title, *parts, where])
+    heads = ["method", "phenomenon", "first epoch", "before the rate falls", "last epochs", "largest median of a layer"]
+    return heads, lines
+
+
+SUMMARIES: dict[str, Callable[["pd.DataFrame", About], Rows]] = {
+    "hypotheses": hypotheses_summary,
+    "trajectories": trajectories_summary,
+    "phenomena": phenomena_summary,
+}
+
+
+def _cosine(value: float) -> str:
+    """More digits near 1.
+
+    >>> _cosine(0.98765), _cosine(1 - 2.34e-6)
+    ('0.9877', '0.9999977')
+    """
+    return f"{value:.4f}" if value < 0.9995 else f"{value:.7f}"
+
+
+def _within(rows: "pd.DataFrame", start: float, end: float) -> str:
+    """The median over the recorded steps of some epochs; without any, the value of the nearest step."""
+    inside = rows[(rows["epoch"] >= start) & (rows["epoch"] <= end)]
+    if not len(inside) and len(rows):
+        inside = rows.loc[[(rows["epoch"] - (start + end) / 2).abs().idxmin()]]
+    return _number(inside["value"].median())
+
+
+def _number(value: float) -> str:
+    """Two digits; empty for NaN."""
+    return "" if math.isnan(value) else f"{value:.2g}"
+
+
 def _method(about: About, run: str) -> str:
     return str(about[run]["config"]["method"])
 
 
-def _ordered(about: About, methods: Sequence[str]) -> list[str]:
-    """Runs of these methods, in their order."""
-    return sorted(
-        (run for run in about if _method(about, run) in methods), key=lambda r: METHODS.index(_method(about, r))
-    )
+def _ordered(runs: Iterable[str], about: About) -> list[str]:
+    """Runs in the order of their methods."""
+    return sorted(runs, key=lambda run: METHODS.index(_method(about, run)))
 
 
 def _rows(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.DataFrame":
     return table[(table["run"] == run) & (table["group"] == group) & (table["quantity"] == quantity)]
+
+
+def _largest(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.Series[float]":
+    """The largest magnitude over the rows, by step."""
+    rows = _rows(table, run, group, quantity)
+    rows = rows[rows["statistic"].isin(["min", "max"])]
+    return rows["value"].abs().groupby(rows["step"]).max()
 
 
 def _series(rows: "pd.DataFrame") -> tuple[list[float], list[float]]:

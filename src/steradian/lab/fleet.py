@@ -17,12 +17,12 @@ from typing import Any, Self
 
 import torch
 
-from steradian.files import write_atomically
+from steradian.files import remove_parts, write_atomically
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
 from steradian.lab.interruption import deferred
 from steradian.lab.models import check_kind
-from steradian.lab.results import Claims, Result, Store, environment, remove_parts
+from steradian.lab.results import Claims, Result, Store, environment
 from steradian.lab.training import Execution, Training
 
 __all__ = ["CHECKPOINTS", "POLL", "Fleet", "Progress", "prepare_device", "read_state"]

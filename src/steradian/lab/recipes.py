@@ -18,7 +18,6 @@ __all__ = [
     "TABLE_METHODS",
     "accuracy_tables",
     "columns_of",
-    "curves",
     "grid",
     "hypotheses",
     "phenomena",
@@ -92,11 +91,6 @@ def accuracy_tables(
         config = replace(config, weight_decay=best.weight_decay, betas=(0.9, best.beta2))
         made.append(config.scaled(epochs))
     return made
-
-
-def curves(**scale: Any) -> list[Config]:
-    """fig:loss_comparison, fig:acc_comparison and those of App. D.4: the trainings of tab:results, by epoch."""
-    return accuracy_tables(**scale)
 
 
 def hypotheses(
@@ -193,7 +187,7 @@ def grid(
 RECIPES: dict[str, Callable[..., list[Config]]] = {
     "tables": accuracy_tables,
     "tables-no-affine": lambda **options: accuracy_tables(norm="bn-no-affine", **options),
-    "curves": curves,
+    "curves": accuracy_tables,  # fig:loss_comparison, fig:acc_comparison and those of App. D.4
     "hypotheses": hypotheses,
     "phenomena": phenomena,
     "grid": grid,

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import glob
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from typing import IO, Any, Self
 
 import torch
 
-from steradian.files import write_atomically
+from steradian.files import remove_parts, write_atomically
 from steradian.lab.config import Config
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "environment",
     "has_diverged",
     "locked",
-    "remove_parts",
 ]
 
 PARTS = ("train", "validation", "test")
@@ -246,13 +244,6 @@ def _commit() -> str:
 
 
 # Files that several processes read and write
-
-
-def remove_parts(path: Path) -> None:
-    """Remove unfinished files of writers that were killed; nobody else may be writing the file."""
-    path = Path(os.path.realpath(path))
-    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        part.unlink(missing_ok=True)
 
 
 @contextmanager

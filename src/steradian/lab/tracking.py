@@ -23,7 +23,7 @@ from steradian.groups import Group, Layout
 from steradian.image import image_step
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
-from steradian.lab.training import Execution, Training
+from steradian.lab.training import Training
 from steradian.phenomena import Memory
 from steradian.scheme import Step, read_step
 from steradian.watching.records import COLUMNS, STATISTICS
@@ -64,12 +64,11 @@ class Tracked(Training):
     Args:
         config: what to train.
         data: its data.
-        execution: how.
-        weights: as for `Training`.
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.
         deliver: called with this training when it is finished.
+        **how: `execution` and `weights`, as for `Training`.
     """
 
     def __init__(
@@ -77,13 +76,12 @@ class Tracked(Training):
         config: Config,
         data: Resident,
         *,
-        execution: Execution | None = None,
-        weights: dict[str, Tensor] | None = None,
         points: int = 300,
         phenomena: bool = False,
         deliver: Callable[["Tracked"], None] = lambda _: None,
+        **how: Any,
     ) -> None:
-        super().__init__(config, data, execution=execution, weights=weights)
+        super().__init__(config, data, **how)
         self.batches = _batches(self.groups.groups)
         self.quantities = RECORDED + (PHENOMENA if phenomena else ())
         self.deliver = deliver
