@@ -19,7 +19,6 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from steradian import optim
-from steradian.groups import Group, Layout
 from steradian.image import image_step
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
@@ -27,6 +26,7 @@ from steradian.lab.training import Training
 from steradian.phenomena import Memory
 from steradian.scheme import Step, read_step
 from steradian.watching.records import COLUMNS, STATISTICS
+from steradian.watching.rows import Stack, stacks, watched_groups
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,14 +82,15 @@ class Tracked(Training):
         **how: Any,
     ) -> None:
         super().__init__(config, data, **how)
-        self.batches = _batches(self.groups.groups)
+        rows = self.optimizers[0]  # which has all rows of the network
+        self.stacks = stacks(watched_groups(rows, self.groups), rows)
         self.quantities = RECORDED + (PHENOMENA if phenomena else ())
         self.deliver = deliver
         self._wanted = recorded_steps(self.config.epochs * self.steps, points)
         self._recorded: list[int] = []
         self._values: list[NDArray[np.float32]] = []
         self._rehearsed = False
-        self.memory = _MomentumMemory(self.optimizers, [self._rows_of(b) for b in self.batches]) if phenomena else None
+        self.memory = _MomentumMemory(rows, self.stacks) if phenomena else None
 
     @property
     def at(self) -> int:
@@ -130,15 +131,13 @@ class Tracked(Training):
         """
         import pandas as pd
 
-        names = ["+".join(group.names) for batch in self.batches for group in batch]
-        rows = [group.n_rows for batch in self.batches for group in batch]
-        order = {"+".join(group.names): k for k, group in enumerate(self.groups.groups)}
-        ends = np.cumsum([0, *rows]).tolist()
-        values = np.stack(self._values) if self._values else np.zeros((0, len(self.quantities), ends[-1]), np.float32)
+        spans = {"+".join(member.group.names): member.span for stack in self.stacks for member in stack.members}
+        count = max(span.stop for span in spans.values())
+        values = np.stack(self._values) if self._values else np.zeros((0, len(self.quantities), count), np.float32)
         radius = values[:, self.quantities.index("radius")]
         living = np.where(radius >= _LIVING * radius[:1], 1, np.nan).astype(np.float32)[:, None]
-        spans = sorted(zip(names, ends[:-1], ends[1:], strict=True), key=lambda span: order[span[0]])
-        blocks = {name: (values * living)[:, :, start:end] for name, start, end in spans}
+        names = ("+".join(group.names) for group in self.groups.groups)
+        blocks = {name: (values * living)[:, :, spans[name]] for name in names}
         blocks |= {LIVING: values * living, ALL: values}
         share = np.where(np.isnan(radius)[:, None], np.nan, np.isfinite(living)).astype(np.float32)
         parts = [
@@ -151,37 +150,29 @@ class Tracked(Training):
 
     def _record(self, number: int) -> int:
         with self.queue.here():
-            before = {
-                name: self.groups.params[name].detach().clone() for b in self.batches for g in b for name in g.names
-            }
+            params = [param for stack in self.stacks for member in stack.members for param in member.params]
+            before = {param: param.detach().clone() for param in params}
         left = self.take_plainly()
         with self.queue.here():
-            found = [self._measure(k, batch, before) for k, batch in enumerate(self.batches)]
+            found = [self._measure(k, stack, before) for k, stack in enumerate(self.stacks)]
             self._values.append(torch.cat(found, dim=1).float().cpu().numpy())
         self._recorded.append(number)
         return left
 
     @torch.no_grad()
-    def _measure(self, number: int, batch: Sequence[Group], before: dict[str, Tensor]) -> Tensor:
-        """The quantities of the rows of a batch in the step that was just taken, (quantities, rows)."""
-        steps = {
-            name: read_step(_owner(self.optimizers, param), param, before=before[name])
-            for name, param in ((name, self.groups.params[name]) for group in batch for name in group.names)
-        }
-        first = next(iter(steps.values()))
-        a, b = (_rows(batch, {name: getattr(step, part) for name, step in steps.items()}) for part in "ab")
+    def _measure(self, number: int, stack: Stack, before: Mapping[Tensor, Tensor]) -> Tensor:
+        """The quantities of the rows of a stack in the step that was just taken, (quantities, rows)."""
+        params = [param for member in stack.members for param in member.params]
+        steps = {param: read_step(self.optimizers[0], param, before=before[param]) for param in params}
+        first = steps[params[0]]
+        a, b = (_rows(stack, {param: getattr(step, part) for param, step in steps.items()}) for part in "ab")
         step = Step(a, b, first.lr, l2=first.l2, decay=first.decay, beta=first.beta)
-        image = image_step(_rows(batch, before), step, check=False)
+        image = image_step(_rows(stack, before), step, check=False)
         found = [getattr(image, name) for name in RECORDED]
         if self.memory is not None:
             effects = self.memory.part(number).phenomena(step)
             found += [getattr(effects, name).angle for name in PHENOMENA]
         return torch.stack(found)
-
-    def _rows_of(self, batch: Sequence[Group]) -> "_RowsOf":
-        """A function that reads the parameters of a batch, or their gradients, as rows."""
-        params = {name: self.groups.params[name] for group in batch for name in group.names}
-        return lambda read: _rows(batch, {name: read(param) for name, param in params.items()})
 
     # State
 
@@ -210,10 +201,6 @@ class Tracked(Training):
                 self.memory.load(tracked["memory"], device=self.data.device)
 
 
-_RowsOf = Callable[[Callable[[Tensor], Tensor]], Tensor]
-"""Called with `Tensor.detach` or `_gradient`, it returns a batch of parameters or gradients as rows."""
-
-
 class _MomentumMemory:
     """The sums of `phenomena.Memory` for all rows of a training, updated by every step.
 
@@ -222,23 +209,21 @@ class _MomentumMemory:
     numbers; zeros change neither norms nor inner products, and nothing else enters the sums.
 
     Args:
-        optimizers: of the training; the first has the rows, and its momentum is the sum that the paper writes.
-        batches: for each batch of rows of one length, a function that reads them.
+        optimizer: steps the rows; its momentum is the sum that the paper writes.
+        stacks: the rows, in stacks of one row length.
 
     Raises:
         ValueError: the momentum is transported with its rows, which neutralizes the phenomena.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], batches: Sequence[_RowsOf]) -> None:
-        optimizer = optimizers[0]
+    def __init__(self, optimizer: Optimizer, stacks: Sequence[Stack]) -> None:
         letters = set("".join(str(group.get("without", "")) for group in optimizer.param_groups))
         if letters & {"b", "c"} or not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | optim.Adam):
             raise ValueError(
                 "phenomena are measured where momentum is a sum of past gradients, with SGD-M, Adam, AdamW† and "
                 f"Adam w/o (a); got {type(optimizer).__name__} without {''.join(sorted(letters)) or 'nothing'}"
             )
-        self.optimizer, self.batches = optimizer, batches
-        self.shapes = [rows(Tensor.detach).shape for rows in batches]
+        self.optimizer, self.stacks = optimizer, stacks
         self.memory = Memory(check=False)
         self._last: tuple[Tensor, Tensor] | None = None
         self._rehearsing = True
@@ -251,24 +236,25 @@ class _MomentumMemory:
         return float(group["betas"][0] if "betas" in group else group["momentum"])
 
     def part(self, number: int) -> Memory:
-        """A copy of the memory of one batch."""
-        start = sum(count for count, _ in self.shapes[:number])
-        count, width = self.shapes[number]
+        """A copy of the memory of one stack."""
+        first, last = self.stacks[number].members[0], self.stacks[number].members[-1]
         made = Memory(check=False)
-        made.load({name: tensor[start : start + count, :width] for name, tensor in self.memory.state().items()})
+        state = self.memory.state().items()
+        made.load({name: rows[first.start : last.span.stop, : first.size] for name, rows in state})
         return made
 
     @torch.no_grad()
     def _update(self, *_: Any) -> None:
-        points, gradients = self._rows(Tensor.detach), self._rows(_gradient)
+        points = self._padded([stack.now(stack.members) for stack in self.stacks])
+        gradients = self._padded([torch.cat([m.gradient() for m in stack.members]) for stack in self.stacks])
         if self._rehearsing and not _capturing(points):
             self._last = points, gradients
         self.memory.update(points, gradients, beta=self.beta)
 
-    def _rows(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """A copy of all rows in one tensor."""
-        widest = max(width for _, width in self.shapes)
-        parts = [rows(read) for rows in self.batches]
+    @staticmethod
+    def _padded(parts: Sequence[Tensor]) -> Tensor:
+        """Rows of several lengths in one tensor."""
+        widest = max(part.shape[1] for part in parts)
         return torch.cat([functional.pad(part, (0, widest - part.shape[1])) for part in parts])
 
     def redo(self, kept: Mapping[str, Tensor]) -> None:
@@ -309,26 +295,9 @@ def statistics_table(
     return pd.concat(parts).reset_index()
 
 
-def _batches(groups: Sequence[Group]) -> list[list[Group]]:
-    """Groups whose rows have one length are measured together, since launches cost more than rows."""
-    made: dict[int, list[Group]] = {}
-    for group in groups:
-        made.setdefault(group.size, []).append(group)
-    return list(made.values())
-
-
-def _rows(batch: Sequence[Group], tensors: dict[str, Tensor]) -> Tensor:
-    """A copy of the rows of several groups in one tensor."""
-    return torch.cat([Layout(group.spec).join([tensors[name] for name in group.names]) for group in batch])
-
-
-def _owner(optimizers: Sequence[Optimizer], param: Tensor) -> Optimizer:
-    return next(o for o in optimizers if any(param is p for group in o.param_groups for p in group["params"]))
-
-
-def _gradient(param: Tensor) -> Tensor:
-    assert param.grad is not None, "every row has a gradient when its optimizer steps"
-    return param.grad.detach()
+def _rows(stack: Stack, tensors: Mapping[Tensor, Tensor]) -> Tensor:
+    """The tensors of all parameters of a stack as rows."""
+    return torch.cat([member.cut(tensors[param] for param in member.params) for member in stack.members])
 
 
 def _capturing(tensor: Tensor) -> bool:
