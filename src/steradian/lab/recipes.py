@@ -86,9 +86,7 @@ def accuracy_tables(
     made = []
     # Seeds come first, so that an early stop leaves a whole table with fewer seeds.
     for seed, column, method in product(_seeds(seeds), columns_of(data, columns), taken):
-        best = paper.SETTINGS[settings][method][_papers(column)]
-        config = _config(column, method, paper.LEARNING_RATE[method], norm=norm, seed=seed, released=released)
-        config = replace(config, weight_decay=best.weight_decay, betas=(0.9, best.beta2))
+        config = _best(column, method, settings, norm=norm, seed=seed, released=released)
         made.append(config.scaled(epochs))
     return made
 
@@ -105,10 +103,8 @@ def hypotheses(
     taken = chosen("methods", methods, ("SGD-M", "Adam", "SGD"))
     made = []
     for seed, column, method in product(_seeds(seeds), columns_of(data, columns or ["ResNet20"]), taken):
-        tabled = "SGD-M" if method == "SGD" else method
-        best = paper.BEST[tabled][_papers(column)]
-        config = _config(column, method, paper.LEARNING_RATE[tabled], seed=seed)
-        made.append(replace(config, weight_decay=best.weight_decay, betas=(0.9, best.beta2)).scaled(epochs))
+        config = _best(column, "SGD-M" if method == "SGD" else method, seed=seed)
+        made.append(replace(config, method=method).scaled(epochs))
     return made
 
 
@@ -201,8 +197,12 @@ def _config(column: tuple[str, str], method: str, lr: float, **more: object) -> 
     return Config(model=model, data=data, method=method, lr=lr, **sized, **more)  # type: ignore[arg-type]
 
 
-def _papers(column: tuple[str, str]) -> tuple[str, str]:
-    return column if column in paper.COLUMNS else (column[0], "cifar10")
+def _best(column: tuple[str, str], method: str, settings: str = "printed", **more: object) -> Config:
+    """A training with the best hyper-parameters of its column, or of CIFAR-10 for data that the paper does not have."""
+    known = column if column in paper.COLUMNS else (column[0], "cifar10")
+    best = paper.SETTINGS[settings][method][known]
+    config = _config(column, method, paper.LEARNING_RATE[method], **more)
+    return replace(config, weight_decay=best.weight_decay, betas=(0.9, best.beta2))
 
 
 def _seeds(count: int) -> range:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -384,7 +383,7 @@ def search(results: Iterable[Result]) -> list[Best]:
             found.append(Best(first.config, math.nan, math.nan, 0, len(settings), lost))
             continue
         best = max(alive.values(), key=_validation)
-        accuracy = fmean(result.accuracy for result in best)
+        accuracy = float(np.mean([result.accuracy for result in best]))
         found.append(Best(best[0].config, _validation(best), accuracy, len(best), len(settings), lost))
     return sorted(found, key=lambda best: (_where(best.config), METHODS.index(best.config.method), best.config.epochs))
 
@@ -434,7 +433,7 @@ def point_rows(results: Iterable[Result]) -> Rows:
 
 
 def _validation(results: Sequence[Result]) -> float:
-    return fmean(max(result.curves["validation_accuracy"]) for result in results)
+    return float(np.mean([max(result.curves["validation_accuracy"]) for result in results]))
 
 
 def _where(config: Config) -> str:
