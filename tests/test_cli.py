@@ -306,7 +306,7 @@ def test_a_study_that_is_interrupted_says_how_it_goes_on(call, monkeypatch):
     monkeypatch.setattr("steradian.lab.study.Study.run", stop)
     done = call("train", "--epochs", 1)
     assert (done.code, done.err.strip()) == (130, "steradian: interrupted")
-    assert "the same command goes on" in done.out
+    assert "run the same command again to continue" in done.out
 
 
 def test_under_nohup_a_closed_terminal_ends_nothing(call, monkeypatch):
@@ -340,7 +340,7 @@ def test_the_demo_needs_a_folder_it_can_write(call, tmp_path):
     (tmp_path / "file").write_text("")
     done = call("demo", "--epochs", "1", "--out", tmp_path / "file")
     assert done.code == 1
-    assert done.err == f"steradian: a folder is needed, and {tmp_path / 'file'} is a file\n"
+    assert done.err == f"steradian: expected a folder, but {tmp_path / 'file'} is a file\n"
 
 
 def test_training_a_table_and_a_figure(call, tmp_path):

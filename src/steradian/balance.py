@@ -46,7 +46,7 @@ class Balance:
         power: of γ = ‖∇L(u)‖.
         root: 4 for SGD, 2 for Adam with decoupled decay, 3 with coupled.
         pace: the factor of the angle.
-        free: the angle is √(pace·η) whatever the radius (SGD); otherwise pace·η/r.
+        free: the angle is √(pace·η), independent of the radius (SGD); otherwise pace·η/r.
 
     All may be tensors with one number per step and row.
     """

@@ -1,4 +1,4 @@
-"""When two optimizers are one on the sphere: Lemma 3, L2 as a schedule, SGD as AdaGradG, trajectories compared."""
+"""When optimizers are equivalent on the sphere: Lemma 3, L2 as a schedule, SGD as AdaGradG, comparing trajectories."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -138,7 +138,7 @@ def compare(run: Sequence[Tensor], other: Sequence[Tensor], rows: Spec = "filter
     layout, cosines, angles = Layout(rows), [], []
     for x, y in zip(run, other, strict=True):
         if x.shape != y.shape:
-            raise ValueError(f"the runs hold different shapes, {tuple(x.shape)} and {tuple(y.shape)}")
+            raise ValueError(f"the runs have different shapes, {tuple(x.shape)} and {tuple(y.shape)}")
         u, p = (geometry.split(layout.rows(point.detach()))[1] for point in (x, y))
         cosines.append(geometry.dot(u, p).squeeze(-1))
         angles.append(geometry.angle(u, p).squeeze(-1))
@@ -153,7 +153,9 @@ def _gap(one: Tensor, two: Tensor) -> Tensor:
 
 def _known(value: Tensor | None) -> Tensor:
     if value is None:
-        raise ValueError("Lemma 3 needs effective rates and directions; an observed step has none, read it instead")
+        raise ValueError(
+            "Lemma 3 needs effective rates and directions, which an observed step does not have: read the step"
+        )
     return value
 
 

@@ -32,7 +32,7 @@ def write_atomically(path: str | Path, content: bytes) -> None:
     except OSError as error:  # a full disk does not name the file
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        with suppress(OSError):  # on a read-only disk nothing can be removed either
+        with suppress(OSError):  # on a read-only disk
             part.unlink(missing_ok=True)
 
 

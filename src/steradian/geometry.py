@@ -1,7 +1,7 @@
 """The unit sphere, row by row: split, tangent, exp, log, transport, angle.
 
 Every function works on the last dimension, broadcasts over the others, and has no loop over rows. Half
-precision is computed and returned in float32. Nothing here synchronizes with the host unless asked to check.
+precision is computed and returned in float32. Only `check` synchronizes with the host.
 """
 
 import math
@@ -24,7 +24,7 @@ def split(x: Tensor, *, check: bool = True) -> tuple[Tensor, Tensor]:
     Args:
         x: rows on the last dimension.
         check: raise on NaN and infinite entries. It reads one number back from the device; pass False inside
-            captured or compiled code, where such a row stays NaN and touches no other.
+            captured or compiled code, where such a row stays NaN and does not affect others.
 
     Returns:
         r with the last dimension kept (…, 1), and u in x's shape.
@@ -57,7 +57,7 @@ def norm(q: Tensor) -> Tensor:
     """
     q = _rows(q, "q")
     if at_hand(q):
-        # Most rows need no care; the results are the same to the last bit.
+        # Most rows need no scaling; the results are the same to the last bit.
         length = _root_of_squares(q)
         if _ordinary(length):
             return length
@@ -201,7 +201,7 @@ def _pair(a: Tensor, b: Tensor, name_a: str, name_b: str) -> tuple[Tensor, Tenso
 
 
 def at_hand(x: Tensor) -> bool:
-    """Whether looking at numbers costs nothing: they are on the host, and neither fake nor traced nor transformed."""
+    """Whether values can be read at no cost: they are on the host, and neither fake nor traced nor transformed."""
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return x.is_cpu and not traced and is_plain(x)
 
@@ -228,12 +228,12 @@ def _root_of_squares(q: Tensor) -> Tensor:
 
 
 def failing(condition: Tensor) -> Tensor | None:
-    """The rows in which a condition does not hold; None if it holds in all, as far as the host can see it at once."""
+    """The rows in which a condition fails; None if it holds in all, as far as the host knows without waiting."""
     return None if at_hand(condition) and bool(condition.all()) else ~condition
 
 
 def zeroed(where: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows with some of them set to 0, because 0·inf is NaN; None: none of them."""
+    """Rows with some of them set to 0, because 0·inf is NaN; None: no rows."""
     return rows if where is None else tuple(each.masked_fill(where, 0) for each in rows)
 
 
@@ -261,7 +261,7 @@ def _heading(u: Tensor, p: Tensor) -> Tensor:
     toward = tangent(torch.where(behind, p + u, p - u), u)
     axis = torch.zeros_like(u).scatter_(-1, u.abs().argmin(-1, keepdim=True), 1)
     toward = torch.where(behind & collapsed(norm(toward)), tangent(axis, u), toward)
-    # What is nearly radial has a tangent part of rounding errors: projecting its unit vector again makes it tangent.
+    # The tangent part of a nearly radial vector is rounding errors: projecting its unit vector again makes it tangent.
     toward = tangent(toward / _or_one(norm(toward)), u)
     return toward / _or_one(norm(toward))
 

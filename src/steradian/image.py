@@ -23,7 +23,7 @@ class ImageNumbers:
     """The image of a step on the unit sphere in numbers per row (Theorem 1, Table 1).
 
     With q = a ⊘ b the step is x' = (r̃ − η⟨q,u⟩)u − ηq^⊥, and every quantity follows exactly from its part along u and
-    its part orthogonal to u, also where H1 fails. r̃ = (1 − ηδ)r is the radius that the step starts from: a decoupled
+    its part orthogonal to u, even where H1 fails. r̃ = (1 − ηδ)r is the radius that the step starts from: a decoupled
     decay δ first moves a row along its own direction, so the theorem holds with r̃ in place of r.
     In the paper's letters b̄ = d^{-1/2}‖b‖, c = r̃ a ⊘ (b/b̄) and A = η/(r̃²b̄).
 
@@ -83,7 +83,7 @@ class ImageNumbers:
 
     @cached_property
     def angle(self) -> Tensor:
-        """How far the direction moved: atan z, and beyond π/2 where H1 fails."""
+        """The angle by which the direction turns: atan z, beyond π/2 where H1 fails."""
         return torch.atan2(self.across * self.lr, self._along).masked_fill(self.collapsed, 0)
 
     @cached_property
@@ -148,7 +148,7 @@ class ImageStep(ImageNumbers):
 
     @cached_property
     def next_direction(self) -> Tensor:
-        """u' = (u − η^e c^⊥)/√(1+z²), (n, d) (Eq. 15); 0 where no direction is left."""
+        """u' = (u − η^e c^⊥)/√(1+z²), (n, d) (Eq. 15); 0 for a row that collapsed."""
         gone = geometry.collapsed(self.next_radius).unsqueeze(-1)
         point = self._along.unsqueeze(-1) * self.direction - self.lr * self.tangential
         return (point / self.next_radius.unsqueeze(-1).masked_fill(gone, 1)).masked_fill_(gone, 0)
@@ -270,7 +270,7 @@ def _paired_rows(layout: Layout, x: Tensors, other: Tensors, name: str) -> tuple
 def _shared(steps: Sequence[Step], name: str) -> float | Tensor:
     values = [getattr(step, name) for step in steps]
     first = values[0]
-    # NaN, the rate of a training that broke, is not equal to itself.
+    # A diverged training may have the rate NaN, which is not equal to itself.
     if any(not isinstance(v, Tensor) and v != first and not (math.isnan(v) and math.isnan(first)) for v in values):
         raise ValueError(f"joint rows take one step together, but their {name} differ: {values}")
     return first

@@ -167,13 +167,13 @@ class Memory:
         beta: float | Tensor,
         skip: Tensor | None = None,
     ) -> None:
-        """Take in the point x_k and ∇L(x_k), without L2; β may differ from step to step.
+        """Add the point x_k and ∇L(x_k), without L2; β may differ from step to step.
 
         Args:
             x: the point that the step starts from.
             gradient: the gradient there.
             beta: the momentum factor β.
-            skip: one number; where it is not 0, the step did not happen and nothing is remembered.
+            skip: one number; if it is not 0, the step was skipped and the sums stay as they were.
         """
         point, slope = (self._rows(value, name) for value, name in ((x, "x"), (gradient, "gradient")))
         if point.shape != slope.shape:
@@ -195,7 +195,7 @@ class Memory:
         else:
             before = {**self._sums, "transported": geometry.transport(self._sums["transported"], self._u, u)}
         sums = {name: before[name] * beta + term for name, term in terms.items()}
-        if skip is not None:  # x has not moved, so what was transported is still where it was
+        if skip is not None:  # x has not moved, so nothing needs to be transported back
             sums = {name: torch.where(skip.reshape(()) != 0, before[name], value) for name, value in sums.items()}
         if not self._sums:
             self._sums, self._r, self._u = sums, r, u
@@ -208,9 +208,9 @@ class Memory:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` gave; where there are sums already, in place."""
+        """Resume from a `state`; in place if there are sums already."""
         if self._sums and not state:
-            # As if nothing had been seen: β times 0 is 0, and nothing is transported from the direction 0.
+            # As before the first update: β times 0 is 0, and nothing is transported from the direction 0.
             torch._foreach_zero_([*self._sums.values(), self._r, self._u])
         elif self._sums:
             torch._foreach_copy_(list(self.state().values()), [state[name] for name in self.state()])
@@ -286,5 +286,5 @@ def _history(points: Sequence[Tensor], gradients: Sequence[Tensor], rows: Spec) 
     history = [layout.rows(geometry.as_float(x.detach(), "points")) for x in points]
     for i, x in enumerate(history):
         if bool(geometry.collapsed(geometry.split(x)[0]).any()):
-            raise ValueError(f"point {i} has a collapsed row, which has no place on the sphere")
+            raise ValueError(f"point {i} has a collapsed row, which has no direction")
     return history, [layout.rows(geometry.as_float(g.detach(), "gradients")) for g in gradients]

@@ -47,12 +47,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a reader gets: the parameter after a step, and what the optimizer holds about it.
+    """What a reader gets: the parameter after a step, and its settings and state in the optimizer.
 
     Attributes:
         param: the parameter, with its gradient.
         group: its param group, with the settings of the step.
-        state: the optimizer's state of it.
+        state: its state in the optimizer.
         before: the parameter before the step, where `read_step` was given it.
     """
 
@@ -109,12 +109,12 @@ class Taken:
 
 
 Reader = Callable[[Taken], Step]
-"""Reads the step that an optimizer just took; `register` makes it known."""
+"""Reads the step that an optimizer just took; `register` adds it."""
 _readers: dict[type[Optimizer], Reader] = {}
 
 
 class UnreadableOptimizerError(TypeError):
-    """The optimizer is not known as an instance of the generic scheme."""
+    """There is no reader for the optimizer's class."""
 
 
 def register(kind: type[Optimizer]) -> Callable[[Reader], Reader]:
@@ -159,7 +159,7 @@ def read_step(optimizer: Optimizer, param: Tensor, *, before: Tensor | None = No
         The step, computed in float32 for half-precision parameters.
 
     Raises:
-        UnreadableOptimizerError: the optimizer is none of these; `image.observed_step` shows what two points tell.
+        UnreadableOptimizerError: the optimizer is none of these; `image.observed_step` needs only two points.
         ValueError: the parameter is not the optimizer's, has taken no step, or lost its gradient.
         TypeError: the parameter or its gradient is complex, of integers, or sparse.
 
@@ -190,7 +190,7 @@ def reader_of(optimizer: Optimizer) -> Reader:
     if not isinstance(optimizer, Optimizer):
         raise UnreadableOptimizerError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     # torch wraps `step` in every class it instantiates; below the wrapping, a subclass either keeps the
-    # update of a class we know or has one of its own.
+    # update of a known class or has its own.
     taken = inspect.unwrap(type(optimizer).step)
     for kind in type(optimizer).__mro__:
         if kind in _readers and inspect.unwrap(kind.step) is taken:
@@ -204,7 +204,7 @@ def reader_of(optimizer: Optimizer) -> Reader:
 
 
 def _uniform(value: float | Tensor, like: Tensor) -> Tensor:
-    """One number in the shape of a tensor, without memory of its own."""
+    """One number as a stride-0 view in the shape of a tensor."""
     return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
@@ -232,7 +232,7 @@ def read_sgd(taken: Taken) -> Step:
 def read_adam(taken: Taken) -> Step:
     """Adam and AdamW: a = m/(1−β1), b = (1−β1^{k+1})/(1−β1)·(√(v/(1−β2^{k+1})) + ε) (Section 2.2).
 
-    ε stands outside the root, as torch has it. With amsgrad, v is its running maximum.
+    ε is outside the root, as in torch. With amsgrad, v is its running maximum.
     """
     beta1, beta2 = (_number(beta) for beta in taken.group["betas"])
     m, step = taken.need("exp_avg"), taken.need("step").to(torch.float64)

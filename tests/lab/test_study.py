@@ -117,7 +117,7 @@ def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
     assert here.run(configs)
     made = {result.config.seed: result.environment["device"] for result in here.store.results()}
     assert made[0] == "theirs" != made[1]
-    assert "waiting for 1 that other processes have" in told.getvalue()
+    assert "waiting for 1 that other processes run" in told.getvalue()
 
 
 def test_what_killed_processes_left_in_the_way_is_removed(tmp_path, data):
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data
     path.parent.mkdir(parents=True)
     state = {"training": training.state(), "seconds": 1.0, "data": "of others"}
     torch.save(state, path)
-    with pytest.raises(ValueError, match="was begun on other data"):
+    with pytest.raises(ValueError, match="was started with other images of digits"):
         made.run([ONE])
     state["training"]["model"].popitem()
     torch.save({**state, "data": data.fingerprint}, path)
@@ -208,7 +208,7 @@ def test_recordings_go_on_as_they_were_begun(data):
     state = begun.state()
     Tracked(configs, data, points=12).load(state)
     for change in ({"points": 2}, {"points": 12, "phenomena": True}):
-        with pytest.raises(ValueError, match="begun with other points, or with other quantities"):
+        with pytest.raises(ValueError, match="started with other points or other quantities"):
             Tracked(configs, data, **change).load(state)
 
 

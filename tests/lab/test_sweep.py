@@ -112,7 +112,7 @@ def test_what_goes_wrong_in_a_fleet_comes_out_as_it_was_raised():
     with pytest.raises(ValueError, match=r"^one line$"):
         _get(lost, [])
     lost.error = ray.exceptions.WorkerCrashedError()
-    with pytest.raises(RuntimeError, match=r"a fleet was lost .* a new start goes on"):
+    with pytest.raises(RuntimeError, match=r"a fleet was lost .* run it again to continue"):
         _get(lost, [])
 
 

@@ -130,7 +130,7 @@ def test_bad_input_is_refused_in_words(tmp_path):
     cases = [
         ([], "at least one run"),
         ([tmp_path / "nothing"], "not a recorded run"),
-        ([run, empty], "holds no record yet"),
+        ([run, empty], "has no record yet"),
         ([run, run], "given twice"),
     ]
     for paths, words in cases:

@@ -42,11 +42,11 @@ def test_a_broken_or_foreign_part_is_named_and_the_others_can_be_read_without_it
         data = (run / f"{kind}-00000.parquet").read_bytes()
         for spoiled in (b"", data[:50], data[:-4]):
             (run / f"{kind}-00000.parquet").write_bytes(spoiled)
-            with pytest.raises(ValueError, match=rf"{kind}-00000\.parquet is no part of a run; remove it"):
+            with pytest.raises(ValueError, match=rf"{kind}-00000\.parquet is not a part of a run; remove it"):
                 read_run(run)
         (run / f"{kind}-00000.parquet").write_bytes(data)
     pd.DataFrame({"loss": [1.0]}).to_parquet(run / "part-00007.parquet")
-    with pytest.raises(ValueError, match=r"part-00007\.parquet is no part of a run"):
+    with pytest.raises(ValueError, match=r"part-00007\.parquet is not a part of a run"):
         read_run(run)
     (run / "part-00007.parquet").unlink()
     assert len(read_run(run).table) == whole
@@ -57,7 +57,7 @@ def test_a_part_with_words_for_numbers_is_named(run, column):
     table = pd.read_parquet(run / "part-00000.parquet")
     table[column] = "x"
     table.to_parquet(run / "part-00007.parquet")
-    with pytest.raises(ValueError, match=rf"part-00007\.parquet is no part of a run; .*{column} is "):
+    with pytest.raises(ValueError, match=rf"part-00007\.parquet is not a part of a run; .*{column} is "):
         read_run(run)
 
 

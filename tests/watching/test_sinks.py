@@ -97,7 +97,7 @@ def test_one_that_fails_does_not_keep_the_others_from_theirs(in_memory, caplog):
 
 def test_two_watches_do_not_write_to_one_folder(tmp_path):
     (first, _), (second, _) = pair(), pair()
-    with watch(first, to=tmp_path), pytest.raises(ValueError, match="folder of its own"):
+    with watch(first, to=tmp_path), pytest.raises(ValueError, match="separate folder for each watch"):
         watch(second, to=tmp_path / ".." / tmp_path.name).start()
     with watch(second, to=tmp_path):
         pass

@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _print_error(error: Exception) -> int:
-    """Print what is wrong; returns the exit code."""
+    """Print an error; returns the exit code."""
     # Some versions of typer have their own copy of click's errors: they are recognized by their attributes.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         text, context = str(error.format_message()), getattr(error, "ctx", None)
@@ -112,7 +112,7 @@ def _print_error(error: Exception) -> int:
     if isinstance(error, OSError) and error.strerror:
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, FileExistsError) and error.filename:
-        message = f"a folder is needed, and {error.filename} is a file"
+        message = f"expected a folder, but {error.filename} is a file"
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] in _LAB:
         message += f", which comes with the extra 'lab': {_INSTALL}"
     _print(message.split("\nException raised from")[0] or type(error).__name__)

@@ -48,7 +48,7 @@ def inspect(
     input: Annotated[
         list[str], typer.Option(help="Shape of an input, e.g. 8x3x32x32, or 8x16:1000 for tokens; once per input.")
     ],
-    explain: Annotated[str | None, typer.Option(help="Say more about one parameter.")] = None,
+    explain: Annotated[str | None, typer.Option(help="Explain one parameter in detail.")] = None,
 ) -> None:
     """Find which weights of a model live on spheres, proved on the model itself, and why.
 

@@ -18,7 +18,7 @@ __all__ = ["Lines", "LiveTable", "progress_on"]
 
 _ROWS = 40  # of the live table
 _INTERVAL = 30  # seconds between lines about trainings that are not finished
-_STOPPING = "stopping when the current epochs end; Ctrl-C again to stop now and lose what is not in a checkpoint"
+_STOPPING = "stopping when the current epochs end; Ctrl-C again to stop now and lose work since the last checkpoint"
 
 Curves = Mapping[str, Sequence[float]]
 
@@ -93,21 +93,21 @@ class Lines(Progress):
         self._print(f"{finished} of {trainings} trainings were finished before")
 
     def epoch(self, config: Config, curves: Curves) -> None:
-        """Print where a training is, rarely."""
+        """Print where a training is, at most every half a minute."""
         # The end of a training is printed by `finished`.
         if self.clock() - self._last > _INTERVAL and len(curves["train_loss"]) < config.epochs:
             self._print("  ".join(_row(config, curves)))
             self._last = self.clock()
 
     def finished(self, config: Config, curves: Curves) -> None:
-        """Print what came of it."""
+        """Print its result."""
         self._done += 1
         self._print(f"{self._done} of {self._total}  " + "  ".join(_row(config, curves)))
 
     def waiting(self, trainings: int) -> None:
         """Print how many, whenever it changes."""
         if trainings != self._elsewhere:
-            self._print(f"waiting for {trainings} that other processes have")
+            self._print(f"waiting for {trainings} that other processes run")
         self._elsewhere = trainings
 
     def stopping(self) -> None:

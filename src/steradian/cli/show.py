@@ -1,4 +1,4 @@
-"""Commands that show what is stored: table, figure, report and write-up."""
+"""Commands that show stored results: table, figure, report and write-up."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,7 +34,7 @@ def table(
     study, folder = _locate(study, folder)
     results = [result for result in _results(study, folder) if result.config.start is None]
     if not results:
-        raise ValueError(f"{study} holds fine-tuning alone, which has no table")
+        raise ValueError(f"{study} contains only fine-tuning, which has no table")
     if not markdown:
         print_table(results, screen())
     elif is_grid(results):
@@ -109,7 +109,7 @@ def write_up(
     """
     from steradian.lab import documents as lab_documents
 
-    if not folder.is_dir():  # else every region would say that its study has not been run
+    if not folder.is_dir():  # otherwise every region would say that its study has not been run
         raise ValueError(f"results must be a folder, got {str(folder)!r}")
     lab_documents.write_up(documents, results=folder, figures=figures)
     written = ", ".join(map(str, documents))

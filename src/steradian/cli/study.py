@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, original archives, or images.")]
 Seconds = Annotated[
-    float | None, typer.Option(min=0, help="Stop at a checkpoint when this time is over; run again to go on.")
+    float | None, typer.Option(min=0, help="Stop at a checkpoint when this time is over; run again to continue.")
 ]
 Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at once.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Compiled = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the networks.")]
 Captured = Annotated[bool | None, typer.Option("--capture/--no-capture", help="Replay steps as CUDA graphs.")]
 Fused = Annotated[bool | None, typer.Option("--fused/--no-fused", help="Use the fused optimizer steps.")]
-_OVER = "The time is over before the end: the same command goes on from here."
-_STOPPED = "Stopped before the end: the same command goes on from the last checkpoint."
+_OVER = "Time is up before the end: run the same command again to continue."
+_STOPPED = "Stopped before the end: run the same command again to continue from the last checkpoint."
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 
 
@@ -109,7 +109,7 @@ def reproduce(
 ) -> None:
     """Run the trainings behind a table or a figure of the paper, and show the results.
 
-    Finished trainings are never repeated: after an interruption, the same command goes on.
+    Finished trainings are never repeated: after an interruption, run the same command to continue.
 
     Example: steradian reproduce tables --data digits --epochs 3 --seeds 2
     """
@@ -179,14 +179,14 @@ _FOR = {
     "settings": ("tables", "tables-no-affine", "curves", "phenomena"),
     "network": ("tables", "tables-no-affine", "curves", "phenomena"),
 }
-"""Recipes of the options that not every recipe has."""
+"""The recipes that have an option, for options that not every recipe has."""
 _ON_RAY = ("tables", "tables-no-affine", "curves", "grid")
 
 
 def _check_options(
     recipe: str, engine: str, special: dict[str, Any], local: dict[str, Any], on_ray: dict[str, Any]
 ) -> None:
-    """Refuse options that the recipe or the engine would ignore."""
+    """Raise if an option would be ignored by the recipe or the engine."""
     if engine not in ("local", "ray"):
         raise ValueError(f"engine must be local or ray, got {engine!r}")
     for name, recipes in _FOR.items():
@@ -209,7 +209,7 @@ def _execution(device: str | None, compiled: bool | None, **how: Any) -> "Execut
 
 @contextmanager
 def _shown(console: Console) -> Iterator["Progress"]:
-    """The progress on a console; after an interruption it says that nothing is lost."""
+    """The progress on a console, with a message after an interruption."""
     from steradian.cli.progress import progress_on
 
     try:

@@ -32,7 +32,7 @@ METHODS: dict[str, Callable[[Groups], Optimizer]] = {
 """Each method makes its optimizer from the rows of the network."""
 BATCH = 64
 _OWN = {"data": "digits", "model": "small_cnn"}
-"""What a run of the demo has in its config."""
+"""Entries of the config of every run of the demo."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
         seed: of weights, split and batches.
 
     Raises:
-        ValueError: the folder of a run holds something else.
+        ValueError: the folder of a run contains something else.
     """
     train_split, test_split = digits(seed=seed)
     results, folders = [], [out / "runs" / name for name in METHODS]
@@ -134,7 +134,7 @@ def _check_own(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         own = False
     if not own:
-        raise ValueError(f"{folder} is not a run of the demo, which would replace it: give the demo another folder")
+        raise ValueError(f"{folder} is not a run of the demo, and would be overwritten: choose another folder")
 
 
 def _batches(split: Split, *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

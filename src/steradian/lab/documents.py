@@ -1,6 +1,6 @@
 """Documents whose tables and figures are made from stored results: marked regions are rewritten, the rest is kept.
 
-A region stands between `<!-- begin KIND STUDY … -->` and `<!-- end KIND STUDY … -->`, each on its own line. KIND is one
+A region lies between `<!-- begin KIND STUDY … -->` and `<!-- end KIND STUDY … -->`, each on its own line. KIND is one
 of `KINDS`, and the studies are names of files in the folder of results. For a study that has not been run the region
 gets the command that runs it.
 """
@@ -81,11 +81,11 @@ def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None
         if not document.is_file():
             raise ValueError(f"document must be a file, got {document}")
     made = {document: written(document, results=results, figures=figures) for document in documents}
-    for document, text in made.items():  # only now, so that an error leaves all documents as they were
+    for document, text in made.items():  # only now: an error above leaves all documents unchanged
         write_atomically(document, text.encode())
 
 
-# What a region holds
+# The content of a region
 
 
 @dataclass(frozen=True)

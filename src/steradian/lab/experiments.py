@@ -1,4 +1,4 @@
-"""Studies that record what happens within trainings: hypotheses and phenomena by step, and trajectories compared.
+"""Studies that record what happens within trainings: hypotheses and phenomena by step, comparisons of trajectories.
 
 Their records are one Parquet table per study. A run is recorded as a whole and never repeated.
 """
@@ -63,7 +63,7 @@ class Tracks:
         return table
 
     def about(self) -> dict[str, dict[str, Any]]:
-        """What is known of each run, by its key."""
+        """Metadata of each run, by its key."""
         from pyarrow import parquet
 
         if not self.path.exists():
@@ -99,7 +99,7 @@ class Tracks:
         return set(table[table["quantity"].isin(PHENOMENA)]["run"])
 
     def add(self, config: Config, added: "pd.DataFrame", **about: Any) -> None:
-        """Add the table of a run and replace what was recorded of it before; other processes may do so too."""
+        """Add the table of a run, or replace it; other processes may do so at the same time."""
         import pandas as pd
         import pyarrow as pa
         from pyarrow import parquet
@@ -162,12 +162,12 @@ def track_study(
     tracks = Tracks(folder / f"{name}-tracks.parquet")
     keys, recorded = {config.key for config in configs}, tracks.runs()
     if lost := sorted(keys & study.store.keys() - recorded):
-        raise ValueError(f"{study.store.path} holds {', '.join(lost)}, of which {tracks.path} has no record")
+        raise ValueError(f"{study.store.path} contains {', '.join(lost)}, of which {tracks.path} has no record")
     wanted = {config.key for config in configs if config.method in phenomena}
     if unmeasured := sorted((wanted & recorded) - tracks.measured()):
         raise ValueError(
-            f"{tracks.path} holds {', '.join(unmeasured)} without the phenomena: give the study that measures them "
-            "another name"
+            f"{tracks.path} contains {', '.join(unmeasured)} without the phenomena: choose another name for the study "
+            "that measures them"
         )
 
     def deliver(training: Tracked) -> None:
@@ -308,7 +308,7 @@ def trajectory_study(
         seconds: stop when this time is over.
         folder: where results go.
         runs: where checkpoints and weights go.
-        progress: is told what happens to the trainings.
+        progress: callbacks for the progress.
         **options: of `Study.run`, for the networks that are trained first: size, execution.
 
     Returns:
@@ -333,7 +333,7 @@ def trajectory_study(
             if seconds is not None and time.monotonic() - began > seconds:
                 return tracks, False
             start = next((start for start in left if claims.take(schemes[start][0].key)), None)
-            done = tracks.runs()  # others may have finished some meanwhile
+            done = tracks.runs()  # other processes may have finished some meanwhile
             if start is None:
                 progress.waiting(len(left))
                 time.sleep(fleet.POLL)

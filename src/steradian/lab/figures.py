@@ -55,7 +55,7 @@ About = Mapping[str, Mapping[str, Any]]
 METHOD_COLOURS = dict(
     zip(
         METHODS,
-        # After Okabe and Ito, whose colours can be told apart with any eyesight.
+        # After Okabe and Ito, whose colours can be distinguished with any colour vision.
         ["#4d4d4d", "#d55e00", "#d19a00", "#009e73", "#45a5de", "#0055a4", "#b5498a", "#7a5195", "#117a8b", "#a61e4d"],
         strict=True,
     )
@@ -131,7 +131,7 @@ class Figure:
 
     @property
     def empty(self) -> bool:
-        """There is nothing to show."""
+        """There is no line to show."""
         return not any(chart.lines for chart in self.charts)
 
 
@@ -445,7 +445,7 @@ def limits(chart: Chart) -> tuple[tuple[float, float], tuple[float, float]]:
     """Ends of both axes; the vertical one shows what lies in the horizontal range, with a little room around it."""
     xs = [x for line in chart.lines for x in line.x]
     left, right = chart.x_range or (min(xs, default=0.0), max(xs, default=1.0))
-    if left == right:  # a single point stands in the middle
+    if left == right:  # a single point is shown in the middle
         left, right = left - 0.5, right + 0.5
     ys = [level for level, _ in chart.marks]
     for line in chart.lines:
@@ -528,7 +528,7 @@ def _draw(axes: Any, chart: Chart) -> None:
 
 
 _OFFLINE = {"displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": ["sendChartToCloud"]}
-"""No button that sends the figure away."""
+"""No button that uploads the figure."""
 
 
 def _page(figure: Figure) -> str:

@@ -1,7 +1,7 @@
-"""Many trainings at once on one device, stopped at any moment and continued where they were.
+"""Many trainings at once on one device, which can be stopped at any time and resumed.
 
 On a GPU every training has its own stream and its own captured step, and several are in flight. Trainings share
-nothing but the data, which is only read, so none depends on its neighbours.
+only the data, which is never written, so their results are independent of each other.
 """
 
 import io
@@ -28,13 +28,13 @@ from steradian.lab.training import Execution, Training
 __all__ = ["CHECKPOINTS", "POLL", "Fleet", "Progress", "prepare_device", "read_state"]
 
 CHECKPOINTS = 120.0
-"""Seconds between the checkpoints of a training: what a kill may cost."""
+"""Seconds between the checkpoints of a training: the most that is lost if the process is killed."""
 POLL = 1.0
-"""Seconds before asking again for trainings that other processes have."""
+"""Seconds between checks for trainings that other processes run."""
 
-_BURST = 25  # steps that a training is given before the next one's turn
-_AHEAD = 2  # bursts that may wait on the device
-_PAUSE = 2e-4  # seconds before asking the device again
+_BURST = 25  # steps of one training that are enqueued before the next training's turn
+_AHEAD = 2  # bursts that may be queued on the device
+_PAUSE = 2e-4  # seconds between queries of the device
 
 
 def prepare_device(device: torch.device, *, exact: bool) -> None:
@@ -55,7 +55,7 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
 
 
 class Progress:
-    """What a fleet reports while it works; this class ignores it, subclasses show it."""
+    """Callbacks for the progress of a fleet; this class ignores them, subclasses show the progress."""
 
     def __enter__(self) -> Self:
         return self
@@ -75,10 +75,10 @@ class Progress:
         """A training is finished."""
 
     def waiting(self, trainings: int) -> None:
-        """Only trainings that other processes have are left; called repeatedly."""
+        """Only trainings that other processes run are left; called repeatedly."""
 
     def stopping(self) -> None:
-        """The fleet was asked to stop, and will when the current epochs end."""
+        """The fleet was interrupted and stops when the current epochs end."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Fleet:
         execution: how they are run.
         every: seconds between checkpoints of a training, which are written when an epoch ends.
         keep_weights: keep the weights of finished trainings; others can start from them.
-        progress: is told what happens.
+        progress: callbacks for the progress.
         make: makes a training; a subclass of `Training` may record more of it than its curves.
         clock: seconds, for tests.
     """
@@ -112,12 +112,12 @@ class Fleet:
     def run(self, configs: Sequence[Config], *, seconds: float | None = None) -> bool:
         """Train what is not finished yet.
 
-        Several processes may run one study: each takes what the others have not, and waits for those at the end.
+        Several processes may run one study: each takes trainings that the others do not run, and waits at the end.
         Interrupted (Ctrl-C, SIGTERM, SIGHUP), it stops as at a deadline and then raises KeyboardInterrupt; a second
         interruption ends it at once.
 
         Args:
-            configs: the trainings; those in the store are not repeated, those with a checkpoint go on from it.
+            configs: the trainings; those in the store are not repeated, those with a checkpoint resume from it.
             seconds: stop at the last epoch that ends before, with a checkpoint; None: until all is finished.
 
         Returns:
@@ -134,7 +134,7 @@ class Fleet:
         self._check(waiting)
         self.store.prepare()
         for config in wanted:
-            if config.key in done:  # left by a process that was killed before it could remove it
+            if config.key in done:  # left behind by a process that was killed
                 self._checkpoint_path(config).unlink(missing_ok=True)
         self._deadline = None if seconds is None else self.clock() + seconds
         self._flying: list[_Flight] = []
@@ -170,7 +170,7 @@ class Fleet:
         self.progress.stopping()
 
     def _claim(self, waiting: list[Config]) -> Config | None:
-        """Take the first training that no other process has; None if others have all that are left."""
+        """Claim the first training that no other process runs; None if others run all that are left."""
         for config in list(waiting):
             if not self._claims.take(config.key):
                 continue
@@ -181,7 +181,7 @@ class Fleet:
             self._claims.free(config.key)  # another process has finished it meanwhile
         return None
 
-    # What happens to a training in flight
+    # A training in flight
 
     def _advance(self, flight: "_Flight") -> bool:
         """Give a training more work, or read the figures of its epoch; returns whether there was anything to do."""
@@ -216,7 +216,7 @@ class Fleet:
         self._accounted = now
 
     def _late(self, epoch: float) -> bool:
-        """Whether another epoch of so many seconds might end after the deadline."""
+        """Whether another epoch of this many seconds might end after the deadline."""
         return self._deadline is not None and self.clock() + 1.2 * epoch >= self._deadline
 
     def _start(self, config: Config) -> "_Flight":
@@ -224,7 +224,7 @@ class Fleet:
         training = self.make(config, self.data[config.data], execution=self.execution, weights=weights)
         flight = _Flight(training, began=self.clock(), saved=self.clock())
         path = self._checkpoint_path(config)
-        remove_parts(path)  # left by a process that was killed while it wrote
+        remove_parts(path)  # of a process that was killed while it wrote
         remove_parts(self._weights_path(config.key))
         if path.exists():
             self._load(flight, path)
@@ -233,7 +233,7 @@ class Fleet:
     def _load(self, flight: "_Flight", path: Path) -> None:
         training, state = flight.training, read_state(path)
         if state.get("data", training.data.fingerprint) != training.data.fingerprint:
-            raise ValueError(f"{path} was begun on other data than {training.data.name} is now; remove it")
+            raise ValueError(f"{path} was started with other images of {training.data.name} than these; remove it")
         try:
             training.load(state["training"])
             flight.seconds = float(state["seconds"])
@@ -312,19 +312,19 @@ class _Flight:
 
 
 def read_state(path: Path) -> Any:
-    """A file of tensors and plain containers; no code in it is run.
+    """Load a file of tensors and plain containers, without running code from it.
 
     Raises:
         ValueError: it is damaged, or holds something else.
     """
     try:
-        with warnings.catch_warnings():  # about what it then refuses
+        with warnings.catch_warnings():  # about content that it then refuses
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):  # its message advises to run the code in the file
-            reason = "it is damaged, or holds more than tensors and plain containers"
+        if isinstance(error, pickle.UnpicklingError):  # its message suggests to allow the code in the file
+            reason = "it is damaged, or contains more than tensors and plain containers"
         raise ValueError(f"{path} cannot be read ({reason}); remove it to train this one from its start") from error
 
 

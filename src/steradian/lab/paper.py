@@ -124,7 +124,7 @@ def _settings(table: str) -> dict[str, dict[tuple[str, str], Setting]]:
 
 
 def _decay(printed: float) -> float:
-    """λ of the grid from λ × 10⁴ as printed, which is rounded: 0.31 stands for 10/32, 0.63 for 10/16."""
+    """λ of the grid from λ × 10⁴ as printed, which is rounded: 0.31 is 10/32, 0.63 is 10/16."""
     return min(GRID["weight_decay"], key=lambda value: abs(1e4 * value - printed))
 
 
@@ -174,7 +174,7 @@ RELEASED = _settings(
     """
 )
 """The same from the authors' released code. It lacks (ab), and AdamW† of the first column: these are read off the
-paper's table, where λ of the three columns of CIFAR-10 stands under other methods than its own."""
+paper's table, where λ of the three columns of CIFAR-10 is printed under other methods than its own."""
 
 for _column in COLUMNS:
     for _table in (BEST, RELEASED):

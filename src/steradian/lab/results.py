@@ -1,4 +1,4 @@
-"""Results of trainings: one JSON file per study, mergeable; and what several processes need to share a folder."""
+"""Results of trainings, one JSON file per study, and locks for processes that share a folder."""
 
 import errno
 import fcntl
@@ -44,21 +44,21 @@ def has_diverged(config: Config, curves: Mapping[str, Sequence[float]]) -> bool:
     losses = curves["train_loss"]
     if not losses:
         return False
-    # The very last step shows in no training loss. Before the end the validation loss may recover.
+    # No training loss shows the effect of the last step. Before the end the validation loss may recover.
     ended = len(losses) >= config.epochs and math.isnan(curves["validation_loss"][-1])
     return ended or not math.isfinite(losses[-1])
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one training.
+    """The result of one training.
 
     Attributes:
         config: the training.
         curves: one number per epoch under each name of `CURVES`.
         diverged: its loss stopped being finite; it was ended there.
         collapsed: rows that had no direction at the end.
-        seconds: its share of the device's time: time during which n trainings ran counts 1/n.
+        seconds: its share of the device's time: while n trainings run, each is charged 1/n of it.
         environment: hardware, versions and commit.
     """
 
@@ -86,7 +86,7 @@ class Result:
         return float("nan") if self.diverged else self.curves["test_accuracy"][-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what can be recomputed is written too, for readers without this library."""
+        """Plain data for JSON, with derived values for readers without this library."""
         reached = {} if self.diverged else {"accuracy": self.accuracy, "final_accuracy": self.final_accuracy}
         return {
             "key": self.config.key,
@@ -133,7 +133,7 @@ def _curve(name: str, values: Any) -> list[float]:
 
 
 def _rounded(value: float) -> float | None:
-    """Seven digits are more than a curve has; JSON has no NaN."""
+    """Seven digits, more than a curve needs; None if not finite, since JSON has no NaN."""
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
@@ -154,11 +154,11 @@ class Store:
     def results(self) -> list[Result]:
         """Everything stored, ordered by key."""
         found = [self._read(number, row) for number, row in enumerate(self._rows())]
-        return list({result.config.key: result for result in found}.values())  # files may have been joined by hand
+        return list({result.config.key: result for result in found}.values())  # files may have been merged by hand
 
     def keys(self) -> set[str]:
         """Keys of all finished trainings, without parsing their results."""
-        # A fleet asks before every start. The file is replaced as a whole, so a changed one is a different file.
+        # Called before every start of a training. The file is replaced as a whole, so this identifies its version.
         stat = self.path.stat() if self.path.exists() else None
         version = stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size)
         if version is None or version != self._known[0]:
@@ -187,7 +187,7 @@ class Store:
             raise ValueError(f"{self.path}, run {row.get('key', number)}: {error}") from error
 
     def add(self, results: Iterable[Result]) -> None:
-        """Add results, those of the same training replaced; other processes may do so at the same time."""
+        """Add results and replace those of the same trainings; other processes may do so at the same time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path):
             # Stored rows are copied as they are, without being parsed into results.
@@ -201,11 +201,11 @@ class Store:
         """Make the folder.
 
         Raises:
-            OSError: results could not be written, which is better known before a training than after it.
+            OSError: results cannot be written there, which is checked before a training rather than after it.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "no results can be written here", str(self.path.parent))
+            raise PermissionError(errno.EACCES, "results cannot be written here", str(self.path.parent))
 
     def elsewhere(self, keys: Iterable[str]) -> list[Result]:
         """Results of these trainings that other studies in the same folder hold and this one does not, by key."""
@@ -233,7 +233,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _commit() -> str:
-    """The commit of the source tree, "" if unknown; STERADIAN_COMMIT says it for a copy without its history."""
+    """The commit of the source tree, "" if unknown; set STERADIAN_COMMIT for a copy without git history."""
     if commit := os.environ.get("STERADIAN_COMMIT"):
         return commit
     call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -251,14 +251,14 @@ def locked(path: Path) -> Iterator[None]:
     """Hold a lock on a file while it is read, changed and written; other processes that do so wait."""
     path = Path(os.path.realpath(path))
     with path.with_name(f".{path.name}.lock").open("w") as file:
-        with suppress(OSError):  # a file system without locks cannot tell who writes: parts of others are left alone
+        with suppress(OSError):  # without locks another process may be writing, and its unfinished files stay
             fcntl.flock(file, fcntl.LOCK_EX)
             remove_parts(path)
         yield
 
 
 class Claims:
-    """Trainings that this process runs, so that other processes with the same study leave them to it.
+    """Trainings that this process runs and that other processes of the same study skip.
 
     A claim is a locked file. The system unlocks it when the process ends, however it ends, so nothing has to be cleaned
     up after a kill.
@@ -289,7 +289,7 @@ class Claims:
         return file is not None
 
     def free(self, key: str) -> None:
-        """Give a claim up."""
+        """Release a claim."""
         self._path(key).unlink(missing_ok=True)  # while it is locked: see `_lock`
         self._held.pop(key).close()
 
@@ -309,7 +309,7 @@ def _lock(path: Path) -> IO[bytes] | None:
             return None
         except OSError:  # a file system without locks
             return file
-        # The previous holder may have removed the file between opening and locking: then this lock holds nothing.
+        # The previous holder may have removed the file between opening and locking: then the lock is on a deleted file.
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file

@@ -65,7 +65,7 @@ def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "print
         name = f"{recipe}-{'-'.join(sorted({config.data for config in configs}))}"
     released = {"settings": settings == "released", "network": any(config.released for config in configs)}
     if any(released.values()):
-        name = "-".join([name, "released", *(what for what, is_so in released.items() if is_so)])
+        name = "-".join([name, "released", *(what for what, used in released.items() if used)])
     return re.sub(r"[/\\\0]+", "-", name)  # the name of a data set may be a path
 
 
@@ -121,14 +121,14 @@ class Study:
 
         Args:
             configs: the trainings.
-            roots: folder of each data set, by name; others are looked for where `data.load` does.
+            roots: folder of each data set, by name; others are searched for as by `data.load`.
             device: where; None: the GPU if there is one.
             size: trainings in flight; None: 40 on a GPU, 1 on a CPU.
             seconds: stop, with checkpoints, when this time is over.
             execution: how; None: captured, compiled and fused on a GPU.
             keep_weights: keep the weights of finished trainings.
             every: seconds between checkpoints.
-            progress: is told what happens.
+            progress: callbacks for the progress.
             make: makes a training, as for `Fleet`.
         """
         device = device if isinstance(device, torch.device) else pick_device(device)
@@ -158,7 +158,7 @@ class Study:
         return fleet.run(configs, seconds=seconds)
 
     def check_data(self, known: Sequence[Result], data: Mapping[str, str]) -> None:
-        """Refuse to go on with other images under the name of those that results were made from.
+        """Raise if data has the name, but not the images, of the data that results were made from.
 
         Args:
             known: the results.
@@ -189,8 +189,8 @@ def sweep(
 ) -> bool:
     """Run a study on a Ray cluster, a fleet per task; returns whether everything is finished.
 
-    Ray starts a fleet again whose worker died, and it goes on from its checkpoints if its folder can be seen. A driver
-    that is killed finds on its next start the results that had arrived. Finished trainings are never repeated.
+    If a worker dies, Ray starts its fleet again, which resumes from its checkpoints if it can read that folder. If the
+    driver dies, its next start finds the results that had arrived. Finished trainings are never repeated.
 
     Args:
         configs: the trainings.
@@ -201,7 +201,7 @@ def sweep(
             the driver's folder first, if the workers see it.
         size: trainings in a fleet.
         every: seconds between checkpoints.
-        progress: is told which trainings have finished.
+        progress: callbacks for the progress; only finished trainings are reported.
     """
     ray, progress = _ray(), progress or Progress()
     if address is not None:
@@ -220,9 +220,9 @@ def sweep(
         # Ray itself repeats a task whose worker died; an error in the task is an error of the study.
         work = ray.remote(**needs, max_retries=_RETRIES)(_run_fleet)
         folders = {name: str(Path(root).absolute()) for name, root in (roots or {}).items()}
-        # Workers have another working directory, and perhaps another machine.
+        # Workers have another working directory and may be on other machines.
         usual = {name: str(usual_root(name).absolute()) for name in {c.data for c in configs} - set(folders)}
-        # Fleets are cut from all trainings, so that each finds its folder again whatever has arrived since.
+        # Fleets are cut from all trainings, finished or not, so that each keeps its folder.
         every_one = list(dict.fromkeys(configs))
         waiting = []
         for unit in units(every_one, size):
@@ -237,7 +237,7 @@ def sweep(
                     arrived = [Result.from_dict(values) for values in unit_results]
                     _store_results(arrived, known, study)
                     for result in arrived:
-                        if result.config.key not in done:  # a fleet also returns what it found finished
+                        if result.config.key not in done:  # a fleet also returns results that it had already
                             progress.finished(result.config, result.curves)
     finally:
         if started:
@@ -261,7 +261,7 @@ def units(configs: Sequence[Config], size: int) -> list[list[Config]]:
 
 
 def _store_results(arrived: list[Result], known: list[Result], study: Study) -> None:
-    """Store results; machines may have different images under one name, which is refused."""
+    """Store results; raises if machines have different images under one name."""
     for result in arrived:
         if images := result.environment.get("data"):
             study.check_data(known, {result.config.data: images})
@@ -270,7 +270,7 @@ def _store_results(arrived: list[Result], known: list[Result], study: Study) -> 
 
 
 def _check_address(address: str) -> None:
-    """Ask whether a cluster answers there: Ray itself takes minutes to fail, with a long message."""
+    """Check that a cluster answers at this address: Ray itself takes minutes to fail, with a long message."""
     if address in ("auto", "local"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -283,14 +283,14 @@ def _check_address(address: str) -> None:
 
 
 def _get(ray: Any, ready: Sequence[Any]) -> list[list[dict[str, Any]]]:
-    """What fleets returned; an error in one is raised as it was raised there."""
+    """The results of fleets; an error in one of them is raised unchanged."""
     try:
         return list(ray.get(ready))
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error))) from None
     except ray.exceptions.RayError as error:
         raise RuntimeError(
-            f"a fleet was lost ({error}); results that have arrived are stored, and a new start goes on"
+            f"a fleet was lost ({error}); results that have arrived are stored; run it again to continue"
         ) from error
 
 
@@ -303,7 +303,7 @@ def _fleet_folder(study: Study, unit: Sequence[Config]) -> Path:
 def _run_fleet(
     configs: list[dict[str, Any]], folder: str, roots: dict[str, str], usual: dict[str, str], every: float
 ) -> list[dict[str, Any]]:
-    """What a worker does: a fleet with a store of its own, which a second start finds."""
+    """The task of a worker: a fleet with its own store, which is found again after a restart."""
     unit, work = [Config.from_dict(values) for values in configs], Path(folder)
     study = Study(work.name, work.parent, work.parent)
     study.work.mkdir(parents=True, exist_ok=True)

@@ -222,7 +222,7 @@ class Column:
         return f"{text} The paper's best, {BEST}, is {verdict}{self._papers_lead()}."
 
     def _papers_lead(self) -> str:
-        """By how much the paper's best variant leads the second, and its p."""
+        """The lead of the paper's best variant over the second, and its p."""
         own = {method: cell for method, cell in self.papers.items() if method.startswith("Adam")}
         if len(own) < 2:
             return ""
@@ -291,7 +291,7 @@ def _order(norm: str, model: str, data: str, epochs: int) -> tuple[object, ...]:
 
 
 def _index(known: Sequence[object], name: object) -> int:
-    """Where a name stands; unknown names are last."""
+    """Position of a name; unknown names are last."""
     return known.index(name) if name in known else len(known)
 
 

@@ -59,7 +59,7 @@ def recorded_steps(total: int, points: int) -> list[int]:
 
 
 class Tracked(Training):
-    """A training some steps of which are recorded; `Fleet` runs it like any other.
+    """A training that records some of its steps; `Fleet` runs it like any other.
 
     Args:
         config: what to train.
@@ -124,7 +124,7 @@ class Tracked(Training):
             self.deliver(self)
 
     def table(self) -> "pd.DataFrame":
-        """What was recorded: statistics over the living rows of each group, and over the groups `LIVING` and `ALL`.
+        """The recorded statistics: over the living rows of each group, and over the groups `LIVING` and `ALL`.
 
         The quantity "living" of `ALL` is 1 for each living row and 0 for the others; rows whose radius is NaN are left
         out.
@@ -177,14 +177,14 @@ class Tracked(Training):
     # State
 
     def state(self) -> dict[str, Any]:
-        """The training's state, with what was recorded."""
+        """The training's state and the recorded values."""
         values = torch.from_numpy(np.stack(self._values)) if self._values else torch.zeros(0)
         memory = None if self.memory is None else self.memory.state(device="cpu")
         tracked = {"steps": list(self._recorded), "values": values, "memory": memory}
         return {**super().state(), "tracked": tracked}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         tracked = state["tracked"]
         steps = list(tracked["steps"])
         kinds = tracked["values"].shape[1] if steps else len(self.quantities)
@@ -193,7 +193,7 @@ class Tracked(Training):
             or kinds != len(self.quantities)
             or (self.memory is None) != (tracked["memory"] is None)
         ):
-            raise ValueError("it was begun with other points, or with other quantities: ask for the same")
+            raise ValueError("it was started with other points or other quantities: use the same")
         super().load(state)
         self._recorded, self._values = steps, list(tracked["values"].numpy())
         if self.memory is not None:
@@ -206,7 +206,7 @@ class _MomentumMemory:
 
     The update is a hook that runs before the optimizer's step: if the step is captured, the update is, too, and is
     replayed with it. Rows of all lengths are padded with zeros and kept as one tensor, since launches cost more than
-    numbers; zeros change neither norms nor inner products, and nothing else enters the sums.
+    arithmetic; zeros change neither norms nor inner products, and nothing else enters the sums.
 
     Args:
         optimizer: steps the rows; its momentum is the sum that the paper writes.
@@ -269,7 +269,7 @@ class _MomentumMemory:
         return {name: t.to(device or t.device, copy=True) for name, t in self.memory.state().items()}
 
     def load(self, state: Mapping[str, Tensor], *, device: str | torch.device) -> None:
-        """Go on from a copy."""
+        """Resume from a copy."""
         self.memory.load({name: tensor.to(device) for name, tensor in state.items()})
 
 
@@ -278,7 +278,7 @@ def statistics_table(
 ) -> "pd.DataFrame":
     """A table of `STATISTICS` over the last dimension of each group's (steps, quantities, rows).
 
-    NaN is left out; if nothing remains there is no row.
+    NaN is skipped; if no value remains there is no row.
     """
     import pandas as pd
 

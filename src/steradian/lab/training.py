@@ -1,8 +1,8 @@
-"""One training: network, optimizers, batches, curves, and a state from which it goes on.
+"""One training: network, optimizers, batches, curves, and a state from which it can be resumed.
 
-The host neither reads back nor decides anything within a step, so a step can be captured in a CUDA graph: the batch is
-found by a counter on the device, the rate is a tensor there, and loss and hits are added up there until the epoch ends.
-On a CPU the same code runs as a plain loop.
+Within a step the host reads nothing back and decides nothing, so a step can be captured in a CUDA graph: the batch is
+selected by a counter on the device, the rate is a tensor there, and loss and hits are summed there until the epoch
+ends. On a CPU the same code runs as a plain loop.
 """
 
 import gc
@@ -36,7 +36,7 @@ _LANES = 8  # input channels that a GPU's matrix units take at once
 
 @dataclass(frozen=True)
 class Execution:
-    """How trainings are run; their results depend on it only by rounding.
+    """How trainings are run; results differ only by rounding.
 
     Attributes:
         captured: replay the step as a CUDA graph; None: on a GPU.
@@ -62,7 +62,7 @@ class Execution:
 
 @lru_cache(maxsize=16)
 def compiled(work: Callable[..., Any]) -> Callable[..., Any]:
-    """A function compiled for the shapes that it meets: one for all trainings, so that those of one kind share it."""
+    """A function compiled for the shapes that it is called with, shared by all trainings."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(work, dynamic=False)
 
@@ -94,7 +94,7 @@ def optimizers(config: Config, groups: Groups, execution: Execution) -> list[Opt
 
 
 def _compile_row_step(optimizer: Optimizer) -> None:
-    """Compile the reference step of our optimizers. Nothing else in the lab depends on how they are built."""
+    """Compile the reference step of our optimizers."""
     if isinstance(optimizer, RowOptimizer):
         optimizer.update = compiled(type(optimizer).update)  # type: ignore[method-assign]
 
@@ -142,7 +142,7 @@ def _build(config: Config, groups: Groups, captured: bool, fused: bool) -> list[
 
 
 class Queue:
-    """The work of a training in its order: on a GPU a CUDA stream, on a CPU the work is done at once."""
+    """The work of one training, in order: a CUDA stream on a GPU; on a CPU the work runs at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -152,7 +152,7 @@ class Queue:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Inside it, work is put into this queue."""
+        """A context in which work is added to this queue."""
         if self.stream is None:
             yield
             return
@@ -160,7 +160,7 @@ class Queue:
             yield
 
     def mark(self) -> None:
-        """Mark the end of the work that has been put in so far."""
+        """Mark the end of the work that has been added so far."""
         if self.stream is not None:
             self._marks.append(self.stream.record_event())
 
@@ -179,7 +179,7 @@ class Queue:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """The work as a CUDA graph; returns a function that replays it.
 
-        Capturing does not run the work. It must have run before, so that everything lazy has happened, and may only
+        Capturing does not run the work. It must have run before, so that lazy initialization is done, and may only
         depend on memory that stays in place: counters and rates live on the device.
         """
         assert self.stream is not None, "only a GPU has graphs"
@@ -369,11 +369,11 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Nothing is left to do."""
+        """All epochs are done, or it diverged."""
         return self.diverged or self.epoch >= self.config.epochs
 
     def collapsed(self) -> int:
-        """Number of rows that have no direction any more."""
+        """Number of collapsed rows."""
         count = 0
         for group in self.groups.groups:
             rows = Layout(group.spec).join([self.groups.params[name].detach() for name in group.names])
@@ -383,7 +383,7 @@ class Training:
     # Capturing
 
     def _prepare(self) -> int:
-        """Make the function that runs a step; returns how many steps were taken on the way."""
+        """Make the function that runs a step; returns how many steps were taken meanwhile."""
         if not self.execution.captured:
             self._launch["step"] = self._step
             return 0
@@ -421,7 +421,7 @@ class Training:
     # State
 
     def state(self) -> dict[str, Any]:
-        """Everything needed to go on from the end of the last epoch, on the CPU."""
+        """Everything needed to resume from the end of the last epoch, on the CPU."""
         self.queue.wait()
         return {
             "config": self.config.to_dict(),
@@ -436,7 +436,7 @@ class Training:
         return _copied(self.model.state_dict(), device="cpu")
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, before the first step."""
+        """Resume from a state, before the first step."""
         if Config.from_dict(state["config"]) != self.config:
             raise ValueError(f"the state belongs to another training than {self.config.key}")
         with self.queue.here():
@@ -486,7 +486,7 @@ def _join(model: nn.Module, *, compiled: bool) -> None:
         return
     from steradian.lab.kernels import joining
 
-    # What a wide network gains is left to a compiler.
+    # A wide network is faster only if it is compiled too.
     if joining.can_join(model) and (compiled or joining.is_narrow(model)):
         assert isinstance(model, ResNet | VGG)
         model.route = joining.forward

@@ -130,7 +130,7 @@ def load(paths: Sequence[str | Path]) -> list[PageRun]:
 def _load(path: str | Path) -> PageRun:
     run = read_run(path)
     if run.table.empty:
-        raise ValueError(f"the run {path} holds no record yet: watch writes the first part at its first flush")
+        raise ValueError(f"the run {path} has no record yet: watch writes the first part at its first flush")
     found = {name: _extreme(run.table, name) for name in HYPOTHESES}
     extremes = {name: of for name, of in found.items() if of is not None}
     lines = aggregate(run.table, points=POINTS)
@@ -139,7 +139,7 @@ def _load(path: str | Path) -> PageRun:
 
 
 def page_data(runs: Sequence[PageRun]) -> dict[str, Any]:
-    """Everything that the page's script draws, as JSON can hold it."""
+    """Everything that the page's script draws, as JSON data."""
     pack = Pack()
     count = sum(run.lines.count() for run in runs)
     points = max(FEWEST_POINTS, min(POINTS, BUDGET // max(count, 1)))

@@ -29,7 +29,7 @@ class Drop:
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """What was recorded of one run, over time in buckets.
+    """The records of one run, over time in buckets.
 
     Attributes:
         steps: the middle step of each bucket, (B,).

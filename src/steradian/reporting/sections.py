@@ -15,7 +15,7 @@ class Figure:
         needs: the quantities it draws; it is shown if a run has one of them. "rows", "paths" and "whole" stand for
             single rows, trajectories, and quantities of the whole run.
         title: its heading.
-        caption: what is seen, HTML.
+        caption: what the figure shows, HTML.
         controls: names of its own selectors.
         paper: the figure of the paper that it corresponds to, HTML.
         bound: a value that is drawn as a line, and its name.

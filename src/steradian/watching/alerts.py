@@ -1,4 +1,4 @@
-"""Alerts: what the user should know about a training, each raised once."""
+"""Alerts about a training, each raised once."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,14 +10,14 @@ from steradian.watching.records import STATISTICS, Alert, Block
 __all__ = ["Alerts"]
 
 _TIMES = 3.0
-"""An equilibrium counts as reached after so many times 1/(ηλ) steps, which leave 5 % of the way."""
+"""An equilibrium counts as reached after this many times 1/(ηλ) steps, which leave 5 % of the way."""
 _OUT = 2.0
 """The angle is out of its equilibrium beyond this factor."""
 _APART = 100.0
 """Groups are far apart if their angles differ by this factor."""
 _LARGE_DEFECT = 0.1
 _NEGLIGIBLE = 10.0
-"""Weight decay has no effect yet if it balances at so many times the present radius."""
+"""Weight decay has no effect yet if it balances at this many times the present radius."""
 _EARLY = 50
 """Observations before which groups are not compared, nor weight decay judged."""
 

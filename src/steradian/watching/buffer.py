@@ -24,11 +24,11 @@ from steradian.watching.statistics import Statistics
 __all__ = ["Buffer", "source_of"]
 
 _NUMBERS = 2**24
-"""Numbers that a buffer holds at most."""
+"""The most numbers in a buffer."""
 _STEPS = 256
-"""Steps that a buffer holds at most."""
+"""The most steps in a buffer."""
 _ALIGNED = 4
-"""An observation begins at a multiple of so many numbers: 16 bytes, as a kernel that writes to it may expect."""
+"""An observation begins at a multiple of this many numbers: 16 bytes, as a kernel that writes to it may expect."""
 _FADING = 0.99
 """By which the mean of ‖∇L(u)‖² forgets, per observation."""
 _BALANCING = ("weight_decay", "betas", "momentum")
@@ -36,7 +36,7 @@ _BALANCING = ("weight_decay", "betas", "momentum")
 _SETTINGS = ("lr", "wd_ratio", "decoupled_weight_decay", *_BALANCING)
 """Settings that are read at every observed step."""
 _IMAGE = ("radius", "angle", "velocity", "taylor", "collapsed", "effective_lr", "direction_norm", "radial", "nu")
-"""What is recorded of the image of a step."""
+"""Quantities of the image of a step that are recorded."""
 
 Balancing = tuple[dict[str, Any], ...]
 
@@ -96,7 +96,7 @@ class Buffer:
         self.device = watched[0].device
         self.n_rows = sum(group.n_rows for group in watched)
         dtype, width = self.source.dtype or dtype_of(watched), len(self.source.columns)
-        # All ranks must flush at the same steps, however many of the rows each of them holds.
+        # All ranks must flush at the same steps, whatever number of rows each of them has.
         total = sum(group.total_rows for group in watched)
         self.steps = max(1, min(_STEPS, _NUMBERS // max(1, total * width)))
         numbers = self.n_rows * width
@@ -124,7 +124,7 @@ class Buffer:
         self.skips = torch.zeros(self.steps, 2, device=self.device)
         self.skipped = torch.zeros((), device=self.device)
         self.statistics = Statistics([group.span for group in self.watched], device=self.device)
-        self.statistics(self.values[0, :, 0][None])  # compiles what there is to compile
+        self.statistics(self.values[0, :, 0][None])  # compiles its kernels
 
     def update_settings(self) -> None:
         """Take over the param groups of the watched groups, which `Membership.update` changed."""

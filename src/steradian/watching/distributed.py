@@ -1,4 +1,4 @@
-"""Rows that lie on several ranks, gathered on rank 0. Imported only if a parameter is sharded."""
+"""Rows on several ranks, gathered on rank 0. Imported only if a parameter is sharded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ class Merge:
         Args:
             rows: (steps, quantities, n), this rank's.
             active: (steps, groups).
-            together: all ranks take part. Otherwise rank 0 has its own rows alone, and groups with rows on other ranks
+            together: all ranks take part. Otherwise rank 0 has only its own rows, and groups with rows on other ranks
                 are left out, since statistics of a part are not those of the whole.
         """
         mine = [

@@ -34,7 +34,7 @@ _GRAD = attrgetter("grad")
 
 
 class _Copy:
-    """Tensors on their way to the host: one copy for each device and dtype, which nobody waits for."""
+    """Tensors on their way to the host: one asynchronous copy for each device and dtype."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.shapes = [tensor.shape for tensor in tensors]
@@ -92,7 +92,7 @@ class Flush:
         run: the run's name.
         buffers: one for each device.
         record_rows: names of groups whose rows are recorded at every observation.
-        rows_every: all rows of all groups are recorded at every so many observations; 0: never.
+        rows_every: all rows of all groups are recorded once in this many observations; 0: never.
         merge: gathers rows of several ranks.
         paths: rows whose directions are recorded.
 
@@ -136,7 +136,7 @@ class Flush:
         for buffer in self.buffers:
             buffer.observe(slot)
         self._steps.append(step)
-        # This may run at every step, so there is no line of Python for each parameter.
+        # This may run at every step, so there is no Python loop over parameters.
         usual = self.complete and all(map(is_not, map(_GRAD, self._params), repeat(None)))
         self._active.append(self._all if usual else [group.active() for group in self.watched])
         self.observations += 1
@@ -159,13 +159,13 @@ class Flush:
 
     @property
     def pending(self) -> bool:
-        """Whether something was sent that no block was made of yet."""
+        """Whether something was sent from which no block was made yet."""
         return bool(self._sent)
 
     # On the devices
 
     def send(self) -> None:
-        """Reduce what the buffers hold, and start to copy it to the host."""
+        """Reduce the numbers in the buffers, and start to copy the result to the host."""
         if self.empty:
             return
         count = len(self._steps)
@@ -284,7 +284,7 @@ def _directions(rows: Array) -> Array:
 
 
 class Output:
-    """Hands every block to every sink, raises alerts, and keeps in memory what no folder keeps.
+    """Hands every block to every sink and raises alerts; without a folder, it keeps the blocks in memory.
 
     Args:
         sinks: where blocks go.

@@ -1,4 +1,4 @@
-"""Directions of chosen rows over time, ever more rarely, so that a long training keeps few more than a short one."""
+"""Directions of chosen rows over time, recorded ever less often, so that long trainings do not keep many more."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -25,7 +25,7 @@ class Paths:
     Args:
         watched: all watched groups.
         chosen: {group: [row, …]}. None: the first row of the first, the middle and the last group.
-        rank: rank 0 records the rows that it holds; other ranks only help to gather rows that span several ranks.
+        rank: rank 0 records its rows; other ranks only help to gather rows that span several ranks.
 
     Attributes:
         chosen: the rows, each as its group and its number in the group.
@@ -74,7 +74,7 @@ class Paths:
             self.stride, self.points = 2 * self.stride, _POINTS // 2
 
     def take(self) -> tuple[list[int], list[Tensor]]:
-        """What was copied since the last call: slots, and the points of each row, (slots, d)."""
+        """The copies since the last call: slots, and the points of each row, (slots, d)."""
         kept, self._kept = self._kept, []
         points = [torch.stack(each) for each in zip(*(copies for _, copies in kept), strict=True)]
         return [slot for slot, _ in kept], points

@@ -89,7 +89,7 @@ ONE_NUMBER = frozenset({"lr"})
 
 
 class Words(NamedTuple):
-    """A column of words: codes, and the word that each code stands for."""
+    """A column of words: codes, and the word for each code."""
 
     codes: NDArray[Any]
     names: list[str]
@@ -102,7 +102,7 @@ Point = tuple[int, str, int, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that the user should know, raised once.
+    """A message for the user, raised once.
 
     Attributes:
         step: when it was noticed.
@@ -317,7 +317,7 @@ def summary(
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """A run as its folder holds it.
+    """A run as read from its folder.
 
     Attributes:
         name: the run's name.
@@ -402,7 +402,7 @@ def _read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFr
             raise
         except (pa.ArrowException, OSError) as error:
             why = str(error).splitlines()[0]
-            raise ValueError(f"{file} is no part of a run; remove it to read the others ({why})") from error
+            raise ValueError(f"{file} is not a part of a run; remove it to read the others ({why})") from error
         if begun is not None:
             table = table.filter(compute.less(table["step"], begun))
         if table.num_rows:

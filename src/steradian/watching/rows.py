@@ -81,7 +81,7 @@ class WatchedGroup:
         }
 
     def local(self, tensor: Tensor) -> Tensor:
-        """What this rank holds of a tensor like a parameter; the whole tensor if its rows span several ranks."""
+        """The part on this rank of a tensor like a parameter; the whole tensor if its rows span several ranks."""
         tensor = tensor.detach()
         return sharding().part(tensor, self.layout) if self.sharded and is_sharded(tensor) else tensor
 
@@ -234,7 +234,7 @@ class Membership:
         )
 
     def update(self) -> list[str]:
-        """Take over the param groups as they are now; returns the names of groups that are gone since the last time."""
+        """Adopt the present param groups; returns the names of groups that are gone since the last call."""
         self._members = self._present()
         present = self.optimizer.param_groups
         owner = {id(param): settings for settings in present for param in settings["params"]}
@@ -289,7 +289,7 @@ class Stack:
         return members, points, torch.cat(gradients)
 
     def now(self, members: Sequence[WatchedGroup]) -> Tensor:
-        """The rows of some members as they are now."""
+        """The present rows of some members."""
         return torch.cat([member.cut(member.params) for member in members])
 
     def part(self, members: Sequence[WatchedGroup], rows: Tensor) -> Tensor:

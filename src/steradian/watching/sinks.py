@@ -137,7 +137,7 @@ def _line(alert: Mapping[str, Any]) -> bytes:
 
 
 class Folder:
-    """A run on disk (`records.read_run` reads it), written by a thread of its own.
+    """A run on disk (`records.read_run` reads it), written by its own thread.
 
     When the disk fails, training goes on: one warning is logged, and what could not be written is kept and tried again
     with the next part, up to 256 parts. A folder that is deleted is made again.
@@ -163,7 +163,7 @@ class Folder:
         """
         folder = self.files.folder.resolve()
         if folder in _IN_USE:
-            raise ValueError(f"to must be a folder of its own for each watch, but another one writes to {folder}")
+            raise ValueError(f"to must be a separate folder for each watch, but another one writes to {folder}")
         _IN_USE.add(folder)
         self._begun = False
         self._about = about
@@ -279,7 +279,7 @@ class Calls:
 class WandB(Calls):
     """Weights & Biases: scalars against their own step, "steradian/step", since records come some steps late.
 
-    W&B counts every log as one step of its own and drops what comes with a smaller number, so log your own numbers
+    W&B counts every log as one step and drops what comes with a smaller number, so log your own numbers
     without `step=` (with `define_metric` they have an axis too, as Lightning and transformers do it).
 
     Args:
@@ -396,7 +396,7 @@ def sinks_of(to: Any) -> list[Sink]:
     """The sinks for `to`: a path, a sink, a SummaryWriter, a W&B or MLflow run, a callable, or several of them.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: it is something else.
         ValueError: the path is empty.
     """
     if to is None:

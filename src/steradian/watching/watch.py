@@ -40,7 +40,7 @@ __all__ = ["Watch", "counted_steps", "watch"]
 logger = logging.getLogger("steradian")
 
 _SECONDS = 30.0
-"""Observed steps are flushed at least so often."""
+"""Observed steps are flushed at least this often."""
 
 
 def watch(
@@ -78,16 +78,16 @@ class Watch:
     Args:
         optimizer: any torch optimizer, also as accelerate prepared it.
         groups: what `find_groups` found. None: the rows that the param groups declare under "rows".
-        every: observe every so many steps.
+        every: observe steps whose number is a multiple of this.
         to: where records go besides `records()`: a folder, a callable log(dict, step), a SummaryWriter, a W&B run, a
             sink of `watching.sinks`, or several of them. An existing run's folder is continued.
         run: the run's name; None: the folder's.
         record_rows: names of groups whose single rows are recorded at every observed step.
-        rows_every: single rows of all groups are recorded at every so many observations, for histograms; 0: never.
+        rows_every: single rows of all groups are recorded once in this many observations, for histograms; 0: never.
         paths: {group: [row, …]} whose directions are recorded. None: the first row of three groups.
         phenomena: measure (b1), (b2) and (c), which needs every step and five tensors of the size of the weights.
             None: if `every` is 1 and the optimizer is not one of ours.
-        config: anything that JSON can hold, saved with the run.
+        config: JSON data, saved with the run.
         step: the number of the first step. None: the number of steps in the optimizer's state.
 
     Attributes:
@@ -162,7 +162,7 @@ class Watch:
         self._step: int | None = None  # the number of the step that comes next
         self._observing = self._begun = False
         self._flushed_at = time.monotonic()
-        # A notebook may ask for records while another thread trains.
+        # A notebook may call `records()` while another thread trains.
         self._lock = threading.RLock()
         self.running = self._stopped = self._failed = False
         self.error: Exception | None = None
@@ -233,7 +233,7 @@ class Watch:
             self._fail(error)
 
     def _fail(self, error: Exception, *, fatal: bool = True) -> None:
-        """Log the first exception; after a fatal one the hooks do nothing any more.
+        """Log the first exception; after a fatal one the hooks do nothing.
 
         They are removed only when the watch stops: the optimizer may be iterating over its hooks right now.
         """
@@ -412,7 +412,7 @@ class Watch:
         return {name: why for buffer in self.buffers for name, why in buffer.missing().items()}
 
     def about(self) -> dict[str, Any]:
-        """What is known of the run before its first step: the contents of run.json."""
+        """The contents of run.json, written before the first step."""
         kind = type(self.optimizer)
         ordered = sorted(self.watched, key=lambda group: self._order.index(group.name))
         rest = set(self._param_names.values()) - {name for group in ordered for name in group.group.names}
@@ -434,7 +434,7 @@ class Watch:
         }
 
     def _settings(self) -> list[dict[str, Any]]:
-        """The settings of every param group with the names of its parameters, as far as JSON can hold them."""
+        """The settings of every param group with the names of its parameters, as far as JSON can represent them."""
         found = []
         for group in self.optimizer.param_groups:
             settings: dict[str, Any] = {"params": [self._param_names.get(id(param), "?") for param in group["params"]]}
@@ -517,7 +517,7 @@ def _one_number(name: str, value: float | Tensor) -> float | Tensor:
 
 def counted_steps(optimizer: Optimizer) -> int | None:
     """How many steps an optimizer has counted in its state; None if it does not count."""
-    # Some third-party optimizers keep numbers of their own in the state, beside the states of parameters.
+    # Some third-party optimizers also keep plain numbers in the state, beside the states of parameters.
     states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
     counts = [state["step"] for state in states if isinstance(state.get("step"), Real | Tensor)]
     return int(max(float(count) for count in counts)) if counts else None

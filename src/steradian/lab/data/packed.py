@@ -37,7 +37,7 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
     """
     root = Path(root)
     if is_packed(root) and not _own(root / "meta.json"):
-        raise ValueError(f"{root / 'meta.json'} is not of packed data, which would replace it: pack to another folder")
+        raise ValueError(f"{root / 'meta.json'} is not of packed data and would be replaced: pack to another folder")
     root.mkdir(parents=True, exist_ok=True)
     side = min(_SIDE, _LARGEST // data.train.size)
     splits: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def read_packed(root: Path) -> DataSet:
     """Read the packed form, every file checked against its SHA-256.
 
     Raises:
-        ValueError: a file is not what `meta.json` says.
+        ValueError: a file does not match `meta.json`.
     """
     try:
         meta = json.loads((root / "meta.json").read_text(encoding="utf-8"))

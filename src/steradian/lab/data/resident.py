@@ -20,8 +20,8 @@ _USUAL = (4, True)
 def epoch_plan(seed: int, epoch: int, *, images: int, batch: int, views: int) -> NDArray[np.int64]:
     """The images of every batch of an epoch and their views, as codes image·views + view, (steps, batch).
 
-    The numbers come from Philox with the key (seed, epoch). In each epoch other images are left out, those that do not
-    fill a batch.
+    The numbers come from Philox with the key (seed, epoch). Images that do not fill a batch are
+    left out, others in each epoch.
 
     >>> epoch_plan(0, 3, images=10, batch=4, views=1).shape
     (2, 4)

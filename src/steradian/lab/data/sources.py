@@ -25,7 +25,7 @@ _HUB = {
     "svhn": ("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
 }
 _SHAPES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32), "svhn": (10, 32)}
-"""Classes and size of the known data sets: other data under their names would be compared with the paper."""
+"""Classes and size of the known data sets, so that other data is not compared with the paper under their names."""
 _PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".pbm", ".pgm", ".ppm"}
 _DEEP = ("I", "F")  # prefixes of modes with more than eight bits, or without a fixed range
 
@@ -65,7 +65,7 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
 
 
 def usual_root(name: str) -> Path:
-    """Where a data set is looked for if no folder is given."""
+    """The folder of a data set if none is given."""
     return Path("data") / name
 
 
@@ -106,7 +106,7 @@ def _from_images(name: str, root: Path) -> DataSet:
 def _read_pictures(root: Path, classes: list[str]) -> Images:
     unknown = [name for name in _folders(root) if name not in classes]
     if unknown:
-        raise ValueError(f"{root} has classes that train has not: {', '.join(unknown)}")
+        raise ValueError(f"{root} has classes that train does not have: {', '.join(unknown)}")
     pixels: list[NDArray[np.uint8]] = []
     labels: list[int] = []
     for label, each in enumerate(classes):

@@ -44,7 +44,7 @@ def groups_of(groups: GroupsOf, model: nn.Module, optimizers: list[Optimizer], i
         return Groups(params, [group for each in optimizers for group, *_ in declared_groups(each, names)])
     if inputs is None:
         raise ValueError(
-            "nothing says which rows to watch: pass groups=lambda model: find_groups(model, batch), make the "
+            "it is unknown which rows to watch: pass groups=lambda model: find_groups(model, batch), make the "
             f"optimizer from groups.param_groups(), or set {where}"
         )
     inputs = _move(inputs, next(model.parameters()).device)

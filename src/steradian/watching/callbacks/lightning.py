@@ -30,8 +30,8 @@ class WatchCallback(Callback):
     Args:
         groups: what `find_groups` found, or a function of the module that finds it. None: the rows that the
             optimizers' param groups declare; if they declare none, those found with the module's `example_input_array`.
-        every: observe every so many steps.
-        to: as for `watch`; "loggers" stands for the trainer's own loggers. With several optimizers a folder holds one
+        every: observe steps whose number is a multiple of this.
+        to: as for `watch`; "loggers" means the trainer's own loggers. With several optimizers a folder holds one
             run for each: "optimizer-0", "optimizer-1", ….
         **options: the other options of `Watch`; `config` is by default the module's hyperparameters.
 

@@ -21,7 +21,7 @@ class WatchCallback(TrainerCallback):
     Args:
         groups: what `find_groups` found, or a function of the model that finds it. None: the rows that the
             optimizer's param groups declare; if they declare none, those found with the model's `dummy_inputs`.
-        every: observe every so many steps.
+        every: observe steps whose number is a multiple of this.
         to: as for `watch`.
         **options: the other options of `Watch`; `config` is by default the trainer's arguments.
 

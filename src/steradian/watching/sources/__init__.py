@@ -14,7 +14,7 @@ from steradian.image import ImageNumbers
 __all__ = ["PHENOMENA", "UNMEASURED", "Quantities", "Source"]
 
 PHENOMENA = ("gradient_memory", "l2_memory", "radius_ratio")
-"""The phenomena that depend on earlier steps; the deformation (a) depends on one step alone."""
+"""The phenomena that depend on earlier steps; the deformation (a) depends only on one step."""
 
 UNMEASURED = "it needs every step and five tensors of the size of the weights: pass phenomena=True"
 

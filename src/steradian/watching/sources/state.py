@@ -82,7 +82,7 @@ class StateSource(Source):
         if scale is not None and ours:  # torch's fused steps unscale p.grad, ours leave it as it is
             raw = raw / scale.to(raw)
         points, gradient = geometry.as_float(points, "x"), geometry.as_float(raw, "gradient")
-        # Torch's optimizers are read from the point before the step alone.
+        # Torch's optimizers are read only from the point before the step.
         step = self.reader(self._taken(members, points, stack.now(members) if ours else points, raw))
         image = image_of_rows(points, step, check=False)
         assert image.scale is not None
@@ -221,7 +221,7 @@ def _other_momentum(watched: WatchedGroup) -> str:
 
 
 def _count(counts: list[tuple[Tensor, int]]) -> Tensor:
-    """One step count if all groups have the same as far as the host knows, else one per row, (n, 1)."""
+    """One step count if all groups have the same as far as the host knows, otherwise one per row, (n, 1)."""
     first = counts[0][0]
     if all(count.device.type == "cpu" for count, _ in counts) and len({count.item() for count, _ in counts}) == 1:
         return first.reshape(())

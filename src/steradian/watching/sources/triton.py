@@ -56,7 +56,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _here(group: WatchedGroup, tensor: Tensor) -> Tensor:
-    """What this rank holds; a tensor that is not sharded is used as it is, without the cost of detaching it."""
+    """The part on this rank; a tensor that is not sharded is used directly, without the cost of detaching it."""
     return group.local(tensor) if group.sharded else tensor
 
 
@@ -91,7 +91,7 @@ class TritonSource(Source):
         self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
 
     def _param_groups(self) -> list[dict[str, Any]]:
-        """The param groups of the rows as they are now: `load_state_dict` makes new ones."""
+        """The present param groups of the rows: `load_state_dict` makes new ones."""
         return list({id(group.settings): group.settings for group in self.watched}.values())
 
     def _items(self) -> None:
@@ -144,7 +144,7 @@ class TritonSource(Source):
             state = self.optimizer.state.get(param, {})
             moment = state.get("exp_avg" if self.adam else "momentum_buffer")
             if param.grad is None or moment is None:
-                # The point stands in for what is missing; such rows are not recorded.
+                # The address of the point replaces a missing one; such rows are not recorded.
                 lines.append([point.data_ptr()] * 4 + [self._one.data_ptr(), size, 0, 0])
                 continue
             second = state["max_exp_avg_sq" if group.settings.get("amsgrad") else "exp_avg_sq"] if self.adam else moment
