@@ -265,11 +265,11 @@ def phenomena_figure(table: "pd.DataFrame", about: About) -> Figure:
     for quantity in PHENOMENA:
         lines = []
         for name, colour in zip(layers, colours, strict=True):
-            series = _by_epoch_of_run(_rows(medians, shown, name, quantity), about[shown])
+            series = _series(_rows(medians, shown, name, quantity), about[shown]["steps"])
             lines.append(Line("", *series, colour=colour, thin=True))
         for run in runs:
             method = _method(about, run)
-            series = _by_epoch_of_run(_rows(medians, run, LIVING, quantity), about[run])
+            series = _series(_rows(medians, run, LIVING, quantity), about[run]["steps"])
             lines.append(Line(f"{method}, all layers", *series, colour=METHOD_COLOURS[method]))
         charts.append(Chart(QUANTITIES[quantity].title, "epoch", "median turn (radians)", lines, logarithmic=True))
     return Figure(charts, colours, f"{_method(about, shown)}, first layer to last layer")
@@ -408,13 +408,9 @@ def _largest(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.
     return rows["value"].abs().groupby(rows["step"]).max()
 
 
-def _series(rows: "pd.DataFrame") -> tuple[list[float], list[float]]:
-    return rows["step"].astype(float).tolist(), rows["value"].tolist()
-
-
-def _by_epoch_of_run(rows: "pd.DataFrame", about: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    steps, values = _series(rows)
-    return [step / about["steps"] for step in steps], values
+def _series(rows: "pd.DataFrame", steps: int = 1) -> tuple[list[float], list[float]]:
+    """Epochs, or steps if an epoch has 1 step, and values."""
+    return (rows["step"] / steps).tolist(), rows["value"].tolist()
 
 
 def _ramp(count: int) -> list[str]:
