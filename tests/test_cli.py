@@ -143,7 +143,7 @@ def test_inspect_takes_tokens(call, tmp_path, monkeypatch):
 def test_inspect_says_which_module_is_missing(call, tmp_path):
     (tmp_path / "needs_more.py").write_text("import no_such_module.inside\n")
     done = call("inspect", "needs_more:model", "--input", "2x3")
-    assert done.err == "steradian: needs_more imports 'no_such_module', and there is no such module\n"
+    assert done.err == "steradian: needs_more imports 'no_such_module', which cannot be found\n"
     done = call("inspect", "no_such_module.inside:model", "--input", "2x3")
     assert "no module 'no_such_module.inside'" in done.err
 
@@ -169,7 +169,7 @@ def test_inspect_takes_a_file_wherever_it_is(call, tmp_path):
         ("def model(:", "cannot be imported: it raised SyntaxError: invalid syntax"),
         ("1 / 0", "cannot be imported: it raised ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(3)", "cannot be imported: it raised SystemExit: 3"),
-        ("import no_such_module", "imports 'no_such_module', and there is no such module"),
+        ("import no_such_module", "imports 'no_such_module', which cannot be found"),
     ],
 )
 @pytest.mark.parametrize("name", ["broken:model", "broken.py:model"])

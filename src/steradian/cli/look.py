@@ -130,7 +130,7 @@ def _import(name: str, *, hint: str = "it must be importable from here") -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or name
         if name != missing and not name.startswith(f"{missing}."):  # the module exists, one of its imports does not
-            raise ImportError(f"{name} imports {missing!r}, and there is no such module") from error
+            raise ImportError(f"{name} imports {missing!r}, which cannot be found") from error
         raise ImportError(f"no module {name!r} ({hint})") from error
 
 
@@ -148,7 +148,7 @@ def _import_file(path: Path) -> Any:
     try:
         _run(partial(spec.loader.exec_module, module), str(path))
     except ModuleNotFoundError as error:
-        raise ImportError(f"{path} imports {error.name!r}, and there is no such module") from error
+        raise ImportError(f"{path} imports {error.name!r}, which cannot be found") from error
     return module
 
 

@@ -249,11 +249,11 @@ def build(
     """One of `MODELS` by its name.
 
     Args:
-        name: the paper's name of it.
-        norm: as for `resnet20`, and so are the others.
+        name: its name in the paper.
+        norm: one of `NORMS`.
         channels: of the images.
         classes: number of classes.
-        size: of the images.
+        size: height and width of the images.
         width: channels of the first stage; None: the paper's.
         released: as in the paper's released code: ResNet20 projects its shortcuts, and convolutions are initialized as
             torch does, with rows about 2.4 times shorter than He's if the number of channels is kept.

@@ -260,7 +260,7 @@ def locked(path: Path) -> Iterator[None]:
 class Claims:
     """Trainings that this process runs and that other processes of the same study skip.
 
-    A claim is a locked file. The system unlocks it when the process ends, however it ends, so nothing has to be cleaned
+    A claim is a locked file. The system unlocks it when the process ends for any reason, so nothing has to be cleaned
     up after a kill.
 
     Args:

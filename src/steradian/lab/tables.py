@@ -244,7 +244,7 @@ class Column:
         return f"SGD-M is {abs(lead):.2f} {side} the best Adam variant, {best}{sure}."
 
     def shrunk(self) -> str:
-        """Rows that lost their direction."""
+        """Rows that collapsed."""
         found = {m: float(np.mean([r.collapsed for r in results])) for m, results in self.results.items()}
         means = ", ".join(f"{method} {mean:.3g}" for method, mean in found.items() if mean)
         return f"Filters without a direction at the end, mean over seeds: {means}." if means else ""
@@ -475,7 +475,7 @@ def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
 def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) -> Rows:
     """For each column: trainings, steps, device time, and the time of a plain loop for the same steps.
 
-    Ours includes everything: compiling, evaluations, checkpoints. The plain loop's is its steps alone.
+    Ours includes everything: compiling, evaluations, checkpoints. The time of the plain loop is only that of its steps.
     """
     heads = ["column", "trainings", "steps", "device", "our time", "ms per training and step"]
     heads += ["plain loop, ms per step", "plain loop, the same steps", "ratio"]

@@ -3,7 +3,7 @@
 Some steps are recorded. These are run without replaying them, so that the optimizer's state can be read; those in
 between are replayed as in any fleet. `st.watch` measures the same quantities, and the tests compare the two, but it is
 not used here for three reasons: it observes steps by hooks, which a replayed CUDA graph does not call, so it could not
-keep the sums of the phenomena; a checkpoint must hold what was recorded; and the tables need statistics over all
+keep the sums of the phenomena; a checkpoint must contain the recorded values; and the tables need statistics over all
 filters of the network that have not shrunk away, where its records have statistics for each parameter.
 """
 

@@ -158,7 +158,7 @@ def rolling_kernel(
     here = tl.zeros([BLOCK, CO], tl.float32)
     for k in range(ROWS + 2):
         row = strip * ROWS - 1 + k
-        rows = tl.full([BLOCK], 0, tl.int32) + row  # conditions on scalars are no masks in Triton's interpreter
+        rows = tl.full([BLOCK], 0, tl.int32) + row  # Triton's interpreter takes no scalar condition as a mask
         inside = (rows >= 0) & (rows < HEIGHT)
         line = x + row * (WIDTH * CI)
         a = tl.load(line + at - CI, mask=(left & inside)[:, None] & real, other=0.0)
