@@ -358,7 +358,7 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     assert call("figure", "vgg16-digits", "loss", "-o", "loss.svg").code == 0
     assert (tmp_path / "loss.svg").read_text().startswith("<?xml")
     stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)
-    assert "The time is over" in stopped.out
+    assert "Time is up before the end" in stopped.out
     assert "Test accuracy" not in stopped.out  # there is no table yet
 
 
