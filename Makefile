@@ -3,17 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_LAB := $(VENV)/.ready-lab
 
 .PHONY: demo docs test test-all lint unit chromium format bench study setup clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY_LAB): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab]'
+	touch $(READY_LAB)
+
+$(READY): $(READY_LAB)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
-demo: setup  ## train, map every step to the sphere, write demo/index.html
+demo: $(READY_LAB)  ## train, map every step to the sphere, write demo/index.html
 	$(BIN)/python -m steradian demo --out demo
 
 docs: setup  ## the documentation, build/docs/index.html; it opens without network

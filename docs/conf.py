@@ -47,7 +47,6 @@ python_use_unqualified_type_names = True
 nitpick_ignore_regex = [
     # Other libraries, whose documentation is not at hand without a network.
     ("py:.*", r"(abc|rich|torch|numpy|np|pandas|pd|collections|typing|pathlib|nn|lightning|transformers)\..*"),
-    ("py:.*", r"steradian\..*\._\w+\.Words"),
     ("py:.*", r"(Tensor|Parameter|Module|Optimizer|Callback|Path|Iterable|Sequence|Mapping|Callable|Any|Self|NDArray)"),
 ]
 

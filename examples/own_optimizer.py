@@ -1,11 +1,11 @@
-"""Bring your own optimizer: what a watch sees from outside, and ten lines that make it see the rest.
+"""Bring your own optimizer: what a watch records of any optimizer, and ten lines that make it record the rest.
 
     python examples/own_optimizer.py
     python examples/own_optimizer.py --device cuda --epochs 30
 
-Muon is watched as it is: from the weights before and after a step one sees radius and angle, but not the effective rate
-that made them. Signum, written here, is told to the library as the generic step x' = (1 − ηδ)x − η a ⊘ b, and is then
-watched like Adam. Both runs stand on one page under --out. Needs the extra "lab".
+Muon is watched as it is: the weights before and after a step give radius and angle, but not the effective rate. Signum,
+written here, has a reader that describes it as the generic step x' = (1 − ηδ)x − η a ⊘ b, so it is watched like Adam.
+Both runs are on one page under --out. Needs the extra "lab".
 """
 
 import argparse
@@ -21,7 +21,7 @@ from steradian.scheme import Step, Taken, register
 
 
 class Signum(torch.optim.Optimizer):
-    """Steps by the sign of a momentum: m ← βm + ∇L, x ← (1 − ηδ)x − η sign(m). Any optimizer of yours stands here."""
+    """Steps by the sign of a momentum: m ← βm + ∇L, x ← (1 − ηδ)x − η sign(m). Replace it by your own optimizer."""
 
     def __init__(self, params, lr: float = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -47,7 +47,7 @@ def read_signum(taken: Taken) -> Step:
 
 
 def train(run: Path, make: Callable[..., torch.optim.Optimizer], args: argparse.Namespace) -> None:
-    """Train with one optimizer on the rows, and AdamW on the rest, which Muon cannot step."""
+    """Train with one optimizer on the rows, and AdamW on the rest, which Muon cannot update."""
     torch.manual_seed(args.seed)
     images, labels = digits(args.device)
     model = network().to(args.device)
@@ -63,12 +63,12 @@ def train(run: Path, make: Callable[..., torch.optim.Optimizer], args: argparse.
                     each.step()
                     each.zero_grad()
                 watch.log(loss=loss)
-    # What is not recorded is named with the reason, here, in `watch.missing` and on the page.
+    # What is not recorded is listed with the reason: here, in `watch.missing` and on the page.
     print(f"{watch.summary()}\n")
 
 
 def network() -> nn.Module:
-    """Linear layers with BN: matrices, as Muon wants them, and each of their rows lives on a sphere."""
+    """Linear layers with BN: matrices, as Muon needs them, and each of their rows lives on a sphere."""
     hidden = [(nn.Linear(size, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU()) for size in (64, 64, 64)]
     return nn.Sequential(*(layer for layers in hidden for layer in layers), nn.Linear(64, 10))
 

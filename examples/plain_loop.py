@@ -1,7 +1,7 @@
-"""A training loop of your own: the spheres found, an optimizer that knows them, every step watched, one page.
+"""A training loop of your own: find the spheres, step on them, watch every step, write one page.
 
     python examples/plain_loop.py
-    python examples/plain_loop.py --epochs 6 --resume                       # goes on where the first one ended
+    python examples/plain_loop.py --epochs 6 --resume                       # continues where the first one ended
     python examples/plain_loop.py --device cuda --precision fp16 --accumulate 2 --epochs 30
 
 It writes the records, a checkpoint and page.html under --out. Needs the extra "lab".
@@ -27,11 +27,11 @@ def main() -> None:
     loader = DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True, generator=order)
     model = network().to(args.device)
 
-    # Which weights have a length that the network does not feel; proved on the model, which is left as it was.
+    # Which weights have a length without effect on the network: proved on the model, which is left unchanged.
     groups = st.find_groups(model, train.tensors[0][: args.batch].to(args.device))
     print(groups, "\n")
 
-    # The param groups carry the rows, so that the optimizer steps filters on their spheres and the rest as Adam does.
+    # The param groups say which parameters are cut into rows. Filters are updated on their spheres, the rest by Adam.
     optimizer = st.optim.Adam(groups.param_groups(), lr=args.lr, weight_decay=5e-4, without=args.without)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
     # Gradients of 16-bit floats vanish unless the loss is scaled up; bfloat16 has the range of float32.
@@ -48,19 +48,19 @@ def main() -> None:
             part.load_state_dict(saved[name])
         first_epoch, first_step = saved["epoch"], saved["step"]
 
-    # `step` is where the numbers go on. Adam counts and would not need it; plain SGD, which keeps no state, does.
+    # `step` is the number of the first step. Adam counts its steps and does not need it; plain SGD keeps no count.
     run, config = args.out / f"adam-{args.without}".strip("-"), {name: str(value) for name, value in vars(args).items()}
     with st.watch(optimizer, groups, to=run, step=first_step, config=config) as watch:
         for epoch in range(first_epoch, args.epochs):
-            order.manual_seed(args.seed + epoch)  # so a training that was interrupted sees what it would have seen
+            order.manual_seed(args.seed + epoch)  # a continued training gets the same batches
             for k, (images, labels) in enumerate(loader, start=1):
                 with torch.autocast(kind, dtype, enabled=args.precision != "fp32"):
                     logits = model(images.to(args.device))
                     loss = nn.functional.cross_entropy(logits, labels.to(args.device))
                 scaler.scale(loss / args.accumulate).backward()
                 if k % args.accumulate and k < len(loader):
-                    continue  # gradients that only add up are no step, and leave no record
-                scaler.step(optimizer)  # nor does a step that the scaler skips
+                    continue  # accumulating gradients is not a step and leaves no record
+                scaler.step(optimizer)  # a step that the scaler skips leaves no record either
                 scaler.update()
                 optimizer.zero_grad()
                 watch.log(loss=loss)  # not waited for
@@ -70,16 +70,16 @@ def main() -> None:
             print(f"epoch {epoch + 1}: loss {loss.item():.4f}, test accuracy {100 * accuracy:.1f} %")
             state = {name: part.state_dict() for name, part in parts.items()}
             torch.save({**state, "epoch": epoch + 1, "step": watch.next_step}, unfinished)
-            unfinished.replace(checkpoint)  # whoever is killed while saving still has the one before
+            unfinished.replace(checkpoint)  # if killed while saving, the last checkpoint is still there
 
-    # The last step, the alerts if there were any, and what was not recorded.
+    # The last step, alerts if there are any, and what was not recorded.
     print(f"\n{watch.summary()}\n")
     # The same as `steradian report RUN --out PAGE`, which also takes several runs and compares them.
     print(f"The page: {st.report([run], args.out / 'page.html')}")
 
 
 def network() -> nn.Module:
-    """Two convolutions with BN, whose filters live on spheres, and a linear head, which does not."""
+    """Two convolutions with BN, whose filters live on spheres, and a linear head, whose weights do not."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         *(nn.Conv2d(16, 32, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
@@ -97,12 +97,12 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 @torch.no_grad()
 def accuracy_of(model: nn.Module, data: TensorDataset, device: str) -> float:
-    """The share of images whose digit is told."""
+    """The share of images that are classified correctly."""
     images, labels = data.tensors
     model.eval()
-    told: Tensor = model(images.to(device)).argmax(1)
+    predicted: Tensor = model(images.to(device)).argmax(1)
     model.train()
-    return (told.cpu() == labels).float().mean().item()
+    return (predicted.cpu() == labels).float().mean().item()
 
 
 def arguments() -> argparse.Namespace:
@@ -117,7 +117,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/plain-loop"))
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     return parser.parse_args()
 
 

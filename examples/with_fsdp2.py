@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/with_fsdp2.py --epochs 6 --resume runs/fsdp2/epoch-3
     torchrun --standalone --nproc-per-node 8 examples/with_fsdp2.py --bf16 --width 1024 --blocks 12 --epochs 30
 
-On CPUs the processes talk by gloo; where there are GPUs, by NCCL, one process each. Records, checkpoints and page.html
-go under --out. Needs the extra "lab".
+On CPUs the processes communicate by gloo, on GPUs by NCCL, with one process per GPU. Records, checkpoints and page.html
+are written under --out. Needs the extra "lab".
 """
 
 import argparse
@@ -26,7 +26,7 @@ import steradian as st
 
 
 def main(args: argparse.Namespace, device: torch.device) -> None:
-    """Train, watch, and write the page; every rank comes here."""
+    """Train, watch, and write the page; every rank calls this."""
     torch.manual_seed(args.seed)  # the same weights on every rank
     train, test = digits()
     model = Transformer(args.width, args.blocks).to(device)
@@ -34,13 +34,13 @@ def main(args: argparse.Namespace, device: torch.device) -> None:
     # 1. Find the rows while the weights are whole, with the same batch on every rank.
     groups = st.find_groups(model, train.tensors[0][:16].to(device))
 
-    # 2. Shard. This puts new parameters in the place of those that were found …
+    # 2. Shard. This replaces the parameters by new ones …
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if args.bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mp_policy=precision)
     fully_shard(model, mp_policy=precision)
 
-    # 3. … so the rows are told of the new ones. An optimizer made from the old ones would step what nobody uses.
+    # 3. … so get the rows of the new ones. An optimizer made from the old ones would update weights that nobody uses.
     groups = groups.of(model)
     optimizer = st.optim.Adam(groups.param_groups(), lr=args.lr, weight_decay=1e-3, without="ab")
 
@@ -48,8 +48,8 @@ def main(args: argparse.Namespace, device: torch.device) -> None:
     sampler = DistributedSampler(train, seed=args.seed, drop_last=True)
     loader = DataLoader(train, batch_size=args.batch // dist.get_world_size(), sampler=sampler, drop_last=True)
     run = args.out / "adam-ab"
-    # Every rank observes the rows that it holds, and rank 0 records all of them. So every rank must start and stop the
-    # watch, and ask it for a summary, together with the others. Adam counts its steps: the numbers go on by themselves.
+    # Every rank observes the rows that it holds, and rank 0 records all of them. So all ranks must start and stop the
+    # watch, and call summary, together. Adam counts its steps, so step numbers continue after a checkpoint.
     with st.watch(optimizer, groups, to=run, config={"ranks": dist.get_world_size()}) as watch:
         for epoch in range(first_epoch, args.epochs):
             sampler.set_epoch(epoch)
@@ -58,17 +58,17 @@ def main(args: argparse.Namespace, device: torch.device) -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                watch.log(loss=loss)  # that of rank 0's part of the batch
+                watch.log(loss=loss)  # of rank 0's part of the batch
             accuracy = accuracy_of(model, test, device)
             watch.log({"test accuracy": accuracy})
             tell(f"epoch {epoch + 1}: loss {loss.item():.4f}, test accuracy {100 * accuracy:.1f} %")
             save(args.out / f"epoch-{epoch + 1}", model, optimizer, epoch + 1)
 
-    tell(f"\n{groups}\n\n{watch.summary()}\n")  # the watch has stopped: nothing is gathered any more
+    tell(f"\n{groups}\n\n{watch.summary()}\n")  # the watch has stopped, so nothing is gathered
     if dist.get_rank() == 0:
         # The same as `steradian report RUN --out PAGE`, which also takes several runs and compares them.
         tell(f"The page: {st.report([run], args.out / 'page.html')}")
-    # A rank that ends at once after a collective may be aborted by gloo's threads, which still hold its tensors.
+    # A rank that ends right after a collective may be aborted by gloo's threads, which still hold its tensors.
     dist.barrier()
 
 
@@ -79,7 +79,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, epoch
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Each rank reads what its shards need; before the watch starts, since torch fills an empty state by a step."""
+    """Each rank reads its shards. Call it before the watch starts, since torch takes a step to fill an empty state."""
     weights, state = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": state, "epochs": 0}
     dcp.load(saved, checkpoint_id=folder)
@@ -137,7 +137,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 @torch.no_grad()
 def accuracy_of(model: nn.Module, data: TensorDataset, device: torch.device) -> float:
-    """The share of images whose digit is told; the ranks gather the weights for it together."""
+    """The share of images that are classified correctly; all ranks must call it together."""
     images, labels = data.tensors
     return (model(images.to(device)).argmax(1).cpu() == labels).float().mean().item()
 
@@ -159,7 +159,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, with float32 weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp2"))
-    parser.add_argument("--resume", type=Path, help="a checkpoint to go on from, such as runs/fsdp2/epoch-3")
+    parser.add_argument("--resume", type=Path, help="a checkpoint to continue from, such as runs/fsdp2/epoch-3")
     return parser.parse_args()
 
 

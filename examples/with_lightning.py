@@ -1,7 +1,7 @@
-"""Lightning: rows found where the optimizer is made, and one callback that watches every step.
+"""Lightning: rows are found where the optimizer is made, and one callback watches every step.
 
     python examples/with_lightning.py
-    python examples/with_lightning.py --epochs 6 --resume                   # goes on from Lightning's checkpoint
+    python examples/with_lightning.py --epochs 6 --resume                   # continues from Lightning's checkpoint
     python examples/with_lightning.py --accelerator gpu --devices 2 --precision bf16-mixed --epochs 30
 
 It writes the records, Lightning's checkpoint and page.html under --out. Needs the extras "lab" and "lightning".
@@ -22,11 +22,11 @@ from steradian.watching.callbacks.lightning import WatchCallback
 
 
 class Classifier(pl.LightningModule):
-    """A small network with BN; nothing in it knows of the watch."""
+    """A small network with BN; nothing in it depends on the watch."""
 
     def __init__(self, lr: float = 1e-2, without: str = "ab") -> None:
         super().__init__()
-        self.save_hyperparameters()  # they are kept with the watched run too
+        self.save_hyperparameters()  # also saved with the watched run
         self.network = nn.Sequential(
             *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
             *(nn.Conv2d(16, 32, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
@@ -39,7 +39,7 @@ class Classifier(pl.LightningModule):
         return self.network(images)
 
     def configure_optimizers(self) -> dict:
-        """Find the rows here: the model is where it will be trained, and its weights are still its own."""
+        """Find the rows here: the model is on its device and not wrapped yet."""
         self.groups = st.find_groups(self, self.example_input_array.to(self.device))
         params = self.groups.param_groups(weight_decay=5e-4, rest={"weight_decay": 0.0})
         optimizer = st.optim.Adam(params, lr=self.hparams.lr, without=self.hparams.without)
@@ -62,8 +62,8 @@ def main() -> None:
     pl.seed_everything(args.seed, verbose=False)
     train, test = digits()
     run = args.out / f"adam-{args.without}"
-    # Without the first argument the callback takes the rows from the optimizer's param groups; with it, the page can
-    # also say which layer makes them rows. `to=["loggers", run]` hands the numbers to the trainer's loggers as well.
+    # Without the first argument the callback takes the rows from the optimizer's param groups. With it, the page also
+    # says which layer makes them invariant. `to=["loggers", run]` sends the numbers to the trainer's loggers as well.
     watching = WatchCallback(lambda module: module.groups, to=run)
     checkpoint = ModelCheckpoint(args.out, filename="last", enable_version_counter=False)
     trainer = pl.Trainer(
@@ -113,7 +113,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--progress", action="store_true", help="show Lightning's progress bar")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/lightning"))
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     return parser.parse_args()
 
 

@@ -1,11 +1,11 @@
-"""transformers: a language model with random weights, Trainer with an optimizer of ours, one callback that watches.
+"""transformers: a language model with random weights, Trainer with one of our optimizers, and a callback that watches.
 
     python examples/with_transformers.py
-    python examples/with_transformers.py --steps 120 --resume               # goes on from the last checkpoint
+    python examples/with_transformers.py --steps 120 --resume               # continues from the last checkpoint
     python examples/with_transformers.py --device cuda --bf16 --hidden 512 --layers 8 --steps 2000 --every 10
 
-The text is made here: sums such as "27+35=62.", which a model can learn to finish. Records, checkpoints and page.html
-go under --out. Needs the extras "lab" and "transformers", and a transformers that has Gemma 3 (4.50).
+The text is generated: sums such as "27+35=62.", which a model can learn to complete. Records, checkpoints and page.html
+are written under --out. Needs the extras "lab" and "transformers", and a transformers that has Gemma 3 (4.50).
 """
 
 import argparse
@@ -45,8 +45,8 @@ def main() -> None:
     model = network(args.hidden, args.layers).to(args.device)
     train, test = Sums(4096, seed=1), Sums(64, seed=2)
 
-    # Heads of queries and keys are normalized one by one, so each is a row. Gemma also normalizes what comes out of
-    # attention and MLP, so that most of the other matrices are rows as a whole. Nobody has to know: it is measured.
+    # Heads of queries and keys are normalized one by one, so each is a row. Gemma also normalizes the outputs of
+    # attention and MLP, so most of the other matrices are rows as a whole. All of this is measured on the model.
     groups = st.find_groups(model, input_ids=test.tokens[:8].to(args.device))
     print(groups, "\n")
 
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def network(hidden: int, layers: int) -> Gemma3ForCausalLM:
-    """A Gemma 3 of any size, its weights random."""
+    """A Gemma 3 of any size, with random weights."""
     config = Gemma3TextConfig(
         vocab_size=len(LETTERS),
         hidden_size=hidden,
@@ -116,12 +116,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--hidden", type=int, default=64, help="a multiple of 8")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--every", type=int, default=1, help="watch every so many steps")
+    parser.add_argument("--every", type=int, default=1, help="watch one in so many steps")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16, with float32 weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/transformers"))
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     return parser.parse_args()
 
 

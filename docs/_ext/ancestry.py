@@ -1,4 +1,4 @@
-"""What a node of a page stands in."""
+"""The nodes that contain a node of a page."""
 
 from collections.abc import Iterator
 

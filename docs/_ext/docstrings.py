@@ -1,4 +1,4 @@
-"""Docstrings are Markdown with Google's sections; for autodoc their tables, bars and code become reStructuredText."""
+"""Docstrings are Markdown with Google's sections; their tables, bars and code are translated to reStructuredText."""
 
 import ast
 import importlib
@@ -27,7 +27,7 @@ def translated(lines: list[str]) -> Iterator[str]:
     """
     k, example = 0, False
     while k < len(lines):
-        # What an example prints is its own, up to the blank line that ends it.
+        # The output of an example, up to the blank line that ends it, is not translated.
         example = bool(lines[k].strip()) and (example or lines[k].lstrip().startswith(">>>"))
         if not example and ROW.match(lines[k]) and k + 1 < len(lines) and RULE.match(lines[k + 1]):
             end = k + 2
@@ -50,7 +50,7 @@ def _table(rows: list[str]) -> Iterator[str]:
 
 
 def _text(line: str) -> str:
-    """A line whose bars are bars, not substitutions, and whose code may be followed by a letter."""
+    """A line with bars escaped, so that they are not substitutions, and with code that may be followed by a letter."""
     parts = CODE.split(line)
     for k in range(0, len(parts), 2):
         ended = k > 0 and parts[k][:1].isalnum()
@@ -59,7 +59,7 @@ def _text(line: str) -> str:
 
 
 def _keep(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Of an attribute napoleon would take whatever stands before a colon for its type."""
+    """Keep the text of attributes: napoleon would read anything before a colon as a type."""
     _kept[name] = list(lines) if what in ("attribute", "data", "property") else None
 
 
@@ -70,18 +70,18 @@ def _process(app: Sphinx, what: str, name: str, obj: object, options: object, li
 def _signature(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    """A default that a dataclass makes anew each time is written "…", which can be parsed."""
+    """Write the default factory of a dataclass as "...", which can be parsed."""
     return (signature and signature.replace("<factory>", "...")), returned
 
 
 def _leave_mocks_alone(app: Sphinx) -> None:
-    """Of a class whose base is a mock, autodoc would import the real module of the base to read its source."""
+    """Stop autodoc from importing the real module of a mocked base class to read its source."""
     for name in ("lightning.pytorch", "pytorch_lightning", "transformers"):
         ModuleAnalyzer.cache["module", name] = PycodeError(f"{name} is not imported for the documentation")
 
 
 def _in_source_order(app: Sphinx) -> None:
-    """Autodoc follows `__all__`, which is sorted by the alphabet; a reader follows the source."""
+    """Sort `__all__`, whose order autodoc follows, by the order in the source instead of the alphabet."""
     for page in Path(app.srcdir).glob("api/*.md"):
         for name in AUTOMODULE.findall(page.read_text(encoding="utf-8")):
             module = importlib.import_module(name)
@@ -91,7 +91,7 @@ def _in_source_order(app: Sphinx) -> None:
 
 
 def _defined(node: ast.stmt) -> list[str]:
-    """The names that a statement gives to a module."""
+    """The names that a statement defines in a module."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []

@@ -1,9 +1,9 @@
 r"""Formulas as MathML, made when the site is built, with the font that draws them inside the stylesheet.
 
-Nothing is loaded from elsewhere and no script runs in the reader's browser. docutils translates the LaTeX and raises on
-what it does not know, which is a warning here and so an error of the build.
+Nothing is loaded from elsewhere and no script runs in the reader's browser. docutils translates the LaTeX and raises an
+error for what it does not know, which becomes a warning and so fails the build.
 
-Delimiters grow by `\bigl` and its kin, or by `\left` for round and square ones; bars and angles after `\left` do not.
+Delimiters grow with `\bigl` and similar commands; round and square ones also with `\left`, bars and angles do not.
 """
 
 import base64
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 FONT = "STIXTwoMath-Regular.ttf"
 NOTICE = (
-    "STIX Two Math, a subset whose delimiters were evened out. "
+    "STIX Two Math, a subset whose delimiters have equal widths. "
     "Copyright 2001-2020 The STIX Fonts Project Authors. SIL Open Font License 1.1."
 )
 RANGES = (
@@ -54,7 +54,7 @@ TALLEST = 2400
 SIGNS = (".", ",", ";", ":", ")", "?")
 FENCES = set("‖|⟨⟩{}")
 ACCENTS = set("~ˆˉ¯ˇ˙¨")
-APPLY = "\u2061"  # stands between a function and its argument, unseen
+APPLY = "\u2061"  # invisible operator between a function and its argument
 
 
 def mathml(tex: str, *, block: bool) -> str:

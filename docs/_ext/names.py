@@ -1,8 +1,8 @@
-"""Code that names something public becomes a link to its reference: `geometry.split`, `find_groups`, `Adam(lr=…)`.
+"""Code that names something public becomes a link to its reference: `geometry.split`, `st.watch`, `Adam(lr=…)`.
 
-In a docstring names are first sought where the docstring stands, in its class and module. Elsewhere a name without its
-module must look like one (`read_step`, `ImageStep`) and be that of one thing alone. A name that begins with one of our
-modules and is not found is a warning: it was renamed, or is misspelt.
+In a docstring a name is first looked up in its own class and module. Elsewhere a name without its module must look like
+one (`read_step`, `ImageStep`) and be unique. A name that begins with `steradian.` and is not found is a warning: it was
+renamed or is misspelled.
 """
 
 import re
@@ -23,6 +23,13 @@ logger = logging.getLogger(__name__)
 NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\))?", re.DOTALL)
 DISTINCT = re.compile(r"[a-z]+_\w+|[A-Z]\w*[a-z]\w*")
 TOP = ("function", "class", "exception", "data")
+FUNCTIONS = {
+    "watch": "steradian.watching.watch.watch",
+    "st.watch": "steradian.watching.watch.watch",
+    "st.report": "steradian.reporting.page.report",
+    "st.find_groups": "steradian.discovery.find_groups",
+}
+"""Functions that users call by another name than the one under which the reference lists them."""
 
 
 class Names(SphinxPostTransform):
@@ -52,16 +59,17 @@ class Names(SphinxPostTransform):
 
 
 def _target(domain: PythonDomain, name: str, here: str) -> tuple[str, ObjectEntry] | None:
-    """What a name means in a place, with its full name."""
+    """The full name and the entry that a name refers to at a place."""
+    name = FUNCTIONS.get(name, name)
     candidates = [name, f"steradian.{name}"]
     parts = here.split(".")
     candidates += [".".join([*parts[:k], name]) for k in range(len(parts), 1, -1)]
     for candidate in candidates:
         entry = domain.objects.get(candidate)
-        # `groups` is rather a variable than the module; `watch` is what users call.
-        if entry is not None and (entry.objtype != "module" or "." in name or name == "watch"):
+        # `groups` is more often a variable than the module.
+        if entry is not None and (entry.objtype != "module" or "." in name):
             return candidate, entry
-    name = name.removeprefix("steradian.")  # where it is found may not be where it is at home
+    name = name.removeprefix("steradian.")  # the reference may list it under the module that defines it
     if not DISTINCT.match(name):
         return None
     same = [
@@ -71,13 +79,13 @@ def _target(domain: PythonDomain, name: str, here: str) -> tuple[str, ObjectEntr
     ]
     if same:
         return same[0] if len(same) == 1 else None
-    # A field of a class stands in the description of the class.
+    # A field of a class is described with the class.
     owner, _, field = name.rpartition(".")
     return _target(domain, owner, here) if owner and field.islower() else None
 
 
 def _places(above: list[nodes.Node]) -> Iterator[str]:
-    """Full names of the things whose descriptions a node stands in, the nearest first; then the page's module."""
+    """Full names of the objects whose descriptions contain a node, the nearest first."""
     for node in above:
         if isinstance(node, addnodes.desc) and node.get("domain") == "py":
             signature = next(node.findall(addnodes.desc_signature))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from steradian.reporting.page import report
     from steradian.watching.watch import watch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Groups",

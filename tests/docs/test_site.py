@@ -20,6 +20,7 @@ LINKS = [
     ("theory/image.html", "../api/image.html#steradian.image.ImageStep.h1"),
     ("theory/equivalence.html", "../api/optim.html#steradian.optim.AdaGradG.from_sgd"),
     ("discovery.html", "api/discovery.html#steradian.discovery.find_groups"),
+    ("watching.html", "api/watching.html#steradian.watching.watch.watch"),
     ("api/image.html", "scheme.html#steradian.scheme.read_step"),
 ]
 

@@ -1,9 +1,10 @@
 """The table that the contract runs over: every optimizer with its settings, and parameters of every kind."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,13 @@ TABLE: dict[str, Make] = {
     "AdamP-nesterov": partial(optim.AdamP, lr=RATE, weight_decay=0.25, nesterov=True),
 }
 CLASSIC = {"Adam-", "SGD", "SGD-"}
+KINDS = ("Adam-", "Adam-abc", "Adam-bc", "SGD-", "SGD-bc-nesterov", "AdaGradG", "AdamG", "AdamP")
+"""One of every kind of step, for tests that take long; the others run with the slow tests."""
+
+
+def kinds_first(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.slow]) for name in names]
+
 
 # name: shapes of the parameters of one param group, and its keys
 SHAPES: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {

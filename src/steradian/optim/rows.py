@@ -5,7 +5,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -214,7 +215,8 @@ class RowSet:
         return [check_shape(name, state[name], param.shape) for state, param in states]
 
 
-class _Cut(NamedTuple):
+@dataclass(frozen=True)
+class _Cut:
     """How one tensor is cut into n rows of d numbers.
 
     Each dimension is split into blocks and what lies within a block. A row is the entries within one block of every

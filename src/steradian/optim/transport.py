@@ -4,7 +4,7 @@ Rows are (n, d), numbers per row (n, 1); x is a row before the step and y the ro
 the device.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from steradian.optim.rows import RowSet
 __all__ = ["Motion", "carry", "carry_in_plane", "emit"]
 
 
-class Motion(NamedTuple):
+@dataclass(frozen=True)
+class Motion:
     """⟨x,x⟩ and ⟨y,y⟩ of a step from x to y, the squared ratio (r/r')², and the rows whose m and v stay.
 
     The step works with squares, so these must be normal numbers to all their digits: radii from 3e-16 to 1e19 in
