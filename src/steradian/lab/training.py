@@ -123,14 +123,14 @@ def _build(config: Config, groups: Groups, captured: bool, fused: bool) -> list[
             return [torch.optim.Adam(made, **adam, **plain)]
         case "AdamW†":
             for group in made:
-                group["decoupled_weight_decay"] = "rows" in group
+                group["decoupled_weight_decay"] = group.get("rows") is not None
             return [optim.Adam(made, **adam)]
         case "AdamG†":
             return [optim.AdamG(made, **adam, rest_lr=1e-3 if config.rest_lr is None else config.rest_lr)]
         case "AdaGradG":
             return [optim.AdaGradG.from_sgd(made, lr, decay)]
         case "AdaGrad":
-            rows, rest = [g for g in made if "rows" in g], [g for g in made if "rows" not in g]
+            rows, rest = [g for g in made if g.get("rows") is not None], [g for g in made if g.get("rows") is None]
             rest_lr = lr if config.rest_lr is None else config.rest_lr
             return [
                 torch.optim.Adam(rows, **{**adam, "betas": (0.0, config.betas[1])}, **plain),
