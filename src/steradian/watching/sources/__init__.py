@@ -54,7 +54,7 @@ class Source(ABC):
 
     def expect(self, out: Tensor) -> None:
         """Called if the next step is observed too: its numbers go to `out`."""
-        raise NotImplementedError
+        raise AssertionError("expect is called only if ahead is True")
 
     @abstractmethod
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
