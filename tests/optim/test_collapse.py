@@ -243,13 +243,14 @@ STAYS = {
 }
 
 
-@pytest.mark.parametrize("name", STAYS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    # AdamG clips a gradient of 1e30.
+    [(name, v) for name in STAYS for v in (float("nan"), float("inf"), 1e30) if (name, v) != ("AdamG", 1e30)],
+)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
 def test_a_row_that_takes_no_step_stays_as_it_is(name: str, value: float, first: bool) -> None:
     """Weight, momentum and second moment, also under decay, for the first step and later ones."""
-    if name == "AdamG" and value == 1e30:
-        return  # AdamG clips it
     p = nn.Parameter(start() * 3)
     optimizer = STAYS[name]([{"params": [p], "rows": "filter"}], lr=0.1, weight_decay=0.5)
     optimizer.emit()

@@ -411,22 +411,8 @@ def apply_long_rows(
                 across = tl.sqrt(tl.maximum(mm - xm * xm / tl.where(xx > 0, xx, 1.0), 0.0)) * s
                 pace_e = share1 * pace / (tl.sqrt(v) / root + eps)
                 radial = (start - kept_x + s * xm / tl.where(xx > 0, xx, 1.0)) / start
-                emit(
-                    telemetry + place,
-                    also + place,
-                    row >= 0,
-                    xx,
-                    yy,
-                    xy,
-                    hh,
-                    xh,
-                    across,
-                    radial,
-                    there,
-                    pace_e,
-                    start,
-                    C,
-                )
+                emit(telemetry + place, also + place, row >= 0, xx, yy, xy, hh, xh, across, radial, there,
+                     pace_e, start, C)  # fmt: skip
         factor = sign_and_scale(flags, grad_scale, SCALED, C)
         cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
         at, mask = row.to(tl.int64) * d + cols, cols < d
