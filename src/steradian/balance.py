@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, Optimizer, RAdam
 
 __all__ = ["Balance", "Balanced", "adam", "balance_of", "register", "sgd"]
 
@@ -144,9 +144,10 @@ def sgd(settings: Mapping[str, Any], size: int) -> Balance:
     return Balance(gain, power=2, root=4, pace=pace, free=True)
 
 
+@register(RAdam)
 @register(Adam)
 def adam(settings: Mapping[str, Any], size: int) -> Balance:
-    """Adam: r³ = ηγ√d/(2λ), or with decoupled decay r² = ηd/(2λ); θ = η√(d(1−β1)/(1+β1))/r; or without (b).
+    """Adam, and RAdam after its first steps: r³ = ηγ√d/(2λ), or with decoupled decay r² = ηd/(2λ); θ = η√(d(1−β1)/(1+β1))/r; or without (b).
 
     Args:
         settings: a param group; "without" counts if it has "rows", as ours do.

@@ -9,6 +9,8 @@ filters of the network that have not shrunk away, where its records have statist
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from steradian.lab.training import Training
 from steradian.phenomena import Memory
 from steradian.scheme import Step, read_step
 from steradian.watching.records import COLUMNS, STATISTICS
-from steradian.watching.rows import Stack, stacks, watched_groups
+from steradian.watching.rows import WatchedGroup, place, watched_groups
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,7 +85,8 @@ class Tracked(Training):
     ) -> None:
         super().__init__(config, data, **how)
         rows = self.optimizers[0]  # which has all rows of the network
-        self.stacks = stacks(watched_groups(rows, self.groups), rows)
+        watched, _ = watched_groups([rows], self.groups)
+        self.stacks = _stacks([each for each in watched if each.group in self.groups.groups])
         self.quantities = RECORDED + (PHENOMENA if phenomena else ())
         self.deliver = deliver
         self._wanted = recorded_steps(self.config.epochs * self.steps, points)
@@ -201,6 +204,28 @@ class Tracked(Training):
                 self.memory.load(tracked["memory"], device=self.data.device)
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Groups whose rows have one length, handled as one block of rows to save launches; their places are in order."""
+
+    members: list[WatchedGroup]
+
+    def now(self) -> Tensor:
+        """The present rows."""
+        return torch.cat([member.cut(member.params) for member in self.members])
+
+    def gradient(self) -> Tensor:
+        """Their gradients."""
+        return torch.cat([member.cut(member.gradients()) for member in self.members])
+
+
+def _stacks(watched: Sequence[WatchedGroup]) -> list[Stack]:
+    def size(group: WatchedGroup) -> int:
+        return group.size
+
+    return [Stack(list(members)) for _, members in groupby(place(watched, key=size), key=size)]
+
+
 class _MomentumMemory:
     """The sums of `phenomena.Memory` for all rows of a training, updated by every step.
 
@@ -245,8 +270,8 @@ class _MomentumMemory:
 
     @torch.no_grad()
     def _update(self, *_: Any) -> None:
-        points = self._padded([stack.now(stack.members) for stack in self.stacks])
-        gradients = self._padded([torch.cat([m.gradient() for m in stack.members]) for stack in self.stacks])
+        points = self._padded([stack.now() for stack in self.stacks])
+        gradients = self._padded([stack.gradient() for stack in self.stacks])
         if self._rehearsing and not _capturing(points):
             self._last = points, gradients
         self.memory.update(points, gradients, beta=self.beta)
@@ -297,7 +322,7 @@ def statistics_table(
 
 def _rows(stack: Stack, tensors: Mapping[Tensor, Tensor]) -> Tensor:
     """The tensors of all parameters of a stack as rows."""
-    return torch.cat([member.cut(tensors[param] for param in member.params) for member in stack.members])
+    return torch.cat([member.cut([tensors[param] for param in member.params]) for member in stack.members])
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -1,73 +1,223 @@
-"""Steps of any optimizer, from the weights before and after."""
+"""Steps of any optimizer: seven sums over each row of the weights, the gradient and the step.
 
+Where the state tells the step, as in Adam and in SGD with momentum, x' = (1 − ηδ)x − ηq is solved for x, and nothing is
+copied. Otherwise the weights are copied before an observed step. Half-precision weights round, and turn less than the
+state says: they are always observed from two points.
+"""
+
+import logging
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 from steradian import geometry
-from steradian.image import ImageNumbers, invariance_defect, observed_step
-from steradian.watching.rows import WatchedGroup, nominal_rate, stacks
-from steradian.watching.sources import PHENOMENA, Quantities, Source
+from steradian.image import ImageNumbers, invariance_defect
+from steradian.optim import RowOptimizer
+from steradian.scheme import Step, Taken, UnreadableOptimizerError, is_named, reader_of
+from steradian.watching.rows import Piece, WatchedGroup, dtype_of, nominal_rate, place
+from steradian.watching.sources import PHENOMENA, UNMEASURED, Quantities, Source
 
-__all__ = ["ObservedSource"]
+__all__ = ["SUMS", "ObservedSource", "tells_step"]
+
+SUMS = ("xx", "qx", "qq", "gg", "gx", "gq", "bb")
+"""⟨x,x⟩, ⟨q,x⟩, ⟨q,q⟩, ⟨g,g⟩, ⟨g,x⟩, ⟨g,q⟩ and ⟨b,b⟩ of a row, with g = ∇L(x).
+
+From two points, x is the point before and q = x − x'. From the state, x stands for the point after, and q = a ⊘ b.
+"""
+_AGREES = 1e-2
+"""A reader that is known by its class's name must predict the displacement to this share of it."""
+
+logger = logging.getLogger("steradian")
+
+
+def tells_step(group: WatchedGroup) -> bool:
+    """Whether state and settings after a step determine the point before it."""
+    optimizer, settings = group.optimizer, group.settings
+    if not isinstance(optimizer, Adam | SGD) or any(p.dtype not in (torch.float32, torch.float64) for p in group.params):
+        return False
+    try:
+        reader_of(optimizer)
+    except UnreadableOptimizerError:
+        return False
+    return isinstance(optimizer, Adam) or bool(settings["momentum"] and not settings["nesterov"])
 
 
 class ObservedSource(Source):
-    """Radius, angle and velocity from two points; the gradient's norm and its defect.
+    """Sums over the rows of groups on one device, piece by piece.
 
     Args:
         optimizer: the optimizer.
-        watched: groups on one device.
-        why: the reason why the optimizer's state cannot be read.
+        watched: its groups; `tells_step` is the same for all.
     """
 
-    columns = ("radius", "inward", "across", "gradient_norm", "slope", "rate")
+    columns: tuple[str, ...] = (*SUMS, "rate", "decay")
 
-    def __init__(self, optimizer: Optimizer, watched: Sequence[WatchedGroup], *, why: str) -> None:
+    def __init__(self, optimizer: Optimizer, watched: Sequence[WatchedGroup]) -> None:
         self.optimizer = optimizer
-        self.stacks = stacks(watched, optimizer)
-        self.missing = dict.fromkeys(("effective_lr", "direction_norm", "radial", "nu", "deformation", *PHENOMENA), why)
+        order = {id(settings): k for k, settings in enumerate(optimizer.param_groups)}
+        self.watched = place(watched, key=lambda group: order[id(group.settings)])
+        self.device, self.row_dtype = watched[0].device, dtype_of(watched)
+        self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        self.two_points = self.beforehand = not all(map(tells_step, watched))
+        self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
+        self._checked = False
+        # Torch's step over lists adds Nesterov's momentum to p.grad, schedule-free steps divide it.
+        named = type(optimizer).__name__.endswith("ScheduleFree")
+        foreign = not isinstance(optimizer, RowOptimizer)
+        self._overwrites = named or (foreign and any(group.settings.get("nesterov") for group in watched))
+        self._points: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, list[Tensor]] = {}
+        sizes = [torch.full((group.n_rows,), float(group.size), dtype=self.dtype, device="cpu") for group in self.watched]
+        self._sizes = torch.cat(sizes).to(self.device)
+        try:
+            self.reader = reader_of(optimizer)
+        except UnreadableOptimizerError as error:
+            self._drop_reader(str(error))
         # A line search leaves the gradient of another point than the one that the step started from.
         self.searches = isinstance(optimizer, LBFGS)
         if self.searches:
             self.missing |= dict.fromkeys(("defect", "gradient_norm"), "the gradient left behind is of another point")
 
-    def open(self) -> None:
-        pass
+    def _drop_reader(self, why: str) -> None:
+        self.reader = None
+        self.missing |= dict.fromkeys(("effective_lr", "direction_norm", "radial", "nu", *PHENOMENA), why)
 
     @torch.no_grad()
     def before(self) -> None:
-        for stack in self.stacks:
-            stack.take(self.optimizer)
+        if not self.two_points:
+            return
+        for group in self.watched:
+            if not group.gone:
+                self._points[id(group)] = [group.local(param).clone() for param in group.params]
+                if self._overwrites and group.active():  # before a closure there is no gradient
+                    self._gradients[id(group)] = [gradient.clone() for gradient in group.gradients()]
 
     @torch.no_grad()
     def after(self, out: Tensor) -> None:
-        for stack in self.stacks:
-            moved = stack.moved()
-            if moved is None:
+        for group in self.watched:
+            points = self._points.pop(id(group), None)
+            gradients = self._gradients.pop(id(group), None)
+            if not group.active() or (self.two_points and points is None):
                 continue
-            members, points, raw = moved
-            image = observed_step(points, stack.now(members), check=False)
-            gradient = geometry.as_float(raw, "gradient")
-            rate = torch.as_tensor(nominal_rate(members[0].settings), dtype=image.radius.dtype, device=out.device)
-            columns = [
-                image.radius,
-                image.inward,
-                image.across,
-                geometry.norm(gradient).squeeze(-1),
-                geometry.dot(gradient, image.direction).squeeze(-1),
-                rate.reshape(()).expand(len(image.radius)),
-            ]
-            stack.write(members, columns, out)
+            gradients = group.gradients() if gradients is None else gradients
+            rows = out[group.span].zero_()
+            for piece in group.pieces():
+                self._add_sums(group, piece, points, gradients, rows[piece[0]])
+        self._checked = True
+
+    def _add_sums(
+        self, group: WatchedGroup, piece: Piece, points: list[Tensor] | None, gradients: list[Tensor], out: Tensor
+    ) -> None:
+        """Add the sums over a piece to `out`, and write the rate and the decay of the step."""
+        y = group.cut(group.params, piece)
+        before = y if points is None else group.cut(points, piece)
+        raw = group.cut(gradients, piece)
+        scale = getattr(self.optimizer, "grad_scale", None)
+        if scale is not None and isinstance(self.optimizer, RowOptimizer):  # torch's fused steps unscale p.grad
+            raw = raw / scale.to(raw)
+        step = None if self.reader is None else self._read(group, piece, y, None if points is None else before, raw)
+        g, x = raw.to(self.dtype), before.to(self.dtype)
+        b = x.new_zeros(()) if step is None else step.b.to(self.dtype)
+        q = step.a.to(self.dtype) / b if points is None and step is not None else x - y.to(self.dtype)
+        for k, (one, other) in enumerate([(x, x), (q, x), (q, q), (g, g), (g, x), (g, q), (b, b)]):
+            out[:, k] += torch.linalg.vecdot(one, other) if one.ndim else 0
+        for k, setting in enumerate((nominal_rate(group.settings), 0.0) if step is None else (step.lr, step.decay)):
+            out[:, len(SUMS) + k] = setting.reshape(-1) if isinstance(setting, Tensor) else setting
+
+    def _read(self, group: WatchedGroup, piece: Piece, y: Tensor, before: Tensor | None, raw: Tensor) -> Step | None:
+        """The step that the reader sees on a piece of the rows, as if they were a parameter."""
+        assert self.reader is not None
+        param = geometry.as_float(y, "x").detach()
+        param.grad = raw.to(param.dtype)
+        settings = {**group.settings, "rows": None if group.settings.get("rows") is None else "filter", "joint": False}
+        before = None if before is None else geometry.as_float(before, "x")
+        try:
+            step = self.reader(Taken(param, settings, self._state(group, piece), before))
+        except (ValueError, KeyError) as error:  # the state is not what the reader expects
+            return self._disagree(str(error))
+        if before is not None and is_named(self.optimizer) and not self._checked:
+            moved = before - param
+            missed = moved - step.lr * (step.decay * before + step.a / step.b)
+            if not bool(geometry.norm(missed).max() <= _AGREES * geometry.norm(moved).max() + 1e-6):
+                return self._disagree("its steps are not those that the reader of this name expects")
+        return step
+
+    def _disagree(self, why: str) -> None:
+        if self.two_points:
+            name = type(self.optimizer).__qualname__
+            self._drop_reader(f"{name} is observed from two points: {why}")
+            logger.warning("%s is observed from two points alone: %s", name, why)
+            return
+        raise ValueError(why)
+
+    def _state(self, group: WatchedGroup, piece: Piece) -> dict[str, Tensor]:
+        """The state of the piece: entries like the parameters, one number per row, or one for all."""
+        states = [self.optimizer.state.get(param, {}) for param in group.params]
+        shape, per_row = group.params[0].shape, getattr(self.optimizer, "row_state", ())
+        found: dict[str, Tensor] = {}
+        for name, value in states[0].items():
+            if isinstance(value, Real):
+                found[name] = torch.tensor(float(value), device="cpu")
+            elif not isinstance(value, Tensor):
+                continue
+            elif name in per_row and value.shape != shape:
+                found[name] = group.local(value)[piece[0]]
+            elif value.shape == shape:
+                found[name] = group.cut([state[name] for state in states], piece)
+            elif value.numel() == 1:
+                found[name] = value.reshape(())
+        return found
 
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
-        radius, inward, across, length, slope, rate = values.unbind(-1)
-        image = ImageNumbers(radius=radius, start=radius, inward=inward, across=across, lr=1.0, scale=None)
-        gradients = {} if self.searches else {"defect": invariance_defect(slope, length), "gradient_norm": length}
-        return image, {**gradients, "lr": rate}
+        sums = dict(zip(self.columns, values.unbind(-1), strict=True))
+        rates, decays = sums.get("rate", rates).to(self.dtype), sums.get("decay", decays).to(self.dtype)
+        xx, qx, qq, gx = (sums[name] for name in ("xx", "qx", "qq", "gx"))
+        known = torch.where(rates.isfinite(), rates, 0)
+        if self.two_points:
+            moved, along = qq, qx  # of x − x' = ηδx + ηq
+        else:  # x = (x' + ηq)/(1 − ηδ)
+            kept = 1 - rates * decays
+            xx = (xx + 2 * rates * qx + rates**2 * qq) / kept**2
+            qx, gx = (qx + rates * qq) / kept, (gx + rates * sums["gq"]) / kept
+            along = rates * (decays * xx + qx)
+            moved = rates**2 * (decays**2 * xx + 2 * decays * qx + qq)
+        radius = xx.sqrt()
+        safe = radius.masked_fill(radius == 0, 1)
+        across = (moved - (along / safe) ** 2).clamp(min=0).sqrt()  # η‖q^⊥‖
+        inward = along / safe - known * decays * radius  # η⟨q,u⟩
+        start, scale = radius * (1 - known * decays), (sums["bb"] / self._sizes).sqrt()
+        readable = self.reader is not None
+        # The image of a step of rate 1, so that nothing is divided by a rate of 0.
+        image = ImageNumbers(
+            radius=radius.to(self.row_dtype),
+            start=start.to(self.row_dtype),
+            inward=inward.to(self.row_dtype),
+            across=across.to(self.row_dtype),
+            lr=1.0,
+            scale=(scale / rates).to(self.row_dtype) if readable else None,
+        )
+        length, update = sums["gg"].sqrt(), moved.clamp(min=0).sqrt()
+        found = {
+            "update": (update / safe).masked_fill(radius == 0, 0),
+            "radial_share": (along.abs() / safe / update.masked_fill(update == 0, 1)).clamp(max=1),
+            "lr": rates,
+        }
+        if not self.searches:
+            found |= {"defect": invariance_defect(gx / safe, length), "gradient_norm": length}
+        if readable:
+            found["nu"] = start * scale
+            found["direction_norm"] = across * torch.where(rates == 0, 0, found["nu"] / rates)
+        return image, {name: value.to(self.row_dtype) for name, value in found.items()}
+
+    def nbytes(self) -> int:
+        """The copies; before a step they are counted as if they were there."""
+        if not self.two_points:
+            return 0
+        return sum(group.n_rows * group.size * group.dtype.itemsize for group in self.watched)
 
     def close(self) -> None:
-        for stack in self.stacks:
-            stack.release()
+        self._points, self._gradients = {}, {}

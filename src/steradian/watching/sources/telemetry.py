@@ -8,7 +8,7 @@ from torch import Tensor
 
 from steradian.image import ImageNumbers
 from steradian.optim import TELEMETRY, RowOptimizer, Telemetry
-from steradian.watching.rows import WatchedGroup, place
+from steradian.watching.rows import WatchedGroup, dtype_of, place
 from steradian.watching.sources import PHENOMENA, Quantities, Source
 
 __all__ = ["TelemetrySource"]
@@ -34,19 +34,17 @@ class TelemetrySource(Source):
         order = {id(param): k for k, param in enumerate(params)}
         self.watched = place(watched, key=lambda group: order[id(group.params[0])])
         self.optimizer = optimizer
+        self.dtype = dtype_of(watched)
         self._buffers: tuple[Tensor, ...] | None = None
         self._rows: list[tuple[Tensor, slice | None]] = []
         self._direct: bool | None = None
         why = "this optimizer's telemetry does not contain it; pass phenomena=True to measure it from the weights"
-        self.missing = dict.fromkeys(("deformation", *PHENOMENA), why)
+        self.missing = dict.fromkeys(PHENOMENA, why)
 
     def open(self) -> None:
         listeners, ours = _LISTENERS.get(self.optimizer, (0, self.optimizer.telemetry is None))
         _LISTENERS[self.optimizer] = (listeners + 1, ours)
         self.optimizer.emit()
-
-    def before(self) -> None:
-        pass
 
     def after(self, out: Tensor) -> None:
         telemetry = self.optimizer.telemetry
