@@ -125,7 +125,7 @@ class Flush:
         starts = accumulate((len(buffer.watched) for buffer in buffers), initial=0)
         self._places = {id(buffer): start for buffer, start in zip(buffers, starts, strict=False)}
         self._params = {id(buffer): [p for group in buffer.watched for p in group.params] for buffer in buffers}
-        self._room = min(buffer.steps for buffer in buffers)
+        self._room = min((buffer.steps for buffer in buffers), default=1)
         self._steps: list[int] = []
         self._active: list[list[bool]] = []
         self._logged: list[tuple[int, str, float | Tensor, Tensor | None]] = []

@@ -31,6 +31,8 @@ From two points, x is the point before and q = x − x'. From the state, x stand
 _AGREES = 1e-2
 """A reader that is known by its class's name must predict the displacement to this share of it."""
 
+_ROUNDING = 1e-6
+
 logger = logging.getLogger("steradian")
 
 
@@ -182,12 +184,14 @@ class ObservedSource(Source):
         else:  # x = (x' + ηq)/(1 − ηδ)
             kept = 1 - rates * decays
             xx = (xx + 2 * rates * qx + rates**2 * qq) / kept**2
+            # A row that was 0, such as a bias at first, is only rounding after the step is taken back.
+            xx = xx.masked_fill(xx < _ROUNDING**2 * rates**2 * qq, 0)
             qx, gx = (qx + rates * qq) / kept, (gx + rates * sums["gq"]) / kept
             along = rates * (decays * xx + qx)
             moved = rates**2 * (decays**2 * xx + 2 * decays * qx + qq)
         radius = xx.sqrt()
         safe = radius.masked_fill(radius == 0, 1)
-        across = (moved - (along / safe) ** 2).clamp(min=0).sqrt()  # η‖q^⊥‖
+        across = _root(moved - (along / safe) ** 2)  # η‖q^⊥‖
         inward = along / safe - known * decays * radius  # η⟨q,u⟩
         start, scale = radius * (1 - known * decays), (sums["bb"] / self._sizes).sqrt()
         readable = self.reader is not None
@@ -200,7 +204,7 @@ class ObservedSource(Source):
             lr=1.0,
             scale=(scale / rates).to(self.row_dtype) if readable else None,
         )
-        length, update = sums["gg"].sqrt(), moved.clamp(min=0).sqrt()
+        length, update = sums["gg"].sqrt(), _root(moved)
         found = {
             "update": (update / safe).masked_fill(radius == 0, 0),
             "radial_share": (along.abs() / safe / update.masked_fill(update == 0, 1)).clamp(max=1),
@@ -210,7 +214,8 @@ class ObservedSource(Source):
             found |= {"defect": invariance_defect(gx / safe, length), "gradient_norm": length}
         if readable:
             found["nu"] = start * scale
-            found["direction_norm"] = across * torch.where(rates == 0, 0, found["nu"] / rates)
+            speed = across / rates.masked_fill(rates == 0, 1) if self.two_points else _root(qq - (qx / safe) ** 2)
+            found["direction_norm"] = speed * found["nu"]
         return image, {name: value.to(self.row_dtype) for name, value in found.items()}
 
     def nbytes(self) -> int:
@@ -221,3 +226,8 @@ class ObservedSource(Source):
 
     def close(self) -> None:
         self._points, self._gradients = {}, {}
+
+
+def _root(square: Tensor) -> Tensor:
+    """The root of a difference that rounding may have made negative."""
+    return square.clamp(min=0).sqrt()

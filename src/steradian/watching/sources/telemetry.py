@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from steradian.image import ImageNumbers
@@ -102,8 +103,14 @@ class TelemetrySource(Source):
         )
         assert image.nu is not None
         assert image.direction_norm is not None
+        # Optimizers on the sphere also change the radius, which the image does not.
+        radius, radius_after, angle = known["radius"], known["next_radius"], known["angle"]
+        outward = (radius_after - radius - 2 * radius_after * (angle / 2).sin() ** 2).abs()
+        length = torch.hypot(outward, radius_after * angle.sin())
         # The telemetry of a collapsed row has no effective rate to divide by.
         return image, {
+            "update": (length / radius).masked_fill(image.collapsed, 0),
+            "radial_share": (outward / length.masked_fill(length == 0, 1)).masked_fill(image.collapsed, 0),
             "direction_norm": image.direction_norm.masked_fill(image.collapsed, 0),
             "nu": (image.nu * rates).masked_fill(image.collapsed, 0),
             "radial": known["radial"],
