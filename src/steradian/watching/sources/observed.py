@@ -56,7 +56,7 @@ class ObservedSource(Source):
         watched: its groups; `tells_step` is the same for all.
     """
 
-    columns: tuple[str, ...] = (*SUMS, "rate", "decay")
+    columns: tuple[str, ...] = (*SUMS, "rate", "kept")
 
     def __init__(self, optimizer: Optimizer, watched: Sequence[WatchedGroup]) -> None:
         self.optimizer = optimizer
@@ -114,7 +114,7 @@ class ObservedSource(Source):
     def _add_sums(
         self, group: WatchedGroup, piece: Piece, points: list[Tensor] | None, gradients: list[Tensor], out: Tensor
     ) -> None:
-        """Add the sums over a piece to `out`, and write the rate and the decay of the step."""
+        """Add the sums over a piece to `out`, and write the rate η of the step and 1 − ηδ."""
         y = group.cut(group.params, piece)
         before = y if points is None else group.cut(points, piece)
         raw = group.cut(gradients, piece)
@@ -127,8 +127,10 @@ class ObservedSource(Source):
         q = step.a.to(self.dtype) / b if points is None and step is not None else x - y.to(self.dtype)
         for k, (one, other) in enumerate([(x, x), (q, x), (q, q), (g, g), (g, x), (g, q), (b, b)]):
             out[:, k] += torch.linalg.vecdot(one, other) if one.ndim else 0
-        for k, setting in enumerate((nominal_rate(group.settings), 0.0) if step is None else (step.lr, step.decay)):
-            out[:, len(SUMS) + k] = setting.reshape(-1) if isinstance(setting, Tensor) else setting
+        # 1 − ηδ is rounded as the step rounds it if the rate is a tensor.
+        rate, kept = (nominal_rate(group.settings), 1.0) if step is None else (step.lr, 1 - step.lr * step.decay)
+        for k, setting in enumerate((rate, kept), len(SUMS)):
+            out[:, k] = setting.reshape(-1) if isinstance(setting, Tensor) else setting
 
     def _read(self, group: WatchedGroup, piece: Piece, y: Tensor, before: Tensor | None, raw: Tensor) -> Step | None:
         """The step that the reader sees on a piece of the rows, as if they were a parameter."""
@@ -176,24 +178,23 @@ class ObservedSource(Source):
 
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
         sums = dict(zip(self.columns, values.unbind(-1), strict=True))
-        rates, decays = sums.get("rate", rates).to(self.dtype), sums.get("decay", decays).to(self.dtype)
+        kept = sums["kept"] if "kept" in sums else (1 - rates * decays).to(self.dtype)
+        rates, lost = sums.get("rate", rates).to(self.dtype), 1 - kept
         xx, qx, qq, gx = (sums[name] for name in ("xx", "qx", "qq", "gx"))
-        known = torch.where(rates.isfinite(), rates, 0)
         if self.two_points:
             moved, along = qq, qx  # of x − x' = ηδx + ηq
         else:  # x = (x' + ηq)/(1 − ηδ)
-            kept = 1 - rates * decays
             xx = (xx + 2 * rates * qx + rates**2 * qq) / kept**2
             # A row that was 0, such as a bias at first, is only rounding after the step is taken back.
             xx = xx.masked_fill(xx < _ROUNDING**2 * rates**2 * qq, 0)
             qx, gx = (qx + rates * qq) / kept, (gx + rates * sums["gq"]) / kept
-            along = rates * (decays * xx + qx)
-            moved = rates**2 * (decays**2 * xx + 2 * decays * qx + qq)
+            along = lost * xx + rates * qx
+            moved = lost**2 * xx + 2 * lost * rates * qx + rates**2 * qq
         radius = xx.sqrt()
         safe = radius.masked_fill(radius == 0, 1)
         across = _root(moved - (along / safe) ** 2)  # η‖q^⊥‖
-        inward = along / safe - known * decays * radius  # η⟨q,u⟩
-        start, scale = radius * (1 - known * decays), (sums["bb"] / self._sizes).sqrt()
+        inward = along / safe - lost * radius  # η⟨q,u⟩
+        start, scale = radius * kept, (sums["bb"] / self._sizes).sqrt()
         readable = self.reader is not None
         # The image of a step of rate 1, so that nothing is divided by a rate of 0.
         image = ImageNumbers(
