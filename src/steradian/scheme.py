@@ -340,6 +340,7 @@ def _read_displacement(taken: Taken) -> Step:
 
 def _read_schedule_free(taken: Taken) -> Step:
     """Schedule-free: the weights are a mean of points, so a is the update; its decay is part of the gradient."""
+    taken.need("z")
     return _read_displacement(replace(taken, group={**taken.group, "weight_decay": 0.0}))
 
 

@@ -50,7 +50,7 @@ def test_integers_of_numpys_are_integers(tmp_path):
     ("arguments", "options", "kind", "words"),
     [
         (("adam",), {}, TypeError, "optimizer must be a torch optimizer or a list of them, got str"),
-        (([],), {}, TypeError, "optimizer must be a torch optimizer or a list of them, got list"),
+        (([],), {}, ValueError, "optimizer must be a torch optimizer or a list of them, got an empty list"),
         ((pair()[0], "model"), {}, TypeError, "the second argument must be a model, .* got str"),
         ((pair()[0], [3]), {}, TypeError, "the second argument must be a model, .* got list"),
         ((pair()[0],), {"only": "x*"}, ValueError, r"only: no name matches \['x\*'\]; the parameters are w, v"),

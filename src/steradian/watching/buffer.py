@@ -22,8 +22,8 @@ from steradian.watching.statistics import Statistics
 
 __all__ = ["Buffer", "sources_of"]
 
-_NUMBERS = 2**22
-"""The most numbers in a buffer."""
+_SHARE, _NUMBERS = 8, 2**16
+"""A buffer has at most one number for this many of the watched weights, or as many as these."""
 _STEPS = 256
 """The most steps in a buffer."""
 _ALIGNED = 4
@@ -101,7 +101,8 @@ class Buffer:
         dtype, width = source.dtype, len(source.columns)
         # All ranks must flush at the same steps, whatever number of rows each of them has.
         total = sum(group.total_rows for group in watched)
-        self.steps = max(1, min(_STEPS, _NUMBERS // max(1, total * width)))
+        most = max(_NUMBERS, sum(group.total_rows * group.size for group in watched) // _SHARE)
+        self.steps = max(1, min(_STEPS, most // max(1, total * width)))
         numbers = self.n_rows * width
         aligned = torch.zeros(self.steps, -(-numbers // _ALIGNED) * _ALIGNED, dtype=dtype, device=self.device)
         self.values = aligned[:, :numbers].unflatten(1, (self.n_rows, width))

@@ -149,6 +149,8 @@ class Flush:
                 usual = self.complete and all(map(is_not, map(_GRAD, self._params[id(buffer)]), repeat(None)))
                 start, count = self._places[id(buffer)], len(buffer.watched)
                 active[start : start + count] = [True] * count if usual else [g.active() for g in buffer.watched]
+                for group in buffer.watched:
+                    group.held = None
 
     def log(self, step: int, name: str, value: float | Tensor) -> None:
         """Add a number of the run as a whole."""

@@ -32,7 +32,7 @@ Model = nn.Module | Sequence[nn.Module] | Groups | None
 """Where names come from: a model, its parts, what `find_groups` found, or the optimizer's own names (None)."""
 
 INVARIANT, NOT_INVARIANT, UNTESTED = "invariant", "not invariant", "untested"
-_PIECE = 2**18
+_PIECE = 2**16
 """Numbers that are computed with at once, so that temporaries stay small."""
 _SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 
@@ -57,6 +57,7 @@ class WatchedGroup:
         start: where its rows begin among all rows of its source, which sets it with `place`.
         span: the places of its rows.
         gone: the optimizer no longer steps it, or not as it did when the watch began.
+        held: its gradients before the step, if someone else may take them away before the watch reads them.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class WatchedGroup:
         self.gathered = self.sharded and self.n_rows == self.total_rows
         self.start, self.span = 0, slice(0, self.n_rows)
         self.gone = False
+        self.held: list[Tensor] | None = None
 
     def active(self) -> bool:
         """Whether all of its parameters have a gradient, so that the step moves it."""
-        return not self.gone and all(param.grad is not None for param in self.params)
+        return not self.gone and (self.held is not None or all(param.grad is not None for param in self.params))
 
     def describe(self) -> dict[str, Any]:
         """Its entry in run.json."""
@@ -116,6 +118,7 @@ class WatchedGroup:
     def gradients(self) -> list[Tensor]:
         """The gradients of its parameters, dense; only for an active group."""
         found = [param.grad for param in self.params if param.grad is not None]
+        found = found if len(found) == len(self.params) else self.held or []
         return [grad.to_dense() if grad.layout != torch.strided else grad for grad in found]
 
 
@@ -160,6 +163,8 @@ def watched_groups(
                 notes.append(f"{group.names[0]} {why}")
             elif group.size and group.n_rows and all(param.requires_grad for param in params):
                 found.append(WatchedGroup(group, params, optimizer, owner[ids[0]], label))
+    place_of = {key: k for k, key in enumerate(_of_model(model))}
+    found.sort(key=lambda group: place_of.get(id(group.params[0]), len(place_of)))
     if isinstance(model, Groups) and found and not any(id(param) in names for param in model.params.values()):
         notes.append("groups holds other parameters than the optimizer: use groups.of(model)")
     return found, notes
@@ -205,11 +210,7 @@ def declared_groups(
 
 def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
     """A name of its own for each parameter of the optimizers: the model's, else the optimizer's, else its number."""
-    if isinstance(model, Groups):
-        known = {id(param): name for name, param in model.params.items()}
-    else:
-        parts = [model] if isinstance(model, nn.Module) else list(model or ())
-        known = {id(p): _plain(name) for part in reversed(parts) for name, p in part.named_parameters()}
+    known = _of_model(model)
     found: dict[int, str] = {}
     taken: set[str] = set()
     for number, optimizer in enumerate(optimizers):
@@ -224,6 +225,14 @@ def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
                 found[id(param)] = name
                 taken.add(name)
     return found
+
+
+def _of_model(model: Model) -> dict[int, str]:
+    """Names of a model's parameters by their id, in the model's order."""
+    if isinstance(model, Groups):
+        return {id(param): name for name, param in model.params.items()}
+    parts = [model] if isinstance(model, nn.Module) else list(model or ())
+    return {id(param): _plain(name) for part in parts for name, param in part.named_parameters()}
 
 
 def _plain(name: str) -> str:

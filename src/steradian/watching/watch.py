@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from numbers import Integral, Real
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
     from steradian.watching.distributed import Merge
 
-__all__ = ["Watch", "counted_steps", "watch"]
+__all__ = ["Watch", "check_options", "counted_steps", "watch"]
 
 logger = logging.getLogger("steradian")
 
@@ -55,6 +56,8 @@ _SECONDS = 30.0
 """Observed steps are flushed at least this often."""
 _STEPS = {Optimizer.profile_hook_step(lambda _: None).__code__}
 """The code of torch's wrapper around `step`, which calls the hooks."""
+_OURS: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Post-hooks of watches, which do not change the weights."""
 
 
 def watch(
@@ -151,7 +154,8 @@ class Watch:
     ) -> None:
         self.optimizers = _optimizers(optimizer)
         _check_model(model_or_groups)
-        _check_options(every, cost, only, record_rows, rows_every, paths, config, step, run)
+        options = {"record_rows": record_rows, "rows_every": rows_every, "paths": paths, "run": run}
+        check_options(every=every, cost=cost, only=only, config=config, step=step, **options)
         self.config = dict(config or {})
         patterns = [only] if isinstance(only, str) else only
         watched, notes = watched_groups(self.optimizers, model_or_groups, patterns)
@@ -160,9 +164,11 @@ class Watch:
         self.sharded = any(group.sharded for group in watched)
         self._idle = not watched or (rank != 0 and not self.sharded)
         self.sinks = [] if self._idle or rank else sinks_of(to)
-        if rank == 0 and (notes or not watched):
-            left_out = "; ".join(notes) or "no optimizer steps a trainable parameter"
-            warnings.warn(f"{'' if watched else 'there is nothing to watch: '}{left_out}", stacklevel=3)
+        if rank == 0 and notes:
+            logger.warning("not watched: %s", "; ".join(notes))
+        if rank == 0 and not watched:
+            why = "; ".join(notes) or "no optimizer steps a trainable parameter"
+            warnings.warn(f"there is nothing to watch: {why}", stacklevel=3)
         if watched:
             _check_names("record_rows", record_rows, self._order)
             _check_names("paths", paths or (), self._order)
@@ -199,6 +205,7 @@ class Watch:
         self._step: int | None = None  # the number of the step that is being taken, or that comes next
         self._stepped: set[int] = set()  # the optimizers that have taken it
         self._begun: set[int] = set()  # the optimizers that are taking it
+        self._nested: list[int] = []  # the optimizers whose step was called by their step
         self._observing = False
         self._flushed_at = time.monotonic()
         # A notebook may call `records()` while another thread trains.
@@ -206,6 +213,7 @@ class Watch:
         self.running = self._stopped = self._failed = False
         self.error: Exception | None = None
         self._hooks: list[Any] = []
+        self._last_hooks: dict[int, int] = {}  # the post-hook of each optimizer
 
     # Start and stop
 
@@ -223,12 +231,14 @@ class Watch:
         for buffer in self.buffers:
             buffer.source.open()
         self._failed = False
-        self._stepped, self._begun = set(), set()
-        for optimizer in self.optimizers:
+        self._stepped, self._begun, self._nested = set(), set(), []
+        for optimizer in self.optimizers if not self._hooks else ():
             # Dynamo must not trace into the hooks of a compiled step.
             before = torch.compiler.disable(partial(self._before_hook, optimizer))
             after = torch.compiler.disable(partial(self._after_hook, optimizer))
             self._hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+            _OURS.add(after)
+            self._last_hooks[id(optimizer)] = self._hooks[-1].id
         self.running = True
         # Only the hooks refer to the watch, so that it is collected with its optimizer.
         self._at_exit = partial(_stop_at_exit, weakref.ref(self), os.getpid())
@@ -243,10 +253,12 @@ class Watch:
         if not self.running:
             return
         self.running, self._stopped = False, True
-        if not _inside_a_step():  # which iterates over the hooks; they do nothing any more
+        if not _steps_in_progress():  # a step iterates over its hooks; ours do nothing any more
             for hook in self._hooks:
                 hook.remove()
-        self._hooks = []
+            self._hooks = []
+        if self._stepped and self._step is not None:  # some of the optimizers have taken the last step
+            self._step, self._stepped = self._step + 1, set()
         if not self._idle:
             atexit.unregister(self._at_exit)
             with self._guard(), self._lock:
@@ -256,8 +268,9 @@ class Watch:
             for buffer in self.buffers:
                 with self._guard():
                     buffer.source.close()
-            if self._output.folder is not None:
-                self._output.folder.describe(self.about())
+            with self._guard():
+                if self._output.folder is not None:
+                    self._output.folder.describe(self.about())
         self._output.close()
 
     def __enter__(self) -> "Watch":
@@ -321,9 +334,14 @@ class Watch:
             self._after_hook(optimizer)
 
     def _before(self, optimizer: Optimizer) -> None:
-        self._begun.discard(id(optimizer))
         if not self.running or self._failed or self._capturing():
             return
+        if id(optimizer) in self._begun:
+            # The last step raised an error, or this is the step of a class whose step calls it.
+            if _steps_in_progress(optimizer) > 1:
+                self._nested.append(id(optimizer))
+                return
+            self._nested = []
         if id(optimizer) in self._stepped:
             self._end_step()
         if self._step is None:
@@ -332,6 +350,9 @@ class Watch:
             self._observing = self._cost.wants(self._step)
         self._begun.add(id(optimizer))
         mine = [buffer.source for buffer in self.buffers if buffer.optimizer is optimizer]
+        if self._observing and self._others_follow(optimizer):
+            for source in mine:
+                source.distrust_state()
         wanted = [source for source in mine if source.beforehand and (self._observing or source.each_step)]
         if wanted:
             with self._cost.measured():
@@ -339,8 +360,19 @@ class Watch:
                 for source in wanted:
                     source.before()
 
+    def _others_follow(self, optimizer: Optimizer) -> bool:
+        """Whether other hooks may change the weights after the step; if so, they are called before ours."""
+        hooks = optimizer._optimizer_step_post_hooks
+        if self._last_hooks.get(id(optimizer)) not in hooks or all(hook in _OURS for hook in hooks.values()):
+            return False
+        hooks.move_to_end(self._last_hooks[id(optimizer)])
+        return True
+
     def _after(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._begun or self._failed or self._capturing():
+            return
+        if id(optimizer) in self._nested:
+            self._nested.remove(id(optimizer))
             return
         assert self._step is not None
         self._begun.discard(id(optimizer))
@@ -462,6 +494,8 @@ class Watch:
 
     def labels(self) -> dict[str, str]:
         """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
+        if self.running:
+            self.flush()
         found = {group.name: group.label for group in self.watched}
         for name in (name for name, label in found.items() if label == UNTESTED):
             if refuted(self._output.defects.get(name, ())):
@@ -482,7 +516,7 @@ class Watch:
         if self._step is None:
             return self._first_step()
         skipped = [int(buffer.skipped.item()) for buffer in self.buffers if buffer.may_skip]
-        return self._step - max(skipped, default=0)
+        return self._step + bool(self._stepped) - max(skipped, default=0)
 
     @property
     def alerts(self) -> list[Alert]:
@@ -548,7 +582,9 @@ def _optimizers(given: Any) -> list[Optimizer]:
     inner = getattr(given, "optimizers", None)
     several = inner if isinstance(inner, list | tuple) and inner else given
     found = list(several) if isinstance(several, list | tuple) else [several]
-    if not found or not all(isinstance(each, Optimizer) for each in found):
+    if not found:
+        raise ValueError("optimizer must be a torch optimizer or a list of them, got an empty list")
+    if not all(isinstance(each, Optimizer) for each in found):
         wrong = next((each for each in found if not isinstance(each, Optimizer)), given)
         raise TypeError(f"optimizer must be a torch optimizer or a list of them, got {type(wrong).__name__}")
     return list({id(each): each for each in map(_with_hooks, found)}.values())
@@ -573,17 +609,20 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _check_options(
-    every: int | None,
-    cost: float,
-    only: str | Sequence[str] | None,
-    record_rows: Sequence[str],
-    rows_every: int,
-    paths: Mapping[str, Sequence[int]] | None,
-    config: Mapping[str, Any] | None,
-    step: int | None,
-    run: str | None,
+def check_options(
+    *,
+    every: Any = None,
+    cost: Any = 0.02,
+    only: Any = None,
+    phenomena: Any = False,
+    run: Any = None,
+    record_rows: Any = (),
+    rows_every: Any = 0,
+    paths: Any = None,
+    config: Any = None,
+    step: Any = None,
 ) -> None:
+    """Raise a ValueError or TypeError for options of `Watch` that make no sense, whatever the model."""
     if every is not None and (not isinstance(every, Integral) or every < 1):
         raise ValueError(f"every must be None or an integer ≥ 1, got {every!r}")
     if not isinstance(cost, Real) or not cost > 0:
@@ -654,12 +693,15 @@ def _decays(watched: Sequence[WatchedGroup]) -> dict[str, float]:
     return found
 
 
-def _inside_a_step() -> bool:
-    """Whether this is called, perhaps by another's hook, while an optimizer iterates over its hooks."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code not in _STEPS:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+def _steps_in_progress(optimizer: Optimizer | None = None) -> int:
+    """How many calls of `step`, of this optimizer or of any, are in progress in this thread."""
+    frame: FrameType | None = sys._getframe()
+    found = 0
+    while frame is not None:
+        if frame.f_code in _STEPS and (optimizer is None or frame.f_locals.get("self") is optimizer):
+            found += 1
+        frame = frame.f_back
+    return found
 
 
 def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:

@@ -1,7 +1,7 @@
 """Callbacks for training libraries: `callbacks.lightning` and `callbacks.transformers`."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from steradian.groups import Groups
+from steradian.watching.watch import check_options
 
-__all__ = ["GroupsOf", "check_groups", "groups_of", "training_goes_on", "unwrapped"]
+__all__ = ["GroupsOf", "check_arguments", "groups_of", "training_goes_on", "unwrapped"]
 
 logger = logging.getLogger("steradian")
 
@@ -18,8 +19,9 @@ GroupsOf = Groups | Callable[[Any], Groups] | None
 """What `find_groups` found, a function of the model that finds it, or None."""
 
 
-def check_groups(groups: GroupsOf) -> None:
-    """Raise a TypeError if it is something else."""
+def check_arguments(groups: GroupsOf, options: Mapping[str, Any]) -> None:
+    """Raise a TypeError or ValueError for what makes no sense, before the training."""
+    check_options(**options)
     if groups is not None and not isinstance(groups, Groups) and not callable(groups):
         raise TypeError(f"groups must be what find_groups returned, or a function of it, got {type(groups).__name__}")
 

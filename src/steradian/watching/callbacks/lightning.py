@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from steradian.watching.callbacks import GroupsOf, check_groups, groups_of, training_goes_on, unwrapped
+from steradian.watching.callbacks import GroupsOf, check_arguments, groups_of, training_goes_on, unwrapped
 from steradian.watching.watch import Watch, counted_steps
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
@@ -41,7 +41,7 @@ class WatchCallback(Callback):
 
     def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
         super().__init__()
-        check_groups(groups)
+        check_arguments(groups, options)
         self.groups = groups
         self.to = to
         self.options = options
@@ -99,9 +99,10 @@ class WatchCallback(Callback):
 
     def _stop(self, error: BaseException | None = None) -> None:
         if self.watch is not None:
-            self.watch.__exit__(None if error is None else type(error), error, None)
-            if error is None:
-                self._next_step = self.watch.next_step
+            with training_goes_on():
+                self.watch.__exit__(None if error is None else type(error), error, None)
+                if error is None:
+                    self._next_step = self.watch.next_step
 
 
 def _sinks(to: Any, trainer: Trainer) -> Any:

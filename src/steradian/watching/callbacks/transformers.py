@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from steradian.watching.callbacks import GroupsOf, check_groups, groups_of, training_goes_on, unwrapped
+from steradian.watching.callbacks import GroupsOf, check_arguments, groups_of, training_goes_on, unwrapped
 from steradian.watching.watch import Watch, counted_steps
 
 __all__ = ["WatchCallback"]
@@ -33,7 +33,7 @@ class WatchCallback(TrainerCallback):
     """
 
     def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
-        check_groups(groups)
+        check_arguments(groups, options)
         self.groups = groups
         self.to = to
         self.options = options
@@ -71,4 +71,5 @@ class WatchCallback(TrainerCallback):
     def stop(self) -> None:
         """Stop now; everything observed is recorded."""
         if self.watch is not None:
-            self.watch.stop()
+            with training_goes_on():
+                self.watch.stop()

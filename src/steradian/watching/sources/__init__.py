@@ -67,6 +67,9 @@ class Source(ABC):
             decays: its decoupled decay.
         """
 
+    def distrust_state(self) -> None:
+        """Called if someone else may change the weights after the step: what the state says is not what happened."""
+
     def nbytes(self) -> int:
         """Memory on the device that the source holds now."""
         return 0

@@ -88,6 +88,11 @@ class ObservedSource(Source):
         self.reader = None
         self.missing |= dict.fromkeys(("effective_lr", "direction_norm", "radial", "nu", *PHENOMENA), why)
 
+    def distrust_state(self) -> None:
+        self.two_points = self.beforehand = True
+        for group in self.watched:
+            group.held = group.gradients() if group.active() else None
+
     @torch.no_grad()
     def before(self) -> None:
         if not self.two_points:
