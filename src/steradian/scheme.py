@@ -330,7 +330,9 @@ def _read_adamax(taken: Taken) -> Step:
 def _read_displacement(taken: Taken) -> Step:
     """Optimizers that do not divide element by element: a = ((1 − ηδ)x − x')/η is their update, and b = 1."""
     if taken.before is None:
-        raise ValueError("the update of this optimizer is not in its state: pass before=, the parameter before the step")
+        raise ValueError(
+            "the update of this optimizer is not in its state: pass before=, the parameter before the step"
+        )
     lr, decay = taken.setting("lr"), taken.setting("weight_decay")
     x, y = as_float(taken.before.detach(), "before"), as_float(taken.param.detach(), "param")
     a = x * (1 - lr * decay) - y

@@ -180,7 +180,8 @@ def check(watcher, twins, *, steps, missing=frozenset(), unchecked=frozenset(), 
         f"{key}: recorded {found[key]:.12g}, twin {number:.12g}"
         for key, number in expected.items()
         if key[2] not in unchecked
-        and not abs(found[key] - number) <= rtol * abs(number) + max(floors.get(key[2], floor), FLOORS.get(key[2], 1e-15))
+        and not abs(found[key] - number)
+        <= rtol * abs(number) + max(floors.get(key[2], floor), FLOORS.get(key[2], 1e-15))
     ]
     assert not wrong, f"{len(wrong)} of {len(expected)} differ:\n" + "\n".join(wrong[:20])
 

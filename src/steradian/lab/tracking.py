@@ -163,7 +163,7 @@ class Tracked(Training):
         return left
 
     @torch.no_grad()
-    def _measure(self, number: int, stack: Stack, before: Mapping[Tensor, Tensor]) -> Tensor:
+    def _measure(self, number: int, stack: "Stack", before: Mapping[Tensor, Tensor]) -> Tensor:
         """The quantities of the rows of a stack in the step that was just taken, (quantities, rows)."""
         params = [param for member in stack.members for param in member.params]
         steps = {param: read_step(self.optimizers[0], param, before=before[param]) for param in params}

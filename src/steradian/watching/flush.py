@@ -243,8 +243,8 @@ class Flush:
                 steps = sent.steps - skips[:, 1].astype(np.int64)
             chosen = {group.name: next(arrays) for group in buffer.watched if group.name in self.record_rows}
             if self.merges is not None:
-                place = self._places[id(buffer)]
-                mine = slice(place, place + len(buffer.watched))
+                first = self._places[id(buffer)]
+                mine = slice(first, first + len(buffer.watched))
                 merged = self.merges[k](some, active[:, mine], together=together)
                 if merged is None:
                     elsewhere = True

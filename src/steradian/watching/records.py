@@ -17,7 +17,7 @@ from s on again: of two parts with the same step the later one counts, and alert
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -75,7 +75,9 @@ QUANTITIES = {
     "velocity": Quantity("Velocity", "z", "z = η^e‖c^⊥‖, the speed on the sphere; H2 holds below π"),
     "angle": Quantity("Angle per step", "atan z", "how far the row turns in one step, in radians"),
     "update": Quantity("Relative update", "‖Δx‖/r", "the length of the update relative to the row's norm"),
-    "radial_share": Quantity("Radial share", "|⟨Δx,u⟩|/‖Δx‖", "the share of the update along the row, which does not turn it"),
+    "radial_share": Quantity(
+        "Radial share", "|⟨Δx,u⟩|/‖Δx‖", "the share of the update along the row, which does not turn it"
+    ),
     "radial": Quantity("Radial part", "A⟨c,u⟩", "the share of the radius that the step takes; H1 holds below 1"),
     "taylor": Quantity("Taylor variable", "z²", "the variable that Theorem 4 takes to be small"),
     "nu": Quantity("Second moment on the sphere", "ν", "ν = r b̄, Adam's divisor as the sphere sees it"),
@@ -168,9 +170,7 @@ class Block:
         extra = len(self.logged)
         places = _places(self.values.shape, tuple(name in ONE_NUMBER for name in self.quantities))
         if not (self.active.all() and self.defined.all()):
-            places = places.where(
-                self.active[places.step, places.group] & self.defined[places.quantity, places.group]
-            )
+            places = places.where(self.active[places.step, places.group] & self.defined[places.quantity, places.group])
 
         def words(codes: NDArray[Any], more: list[int], names: list[str]) -> Words:
             return Words(np.append(codes, np.array(more, dtype=codes.dtype)), names)
@@ -192,11 +192,11 @@ class Block:
         """The columns run, step, group, quantity, row, value of single rows."""
         groups = list(dict.fromkeys(group for _, group, *_ in self.rows))
         parts: list[tuple[NDArray[Any], ...]] = []
-        for step, group, numbers, values in self.rows:
+        for at, group, numbers, values in self.rows:
             chosen = np.flatnonzero(self.defined[:, self.groups.index(group)])
-            quantity, row = np.repeat(chosen, len(numbers)), np.tile(numbers, len(chosen))
-            where = np.full((2, len(row)), [[step], [groups.index(group)]])
-            parts.append((*where, quantity, row, values[chosen].reshape(-1)))
+            where = np.full((2, len(chosen) * len(numbers)), [[at], [groups.index(group)]])
+            which = np.repeat(chosen, len(numbers)), np.tile(numbers, len(chosen))
+            parts.append((*where, *which, values[chosen].reshape(-1)))
         step, code, quantity, row, value = (np.concatenate(each) for each in zip(*parts, strict=True))
         return {
             "run": Words(np.zeros(len(step), dtype=np.int16), [self.run]),
@@ -306,7 +306,7 @@ _ENOUGH = 5
 """Observed steps that a gradient must have refuted invariance in."""
 
 
-def refuted(defects: Sequence[float]) -> bool:
+def refuted(defects: Iterable[float]) -> bool:
     """Whether the gradient refutes the invariance of a group, from the median |cos(x, ∇L)| at each observed step."""
     finite = np.array([value for value in defects if np.isfinite(value)])
     return len(finite) >= _ENOUGH and float(np.median(finite)) > _REFUTED
@@ -364,13 +364,13 @@ def summary(
     lines = [["group", *(title for title, _, _ in columns), "label"]]
     for group in (name for name in names if name in last):
         found = last[group]
-        cells = (f"{found[of][statistic]:.3g}" if of in found else "" for _, of, statistic in columns)
-        lines.append([group, *cells, names[group]])
+        numbers = [f"{found[of][statistic]:.3g}" if of in found else "" for _, of, statistic in columns]
+        lines.append([group, *numbers, names[group]])
     widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
     text = [f"{run}, step {int(block.steps[-1])}"]
     for name, *cells in lines:
-        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        text.append("  ".join([name.ljust(widths[0]), *numbers]).rstrip())
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
     text += [f"alert: {alert}" for alert in alerts]
     by_reason: dict[str, list[str]] = {}
     for name, why in missing.items():

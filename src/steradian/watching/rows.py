@@ -106,7 +106,7 @@ class WatchedGroup:
                 yield slice(row, min(row + rows, self.n_rows)), slice(column, column + columns)
 
     def cut(self, tensors: Sequence[Tensor], piece: Piece | None = None) -> Tensor:
-        """Tensors in the shapes of the parameters as (n, d) rows, or a piece; of sharded parameters those of this rank."""
+        """Tensors in the shapes of the parameters as (n, d) rows, those of this rank, or a piece of them."""
         parts = [self.local(tensor) for tensor in tensors]
         if piece is None:
             return self.layout.join(parts)
@@ -189,9 +189,7 @@ def _proposed(
             yield group, [param], NOT_INVARIANT if id(param) in rest else UNTESTED
 
 
-def declared_groups(
-    optimizer: Optimizer, names: Mapping[int, str]
-) -> Iterator[tuple[Group, list[Tensor], Settings]]:
+def declared_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[Group, list[Tensor], Settings]]:
     """The groups of rows that param groups declare under "rows" and "joint", with parameters and param group.
 
     Args:
@@ -216,7 +214,9 @@ def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
     for number, optimizer in enumerate(optimizers):
         of = f"optimizer {number}, " if len(optimizers) > 1 else ""
         for k, settings in enumerate(optimizer.param_groups):
-            own = settings.get("param_names") or [f"{of}group {k}, parameter {i}" for i in range(len(settings["params"]))]
+            own = settings.get("param_names") or [
+                f"{of}group {k}, parameter {i}" for i in range(len(settings["params"]))
+            ]
             for param, other in zip(settings["params"], own, strict=False):
                 name = known.get(id(param), other)
                 # Two models, such as actor and critic, may have parameters of the same name.

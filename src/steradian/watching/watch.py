@@ -83,9 +83,7 @@ def watch(
     >>> round(watched.latest()["weight"]["angle"]["median"], 4)
     0.0997
     """
-    return Watch(
-        optimizer, model_or_groups, to=to, every=every, cost=cost, only=only, phenomena=phenomena, **options
-    )
+    return Watch(optimizer, model_or_groups, to=to, every=every, cost=cost, only=only, phenomena=phenomena, **options)
 
 
 class Watch:
@@ -362,14 +360,14 @@ class Watch:
 
     def _others_follow(self, optimizer: Optimizer) -> bool:
         """Whether other hooks may change the weights after the step; if so, they are called before ours."""
-        hooks = optimizer._optimizer_step_post_hooks
+        hooks: Any = optimizer._optimizer_step_post_hooks
         if self._last_hooks.get(id(optimizer)) not in hooks or all(hook in _OURS for hook in hooks.values()):
             return False
         hooks.move_to_end(self._last_hooks[id(optimizer)])
         return True
 
     def _after(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._begun or self._failed or self._capturing():
+        if id(optimizer) not in self._begun or not self.running or self._failed or self._capturing():
             return
         if id(optimizer) in self._nested:
             self._nested.remove(id(optimizer))
@@ -519,6 +517,11 @@ class Watch:
         return self._step + bool(self._stepped) - max(skipped, default=0)
 
     @property
+    def interval(self) -> int:
+        """Steps that are multiples of it are observed, after the first 20; with `every=None` at least 10, later 50."""
+        return self._cost.interval
+
+    @property
     def alerts(self) -> list[Alert]:
         """Alerts raised so far."""
         return list(self._output.alerts.raised)
@@ -625,7 +628,7 @@ def check_options(
     """Raise a ValueError or TypeError for options of `Watch` that make no sense, whatever the model."""
     if every is not None and (not isinstance(every, Integral) or every < 1):
         raise ValueError(f"every must be None or an integer ≥ 1, got {every!r}")
-    if not isinstance(cost, Real) or not cost > 0:
+    if not isinstance(cost, Real) or not float(cost) > 0:
         raise ValueError(f"cost must be a share of the training's time, such as 0.02, got {cost!r}")
     patterns = [only] if isinstance(only, str) else only
     if patterns is not None and (

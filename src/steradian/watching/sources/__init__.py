@@ -44,17 +44,17 @@ class Source(ABC):
     beforehand: bool = True
     ahead: bool = False
 
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027
         """Called when the watch starts."""
 
-    def before(self) -> None:
+    def before(self) -> None:  # noqa: B027
         """Called before a step."""
 
     @abstractmethod
     def after(self, out: Tensor) -> None:
         """Called after a step: write the numbers of the active rows to `out`, (n, columns)."""
 
-    def expect(self, out: Tensor) -> None:
+    def expect(self, out: Tensor) -> None:  # noqa: B027
         """Called if the next step is observed too: its numbers go to `out`."""
 
     @abstractmethod
@@ -67,12 +67,12 @@ class Source(ABC):
             decays: its decoupled decay.
         """
 
-    def distrust_state(self) -> None:
+    def distrust_state(self) -> None:  # noqa: B027
         """Called if someone else may change the weights after the step: what the state says is not what happened."""
 
     def nbytes(self) -> int:
         """Memory on the device that the source holds now."""
         return 0
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Called when the watch stops."""

@@ -8,7 +8,6 @@ state says: they are always observed from two points.
 import logging
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 from steradian import geometry
 from steradian.image import ImageNumbers, invariance_defect
 from steradian.optim import RowOptimizer
-from steradian.scheme import Step, Taken, UnreadableOptimizerError, is_named, reader_of
+from steradian.scheme import Reader, Step, Taken, UnreadableOptimizerError, is_named, reader_of
 from steradian.watching.rows import Piece, WatchedGroup, dtype_of, nominal_rate, place
 from steradian.watching.sources import PHENOMENA, UNMEASURED, Quantities, Source
 
@@ -39,7 +38,9 @@ logger = logging.getLogger("steradian")
 def tells_step(group: WatchedGroup) -> bool:
     """Whether state and settings after a step determine the point before it."""
     optimizer, settings = group.optimizer, group.settings
-    if not isinstance(optimizer, Adam | SGD) or any(p.dtype not in (torch.float32, torch.float64) for p in group.params):
+    if not isinstance(optimizer, Adam | SGD) or any(
+        p.dtype not in (torch.float32, torch.float64) for p in group.params
+    ):
         return False
     try:
         reader_of(optimizer)
@@ -73,8 +74,11 @@ class ObservedSource(Source):
         self._overwrites = named or (foreign and any(group.settings.get("nesterov") for group in watched))
         self._points: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
-        sizes = [torch.full((group.n_rows,), float(group.size), dtype=self.dtype, device="cpu") for group in self.watched]
+        sizes = [
+            torch.full((group.n_rows,), float(group.size), dtype=self.dtype, device="cpu") for group in self.watched
+        ]
         self._sizes = torch.cat(sizes).to(self.device)
+        self.reader: Reader | None = None
         try:
             self.reader = reader_of(optimizer)
         except UnreadableOptimizerError as error:
@@ -147,21 +151,23 @@ class ObservedSource(Source):
         try:
             step = self.reader(Taken(param, settings, self._state(group, piece), before))
         except (ValueError, KeyError) as error:  # the state is not what the reader expects
-            return self._disagree(str(error))
+            self._disagree(str(error))
+            return None
         if before is not None and is_named(self.optimizer) and not self._checked:
             moved = before - param
             missed = moved - step.lr * (step.decay * before + step.a / step.b)
             if not bool(geometry.norm(missed).max() <= _AGREES * geometry.norm(moved).max() + 1e-6):
-                return self._disagree("its steps are not those that the reader of this name expects")
+                self._disagree("its steps are not those that the reader of this name expects")
+                return None
         return step
 
     def _disagree(self, why: str) -> None:
-        if self.two_points:
+        if not self.two_points:
+            raise ValueError(why)
+        if self.reader is not None:
             name = type(self.optimizer).__qualname__
             self._drop_reader(f"{name} is observed from two points: {why}")
             logger.warning("%s is observed from two points alone: %s", name, why)
-            return
-        raise ValueError(why)
 
     def _state(self, group: WatchedGroup, piece: Piece) -> dict[str, Tensor]:
         """The state of the piece: entries like the parameters, one number per row, or one for all."""

@@ -118,7 +118,7 @@ class TritonSource(ObservedSource):
         known = self._identity()
         if known is None or known != self._known:
             place = {id(settings): k for k, settings in enumerate(param_groups)}
-            points = self._copies or [None] * len(self.watched)
+            points: Sequence[Tensor | None] = self._copies or [None] * len(self.watched)
             lines = [
                 self._line(group, point, place[id(group.settings)])
                 for group, point in zip(self.watched, points, strict=True)
@@ -137,7 +137,7 @@ class TritonSource(ObservedSource):
         states = list(map(self.optimizer.state.get, self._params))
         if self.two_points or self._sharded or any(map(is_, gradients, repeat(None))) or not all(states):
             return None
-        if self.adam and states[0]["step"].device != self.device:
+        if self.adam and any(state["step"].device != self.device for state in states[:1] if state):
             return None
         pointers = [list(map(Tensor.data_ptr, tensors)) for tensors in (self._params, gradients)]
         return [*pointers, list(map(id, states)), [group.gone for group in self.watched]]
