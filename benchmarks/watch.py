@@ -4,8 +4,8 @@
 
 On a CPU a narrow ResNet18 and a small Llama; on a GPU ResNet18, eager and captured in a CUDA graph, and a Qwen3 of half
 a billion parameters, with `fused=True`; by default and with every=1. All weights are watched, and the run is written to
-a folder. A watched training and two unwatched ones take turns, block by block in rotating order, so that a slow phase of
-the host affects all of them. A block is as long as the interval of the watch, so that each has its observed step.
+a folder. A watched training and two unwatched ones take turns, block by block in rotating order, so that a slow phase
+of the host affects all of them. A block is as long as the interval of the watch, so that each has its observed step.
 
 "ratio" is the median over all blocks of watched over unwatched time, "control" that of the second unwatched training
 over the first: how far a ratio that should be 1 is from 1. "cost" is their difference. "of totals" includes the flushes
@@ -48,7 +48,8 @@ def tokens(kind: str, batch: int, length: int, **shape: int) -> tuple[nn.Module,
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(tie_word_embeddings=True, use_cache=False, **shape)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(DEVICE)
+    with DEVICE:
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
     ids = torch.randint(config.vocab_size, (batch, length), device=DEVICE)
     return model, lambda net: net(input_ids=ids, labels=ids).loss
 
@@ -162,11 +163,12 @@ def measure(case: Case, blocks: int) -> list[float]:
     each = (plain, watched, again)
     assert watched.watch is not None
     largest = max(param.numel() * param.element_size() for param in watched.model.parameters())
-    plain.run(1)
+    for training in each:
+        training.run(2)  # makes the state
     peaks = watched.peak() - plain.peak()  # within the first 20 steps, which are observed
     for training in each:
         training.run(25)  # beyond them: the interval is chosen
-    length = case.every * 4 if case.every else max(10, watched.watch.interval)
+    length = 3 * case.every if case.every else min(100, max(10, watched.watch.interval))
     gc.collect()
     turns = []
     for turn in range(blocks):

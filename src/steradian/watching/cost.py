@@ -16,6 +16,8 @@ _EARLY = 1000
 """Steps before which the interval may be as short as 10; later it is at least 50: 300 of the first 10,000 steps."""
 _WARM_UP = 3
 """Observed steps whose cost is not counted: kernels are compiled and memory is allocated."""
+_MARGIN = 2.0
+"""What is measured leaves out how much the threads of one process disturb each other: about as much again."""
 
 
 class Cost:
@@ -41,6 +43,8 @@ class Cost:
         self._steps = self._counted = 0  # steps and observed steps in that time
         self._host = self._on_device = self._writing = 0.0
         self._events: list[tuple[Any, Any]] = []
+        self._first_event: tuple[Any, int] | None = None  # on the device, and the number of steps before it
+        self._device_step = 0.0  # seconds per step there
 
     def wants(self, step: int) -> bool:
         """Whether this step is observed."""
@@ -64,7 +68,8 @@ class Cost:
             self.observed += 1
             self._counted += 1
             if self.observed == _WARM_UP:
-                self._began, self._steps, self._counted, self._host, self._events = self._last, 0, 0, 0.0, []
+                self._began, self._steps, self._counted, self._host = self._last, 0, 0, 0.0
+                self._events, self._first_event = [], None
 
     @contextmanager
     def measured(self, *, device: bool = True) -> Iterator[None]:
@@ -74,6 +79,7 @@ class Cost:
         if device and self.device is not None and not torch.cuda.is_current_stream_capturing():
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record(torch.cuda.current_stream(self.device))
+            self._first_event = self._first_event or (events[0], self._steps)
         try:
             yield
         finally:
@@ -92,9 +98,13 @@ class Cost:
         done = [pair for pair in self._events if pair[1].query()]
         self._events = self._events[len(done) :]
         self._on_device += sum(start.elapsed_time(end) for start, end in done) / 1000
+        if done and self._first_event is not None:
+            # The host may be many steps ahead of the device. The last event belongs to a step that is not counted yet.
+            (first, before), last = self._first_event, done[-1][0]
+            self._device_step = first.elapsed_time(last) / 1000 / max(1, self._steps - before)
         if self.every is None and self._counted > 1:
-            seconds, training = self.seconds_per_observation, self._training / max(1, self._steps)
-            needed = seconds / (self.share * training)
+            training = max(self._training / max(1, self._steps), self._device_step)
+            needed = _MARGIN * self.seconds_per_observation / (self.share * training)
             self.interval = next((each for each in _INTERVALS if each >= needed), _INTERVALS[-1])
 
     @property
@@ -111,4 +121,5 @@ class Cost:
     @property
     def share_of_time(self) -> float:
         """The cost so far as a share of the training's time; NaN before it was measured."""
-        return self.seconds_per_observation * self._counted / self._training if self._counted else float("nan")
+        training = max(self._training, self._device_step * self._steps)
+        return self.seconds_per_observation * self._counted / training if self._counted else float("nan")
