@@ -42,6 +42,7 @@ from steradian.watching.rows import (
     watched_groups,
 )
 from steradian.watching.sinks import sinks_of
+from steradian.watching.sources import UNMEASURED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -481,7 +482,8 @@ class Watch:
             return f"{self.run}: there is nothing to watch"
         if self.running:
             self.flush()
-        text = summary(self.run, self._output.last, self.labels(), self.alerts, self.missing)
+        missing = {name: why for name, why in self.missing.items() if why != UNMEASURED}
+        text = summary(self.run, self._output.last, self.labels(), self.alerts, missing)
         share, seconds, memory = self._cost.share_of_time, self._cost.seconds_per_observation, self._nbytes() / 2**20
         if math.isnan(share):
             return text

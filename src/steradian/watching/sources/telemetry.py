@@ -10,7 +10,7 @@ from torch import Tensor
 from steradian.image import ImageNumbers
 from steradian.optim import TELEMETRY, RowOptimizer, Telemetry
 from steradian.watching.rows import WatchedGroup, dtype_of, place
-from steradian.watching.sources import PHENOMENA, Quantities, Source
+from steradian.watching.sources import PHENOMENA, UNMEASURED, Quantities, Source
 
 __all__ = ["TelemetrySource"]
 
@@ -39,8 +39,7 @@ class TelemetrySource(Source):
         self._buffers: tuple[Tensor, ...] | None = None
         self._rows: list[tuple[Tensor, slice | None]] = []
         self._direct: bool | None = None
-        why = "this optimizer's telemetry does not contain it; pass phenomena=True to measure it from the weights"
-        self.missing = dict.fromkeys(PHENOMENA, why)
+        self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
 
     def open(self) -> None:
         listeners, ours = _LISTENERS.get(self.optimizer, (0, self.optimizer.telemetry is None))
