@@ -7,10 +7,9 @@ import numpy as np
 import pandas as pd
 
 from steradian.lab import paper
-from steradian.lab.experiments import Tracks
+from steradian.lab.experiments import ALL, LIVING, PHENOMENA, RECORDED, recorded_steps, statistics_table
 from steradian.lab.recipes import accuracy_tables, hypotheses, pretraining, trajectories
-from steradian.lab.results import CURVES, Result, Store
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA, RECORDED, recorded_steps, statistics_table
+from steradian.lab.results import CURVES, Result, Store, Tracks
 
 STEPS = 371
 WHERE = {"device": "NVIDIA H200", "torch": "2.11", "python": "3.12", "commit": "abc"}

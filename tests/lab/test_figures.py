@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from steradian.lab.experiments import ALL, LIVING, PHENOMENA
 from steradian.lab.figures import (
     FIGURES,
     METHOD_COLOURS,
@@ -25,7 +26,6 @@ from steradian.lab.figures import (
     write_figure,
 )
 from steradian.lab.tables import accuracy_columns
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 
 from lab.simulated import STEPS, column, compared, tracked
 

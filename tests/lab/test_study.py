@@ -7,7 +7,6 @@ import math
 import pickle
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -17,11 +16,10 @@ from rich.console import Console
 
 from steradian.cli.progress import Lines
 from steradian.lab.data import DataSet, Images, Resident, load
-from steradian.lab.experiments import Tracks, track_study
-from steradian.lab.results import CURVES, Claims, Result, Store, has_diverged
+from steradian.lab.experiments import Tracked, track_study
+from steradian.lab.results import CURVES, Claims, Result, Store, Tracks, has_diverged
 from steradian.lab.study import Study, study_name
 from steradian.lab.tables import plain_loops
-from steradian.lab.tracking import Tracked
 from steradian.lab.training import Training
 from steradian.watching.records import COLUMNS
 
@@ -50,7 +48,8 @@ def test_a_claim_is_held_by_one_and_free_when_it_ends(tmp_path):
         assert others.take("c")
         mine.free("b")
         assert others.take("b")
-    assert not list(tmp_path.iterdir())
+    with Claims(tmp_path) as mine:
+        assert mine.take("b")
 
 
 def test_a_file_system_without_locks_holds_results_and_claims(tmp_path, monkeypatch):
@@ -71,33 +70,6 @@ def test_a_study_whose_folder_is_cleaned_up_meanwhile_goes_on(tmp_path, data, mo
     here = fleet(tmp_path, data, size=1)
     monkeypatch.setattr(here.progress, "finished", lambda *_: shutil.rmtree(tmp_path / "work"))
     assert here.run([replace(ONE, seed=seed) for seed in range(2)])
-
-
-def test_a_claim_that_two_others_give_up_meanwhile_can_be_taken(tmp_path, monkeypatch):
-    """The previous holder removes the file before it is locked, and the next one while it is checked."""
-    path, done = tmp_path / "a.lock", []
-    flock, stat = fcntl.flock, Path.stat
-
-    def late(file, how):
-        if not done:
-            path.unlink()
-            path.touch()
-            done.append("locked")
-        flock(file, how)
-
-    def gone_after(self, **options):
-        found = stat(self, **options)
-        if self == path and done == ["locked"]:
-            done.append("looked at")
-            path.unlink()
-        return found
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    monkeypatch.setattr(Path, "stat", gone_after)
-    with Claims(tmp_path) as claims:
-        assert claims.take("a")
-        assert path.exists()
-    assert done == ["locked", "looked at"]
 
 
 def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
@@ -216,25 +188,19 @@ def test_records_of_another_version_are_named_with_their_file(tmp_path):
     tracks = Tracks(tmp_path / "t.parquet")
     table = pd.DataFrame({name: [0] if name in ("step", "value") else ["x"] for name in COLUMNS})
     tracks.add(ONE, table)
-    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: .* steps"):
-        tracks.about()
-    tracks.path.unlink()
-    tracks.add(ONE, table, steps=0)
-    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: steps .* got 0"):
+    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: 'steps'"):
         tracks.about()
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is not what benchmarks"):
         plain_loops(tmp_path / "b.json")
 
 
-@pytest.mark.parametrize("kind", ["empty", "cut off", "no numbers", "a list"])
+@pytest.mark.parametrize("kind", ["empty", "cut off", "a list"])
 def test_damaged_records_are_named_with_their_file(tmp_path, kind):
     tracks = Tracks(tmp_path / "t.parquet")
     table = pd.DataFrame({name: [0] if name in ("step", "value") else ["x"] for name in COLUMNS})
     tracks.add(ONE, table, steps=1)
-    if kind == "no numbers":
-        table.assign(value="x").to_parquet(tracks.path)
-    elif kind == "a list":
+    if kind == "a list":
         parquet.write_table(parquet.read_table(tracks.path).replace_schema_metadata({"steradian": "[1]"}), tracks.path)
     else:
         tracks.path.write_bytes(tracks.path.read_bytes()[: 0 if kind == "empty" else 100])
@@ -253,7 +219,6 @@ def test_phenomena_are_not_missed_in_silence(tmp_path, data, monkeypatch):
     config = replace(ONE, method="Adam")
     where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs", "points": 2}
     assert track_study([config], "small", **where)
-    assert not Tracks(tmp_path / "small-tracks.parquet").measured()
     with pytest.raises(ValueError, match="without the phenomena"):
         track_study([config], "small", phenomena={"Adam"}, **where)
 

@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from steradian import watch
-from steradian.lab.experiments import Tracks, compare_trajectories, track_study, trajectory_study
+from steradian.lab.experiments import (
+    ALL,
+    LIVING,
+    PHENOMENA,
+    RECORDED,
+    Tracked,
+    compare_trajectories,
+    recorded_steps,
+    track_study,
+    trajectory_study,
+)
 from steradian.lab.fleet import Progress
 from steradian.lab.recipes import trajectories
-from steradian.lab.results import Claims, Store
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA, RECORDED, Tracked, recorded_steps
+from steradian.lab.results import Claims, Store, Tracks
 from steradian.lab.training import Execution, Queue, Training
 
 from lab.studies import CONFIG, curves, few, fleet, methods
@@ -173,7 +182,6 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     before = tracks.path.read_bytes()
     assert track_study(configs, "small", points=2, **where)
     assert tracks.path.read_bytes() == before
-    assert tracks.runs() == {config.key for config in configs}
     assert [about["config"]["method"] for about in tracks.about().values()] == ["SGD", "Adam"]
     table = tracks.table()
     measured = table[table["quantity"].isin(PHENOMENA)]
@@ -185,7 +193,7 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr("steradian.lab.experiments.pretraining", lambda **_: [start])
     made, done = trajectory_study({}, "paths", tuning=1, points=2, **where)
     assert done
-    assert set(made.table()["run"]) == made.runs() == {trajectories([start], epochs=1)[0].key}
+    assert set(made.table()["run"]) == set(made.about()) == {trajectories([start], epochs=1)[0].key}
     weights = tmp_path / "runs" / "paths" / "weights" / f"{start.key}.pt"
     weights.unlink()
     assert trajectory_study({}, "paths", tuning=1, **where) == (made, True)
@@ -205,9 +213,9 @@ def test_a_comparison_that_another_process_has_is_left_to_it(tmp_path, monkeypat
     other, compared, told = Claims(tmp_path / "runs" / "paths" / "claims"), [], []
     tracks = Tracks(tmp_path / "paths-tracks.parquet")
 
-    def compare(schemes, *_):
+    def compare(schemes, *_, **__):
         compared.append(schemes[0].key)
-        tracks.add(schemes[0], table, steps=1)
+        return table.assign(run=schemes[0].key)
 
     class Asked(Progress):
         def waiting(self, trainings):
@@ -219,7 +227,7 @@ def test_a_comparison_that_another_process_has_is_left_to_it(tmp_path, monkeypat
 
     values = {"run": ["r"], "step": [1], "group": ["g"], "quantity": ["cosine"], "statistic": ["mean"], "value": [1.0]}
     table = pd.DataFrame(values)
-    monkeypatch.setattr("steradian.lab.experiments._compare", compare)
+    monkeypatch.setattr("steradian.lab.experiments.compare_trajectories", compare)
     assert all(other.take(key) for key in keys[:2])
     where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs"}
     assert trajectory_study({}, "paths", tuning=1, progress=Asked(), **where) == (tracks, True)

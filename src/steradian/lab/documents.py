@@ -13,11 +13,10 @@ from pathlib import Path
 
 from steradian.files import write_atomically
 from steradian.lab.config import METHODS
-from steradian.lab.experiments import Tracks
 from steradian.lab.figures import FIGURES, SUMMARIES, TRACK_FIGURES, Figure, write_figure
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
-from steradian.lab.results import Result, Store
+from steradian.lab.results import Result, Store, Tracks
 from steradian.lab.tables import (
     RULE,
     Column,

@@ -20,10 +20,10 @@ import numpy as np
 
 from steradian.files import write_atomically
 from steradian.lab.config import METHODS
+from steradian.lab.experiments import ALL, LIVING, PHENOMENA
 from steradian.lab.paper import NORM_NAMES
 from steradian.lab.results import Result
 from steradian.lab.tables import Rows, accuracy_columns
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 from steradian.watching.records import QUANTITIES
 
 if TYPE_CHECKING:

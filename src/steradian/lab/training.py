@@ -389,19 +389,28 @@ class Training:
             return 0
         with self.queue.here():
             # Compiling, choosing algorithms and allocating buffers happen in steps that are undone afterwards.
-            kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-            states = [_copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
-            at, totals = self._at.clone(), self._totals.clone()
+            restore, at = self._snapshot(), self._at.clone()
             for _ in range(2):
                 self._step()
                 self._at.copy_(at)
-            _fill(self.model, kept)
-            _load_states(self.optimizers, states)
-            self._totals.copy_(totals)
+            restore()
             # The training's own first step: the optimizers make their state and tables, which a capture must find.
             self._step()
         self._launch["step"] = self.queue.capture(self._step)
         return 1
+
+    def _snapshot(self) -> Callable[[], None]:
+        """Copy what a step changes, except the counter of batches; returns a function that restores it in place."""
+        model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        states = [_copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
+        totals = self._totals.clone()
+
+        def restore() -> None:
+            _fill(self.model, model)
+            _load_states(self.optimizers, states)
+            self._totals.copy_(totals)
+
+        return restore
 
     def _evaluator(self, count: int) -> tuple[Callable[[], None], int]:
         """A function that evaluates a chunk, and the chunk's length."""
