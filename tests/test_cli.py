@@ -205,7 +205,10 @@ def test_inspect_says_what_a_module_does_instead_of_being_imported(call, tmp_pat
         ("figure nothing loss -o x.svg", "no results of 'nothing'"),
         ("figure nothing pie -o x.svg", "kind must be one of loss, accuracy"),
         ("figure nothing hypotheses -o x.svg", "no records of 'nothing' in results; there are none"),
-        ("reproduce trajectories --methods Adam", "there are no methods to choose"),
+        (
+            "reproduce trajectories --methods Adam",
+            "--methods is for tables, tables-no-affine, curves, hypotheses, phenomena, grid, not",
+        ),
         ("reproduce phenomena --data digits --methods AdamG --epochs 1", "where momentum is a sum of past gradients"),
         ("write-up nothing.md --results .", "document must be a file"),
         ("write-up nothing.md --results nowhere", "results must be a folder"),

@@ -43,7 +43,9 @@ def test_tables_can_take_settings_and_networks_of_the_released_code():
 
 
 def test_recipes_scale():
-    for recipe in RECIPES.values():
+    for name, recipe in RECIPES.items():
+        if name == "trajectories":
+            continue  # they start from SGD-M, with its own milestones
         configs = recipe(data="digits", columns=["VGG16"], methods=["Adam"], epochs=9, seeds=2)
         assert {(c.model, c.data, c.method, c.epochs, c.milestones) for c in configs} == {
             ("VGG16", "digits", "Adam", 9, (3, 5, 7))

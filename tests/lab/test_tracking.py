@@ -190,15 +190,14 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="has no record"):
         track_study(configs, "small", **where)
     start = replace(CONFIG, method="SGD-M", epochs=1)
-    monkeypatch.setattr("steradian.lab.experiments.pretraining", lambda **_: [start])
-    made, done = trajectory_study({}, "paths", tuning=1, points=2, **where)
-    assert done
+    made = Tracks(tmp_path / "paths-tracks.parquet")
+    assert trajectory_study([start], "paths", tuning=1, points=2, **where)
     assert set(made.table()["run"]) == set(made.about()) == {trajectories([start], epochs=1)[0].key}
     weights = tmp_path / "runs" / "paths" / "weights" / f"{start.key}.pt"
     weights.unlink()
-    assert trajectory_study({}, "paths", tuning=1, **where) == (made, True)
+    assert trajectory_study([start], "paths", tuning=1, **where)
     with pytest.raises(ValueError, match="copy that folder here"):
-        trajectory_study({}, "paths", tuning=2, **where)
+        trajectory_study([start], "paths", tuning=2, **where)
 
 
 def test_a_comparison_that_another_process_has_is_left_to_it(tmp_path, monkeypatch):
@@ -209,7 +208,6 @@ def test_a_comparison_that_another_process_has_is_left_to_it(tmp_path, monkeypat
     monkeypatch.setattr("steradian.lab.fleet.POLL", 0.0)
     starts = [replace(CONFIG, method="SGD-M", epochs=1, seed=seed) for seed in range(3)]
     keys = [trajectories([start], epochs=1)[0].key for start in starts]
-    monkeypatch.setattr("steradian.lab.experiments.pretraining", lambda **_: starts)
     other, compared, told = Claims(tmp_path / "runs" / "paths" / "claims"), [], []
     tracks = Tracks(tmp_path / "paths-tracks.parquet")
 
@@ -230,7 +228,7 @@ def test_a_comparison_that_another_process_has_is_left_to_it(tmp_path, monkeypat
     monkeypatch.setattr("steradian.lab.experiments.compare_trajectories", compare)
     assert all(other.take(key) for key in keys[:2])
     where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs"}
-    assert trajectory_study({}, "paths", tuning=1, progress=Asked(), **where) == (tracks, True)
+    assert trajectory_study(starts, "paths", tuning=1, progress=Asked(), **where)
     assert (told, compared) == ([2], [keys[2], keys[1]])
 
 

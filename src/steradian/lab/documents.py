@@ -147,7 +147,7 @@ def command(study: str) -> str:
     model = next((model for model, _ in COLUMNS if model.lower() == recipe), None)
     if model is not None:
         return f"steradian reproduce tables --data {data} --columns {model}{options}"
-    if recipe not in (*RECIPES, "trajectories"):
+    if recipe not in RECIPES:
         return f"steradian reproduce RECIPE --study {name}"
     return f"steradian reproduce {recipe} --data {data}{options}"
 

@@ -25,8 +25,8 @@ from steradian.lab import fleet
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
 from steradian.lab.fleet import Progress, prepare_device, read_state
-from steradian.lab.recipes import pretraining, trajectories
-from steradian.lab.results import Claims, Tracks, environment
+from steradian.lab.recipes import trajectories
+from steradian.lab.results import Claims, environment
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
 from steradian.lab.training import Training
 from steradian.phenomena import Memory
@@ -420,29 +420,29 @@ def _comparison_table(
 
 
 def trajectory_study(
-    recipe: Mapping[str, Any],
-    name: str | None = None,
+    starts: Sequence[Config],
+    name: str,
     *,
     tuning: int = 10,
     points: int = 100,
-    root: Path | None = None,
+    roots: Mapping[str, Path] | None = None,
     device: str | None = None,
     seconds: float | None = None,
     folder: Path = RESULTS,
     runs: Path = RUNS,
     progress: Progress | None = None,
     **options: Any,
-) -> tuple[Tracks, bool]:
+) -> bool:
     """Section 3.3: train the networks that are missing, then compare SGD, AdaGradG and AdaGrad from each of them.
 
     Several processes share both, as for `Fleet`.
 
     Args:
-        recipe: arguments of `recipes.pretraining`: data, columns, norms, epochs, seeds.
-        name: of the study; None: trajectories-DATA.
+        starts: the trainings of the networks, as `recipes.pretraining` gives them, on one data set.
+        name: of the study: folder/NAME.json and folder/NAME-tracks.parquet.
         tuning: epochs of the comparison.
         points: steps to compare after.
-        root: folder of the data.
+        roots: folder of the data, by its name.
         device: where.
         seconds: stop when this time is over.
         folder: where results go.
@@ -451,25 +451,23 @@ def trajectory_study(
         **options: of `Study.run`, for the networks that are trained first: size, execution.
 
     Returns:
-        The records, and whether everything is finished.
+        Whether everything is finished.
     """
     where, began, progress = pick_device(device), time.monotonic(), progress or Progress()
-    starts = pretraining(**recipe)
-    study = Study(name or f"trajectories-{starts[0].data}", folder, runs)
+    study, roots = Study(name, folder, runs), roots or {}
     schemes = {start: trajectories([start], epochs=tuning) for start in starts}
     keys, tracks = {start: schemes[start][0].key for start in starts}, study.tracks
     left = [start for start in starts if keys[start] not in tracks.about()]
-    roots = {} if root is None else {starts[0].data: root}
     options |= {"roots": roots, "keep_weights": True, "progress": progress}
     if not study.run(left, device=where, seconds=seconds, **options):
-        return tracks, False
+        return False
     prepare_device(where, exact=True)
-    data = Resident(load(starts[0].data, root), where) if left else None
+    data = Resident(load(starts[0].data, roots.get(starts[0].data)), where) if left else None
     with progress, Claims(study.work / "claims") as claims:
         progress.begin(len(starts), len(starts) - len(left))
         while left:
             if seconds is not None and time.monotonic() - began > seconds:
-                return tracks, False
+                return False
             start = next((start for start in left if claims.take(keys[start])), None)
             if start is None:
                 progress.waiting(len(left))
@@ -484,7 +482,7 @@ def trajectory_study(
                 claims.free(keys[start])
             done = tracks.about()
             left = [start for start in left if keys[start] not in done]
-    return tracks, True
+    return True
 
 
 def _weights(start: Config, study: Study) -> dict[str, Tensor]:

@@ -186,9 +186,10 @@ RECIPES: dict[str, Callable[..., list[Config]]] = {
     "curves": accuracy_tables,  # fig:loss_comparison, fig:acc_comparison and those of App. D.4
     "hypotheses": hypotheses,
     "phenomena": phenomena,
+    "trajectories": pretraining,  # of the networks that `trajectories` start from
     "grid": grid,
 }
-"""Recipes by name; `trajectories` is not among them, since it needs a trained network first."""
+"""Recipes by name."""
 
 
 def _config(column: tuple[str, str], method: str, lr: float, **more: object) -> Config:
