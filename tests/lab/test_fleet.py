@@ -310,7 +310,7 @@ def test_progress_tells_epoch_loss_accuracy_and_time_left(tmp_path, data):
     assert "3 trainings finished" in told[LiveTable]
     assert "Ctrl-C again to stop now" in told[LiveTable]
     row = next(line for line in told[LiveTable].splitlines() if "Adam seed 0" in line and "2/3" in line)
-    assert re.search(r"2/3 +\d+\.\d{3} +[\d.]+ +[\d.]+ +0:40 min", row)
+    assert re.search(r"2/3 +\d+\.\d{3} +[\d.]+ +[\d.]+ +40 s", row)
     assert re.search(r"2 of 2 .*4/4", told[Lines])
     assert re.search(r"VGG16 bn digits Adam seed 0  [123]/4", told[Lines])
 

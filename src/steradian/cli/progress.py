@@ -12,6 +12,7 @@ from rich.text import Text
 from steradian.lab.config import Config
 from steradian.lab.fleet import Progress
 from steradian.lab.results import has_diverged
+from steradian.lab.tables import duration
 
 __all__ = ["Lines", "LiveTable", "progress_on"]
 
@@ -51,7 +52,7 @@ class LiveTable(Progress):
         first, from_epoch = self._first.setdefault(config.key, (now, epoch))
         passed = epoch - from_epoch
         left = (now - first) / passed * (config.epochs - epoch) if passed else None
-        self._rows[config.key] = (*_row(config, curves), "" if left is None else _duration(left))
+        self._rows[config.key] = (*_row(config, curves), "" if left is None else duration(left))
 
     def finished(self, config: Config, curves: Curves) -> None:
         """Remove the row."""
@@ -128,13 +129,3 @@ def _row(config: Config, curves: Curves) -> tuple[str, ...]:
         f"{curves['validation_accuracy'][-1]:.2f}",
         f"{curves['test_accuracy'][-1]:.2f}",
     )
-
-
-def _duration(seconds: float) -> str:
-    """Minutes and seconds, or hours and minutes.
-
-    >>> _duration(75), _duration(4000)
-    ('1:15 min', '1:06 h')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"
