@@ -84,19 +84,13 @@ def optimizers(config: Config, groups: Groups, execution: Execution) -> list[Opt
     """
     made = _build(config, groups, bool(execution.captured), bool(execution.fused))
     for optimizer in made:
-        if execution.compiled:
-            _compile_row_step(optimizer)
+        if execution.compiled and isinstance(optimizer, RowOptimizer):
+            optimizer.update = compiled(type(optimizer).update)  # type: ignore[method-assign]
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])
             if execution.captured:
                 group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
     return made
-
-
-def _compile_row_step(optimizer: Optimizer) -> None:
-    """Compile the reference step of our optimizers."""
-    if isinstance(optimizer, RowOptimizer):
-        optimizer.update = compiled(type(optimizer).update)  # type: ignore[method-assign]
 
 
 def _set_rates(made: Sequence[Optimizer], factor: float) -> None:
@@ -304,10 +298,9 @@ class Training:
         self._taken += count
         if count and "step" not in self._launch:
             count -= self._prepare()
-        if count:
-            with self.queue.here():
-                for _ in range(count):
-                    self._launch["step"]()
+        with self.queue.here():
+            for _ in range(count):
+                self._launch["step"]()
         self.queue.mark()
         return self.left
 
@@ -358,7 +351,7 @@ class Training:
     def run_epoch(self) -> None:
         """Run a whole epoch and wait for it."""
         while self.take(self.steps):
-            pass
+            continue
         self.end_epoch()
         self.collect()
 
@@ -435,7 +428,7 @@ class Training:
         return {
             "config": self.config.to_dict(),
             "epoch": self.epoch,
-            "curves": _copied_curves(self.curves),
+            "curves": _copied(self.curves),
             "model": self.weights(),
             "optimizers": [_copied(optimizer.state_dict()["state"], device="cpu") for optimizer in self.optimizers],
         }
@@ -451,7 +444,7 @@ class Training:
         with self.queue.here():
             _fill(self.model, state["model"])
             _load_states(self.optimizers, state["optimizers"])
-        self.epoch, self.curves = state["epoch"], _copied_curves(state["curves"])
+        self.epoch, self.curves = state["epoch"], _copied(state["curves"])
         self._next_plan, self._begun = None, False
 
 
@@ -459,11 +452,9 @@ def _copied(state: Any, *, device: str | None = None) -> Any:
     """A nested state that shares no memory with the original."""
     if isinstance(state, Mapping):
         return {key: _copied(value, device=device) for key, value in state.items()}
+    if isinstance(state, list):
+        return list(state)
     return state.detach().to(device or state.device, copy=True) if isinstance(state, Tensor) else state
-
-
-def _copied_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    return {name: list(values) for name, values in curves.items()}
 
 
 @torch.no_grad()
@@ -503,20 +494,20 @@ def _join(model: nn.Module, *, compiled: bool) -> None:
 
 def _loss(model: nn.Module, data: Resident, codes: Tensor, half: bool) -> tuple[Tensor, Tensor]:
     """Mean loss and number of hits of a batch."""
-    images, labels = data.batch(codes)
-    with torch.autocast(data.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
-        logits = model(images)
-    logits = logits.float()
-    losses = functional.cross_entropy(logits, labels, reduction="none")
-    return losses.mean(), (logits.argmax(dim=1) == labels).sum()
+    losses, hits = _judge(model, *data.batch(codes), half)
+    return losses.mean(), hits.sum()
 
 
 def _score(model: nn.Module, data: Resident, start: Tensor, end: Tensor, length: int, half: bool) -> Tensor:
     """Sum of the losses and number of hits on a chunk, (2,)."""
     images, labels, inside = data.chunk(start, end, length)
-    with torch.autocast(data.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+    losses, hits = _judge(model, images, labels, half)
+    return torch.stack([(losses * inside).sum().double(), (hits & inside).sum().double()])
+
+
+def _judge(model: nn.Module, images: Tensor, labels: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+    """The loss of each image, and whether it is a hit."""
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
         logits = model(images)
     logits = logits.float()
-    losses = functional.cross_entropy(logits, labels, reduction="none")
-    hits = (logits.argmax(dim=1) == labels) & inside
-    return torch.stack([(losses * inside).sum().double(), hits.sum().double()])
+    return functional.cross_entropy(logits, labels, reduction="none"), logits.argmax(dim=1) == labels

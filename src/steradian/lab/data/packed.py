@@ -12,15 +12,10 @@ from numpy.typing import NDArray
 from steradian.files import write_atomically
 from steradian.lab.data.images import DataSet, Images
 
-__all__ = ["is_packed", "pack", "read_packed"]
+__all__ = ["pack", "read_packed"]
 
 _SIDE = 100  # tiles along a mosaic
 _LARGEST = 16_383  # pixels along a WebP image
-
-
-def is_packed(root: Path) -> bool:
-    """Whether a folder holds the packed form."""
-    return (root / "meta.json").is_file()
 
 
 def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) -> None:
@@ -36,8 +31,9 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
         ValueError: the folder has a `meta.json` of something else.
     """
     root = Path(root)
-    if is_packed(root) and not _own(root / "meta.json"):
-        raise ValueError(f"{root / 'meta.json'} is not of packed data and would be replaced: pack to another folder")
+    meta_path = root / "meta.json"
+    if meta_path.is_file() and '"sha256"' not in meta_path.read_text(encoding="utf-8"):
+        raise ValueError(f"{meta_path} is not of packed data and would be replaced: pack to another folder")
     root.mkdir(parents=True, exist_ok=True)
     side = min(_SIDE, _LARGEST // data.train.size)
     splits: dict[str, Any] = {}
@@ -64,15 +60,7 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
         "sha256": sums,
         "source": source,
     }
-    write_atomically(root / "meta.json", json.dumps(meta, indent=1).encode())
-
-
-def _own(path: Path) -> bool:
-    """Whether the file describes packed data, perhaps damaged."""
-    try:
-        return "sha256" in json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, TypeError):
-        return False
+    write_atomically(meta_path, json.dumps(meta, indent=1).encode())
 
 
 def read_packed(root: Path) -> DataSet:
