@@ -51,12 +51,7 @@ def regions(text: str) -> list[str]:
 
 def written(document: Path, *, results: Path, figures: Path) -> str:
     """The document with its regions rewritten; the figures are written to their folder."""
-    try:
-        text = document.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{document} must be text in UTF-8: {error}") from error
-    windows = "\r\n" in text and text.count("\r\n") == text.count("\n")
-    text = text.replace("\r\n", "\n") if windows else text
+    text = document.read_text(encoding="utf-8")
     regions(text)
     place = Place(results, figures, document.parent)
 
@@ -64,8 +59,7 @@ def written(document: Path, *, results: Path, figures: Path) -> str:
         name = match["name"]
         return f"<!-- begin {name} -->\n\n{fragment(name, place)}\n\n<!-- end {name} -->"
 
-    made = _REGION.sub(rewrite, text)
-    return made.replace("\n", "\r\n") if windows else made
+    return _REGION.sub(rewrite, text)
 
 
 def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None:

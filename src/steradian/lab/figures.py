@@ -6,7 +6,6 @@ page in which one can zoom.
 
 import html
 import io
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -493,51 +492,38 @@ def _draw(axes: Any, chart: Chart) -> None:
         axes.plot(x, y, "--" if line.dashed else "-", marker="o" if len(x) == 1 else "", markersize=4, **look)
 
 
-_OFFLINE = {"displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": ["sendChartToCloud"]}
-"""No button that uploads the figure."""
-
-
 def _page(figure: Figure) -> str:
     """A page that contains plotly and opens without network."""
-    from plotly.offline import get_plotlyjs
+    from plotly import graph_objects
 
-    parts = []
-    for k, chart in enumerate(figure.charts):
-        made = {"data": _traces(chart), "layout": _layout(chart), "config": _OFFLINE}
-        data = json.dumps(made).replace("</", "<\\/")
-        parts.append(f'<div id="f{k}"></div><script>Plotly.newPlot("f{k}", {data})</script>')
+    offline = {"displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": ["sendChartToCloud"]}
+    parts: list[str] = []
+    for number, chart in enumerate(figure.charts):
+        across, up = limits(chart)  # plotly's own range includes every line, also what a zoom leaves out
+        drawn = graph_objects.Figure(layout={"title": chart.title, "template": "none"})
+        for level, label in chart.marks:
+            look = {"line": {"dash": "dot", "color": "#777777"}, "textposition": "top left", "showlegend": False}
+            drawn.add_scatter(x=across, y=(level, level), text=("", label), mode="lines+text", **look)
+        named: set[str] = set()
+        for line in chart.lines:
+            shared = {"x": line.x, "legendgroup": line.name, "mode": "lines" if len(line.x) > 1 else "markers"}
+            if line.low:
+                hidden = {**shared, "line_width": 0, "showlegend": False, "hoverinfo": "skip"}
+                drawn.add_scatter(y=line.low, **hidden)
+                drawn.add_scatter(y=line.high, fill="tonexty", fillcolor=f"{line.colour}26", **hidden)
+            width, dash = 0.7 if line.thin else 1.6, "dash" if line.dashed else "solid"
+            look = {"line": {"color": line.colour, "width": width, "dash": dash}, "name": line.name}
+            drawn.add_scatter(y=line.y, showlegend=bool(line.name) and line.name not in named, **shared, **look)
+            named.add(line.name)
+        drawn.update_xaxes(title=chart.x_title, range=across)
+        ends = [math.log10(end) for end in up] if chart.logarithmic else up
+        kind = "log" if chart.logarithmic else "linear"
+        drawn.update_yaxes(title=chart.y_title, type=kind, range=ends, exponentformat="power")
+        options = {"full_html": False, "include_plotlyjs": number == 0, "div_id": f"f{number}", "config": offline}
+        parts.append(drawn.to_html(**options))
     if figure.ramp:
         block = '<i style="background:{};display:inline-block;width:.6em;height:1em"></i>'
         colours = "".join(block.format(colour) for colour in figure.ramp)
         parts.append(f'<p style="font-family:sans-serif">{html.escape(figure.ramp_name)} {colours}</p>')
-    head = f'<meta charset="utf-8"><title>Figures</title><script>{get_plotlyjs()}</script>'
+    head = '<meta charset="utf-8"><title>Figures</title>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
-
-
-def _traces(chart: Chart) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
-    for line in chart.lines:
-        shared = {"x": list(line.x), "mode": "lines" if len(line.x) > 1 else "markers", "legendgroup": line.name}
-        hidden = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
-        if line.low:
-            made.append({**shared, **hidden, "y": list(line.low)})
-            made.append({**shared, **hidden, "y": list(line.high), "fill": "tonexty", "fillcolor": line.colour + "26"})
-        first = bool(line.name) and all(trace.get("name") != line.name for trace in made)
-        look = {"color": line.colour, "width": 0.7 if line.thin else 1.6, "dash": "dash" if line.dashed else "solid"}
-        made.append({**shared, "y": list(line.y), "name": line.name, "line": look, "showlegend": first})
-    return made
-
-
-def _layout(chart: Chart) -> dict[str, Any]:
-    # Plotly's own range includes every line, also what a zoom leaves out.
-    across, up = limits(chart)
-    position = math.log10 if chart.logarithmic else float  # plotly wants logarithms for everything that is not data
-    x = {"title": {"text": chart.x_title}, "range": list(across)}
-    y = {"title": {"text": chart.y_title}, "range": [position(end) for end in up], "exponentformat": "power"}
-    y["type"] = "log" if chart.logarithmic else "linear"
-    wide = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"dash": "dot"}}
-    lines = [{**wide, "y0": level, "y1": level} for level, _ in chart.marks]
-    beside = {"xref": "paper", "x": 1, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
-    labels = [{**beside, "y": position(level), "text": text} for level, text in chart.marks]
-    axes = {"xaxis": x, "yaxis": y}
-    return {"title": {"text": chart.title}, **axes, "shapes": lines, "annotations": labels, "template": "none"}
