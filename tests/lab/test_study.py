@@ -140,7 +140,7 @@ def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data
     with pytest.raises(ValueError, match=rf"{path.name} does not fit .* remove it"):
         made.run([ONE])
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=rf"{path.name} cannot be read .* remove it"):
+    with pytest.raises(ValueError, match=rf"{path.name} cannot be read: .* remove it"):
         made.run([ONE])
 
 
@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_named_and_nobody_is_told_to_run_it(tmp_path, da
     path = tmp_path / "work" / "checkpoints" / f"{ONE.key}.pt"
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{path} cannot be read .*; remove it to train") as raised:
+    with pytest.raises(ValueError, match=rf"{path} cannot be read: .*; remove it to train") as raised:
         fleet(tmp_path, data).run([ONE])
     assert "weights_only" not in str(raised.value)
 

@@ -6,7 +6,6 @@ only the data, which is never written, so their results are independent of each 
 
 import io
 import math
-import pickle
 import signal
 import threading
 import time
@@ -304,7 +303,7 @@ class _Flight:
     pace: float | None = None
 
     def update_pace(self, now: float) -> float:
-        """The pace, given that an epoch ends now."""
+        """The pace, after an epoch that ends now."""
         self.pace = 0.0 if self.pace is None else min(self.pace or math.inf, now - self.began)
         return self.pace
 
@@ -345,14 +344,12 @@ def read_state(path: Path) -> Any:
         ValueError: it is damaged, or holds something else.
     """
     try:
-        with warnings.catch_warnings():  # about content that it then refuses
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):  # its message suggests to allow the code in the file
-            reason = "it is damaged, or contains more than tensors and plain containers"
-        raise ValueError(f"{path} cannot be read ({reason}); remove it to train this one from its start") from error
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # its own message may suggest to allow the code in the file
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, or contains more than tensors and plain containers; remove it to "
+            "train this one from its start"
+        ) from error
 
 
 def _write(path: Path, content: Any) -> None:

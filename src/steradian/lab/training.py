@@ -9,8 +9,8 @@ import gc
 import importlib.util
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -144,14 +144,9 @@ class Queue:
         if self.stream:
             self.stream.wait_stream(torch.cuda.default_stream(device))
 
-    @contextmanager
-    def here(self) -> Iterator[None]:
+    def here(self) -> AbstractContextManager[object]:
         """A context in which work is added to this queue."""
-        if self.stream is None:
-            yield
-            return
-        with torch.cuda.stream(self.stream):
-            yield
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> None:
         """Mark the end of the work that has been added so far."""
