@@ -92,11 +92,11 @@ def compared(folder, *, points=40, epochs=10, name="trajectories-cifar10"):
 def bench(folder, milliseconds=13.8):
     """The file that the benchmark of the fleet writes."""
     row = {"network": "ResNet20", "way": "plain eager loop, DataLoader", "ms per run and step": milliseconds}
-    told = {
+    content = {
         "environment": {"device": WHERE["device"]},
         "rows": [row, {**row, "way": "fleet", "ms per run and step": 0.7}],
     }
-    (folder / "bench-fleet.json").write_text(json.dumps(told))
+    (folder / "bench-fleet.json").write_text(json.dumps(content))
 
 
 def steps_of(results):

@@ -94,7 +94,7 @@ def test_convolution_and_gradients_are_torchs(few_pixels, channels, filters, str
             torch.testing.assert_close(ours.double() / scale, expected / scale, **near)
 
 
-def test_sums_are_left_out_where_nobody_asks(few_pixels):
+def test_sums_are_empty_if_not_wanted(few_pixels):
     x, weight = torch.randn(2, 16, 4, 4), torch.randn(16, 16, 3, 3)
     device = "cuda" if CUDA else "cpu"
     kind = torch.bfloat16 if CUDA else torch.float32
@@ -113,7 +113,7 @@ def test_sums_alone_have_a_gradient(many_pixels):
     torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=1e-5, atol=1e-4)
 
 
-def test_what_is_not_a_number_stays_so(many_pixels):
+def test_nan_is_passed_on(many_pixels):
     x = torch.full((1, 16, 4, 4), torch.nan, device="cuda" if CUDA else "cpu", dtype=torch.bfloat16 if CUDA else None)
     y, sums = convolve(x, torch.ones(16, 16, 3, 3, device=x.device))
     assert y.isnan().all()
@@ -129,7 +129,7 @@ def test_what_is_not_a_number_stays_so(many_pixels):
         ((1, 16, 5, 4), (16, 16, 3, 3), {"stride": 2}, "stride must be 1"),
     ],
 )
-def test_wrong_shapes_are_said(x, weight, options, said):
+def test_wrong_shapes_are_refused(x, weight, options, said):
     with pytest.raises(ValueError, match=said):
         convolve(torch.zeros(x), torch.zeros(weight), **options)
 
@@ -216,7 +216,7 @@ def test_a_compiled_network_has_the_gradients_of_one_that_is_not(many_pixels, mo
         ("ResNet20", {"width": 8}),
     ],
 )
-def test_other_networks_are_carried_out_layer_by_layer(model, options):
+def test_other_networks_are_run_layer_by_layer(model, options):
     assert not joining.can_join(build(model, **options))
 
 

@@ -88,7 +88,7 @@ def test_curves_show_every_method_with_its_seeds(tmp_path, kind):
         write_figure(Figure([]), tmp_path / "f.svg")
 
 
-def test_curves_mix_no_settings_and_count_no_training_twice(tmp_path):
+def test_curves_refuse_mixed_settings_and_ignore_duplicates(tmp_path):
     one, two = column(tmp_path, seeds=2, epochs=3, methods=["Adam"])
     [line] = FIGURES["loss"]([one, two, two]).charts[0].lines
     assert line.name == "Adam (2 seeds)"
@@ -105,7 +105,7 @@ def test_charts_are_in_the_order_of_the_tables(tmp_path):
     assert whole[0].startswith("ResNet20")
 
 
-def test_curves_of_different_lengths_are_apart(tmp_path):
+def test_curves_of_different_lengths_have_their_own_charts(tmp_path):
     short, long = (column(tmp_path, seeds=1, epochs=n, methods=["Adam"]) for n in (3, 5))
     found = {chart.title: chart.lines[0].x[-1] for chart in FIGURES["loss"]([*short, *long]).charts}
     assert found == {"ResNet20 BN, CIFAR-10, 3 epochs": 3, "ResNet20 BN, CIFAR-10, 5 epochs": 5}
@@ -129,7 +129,7 @@ def test_curves_of_few_epochs_show_all_of_them(tmp_path, kind, epochs):
         assert not dots_of(root, colour)
 
 
-def test_a_zoom_is_one_in_a_page_too(tmp_path):
+def test_axes_of_the_page_have_the_limits_of_the_svg(tmp_path):
     """Both axes have the limits of the SVG, so that the vertical one follows the zoom."""
     x = [float(k) for k in range(100)]
     whole = Chart("all", "epoch", "loss", [Line("a", x, [100.0 / (1 + k) for k in x])], logarithmic=True)
@@ -144,13 +144,13 @@ def test_a_zoom_is_one_in_a_page_too(tmp_path):
     assert [trace["y"] for trace in traces if "bound" in trace.get("text", [])] == [[1.5, 1.5]]
 
 
-def test_records_of_another_kind_are_no_figure(tmp_path):
+def test_a_figure_of_other_records_is_empty(tmp_path):
     others, own = compared(tmp_path, points=4), tracked(tmp_path, points=4)
     assert TRACK_FIGURES["hypotheses"](others.table(), others.about()).empty
     assert TRACK_FIGURES["trajectories"](own.table(), own.about()).empty
 
 
-def test_a_chart_puts_points_where_they_belong(tmp_path):
+def test_a_chart_draws_points_at_their_coordinates(tmp_path):
     """A rising line goes from the lower left to the upper right, and NaN interrupts it."""
     line = Line("a", [0.0, 1.0, 2.0, 3.0, 4.0], [1.0, 10.0, 100.0, math.nan, 100.0], colour="#123456")
     root = drawn(Figure([Chart("t", "x", "y", [line], True, marks=[(1000.0, "far")])]), tmp_path)
@@ -200,7 +200,7 @@ def test_hypotheses_have_the_largest_of_all_filters(tmp_path):
     assert lines[1][1] == f"{largest['value'].max():.2g}"
 
 
-def test_filters_that_shrank_away_are_drawn_apart(tmp_path):
+def test_filters_that_shrank_away_have_their_own_line(tmp_path):
     tracks = tracked(tmp_path, epochs=40, shrunk=True)
     first = TRACK_FIGURES["hypotheses"](tracks.table(), tracks.about()).charts[0]
     dashed = [line for line in first.lines if line.dashed]
@@ -235,7 +235,7 @@ def test_phenomena_by_layer_and_method(tmp_path):
     assert TRACK_FIGURES["phenomena"](none.table(), none.about()).empty
 
 
-def test_summaries_of_one_file_keep_to_their_kind(tmp_path):
+def test_summaries_ignore_records_of_other_kinds(tmp_path):
     """Both kinds of records under the name of one study."""
     tracked(tmp_path, epochs=4, name="both")
     both = compared(tmp_path, points=4, name="both")
@@ -245,7 +245,7 @@ def test_summaries_of_one_file_keep_to_their_kind(tmp_path):
     assert len(SUMMARIES["trajectories"](table, about)[1]) == 6
 
 
-def test_summaries_of_what_diverged_say_so_or_nothing(tmp_path):
+def test_summaries_of_diverged_runs(tmp_path):
     tracks = tracked(tmp_path, epochs=40)
     table, about = tracks.table(), tracks.about()
     adam = next(run for run in about if "adam" in run)

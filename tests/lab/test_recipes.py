@@ -57,7 +57,7 @@ def test_recipes_scale():
             recipe(methods=["Lion"])
 
 
-def test_names_are_found_as_people_type_them():
+def test_names_match_by_letters_and_digits():
     """Every method of every recipe by its letters and digits alone, and no two of them are one."""
     assert len({meant(name.lower(), METHODS) for name in METHODS}) == len(METHODS)
     for typed, name in (("adamw", "AdamW†"), ("ADAM-WO-ABC", "Adam w/o (abc)"), ("sgdm", "SGD-M"), ("adam", "Adam")):
@@ -68,7 +68,7 @@ def test_names_are_found_as_people_type_them():
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, [0, 1]])
-def test_seeds_are_counted(count):
+def test_a_wrong_number_of_seeds_is_refused(count):
     with pytest.raises(ValueError, match=r"seeds must be .*, got"):
         accuracy_tables(seeds=count)
 
