@@ -3,7 +3,7 @@
 import pytest
 
 from steradian.lab import paper
-from steradian.lab.config import METHODS, meant
+from steradian.lab.config import METHODS, match_name
 from steradian.lab.recipes import RECIPES, accuracy_tables, grid, pretraining, trajectories
 
 
@@ -59,7 +59,7 @@ def test_recipes_scale():
 
 def test_names_match_by_letters_and_digits():
     """Every method of every recipe by its letters and digits alone, and no two of them are one."""
-    assert len({meant(name.lower(), METHODS) for name in METHODS}) == len(METHODS)
+    assert len({match_name(name.lower(), METHODS) for name in METHODS}) == len(METHODS)
     for typed, name in (("adamw", "AdamW†"), ("ADAM-WO-ABC", "Adam w/o (abc)"), ("sgdm", "SGD-M"), ("adam", "Adam")):
         [one] = accuracy_tables(data="digits", columns="resnet20-digits", methods=typed, seeds=1)
         assert (one.method, one.model) == (name, "ResNet20")

@@ -227,6 +227,4 @@ def test_a_study_recorded_without_phenomena_is_refused_if_they_are_wanted(tmp_pa
 def test_a_study_name_is_a_file_name(name):
     with pytest.raises(ValueError, match="study must be the name of a file"):
         Study(name)
-    with pytest.raises(ValueError, match="study must have at most 200 bytes"):
-        Study("x" * 201)
     assert "/" not in study_name("tables", [replace(CONFIG, data="a/b")])

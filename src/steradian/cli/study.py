@@ -49,15 +49,15 @@ def train(
     """
     from dataclasses import replace
 
-    from steradian.lab.config import meant
+    from steradian.lab.config import match_name
     from steradian.lab.models import MODELS, NORMS
     from steradian.lab.paper import COLUMNS
     from steradian.lab.recipes import accuracy_tables
     from steradian.lab.study import Study
 
-    if (network := meant(model, MODELS)) is None:
+    if (network := match_name(model, MODELS)) is None:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {model!r}")
-    norm = meant(norm, NORMS) or norm
+    norm = match_name(norm, NORMS) or norm
     # A network that the paper did not train on this data takes its best settings on CIFAR-10.
     papers = [name for each, name in COLUMNS if each == network]
     like = data if data in papers or data not in {name for _, name in COLUMNS} else papers[0]

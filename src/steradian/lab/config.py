@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Self
 
-__all__ = ["METHODS", "PRECISIONS", "Config", "chosen", "meant"]
+__all__ = ["METHODS", "PRECISIONS", "Config", "match_name", "match_names"]
 
 METHODS = (
     "SGD-M",
@@ -172,12 +172,12 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def meant(name: str, known: Iterable[str]) -> str | None:
+def match_name(name: str, known: Iterable[str]) -> str | None:
     """The known name with the same letters and digits; None if there is none.
 
     >>> known = ("Adam", "AdamW†", "Adam w/o (ab)")
-    >>> meant("adamw", known), meant("Adam-wo-ab", known), meant("Adam without (ab)", known), meant("Lion", known)
-    ('AdamW†', 'Adam w/o (ab)', 'Adam w/o (ab)', None)
+    >>> [match_name(name, known) for name in ("adamw", "Adam-wo-ab", "Adam without (ab)", "Lion")]
+    ['AdamW†', 'Adam w/o (ab)', 'Adam w/o (ab)', None]
     """
 
     def bare(text: str) -> str:
@@ -186,16 +186,15 @@ def meant(name: str, known: Iterable[str]) -> str | None:
     return next((each for each in known if bare(each) == bare(name)), None)
 
 
-def chosen(what: str, names: Sequence[str] | str | None, known: Sequence[str]) -> list[str]:
-    """The known names that are meant; all of them if none is given.
+def match_names(what: str, names: Sequence[str] | str | None, known: Sequence[str]) -> list[str]:
+    """The known names that match; all of them if none is given.
 
     Raises:
         ValueError: a name is unknown.
     """
     if not names:
         return list(known)
-    given = [names] if isinstance(names, str) else list(names)
-    found = [meant(name, known) for name in given]
-    if unknown := [name for name, each in zip(given, found, strict=True) if each is None]:
+    found = {name: match_name(name, known) for name in ([names] if isinstance(names, str) else names)}
+    if unknown := [name for name, match in found.items() if match is None]:
         raise ValueError(f"{what} must be among {', '.join(known)}, got {', '.join(unknown)}")
-    return [name for name in found if name is not None]
+    return [match for match in found.values() if match is not None]

@@ -250,9 +250,9 @@ def build(
 
     Args:
         name: its name in the paper.
-        norm: one of `NORMS`.
+        norm: one of `NORMS`; this and the following as for `resnet20`.
         channels: of the images.
-        classes: number of classes.
+        classes: outputs.
         size: height and width of the images.
         width: channels of the first stage; None: the paper's.
         released: as in the paper's released code: ResNet20 projects its shortcuts, and convolutions are initialized as

@@ -17,10 +17,9 @@ from steradian.lab.fleet import CHECKPOINTS, Fleet, Progress, prepare_device
 from steradian.lab.results import Result, Store, Tracks
 from steradian.lab.training import Execution, Training
 
-__all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name", "sweep", "units"]
+__all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name", "sweep"]
 
 RESULTS, RUNS = Path("results"), Path("runs")
-_LONGEST = 200  # bytes of a study's name
 _PATIENCE = 10.0  # seconds for a cluster to answer
 _RETRIES = 3  # of a fleet whose worker died
 
@@ -86,8 +85,6 @@ class Study:
             object.__setattr__(self, name, Path(getattr(self, name)))
         if not self.name or self.name.startswith(".") or re.search(r"[/\\\0]", self.name):
             raise ValueError(f"study must be the name of a file without its folder, got {self.name!r}")
-        if len(os.fsencode(self.name)) > _LONGEST:  # temporary files beside it have longer names
-            raise ValueError(f"study must have at most {_LONGEST} bytes, got {self.name!r}")
 
     @property
     def store(self) -> Store:
@@ -207,7 +204,7 @@ def sweep(
         waiting = [
             work.remote(left, str(_fleet_folder(study, unit)), folders, usual, every)
             # Fleets are cut from all trainings, finished or not, so that each keeps its folder.
-            for unit in units(list(trainings.values()), size)
+            for unit in _units(list(trainings.values()), size)
             if (left := [config.to_dict() for config in unit if config.key not in done])
         ]
         with progress:
@@ -229,11 +226,11 @@ def sweep(
     return trainings.keys() <= study.store.keys()
 
 
-def units(configs: Sequence[Config], size: int) -> list[list[Config]]:
+def _units(configs: Sequence[Config], size: int) -> list[list[Config]]:
     """The trainings cut into fleets: one network and data set in each, so that compiled code is shared.
 
     >>> made = [Config(model=m, data="digits", method="Adam", lr=1e-3) for m in ("VGG16", "ResNet20", "VGG16")]
-    >>> [[config.model for config in unit] for unit in units(made, 2)]
+    >>> [[config.model for config in unit] for unit in _units(made, 2)]
     [['VGG16', 'VGG16'], ['ResNet20']]
     """
     if size < 1:

@@ -199,7 +199,7 @@ class Column:
 
     def claim(self) -> str:
         """Whether (ab) is best among the Adam variants, as the paper says, and which differences are noise."""
-        variants = {method: cell for method, cell in self.cells.items() if method.startswith("Adam") and cell.seeds}
+        variants = self._variants()
         if len(variants) < 2:
             return ""
         best = max(variants, key=lambda method: variants[method].mean)
@@ -221,6 +221,10 @@ class Column:
         verdict = "first" if rank == 1 else f"number {rank} of {len(variants)}"
         return f"{text} The paper's best, {BEST}, is {verdict}{self._papers_lead()}."
 
+    def _variants(self) -> dict[str, Cell]:
+        """The Adam variants that did not always diverge."""
+        return {method: cell for method, cell in self.cells.items() if method.startswith("Adam") and cell.seeds}
+
     def _papers_lead(self) -> str:
         """The lead of the paper's best variant over the second, and its p."""
         own = {method: cell for method, cell in self.papers.items() if method.startswith("Adam")}
@@ -232,16 +236,13 @@ class Column:
 
     def against_sgd(self) -> str:
         """The best Adam variant against SGD with momentum, which is not in the paper's table."""
-        cells = {method: cell for method, cell in self.cells.items() if cell.seeds}
-        variants = [method for method in cells if method.startswith("Adam")]
-        if "SGD-M" not in cells or not variants:
+        sgd, variants = self.cells.get("SGD-M"), self._variants()
+        if sgd is None or not sgd.seeds or not variants:
             return ""
-        best = max(variants, key=lambda method: cells[method].mean)
-        p = cells["SGD-M"].p(cells[best])
+        best = max(variants, key=lambda method: variants[method].mean)
+        p, lead = sgd.p(variants[best]), sgd.mean - variants[best].mean
         sure = "" if p is None else f", p = {p:.2g}"
-        lead = cells["SGD-M"].mean - cells[best].mean
-        side = "above" if lead >= 0 else "below"
-        return f"SGD-M is {abs(lead):.2f} {side} the best Adam variant, {best}{sure}."
+        return f"SGD-M is {abs(lead):.2f} {'above' if lead >= 0 else 'below'} the best Adam variant, {best}{sure}."
 
     def shrunk(self) -> str:
         """Rows that collapsed."""
@@ -320,14 +321,11 @@ def duration(seconds: float) -> str:
 
 def _beside(ours: Cell, papers: Cell | None) -> list[str]:
     """The paper's accuracy, the difference to it, and whether it is noise."""
-    if papers is None:
-        return ["", "", ""]
-    text = str(papers)
-    if not ours.seeds:
-        return [text, "", ""]
+    if papers is None or not ours.seeds:
+        return ["" if papers is None else str(papers), "", ""]
     p = ours.p(papers)
     verdict = "" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"
-    return [text, _signed(ours.mean - papers.mean), verdict]
+    return [str(papers), _signed(ours.mean - papers.mean), verdict]
 
 
 def _counted(count: int, name: str) -> str:
@@ -353,7 +351,7 @@ class Best:
         config: the best setting, with its first seed; any setting if all diverged.
         validation: its mean best validation accuracy over seeds, in percent; NaN if all diverged.
         accuracy: its mean test accuracy at those epochs.
-        seeds: number of seeds.
+        seeds: its number of seeds.
         points: number of settings that were tried.
         diverged: number of settings that diverged with every seed.
     """

@@ -30,6 +30,8 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
     Raises:
         ValueError: the folder has a `meta.json` of something else.
     """
+    from PIL import Image
+
     root = Path(root)
     meta_path = root / "meta.json"
     if meta_path.is_file() and '"sha256"' not in meta_path.read_text(encoding="utf-8"):
@@ -41,7 +43,10 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
     for name, images in (("train", data.train), ("test", data.test)):
         files = {}
         for k, start in enumerate(range(0, len(images), side * side)):
-            files[f"{name}-{k}.webp"] = _webp(_mosaic(images.pixels[start : start + side * side], side), effort)
+            picture = Image.fromarray(_mosaic(images.pixels[start : start + side * side], side))
+            webp = io.BytesIO()
+            picture.save(webp, "WEBP", lossless=True, exact=True, method=effort)
+            files[f"{name}-{k}.webp"] = webp.getvalue()
         labels = io.BytesIO()
         np.save(labels, images.labels.astype(np.min_scalar_type(max(255, len(data.classes) - 1))))
         mosaics = list(files)
@@ -113,11 +118,3 @@ def _mosaic(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
     full = np.zeros((rows * side, tile, tile, 3), dtype=np.uint8)
     full[:count] = pixels
     return full.reshape(rows, side, tile, tile, 3).swapaxes(1, 2).reshape(rows * tile, side * tile, 3)
-
-
-def _webp(mosaic: NDArray[np.uint8], effort: int) -> bytes:
-    from PIL import Image
-
-    out = io.BytesIO()
-    Image.fromarray(mosaic).save(out, "WEBP", lossless=True, exact=True, method=effort)
-    return out.getvalue()
