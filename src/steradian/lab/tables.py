@@ -471,7 +471,7 @@ def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
 
 
 def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) -> Rows:
-    """For each column: trainings, steps, device time, and the time of a plain loop for the same steps.
+    """For each column: trainings, steps (of data of known size), device time, and that of a plain loop for these steps.
 
     Ours includes everything: compiling, evaluations, checkpoints. The time of the plain loop is only that of its steps.
     """
@@ -481,7 +481,9 @@ def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) ->
     for column in columns:
         every = column.every
         seconds = sum(result.seconds for result in every)
-        steps = sum(len(r.curves["train_loss"]) * _steps(column.data, r.config.batch_size) for r in every)
+        images = _IMAGES.get(column.data, 0)
+        images -= max(1, round(0.05 * images)) if images else 0
+        steps = sum(len(r.curves["train_loss"]) * (images // r.config.batch_size) for r in every)
         device = ", ".join(sorted({result.environment.get("device", "") for result in every}))
         line = [column.name, str(len(every)), f"{steps:,}" if steps else "", device, duration(seconds)]
         line.append(f"{1e3 * seconds / steps:.3g}" if steps else "")
@@ -493,9 +495,3 @@ def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) ->
             line += ["not measured there", "", ""]
         lines.append(line)
     return heads, lines
-
-
-def _steps(data: str, batch: int) -> int:
-    """Steps in an epoch; 0 if the size of the data is unknown."""
-    images = _IMAGES.get(data, 0)
-    return (images - max(1, round(0.05 * images))) // batch if images else 0

@@ -217,7 +217,6 @@ class Training:
         self.steps = data.counts["train"] // config.batch_size
         self.queue = Queue(data.device)
         self._launch: dict[str, Callable[[], None]] = {}
-        self._next_plan: Tensor | None = None
         self._taken, self._begun = 0, False
         self._half = config.precision == "bf16"
         self._loss = compiled(_loss) if self.execution.compiled else _loss
@@ -270,10 +269,9 @@ class Training:
 
     def begin_epoch(self) -> None:
         """Enqueue the start of the next epoch: its rate and its plan."""
-        plan = self._next_plan if self._next_plan is not None else self._plan(self.epoch)
-        self._next_plan = None
+        plan = self.data.plan(self.config.seed, self.epoch, self.config.batch_size)
         with self.queue.here():
-            self._plan_host.copy_(plan)
+            self._plan_host.copy_(torch.from_numpy(plan))
             self._codes.copy_(self._plan_host, non_blocking=True)
             _set_rates(self.optimizers, self.config.rate_factor(self.epoch))
             self._at.zero_()
@@ -311,7 +309,7 @@ class Training:
         return self.left
 
     def end_epoch(self) -> None:
-        """Enqueue the evaluation, and prepare the next plan while the device is busy."""
+        """Enqueue the evaluation."""
         self.model.eval()
         for part in PARTS[1:]:
             start, end = self.data.spans[part]
@@ -327,8 +325,6 @@ class Training:
         with self.queue.here():
             self._totals_host.copy_(self._totals, non_blocking=True)
         self.queue.mark()
-        if self.epoch + 1 < self.config.epochs:
-            self._next_plan = self._plan(self.epoch + 1)
 
     def collect(self) -> None:
         """Wait for the end of the epoch and read its figures."""
@@ -412,9 +408,6 @@ class Training:
             self._launch["evaluation"] = self.queue.capture(lambda: self._evaluate(_CHUNK))
         return self._launch["evaluation"], _CHUNK
 
-    def _plan(self, epoch: int) -> Tensor:
-        return torch.from_numpy(self.data.plan(self.config.seed, epoch, self.config.batch_size))
-
     # State
 
     def state(self) -> dict[str, Any]:
@@ -440,7 +433,7 @@ class Training:
             _fill(self.model, state["model"])
             _load_states(self.optimizers, state["optimizers"])
         self.epoch, self.curves = state["epoch"], _copied(state["curves"])
-        self._next_plan, self._begun = None, False
+        self._begun = False
 
 
 def _copied(state: Any, *, device: str | None = None) -> Any:
