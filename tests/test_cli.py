@@ -94,10 +94,10 @@ def test_help_lists_the_commands(call):
 
 
 def test_python_m_steradian_is_the_command_line():
-    call = [sys.executable, "-m", "steradian", "reproduce", "nothing"]
+    call = [sys.executable, "-m", "steradian", "nothing"]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("steradian: recipe must be one of tables")
+    assert done.returncode == 2
+    assert done.stderr.startswith("steradian: No such command")
     assert "Traceback" not in done.stderr
 
 
@@ -195,6 +195,7 @@ def test_inspect_reports_why_an_import_failed(call, tmp_path, monkeypatch, name,
         ),
         ("inspect torch:pi --input 2x3", "'torch:pi' must be a model, or make one when it is called without"),
         ("inspect steradian.lab.models:small_cnn --input 2x3:many", "8x16:1000 for tokens"),
+        ("reproduce nothing", "recipe must be one of tables"),
         ("reproduce tables --data flowers", "data must be one of"),
         ("reproduce tables --data digits --columns ResNet50", "columns must be among"),
         ("reproduce tables --data digits --engine slurm", "engine must be local or ray"),
