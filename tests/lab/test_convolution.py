@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from steradian.lab.kernels import convolution, joining
 from steradian.lab.kernels.convolution import FILTERS, _Corner, _Strip, _Tile, convolve
-from steradian.lab.models import build
+from steradian.lab.models import ResNet, build
 from steradian.lab.training import Execution, Training
 
 from lab.studies import few, methods
@@ -139,6 +139,13 @@ def test_a_gradient_to_odd_channels_is_refused():
         convolve(torch.zeros(1, 8, 4, 4, requires_grad=True), torch.zeros(16, 8, 3, 3))
 
 
+def made(model, **options):
+    """A network for images of 4 × 4; "small" is ResNet20 with one block in each stage."""
+    if model == "small":
+        return ResNet([16, 32, 64], 1, norm="bn", project=False, channels=3, classes=10, size=4)
+    return build(model, size=4, **options)
+
+
 def shaken(network):
     """The network with random terms of BN and a random head."""
     torch.manual_seed(1)
@@ -154,7 +161,8 @@ def shaken(network):
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ("ResNet20", {}),
+        ("small", {}),
+        pytest.param("ResNet20", {}, marks=pytest.mark.slow),
         pytest.param("ResNet20", {"norm": "bn-no-affine"}, marks=pytest.mark.slow),
         pytest.param("ResNet20", {"released": True}, marks=pytest.mark.slow),
         ("ResNet18", {"width": 16}),
@@ -163,7 +171,7 @@ def shaken(network):
     ],
 )
 def test_a_joined_network_is_the_network(many_pixels, model, options):
-    plain = shaken(build(model, size=4, **options))
+    plain = shaken(made(model, **options))
     ours = copy.deepcopy(plain)
     assert joining.can_join(ours)
     ours.route = joining.forward
@@ -191,9 +199,11 @@ def test_a_joined_network_is_the_network(many_pixels, model, options):
 
 
 @pytest.mark.skipif(CUDA, reason="float32 is only computed in the interpreter")
-@pytest.mark.parametrize("model", [pytest.param("ResNet20", marks=pytest.mark.slow), "VGG16"])
+@pytest.mark.parametrize(
+    "model", ["small", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ResNet20", "VGG16"))]
+)
 def test_a_compiled_network_has_the_gradients_of_one_that_is_not(many_pixels, model):
-    network = shaken(build(model, width=16, size=4))
+    network = shaken(made(model, width=16))
     network.route = joining.forward
     images, found = torch.randn(3, 3, 4, 4), []
     for forward in (network, torch.compile(network, backend="aot_eager", dynamic=False)):
