@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from steradian.discovery import find_groups
-from steradian.discovery.graph import Graph, has_known_path, meets_nonlinearity, read_graph
+from steradian.discovery.graph import Graph, follow, read_graph
 
 
 def graph(function: Callable[[Tensor, Tensor], Tensor]) -> Graph:
@@ -71,14 +71,14 @@ def test_what_meets_a_nonlinearity(
     function: Callable[[Tensor, Tensor], Tensor], nonlinear: list[bool], clear: list[bool]
 ):
     made = graph(function)
-    assert meets_nonlinearity(made, [("a",), ("b",)]) == nonlinear
-    assert has_known_path(made, [("a",), ("b",)]) == clear
+    assert [follow(made, name).nonlinear for name in "ab"] == nonlinear
+    assert [follow(made, name).known for name in "ab"] == clear
 
 
 def test_a_ratio_has_no_scale():
     """Each alone moves it, both together do not."""
     made = graph(lambda a, b: (a / b.norm()).tanh())
-    assert meets_nonlinearity(made, [("a",), ("a", "b")]) == [True, False]
+    assert [follow(made, names).nonlinear for names in ("a", "ab")] == [True, False]
 
 
 def test_a_row_without_a_defect_needs_no_graph():

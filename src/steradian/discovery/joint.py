@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
-from steradian.discovery.graph import members
 from steradian.discovery.invariance import Key, Table, falls, follows_growth
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ def _proposed_sets(measured: "Measurements", names: Sequence[str]) -> list[Indic
     modules: dict[str, list[str]] = {}
     for name in measured.prober.trainable:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
-    sets = [*(members(mask, measured.graph.names) for mask in measured.proposals.sets), *modules.values()]
+    sets = [*measured.proposals.sets, *modules.values()]
     place = {name: i for i, name in enumerate(names)}
     found = {tuple(sorted(place[name] for name in s if name in place)) for s in sets}
     return sorted(indices for indices in found if len(indices) > 1)

@@ -42,28 +42,20 @@ def judge(measured: Measurements) -> Verdict:
     names = [name for name in measured.names_with_effect() if name not in verdict.no_effect]
     joint = joint_sets(measured, names)
     in_sets = {name for s in joint for name in s}
-    measured.find_known_paths(list(joint))
     single = {name for name in names if name not in in_sets and _judge_single(measured, name, verdict)}
     # Of sets that share a bias the first one gets it: that of its own layer.
     for s in sorted(joint, key=lambda s: (len(s), measured.span(s))):
         _judge_joint(measured, s, verdict, by_epsilon=joint[s])
-    for name, nonlinear in zip(names, measured.nonlinear([(name,) for name in names]), strict=True):
-        if is_matrix(measured.shapes[name]) and name not in single and name not in in_sets and not nonlinear:
-            found = partial_cut(measured.shapes[name], measured.trial(name))
+    for name in (name for name in names if name not in single and name not in in_sets):
+        if is_matrix(measured.shapes[name]) and not measured.nonlinear((name,)):
+            found = partial_cut(measured.shapes[name], measured.trial((name,)))
             if found is not None:
                 text = f"of {found[0]} equal blocks of dimension 0 only {_ranges(found[1])} are invariant"
                 verdict.partial[name] = text
-    verdict.rows, verdict.nonlinear = _split(measured, verdict.rows)
-    verdict.facts, _ = _split(measured, verdict.facts)
+    verdict.nonlinear = [group for group in verdict.rows if measured.nonlinear(group.names)]
+    verdict.rows = [group for group in verdict.rows if group not in verdict.nonlinear]
+    verdict.facts = [group for group in verdict.facts if not measured.nonlinear(group.names)]
     return verdict
-
-
-def _split(measured: Measurements, groups: list[Group]) -> tuple[list[Group], list[Group]]:
-    """Groups that a normalization explains, and those that may be due to a nonlinearity."""
-    parts: tuple[list[Group], list[Group]] = [], []
-    for group, nonlinear in zip(groups, measured.nonlinear([group.names for group in groups]), strict=True):
-        parts[nonlinear].append(group)
-    return parts
 
 
 # Effects
@@ -100,7 +92,7 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
     """Add the rows of one parameter to the verdict, if it has any."""
     shape = measured.shapes[name]
     active = all(r.effect[name] > thresholds.MEASURABLE * measured.floor(r, (name,)) for r in measured.grown)
-    cut = finest(shape, measured.trial(name)) if active and math.prod(shape) > 1 else None
+    cut = finest(shape, measured.trial((name,))) if active and math.prod(shape) > 1 else None
     if cut is None:
         return False
     # A layer with one output has the shape of some gains. Those are seldom in front of what mixes all their numbers.
@@ -129,7 +121,7 @@ def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_e
     shapes = [measured.shapes[name] for name in names]
     dims = min(map(len, shapes))
     common = [shapes[0][k] if len({shape[k] for shape in shapes}) == 1 else 1 for k in range(dims)]
-    found = finest((*common, sum(map(math.prod, shapes)) // math.prod(common)), measured.trial(*names))
+    found = finest((*common, sum(map(math.prod, shapes)) // math.prod(common)), measured.trial(names))
     aligned = _finest_aligned(measured, names)
     if found is None and aligned is None and not by_epsilon:
         return
@@ -151,7 +143,7 @@ def _finest_aligned(measured: Measurements, names: Names) -> tuple[Alignment, tu
     shapes, best = [measured.shapes[name] for name in names], None
     for alignment in alignments(shapes):
         size = sum(map(math.prod, shapes)) // alignment.slices
-        found = finest((alignment.slices, size), measured.trial(*names, alignment=alignment))
+        found = finest((alignment.slices, size), measured.trial(names, alignment))
         cuts = [alignment.cut(found[0], shape) for shape in shapes] if found is not None else [None]
         known = tuple(cut for cut in cuts if cut is not None)
         if len(known) == len(shapes) and (best is None or math.prod(known[0]) > math.prod(best[1][0])):
@@ -163,7 +155,7 @@ def _parallel(measured: Measurements, names: Names) -> bool:
     """Whether no member acts through another; without a graph, whether they belong to one module."""
     if not measured.graph.leaf_nodes.keys() >= set(names):
         return len({name.rpartition(".")[0] for name in names}) == 1
-    return measured.proposals.parallel(sum(1 << measured.graph.names.index(name) for name in names))
+    return measured.proposals.parallel(names)
 
 
 # Groups

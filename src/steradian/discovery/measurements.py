@@ -1,13 +1,12 @@
 """All readings of a model, and the questions that the schedule, the judge and the forward check ask of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from steradian.discovery import thresholds
-from steradian.discovery.explain import Trace
-from steradian.discovery.graph import Graph, Proposals, has_known_path, meets_nonlinearity, propose
+from steradian.discovery.graph import Graph, Path, Proposals, follow, propose
 from steradian.discovery.invariance import (
     Cut,
     Evidence,
@@ -35,12 +34,12 @@ class Measurements:
         prober: runs the model.
         own: the reading at the model's own weights.
         random: readings at random points.
-        first: the first of them, with a trace and its graph.
+        first: the first of them, with a graph.
         grown: readings at a random point with the candidates grown by the two factors, the smaller first.
         further: the last of two more such readings, at a point that reaches other parts of the model.
         late: parameters that only these two reach.
-        traces: those with a graph: of the first random point, and of passes that reach further parameters.
-        graph, proposals: the first graph, and what it says about sets.
+        graphs: of the first random point, and of passes that reach further parameters.
+        graph, proposals: the first of them, and what it says about sets.
         growing: what grows, by parameter: 1, or 1 on some blocks and 0 elsewhere.
         suspects_grown: the first random point with grown parameters of next to no effect.
         alignments: how the members of a joint set lie beside each other, where not dimension by dimension.
@@ -53,14 +52,14 @@ class Measurements:
         self.grown: list[Reading] = []
         self.further: Reading | None = None
         self.late: set[str] = set()
-        self.traces: list[Trace] = []
-        self.graph, self.proposals = Graph([]), Proposals()
+        self.graphs: list[Graph] = []
+        self.graph, self.proposals = Graph(), Proposals()
         self.growing: dict[str, float | Tensor] = {}
         self.suspects_grown: Reading | None = None
         self.alignments: dict[Names, Alignment] = {}
         self._may_be_invariant: dict[str, bool] = {}
         self._used: tuple[list[str], dict[str, int]] | None = None
-        self._known_paths: dict[Names, bool] = {}
+        self._paths: dict[Names, Path] = {}
         self._growth_undone: bool | None = None
 
     # Effects
@@ -135,7 +134,7 @@ class Measurements:
         """
         loose = self.prober.precision.loose
         balanced = [self.imbalance(reading, name) <= loose for reading in self.random if reading.slope[name]]
-        return 2 * sum(balanced) > len(balanced) and self.known_path((name,))
+        return 2 * sum(balanced) > len(balanced) and self.path((name,)).known
 
     def slices_balanced(self, name: str) -> bool:
         """Whether so many of its slices are balanced that it cannot be chance."""
@@ -153,7 +152,7 @@ class Measurements:
         precision = self.prober.precision
         return Trial(precision, [self._evidence(reading, (name,), precision.loose) for reading in self.random])
 
-    def trial(self, *names: str, alignment: Alignment | None = None) -> Trial:
+    def trial(self, names: Names, alignment: Alignment | None = None) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as the alignment says."""
         precision = self.prober.precision
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
@@ -164,7 +163,7 @@ class Measurements:
             random=[self._evidence(reading, names, precision.loose, alignment) for reading in self.random],
             grown=[self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings],
             constant=precision.flat if self._undoes_growth() else precision.flat / 10,
-            known_path=self.known_path(names),
+            known_path=self.path(names).known,
         )
 
     def _undoes_growth(self) -> bool:
@@ -211,7 +210,7 @@ class Measurements:
 
     def worst_rows(self, group: Group) -> tuple[float, float]:
         """The largest imbalance of a row at random points, and the largest that growth has left."""
-        trial, cut = self.trial(*group.names, alignment=self.alignments.get(group.names)), self._cut(group)
+        trial, cut = self.trial(group.names, self.alignments.get(group.names)), self._cut(group)
         return typical_and_worst(cut, trial)[1], worst_grown(cut, trial)
 
     def _cut(self, group: Group) -> Cut:
@@ -221,55 +220,30 @@ class Measurements:
 
     # Graphs
 
-    def add_trace(self, trace: Trace) -> None:
-        """Keep a trace with a graph, which may have parameters that the others lack."""
-        if not self.traces:
-            self.graph, self.proposals = trace.graph, propose(trace.graph)
-        self.traces.append(trace)
-        self._known_paths.clear()
+    def add_graph(self, graph: Graph) -> None:
+        """Keep a graph, which may have parameters that the others lack."""
+        if not self.graphs:
+            self.graph, self.proposals = graph, propose(graph)
+        self.graphs.append(graph)
+        self._paths.clear()
 
     def misses_parameters(self) -> bool:
         """Whether the graph lacks a parameter with an effect: chance or the data may skip it in one pass."""
-        return bool(self.traces) and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
+        return bool(self.graphs) and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
 
-    def trace_of(self, names: Sequence[str]) -> Trace:
-        """The first trace whose graph has all of these parameters, or else the first of all."""
-        having = (trace for trace in self.traces if trace.graph.leaf_nodes.keys() >= set(names))
-        return next(having, self.traces[0] if self.traces else Trace())
+    def graph_of(self, names: Names) -> Graph:
+        """The first graph that has all of these parameters, or else the first of all."""
+        return next((graph for graph in self.graphs if graph.leaf_nodes.keys() >= set(names)), self.graph)
 
-    def nonlinear(self, sets: Sequence[Names]) -> list[bool]:
-        """Per set, whether it has a defect and meets a nonlinearity: then ε need not be the reason."""
-        return [meets and self._has_defect(s) for meets, s in zip(self.meets_nonlinearity(sets), sets, strict=True)]
+    def path(self, names: Names) -> Path:
+        """Where the factor goes by which a set grows."""
+        if names not in self._paths:
+            self._paths[names] = follow(self.graph_of(names), names)
+        return self._paths[names]
 
-    def meets_nonlinearity(self, sets: Sequence[Names]) -> list[bool]:
-        """Per set, whether a graph shows that it meets a nonlinearity."""
-        answers = self._ask_graphs(sets, meets_nonlinearity)
-        return [answers.get(names, False) for names in sets]
-
-    def known_path(self, names: Names) -> bool:
-        """Whether a graph shows that no nonlinearity lies between a set and a normalization."""
-        if names not in self._known_paths:
-            self.find_known_paths([names, *((name,) for name in self.prober.trainable)])
-        return self._known_paths[names]
-
-    def find_known_paths(self, sets: Sequence[Names]) -> None:
-        """Answer that for many sets in one walk through each graph."""
-        new = [names for names in sets if names not in self._known_paths]
-        self._known_paths |= dict.fromkeys(new, False) | self._ask_graphs(new, has_known_path, whole=True)
-
-    def _ask_graphs(
-        self, sets: Sequence[Names], question: Callable[[Graph, Sequence[Names]], list[bool]], *, whole: bool = False
-    ) -> dict[Names, bool]:
-        """The answer about each set from its graph; with `whole`, only if the graph has all of it."""
-        answers: dict[Names, bool] = {}
-        traces = [self.trace_of(names) for names in sets]
-        for trace in self.traces:
-            here = [names for names, of_set in zip(sets, traces, strict=True) if of_set is trace]
-            if whole:
-                here = [names for names in here if trace.graph.leaf_nodes.keys() >= set(names)]
-            if here:
-                answers |= dict(zip(here, question(trace.graph, here), strict=True))
-        return answers
+    def nonlinear(self, names: Names) -> bool:
+        """Whether a set has a defect and meets a nonlinearity: then ε need not be the reason."""
+        return self.path(names).nonlinear and self._has_defect(names)
 
     def _has_defect(self, names: Names) -> bool:
         """Whether more than rounding is left of a set's sum, at the first of the random points that reach it."""

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from steradian.discovery import thresholds
-from steradian.discovery.explain import Trace
-from steradian.discovery.graph import graph_nodes
+from steradian.discovery.graph import Call, Graph, graph_nodes, read_graph, record_calls
 from steradian.discovery.invariance import Key, Table, is_matrix
 from steradian.discovery.joint import pairs_to_align
 from steradian.discovery.sandbox import (
@@ -166,7 +165,7 @@ class Reading:
 
     Attributes:
         point, seed, draw: as in `Prober.read`.
-        trace: the calls of modules; empty if they were not recorded.
+        graph: the autograd graph, if it was asked for.
         outputs: the floating-point outputs.
         noise: as in the `thresholds.Precision` of its arithmetic.
         tables: per trainable parameter and key, the sums described at `Table`.
@@ -179,7 +178,7 @@ class Reading:
     point: Point
     seed: int
     draw: int | None
-    trace: Trace
+    graph: Graph | None
     outputs: list[Tensor]
     noise: float
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
@@ -348,7 +347,7 @@ class Prober:
         *,
         seed: int,
         pairs: Mapping[str, Sequence[Key]] | None = None,
-        trace: Trace | None = None,
+        graph: bool = False,
         backward: bool = True,
         quick: bool = False,
         draw: int | None = None,
@@ -359,7 +358,7 @@ class Prober:
             point: the values of the parameters.
             seed: 0 takes the inputs as given; any other adds noise to them.
             pairs: pairs of dimensions to tabulate, by parameter.
-            trace: records the calls of modules.
+            graph: whether to keep the autograd graph.
             backward: whether to compute gradients.
             quick: in the model's own float32 if it is on the CPU, which is several times faster.
             draw: seed of the global generators that the model draws from, if not `seed`.
@@ -375,13 +374,12 @@ class Prober:
             noisy = self._noise_of_seed.get(seed, self.noisy and seed != 0)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=noisy)
             self.forwards += 1
-            with trace.watching(self.model) if trace else nullcontext():
+            calls: list[Call] = []
+            with record_calls(self.model, calls) if graph else nullcontext():
                 result = unwrap(self.model)(*args, **kwargs)
             outputs = [t for t in tensors_in(result) if floating(t)]
-            if trace:
-                trace.finish(outputs, leaves)
-            copies = [t.detach().clone() for t in outputs]
-            reading = Reading(point, seed, draw, trace or Trace(), copies, precision.noise)
+            kept = read_graph(outputs, leaves, calls) if graph else None
+            reading = Reading(point, seed, draw, kept, [t.detach().clone() for t in outputs], precision.noise)
             tables: dict[str, dict[Key, Table]] = {}
             take = partial(self._take, tables, leaves, pairs or {})
             if backward:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from steradian.discovery import thresholds
-from steradian.discovery.explain import Trace
 from steradian.discovery.invariance import Key, is_matrix, pair_keys, partial_cut
 from steradian.discovery.joint import candidate_sets
 from steradian.discovery.measurements import Measurements
@@ -37,18 +36,16 @@ class Schedule:
         """Random points of ordinary scale; candidates are what is balanced up to ε."""
         measured = self.measured
         for _ in range(thresholds.RANDOM_POINTS):
-            # One record of the modules and the graph is enough.
-            trace = Trace(graph=True) if measured.first is None else None
             # Balance up to some percent needs no float64. But random numbers differ in float32, so that what chance
             # skips there is not what it skips in float64.
-            seed, quick = next(self._seeds), trace is None and not self._skips_parts()
-            reading = self._probe(self._random_point(seed), seed, trace=trace, quick=quick)
+            seed, first = next(self._seeds), measured.first is None
+            quick = not first and not self._skips_parts()
+            reading = self._probe(self._random_point(seed), seed, graph=first, quick=quick)
             if reading is None:
                 continue
             measured.random.append(reading)
-            if trace is not None:
+            if first:
                 measured.first = reading
-                measured.add_trace(trace)
         reading = measured.first
         for _ in range(thresholds.SIGN_FLIPS):
             reading = self._flip_signs(reading)
@@ -83,7 +80,7 @@ class Schedule:
     def _without_gradient(self) -> list[str]:
         """Parameters in the graph, or with a gradient at the model's own weights, that have none at random points."""
         measured = self.measured
-        if not measured.traces:
+        if not measured.graphs:
             return []
         return [
             name
@@ -105,12 +102,10 @@ class Schedule:
 
     def _choose_candidates(self) -> None:
         measured, names = self.measured, self.measured.names_with_effect()
-        sets = candidate_sets(measured, names)
-        self._sets = [s for s, nonlinear in zip(sets, measured.nonlinear(sets), strict=True) if not nonlinear]
+        self._sets = [s for s in candidate_sets(measured, names) if not measured.nonlinear(s)]
         self._in_sets = {name for s in self._sets for name in s}
         # What meets a nonlinearity is no row, and growing it would only change what lies behind.
-        alone = measured.nonlinear([(name,) for name in names])
-        able = [name for name, nonlinear in zip(names, alone, strict=True) if not nonlinear]
+        able = [name for name in names if not measured.nonlinear((name,))]
         single = [
             name
             for name in able
@@ -177,12 +172,8 @@ class Schedule:
     ) -> Reading | None:
         # Parameters that this pass reaches and the first did not need a graph too.
         wants_graph = growth == thresholds.GROWTH[0] and self.measured.misses_parameters()
-        trace = Trace(graph=wants_graph)
         point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.measured.growing.items()})
-        reading = self._probe(point, seed, trace=trace, pairs=pairs, draw=draw)
-        if reading is not None and wants_graph:
-            self.measured.add_trace(trace)
-        return reading
+        return self._probe(point, seed, graph=wants_graph, pairs=pairs, draw=draw)
 
     def _effect_lost(self) -> bool:
         """Whether a candidate has lost its effect, which the growth of an invariant row does not change."""
@@ -198,7 +189,7 @@ class Schedule:
     def _clipped(self) -> set[str]:
         """Candidates that meet a nonlinearity: one far out, as ReLU6's, leaves no defect at ordinary scale."""
         sets = [*self._sets, *((name,) for name in self.measured.growing if name not in self._in_sets)]
-        clipped = {n for s, meets in zip(sets, self.measured.meets_nonlinearity(sets), strict=True) if meets for n in s}
+        clipped = {name for s in sets if self.measured.path(s).nonlinear for name in s}
         # A member of another set as well grows with that.
         return clipped - {name for s in sets if clipped.isdisjoint(s) for name in s}
 
@@ -252,4 +243,6 @@ class Schedule:
         if not reading.finite:
             self.prober.noisy = False
             return None
+        if reading.graph is not None:
+            self.measured.add_graph(reading.graph)
         return reading

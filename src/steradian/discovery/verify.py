@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from steradian.discovery import thresholds
-from steradian.discovery.explain import UNKNOWN, Reasons, Trace
 from steradian.discovery.invariance import imbalance
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
@@ -17,7 +16,7 @@ from steradian.groups import Group, Layout
 
 
 def verify(measured: Measurements, verdict: Verdict) -> Verdict:
-    """Scale what was found, keep what does not move the outputs, and name the reasons.
+    """Scale what was found, and keep what does not move the outputs.
 
     Rows are scaled at a point of ordinary scale, where nothing is saturated, and then, together with the facts,
     at the grown one, where ε no longer shows. In a deep model with large gradients ε alone moves the outputs at
@@ -36,12 +35,7 @@ def verify(measured: Measurements, verdict: Verdict) -> Verdict:
         facts = check.passing(facts, tuple(rows), measured.grown[-1])
     elif prober.left:
         rows = check.passing(rows, (), measured.grown[-1])
-    return replace(
-        verdict,
-        rows=[check.with_reason(group) for group in rows],
-        facts=[check.with_reason(group) for group in facts],
-        rejected=check.rejected,
-    )
+    return replace(verdict, rows=rows, facts=facts, rejected=check.rejected)
 
 
 class _ForwardCheck:
@@ -49,8 +43,6 @@ class _ForwardCheck:
         self.prober, self.measured = measured.prober, measured
         self.rejected: list[Group] = []
         self._draw = 0
-        self._found = Reasons()
-        self._reasons: dict[str, str] = {}
         self._worst: dict[tuple[str, ...], tuple[float, float]] = {}
 
     def reading_for(self, tested: list[Group]) -> Reading:
@@ -71,12 +63,6 @@ class _ForwardCheck:
         half = len(tested) // 2
         return self.passing(tested[:half], known, before) + self.passing(tested[half:], known, before)
 
-    def with_reason(self, group: Group) -> Group:
-        """The group with the first known reason of its members."""
-        reasons = [self._reasons.get(name, UNKNOWN) for name in group.names]
-        known = (reason for reason in reasons if not reason.startswith(UNKNOWN))
-        return replace(group, reason=next(known, reasons[0]))
-
     def _holds(self, tested: list[Group], known: tuple[Group, ...], before: Reading) -> bool:
         grown = self.measured.is_fully_grown(before)
         moved = self._moved(tested, known, before, "either way" if grown else "up")
@@ -84,35 +70,27 @@ class _ForwardCheck:
             return True
         # Where rows have next to no variance, ε does more than their derivatives predict, but gradually: a factor of
         # 1.02 does about a hundredth of what one of 4 to 16 does. What jumps at some size does more.
-        known_path = all(self.measured.known_path(group.names) for group in tested)
+        known_path = all(self.measured.path(group.names).known for group in tested)
         if grown or moved > thresholds.MOST_GRADUAL_MOVE or not known_path or not self.prober.left:
             return False
         return self._moved(tested, known, before, "a little") <= thresholds.GRADUAL * moved
 
     def _moved(self, tested: list[Group], known: tuple[Group, ...], before: Reading, how: str) -> float:
-        """How far the outputs move when the rows are scaled, relative to their spread; keeps the reasons found."""
-        trace, scaled = Trace(), [*known, *tested]
+        """How far the outputs move when the rows are scaled, relative to their spread."""
         self._draw += 1
         factors = [
             _row_factors(group, self.prober.parameters, 1000 * self._draw + i, how, self._left_out(group, before))
-            for i, group in enumerate(scaled)
+            for i, group in enumerate([*known, *tested])
         ]
         try:
-            reading = self.prober.read(
-                before.point.scaled(*factors), seed=before.seed, trace=trace, backward=False, draw=before.draw
-            )
+            point = before.point.scaled(*factors)
+            reading = self.prober.read(point, seed=before.seed, backward=False, draw=before.draw)
         except torch.OutOfMemoryError:  # not a property of the rows
             raise
         except Exception as error:  # a point at which the model fails proves nothing
             self.prober.raised = error
             return math.inf
-        moved = output_change(before.outputs, reading.outputs)
-        if moved <= self._tolerance(scaled, before):
-            self._found.compare(before.trace, trace, same=10 * self.prober.precision.same)
-            for name in (name for group in tested for name in group.names):
-                if self._reasons.get(name, UNKNOWN).startswith(UNKNOWN):
-                    self._reasons[name] = self._found.explain(self.measured.trace_of((name,)), name)
-        return moved
+        return output_change(before.outputs, reading.outputs)
 
     def _left_out(self, group: Group, before: Reading) -> Tensor | None:
         """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
