@@ -7,7 +7,7 @@ import torch
 
 from steradian.discovery import thresholds
 from steradian.discovery.explain import UNKNOWN
-from steradian.discovery.invariance import Cut, finest, imbalance, is_matrix, is_one_filter, partial_cut, to_spec
+from steradian.discovery.invariance import Cut, finest, imbalance, is_matrix, partial_cut, to_spec
 from steradian.discovery.joint import Alignment, alignments, joint_sets
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Group, Spec
@@ -96,7 +96,8 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
     if cut is None:
         return False
     # A layer with one output has the shape of some gains. Those are seldom in front of what mixes all their numbers.
-    is_weight = is_matrix(shape) or (is_one_filter(shape) and math.prod(cut) == 1)
+    one_filter = len(shape) > 1 and shape[1] == math.prod(shape)
+    is_weight = is_matrix(shape) or (one_filter and math.prod(cut) == 1)
     group = _group(measured, (name,), to_spec(cut, shape), math.prod(cut))
     (verdict.rows if is_weight else verdict.facts).append(group)
     return True
