@@ -143,9 +143,10 @@ class Graph:
         return {node.parameter: i for i, node in enumerate(self.nodes) if node.parameter is not None}
 
     @cached_property
-    def order_of_use(self) -> list[str]:
-        """The parameters that outputs depend on, by their first use in the forward pass."""
-        return sorted((n for n in self.leaf_nodes if self.nodes[self.leaf_nodes[n]].consumers), key=self.first_use)
+    def order_of_use(self) -> dict[str, int]:
+        """The place of each parameter among all that outputs depend on, by their first use in the forward pass."""
+        used = [name for name, leaf in self.leaf_nodes.items() if self.nodes[leaf].consumers]
+        return {name: place for place, name in enumerate(sorted(used, key=self.first_use))}
 
     def first_use(self, name: str) -> int:
         """The sequence number of the first operation that reads a parameter."""

@@ -97,6 +97,7 @@ class Evidence:
     floor: float
     tolerance: float
     _sums: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
+    _imbalances: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
 
     def sums(self, cut: Cut) -> Tensor:
         """The sums of `Table` on each block of a cut."""
@@ -106,7 +107,9 @@ class Evidence:
 
     def imbalance(self, cut: Cut, *, signed: bool = False) -> Tensor:
         """Of each block of a cut."""
-        return imbalance(self.sums(cut), self.floor, signed=signed)
+        if cut not in self._imbalances:
+            self._imbalances[cut] = imbalance(self.sums(cut), self.floor, signed=True)
+        return self._imbalances[cut] if signed else self._imbalances[cut].abs()
 
     def beside_others(self, cut: Cut) -> Tensor:
         """The same, but small for rows that hardly have an effect beside the typical one."""

@@ -8,7 +8,7 @@ larger ones among the sets that the graph proposes.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,26 +34,22 @@ def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ..
     # The last probe goes first: with the least left of ε, it is the best one to sort sums by.
     grown, precision = measured.grown[::-1], measured.prober.precision
     allowed = [precision.strict, min(30 * precision.strict, precision.loose)][: len(grown)]
-    proposed = set(_proposed_sets(measured, names))
     loose = [precision.loose] * len(measured.random)
     at_grown, at_random = _matrices(grown, names), _matrices(measured.random, names)
     # Whether parts cancel shows best where ε is gone. A set that was found by trying alone must cancel in the other
     # probes too; the two growths of one point cancel alike, so that one of them is enough.
-    independent = [*measured.random, grown[0]]
-    # A set that vanishes by chance at one point must not hide the larger one that it is part of.
+    proposed, independent = set(_proposed_sets(measured, names)), [*measured.random, grown[0]]
     explained: dict[Indices, bool] = {}
     for s in _vanishing_sets(measured, grown, allowed, names, least=thresholds.CANCELLATION):
+        of_set = [names[i] for i in s]
         after, before = torch.tensor(_imbalance(*at_grown, s), device="cpu")[[0, -1], None]
         linear = bool((np.abs(_imbalance(*at_random, s)) <= precision.linear).all())
         linear = linear and bool(follows_growth(before, after, precision.resolution, order=1))
-        falling, of_set = bool(falls(before.abs(), after.abs(), precision.settled)), [names[i] for i in s]
+        falling = bool(falls(before.abs(), after.abs(), precision.settled))
+        where = grown if s in proposed else independent
+        # A set that vanishes by chance at one point must not hide the larger one that it is part of.
         if (linear or falling or _slices_fall(measured, grown, of_set)) and _vanishes(
-            measured,
-            measured.random,
-            loose,
-            of_set,
-            grown if s in proposed else independent,
-            least=thresholds.CANCELLATION,
+            measured, measured.random, loose, of_set, where, least=thresholds.CANCELLATION
         ):
             by_sum = falling and bool(follows_growth(before, after, precision.resolution))
             explained[s] = linear or len(grown) < len(thresholds.GROWTH) or by_sum
@@ -75,12 +71,12 @@ def _vanishing_sets(
 ) -> list[Indices]:
     """Sets of parameters whose sums vanish because their parts cancel.
 
-    Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the
-    weight nearly is. Other sets are searched among the unbalanced.
+    Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the weight
+    nearly is. Other sets are searched among the unbalanced.
 
     Args:
         measured: all readings.
-        readings: where sums must vanish, up to the imbalance that is `allowed` in each.
+        readings: where sums must vanish, up to the imbalance that is allowed in each.
         allowed: per reading.
         names: the parameters, which a set lists by their indices.
         least: as in `Parts.cancels`, for the sets that are proposed.
@@ -88,7 +84,10 @@ def _vanishing_sets(
     M, sizes = _matrices(readings, names)
     found: set[Indices] = set()
     for proposed in _proposed_sets(measured, names):
-        for indices in _by_residue(M, {_essential(M, proposed), proposed}):
+        # The members that take part in the sum go first, unless all leave much less of it.
+        some, every = _essential(M, proposed), proposed
+        left, left_of_all = (np.abs(M[:, list(s)].sum(1)).max(initial=0) for s in (some, every))
+        for indices in (every, some) if left_of_all < left / 4 else (some, every):
             if len(indices) > 1 and _vanishes(measured, readings, allowed, [names[i] for i in indices], least=least):
                 found.add(indices)
                 break
@@ -98,8 +97,7 @@ def _vanishing_sets(
     for s in _zero_sums(M[:, place], sizes[:, place], allowed, most=most):
         indices = tuple(place[i] for i in s)
         of_set = [names[i] for i in indices]
-        parts = _parts(measured, _reaching(readings, of_set), of_set, None)
-        if parts is not None and parts.cancels(thresholds.CANCELLATION):
+        if next(_parts(measured, _reaching(readings, of_set), of_set, [_WHOLE])).cancels(thresholds.CANCELLATION):
             found.add(indices)
     return list(found)
 
@@ -118,25 +116,21 @@ def _vanishes(
     As `_vanishing_sets`; `independent` are the readings that show whether parts cancel, if not the same.
     """
     reaching = _reaching(readings, names)
-    limits = [limit for limit, reading in zip(allowed, readings, strict=True) if any(reading is r for r in reaching)]
-    shapes = [measured.shapes[name] for name in names]
-    views = (None, *(a for a in alignments(shapes) if a.slices >= thresholds.MANY_ROWS))
-    here = (_parts(measured, reaching, names, view) for view in views)
-    if not any(parts is not None and parts.balanced(limits) for parts in here):
+    limits = [limit for limit, reading in zip(allowed, readings, strict=True) if reading in reaching]
+    views = [_WHOLE, *_many_slices(measured, names)]
+    if not any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views)):
         return False
-    there = (_parts(measured, _reaching(independent or readings, names), names, view) for view in views)
-    return any(parts is not None and parts.cancels(least) for parts in there)
+    there = _reaching(independent or readings, names)
+    return any(parts.cancels(least) for parts in _parts(measured, there, names, views))
 
 
 def _slices_fall(measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str]) -> bool:
     """Whether what is left of a typical shared slice falls as ε does, from the second reading to the first."""
-    for alignment in alignments([measured.shapes[name] for name in names]):
-        parts = _parts(measured, readings, names, alignment) if alignment.slices >= thresholds.MANY_ROWS else None
-        if parts is not None and len(readings) > 1:
-            after, before = torch.tensor(parts.typical(), device="cpu")[:, None]
-            if bool(falls(before, after, measured.prober.precision.settled)):
-                return True
-    return False
+    if len(readings) < 2:
+        return False
+    views = _parts(measured, readings, names, _many_slices(measured, names))
+    defects = [torch.tensor(parts.typical(), device="cpu")[:, None] for parts in views]
+    return any(bool(falls(before, after, measured.prober.precision.settled)) for after, before in defects)
 
 
 def _reaching(readings: Sequence["Reading"], names: Sequence[str]) -> list["Reading"]:
@@ -166,24 +160,17 @@ def _essential(M: Array, indices: Indices) -> Indices:
     return tuple(i for i, takes_part in zip(indices, counts, strict=True) if takes_part)
 
 
-def _by_residue(M: Array, sets: Collection[Indices]) -> list[Indices]:
-    """The sets, smaller first, unless a larger one leaves much less: then its additional members take part."""
-    residue = {s: float(np.abs(M[:, list(s)].sum(1)).max(initial=0)) for s in sets}
-    small, *larger = sorted(sets, key=len)
-    return [*larger, small] if larger and residue[larger[0]] < residue[small] / 4 else [small, *larger]
-
-
 def _minimal(sets: Iterable[Indices]) -> list[Indices]:
     """The sets that contain no other, smallest first, in order.
 
     >>> _minimal([(0, 1, 2), (0, 1), (1, 3)])
     [(0, 1), (1, 3)]
     """
-    kept: list[frozenset[int]] = []
-    for candidate in sorted({tuple(sorted(s)) for s in sets}, key=lambda s: (len(s), s)):
-        if not any(smaller <= set(candidate) for smaller in kept):
-            kept.append(frozenset(candidate))
-    return [tuple(sorted(s)) for s in kept]
+    kept: list[Indices] = []
+    for candidate in sorted(sets, key=lambda s: (len(s), s)):
+        if not any(set(smaller) <= set(candidate) for smaller in kept):
+            kept.append(candidate)
+    return kept
 
 
 # The parts of a sum
@@ -271,35 +258,30 @@ class Parts:
 
 
 def _parts(
-    measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str], alignment: "Alignment | None"
-) -> Parts | None:
-    """What each member adds in each slice, or as a whole; None where a probe has no table of the slices."""
-    rows, floor = [], []
-    for reading in readings:
-        found = [
-            reading.tables[name][()]
-            if alignment is None
-            else alignment.table(reading.tables[name], measured.shapes[name])
-            for name in names
-        ]
-        tables = [table for table in found if table is not None]
-        if len(tables) < len(names):
-            return None
-        rows.append([t[:2].reshape(2, -1).numpy() for t in tables])
-        floor.append(0.0 if alignment is None else thresholds.MEASURABLE * measured.floor(reading, names))
-    sums = np.array(rows)
-    parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
-    return Parts(parts, np.hypot(parts, thresholds.LEAST_SHARE * effects), np.array(floor))
+    measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str], views: Sequence["Alignment"]
+) -> Iterator[Parts]:
+    """What each member adds in each slice, for the views whose tables the probes have."""
+    for view in views:
+        tables = [view.table(r.tables[name], measured.shapes[name]) for r in readings for name in names]
+        known = [table[:2].reshape(2, -1).numpy() for table in tables if table is not None]
+        if len(known) == len(tables):
+            sums = np.array(known).reshape(len(readings), len(names), 2, -1)
+            parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
+            least = thresholds.MEASURABLE if view.slices > 1 else 0.0
+            floor = np.array([least * measured.floor(reading, names) for reading in readings])
+            yield Parts(parts, np.hypot(parts, thresholds.LEAST_SHARE * effects), floor)
+
+
+def _many_slices(measured: "Measurements", names: Sequence[str]) -> list["Alignment"]:
+    """The ways in which the members share so many slices that a typical one can be judged."""
+    views = alignments([measured.shapes[name] for name in names])
+    return [view for view in views if view.slices >= thresholds.MANY_ROWS]
 
 
 def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int = 4) -> list[Indices]:
-    """Sets of two to four columns whose sum vanishes in every row, smallest first; some may contain others.
+    """Sets of two to `most` columns whose sum vanishes in every row, smallest first; some may contain others.
 
-    Args:
-        M: as in `_matrices`, the probe with the least noise first.
-        sizes: as in `_matrices`.
-        tolerance: imbalance allowed to a pair, per probe.
-        most: columns of the largest set.
+    The tolerance is the imbalance allowed to a pair, per probe; the probe with the least noise is the first.
 
     >>> M = np.array([[3.0, -2.0, 1.0, -1.0], [1.0, 5.0, 2.0, -6.0]])
     >>> _zero_sums(M, abs(M), [1e-9, 1e-9])
@@ -362,20 +344,19 @@ class Alignment:
 
     def table(self, tables: Mapping[Key, Table], shape: Shape) -> Table | None:
         """The sums of one member per slice; None if the table that it needs was not made."""
-        key = (0,) if len(shape) == 1 else (self.dim,) if self.groups == 1 else (0, self.dim)
-        table = tables.get(key)
-        if table is None or self.groups == 1 or len(shape) == 1:
-            return table
-        return table.unflatten(1, (self.groups, -1)).sum(2).flatten(1)
+        if self.slices == 1:
+            return tables[()]
+        if self.groups == 1 or len(shape) == 1:
+            return tables.get((0 if len(shape) == 1 else self.dim,))
+        table = tables.get((0, self.dim))
+        return None if table is None else table.unflatten(1, (self.groups, -1)).sum(2).flatten(1)
 
     def join(self, tables: Sequence[Mapping[Key, Table]], shapes: Sequence[Shape]) -> dict[Key, Table]:
         """The tables of all members as of one tensor whose dimension 0 are the slices."""
         parts = [self.table(of_member, shape) for of_member, shape in zip(tables, shapes, strict=True)]
         joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
         known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            joined[0,] = torch.stack(known).sum(0)
-        return joined
+        return joined | ({(0,): torch.stack(known).sum(0)} if len(known) == len(parts) else {})
 
     def cut(self, blocks: int, shape: Shape) -> tuple[int, ...] | None:
         """Blocks along each dimension of a member, for the slices in so many equal blocks; None if there is no cut."""
@@ -393,6 +374,9 @@ class Alignment:
         return tuple(counts)
 
 
+_WHOLE = Alignment(1, 0)
+
+
 def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
     """The ways in which parameters of these shapes may lie beside each other.
 
@@ -404,11 +388,8 @@ def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
     tensors, vectors = [s for s in shapes if len(s) > 1], {s for s in shapes if len(s) == 1}
     if not tensors or len(vectors) > 1 or any(not s for s in shapes):
         return []
-    found = []
-    for dim in range(min(map(len, tensors))):
-        size = tensors[0][dim]
-        if all(s[dim] == size for s in tensors) and all(v == (size,) for v in vectors):
-            found.append(Alignment(size, dim))
+    sizes = [(dim, tensors[0][dim]) for dim in range(min(map(len, tensors)))]
+    found = [Alignment(n, dim) for dim, n in sizes if all(s[dim] == n for s in tensors) and vectors <= {(n,)}]
     for (length,) in vectors:
         groups = length // tensors[0][1]
         if groups > 1 and all(_may_have_groups(s, length, groups) for s in tensors):
@@ -417,11 +398,9 @@ def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
 
 
 def _may_have_groups(shape: Shape, length: int, groups: int) -> bool:
-    """Whether a weight may be that of a transposed convolution with groups.
-
-    Only convolutions have groups. A table of both dimensions of a matrix would be larger than the matrix, and so would
-    be that of a 1 × 1 convolution, which has an entry of the vector for each slice of dimension 0 already.
-    """
+    """Whether a weight may be that of a transposed convolution with groups."""
+    # Only convolutions have groups. A table of both dimensions of a matrix would be larger than the matrix, and so would
+    # be that of a 1 × 1 convolution, which has an entry of the vector for each slice of dimension 0 already.
     if len(shape) < 3 or (math.prod(shape[2:]) == 1 and shape[0] == length):
         return False
     return shape[1] * groups == length and shape[0] % groups == 0

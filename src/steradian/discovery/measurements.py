@@ -1,6 +1,7 @@
 """All readings of a model, and the questions that the schedule, the judge and the forward check ask of them."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,9 +59,7 @@ class Measurements:
         self.suspects_grown: Reading | None = None
         self.alignments: dict[Names, Alignment] = {}
         self._may_be_invariant: dict[str, bool] = {}
-        self._used: tuple[list[str], dict[str, int]] | None = None
         self._paths: dict[Names, Path] = {}
-        self._growth_undone: bool | None = None
 
     # Effects
 
@@ -70,12 +69,8 @@ class Measurements:
         return [n for n in self.prober.trainable if not parameters[n].is_complex() and self.has_effect(n)]
 
     def has_effect(self, name: str) -> bool:
-        """Whether a parameter has an effect in some probe, beside all others or at least beside its neighbors.
-
-        Rounding is proportional to what passes through a layer, and in float32 to what passes elsewhere too.
-        """
-        readings = (self.own, *self.random)
-        return any(r.share(name) > r.noise for r in readings) or self.local_share(name) > self.own.noise
+        """Whether a parameter has an effect in some probe, beside its neighbors: rounding is proportional to theirs."""
+        return self.local_share(name) > self.own.noise
 
     def local_share(self, name: str) -> float:
         """The largest effect of a parameter relative to its neighbors, in an exact reading if any reaches it.
@@ -93,25 +88,19 @@ class Measurements:
     def _neighbors(self, name: str) -> Sequence[str]:
         """Parameters that are used shortly before and after one in the forward pass, and itself.
 
-        In a deep model effects may grow by a constant factor per layer, until the last ones are nothing
-        compared with the first. Compared with its neighbors a parameter keeps its size.
+        In a deep model effects may grow by a constant factor per layer, until the last ones are nothing compared with
+        the first. Compared with its neighbors a parameter keeps its size.
         """
-        used, place = self._order_of_use()
-        if name not in place:
+        order = self.graph.order_of_use
+        if name not in order:
             return self.prober.trainable
-        return used[max(0, place[name] - thresholds.NEIGHBORS) : place[name] + thresholds.NEIGHBORS + 1]
+        return list(order)[max(0, order[name] - thresholds.NEIGHBORS) : order[name] + thresholds.NEIGHBORS + 1]
 
     def span(self, names: Sequence[str]) -> int:
         """How many parameters are used between the first and the last of a set in the forward pass."""
-        used, place = self._order_of_use()
-        places = [place.get(name, len(used)) for name in names]
+        order = self.graph.order_of_use
+        places = [order.get(name, len(order)) for name in names]
         return max(places) - min(places)
-
-    def _order_of_use(self) -> tuple[list[str], dict[str, int]]:
-        if self._used is None:
-            used = [name for name in self.graph.order_of_use if self.prober.parameters[name].requires_grad]
-            self._used = used, {name: place for place, name in reversed(list(enumerate(used)))}
-        return self._used
 
     def floor(self, reading: Reading, names: Sequence[str]) -> float:
         """The effect below which a row of these parameters is rounding."""
@@ -162,20 +151,19 @@ class Measurements:
             precision,
             random=[self._evidence(reading, names, precision.loose, alignment) for reading in self.random],
             grown=[self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings],
-            constant=precision.flat if self._undoes_growth() else precision.flat / 10,
+            constant=precision.flat if self._growth_undone else precision.flat / 10,
             known_path=self.path(names).known,
         )
 
-    def _undoes_growth(self) -> bool:
+    @cached_property
+    def _growth_undone(self) -> bool:
         """Whether the outputs stay the same from one growth to the other.
 
         They do if another normalization undoes the growth of a row. A logarithm of its length also leaves a defect
         that stays, but it moves the outputs.
         """
-        if self._growth_undone is None and len(self.grown) > 1:
-            first, last = self.grown[0].outputs, self.grown[-1].outputs
-            self._growth_undone = output_change(first, last) <= 10 * self.prober.precision.same
-        return bool(self._growth_undone)
+        change = output_change(self.grown[0].outputs, self.grown[-1].outputs)
+        return len(self.grown) > 1 and change <= 10 * self.prober.precision.same
 
     def _evidence(
         self, reading: Reading, names: Sequence[str], tolerance: float, alignment: Alignment | None = None
@@ -246,12 +234,12 @@ class Measurements:
         return self.path(names).nonlinear and self._has_defect(names)
 
     def _has_defect(self, names: Names) -> bool:
-        """Whether more than rounding is left of a set's sum, at the first of the random points that reach it."""
+        """Whether more than rounding is left of a set's sum, at the first random point or another that reaches it."""
         reaching = [r for r in self.random if any(r.slope[name] for name in names)]
-        exact = [r for r in reaching if r is self.first]
-        for reading in (exact or reaching)[:1]:
-            # Other readings may be in the model's own float32.
-            tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reading.noise
-            tables = self._tables(reading, names, None)
-            return float(imbalance(tables[()], self.floor(reading, names))) > tolerance
-        return False
+        if not reaching:
+            return False
+        reading = self.first if self.first in reaching else reaching[0]
+        exact = reading is self.first  # other readings may be in the model's own float32
+        tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reading.noise
+        tables = self._tables(reading, names, None)
+        return float(imbalance(tables[()], self.floor(reading, names))) > tolerance

@@ -7,13 +7,12 @@ float64 where the model allows it, so that an exact invariance reads 1e-12 and n
 
 import math
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -95,10 +94,8 @@ class Point:
 
 
 def _move(tensor: Tensor, generator: torch.Generator) -> None:
-    """Move a tensor to a random place nearby, with entries of ordinary size and no exact zeros.
-
-    No value is read here: on a GPU that would wait for it, once per parameter and point.
-    """
+    """Move a tensor to a random place nearby, with entries of ordinary size and no exact zeros."""
+    # No value is read here: on a GPU that would wait for it, once per parameter and point.
     size = torch.linalg.vector_norm(tensor) / math.sqrt(tensor.numel())
     if is_matrix(tensor.shape):
         least = 1 / math.sqrt(tensor.numel() / tensor.shape[0])
@@ -159,20 +156,19 @@ def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
 # Readings
 
 
-@dataclass
+@dataclass(eq=False)
 class Reading:
     """What one probe measured, and how to repeat it.
 
     Attributes:
-        point, seed, draw: as in `Prober.read`.
-        graph: the autograd graph, if it was asked for.
+        point, seed, draw, graph: as in `Prober.read`.
         outputs: the floating-point outputs.
         noise: as in the `thresholds.Precision` of its arithmetic.
         tables: per trainable parameter and key, the sums described at `Table`.
         radial: ⟨∇L, x⟩ per parameter.
         effect: ‖g ⊙ x‖ per parameter: the size that ⟨∇L, x⟩ would have if its terms had random signs.
         slope: ‖∇L‖ per parameter; 0 where the pass did not reach it.
-        peak, steepest: the largest effect and slope of any parameter.
+        peak: the largest effect of any parameter.
     """
 
     point: Point
@@ -186,7 +182,6 @@ class Reading:
     effect: dict[str, float] = field(default_factory=dict)
     slope: dict[str, float] = field(default_factory=dict)
     peak: float = 0.0
-    steepest: float = 0.0
 
     def put(self, name: str, tables: dict[Key, Table]) -> None:
         """Set what was measured of one parameter."""
@@ -200,13 +195,12 @@ class Reading:
         totals = [tables[()].sum() for tables in self.tables.values()]
         return not any(bool(t.isnan().any()) for t in self.outputs) and all(bool(t.isfinite()) for t in totals)
 
-    def share(self, name: str, beside: Sequence[str] | None = None) -> float:
-        """How much outputs depend on a parameter, relative to the one that they depend on most, or the most of some.
+    def share(self, name: str, beside: Sequence[str]) -> float:
+        """How much outputs depend on a parameter, relative to the one among others that they depend on most.
 
         Measured by ‖g ⊙ x‖ and by ‖g‖, because a parameter that is zero has an effect too.
         """
-        peak = self.peak if beside is None else max(self.effect[n] for n in beside)
-        steepest = self.steepest if beside is None else max(self.slope[n] for n in beside)
+        peak, steepest = max(self.effect[n] for n in beside), max(self.slope[n] for n in beside)
         return max(self.effect[name] / (peak or 1.0), self.slope[name] / (steepest or 1.0))
 
 
@@ -229,11 +223,7 @@ def _tabulate(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
 
 
 def _chunk_tables(g: Tensor, x: Tensor, buffer: Tensor, keys: Sequence[Key]) -> dict[Key, Table]:
-    """Each sum from the smallest partial sum that has the dimensions of its key.
-
-    Passes over the whole tensor are expensive: there is one over the dimensions behind the first two, which are
-    contiguous in memory, and one over the first two.
-    """
+    """The sums of a chunk. Passes over all of it are expensive: most come from sums over the first two dimensions."""
     terms = buffer[:, : x.shape[0]] if x.ndim else buffer
     torch.mul(g, x, out=terms[0])
     for term, factor in zip(terms[1:], (terms[0], g, x), strict=True):
@@ -254,15 +244,12 @@ def _chunk_tables(g: Tensor, x: Tensor, buffer: Tensor, keys: Sequence[Key]) -> 
 
 def _to_host(tables: dict[str, dict[Key, Table]]) -> dict[str, dict[Key, Table]]:
     """The same tables in host memory, copied at once per device: the host waits for a GPU once, not per table."""
-    places = [(name, key) for name, of_name in tables.items() for key in of_name]
-    moved: dict[tuple[str, Key], Table] = {}
-    for device in {tables[name][key].device for name, key in places}:
-        here = [(name, key) for name, key in places if tables[name][key].device == device]
-        shapes = [tables[name][key].shape for name, key in here]
-        flat = torch.cat([tables[name][key].flatten() for name, key in here]).cpu()
-        parts = flat.split([shape.numel() for shape in shapes])
-        moved |= {place: part.reshape(shape) for place, part, shape in zip(here, parts, shapes, strict=True)}
-    return {name: {key: moved[name, key] for key in of_name} for name, of_name in tables.items()}
+    flat = {(name, key): table for name, of_name in tables.items() for key, table in of_name.items()}
+    for device in {table.device for table in flat.values()}:
+        here = {place: table for place, table in flat.items() if table.device == device}
+        parts = torch.cat([t.flatten() for t in here.values()]).cpu().split([t.numel() for t in here.values()])
+        flat |= {place: part.reshape(here[place].shape) for place, part in zip(here, parts, strict=True)}
+    return {name: {key: flat[name, key] for key in of_name} for name, of_name in tables.items()}
 
 
 def output_change(before: list[Tensor], after: list[Tensor]) -> float:
@@ -275,23 +262,20 @@ def output_change(before: list[Tensor], after: list[Tensor]) -> float:
     changes = []
     for a, b in zip(before, after, strict=True):
         finite = torch.isfinite(a)
-        if not bool((finite == torch.isfinite(b)).all()):
+        if not torch.equal(finite, torch.isfinite(b)):
             return float("inf")
-        spread, moved = output_spread(a[finite]), _norm(a[finite] - b[finite])
+        spread, moved = output_spread(a), float(torch.linalg.vector_norm(a[finite] - b[finite]))
         changes.append(moved / spread if spread else moved)
     return max(changes, default=float("inf"))
 
 
 def output_spread(a: Tensor) -> float:
-    """‖a − its mean‖, or ‖a‖ where all entries are the same."""
+    """‖a − its mean‖ over the finite entries, or ‖a‖ where all are the same."""
+    a = a[torch.isfinite(a)]
     if a.numel() == 0:
         return 0.0
-    spread = _norm(a - a.mean())
-    return spread if spread > 1e-9 * float(a.abs().max()) else _norm(a)
-
-
-def _norm(a: Tensor) -> float:
-    return float(a.abs().square().sum().sqrt())
+    spread = float(torch.linalg.vector_norm(a - a.mean()))
+    return spread if spread > 1e-9 * float(a.abs().max()) else float(torch.linalg.vector_norm(a))
 
 
 # Passes
@@ -302,7 +286,6 @@ class Prober:
 
     Attributes:
         own: the point of the model's own weights.
-        shapes: of all parameters.
         precision: what counts as zero in the arithmetic in use.
         forwards, backwards: passes made so far.
         noisy: whether noise is added to the inputs, until the model fails.
@@ -327,14 +310,11 @@ class Prober:
 
     def use(self, dtype: torch.dtype | None) -> None:
         """Choose the arithmetic."""
-        self.precision = self._quick = self._precision_of(dtype)
+        parameters = [p for p in self.parameters.values() if floating(p)]
+        self.precision = self._quick = thresholds.precision_of(dtype, parameters)
         # On a GPU, float32 may mean TF32, whose ten bits are too few to separate an effect from rounding.
-        plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.parameters.values())
-        if dtype is not None and plain:
-            self._quick = self._precision_of(None)
-
-    def _precision_of(self, dtype: torch.dtype | None) -> thresholds.Precision:
-        return thresholds.precision_of(dtype, [p for p in self.parameters.values() if floating(p)])
+        if all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.parameters.values()):
+            self._quick = thresholds.precision_of(None, parameters)
 
     @property
     def left(self) -> int:
@@ -381,7 +361,16 @@ class Prober:
             kept = read_graph(outputs, leaves, calls) if graph else None
             reading = Reading(point, seed, draw, kept, [t.detach().clone() for t in outputs], precision.noise)
             tables: dict[str, dict[Key, Table]] = {}
-            take = partial(self._take, tables, leaves, pairs or {})
+
+            @torch.no_grad()
+            def take(name: str) -> None:
+                """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
+                leaf, also = leaves[name], pairs.get(name, ()) if pairs else ()
+                grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense()
+                keys = dict.fromkeys([*self._pairs_to_align.get(name, ()), *also])
+                tables[name] = _tabulate(grad, leaf.detach(), list(keys))
+                leaf.grad = None
+
             if backward:
                 self._backward([t for t in outputs if t.requires_grad], leaves, noise, take)
         if backward:
@@ -390,8 +379,7 @@ class Prober:
                     take(name)
             for name, of_name in _to_host({name: tables[name] for name in self.trainable}).items():
                 reading.put(name, of_name)
-            reading.peak = max(reading.effect.values(), default=0.0)
-            reading.steepest = max(reading.slope.values(), default=0.0)
+            reading.peak = max(reading.effect.values())
         if reading.finite:
             # Later readings with this seed are compared with this one, and must get the same inputs.
             self._noise_of_seed.setdefault(seed, noisy)
@@ -422,9 +410,7 @@ class Prober:
             return
         self.backwards += 1
         cotangents = [
-            torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device)).masked_fill(
-                ~torch.isfinite(t.detach()), 0
-            )
+            torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device)) * torch.isfinite(t.detach())
             for t in outputs
         ]
         nodes = graph_nodes(outputs)
@@ -444,33 +430,13 @@ class Prober:
             for handle in handles:
                 handle.remove()
 
-    @torch.no_grad()
-    def _take(
-        self,
-        tables: dict[str, dict[Key, Table]],
-        leaves: Leaves,
-        pairs: Mapping[str, Sequence[Key]],
-        name: str,
-    ) -> None:
-        """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
-        leaf = leaves[name]
-        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        grad = grad.to_dense() if grad.is_sparse else grad
-        keys = dict.fromkeys([*self._pairs_to_align.get(name, ()), *pairs.get(name, ())])
-        tables[name] = _tabulate(grad, leaf.detach(), list(keys))
-        leaf.grad = None
-
 
 def _seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch.
-
-    Not `torch.manual_seed`: the seed that it leaves for a GPU which is not in use yet could not be restored.
-    """
+    """Seed the global generators of Python, numpy and torch."""
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-    others = torch.accelerator.is_available() and not torch.cuda.is_available()
-    if others or torch.cuda.is_initialized():
+    np.random.seed(seed)
+    other = torch.accelerator.is_available() and not torch.cuda.is_available()
+    if other or torch.cuda.is_initialized():
         torch.manual_seed(seed)
-    else:
+    else:  # the seed that `torch.manual_seed` leaves for a GPU which is not in use yet could not be restored
         torch.default_generator.manual_seed(seed)

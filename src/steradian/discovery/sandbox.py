@@ -124,10 +124,9 @@ class _Attributes:
             attributes.update(originals)
 
     def _copy(self, value: Any, depth: int, *, objects: bool) -> Any:
-        if type(value) in _CONSTANTS or id(value) in self._copies:
+        if type(value) in _CONSTANTS or callable(value) or id(value) in self._copies:
             return self._copies.get(id(value), value)
-        inside = partial(self._copy, depth=depth - 1, objects=objects)
-        copied = value
+        copied, inside = value, partial(self._copy, depth=depth - 1, objects=objects)
         if isinstance(value, Tensor):
             copied = as_dtype(value, self._dtype)
         elif type(value) in _GENERATORS:
@@ -152,7 +151,7 @@ class _Attributes:
 
 def _has_own_state(value: Any) -> bool:
     """Whether a value is an object of the user's that holds state: no function, module or owner of a module."""
-    if isinstance(value, ModuleType) or callable(value) or not hasattr(value, "__dict__"):
+    if isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
         return False
     if type(value).__module__.partition(".")[0] in ("torch", "builtins"):
         return False

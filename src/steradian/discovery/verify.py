@@ -126,7 +126,7 @@ class _ForwardCheck:
         for reading in self.measured.random if before is self.measured.first else [before]:
             radial = [self.measured.row_sums(reading, group)[0][0] for group in scaled]
             change = sum(max(abs(float(D.sum())), float(D.norm())) for D in radial) / 2
-            spread = math.hypot(*(output_spread(t[torch.isfinite(t)]) for t in reading.outputs))
+            spread = math.hypot(*(output_spread(t) for t in reading.outputs))
             moves.append(change / spread if spread else 0.0)
         return max(moves)
 
