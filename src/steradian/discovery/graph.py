@@ -109,25 +109,15 @@ def record_calls(model: nn.Module, calls: list[Call]) -> Iterator[None]:
 
 @dataclass
 class Node:
-    """An operation of a pass, or a parameter.
+    """An operation of a pass, or a parameter."""
 
-    Attributes:
-        operation: lower-case name, without "backward".
-        kind: of the operation, "" if it is not in the table.
-        inputs: numbers of the nodes that it reads; None for a constant.
-        exponents: the power of each input that it computes, 1 unless it is a root, a power or a variance.
-        parameter: its name, if it is one.
-        sequence: its place in the forward pass.
-        consumers: numbers of the nodes that read it.
-    """
-
-    operation: str
-    kind: str
-    inputs: list[int | None]
-    exponents: list[float]
-    parameter: str | None
-    sequence: int
-    consumers: list[int] = field(default_factory=list)
+    operation: str  # lower-case name, without "backward"
+    kind: str  # of the operation, "" if it is not in the table
+    inputs: list[int | None]  # numbers of the nodes that it reads; None for a constant
+    exponents: list[float]  # the power of each input that it computes, 1 unless it is a root, a power or a variance
+    parameter: str | None  # its name, if it is one
+    sequence: int  # its place in the forward pass
+    consumers: list[int] = field(default_factory=list)  # numbers of the nodes that read it
 
 
 @dataclass
@@ -213,14 +203,10 @@ Mask = int
 
 @dataclass
 class Proposals:
-    """What the graph says about sets.
+    """What the graph says about sets."""
 
-    Attributes:
-        sets: sets that may be jointly invariant.
-        through: per parameter, those that it multiplies: a weight acts on everything upstream of it.
-    """
-
-    sets: list[tuple[str, ...]] = field(default_factory=list)
+    sets: list[tuple[str, ...]] = field(default_factory=list)  # sets that may be jointly invariant
+    # Per parameter, those that it multiplies: a weight acts on everything upstream of it.
     through: dict[str, set[str]] = field(default_factory=dict)
 
     def parallel(self, names: Sequence[str]) -> bool:
@@ -317,21 +303,14 @@ def _scaling_of_product(
 
 @dataclass
 class Path:
-    """What the factor of a set meets on its way from the parameters.
+    """What the factor of a set meets on its way from the parameters."""
 
-    Attributes:
-        nonlinear: whether it scales the input of a nonlinearity, or different powers of it are added, as in a
-            polynomial. In many rows a nonlinearity shows in the numbers, because each row's defect falls at its own
-            pace; in few rows it may not.
-        known: whether it meets neither that nor an operation that could hide one, such as a user's own.
-        ends: the numbers of the nodes in which it disappears: normalizations, if the set is invariant.
-        traced: whether it disappears wherever it goes.
-    """
-
+    # Whether it scales the input of a nonlinearity, or different powers of it are added, as in a polynomial. In many
+    # rows a nonlinearity shows in the numbers, because each row's defect falls at its own pace; in few it may not.
     nonlinear: bool = False
-    known: bool = True
-    ends: list[int] = field(default_factory=list)
-    traced: bool = True
+    known: bool = True  # whether it meets neither that nor an operation that could hide one, such as a user's own
+    ends: list[int] = field(default_factory=list)  # nodes in which it disappears: normalizations, if it is invariant
+    traced: bool = True  # whether it disappears wherever it goes
 
 
 def follow(graph: Graph, names: Sequence[str]) -> Path:

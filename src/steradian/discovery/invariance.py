@@ -85,17 +85,11 @@ def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: i
 
 @dataclass(frozen=True)
 class Evidence:
-    """One probe's tables of one parameter (or of several joined along dimension 0), and what to make of them.
+    """One probe's tables of one parameter (or of several joined along dimension 0), and what to make of them."""
 
-    Attributes:
-        tables: the sums that the probe kept, by key.
-        floor: effects below this are rounding; a row with no other effect cannot be judged.
-        tolerance: imbalance up to which a row counts as invariant.
-    """
-
-    tables: dict[Key, Table]
-    floor: float
-    tolerance: float
+    tables: dict[Key, Table]  # the sums that the probe kept, by key
+    floor: float  # effects below this are rounding; a row with no other effect cannot be judged
+    tolerance: float  # imbalance up to which a row counts as invariant
     _sums: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
     _imbalances: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
 
@@ -123,21 +117,13 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Trial:
-    """All evidence about a parameter.
+    """All evidence about a parameter."""
 
-    Attributes:
-        precision: what counts as zero.
-        random: probes at random points, independent of each other.
-        grown: two growths of one more point, the smaller first; may be empty.
-        constant: largest defect that may stay as it is, where growth does not change it.
-        known_path: whether the graph shows that no nonlinearity lies in front of a normalization.
-    """
-
-    precision: Precision
-    random: Sequence[Evidence]
-    grown: Sequence[Evidence] = ()
-    constant: float = 0.0
-    known_path: bool = False
+    precision: Precision  # what counts as zero
+    random: Sequence[Evidence]  # probes at random points, independent of each other
+    grown: Sequence[Evidence] = ()  # two growths of one more point, the smaller first; may be empty
+    constant: float = 0.0  # largest defect that may stay as it is, where growth does not change it
+    known_path: bool = False  # whether the graph shows that no nonlinearity lies in front of a normalization
 
     def evidence(self, cut: Cut) -> list[Evidence]:
         """The probes that have a table of the dimensions of a cut."""

@@ -205,16 +205,11 @@ class Parts:
 
     Rows of a set that happen to have next to no variance (a unit of ReLU that is hardly ever active) keep a large
     part of what ε does to them, and in the sum over all rows they dominate the others. The slices separate them.
-
-    Attributes:
-        parts: ⟨∇L, x_i⟩, probes × members × slices.
-        sizes: what each is measured by, as in `_matrices`.
-        floor: per probe, the size up to which a slice is rounding.
     """
 
-    parts: Array
-    sizes: Array
-    floor: Array
+    parts: Array  # ⟨∇L, x_i⟩, probes × members × slices
+    sizes: Array  # what each is measured by, as in `_matrices`
+    floor: Array  # per probe, the size up to which a slice is rounding
 
     def typical(self) -> Array:
         """Per probe, what is left of a typical slice's sum, relative to its parts; inf if no slice is measurable."""
@@ -331,16 +326,11 @@ class Alignment:
 
     A bias has an entry for each output of its weight, and the outputs lie along dimension 0 of a convolution, along
     dimension 1 of a transposed one, and along g blocks of dimension 0 times dimension 1 of one with g groups.
-
-    Attributes:
-        slices: how many.
-        dim: the dimension of the larger members that they lie along; vectors have only one.
-        groups: blocks of dimension 0 that they lie along too.
     """
 
-    slices: int
-    dim: int
-    groups: int = 1
+    slices: int  # how many
+    dim: int  # the dimension of the larger members that they lie along; vectors have only one
+    groups: int = 1  # blocks of dimension 0 that they lie along too
 
     def table(self, tables: Mapping[Key, Table], shape: Shape) -> Table | None:
         """The sums of one member per slice; None if the table that it needs was not made."""
@@ -399,8 +389,8 @@ def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
 
 def _may_have_groups(shape: Shape, length: int, groups: int) -> bool:
     """Whether a weight may be that of a transposed convolution with groups."""
-    # Only convolutions have groups. A table of both dimensions of a matrix would be larger than the matrix, and so would
-    # be that of a 1 × 1 convolution, which has an entry of the vector for each slice of dimension 0 already.
+    # Only convolutions have groups. A table of both dimensions of a matrix is larger than the matrix, and so is that of
+    # a 1 × 1 convolution, which has an entry of the vector for each slice of dimension 0 already.
     if len(shape) < 3 or (math.prod(shape[2:]) == 1 and shape[0] == length):
         return False
     return shape[1] * groups == length and shape[0] % groups == 0

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 
@@ -15,23 +16,15 @@ from steradian.groups import Group, Spec
 
 @dataclass
 class Verdict:
-    """What was found about all parameters.
+    """What was found about all parameters."""
 
-    Attributes:
-        rows: groups of weights, for optimizers.
-        facts: further groups: of gains and biases, sets that overlap, members that act through each other.
-        nonlinear: groups that are balanced, but possibly due to a nonlinearity.
-        no_effect: parameters without effect, with what was measured.
-        partial: partly invariant parameters, with a description.
-        rejected: groups that the forward check refuted or could not prove.
-    """
-
-    rows: list[Group] = field(default_factory=list)
+    rows: list[Group] = field(default_factory=list)  # groups of weights, for optimizers
+    # Further groups: of gains and biases, sets that overlap, members that act through each other.
     facts: list[Group] = field(default_factory=list)
-    nonlinear: list[Group] = field(default_factory=list)
-    no_effect: dict[str, str] = field(default_factory=dict)
-    partial: dict[str, str] = field(default_factory=dict)
-    rejected: list[Group] = field(default_factory=list)
+    nonlinear: list[Group] = field(default_factory=list)  # groups that are balanced, but possibly due to a nonlinearity
+    no_effect: dict[str, str] = field(default_factory=dict)  # parameters without effect, with what was measured
+    partial: dict[str, str] = field(default_factory=dict)  # partly invariant parameters, with a description
+    rejected: list[Group] = field(default_factory=list)  # groups that the forward check refuted or could not prove
 
 
 def judge(measured: Measurements) -> Verdict:
@@ -105,13 +98,8 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
 
 def _ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] as "0–2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 # Joint sets

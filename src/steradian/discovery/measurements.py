@@ -29,35 +29,20 @@ Names = tuple[str, ...]
 
 
 class Measurements:
-    """All readings of a model.
-
-    Attributes:
-        prober: runs the model.
-        own: the reading at the model's own weights.
-        random: readings at random points.
-        first: the first of them, with a graph.
-        grown: readings at a random point with the candidates grown by the two factors, the smaller first.
-        further: the last of two more such readings, at a point that reaches other parts of the model.
-        late: parameters that only these two reach.
-        graphs: of the first random point, and of passes that reach further parameters.
-        graph, proposals: the first of them, and what it says about sets.
-        growing: what grows, by parameter: 1, or 1 on some blocks and 0 elsewhere.
-        suspects_grown: the first random point with grown parameters of next to no effect.
-        alignments: how the members of a joint set lie beside each other, where not dimension by dimension.
-    """
+    """All readings of a model."""
 
     def __init__(self, prober: Prober, own: Reading) -> None:
         self.prober, self.own, self.shapes = prober, own, prober.shapes
-        self.random: list[Reading] = []
-        self.first: Reading | None = None
-        self.grown: list[Reading] = []
-        self.further: Reading | None = None
-        self.late: set[str] = set()
-        self.graphs: list[Graph] = []
-        self.graph, self.proposals = Graph(), Proposals()
-        self.growing: dict[str, float | Tensor] = {}
-        self.suspects_grown: Reading | None = None
-        self.alignments: dict[Names, Alignment] = {}
+        self.random: list[Reading] = []  # at random points
+        self.first: Reading | None = None  # the first of them, with a graph
+        self.grown: list[Reading] = []  # at a random point with the candidates grown, by the smaller factor first
+        self.further: Reading | None = None  # the same with the larger factor, at a point that reaches other parts
+        self.late: set[str] = set()  # parameters that only this one reaches
+        self.graphs: list[Graph] = []  # of the first random point, and of passes that reach further parameters
+        self.graph, self.proposals = Graph(), Proposals()  # the first of them, and what it says about sets
+        self.growing: dict[str, float | Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
+        self.suspects_grown: Reading | None = None  # the first random point, with parameters of next to no effect grown
+        self.alignments: dict[Names, Alignment] = {}  # of joint sets whose members are not cut alike
         self._may_be_invariant: dict[str, bool] = {}
         self._paths: dict[Names, Path] = {}
 

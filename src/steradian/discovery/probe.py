@@ -61,15 +61,11 @@ class Point:
     A model may take half of the device's memory, and several points of it are remembered. Radial invariance holds
     everywhere or not at all, so any point will do except special ones: a bias of zeros has ⟨∇L, b⟩ = 0 for no deeper
     reason, a gain of zeros hides the branch behind it, a row with one nonzero entry cannot show two terms that cancel.
-
-    Attributes:
-        parameters: the model's own.
-        seed: of the noise on trainable parameters; None leaves them as they are.
-        factors: what each parameter is multiplied by afterwards, broadcasting against it.
     """
 
-    parameters: Mapping[str, Tensor]
-    seed: int | None = None
+    parameters: Mapping[str, Tensor]  # the model's own
+    seed: int | None = None  # of the noise on trainable parameters; None leaves them as they are
+    # What each parameter is multiplied by afterwards, broadcasting against it.
     factors: Mapping[str, Sequence[float | Tensor]] = field(default_factory=dict)
 
     def scaled(self, *factors: Factors) -> "Point":
@@ -158,30 +154,21 @@ def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
 
 @dataclass(eq=False)
 class Reading:
-    """What one probe measured, and how to repeat it.
+    """What one probe measured, and how to repeat it."""
 
-    Attributes:
-        point, seed, draw, graph: as in `Prober.read`.
-        outputs: the floating-point outputs.
-        noise: as in the `thresholds.Precision` of its arithmetic.
-        tables: per trainable parameter and key, the sums described at `Table`.
-        radial: ⟨∇L, x⟩ per parameter.
-        effect: ‖g ⊙ x‖ per parameter: the size that ⟨∇L, x⟩ would have if its terms had random signs.
-        slope: ‖∇L‖ per parameter; 0 where the pass did not reach it.
-        peak: the largest effect of any parameter.
-    """
-
-    point: Point
+    point: Point  # as in `Prober.read`
     seed: int
     draw: int | None
     graph: Graph | None
-    outputs: list[Tensor]
-    noise: float
+    outputs: list[Tensor]  # the floating-point outputs
+    noise: float  # as in the `thresholds.Precision` of its arithmetic
+    # Per trainable parameter and key, the sums described at `Table`.
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
-    radial: dict[str, float] = field(default_factory=dict)
+    radial: dict[str, float] = field(default_factory=dict)  # ⟨∇L, x⟩ per parameter
+    # ‖g ⊙ x‖ per parameter: the size that ⟨∇L, x⟩ would have if its terms had random signs.
     effect: dict[str, float] = field(default_factory=dict)
-    slope: dict[str, float] = field(default_factory=dict)
-    peak: float = 0.0
+    slope: dict[str, float] = field(default_factory=dict)  # ‖∇L‖ per parameter; 0 where the pass did not reach it
+    peak: float = 0.0  # the largest effect of any parameter
 
     def put(self, name: str, tables: dict[Key, Table]) -> None:
         """Set what was measured of one parameter."""
@@ -282,34 +269,25 @@ def output_spread(a: Tensor) -> float:
 
 
 class Prober:
-    """Runs a model at points of its parameter space and reads inner products off.
-
-    Attributes:
-        own: the point of the model's own weights.
-        precision: what counts as zero in the arithmetic in use.
-        forwards, backwards: passes made so far.
-        noisy: whether noise is added to the inputs, until the model fails.
-        remarks: notes of the first pass for the user.
-        raised: what the model raised in a later pass, if it did.
-    """
+    """Runs a model at points of its parameter space and reads inner products off."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.parameters = dict(model.named_parameters())
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad]
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self.own = Point(self.parameters)
-        self.forwards = self.backwards = 0
-        self.remarks: list[str] = []
-        self.raised: Exception | None = None
+        self.own = Point(self.parameters)  # the model's own weights
+        self.forwards = self.backwards = 0  # passes made so far
+        self.noisy = True  # whether noise is added to the inputs, until the model fails
+        self.remarks: list[str] = []  # notes of the first pass for the user
+        self.raised: Exception | None = None  # by the model, in a later pass
         self._pairs_to_align = pairs_to_align({name: self.shapes[name] for name in self.trainable})
-        self.noisy = True
         self._noise_of_seed: dict[int, bool] = {}
         self._made: tuple[torch.dtype | None, Leaves] | None = None
         self.use(torch.float64)
 
     def use(self, dtype: torch.dtype | None) -> None:
-        """Choose the arithmetic."""
+        """Choose the arithmetic, and with it what counts as zero."""
         parameters = [p for p in self.parameters.values() if floating(p)]
         self.precision = self._quick = thresholds.precision_of(dtype, parameters)
         # On a GPU, float32 may mean TF32, whose ten bits are too few to separate an effect from rounding.

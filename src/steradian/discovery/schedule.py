@@ -1,11 +1,7 @@
 """Which probe comes next, and which parameters are candidates.
 
-1. Three random points of ordinary scale (`probe_random_points`): what is balanced there, up to what ε may do, is a
-   candidate. Where parts of the model have no gradient at all of them, up to two more; one more where a gain or a bias
-   has next to no effect.
-2. One more random point with the candidates grown 32-fold and 1024-fold (`probe_grown_points`). The defect that a
-   normalization's ε leaves is divided by the square of that factor, any other is not: this separates "invariant up to
-   ε" from "not invariant". Two more probes for candidates that these do not reach: chance or the data may skip them.
+Three random points at least, then one more at which the candidates have grown 32-fold and 1024-fold. Further probes
+only where these do not reach a part of the model, or where a gain or a bias has next to no effect.
 """
 
 from dataclasses import replace
