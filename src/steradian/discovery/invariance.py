@@ -242,9 +242,8 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
     """Few blocks among others that ε dominates at one point, and that are balanced in most probes at ordinary scale.
 
     A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: at that
-    point they act through ε alone, and what is left of their effect has no reason to be balanced. It falls as ε does.
-    The imbalance of a unit with hardly any variance starts too high to end where others do; it falls as ε does, or
-    is next to nothing in all other probes.
+    point they act through ε alone. The imbalance of a unit with hardly any variance starts too high to end where
+    others do; it falls as ε does, or is next to nothing in all other probes.
     """
     first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
     before, after = trial.grown[0].imbalance(cut), trial.grown[-1].imbalance(cut)
@@ -270,12 +269,9 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
 
 
 def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
-    """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there.
-
-    Where the random points have no table of a pair of dimensions, each of the two is judged by itself. With a known
-    path, the typical row is that of a typical probe: a batch of few samples may leave a normalization hardly any
-    variance.
-    """
+    """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there."""
+    # Where the random points have no table of a pair of dimensions, each of the two is judged by itself. With a known
+    # path, the probe is a typical one: a batch of few samples may leave a normalization hardly any variance.
     cuts = [cut] if trial.at_random(cut) else [_cut(len(cut), {i: cut[i]}) for i in _key(cut)]
     across = median_low if trial.known_path else max
     reached = [[e for e in trial.random if bool(e.sums(c)[1].any())] or trial.random for c in cuts]
@@ -285,11 +281,6 @@ def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
     return typical, max(float(e.beside_others(c).max()) for c in cuts for e in trial.random)
 
 
-def worst_grown(cut: Cut, trial: Trial) -> float:
-    """The largest imbalance of a row that growth has left."""
-    return float(trial.grown[-1].beside_others(cut).max())
-
-
 # The finest cut
 
 
@@ -297,8 +288,8 @@ def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
     """The cut with most rows all of which are invariant; None if not even the whole tensor is.
 
     A cut that holds implies every coarser one, so the search divides each dimension by itself and combines two only
-    where each can be divided. Dimension 0 is preferred between equals. Rows have at least two entries: a single number
-    has a radius only. Pairs of dimensions are tried where their table exists (see `pair_keys`).
+    where each can be divided and their table exists (see `pair_keys`). Dimension 0 is preferred between equals. Rows
+    have at least two entries: a single number has a radius only.
     """
     whole = (1,) * len(shape)
     # In the sum of all rows, one of hardly any variance may dominate the others.

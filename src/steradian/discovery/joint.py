@@ -161,11 +161,7 @@ def _essential(M: Array, indices: Indices) -> Indices:
 
 
 def _minimal(sets: Iterable[Indices]) -> list[Indices]:
-    """The sets that contain no other, smallest first, in order.
-
-    >>> _minimal([(0, 1, 2), (0, 1), (1, 3)])
-    [(0, 1), (1, 3)]
-    """
+    """The sets that contain no other, smallest first, in order."""
     kept: list[Indices] = []
     for candidate in sorted(sets, key=lambda s: (len(s), s)):
         if not any(set(smaller) <= set(candidate) for smaller in kept):
@@ -187,15 +183,9 @@ def _matrices(readings: Sequence["Reading"], names: Sequence[str]) -> tuple[Arra
 
 
 def _imbalance(M: Array, sizes: Array, indices: Sequence[int]) -> Array:
-    """Σ M[:, i] / √Σ sizes[:, i]² over a set, per probe: 0 where the set is jointly invariant.
-
-    >>> M = np.array([[3.0, -3.0], [1.0, 1.0]])
-    >>> _imbalance(M, abs(M), (0, 1)).round(3).tolist()
-    [0.0, 1.414]
-    """
-    chosen = list(indices)
-    size = np.sqrt(np.square(sizes[:, chosen]).sum(1))
-    result: Array = M[:, chosen].sum(1) / np.where(size > 0, size, 1)
+    """Σ M[:, i] / √Σ sizes[:, i]² over a set, per probe: 0 where the set is jointly invariant."""
+    size = np.linalg.norm(sizes[:, list(indices)], axis=1)
+    result: Array = M[:, list(indices)].sum(1) / np.where(size > 0, size, 1)
     return result
 
 
@@ -229,10 +219,9 @@ class Parts:
     def cancels(self, least: float) -> bool:
         """Whether each member's part is cancelled by the others, rather than small itself.
 
-        A part is on average (of the logarithm) `least` times what is left of the sum. In one probe it may happen to
-        be no larger, and parts that do not belong together may happen to cancel. Of many slices, those do not count
-        in which the part is small: a unit of ReLU that is always active does not need the bias of its weight. Parts
-        that are rounding themselves, of rows that ε leaves no defect, cancel to the last bit as often as not.
+        A part is on average (of the logarithm) `least` times what is left of the sum: in one probe, parts that do not
+        belong together may happen to cancel. Of many slices, those do not count in which the part is small: a unit of
+        ReLU that is always active does not need the bias of its weight. What is left is at least rounding.
         """
         tiny, slices = np.finfo(np.float64).tiny, self.parts.shape[2]
         rounding = thresholds.ROUNDING_OF_SUM * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny

@@ -36,8 +36,10 @@ def judge(measured: Measurements) -> Verdict:
     joint = joint_sets(measured, names)
     in_sets = {name for s in joint for name in s}
     single = {name for name in names if name not in in_sets and _judge_single(measured, name, verdict)}
+    order = measured.graph.order_of_use
+    places = {s: [order.get(name, len(order)) for name in s] for s in joint}
     # Of sets that share a bias the first one gets it: that of its own layer.
-    for s in sorted(joint, key=lambda s: (len(s), measured.span(s))):
+    for s in sorted(joint, key=lambda s: (len(s), max(places[s]) - min(places[s]))):
         _judge_joint(measured, s, verdict, by_epsilon=joint[s])
     for name in (name for name in names if name not in single and name not in in_sets):
         if is_matrix(measured.shapes[name]) and not measured.nonlinear((name,)):

@@ -19,7 +19,6 @@ from steradian.discovery.invariance import (
     is_matrix,
     slices_balanced,
     typical_and_worst,
-    worst_grown,
 )
 from steradian.discovery.joint import Alignment
 from steradian.discovery.probe import Prober, Reading, output_change
@@ -80,12 +79,6 @@ class Measurements:
         if name not in order:
             return self.prober.trainable
         return list(order)[max(0, order[name] - thresholds.NEIGHBORS) : order[name] + thresholds.NEIGHBORS + 1]
-
-    def span(self, names: Sequence[str]) -> int:
-        """How many parameters are used between the first and the last of a set in the forward pass."""
-        order = self.graph.order_of_use
-        places = [order.get(name, len(order)) for name in names]
-        return max(places) - min(places)
 
     def floor(self, reading: Reading, names: Sequence[str]) -> float:
         """The effect below which a row of these parameters is rounding."""
@@ -184,7 +177,7 @@ class Measurements:
     def worst_rows(self, group: Group) -> tuple[float, float]:
         """The largest imbalance of a row at random points, and the largest that growth has left."""
         trial, cut = self.trial(group.names, self.alignments.get(group.names)), self._cut(group)
-        return typical_and_worst(cut, trial)[1], worst_grown(cut, trial)
+        return typical_and_worst(cut, trial)[1], float(trial.grown[-1].beside_others(cut).max())
 
     def _cut(self, group: Group) -> Cut:
         if group.names in self.alignments:
@@ -199,10 +192,6 @@ class Measurements:
             self.graph, self.proposals = graph, propose(graph)
         self.graphs.append(graph)
         self._paths.clear()
-
-    def misses_parameters(self) -> bool:
-        """Whether the graph lacks a parameter with an effect: chance or the data may skip it in one pass."""
-        return bool(self.graphs) and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
 
     def graph_of(self, names: Names) -> Graph:
         """The first graph that has all of these parameters, or else the first of all."""

@@ -166,9 +166,11 @@ class Schedule:
     def _probe_grown(
         self, base: Point, seed: int, growth: float, pairs: dict[str, list[Key]], draw: int | None = None
     ) -> Reading | None:
-        # Parameters that this pass reaches and the first did not need a graph too.
-        wants_graph = growth == thresholds.GROWTH[0] and self.measured.misses_parameters()
-        point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.measured.growing.items()})
+        measured = self.measured
+        # Parameters that this pass reaches and the first did not, by chance or because of the data, need a graph too.
+        missing = not measured.graph.leaf_nodes.keys() >= set(measured.names_with_effect())
+        wants_graph = growth == thresholds.GROWTH[0] and bool(measured.graphs) and missing
+        point = base.scaled({name: 1 + (growth - 1) * share for name, share in measured.growing.items()})
         return self._probe(point, seed, graph=wants_graph, pairs=pairs, draw=draw)
 
     def _effect_lost(self) -> bool:
@@ -231,14 +233,13 @@ class Schedule:
         """A reading with the options of `Prober.read`; None if the model raises or gives no finite numbers there."""
         try:
             reading = self.prober.read(point, seed=seed, **options)
+            if reading.finite:
+                if reading.graph is not None:
+                    self.measured.add_graph(reading.graph)
+                return reading
         except torch.OutOfMemoryError:  # not a property of the point
             raise
-        except Exception as error:  # a failed probe is not fatal: the next one has no noise on the inputs
-            self.prober.noisy, self.prober.raised = False, error
-            return None
-        if not reading.finite:
-            self.prober.noisy = False
-            return None
-        if reading.graph is not None:
-            self.measured.add_graph(reading.graph)
-        return reading
+        except Exception as error:
+            self.prober.raised = error
+        self.prober.noisy = False  # a failed probe is not fatal: the next one has no noise on the inputs
+        return None

@@ -43,7 +43,6 @@ class _ForwardCheck:
         self.prober, self.measured = measured.prober, measured
         self.rejected: list[Group] = []
         self._draw = 0
-        self._worst: dict[tuple[str, ...], tuple[float, float]] = {}
 
     def reading_for(self, tested: list[Group]) -> Reading:
         """The first reading, from ordinary scale on, where ε moves the outputs less than scaling a row would."""
@@ -103,17 +102,12 @@ class _ForwardCheck:
         """How far outputs may move: what ε does to a row, it does to the outputs when that row is scaled."""
         same, predicted = self.prober.precision.same, 3 * self._predicted(scaled, before)
         if self.measured.is_fully_grown(before):
-            by_defect = max(10 * max(self._worst_rows(group)[1] for group in scaled), predicted)
+            by_defect = max(10 * max(self.measured.worst_rows(group)[1] for group in scaled), predicted)
             return max(same, min(by_defect, thresholds.MOST_MOVE))
         least = max(same, thresholds.LEAST_MOVE, min(predicted, thresholds.MOST_PREDICTED))
         if before is not self.measured.first:
             return least
-        return max(least, min(10 * max(self._worst_rows(group)[0] for group in scaled), thresholds.MOST_MOVE))
-
-    def _worst_rows(self, group: Group) -> tuple[float, float]:
-        if group.names not in self._worst:
-            self._worst[group.names] = self.measured.worst_rows(group)
-        return self._worst[group.names]
+        return max(least, min(10 * max(self.measured.worst_rows(group)[0] for group in scaled), thresholds.MOST_MOVE))
 
     def _predicted(self, scaled: list[Group], before: Reading) -> float:
         """How far the outputs move by ⟨∇L, x⟩ when ε loses its weight, relative to their spread.
@@ -136,9 +130,8 @@ def _row_factors(
 ) -> Factors:
     """A random ρ per row, repeated over the entries of its parameters; 1 for rows that are left out.
 
-    At a grown point it lies between 1/2 and 2 and not near 1 ("either way"). At one of ordinary scale it lies between
-    4 and 16 ("up"): growing removes ε's weight, which moves a true row less than shrinking would, and any other row
-    more. "A little" is between 1.01 and 1.02 either way.
+    Between 1/2 and 2 and not near 1 ("either way"), between 4 and 16 ("up": growing removes ε's weight, which moves a
+    true row less than shrinking would, and any other row more), or between 1.01 and 1.02 either way ("a little").
     """
     host = torch.device("cpu")
     generator = Noise(seed)(host)
