@@ -97,7 +97,7 @@ def _vanishing_sets(
     for s in _zero_sums(M[:, place], sizes[:, place], allowed, most=most):
         indices = tuple(place[i] for i in s)
         of_set = [names[i] for i in indices]
-        if next(_parts(measured, _reaching(readings, of_set), of_set, [_WHOLE])).cancels(thresholds.CANCELLATION):
+        if next(_parts(measured, _reaching(readings, of_set), of_set, [WHOLE])).cancels(thresholds.CANCELLATION):
             found.add(indices)
     return list(found)
 
@@ -117,7 +117,7 @@ def _vanishes(
     """
     reaching = _reaching(readings, names)
     limits = [limit for limit, reading in zip(allowed, readings, strict=True) if reading in reaching]
-    views = [_WHOLE, *_many_slices(measured, names)]
+    views = [WHOLE, *_many_slices(measured, names)]
     if not any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views)):
         return False
     there = _reaching(independent or readings, names)
@@ -335,12 +335,12 @@ class Alignment:
         parts = [self.table(of_member, shape) for of_member, shape in zip(tables, shapes, strict=True)]
         joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
         known = [part for part in parts if part is not None]
-        return joined | ({(0,): torch.stack(known).sum(0)} if len(known) == len(parts) else {})
+        return joined | ({(0,): torch.stack(known).sum(0)} if self.slices > 1 and len(known) == len(parts) else {})
 
     def cut(self, blocks: int, shape: Shape) -> tuple[int, ...] | None:
         """Blocks along each dimension of a member, for the slices in so many equal blocks; None if there is no cut."""
-        if len(shape) == 1:
-            return (blocks,)
+        if len(shape) < 2:
+            return (blocks,) * len(shape)
         counts = [1] * len(shape)
         if self.groups == 1:
             counts[self.dim] = blocks
@@ -353,7 +353,7 @@ class Alignment:
         return tuple(counts)
 
 
-_WHOLE = Alignment(1, 0)
+WHOLE = Alignment(1, 0)
 
 
 def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
@@ -365,8 +365,10 @@ def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
     [Alignment(slices=6, dim=1, groups=2)]
     """
     tensors, vectors = [s for s in shapes if len(s) > 1], {s for s in shapes if len(s) == 1}
-    if not tensors or len(vectors) > 1 or any(not s for s in shapes):
+    if len(vectors) > 1 or any(not s for s in shapes):
         return []
+    if not tensors:
+        return [Alignment(n, 0) for (n,) in vectors]
     sizes = [(dim, tensors[0][dim]) for dim in range(min(map(len, tensors)))]
     found = [Alignment(n, dim) for dim, n in sizes if all(s[dim] == n for s in tensors) and vectors <= {(n,)}]
     for (length,) in vectors:

@@ -9,7 +9,7 @@ import torch
 from steradian.discovery import thresholds
 from steradian.discovery.explain import UNKNOWN
 from steradian.discovery.invariance import Cut, finest, imbalance, is_matrix, partial_cut, to_spec
-from steradian.discovery.joint import Alignment, alignments, joint_sets
+from steradian.discovery.joint import WHOLE, Alignment, alignments, joint_sets
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Group, Spec
 
@@ -110,20 +110,13 @@ def _ranges(numbers: list[int]) -> str:
 def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_epsilon: bool) -> None:
     """Add the rows of a joint set to the verdict, with the finest spec that its members share."""
     shapes = [measured.shapes[name] for name in names]
-    dims = min(map(len, shapes))
-    common = [shapes[0][k] if len({shape[k] for shape in shapes}) == 1 else 1 for k in range(dims)]
-    found = finest((*common, sum(map(math.prod, shapes)) // math.prod(common)), measured.trial(names))
-    aligned = _finest_aligned(measured, names)
-    if found is None and aligned is None and not by_epsilon:
+    found = _finest_aligned(measured, names)
+    if found is None and not by_epsilon:
         return
-    cut = (found or (1,) * dims)[:dims]
-    n_rows = math.prod(cut)
-    spec = to_spec(cut, common) if n_rows > 1 else "tensor"
-    if aligned is not None and math.prod(aligned[1][0]) > n_rows:
-        measured.alignments[names], cuts = aligned
-        n_rows = math.prod(cuts[0])
-        largest = max(range(len(names)), key=lambda i: len(cuts[i]))
-        spec = to_spec(cuts[largest], shapes[largest])
+    alignment, cuts = found or (WHOLE, tuple((1,) * len(shape) for shape in shapes))
+    measured.alignments[names] = alignment
+    n_rows, largest = math.prod(cuts[0]), max(range(len(names)), key=lambda i: len(cuts[i]))
+    spec = to_spec(cuts[largest], shapes[largest]) if n_rows > 1 else "tensor"
     taken = {name for group in verdict.rows for name in group.names}
     is_weight = _parallel(measured, names) and any(map(is_matrix, shapes)) and not taken & set(names)
     (verdict.rows if is_weight else verdict.facts).append(_group(measured, names, spec, n_rows))
@@ -132,7 +125,7 @@ def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_e
 def _finest_aligned(measured: Measurements, names: Names) -> tuple[Alignment, tuple[Cut, ...]] | None:
     """The way to lay the members beside each other that gives most rows, and the cut of each member."""
     shapes, best = [measured.shapes[name] for name in names], None
-    for alignment in alignments(shapes):
+    for alignment in (WHOLE, *alignments(shapes)):
         size = sum(map(math.prod, shapes)) // alignment.slices
         found = finest((alignment.slices, size), measured.trial(names, alignment))
         cuts = [alignment.cut(found[0], shape) for shape in shapes] if found is not None else [None]

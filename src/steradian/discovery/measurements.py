@@ -6,21 +6,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from steradian.discovery import thresholds
+from steradian.discovery import invariance, thresholds
 from steradian.discovery.graph import Graph, Path, Proposals, follow, propose
-from steradian.discovery.invariance import (
-    Cut,
-    Evidence,
-    Key,
-    Table,
-    Trial,
-    block_sums,
-    imbalance,
-    is_matrix,
-    slices_balanced,
-    typical_and_worst,
-)
-from steradian.discovery.joint import Alignment
+from steradian.discovery.invariance import Cut, Evidence, Key, Table, Trial, is_matrix
+from steradian.discovery.joint import WHOLE, Alignment
 from steradian.discovery.probe import Prober, Reading, output_change
 from steradian.groups import Group, Layout
 
@@ -41,7 +30,7 @@ class Measurements:
         self.graph, self.proposals = Graph(), Proposals()  # the first of them, and what it says about sets
         self.growing: dict[str, float | Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
         self.suspects_grown: Reading | None = None  # the first random point, with parameters of next to no effect grown
-        self.alignments: dict[Names, Alignment] = {}  # of joint sets whose members are not cut alike
+        self.alignments: dict[Names, Alignment] = {}  # of joint sets that have several rows
         self._may_be_invariant: dict[str, bool] = {}
         self._paths: dict[Names, Path] = {}
 
@@ -88,7 +77,7 @@ class Measurements:
 
     def imbalance(self, reading: Reading, name: str) -> float:
         """Of the whole parameter in one probe."""
-        return float(imbalance(reading.tables[name][()], self.floor(reading, (name,))))
+        return float(invariance.imbalance(reading.tables[name][()], self.floor(reading, (name,))))
 
     def balanced(self, name: str, share: float = 1.0) -> bool:
         """Whether the whole parameter is balanced at random points, up to a share of the tolerance."""
@@ -105,7 +94,7 @@ class Measurements:
 
     def slices_balanced(self, name: str) -> bool:
         """Whether so many of its slices are balanced that it cannot be chance."""
-        return is_matrix(self.shapes[name]) and slices_balanced(self.shapes[name], self.random_trial(name))
+        return is_matrix(self.shapes[name]) and invariance.slices_balanced(self.shapes[name], self.random_trial(name))
 
     def may_be_invariant(self, name: str) -> bool:
         """Whether a parameter may be invariant by itself, as a whole or slice by slice, by the random points."""
@@ -119,7 +108,7 @@ class Measurements:
         precision = self.prober.precision
         return Trial(precision, [self._evidence(reading, (name,), precision.loose) for reading in self.random])
 
-    def trial(self, names: Names, alignment: Alignment | None = None) -> Trial:
+    def trial(self, names: Names, alignment: Alignment = WHOLE) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as the alignment says."""
         precision = self.prober.precision
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
@@ -143,20 +132,13 @@ class Measurements:
         change = output_change(self.grown[0].outputs, self.grown[-1].outputs)
         return len(self.grown) > 1 and change <= 10 * self.prober.precision.same
 
-    def _evidence(
-        self, reading: Reading, names: Sequence[str], tolerance: float, alignment: Alignment | None = None
-    ) -> Evidence:
+    def _evidence(self, reading: Reading, names: Names, tolerance: float, alignment: Alignment = WHOLE) -> Evidence:
         return Evidence(self._tables(reading, names, alignment), self.floor(reading, names), tolerance)
 
-    def _tables(self, reading: Reading, names: Sequence[str], alignment: Alignment | None) -> dict[Key, Table]:
-        """Tables of several parameters as if they were one, wherever their dimensions agree."""
+    def _tables(self, reading: Reading, names: Names, alignment: Alignment) -> dict[Key, Table]:
+        """Tables of one parameter, or of several as if they were one tensor of slices."""
         tables = [reading.tables[name] for name in names]
-        if alignment is not None:
-            return alignment.join(tables, [self.shapes[name] for name in names])
-        if len(tables) == 1:
-            return tables[0]
-        keys = [key for key in tables[0] if all(key in t and t[key].shape == tables[0][key].shape for t in tables)]
-        return {key: torch.stack([t[key] for t in tables]).sum(0) for key in keys}
+        return tables[0] if len(names) == 1 else alignment.join(tables, [self.shapes[name] for name in names])
 
     def is_fully_grown(self, reading: Reading) -> bool:
         """Whether the candidates have their full growth there, so that ε no longer shows."""
@@ -166,23 +148,24 @@ class Measurements:
 
     def row_sums(self, reading: Reading, group: Group) -> tuple[Tensor, float]:
         """The sums of `Table` per row of a group in one probe, and the effect below which they are rounding."""
-        alignment = self.alignments.get(group.names)
-        tables, cut = self._tables(reading, group.names, alignment), self._cut(group)
+        tables, cut = self._tables(reading, group.names, self._alignment(group)), self._cut(group)
         if sum(blocks > 1 for blocks in cut) > 1:
             # The table of a pair of dimensions is made at grown points only; here one of them has to do.
             widest = max(range(len(cut)), key=lambda i: cut[i])
             cut = tuple(blocks if i == widest else 1 for i, blocks in enumerate(cut))
-        return block_sums(tables, cut).reshape(4, -1), self.floor(reading, group.names)
+        return invariance.block_sums(tables, cut).reshape(4, -1), self.floor(reading, group.names)
 
     def worst_rows(self, group: Group) -> tuple[float, float]:
         """The largest imbalance of a row at random points, and the largest that growth has left."""
-        trial, cut = self.trial(group.names, self.alignments.get(group.names)), self._cut(group)
-        return typical_and_worst(cut, trial)[1], float(trial.grown[-1].beside_others(cut).max())
+        trial, cut = self.trial(group.names, self._alignment(group)), self._cut(group)
+        return invariance.typical_and_worst(cut, trial)[1], float(trial.grown[-1].beside_others(cut).max())
+
+    def _alignment(self, group: Group) -> Alignment:
+        return self.alignments.get(group.names, WHOLE)
 
     def _cut(self, group: Group) -> Cut:
-        if group.names in self.alignments:
-            return (group.n_rows,)
-        return Layout(group.spec).blocks(self.shapes[group.names[0]])
+        one = len(group.names) == 1
+        return Layout(group.spec).blocks(self.shapes[group.names[0]]) if one else (group.n_rows,)
 
     # Graphs
 
@@ -215,5 +198,5 @@ class Measurements:
         reading = self.first if self.first in reaching else reaching[0]
         exact = reading is self.first  # other readings may be in the model's own float32
         tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reading.noise
-        tables = self._tables(reading, names, None)
-        return float(imbalance(tables[()], self.floor(reading, names))) > tolerance
+        sums = torch.stack([reading.tables[name][()] for name in names]).sum(0)
+        return float(invariance.imbalance(sums, self.floor(reading, names))) > tolerance

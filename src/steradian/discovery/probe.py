@@ -17,22 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from steradian.discovery import thresholds
+from steradian.discovery import sandbox, thresholds
 from steradian.discovery.graph import Call, Graph, graph_nodes, read_graph, record_calls
 from steradian.discovery.invariance import Key, Table, is_matrix
 from steradian.discovery.joint import pairs_to_align
-from steradian.discovery.sandbox import (
-    Leaves,
-    as_dtype,
-    floating,
-    isolated,
-    make_leaves,
-    map_inputs,
-    name_inputs,
-    swapped,
-    tensors_in,
-    unwrap,
-)
+from steradian.discovery.sandbox import Leaves, as_dtype, floating, tensors_in, unwrap
 
 Factors = Mapping[str, float | Tensor]
 
@@ -327,7 +316,7 @@ class Prober:
             point.write(leaves)
         for leaf in leaves.values():
             leaf.grad = None
-        with isolated(precision.dtype), swapped(self.model, leaves, dtype=precision.dtype):
+        with sandbox.isolated(precision.dtype), sandbox.swapped(self.model, leaves, dtype=precision.dtype):
             _seed_generators(seed if draw is None else draw)
             noisy = self._noise_of_seed.get(seed, self.noisy and seed != 0)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=noisy)
@@ -367,7 +356,7 @@ class Prober:
         """Leaves of a dtype. Those of the last one are freed first: a large model has no room for both."""
         if self._made is None or self._made[0] != dtype:
             self._made = None
-            self._made = (dtype, make_leaves(self.model, dtype))
+            self._made = (dtype, sandbox.make_leaves(self.model, dtype))
         return self._made[1]
 
     def _inputs(
@@ -378,9 +367,9 @@ class Prober:
             fresh = _perturb(fresh, name, noise) if noisy else fresh
             return fresh.requires_grad_(tensor.requires_grad)
 
-        names = name_inputs(unwrap(self.model), self.args)
-        args = tuple(map_inputs(value, change, name) for value, name in zip(self.args, names, strict=True))
-        return args, {name: map_inputs(value, change, name) for name, value in self.kwargs.items()}
+        names = sandbox.name_inputs(unwrap(self.model), self.args)
+        args = tuple(sandbox.map_inputs(value, change, name) for value, name in zip(self.args, names, strict=True))
+        return args, {name: sandbox.map_inputs(value, change, name) for name, value in self.kwargs.items()}
 
     def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise, take: Callable[[str], None]) -> None:
         """Derivatives of a random loss. Each gradient is taken as soon as it is complete, where that can be known."""
