@@ -1,6 +1,5 @@
 """Why rows are invariant, and what to tell the user about every parameter."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,10 @@ def assemble(measured: "Measurements", verdict: "Verdict") -> Groups:
     params = dict(prober.model.named_parameters())
     order = {name: i for i, name in enumerate(params)}
     groups = Groups(params, passes=(prober.forwards, prober.backwards))
-    groups.groups = sorted(_with_reasons(measured, verdict.rows), key=lambda group: order[group.names[0]])
-    groups.facts = _with_reasons(measured, verdict.facts)
+    rows, groups.facts = (
+        [replace(group, reason=_reason(measured, group)) for group in found] for found in (verdict.rows, verdict.facts)
+    )
+    groups.groups = sorted(rows, key=lambda group: order[group.names[0]])
     groups.no_effect = list(verdict.no_effect)
     groups.frozen = [name for name, p in params.items() if not p.requires_grad]
     groups.partial = {name: text for name, text in verdict.partial.items() if name in groups.rest}
@@ -34,15 +35,10 @@ def assemble(measured: "Measurements", verdict: "Verdict") -> Groups:
     return groups
 
 
-def _with_reasons(measured: "Measurements", groups: Sequence[Group]) -> list[Group]:
-    return [replace(group, reason=_reason(measured, group)) for group in groups]
-
-
 def _reason(measured: "Measurements", group: Group) -> str:
     """The module in which a change of the rows' scale disappears, by the autograd graph.
 
-    It is the nearest one, if the change disappears on every path. No list of layers is consulted, and ε has no part in
-    it.
+    It is the nearest one, if the change disappears on every path. No list of layers is consulted, and ε plays no part.
     """
     graph, path = measured.graph_of(group.names), measured.path(group.names)
     if not path.traced or not path.ends:

@@ -214,11 +214,8 @@ def _constant(cut: Cut, trial: Trial) -> Tensor:
         return torch.zeros_like(after, dtype=torch.bool)
     small = torch.stack([e.imbalance(cut) <= trial.constant for e in trial.evidence(cut)]).all(0)
     # A defect that grows with the row is a path around the normalization, however narrow.
-    return (
-        small
-        & (after > before / 4)
-        & (after <= 4 * torch.maximum(before, before.median()).clamp(min=trial.precision.settled))
-    )
+    most = 4 * torch.maximum(before, before.median()).clamp(min=trial.precision.settled)
+    return small & (after > before / 4) & (after <= most)
 
 
 def _linear(cut: Cut, trial: Trial) -> Tensor:
@@ -229,13 +226,10 @@ def _linear(cut: Cut, trial: Trial) -> Tensor:
     before, after = (trial.grown[i].imbalance(cut, signed=True) for i in (0, -1))
     if len(trial.grown) < 2 or not trial.at_random(cut):
         return torch.zeros_like(after, dtype=torch.bool)
-    defects = torch.stack([e.imbalance(cut).flatten() for e in trial.random])
-    if bool((defects.median(1).values > trial.precision.linear).any()):
-        return torch.zeros_like(after, dtype=torch.bool)
+    defects = torch.stack([e.imbalance(cut) for e in trial.random])
     most = trial.precision.linear * (thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1)
-    return (defects <= most).all(0).reshape(after.shape) & follows_growth(
-        before, after, trial.precision.resolution, order=1
-    )
+    typical = defects.reshape(len(defects), -1).median(1).values <= trial.precision.linear
+    return typical.all() & (defects <= most).all(0) & follows_growth(before, after, trial.precision.resolution, order=1)
 
 
 def _faded(cut: Cut, trial: Trial) -> Tensor:

@@ -356,7 +356,9 @@ class Prober:
         """Leaves of a dtype. Those of the last one are freed first: a large model has no room for both."""
         if self._made is None or self._made[0] != dtype:
             self._made = None
-            self._made = (dtype, sandbox.make_leaves(self.model, dtype))
+            parameters = self.parameters.items()
+            leaves = {name: nn.Parameter(as_dtype(p, dtype), requires_grad=p.requires_grad) for name, p in parameters}
+            self._made = dtype, leaves
         return self._made[1]
 
     def _inputs(

@@ -55,14 +55,6 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to(dtype.to_complex() if tensor.is_complex() else dtype, copy=True)
 
 
-def make_leaves(model: nn.Module, dtype: torch.dtype | None) -> Leaves:
-    """A private leaf for each parameter, by its first name; tied parameters share one."""
-    return {
-        name: nn.Parameter(as_dtype(parameter, dtype), requires_grad=parameter.requires_grad)
-        for name, parameter in model.named_parameters()
-    }
-
-
 @contextmanager
 def swapped(model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torch.dtype | None) -> Iterator[None]:
     """Run the model in training mode on the leaves and on copies of everything else; restore it afterwards."""

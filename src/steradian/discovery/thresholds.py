@@ -129,16 +129,13 @@ class Precision:
     resolution: float  # largest rounding error of an imbalance
 
 
-_DOUBLE = {"noise": 1e-10, "loose": 0.05, "strict": 1e-4, "settled": 1e-6, "flat": 1e-2, "linear": 5e-4}
-_SINGLE = {"noise": 1e-5, "loose": 0.05, "strict": 1e-2, "settled": 3e-4, "flat": 1e-2, "linear": 5e-4}
-_HALF = {"noise": 1e-2, "loose": 0.2, "strict": 0.1, "settled": 0.1, "flat": 0.1, "linear": 0.0}
+# noise, loose, strict, settled, flat, linear, same, resolution
+_DOUBLE = (1e-10, 0.05, 1e-4, 1e-6, 1e-2, 5e-4, 1e-5, 1e-9)
+_SINGLE = (1e-5, 0.05, 1e-2, 3e-4, 1e-2, 5e-4, 1e-2, 1e-3)
+_HALF = (1e-2, 0.2, 0.1, 0.1, 0.1, 0.0, 0.1, 0.1)
 
 
 def precision_of(dtype: torch.dtype | None, parameters: Sequence[Tensor]) -> Precision:
     """The thresholds of a probe in dtype (None: the parameters' own dtypes)."""
     eps = max(torch.finfo(dtype or p.dtype).eps for p in parameters)
-    if eps < 1e-12:
-        return Precision(dtype, **_DOUBLE, same=1e-5, resolution=1e-9)
-    if eps < 1e-6:
-        return Precision(dtype, **_SINGLE, same=1e-2, resolution=1e-3)
-    return Precision(dtype, **_HALF, same=0.1, resolution=0.1)
+    return Precision(dtype, *(_DOUBLE if eps < 1e-12 else _SINGLE if eps < 1e-6 else _HALF))
