@@ -4,8 +4,8 @@
 2. Passes at random points: what is balanced there, ⟨∇L, x⟩ = 0 up to what ε may do, is a candidate.
 3. Passes with the candidates 32 and 1024 times larger: a defect due to ε is divided by the square of that factor, any
    other is not. This is the line between "invariant up to ε" and "not invariant".
-4. Forward passes with random factors on all rows found: f(ρx) = f(x), and the layer in which the factors disappear is
-   the reason.
+4. Forward passes with random factors on all rows found: f(ρx) = f(x). The layer in which the factors disappear, by the
+   autograd graph, is the reason.
 """
 
 import inspect
@@ -71,8 +71,8 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         schedule.probe_random_points()  # candidates: ⟨∇L, x⟩ = 0 up to what ε may do
         schedule.probe_grown_points()  # what is left of ⟨∇L, x⟩ falls as ε does, or the candidate is refuted
         verdict = judge(measured)  # the finest rows, of one parameter or of several together
-        verdict = verify(measured, verdict)  # f(ρx) = f(x), and in which layer ρ disappears
-        return assemble(measured, verdict)
+        verdict = verify(measured, verdict)  # f(ρx) = f(x)
+        return assemble(measured, verdict)  # with the layer in which ρ disappears
 
 
 def _check_model(model: nn.Module) -> None:
