@@ -35,15 +35,17 @@ def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ..
     grown, precision = measured.grown[::-1], measured.prober.precision
     allowed = [precision.strict, min(30 * precision.strict, precision.loose)][: len(grown)]
     loose = [precision.loose] * len(measured.random)
-    at_grown, at_random = _matrices(grown, names), _matrices(measured.random, names)
     # Whether parts cancel shows best where ε is gone. A set that was found by trying alone must cancel in the other
     # probes too; the two growths of one point cancel alike, so that one of them is enough.
     proposed, independent = set(_proposed_sets(measured, names)), [*measured.random, grown[0]]
     explained: dict[Indices, bool] = {}
     for s in _vanishing_sets(measured, grown, allowed, names, least=thresholds.CANCELLATION):
         of_set = [names[i] for i in s]
-        after, before = torch.tensor(_imbalance(*at_grown, s), device="cpu")[[0, -1], None]
-        linear = bool((np.abs(_imbalance(*at_random, s)) <= precision.linear).all())
+        at_grown, at_random = (
+            next(_parts(measured, readings, of_set, [WHOLE])).defects() for readings in (grown, measured.random)
+        )
+        after, before = torch.tensor(at_grown[[0, -1]], device="cpu")
+        linear = bool((np.abs(at_random) <= precision.linear).all())
         linear = linear and bool(follows_growth(before, after, precision.resolution, order=1))
         falling = bool(falls(before.abs(), after.abs(), precision.settled))
         where = grown if s in proposed else independent
@@ -182,13 +184,6 @@ def _matrices(readings: Sequence["Reading"], names: Sequence[str]) -> tuple[Arra
     return M, np.hypot(M, thresholds.LEAST_SHARE * effects)
 
 
-def _imbalance(M: Array, sizes: Array, indices: Sequence[int]) -> Array:
-    """Σ M[:, i] / √Σ sizes[:, i]² over a set, per probe: 0 where the set is jointly invariant."""
-    size = np.linalg.norm(sizes[:, list(indices)], axis=1)
-    result: Array = M[:, list(indices)].sum(1) / np.where(size > 0, size, 1)
-    return result
-
-
 @dataclass(frozen=True)
 class Parts:
     """What the members of one set add to its sum: of the whole tensors, or of each slice that they share.
@@ -201,12 +196,16 @@ class Parts:
     sizes: Array  # what each is measured by, as in `_matrices`
     floor: Array  # per probe, the size up to which a slice is rounding
 
+    def defects(self) -> Array:
+        """What is left of each sum, relative to its parts: Σ parts / √Σ sizes², probes × slices."""
+        size = np.linalg.norm(self.sizes, axis=1)
+        result: Array = self.parts.sum(1) / np.where(size > 0, size, 1)
+        return result
+
     def typical(self) -> Array:
-        """Per probe, what is left of a typical slice's sum, relative to its parts; inf if no slice is measurable."""
-        size = np.sqrt(np.square(self.sizes).sum(1))
-        left = np.abs(self.parts.sum(1)) / np.where(size > 0, size, 1)
-        medians = [np.median(d[m]) if m.any() else np.inf for d, m in zip(left, self._measurable(), strict=True)]
-        return np.array(medians)
+        """Per probe, the defect of a typical slice; inf if no slice is measurable."""
+        rows = zip(np.abs(self.defects()), self._measurable(), strict=True)
+        return np.array([np.median(defects[counts]) if counts.any() else np.inf for defects, counts in rows])
 
     def balanced(self, allowed: Sequence[float]) -> bool:
         """Whether a typical slice vanishes in every probe, up to what is allowed there.

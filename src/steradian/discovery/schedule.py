@@ -167,9 +167,10 @@ class Schedule:
         self, base: Point, seed: int, growth: float, pairs: dict[str, list[Key]], draw: int | None = None
     ) -> Reading | None:
         measured = self.measured
-        # Parameters that this pass reaches and the first did not, by chance or because of the data, need a graph too.
-        missing = not measured.graph.leaf_nodes.keys() >= set(measured.names_with_effect())
-        wants_graph = growth == thresholds.GROWTH[0] and bool(measured.graphs) and missing
+        wants_graph = False
+        if growth == thresholds.GROWTH[0] and measured.graphs:
+            # Parameters that this pass reaches and the first did not, by chance or by the data, need a graph too.
+            wants_graph = not measured.graph.leaf_nodes.keys() >= set(measured.names_with_effect())
         point = base.scaled({name: 1 + (growth - 1) * share for name, share in measured.growing.items()})
         return self._probe(point, seed, graph=wants_graph, pairs=pairs, draw=draw)
 
