@@ -1,22 +1,18 @@
 """Why rows are invariant, and what to tell the user about every parameter."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from steradian.discovery.judge import Verdict
+from steradian.discovery.measurements import Measurements
 from steradian.groups import Group, Groups
-
-if TYPE_CHECKING:
-    from steradian.discovery.judge import Verdict
-    from steradian.discovery.measurements import Measurements
-
 
 UNKNOWN = "no known layer"
 
 
-def assemble(measured: "Measurements", verdict: "Verdict") -> Groups:
+def assemble(measured: Measurements, verdict: Verdict) -> Groups:
     """The result of `find_groups`."""
     prober = measured.prober
     params = dict(prober.model.named_parameters())
@@ -35,7 +31,7 @@ def assemble(measured: "Measurements", verdict: "Verdict") -> Groups:
     return groups
 
 
-def _reason(measured: "Measurements", group: Group) -> str:
+def _reason(measured: Measurements, group: Group) -> str:
     """The module in which a change of the rows' scale disappears, by the autograd graph.
 
     It is the nearest one, if the change disappears on every path. No list of layers is consulted, and ε plays no part.
@@ -52,7 +48,7 @@ def _reason(measured: "Measurements", group: Group) -> str:
     return f"{UNKNOWN}, inside {around[0]}" if inside else str(around[0])
 
 
-def _details(measured: "Measurements", verdict: "Verdict", name: str) -> str:
+def _details(measured: Measurements, verdict: Verdict, name: str) -> str:
     if name in verdict.no_effect:
         return verdict.no_effect[name]
     if any(name in group.names for group in verdict.rejected):
@@ -79,7 +75,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     return aliases
 
 
-def _notes(measured: "Measurements", verdict: "Verdict") -> list[str]:
+def _notes(measured: Measurements, verdict: Verdict) -> list[str]:
     prober, notes = measured.prober, list(measured.prober.remarks)
     if not prober.model.training:
         notes.append(

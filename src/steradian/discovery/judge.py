@@ -7,7 +7,6 @@ from itertools import groupby
 import torch
 
 from steradian.discovery import thresholds
-from steradian.discovery.explain import UNKNOWN
 from steradian.discovery.invariance import Cut, finest, imbalance, is_matrix, partial_cut, to_spec
 from steradian.discovery.joint import WHOLE, Alignment, alignments, joint_sets
 from steradian.discovery.measurements import Measurements, Names
@@ -60,12 +59,11 @@ def _without_effect(measured: Measurements) -> dict[str, str]:
     found = {}
     for name in measured.prober.trainable:
         share = measured.local_share(name)
+        text = f"effect {share:.1e} of the largest around it"
         if not measured.has_effect(name):
-            found[name] = f"effect {share:.1e} of the largest around it"
-        elif (share < thresholds.NO_EFFECT and not is_matrix(measured.shapes[name])) or (
-            measured.is_suspect(name) and _effect_vanishes(measured, name)
-        ):
-            found[name] = f"effect {share:.1e} of the largest around it: what a normalization's ε lets through"
+            found[name] = text
+        elif measured.is_suspect(name) and (share < thresholds.NO_EFFECT or _effect_vanishes(measured, name)):
+            found[name] = f"{text}: what a normalization's ε lets through"
     return found
 
 
@@ -147,14 +145,8 @@ def _parallel(measured: Measurements, names: Names) -> bool:
 
 def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Group:
     """The group with what was measured of its rows at the model's own weights."""
-    group = Group(
-        names=names,
-        spec=spec,
-        n_rows=n_rows,
-        size=sum(math.prod(measured.shapes[name]) for name in names) // n_rows,
-        reason=UNKNOWN,
-        defect=0.0,
-    )
+    size = sum(math.prod(measured.shapes[name]) for name in names) // n_rows
+    group = Group(names, spec, n_rows, size, reason="", defect=0.0)
     at_random = [measured.row_sums(reading, group) for reading in measured.random]
     reached = torch.stack([sums[1].sqrt() > thresholds.MEASURABLE * floor for sums, floor in at_random]).any(0)
     # The model's own weights, or a random point if no row has an effect there.

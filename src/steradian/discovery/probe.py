@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,18 +30,12 @@ Factors = Mapping[str, float | Tensor]
 # Points
 
 
-class Noise:
+Noise = Callable[[torch.device], torch.Generator]
+
+
+def noise_of(seed: int) -> Noise:
     """One generator per device, all from one seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def __call__(self, device: torch.device) -> torch.Generator:
-        """The generator of a device."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device=device).manual_seed(self.seed)
-        return self._generators[device]
+    return cache(lambda device: torch.Generator(device=device).manual_seed(seed))
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class Point:
     @torch.no_grad()
     def write(self, leaves: Mapping[str, Tensor]) -> None:
         """Set the leaves to this point."""
-        noise = Noise(self.seed) if self.seed is not None else None
+        noise = noise_of(self.seed) if self.seed is not None else None
         for name, parameter in self.parameters.items():
             leaf = leaves[name]
             leaf.copy_(parameter)
@@ -311,7 +306,7 @@ class Prober:
             draw: seed of the global generators that the model draws from, if not `seed`.
         """
         precision = self._quick if quick else self.precision
-        leaves, noise = self._leaves(precision.dtype), Noise(seed)
+        leaves, noise = self._leaves(precision.dtype), noise_of(seed)
         with torch.inference_mode(False):
             point.write(leaves)
         for leaf in leaves.values():

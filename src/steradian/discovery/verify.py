@@ -11,7 +11,7 @@ from steradian.discovery import thresholds
 from steradian.discovery.invariance import imbalance
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
-from steradian.discovery.probe import Factors, Noise, Reading, output_change, output_spread
+from steradian.discovery.probe import Factors, Reading, noise_of, output_change, output_spread
 from steradian.groups import Group, Layout
 
 
@@ -134,7 +134,7 @@ def _row_factors(
     true row less than shrinking would, and any other row more), or between 1.01 and 1.02 either way ("a little").
     """
     host = torch.device("cpu")
-    generator = Noise(seed)(host)
+    generator = noise_of(seed)(host)
     exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
     sign = torch.where(torch.rand(group.n_rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
     rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
