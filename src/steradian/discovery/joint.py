@@ -1,10 +1,9 @@
 """Parameters that are invariant only together: the null space of the matrix of ⟨∇L, x⟩ over probes.
 
-If scaling all parameters of a set by one ρ changes nothing, then Σ ⟨∇L, x_i⟩ = 0 over the set, in every probe.
-So joint sets are the vectors of zeros and ones in the null space of M, M[k, i] = ⟨∇L, x_i⟩ of parameter i in
-probe k. There are fewer probes than parameters, which leaves a null space too large to be read from M by linear
-algebra; being 0/1 and sparse makes the vectors unique. Sets of up to four are searched among all by sorting sums,
-larger ones among the sets that the graph proposes.
+If scaling all parameters of a set by one ρ changes nothing, then Σ ⟨∇L, x_i⟩ = 0 over the set, in every probe. So joint
+sets are vectors of zeros and ones in the null space of M, M[k, i] = ⟨∇L, x_i⟩ of parameter i in probe k. There are
+fewer probes than parameters, but sparse 0/1 vectors are unique. Sets of up to four are searched among all by sorting
+sums, larger ones among the sets that the graph proposes.
 """
 
 import math

@@ -59,11 +59,8 @@ class Measurements:
         return not is_matrix(self.shapes[name]) and self.local_share(name) < thresholds.LITTLE_EFFECT
 
     def _neighbors(self, name: str) -> Sequence[str]:
-        """Parameters that are used shortly before and after one in the forward pass, and itself.
-
-        In a deep model effects may grow by a constant factor per layer, until the last ones are nothing compared with
-        the first. Compared with its neighbors a parameter keeps its size.
-        """
+        """Parameters that are used shortly before and after one in the forward pass, and itself."""
+        # In a deep model effects may grow by a constant factor per layer: there is no common scale.
         order = self.graph.order_of_use
         if name not in order:
             return self.prober.trainable

@@ -42,9 +42,8 @@ def noise_of(seed: int) -> Noise:
 class Point:
     """A point of parameter space, given by its recipe and computed one parameter at a time wherever it is needed.
 
-    A model may take half of the device's memory, and several points of it are remembered. Radial invariance holds
-    everywhere or not at all, so any point will do except special ones: a bias of zeros has ⟨∇L, b⟩ = 0 for no deeper
-    reason, a gain of zeros hides the branch behind it, a row with one nonzero entry cannot show two terms that cancel.
+    Radial invariance holds everywhere or not at all, so any point will do except special ones: a bias of zeros has
+    ⟨∇L, b⟩ = 0 for no deeper reason, a gain of zeros hides the branch behind it.
     """
 
     parameters: Mapping[str, Tensor]  # the model's own

@@ -72,14 +72,11 @@ def swapped(model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torc
 
 
 def _train(model: nn.Module) -> None:
-    """Training mode as the model defines it: what it keeps in eval mode stays there.
-
-    In a model that is in training mode already, a submodule in eval mode was put there on purpose; a class
-    with its own `train` (frozen statistics) may not have been called yet.
-    """
+    """Training mode as the model defines it: what it keeps in eval mode stays there."""
     if not model.training:
         model.train()
         return
+    # A submodule in eval mode was put there on purpose; one with its own `train` may not have been called yet.
     frozen = [module for module in model.modules() if not module.training]
     for module in list(model.modules()):
         if type(module).train is not nn.Module.train:
@@ -93,10 +90,7 @@ class _Attributes:
 
     A forward pass may count in a dictionary of dictionaries, keep its last activations in a queue, or draw from a
     generator of its own. Copied are tensors, containers, generators and small arrays; anything else is shared.
-
-    Args:
-        copies: of objects that are copied already, by id.
-        dtype: of the copies of tensors.
+    `copies` are those that exist already, by the id of the original.
     """
 
     def __init__(self, copies: Mapping[int, Any], dtype: torch.dtype | None) -> None:

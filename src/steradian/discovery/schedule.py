@@ -59,9 +59,8 @@ class Schedule:
     def _flip_signs(self, reading: Reading | None) -> Reading | None:
         """One more probe that activates the parameters without gradient; None if there is no use in another.
 
-        Behind a unit of ReLU that is dead at every point lies a part of the model that was never measured, and what
-        feeds it may look invariant. If the parameters of such a unit change sign, it is active. What the model
-        skips by chance may be there in another draw.
+        What feeds a unit of ReLU that is dead at every point may look invariant. If the parameters of the unit change
+        sign, it is active. What the model skips by chance may be there in another draw.
         """
         without, random = self._without_gradient(), self.measured.random
         if reading is None or not without:
@@ -131,22 +130,19 @@ class Schedule:
     def probe_grown_points(self) -> None:
         """One random point with the candidates grown by two factors: how a defect falls shows its origin.
 
-        A parameter that was balanced by chance may saturate the model when it grows, and nothing is measured behind
-        it. Then the candidates that are least balanced, and those that meet a nonlinearity, do not grow in a second
-        try.
+        A parameter that was balanced by chance may saturate the model when it grows. Then the candidates that are
+        least balanced, and those that meet a nonlinearity, do not grow in a second try.
         """
         measured = self.measured
         self._grow()
         if self._effect_lost() and self.prober.left >= 2 * len(thresholds.GROWTH):
-            certain = {
-                name
-                for name in measured.growing
-                if name in self._in_sets
-                or measured.balanced(name, thresholds.CERTAIN)
-                or measured.slices_balanced(name)
+            clipped, balanced = self._clipped(), measured.balanced
+            measured.growing = {
+                name: share
+                for name, share in measured.growing.items()
+                if name not in clipped
+                and (name in self._in_sets or balanced(name, thresholds.CERTAIN) or measured.slices_balanced(name))
             }
-            certain -= self._clipped()
-            measured.growing = {name: share for name, share in measured.growing.items() if name in certain}
             self._grow()
         self._reach_further()
 
@@ -179,11 +175,8 @@ class Schedule:
         measured = self.measured
         if len(measured.grown) < len(thresholds.GROWTH):
             return True
-        effect = measured.grown[-1].effect
-        return any(
-            effect[name] < thresholds.LOST_EFFECT * min(r.effect[name] for r in measured.random)
-            for name in measured.growing
-        )
+        least = {n: thresholds.LOST_EFFECT * min(r.effect[n] for r in measured.random) for n in measured.growing}
+        return any(measured.grown[-1].effect[name] < least[name] for name in measured.growing)
 
     def _clipped(self) -> set[str]:
         """Candidates that meet a nonlinearity: one far out, as ReLU6's, leaves no defect at ordinary scale."""
@@ -200,8 +193,7 @@ class Schedule:
         measured = self.measured
         if len(measured.grown) < len(thresholds.GROWTH) or self.prober.left <= len(thresholds.GROWTH):
             return
-        missed = {n for n in measured.growing if not all(r.slope[n] for r in measured.grown)}
-        missed = self._whole_sets(missed)
+        missed = self._whole_sets({n for n in measured.growing if not all(r.slope[n] for r in measured.grown)})
         reaching = [reading for reading in measured.random if any(reading.slope[name] for name in missed)]
         if not reaching:
             return

@@ -18,9 +18,8 @@ from steradian.groups import Group, Layout
 def verify(measured: Measurements, verdict: Verdict) -> Verdict:
     """Scale what was found, and keep what does not move the outputs.
 
-    Rows are scaled at a point of ordinary scale, where nothing is saturated, and then, together with the facts,
-    at the grown one, where ε no longer shows. In a deep model with large gradients ε alone moves the outputs at
-    ordinary scale as far as anything could; then a grown point has to do.
+    Rows are scaled at a point of ordinary scale, where nothing is saturated (unless ε alone moves the outputs there),
+    and then, together with the facts, at the grown one, where ε no longer shows.
     """
     if not measured.grown:
         return verdict
@@ -113,8 +112,7 @@ class _ForwardCheck:
         """How far the outputs move by ⟨∇L, x⟩ when ε loses its weight, relative to their spread.
 
         dL/d log ρ falls from D = ⟨∇L, x⟩ with 1/ρ², so that growing changes L by D/2. L is the outputs' product with
-        a normal vector, which changes about as much as they do. Rows may act together or each for itself, and the
-        parameters of a deep model together.
+        a normal vector, which changes about as much as they do. Rows may act together or each for itself.
         """
         moves = [0.0]
         for reading in self.measured.random if before is self.measured.first else [before]:
