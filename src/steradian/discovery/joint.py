@@ -256,8 +256,10 @@ def _parts(
 
 def _many_slices(measured: "Measurements", names: Sequence[str]) -> list["Alignment"]:
     """The ways in which the members share so many slices that a typical one can be judged."""
-    views = alignments([measured.shapes[name] for name in names])
-    return [view for view in views if view.slices >= thresholds.MANY_ROWS]
+    shapes = [measured.shapes[name] for name in names]
+    if all(len(shape) == 1 for shape in shapes):
+        return []  # a single number of each
+    return [view for view in alignments(shapes) if view.slices >= thresholds.MANY_ROWS]
 
 
 def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int = 4) -> list[Indices]:
