@@ -32,7 +32,7 @@ from optim.table import (
     train,
 )
 from steradian.groups import Layout
-from steradian.optim.torch_updates import zero
+from steradian.optim import SGD
 
 
 @pytest.fixture(params=TABLE.values(), ids=TABLE)
@@ -95,10 +95,16 @@ def test_gradients_are_zeroed_where_they_lie(make: Make) -> None:
 
 def test_gradients_of_several_kinds_are_zeroed() -> None:
     dense, sparse, half = torch.ones(2, 3), torch.ones(2, 3).to_sparse(), torch.ones(4, dtype=torch.bfloat16)
-    zero([dense, sparse, half])
+    params = [nn.Parameter(torch.ones(gradient.shape, dtype=gradient.dtype)) for gradient in (dense, sparse, half)]
+    for p, gradient in zip(params, (dense, sparse, half), strict=True):
+        p.grad = gradient
+    optimizer = SGD(params)
+    optimizer.zero_grad(set_to_none=False)
+    assert [p.grad is gradient for p, gradient in zip(params, (dense, sparse, half), strict=True)] == [True] * 3
     assert not dense.any()
     assert not half.any()
     assert not sparse.to_dense().any()
+    assert "foreach" not in optimizer.defaults
 
 
 def test_state_holds_tensors_alone(make: Make) -> None:

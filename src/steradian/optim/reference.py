@@ -15,9 +15,6 @@ from steradian.geometry import dot, failing, norm, square, zeroed
 from steradian.optim.rows import Options, RowSet, exact, rate_of
 from steradian.optim.transport import Motion, carry, carry_in_plane, emit
 
-__all__ = ["adagradg", "adam", "adamg", "adamp", "emit_adam", "emit_sgd", "sgd"]
-
-
 # Adam -------------------------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from steradian.geometry import at_hand
 from steradian.groups import Layout
 
-__all__ = ["Options", "RowSet", "arithmetic", "check_shape", "exact", "rate_of", "together"]
-
 Options = Mapping[str, Any]
 """A param group."""
 

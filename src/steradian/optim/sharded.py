@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from steradian.groups import Layout
 from steradian.optim.rows import RowSet
 
-__all__ = ["count_rows", "keep", "part", "per_row", "row_set"]
-
 
 def _stays_whole(param: Tensor, layout: Layout) -> bool:
     """Whether every row of a sharded parameter is whole on one rank."""

@@ -13,8 +13,6 @@ from steradian import geometry
 from steradian.geometry import dot, failing, square, zeroed
 from steradian.optim.rows import RowSet
 
-__all__ = ["Motion", "carry", "carry_in_plane", "emit"]
-
 
 @dataclass(frozen=True)
 class Motion:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from steradian.optim.base import Classic, RowOptimizer, Work
     from steradian.optim.telemetry import Telemetry
 
-__all__ = ["FusedStep", "available", "can_step", "runs_kernels", "works"]
-
 Options = Mapping[str, Any]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

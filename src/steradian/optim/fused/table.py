@@ -21,8 +21,6 @@ from steradian.optim.fused import kernels
 from steradian.optim.rows import RowSet, arithmetic
 from steradian.optim.telemetry import TELEMETRY
 
-__all__ = ["DTYPES", "Plan", "setting"]
-
 Options = Mapping[str, Any]
 
 LANES = int(kernels.LANES.value)
