@@ -62,7 +62,7 @@ def step_both(one: Any, other: Any) -> None:
 def stacks(optimizer: Any) -> list[int]:
     """How many row sets the parts of a step take together."""
     _, work = optimizer._collect()
-    return [len(rows.params) for group, sets in work for rows in row_sets.together(sets)]
+    return [len(rows.owners) for group, sets in work for rows in row_sets.together(sets)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -222,7 +222,7 @@ class RowOptimizer(Optimizer, ABC):
             newcomers = [param for param in members if not self.state.get(param)]
             states = [self._state_of(param, group, None if classic else layout) for param in members]
             absent = self._absent(members, newcomers, group) if group.get("joint") and not classic else []
-            make = sharding().row_set if any(map(is_sharded, members)) else RowSet
+            make = sharding().ShardedRowSet if any(map(is_sharded, members)) else RowSet
             rows = make(layout, members, states, absent=absent, fresh=len(newcomers) == len(members))
             if self.telemetry is not None:
                 rows.telemetry = self.telemetry[group["params"][0] if group.get("joint") else members[0]]
