@@ -64,12 +64,7 @@ def check_letters(group: Options) -> None:
 
 
 def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
-    """The layout of a group, if it has one, cuts its parameters; a joint set is there as a whole.
-
-    Args:
-        group: a param group.
-        fixed_radius: the optimizer puts rows on the unit sphere.
-    """
+    """The layout of a group, if it has one, cuts its parameters; of a fixed radius are rows of two numbers or more."""
     params, joint = group["params"], group.get("joint")
     if group.get("rows") is None:
         check(not joint, "joint", joint, 'given together with "rows"')
@@ -122,13 +117,7 @@ def check_unsupported(group: Options) -> None:
 
 
 def check_gradients(group: Options, optimizer: str, *, sparse: bool) -> None:
-    """The gradients of a group are such that it can be stepped.
-
-    Args:
-        group: a param group.
-        optimizer: its name, for the message.
-        sparse: parameters without rows may have sparse gradients.
-    """
+    """Gradients that this optimizer can step on; `sparse`: those of parameters without rows may be sparse."""
     has_rows = group.get("rows") is not None
     for param in group["params"]:
         if param.grad is None:

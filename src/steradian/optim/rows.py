@@ -45,11 +45,7 @@ def rate_of(group: Options) -> float | Tensor:
 
 
 def check_shape(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return an entry of a state, which may have been loaded or made before the settings were changed.
-
-    Raises:
-        ValueError: it has another shape.
-    """
+    """An entry of a state if it has this shape: it may have been made before the settings were changed."""
     if value.shape != shape:
         raise ValueError(
             f"the state {name!r} must have the shape {tuple(shape)} here, got {tuple(value.shape)}: "
@@ -122,15 +118,9 @@ class RowSet:
         return slice(0, self.n)
 
     def pieces(self, *names: str) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Rows of some quantities, piece by piece, to be changed in place; gradients are not written back.
+        """Ranges of rows, each with these rows of some quantities, to be changed in place (gradients may not be).
 
         On a CPU a piece is what its cache holds, elsewhere it is all rows at once.
-
-        Args:
-            names: as for `read`.
-
-        Yields:
-            The range of rows, and the rows of each quantity.
         """
         for piece in self._ranges():
             tensors = [self.read(name, piece) for name in names]
@@ -188,11 +178,10 @@ class RowSet:
 
     @contextmanager
     def scaled(self, scale: Tensor | None, found: Tensor | None) -> Iterator[None]:
-        """Within it gradients are read unscaled; after it everything is restored if the step was to be skipped.
+        """Under a gradient scaler's scale and found_inf, if there is one.
 
-        Args:
-            scale: a gradient scaler's scale; None: gradients are not scaled.
-            found: its found_inf, 1 if the step is to be skipped; the host does not read it. None: no step is skipped.
+        Gradients are read unscaled, and everything is restored if the step is to be skipped, which the host does not
+        know.
         """
         if scale is None and found is None:
             yield

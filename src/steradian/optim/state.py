@@ -59,12 +59,7 @@ def fill(entry: Tensor, numbers: Tensor) -> None:
 
 
 def take_state(optimizer: "RowOptimizer", saved: Mapping[str, Any], before: Sequence[Options]) -> None:
-    """Complete what torch's `load_state_dict` made of a saved state, in the optimizer's groups and state.
-
-    Args:
-        optimizer: the optimizer, after torch's `load_state_dict`.
-        saved: the saved state.
-        before: the param groups before it, which have the settings that the saved ones lack.
+    """Complete what torch's `load_state_dict` made of a saved state; `before` are the param groups before it.
 
     Raises:
         ValueError: the state does not fit the parameters, or was made by another optimizer or under other settings.

@@ -1,17 +1,15 @@
 """The update of parameters without rows: torch's own, bit for bit, and AdamP's without projection."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from steradian.optim.rows import exact, rate_of
+from steradian.optim.rows import Options, exact, rate_of
 
-Options = Mapping[str, Any]
 States = Sequence[dict[str, Tensor]]
 
 _DEVICE, _DTYPE, _GRAD = attrgetter("device"), attrgetter("dtype"), attrgetter("grad")
@@ -25,15 +23,7 @@ def adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """`torch.optim.Adam`'s update; `decoupled_weight_decay` makes it AdamW's.
-
-    Args:
-        params: parameters with a gradient.
-        states: step, exp_avg and exp_avg_sq of each.
-        group: their settings.
-        grad_scale: divisor of the gradients, in a fused step.
-        found_inf: 1 if the fused step is to be skipped.
-    """
+    """`torch.optim.Adam`'s update, or AdamW's if the decay is decoupled; a gradient scaler makes it fused."""
     lr, device, decoupled = group["lr"], params[0].device, group.get("decoupled_weight_decay", False)
     m, v, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     settings = {name: group[name] for name in ("weight_decay", "eps", "maximize")}

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from steradian.geometry import is_plain
-from steradian.optim.rows import RowSet
+from steradian.optim.rows import Options, RowSet
 
 if TYPE_CHECKING:
     from steradian.optim.base import Classic, RowOptimizer, Work
     from steradian.optim.telemetry import Telemetry
-
-Options = Mapping[str, Any]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _GRAD = attrgetter("grad")
@@ -84,11 +82,6 @@ class FusedStep:
 
     It is kept as long as the same parameters have gradients in the same groups, so that a step does not go through
     groups, layouts and states again.
-
-    Args:
-        optimizer: the optimizer.
-        classic: groups for the classic update.
-        work: groups with rows.
     """
 
     def __init__(self, optimizer: "RowOptimizer", classic: "Classic", work: "Work") -> None:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from steradian.optim.fused import kernels
-from steradian.optim.rows import RowSet, arithmetic
+from steradian.optim.rows import Options, RowSet, arithmetic
 from steradian.optim.telemetry import TELEMETRY
-
-Options = Mapping[str, Any]
 
 LANES = int(kernels.LANES.value)
 _WARPS = 8
@@ -66,13 +64,7 @@ class Launch:
     _behind: tuple[Any, ...] = ()
 
     def __call__(self, scale: Tensor, found: Tensor, also: Tensor) -> None:
-        """Launch on the current stream of the current device.
-
-        Args:
-            scale: a gradient scaler's scale.
-            found: its found_inf.
-            also: a second tensor for telemetry.
-        """
+        """Launch on the current stream, with a gradient scaler's numbers and a second tensor for telemetry."""
         if self._run is not None:
             self._run(scale.data_ptr(), found.data_ptr(), also.data_ptr(), *self._behind)
             return
@@ -177,14 +169,7 @@ class Plan:
     def launch(
         self, *, grad_scale: Tensor | None, found_inf: Tensor | None, also: Tensor | None, capturing: bool
     ) -> None:
-        """Take one step of all rows, after `fits` and `use`.
-
-        Args:
-            grad_scale: a gradient scaler's scale.
-            found_inf: its flag for a step that is to be skipped.
-            also: a second tensor for the telemetry, in the same layout.
-            capturing: a graph is being captured.
-        """
+        """Take one step of all rows, after `fits` and `use`; `also` is a second tensor for the telemetry."""
         if self.changed or self.only_captured:
             self._write(capturing)
         for k, group in enumerate(self.groups):
