@@ -64,7 +64,7 @@ def check_letters(group: Options) -> None:
 
 
 def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
-    """The layout of a group, if it has one, cuts its parameters; of a fixed radius are rows of two numbers or more."""
+    """The layout of a group cuts its parameters, and rows of a fixed radius have at least two numbers."""
     params, joint = group["params"], group.get("joint")
     if group.get("rows") is None:
         check(not joint, "joint", joint, 'given together with "rows"')

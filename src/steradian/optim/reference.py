@@ -50,6 +50,7 @@ def _adam(
     pace: float | Tensor,
     root: float | Tensor,
 ) -> None:
+    """One piece of `adam`, whose temporaries are freed before the next piece."""
     x, gradient, m, v = tensors
     without, (beta1, beta2), decay = group["without"], group["betas"], group["weight_decay"]
     decoupled = group["decoupled_weight_decay"]
@@ -130,6 +131,7 @@ def sgd(rows: RowSet, group: Options) -> None:
 
 
 def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], group: Options) -> None:
+    """One piece of `sgd`, whose temporaries are freed before the next piece."""
     x, gradient, m = tensors
     without, lr, decay, momentum = group["without"], rate_of(group), group["weight_decay"], group["momentum"]
     gradient = -gradient if group["maximize"] else gradient

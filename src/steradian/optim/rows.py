@@ -77,7 +77,7 @@ class RowSet:
         dtype: what rows are computed in: the widest that one of the parameters needs.
         telemetry: memory for the numbers of `TELEMETRY` for each row, (n, 7); None: telemetry is off.
         scale: gradients are divided by it when they are read; None: by nothing.
-        owners: the optimizer's parameters, if `params` are parts or copies of sharded ones.
+        owners: the optimizer's parameters, of which `params` may be parts or copies.
         sharded: the owners are sharded.
         in_place: the rows are the owners' memory, not copies for one step.
     """

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Collection, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +171,7 @@ def _buffer(telemetry: "Telemetry | None", entries: list[tuple[Options, list[Row
 
 
 def _deciding(optimizer: "RowOptimizer") -> list[object]:
-    return [setting for group in optimizer.param_groups for setting in map(group.get, _DECIDING)]
+    return [*chain.from_iterable(map(group.get, _DECIDING) for group in optimizer.param_groups)]
 
 
 def _are(now: Collection[object], known: list[Any]) -> bool:
