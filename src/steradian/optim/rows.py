@@ -1,5 +1,6 @@
 """What an optimizer steps on: the rows of one parameter, or of several together, with gradients and state."""
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -102,7 +103,7 @@ class RowSet:
         self.absent = absent
         self.fresh = fresh
         self.dtype = arithmetic(*(param.dtype for param in params))
-        self._cuts = [_Cut.of(param, layout) for param in params]
+        self._cuts = [_Cut.of(param.shape, param.stride(), layout) for param in params]
         self.n, self.d = self._cuts[0].n, sum(cut.d for cut in self._cuts)
 
     def refresh(self) -> bool:
@@ -228,16 +229,17 @@ class _Cut:
     inner: list[int]
     order: list[int]
 
-    @classmethod
-    def of(cls, param: Tensor, layout: Layout) -> "_Cut":
-        counts = layout.blocks(param.shape)
-        sizes = [size // count if count else 1 for size, count in zip(param.shape, counts, strict=True)]
+    @staticmethod
+    @functools.lru_cache(2**12)
+    def of(shape_of_param: torch.Size, strides: tuple[int, ...], layout: Layout) -> "_Cut":
+        counts = layout.blocks(shape_of_param)
+        sizes = [size // count if count else 1 for size, count in zip(shape_of_param, counts, strict=True)]
         shape = [entries for pair in zip(counts, sizes, strict=True) for entries in pair]
         outer = [2 * i for i, count in enumerate(counts) if count != 1]
         inner = [2 * i + 1 for i, size in enumerate(sizes) if size != 1]
-        inner.sort(key=lambda k: param.stride(k // 2), reverse=True)
+        inner.sort(key=lambda k: strides[k // 2], reverse=True)
         order = [*outer, *inner, *(k for k in range(len(shape)) if k not in outer and k not in inner)]
-        return cls(math.prod(counts), math.prod(sizes), shape, outer, inner, order)
+        return _Cut(math.prod(counts), math.prod(sizes), shape, outer, inner, order)
 
     @property
     def rows_per_block(self) -> int:
@@ -324,14 +326,17 @@ def _kind(rows: RowSet) -> tuple[object, ...] | None:
     # In rows of one number, a number per row has the shape of a parameter.
     if rows.sharded or rows.absent or rows.d < 2 or not 0 < rows.n * rows.d <= _SMALL or not rows.is_dense():
         return None
-    param, entries = rows.params[0], dict(rows.states[0])
-    step = entries.pop("step", None)
-    if not all(_is_ready(tensor, rows.dtype) for tensor in (param, param.grad, *entries.values())):
+    param, state = rows.params[0], rows.states[0]
+    step, shape = state.get("step"), param.shape
+    entries = [value for value in state.values() if value is not step]
+    if not all(_is_ready(tensor, rows.dtype) for tensor in (param, param.grad, *entries)):
         return None
-    if (step is not None and not step.is_cpu) or any(v.shape not in (param.shape, (rows.n,)) for v in entries.values()):
+    shaped = tuple(value.shape == shape for value in entries)
+    if not all(like or value.shape == (rows.n,) for like, value in zip(shaped, entries, strict=True)):
         return None
-    per_row = tuple(name for name, value in entries.items() if value.shape != param.shape)
-    return rows.d, rows.dtype, rows.fresh, per_row, None if step is None else step.item()
+    if step is not None and not step.is_cpu:
+        return None
+    return rows.d, rows.dtype, rows.fresh, shaped, None if step is None else step.item()
 
 
 def _is_ready(tensor: Tensor | None, dtype: torch.dtype) -> bool:
@@ -354,8 +359,8 @@ class _Stack(RowSet):
         parts["grad"] = [param.grad for param in owners if param.grad is not None]
         parts |= {name: [rows.states[0][name] for rows in sets] for name in first.states[0]}
         for name, tensors in parts.items():
-            pairs = zip(tensors, owners, strict=True)
-            parts[name] = [each.view(-1, first.d) if each.shape == param.shape else each for each, param in pairs]
+            if tensors[0].shape == owners[0].shape:
+                parts[name] = [each.view(-1, first.d) for each in tensors]
         if first.telemetry is not None:
             parts["telemetry"] = [rows.telemetry for rows in sets if rows.telemetry is not None]
         stacked = {name: each[0].clone() if name == "step" else torch.cat(each) for name, each in parts.items()}
