@@ -25,13 +25,12 @@ def adam(
 ) -> None:
     """`torch.optim.Adam`'s update, or AdamW's if the decay is decoupled; a gradient scaler makes it fused."""
     lr, device, decoupled = group["lr"], params[0].device, group.get("decoupled_weight_decay", False)
-    m, v, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+    m, v, steps = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
     settings = {name: group[name] for name in ("weight_decay", "eps", "maximize")}
-    settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False}
+    settings = {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, **settings}
     # Every implementation but the fused one would wait for a step count on the device.
     fused = steps[0].device.type != "cpu" or grad_scale is not None
-    alike = len(set(map(_DTYPE, params))) == 1 and len(set(map(_DEVICE, params))) == 1
-    if not fused or not alike or torch.compiler.is_compiling():
+    if not fused or torch.compiler.is_compiling() or not _alike(params):
         torch_adam(
             *(params, _gradients(params), m, v, [], steps),
             # torch accepts capturable on accelerators alone; on a CPU it has no meaning.
@@ -55,6 +54,11 @@ def adam(
     update(params, _gradients(params), m, v, [], steps, lr=lr, grad_scale=scale, found_inf=found, **settings)
     if found is not None:
         torch._foreach_sub_(steps, [found] * len(steps))
+
+
+def _alike(params: list[Tensor]) -> bool:
+    """Whether all are of one device and dtype."""
+    return len(set(map(_DTYPE, params))) == 1 and len(set(map(_DEVICE, params))) == 1
 
 
 def sgd(params: list[Tensor], states: States, group: Options) -> None:
