@@ -150,7 +150,7 @@ def sgd(settings: Mapping[str, Any], size: int) -> Balance:
 @register(RAdam)
 @register(Adam)
 def adam(settings: Mapping[str, Any], size: int) -> Balance:
-    """Adam, RAdam and NAdam: r³ = ηγ√d/(2λ), or with decoupled decay r² = ηd/(2λ); θ = η√(d(1−β1)/(1+β1))/r; or without (b).
+    """Adam, RAdam, NAdam: r³ = ηγ√d/(2λ), or decoupled r² = ηd/(2λ); θ = η√(d(1−β1)/(1+β1))/r; or without (b).
 
     Args:
         settings: a param group; "without" counts if it has "rows", as ours do.

@@ -76,10 +76,11 @@ def simulate(build, slopes, *, size=32, steps=1500):
     "name", [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in SIMULATED]
 )
 def test_rows_under_pure_noise_come_to_rest_where_predicted(name):
-    # Muon's five iterations do not orthogonalize rows of very different gradients completely.
-    smallest = 1 if name.startswith("Muon") else 0.5
+    # Muon's five iterations do not orthogonalize rows of very different gradients completely; the more columns there
+    # are, the less it matters which noise a row shares with the others.
+    smallest, size = (1, 96) if name.startswith("Muon") else (0.5, 32)
     slopes = torch.linspace(smallest, 1 / smallest, 16, dtype=torch.float64)
-    measured, expected = simulate(SIMULATED[name], slopes)
+    measured, expected = simulate(SIMULATED[name], slopes, size=size)
     if name.startswith("Muon"):  # its radius is not derived
         assert expected[0].isnan().all()
         measured, expected = measured[1:], expected[1:]
