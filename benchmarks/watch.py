@@ -56,7 +56,7 @@ def tokens(kind: str, batch: int, length: int, **shape: int) -> tuple[nn.Module,
 
 def small_llama() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
-    return tokens("Llama", 4, 128, vocab_size=2048, hidden_size=256, intermediate_size=688, **heads)
+    return tokens("Llama", 4, 64, vocab_size=1024, hidden_size=192, intermediate_size=512, **heads)
 
 
 def qwen3() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
