@@ -3,8 +3,8 @@
     python examples/own_optimizer.py
     python examples/own_optimizer.py --device cuda --epochs 30
 
-Signum, written here, is trained and watched twice. First as it is: the weights before and after a step give radius, angle
-and update, but not the effective rate. Then with a reader that describes it as the generic step
+Signum, written here, is trained and watched twice. First as it is: the weights before and after a step give radius,
+angle and update, but not the effective rate. Then with a reader that describes it as the generic step
 x' = (1 − ηδ)x − η a ⊘ b, so that it is watched like Adam. Both runs are on one page under --out. Needs the extra "lab".
 """
 

@@ -62,9 +62,9 @@ def main() -> None:
     pl.seed_everything(args.seed, verbose=False)
     train, test = digits()
     run = args.out / f"adam-{args.without}"
-    # `WatchCallback(to=run)` is enough: all weights are watched, and rows are those of the optimizer's param groups. With
-    # the groups the page also says which layer makes them invariant. `to=["loggers", run]` sends the numbers to the
-    # trainer's loggers as well.
+    # `WatchCallback(to=run)` is enough: all weights are watched, and rows are those of the optimizer's param groups.
+    # With the groups the page also says which layer makes them invariant. `to=["loggers", run]` sends the numbers to
+    # the trainer's loggers as well.
     watching = WatchCallback(lambda module: module.groups, to=run)
     checkpoint = ModelCheckpoint(args.out, filename="last", enable_version_counter=False)
     trainer = pl.Trainer(
