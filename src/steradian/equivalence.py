@@ -11,14 +11,7 @@ from steradian import geometry
 from steradian.groups import Layout, Spec
 from steradian.image import ImageStep
 
-__all__ = [
-    "Comparison",
-    "Difference",
-    "adagradg_from_sgd",
-    "compare",
-    "exponential_schedule",
-    "lemma3",
-]
+__all__ = ["Comparison", "Difference", "adagradg_from_sgd", "compare", "exponential_schedule", "lemma3"]
 
 
 def exponential_schedule(lr: float, weight_decay: float) -> Callable[[int], float]:
@@ -96,10 +89,8 @@ def lemma3(run: Sequence[ImageStep], other: Sequence[ImageStep]) -> Difference:
     """
     _same_length(run, other)
     pairs = list(zip(run, other, strict=True))
-    lrs, directions = [], []
-    for one, two in pairs:
-        lrs.append(_gap(_known(one.effective_lr).unsqueeze(-1), _known(two.effective_lr).unsqueeze(-1)))
-        directions.append(_gap(_known(one.effective_direction), _known(two.effective_direction)))
+    lrs = [_gap(*(_known(step.effective_lr).unsqueeze(-1) for step in pair)) for pair in pairs]
+    directions = [_gap(*(_known(step.effective_direction) for step in pair)) for pair in pairs]
     reached = [geometry.angle(one.next_direction, two.next_direction).max() for one, two in pairs]
     return Difference(
         start=float(geometry.angle(run[0].direction, other[0].direction).max()),

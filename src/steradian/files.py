@@ -5,8 +5,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["remove_parts", "write_atomically"]
-
 
 def write_atomically(path: str | Path, content: bytes) -> None:
     """Write a file so that readers find its old or its new content, never a part of it, even after a power cut.

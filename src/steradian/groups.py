@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Group", "Groups", "Layout", "Spec", "is_flattened", "is_sharded"]
+__all__ = ["Group", "Groups", "Layout", "Spec"]
 
 Spec = str | int | tuple[str | int, ...]
 """How a tensor is cut into rows, as plain data: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
@@ -105,8 +105,8 @@ class Layout:
         size, counts = self.size(tensor.shape), self.blocks(tensor.shape)
         if all(g == 1 for g in counts[1:]):
             return tensor.reshape(size)
-        cut = [k for s, g in zip(tensor.shape, counts, strict=True) for k in (g, s // g if g else 1)]
-        return tensor.reshape(cut).permute(_blocks_first(len(counts))).reshape(size)
+        cut, order = _split(tensor.shape, counts)
+        return tensor.reshape(cut).permute(order).reshape(size)
 
     def restore(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
         """The inverse of `rows`: (n, d) back to a tensor.
@@ -130,8 +130,7 @@ class Layout:
             )
         if all(g == 1 for g in counts[1:]):
             return rows.reshape(shape)
-        order = _blocks_first(len(counts))
-        cut = [k for s, g in zip(shape, counts, strict=True) for k in (g, s // g if g else 1)]
+        cut, order = _split(shape, counts)
         back = sorted(range(len(order)), key=order.__getitem__)
         return rows.reshape([cut[i] for i in order]).permute(back).reshape(shape)
 
@@ -187,8 +186,10 @@ def _is_int(k: object) -> bool:
     return isinstance(k, int) and not isinstance(k, bool)
 
 
-def _blocks_first(dims: int) -> list[int]:
-    return [*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)]
+def _split(shape: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The shape with each dimension split into blocks and what lies within one, and the order with blocks first."""
+    split = [k for size, g in zip(shape, counts, strict=True) for k in (g, size // g if g else 1)]
+    return split, [*range(0, len(split), 2), *range(1, len(split), 2)]
 
 
 @dataclass(frozen=True)
@@ -285,17 +286,18 @@ class Groups:
         >>> [sorted(g) for g in groups.param_groups(lr=0.1, rest={"weight_decay": 0.0})]
         [['lr', 'params', 'rows'], ['lr', 'params', 'weight_decay']]
         """
-        chosen = [*self.groups, *(self._disjoint_facts() if facts else ())]
-        taken = {name for group in chosen for name in group.names}
+        taken: set[str] = set()
         single: dict[Spec, list[nn.Parameter]] = {}
-        for group in chosen:
-            if len(group.names) == 1:
-                single.setdefault(group.spec, []).append(self.params[group.names[0]])
-        made: list[dict[str, Any]] = [{"params": params, "rows": spec, **options} for spec, params in single.items()]
-        for group in chosen:
-            if len(group.names) > 1:
+        joint: list[dict[str, Any]] = []
+        for group in [*self.groups, *(self.facts if facts else ())]:
+            if taken.isdisjoint(group.names):
+                taken.update(group.names)
                 params = [self.params[name] for name in group.names]
-                made.append({"params": params, "rows": group.spec, "joint": True, **options})
+                if len(params) == 1:
+                    single.setdefault(group.spec, []).extend(params)
+                else:
+                    joint.append({"params": params, "rows": group.spec, "joint": True, **options})
+        made = [*({"params": params, "rows": spec, **options} for spec, params in single.items()), *joint]
         left = [self.params[name] for name in self.rest if name not in taken]
         if left:
             # Groups in which no rows were searched for have no such key.
@@ -334,14 +336,6 @@ class Groups:
             params[name] = found
         return replace(self, params=params)
 
-    def _disjoint_facts(self) -> list[Group]:
-        taken, chosen = set(self.layouts), []
-        for fact in self.facts:
-            if not taken & set(fact.names):
-                chosen.append(fact)
-                taken.update(fact.names)
-        return chosen
-
     def group_of(self, name: str) -> Group | None:
         """The group that a parameter's rows belong to, if it has any."""
         return next((group for group in self.groups if name in group.names), None)
@@ -352,13 +346,61 @@ class Groups:
         Raises:
             ValueError: the model has no parameter of this name.
         """
-        first = next((first for first, others in self.aliases.items() if name in others), name)
-        if first not in self.params:
-            raise ValueError(f"no parameter is called {name!r}; the model has {', '.join(self.params)}")
-        return _explanation(self, first)
+        name, given = next((first for first, others in self.aliases.items() if name in others), name), name
+        if name not in self.params:
+            raise ValueError(f"no parameter is called {given!r}; the model has {', '.join(self.params)}")
+        param, group = self.params[name], self.group_of(name)
+        lines = [f"{name}  {' × '.join(map(str, param.shape)) if param.ndim else 'scalar'}"]
+        if name in self.aliases:
+            lines.append(f"tied: also called {', '.join(self.aliases[name])}")
+        if group is not None:
+            together = f", jointly with {', '.join(group.names)}" if len(group.names) > 1 else ""
+            lines.append(f"rows: {group.spec!r}, {group.n_rows} × {group.size}{together}")
+            lines.append(f"reason: {group.reason}")
+            lines.append(f"defect: {group.defect:.1e}, the largest |cos(x, ∇L)| over the rows at the model's own ε")
+            if group.unseen:
+                lines.append(f"{group.unseen} of {group.n_rows} rows were not reached by these inputs")
+            if group.small:
+                lines.append(f"{group.small} of {group.n_rows} rows are so small that ε dominates")
+        elif name in self.frozen:
+            lines.append("frozen: it does not require a gradient, so it was not tested")
+        elif name in self.no_effect:
+            lines.append("no effect: no output depends on it")
+        elif name in self.partial:
+            lines.append(f"rest: {self.partial[name]}")
+        else:
+            why = "complex, and rows are real vectors" if param.is_complex() else "not radially invariant"
+            lines.append(f"rest: {why}")
+        if name in self.details:
+            lines.append(f"measured: {self.details[name]}")
+        lines += [f"also a fact: {_fact(fact)}, because of {fact.reason}" for fact in self.facts if name in fact.names]
+        return "\n  ".join(lines)
 
     def __str__(self) -> str:
-        return _table(self)
+        lines = ["no radially invariant rows"]
+        if self.groups:
+            table = [("parameter", "spec", "rows × d", "reason", "defect")]
+            for g in self.groups:
+                spec = g.spec if isinstance(g.spec, str) else repr(g.spec)
+                table.append((" + ".join(g.names), spec, f"{g.n_rows} × {g.size}", g.reason, f"{g.defect:.1e}"))
+            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        n_rows, layouts = sum(group.n_rows for group in self.groups), self.layouts
+        inside = sum(self.params[name].numel() for name in layouts)
+        total = sum(p.numel() for p in self.params.values())
+        share = 100 * inside / total if total else 0.0
+        lines += ["", f"{n_rows} rows in {len(layouts)} parameters: {inside} of {total} numbers ({share:.1f} %)"]
+        plain = [name for name in self.rest if name not in self.no_effect and name not in self.partial]
+        for title, names in [("rest", plain), ("no effect", self.no_effect), ("frozen", self.frozen)]:
+            if names:
+                lines.append(f"{title}: {len(names)} parameters: {', '.join(names)}")
+        lines += [f"partly invariant, left to the rest: {name}: {text}" for name, text in self.partial.items()]
+        lines += [f"tied: {name} = {' = '.join(others)}" for name, others in self.aliases.items()]
+        lines += [f"fact: {_fact(fact)} ({fact.n_rows} × {fact.size}, {fact.reason})" for fact in self.facts]
+        small = [f"{group.small} of {' + '.join(group.names)}" for group in self.groups if group.small]
+        if small:
+            lines.append(f"rows so small that ε dominates: {', '.join(small)}")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def __repr__(self) -> str:
         return (
@@ -381,70 +423,6 @@ def is_flattened(param: Tensor) -> bool:
 def _bare(name: str) -> str:
     """A parameter's name without the prefixes of `torch.compile` and activation checkpointing."""
     return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
-
-
-# Printing
-
-
-def _table(groups: Groups) -> str:
-    """All groups, totals, and the rest."""
-    lines = ["no radially invariant rows"]
-    if groups.groups:
-        table = [("parameter", "layout", "rows × d", "reason", "defect")]
-        for g in groups.groups:
-            spec = g.spec if isinstance(g.spec, str) else repr(g.spec)
-            table.append((" + ".join(g.names), spec, f"{g.n_rows} × {g.size}", g.reason, f"{g.defect:.1e}"))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
-    n_rows = sum(group.n_rows for group in groups.groups)
-    inside = sum(groups.params[name].numel() for name in groups.layouts)
-    total = sum(p.numel() for p in groups.params.values())
-    share = 100 * inside / total if total else 0.0
-    lines += ["", f"{n_rows} rows in {len(groups.layouts)} parameters: {inside} of {total} numbers ({share:.1f} %)"]
-    plain = [name for name in groups.rest if name not in groups.no_effect and name not in groups.partial]
-    for title, names in [("rest", plain), ("no effect", groups.no_effect), ("frozen", groups.frozen)]:
-        if names:
-            lines.append(f"{title}: {len(names)} parameters: {', '.join(names)}")
-    lines += [f"partly invariant, left to the rest: {name}: {text}" for name, text in groups.partial.items()]
-    lines += [f"tied: {name} = {' = '.join(others)}" for name, others in groups.aliases.items()]
-    lines += [f"fact: {_fact(fact)} ({fact.n_rows} × {fact.size}, {fact.reason})" for fact in groups.facts]
-    small = [f"{group.small} of {' + '.join(group.names)}" for group in groups.groups if group.small]
-    if small:
-        lines.append(f"rows so small that ε dominates: {', '.join(small)}")
-    return "\n".join([*lines, *(f"note: {note}" for note in groups.notes)])
-
-
-def _explanation(groups: Groups, name: str) -> str:
-    """One parameter: its rows or why it has none, the reason, the defect, and what was measured."""
-    param, group = groups.params[name], groups.group_of(name)
-    lines = [f"{name}  {' × '.join(map(str, param.shape)) if param.ndim else 'scalar'}"]
-    if name in groups.aliases:
-        lines.append(f"tied: also called {', '.join(groups.aliases[name])}")
-    if group is not None:
-        together = f", jointly with {', '.join(group.names)}" if len(group.names) > 1 else ""
-        lines.append(f"rows: {group.spec!r}, {group.n_rows} × {group.size}{together}")
-        lines.append(f"reason: {group.reason}")
-        lines.append(f"defect: {group.defect:.1e}, the largest |cos(x, ∇L)| over the rows at the model's own ε")
-        if group.unseen:
-            lines.append(f"{group.unseen} of {group.n_rows} rows were not reached by these inputs")
-        if group.small:
-            lines.append(f"{group.small} of {group.n_rows} rows are so small that ε dominates")
-    elif name in groups.frozen:
-        lines.append("frozen: it does not require a gradient, so it was not tested")
-    elif name in groups.no_effect:
-        lines.append("no effect: no output depends on it")
-    elif name in groups.partial:
-        lines.append(f"rest: {groups.partial[name]}")
-    else:
-        lines.append(
-            f"rest: {'complex, and rows are real vectors' if param.is_complex() else 'not radially invariant'}"
-        )
-    if name in groups.details:
-        lines.append(f"measured: {groups.details[name]}")
-    lines += [f"also a fact: {_fact(fact)}, because of {fact.reason}" for fact in groups.facts if name in fact.names]
-    return "\n  ".join(lines)
 
 
 def _fact(group: Group) -> str:

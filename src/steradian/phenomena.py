@@ -183,13 +183,7 @@ class Memory:
         r, u = geometry.split(point, check=self._check)
         if self._check:
             geometry.check_finite(geometry.norm(slope), "gradient")
-        terms = {
-            "gradients": slope,
-            "points": point,
-            "transported": slope,
-            "sphere": r * slope,
-            "directions": u,
-        }
+        terms = {"gradients": slope, "points": point, "transported": slope, "sphere": r * slope, "directions": u}
         if not self._sums:
             before = {name: torch.zeros_like(term) for name, term in terms.items()}
         else:
@@ -241,13 +235,19 @@ class Memory:
         weight = steps[0].l2 * self._r**2
         gradients, points = self.c_grad, weight * self.c_l2
         transported, level = self._sums["transported"], self._sums["sphere"] + weight * self._sums["directions"]
-        pairs = {
-            "deformation": (self._r * a / _deformation(b), self._r * a),
-            "gradient_memory": (gradients + points, self._r * transported + points),
-            "l2_memory": (gradients + points, gradients),
-            "radius_ratio": (gradients + points, level),
-        }
-        return Phenomena(**_effects(pairs, self._u))
+        return Phenomena(
+            deformation=self._effect(self._r * a / _deformation(b), self._r * a),
+            gradient_memory=self._effect(gradients + points, self._r * transported + points),
+            l2_memory=self._effect(gradients + points, gradients),
+            radius_ratio=self._effect(gradients + points, level),
+        )
+
+    def _effect(self, with_it: Tensor, without: Tensor) -> Effect:
+        """Compares the parts tangent at u of a direction with a phenomenon and without it."""
+        one, two = geometry.tangent(with_it, self._u), geometry.tangent(without, self._u)
+        length = geometry.norm(one)
+        change = geometry.norm(one - two) / length.masked_fill(length == 0, 1)
+        return Effect(geometry.angle(one, two).squeeze(-1), change.squeeze(-1))
 
     def _known(self, name: str) -> Tensor:
         if not self._sums:
@@ -259,17 +259,6 @@ class Memory:
         if self.layout is None:
             return tensors[0]
         return self.layout.join([geometry.as_float(tensor.detach(), name) for tensor in tensors])
-
-
-def _effects(pairs: Mapping[str, tuple[Tensor, Tensor]], u: Tensor) -> dict[str, Effect]:
-    """Compares the parts tangent at u of each direction with its phenomenon and without it."""
-    found = {}
-    for name, (with_it, without) in pairs.items():
-        one, two = geometry.tangent(with_it, u), geometry.tangent(without, u)
-        length = geometry.norm(one)
-        change = geometry.norm(one - two) / length.masked_fill(length == 0, 1)
-        found[name] = Effect(geometry.angle(one, two).squeeze(-1), change.squeeze(-1))
-    return found
 
 
 def _deformation(b: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Models of which a pass may skip parts, by chance or depending on the data."""
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from steradian.discovery import find_groups
+
+
+def seeds(*always: int, more: Sequence[int]) -> list[Any]:
+    """Seeds that `make test` runs, and those that `make test-all` runs too."""
+    return [*always, *(pytest.param(seed, marks=pytest.mark.slow) for seed in more)]
 
 
 class SkippedBlocks(nn.Module):
@@ -65,7 +72,7 @@ class Experts(nn.Module):
         return self.head(self.norm(y))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 20, 25, 29])
+@pytest.mark.parametrize("seed", seeds(0, 20, more=(1, 25, 29)))
 def test_layers_skipped_by_chance(seed: int):
     torch.manual_seed(seed)
     groups = find_groups(SkippedBlocks(probability=0.3, depth=6), torch.randn(10, 5))
@@ -94,7 +101,7 @@ def test_every_sample_to_one_expert(seed: int):
     assert groups.joint == []
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(0, 3, more=(1, 2, 4)))
 def test_experts_with_few_samples(seed: int):
     """Some experts get no sample at one point, so their parameters have no effect there, but at other points."""
     torch.manual_seed(seed)
@@ -109,7 +116,7 @@ def test_experts_with_few_samples(seed: int):
     assert not any(name.startswith(reached) for name in groups.no_effect)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(0, 2, more=(1, 3, 4)))
 def test_an_expert_that_is_seldom_reached_is_no_row(seed: int):
     torch.manual_seed(seed)
     groups = find_groups(Experts(experts=8, best=2, normalized=False), torch.randn(10, 6))

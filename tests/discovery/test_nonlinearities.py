@@ -1,4 +1,4 @@
-"""Nonlinearities in front of a normalization: what the graph finds, and that they give no rows."""
+"""What the graph finds on the way of a factor: nonlinearities, which give no rows, and normalizations."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from steradian.discovery import find_groups
-from steradian.discovery.graph import Graph, has_known_path, meets_nonlinearity, read_graph
+from steradian.discovery.graph import Graph, follow, read_graph
 
 
 def graph(function: Callable[[Tensor, Tensor], Tensor]) -> Graph:
@@ -71,14 +71,53 @@ def test_what_meets_a_nonlinearity(
     function: Callable[[Tensor, Tensor], Tensor], nonlinear: list[bool], clear: list[bool]
 ):
     made = graph(function)
-    assert meets_nonlinearity(made, [("a",), ("b",)]) == nonlinear
-    assert has_known_path(made, [("a",), ("b",)]) == clear
+    assert [follow(made, name).nonlinear for name in "ab"] == nonlinear
+    assert [follow(made, name).known for name in "ab"] == clear
 
 
 def test_a_ratio_has_no_scale():
     """Each alone moves it, both together do not."""
     made = graph(lambda a, b: (a / b.norm()).tanh())
-    assert meets_nonlinearity(made, [("a",), ("a", "b")]) == [True, False]
+    assert [follow(made, names).nonlinear for names in ("a", "ab")] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("function", "operations"),
+    [
+        pytest.param(lambda a, b: layer_norm(a @ b).tanh(), ["nativelayernorm"], id="a normalization"),
+        pytest.param(lambda a, b: written_out(a @ b).exp(), ["mul"], id="its formula"),
+        pytest.param(lambda a, b: a / a.norm() + layer_norm(a @ b), ["div", "nativelayernorm"], id="two of them"),
+        pytest.param(lambda a, b: a * (a**2).mean() ** -0.5 + b, ["mul"], id="powers"),
+        pytest.param(lambda a, b: (a - a.mean()) / torch.var_mean(a)[0].sqrt() + b, ["div"], id="var_mean"),
+        pytest.param(lambda a, b: functional.normalize(a.relu() @ b, dim=1), ["div"], id="unit rows"),
+        pytest.param(lambda a, b: layer_norm(a.relu() @ b) + a, None, id="a way past it"),
+        pytest.param(lambda a, b: layer_norm(Own.apply(a) @ b), None, id="behind a user's own function"),
+        pytest.param(lambda a, b: layer_norm(a.tanh() @ b), None, id="behind a nonlinearity"),
+    ],
+)
+def test_where_the_factor_disappears(function: Callable[[Tensor, Tensor], Tensor], operations: list[str] | None):
+    made = graph(function)
+    path = follow(made, "a")
+    assert path.traced == (operations is not None)
+    if operations is not None:
+        assert sorted(made.nodes[end].operation for end in path.ends) == operations
+
+
+def inverted_residual(channels: int, epsilon: float) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for groups in (1, channels):
+        conv = nn.Conv2d(channels, channels, 3 if groups > 1 else 1, padding=int(groups > 1), groups=groups, bias=False)
+        layers += [conv, nn.BatchNorm2d(channels, eps=epsilon), nn.Hardswish()]
+    return layers
+
+
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-5, 1e-3])
+def test_reasons_do_not_depend_on_epsilon(epsilon: float):
+    torch.manual_seed(0)
+    blocks = [layer for _ in range(3) for layer in inverted_residual(8, epsilon)]
+    groups = find_groups(nn.Sequential(*blocks, nn.Flatten(), nn.Linear(8 * 36, 3)), torch.randn(8, 8, 6, 6))
+    reasons = {group.names[0]: group.reason for group in groups.groups}
+    assert reasons == {f"{i}.weight": f"{i + 1} (BatchNorm2d)" for i in range(0, 18, 3)}
 
 
 def test_a_row_without_a_defect_needs_no_graph():

@@ -7,10 +7,9 @@ import numpy as np
 import pandas as pd
 
 from steradian.lab import paper
-from steradian.lab.experiments import Tracks
+from steradian.lab.experiments import ALL, LIVING, PHENOMENA, RECORDED, recorded_steps, statistics_table
 from steradian.lab.recipes import accuracy_tables, hypotheses, pretraining, trajectories
-from steradian.lab.results import CURVES, Result, Store
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA, RECORDED, recorded_steps, statistics_table
+from steradian.lab.results import CURVES, Result, Store, Tracks
 
 STEPS = 371
 WHERE = {"device": "NVIDIA H200", "torch": "2.11", "python": "3.12", "commit": "abc"}
@@ -93,11 +92,11 @@ def compared(folder, *, points=40, epochs=10, name="trajectories-cifar10"):
 def bench(folder, milliseconds=13.8):
     """The file that the benchmark of the fleet writes."""
     row = {"network": "ResNet20", "way": "plain eager loop, DataLoader", "ms per run and step": milliseconds}
-    told = {
+    content = {
         "environment": {"device": WHERE["device"]},
         "rows": [row, {**row, "way": "fleet", "ms per run and step": 0.7}],
     }
-    (folder / "bench-fleet.json").write_text(json.dumps(told))
+    (folder / "bench-fleet.json").write_text(json.dumps(content))
 
 
 def steps_of(results):

@@ -13,7 +13,7 @@ from steradian.lab.config import METHODS, Config
 CONFIG = Config(model="ResNet20", data="cifar10", method="Adam w/o (ab)", lr=1e-3, weight_decay=1.25e-4)
 
 
-def test_a_key_names_one_configuration_for_ever():
+def test_a_key_never_changes_and_is_unique():
     assert CONFIG.key == "resnet20-bn-cifar10-adam-w-o-ab-s0-d46507fc"  # results refer to it
     assert Config.from_dict(json.loads(json.dumps(CONFIG.to_dict()))) == CONFIG
     others = [
@@ -24,7 +24,7 @@ def test_a_key_names_one_configuration_for_ever():
     assert [other.setting == CONFIG.setting for other in others] == [True, False, False, False, False]
 
 
-def test_a_number_has_one_spelling():
+def test_equal_numbers_of_other_types_give_the_same_key():
     one = replace(CONFIG, lr=1, seed=np.int64(3), milestones=np.array([1, 2]), betas=[0, np.float64(0.5)])
     assert one.key == replace(CONFIG, lr=1.0, seed=3, milestones=(1, 2), betas=(0.0, 0.5)).key
 
@@ -53,14 +53,11 @@ def test_the_rate_falls_at_milestones():
         ({"width": 0}, "width must be at least 1"),
         ({"momentum": 1}, "momentum must be in"),
         ({"gamma": 0}, "gamma must be positive"),
-        ({"start": 3}, "start must be the key of a training"),
     ],
 )
 def test_bad_settings_are_refused(change, words):
     with pytest.raises(ValueError, match=words):
         replace(CONFIG, **change)
-    with pytest.raises(ValueError, match="epochs must be a whole number, got '3'"):
-        CONFIG.scaled("3")
     with pytest.raises(ValueError, match="unknown or missing fields: colour, model"):
         Config.from_dict({"colour": 1, "data": "digits", "method": "Adam", "lr": 1.0})
 

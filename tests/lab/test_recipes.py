@@ -3,7 +3,7 @@
 import pytest
 
 from steradian.lab import paper
-from steradian.lab.config import METHODS, meant
+from steradian.lab.config import METHODS, match_name
 from steradian.lab.recipes import RECIPES, accuracy_tables, grid, pretraining, trajectories
 
 
@@ -43,7 +43,9 @@ def test_tables_can_take_settings_and_networks_of_the_released_code():
 
 
 def test_recipes_scale():
-    for recipe in RECIPES.values():
+    for name, recipe in RECIPES.items():
+        if name == "trajectories":
+            continue  # they start from SGD-M, with its own milestones
         configs = recipe(data="digits", columns=["VGG16"], methods=["Adam"], epochs=9, seeds=2)
         assert {(c.model, c.data, c.method, c.epochs, c.milestones) for c in configs} == {
             ("VGG16", "digits", "Adam", 9, (3, 5, 7))
@@ -55,9 +57,9 @@ def test_recipes_scale():
             recipe(methods=["Lion"])
 
 
-def test_names_are_found_as_people_type_them():
+def test_names_match_by_letters_and_digits():
     """Every method of every recipe by its letters and digits alone, and no two of them are one."""
-    assert len({meant(name.lower(), METHODS) for name in METHODS}) == len(METHODS)
+    assert len({match_name(name.lower(), METHODS) for name in METHODS}) == len(METHODS)
     for typed, name in (("adamw", "AdamW†"), ("ADAM-WO-ABC", "Adam w/o (abc)"), ("sgdm", "SGD-M"), ("adam", "Adam")):
         [one] = accuracy_tables(data="digits", columns="resnet20-digits", methods=typed, seeds=1)
         assert (one.method, one.model) == (name, "ResNet20")
@@ -66,7 +68,7 @@ def test_names_are_found_as_people_type_them():
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, [0, 1]])
-def test_seeds_are_counted(count):
+def test_a_wrong_number_of_seeds_is_refused(count):
     with pytest.raises(ValueError, match=r"seeds must be .*, got"):
         accuracy_tables(seeds=count)
 

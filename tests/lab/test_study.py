@@ -7,7 +7,6 @@ import math
 import pickle
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -17,11 +16,10 @@ from rich.console import Console
 
 from steradian.cli.progress import Lines
 from steradian.lab.data import DataSet, Images, Resident, load
-from steradian.lab.experiments import Tracks, track_study
-from steradian.lab.results import CURVES, Claims, Result, Store, has_diverged
+from steradian.lab.experiments import Tracked, track_study
+from steradian.lab.results import CURVES, Claims, Result, Store, Tracks, has_diverged
 from steradian.lab.study import Study, study_name
 from steradian.lab.tables import plain_loops
-from steradian.lab.tracking import Tracked
 from steradian.lab.training import Training
 from steradian.watching.records import COLUMNS
 
@@ -42,7 +40,7 @@ def other_images():
     return DataSet("digits", mirrored, digits.test, digits.classes)
 
 
-def test_a_claim_is_held_by_one_and_free_when_it_ends(tmp_path):
+def test_a_claim_is_held_by_one_process_and_freed_at_its_end(tmp_path):
     with Claims(tmp_path) as mine, Claims(tmp_path) as others:
         assert mine.take("a")
         assert mine.take("b")
@@ -50,7 +48,8 @@ def test_a_claim_is_held_by_one_and_free_when_it_ends(tmp_path):
         assert others.take("c")
         mine.free("b")
         assert others.take("b")
-    assert not list(tmp_path.iterdir())
+    with Claims(tmp_path) as mine:
+        assert mine.take("b")
 
 
 def test_a_file_system_without_locks_holds_results_and_claims(tmp_path, monkeypatch):
@@ -67,43 +66,16 @@ def test_a_file_system_without_locks_holds_results_and_claims(tmp_path, monkeypa
         assert claims.take("a")
 
 
-def test_a_study_whose_folder_is_cleaned_up_meanwhile_goes_on(tmp_path, data, monkeypatch):
+def test_a_study_continues_if_its_folder_is_removed(tmp_path, data, monkeypatch):
     here = fleet(tmp_path, data, size=1)
     monkeypatch.setattr(here.progress, "finished", lambda *_: shutil.rmtree(tmp_path / "work"))
     assert here.run([replace(ONE, seed=seed) for seed in range(2)])
 
 
-def test_a_claim_that_two_others_give_up_meanwhile_can_be_taken(tmp_path, monkeypatch):
-    """The previous holder removes the file before it is locked, and the next one while it is checked."""
-    path, done = tmp_path / "a.lock", []
-    flock, stat = fcntl.flock, Path.stat
-
-    def late(file, how):
-        if not done:
-            path.unlink()
-            path.touch()
-            done.append("locked")
-        flock(file, how)
-
-    def gone_after(self, **options):
-        found = stat(self, **options)
-        if self == path and done == ["locked"]:
-            done.append("looked at")
-            path.unlink()
-        return found
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    monkeypatch.setattr(Path, "stat", gone_after)
-    with Claims(tmp_path) as claims:
-        assert claims.take("a")
-        assert path.exists()
-    assert done == ["locked", "looked at"]
-
-
-def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
+def test_trainings_of_other_processes_are_skipped_and_awaited(tmp_path, data, monkeypatch):
     configs = [replace(ONE, seed=seed) for seed in range(2)]
-    told = io.StringIO()
-    here = fleet(tmp_path, data, progress=Lines(Console(file=told)))
+    output = io.StringIO()
+    here = fleet(tmp_path, data, progress=Lines(Console(file=output)))
     theirs = Claims(tmp_path / "work" / "claims")
     assert theirs.take(configs[0].key)
 
@@ -117,10 +89,10 @@ def test_what_another_process_has_is_left_to_it(tmp_path, data, monkeypatch):
     assert here.run(configs)
     made = {result.config.seed: result.environment["device"] for result in here.store.results()}
     assert made[0] == "theirs" != made[1]
-    assert "waiting for 1 that other processes run" in told.getvalue()
+    assert "waiting for 1 that other processes run" in output.getvalue()
 
 
-def test_what_killed_processes_left_in_the_way_is_removed(tmp_path, data):
+def test_leftovers_of_killed_processes_are_removed(tmp_path, data):
     """A part of the weights that were being written, and a checkpoint of a training whose result was stored."""
     left = tmp_path / "work" / "weights" / f".{ONE.key}.pt.99999.part"
     left.parent.mkdir(parents=True)
@@ -134,7 +106,7 @@ def test_what_killed_processes_left_in_the_way_is_removed(tmp_path, data):
     assert not checkpoint.exists()
 
 
-def test_the_last_step_of_all_can_diverge_too():
+def test_a_training_can_diverge_in_its_last_step():
     curves = {name: [0.5] for name in CURVES}
     assert not has_diverged(ONE, curves)
     curves["validation_loss"] = [math.nan]
@@ -168,21 +140,21 @@ def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data
     with pytest.raises(ValueError, match=rf"{path.name} does not fit .* remove it"):
         made.run([ONE])
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=rf"{path.name} cannot be read .* remove it"):
+    with pytest.raises(ValueError, match=rf"{path.name} cannot be read: .* remove it"):
         made.run([ONE])
 
 
 @pytest.mark.parametrize("content", [b"", b"not a file of tensors", pickle.dumps(ONE)])
-def test_a_damaged_checkpoint_is_named_and_nobody_is_told_to_run_it(tmp_path, data, content):
+def test_an_error_names_the_damaged_checkpoint_without_unsafe_advice(tmp_path, data, content):
     path = tmp_path / "work" / "checkpoints" / f"{ONE.key}.pt"
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{path} cannot be read .*; remove it to train") as raised:
+    with pytest.raises(ValueError, match=rf"{path} cannot be read: .*; remove it to train") as raised:
         fleet(tmp_path, data).run([ONE])
     assert "weights_only" not in str(raised.value)
 
 
-def test_a_study_does_not_take_one_data_set_for_another(tmp_path, monkeypatch):
+def test_other_images_under_the_same_name_are_refused(tmp_path, monkeypatch):
     study = Study("mine", tmp_path, tmp_path / "runs")
     mine = Resident(other_images())
     curves = {name: [1.0] for name in CURVES}
@@ -195,13 +167,13 @@ def test_a_study_does_not_take_one_data_set_for_another(tmp_path, monkeypatch):
     assert not Study("next", tmp_path).store.results()
 
 
-def test_a_fingerprint_is_of_the_images_alone():
+def test_a_fingerprint_depends_only_on_the_images():
     digits = load("digits")
     assert Resident(digits).fingerprint == Resident(replace(digits, name="others")).fingerprint
     assert Resident(digits).fingerprint != Resident(other_images()).fingerprint
 
 
-def test_recordings_go_on_as_they_were_begun(data):
+def test_recording_resumes_only_with_the_same_points_and_quantities(data):
     configs = replace(ONE, method="Adam", epochs=2)
     begun = Tracked(configs, data, points=12)
     begun.run_epoch()
@@ -212,29 +184,23 @@ def test_recordings_go_on_as_they_were_begun(data):
             Tracked(configs, data, **change).load(state)
 
 
-def test_records_of_another_version_are_named_with_their_file(tmp_path):
+def test_an_error_names_the_file_of_another_version(tmp_path):
     tracks = Tracks(tmp_path / "t.parquet")
     table = pd.DataFrame({name: [0] if name in ("step", "value") else ["x"] for name in COLUMNS})
     tracks.add(ONE, table)
-    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: .* steps"):
-        tracks.about()
-    tracks.path.unlink()
-    tracks.add(ONE, table, steps=0)
-    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: steps .* got 0"):
+    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: 'steps'"):
         tracks.about()
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(ValueError, match=r"b\.json is not what benchmarks"):
         plain_loops(tmp_path / "b.json")
 
 
-@pytest.mark.parametrize("kind", ["empty", "cut off", "no numbers", "a list"])
-def test_damaged_records_are_named_with_their_file(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["empty", "cut off", "a list"])
+def test_an_error_names_the_damaged_file_of_records(tmp_path, kind):
     tracks = Tracks(tmp_path / "t.parquet")
     table = pd.DataFrame({name: [0] if name in ("step", "value") else ["x"] for name in COLUMNS})
     tracks.add(ONE, table, steps=1)
-    if kind == "no numbers":
-        table.assign(value="x").to_parquet(tracks.path)
-    elif kind == "a list":
+    if kind == "a list":
         parquet.write_table(parquet.read_table(tracks.path).replace_schema_metadata({"steradian": "[1]"}), tracks.path)
     else:
         tracks.path.write_bytes(tracks.path.read_bytes()[: 0 if kind == "empty" else 100])
@@ -242,26 +208,23 @@ def test_damaged_records_are_named_with_their_file(tmp_path, kind):
         tracks.add(ONE, table, steps=1)
 
 
-def test_time_is_a_number(tmp_path, data):
+def test_nan_seconds_are_refused(tmp_path, data):
     with pytest.raises(ValueError, match="seconds must be at least 0, got nan"):
         fleet(tmp_path, data).run([ONE], seconds=math.nan)
 
 
-def test_phenomena_are_not_missed_in_silence(tmp_path, data, monkeypatch):
+def test_a_study_recorded_without_phenomena_is_refused_if_they_are_wanted(tmp_path, data, monkeypatch):
     monkeypatch.setattr("steradian.lab.study.load", lambda *_: None)
     monkeypatch.setattr("steradian.lab.study.Resident", lambda *_: data)
     config = replace(ONE, method="Adam")
     where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs", "points": 2}
     assert track_study([config], "small", **where)
-    assert not Tracks(tmp_path / "small-tracks.parquet").measured()
     with pytest.raises(ValueError, match="without the phenomena"):
         track_study([config], "small", phenomena={"Adam"}, **where)
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden"])
-def test_a_study_stays_in_its_folder(name):
+def test_a_study_name_is_a_file_name(name):
     with pytest.raises(ValueError, match="study must be the name of a file"):
         Study(name)
-    with pytest.raises(ValueError, match="study must have at most 200 bytes"):
-        Study("x" * 201)
     assert "/" not in study_name("tables", [replace(CONFIG, data="a/b")])

@@ -63,8 +63,11 @@ def close(found, expected, tolerance, name):
     )
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("without", SUBSETS)
+@pytest.mark.parametrize(
+    ("without", "decoupled"),
+    [(w, False) for w in SUBSETS]
+    + [pytest.param(w, True, marks=[] if w in ("abc", "bc") else pytest.mark.slow) for w in SUBSETS],
+)
 def test_equals_the_reference(without, decoupled):
     made = pair(SHAPES, without=without, weight_decay=0.1, decoupled_weight_decay=decoupled)
     run(made, 3)
@@ -80,8 +83,11 @@ def test_other_dtypes(without, dtype):
     assert_alike(made, 1e-12 if dtype == torch.float64 else 2e-3)
 
 
-@pytest.mark.parametrize("without", ["a", "ab", "abc", "ac"])
-@pytest.mark.parametrize("rows", ["filter", "tensor", 2])
+@pytest.mark.parametrize(
+    ("rows", "without"),
+    [("filter", w) for w in ("a", "ab", "abc", "ac")]
+    + [pytest.param(r, w, marks=[] if w == "abc" else pytest.mark.slow) for r in ("tensor", 2) for w in ("abc", "a")],
+)
 def test_rows_longer_than_a_tile(rows, without):
     made = pair([(2, 5000), (4, 2, 3000), (2, 40)], rows=rows, without=without, weight_decay=0.1)
     run(made, 2)

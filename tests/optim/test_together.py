@@ -62,11 +62,18 @@ def step_both(one: Any, other: Any) -> None:
 def stacks(optimizer: Any) -> list[int]:
     """How many row sets the parts of a step take together."""
     _, work = optimizer._collect()
-    return [len(rows.params) for group, sets in work for rows in row_sets.together(sets)]
+    return [len(rows.owners) for group, sets in work for rows in row_sets.together(sets)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", ["filter", "tensor"])
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        (torch.float32, "filter"),
+        (torch.float64, "tensor"),
+        pytest.param(torch.float64, "filter", marks=pytest.mark.slow),
+        pytest.param(torch.float32, "tensor", marks=pytest.mark.slow),
+    ],
+)
 def test_steps_are_those_of_each_alone(make: Make, dtype: torch.dtype, rows: str) -> None:
     """Also where some have no gradient and fall behind, with and without telemetry, and after loading."""
     short = not make.func._fixes_radius

@@ -13,8 +13,9 @@ from optim import twins
 from optim.twins import NETWORKS, SUBSETS, Implementation, network
 from steradian import optim
 
-REFERENCE = Implementation("reference", torch.float64, 1e-10, options={"fused": False})
-IMPLEMENTATIONS = [REFERENCE]
+REFERENCE = Implementation("reference", torch.float64, 1e-10, steps=100, options={"fused": False})
+LONGER = Implementation("reference, more steps", torch.float64, 1e-10, steps=200, options={"fused": False})
+IMPLEMENTATIONS = [REFERENCE, pytest.param(LONGER, marks=pytest.mark.slow)]
 
 # name: shapes of the parameters of one param group, and its keys
 LAYOUTS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {

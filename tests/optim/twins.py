@@ -356,7 +356,7 @@ class Implementation:
     name: str
     dtype: torch.dtype
     tolerance: float
-    steps: int = 200
+    steps: int = 100
     device: str = "cpu"
     options: dict[str, Any] = field(default_factory=dict)
 

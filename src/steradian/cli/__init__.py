@@ -2,13 +2,15 @@
 
 import codecs
 import os
+import signal
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Never
 
 from rich.console import Console
 
 from steradian import __version__
-from steradian.lab.interruption import exiting_on_signals
 
 _INSTALL = "pip install 'steradian[lab]'"
 
@@ -79,7 +81,7 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="steradian")
     try:
-        with exiting_on_signals():
+        with _exiting_on_signals():
             code = app(prog_name="steradian", standalone_mode=False)
     except Exception as error:
         if os.environ.get("STERADIAN_TRACEBACK"):
@@ -90,6 +92,24 @@ def main() -> None:
     if code == _INTERRUPTED:
         _print("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _exiting_on_signals() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM and SIGHUP, so that a live table restores the cursor and a cluster is stopped."""
+
+    def leave(number: int, _: object) -> Never:
+        raise SystemExit(128 + number)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}  # under nohup
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _print_error(error: Exception) -> int:

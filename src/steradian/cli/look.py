@@ -3,8 +3,8 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,25 +72,49 @@ def load_model(target: str) -> "nn.Module":
     """
     from torch import nn
 
-    module_name, separator, name = target.partition(":")
-    in_file = module_name.endswith(".py")
-    if not separator or not module_name or not name or (module_name.startswith(".") and not in_file):
+    place, _, name = target.partition(":")
+    in_file = place.endswith(".py")
+    if not place or not name or (place.startswith(".") and not in_file):
         raise ValueError(f"target must be package.module:factory, file.py:factory or timm:NAME, got {target!r}")
-    if module_name == "timm":
-        timm = _import(module_name, hint="timm:NAME needs the package timm")
-        model = timm.create_model(name, pretrained=False)
+    for folder in (str(Path.cwd()), *([str(Path(place).absolute().parent)] if in_file else [])):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    module = _import_module(place)
+    if place == "timm":
+        made = partial(module.create_model, name, pretrained=False)
     else:
-        if str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))
-        made = _import_file(Path(module_name)) if in_file else _import(module_name)
-        for part in name.split("."):
-            if not hasattr(made, part):
-                raise ValueError(f"target {target!r}: {module_name} has no {name!r}")
-            made = getattr(made, part)
-        model = made if isinstance(made, nn.Module) else _call(made, target)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"target {target!r} must make a torch.nn.Module, got {type(model).__name__}")
-    return model
+        try:
+            made = attrgetter(name)(module)
+        except AttributeError as error:
+            raise ValueError(f"target {target!r}: {place} has no {name!r}") from error
+    if not isinstance(made, nn.Module):
+        try:
+            made = made()
+        except Exception as error:
+            raise RuntimeError(
+                f"target {target!r} must be a model, or make one when it is called without arguments; "
+                f"it raised {type(error).__name__}: {error}"
+            ) from error
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"target {target!r} must make a torch.nn.Module, got {type(made).__name__}")
+    return made
+
+
+def _import_module(place: str) -> Any:
+    """The module of this name or in this file; a file's module has a name that no other has."""
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        spec = importlib.util.spec_from_file_location(f"inspected {place}", place)
+        assert spec is not None, "every .py file has one"
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module.__name__] = module  # where classes look for their module
+        spec.loader.exec_module(module)
+        return module
+    except (Exception, SystemExit) as error:  # a script may end the process
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise ImportError(f"{place} cannot be imported: it raised {reason}") from error
 
 
 def example_input(shape: str) -> "Tensor":
@@ -110,54 +134,3 @@ def example_input(shape: str) -> "Tensor":
         return torch.randint(numbers[-1], numbers[:-1]) if colon else torch.randn(numbers)
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
         raise ValueError(f"input must fit in memory, got {shape!r}") from error
-
-
-def _call(factory: Any, target: str) -> Any:
-    if not callable(factory):
-        raise TypeError(f"target {target!r} must be a torch.nn.Module or make one, got {type(factory).__name__}")
-    try:
-        return factory()
-    except Exception as error:
-        raise RuntimeError(
-            f"target {target!r} must make a model when it is called without arguments; "
-            f"it raised {type(error).__name__}: {error}"
-        ) from error
-
-
-def _import(name: str, *, hint: str = "it must be importable from here") -> Any:
-    try:
-        return _run(partial(importlib.import_module, name), name)
-    except ModuleNotFoundError as error:
-        missing = error.name or name
-        if name != missing and not name.startswith(f"{missing}."):  # the module exists, one of its imports does not
-            raise ImportError(f"{name} imports {missing!r}, which cannot be found") from error
-        raise ImportError(f"no module {name!r} ({hint})") from error
-
-
-def _import_file(path: Path) -> Any:
-    """The module in a file, under a name that no other module has."""
-    if not path.is_file():
-        raise ValueError(f"target must name an existing file, got {str(path)!r}")
-    if (folder := str(path.absolute().parent)) not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(f"inspected {path}", path)
-    assert spec is not None, "every .py file has one"
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # where classes look for their module
-    try:
-        _run(partial(spec.loader.exec_module, module), str(path))
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{path} imports {error.name!r}, which cannot be found") from error
-    return module
-
-
-def _run(load: Callable[[], Any], name: str) -> Any:
-    """Run a module's code; a script may end the process."""
-    try:
-        return load()
-    except ModuleNotFoundError:
-        raise
-    except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-        raise ImportError(f"{name} cannot be imported: it raised {reason}") from error

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -13,6 +12,7 @@ from rich.text import Text
 from steradian.lab.config import Config
 from steradian.lab.fleet import Progress
 from steradian.lab.results import has_diverged
+from steradian.lab.tables import duration
 
 __all__ = ["Lines", "LiveTable", "progress_on"]
 
@@ -39,9 +39,7 @@ class LiveTable(Progress):
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def begin(self, trainings: int, finished: int) -> None:
@@ -54,7 +52,7 @@ class LiveTable(Progress):
         first, from_epoch = self._first.setdefault(config.key, (now, epoch))
         passed = epoch - from_epoch
         left = (now - first) / passed * (config.epochs - epoch) if passed else None
-        self._rows[config.key] = (*_row(config, curves), "" if left is None else _duration(left))
+        self._rows[config.key] = (*_row(config, curves), "" if left is None else duration(left))
 
     def finished(self, config: Config, curves: Curves) -> None:
         """Remove the row."""
@@ -131,13 +129,3 @@ def _row(config: Config, curves: Curves) -> tuple[str, ...]:
         f"{curves['validation_accuracy'][-1]:.2f}",
         f"{curves['test_accuracy'][-1]:.2f}",
     )
-
-
-def _duration(seconds: float) -> str:
-    """Minutes and seconds, or hours and minutes.
-
-    >>> _duration(75), _duration(4000)
-    ('1:15 min', '1:06 h')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d} h"

@@ -55,11 +55,11 @@ def figure(
 
     Example: steradian figure resnet20-cifar10 loss --out loss.svg
     """
-    from steradian.lab.config import meant
-    from steradian.lab.experiments import Tracks
+    from steradian.lab.config import match_name
     from steradian.lab.figures import FIGURES, TRACK_FIGURES, write_figure
+    from steradian.lab.results import Tracks
 
-    kind = meant(kind, [*FIGURES, *TRACK_FIGURES]) or kind
+    kind = match_name(kind, [*FIGURES, *TRACK_FIGURES]) or kind
     study, folder = _locate(study, folder)
     if kind in FIGURES:
         drawn = FIGURES[kind](_results(study, folder))

@@ -2,21 +2,18 @@
 
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from steradian.cli import app, screen
 from steradian.cli.show import print_table
 
 if TYPE_CHECKING:
     from steradian.lab.config import Config
-    from steradian.lab.fleet import Progress
     from steradian.lab.training import Execution
 
 Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
@@ -26,12 +23,9 @@ Seconds = Annotated[
 ]
 Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at once.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
-Compiled = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the networks.")]
-Captured = Annotated[bool | None, typer.Option("--capture/--no-capture", help="Replay steps as CUDA graphs.")]
-Fused = Annotated[bool | None, typer.Option("--fused/--no-fused", help="Use the fused optimizer steps.")]
+Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 _OVER = "Time is up before the end: run the same command again to continue."
 _STOPPED = "Stopped before the end: run the same command again to continue from the last checkpoint."
-Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 
 
 @app.command()
@@ -55,14 +49,15 @@ def train(
     """
     from dataclasses import replace
 
-    from steradian.lab.config import meant
+    from steradian.lab.config import match_name
     from steradian.lab.models import MODELS, NORMS
     from steradian.lab.paper import COLUMNS
     from steradian.lab.recipes import accuracy_tables
+    from steradian.lab.study import Study
 
-    if (network := meant(model, MODELS)) is None:
+    if (network := match_name(model, MODELS)) is None:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {model!r}")
-    norm = meant(norm, NORMS) or norm
+    norm = match_name(norm, NORMS) or norm
     # A network that the paper did not train on this data takes its best settings on CIFAR-10.
     papers = [name for each, name in COLUMNS if each == network]
     like = data if data in papers or data not in {name for _, name in COLUMNS} else papers[0]
@@ -70,12 +65,14 @@ def train(
     given: dict[str, Any] = {"data": data, "lr": lr, "weight_decay": weight_decay, "batch_size": batch_size}
     changes = {name: value for name, value in given.items() if value is not None}
     configs = [replace(config, **changes) for config in configs]
-    name = f"train-{configs[0].setting}" if study is None else study
-    _run(configs, name, roots=_roots(configs, root), device=device, execution=_execution(device, None))
+    made = Study(f"train-{configs[0].setting}" if study is None else study)
+    roots, execution = _roots(configs, root), _execution(device)
+    _run(partial(made.run, configs, roots=roots, device=device, execution=execution), made.store.path, configs)
 
 
 @app.command()
 def reproduce(
+    context: typer.Context,
     recipe: Annotated[
         str, typer.Argument(help="tables, tables-no-affine, curves, hypotheses, phenomena, trajectories, grid.")
     ],
@@ -90,9 +87,9 @@ def reproduce(
     device: Device = None,
     engine: Annotated[str, typer.Option(help="local, or ray for many machines.")] = "local",
     address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; none: one is started here.")] = None,
-    compiled: Compiled = None,
-    captured: Captured = None,
-    fused: Fused = None,
+    compile: Annotated[bool | None, typer.Option(help="Compile the networks.")] = None,
+    capture: Annotated[bool | None, typer.Option(help="Replay steps as CUDA graphs.")] = None,
+    fused: Annotated[bool | None, typer.Option(help="Use the fused optimizer steps.")] = None,
     points: Annotated[
         int | None, typer.Option(min=2, help="hypotheses, phenomena, trajectories: steps to record.")
     ] = None,
@@ -101,9 +98,9 @@ def reproduce(
     settings: Annotated[
         str, typer.Option(help="Hyper-parameters: printed in the paper, or of the authors' released code.")
     ] = "printed",
-    rates: Annotated[list[float] | None, typer.Option("--lr", help="grid: a rate; once for each.")] = None,
-    decays: Annotated[list[float] | None, typer.Option("--weight-decay", help="grid: λ; once for each.")] = None,
-    beta2s: Annotated[list[float] | None, typer.Option("--beta2", help="grid: β2; once for each.")] = None,
+    lr: Annotated[list[float] | None, typer.Option(help="grid: a rate; once for each.")] = None,
+    weight_decay: Annotated[list[float] | None, typer.Option(help="grid: λ; once for each.")] = None,
+    beta2: Annotated[list[float] | None, typer.Option(help="grid: β2; once for each.")] = None,
     network: Annotated[str, typer.Option(help="Networks: of the paper, or of the authors' released code.")] = "paper",
     study: Name = None,
 ) -> None:
@@ -113,38 +110,36 @@ def reproduce(
 
     Example: steradian reproduce tables --data digits --epochs 3 --seeds 2
     """
+    from steradian.lab.experiments import track_study, trajectory_study
     from steradian.lab.recipes import RECIPES
-    from steradian.lab.study import study_name
+    from steradian.lab.study import Study, study_name, sweep
 
-    if recipe not in (*RECIPES, "trajectories"):
-        raise ValueError(f"recipe must be one of {', '.join([*RECIPES, 'trajectories'])}, got {recipe!r}")
-    if network not in ("paper", "released"):
-        raise ValueError(f"network must be paper or released, got {network!r}")
-    special: dict[str, Any] = {"points": points, "phenomena": phenomena, "tuning": tuning}
-    special |= {"lr": rates, "weight-decay": decays, "beta2": beta2s}
-    special |= {"settings": settings != "printed", "network": network != "paper"}
-    local = {"seconds": seconds, "device": device, "compile": compiled, "capture": captured, "fused": fused}
-    _check_options(recipe, engine, special, local, {"address": address})
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    _check_options(context, recipe, engine)
     options: dict[str, Any] = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
-    options |= {"rates": rates, "decays": decays, "beta2s": beta2s, "released": special["network"]}
-    options |= {"settings": settings if special["settings"] else None}
-    options = {name: value for name, value in options.items() if value}
-    execution = _execution(device, compiled, captured=captured, fused=fused)
-    how: dict[str, Any] = {"device": device, "seconds": seconds, "size": size, "execution": execution}
+    options |= {"rates": lr, "decays": weight_decay, "beta2s": beta2, "released": network == "released"}
+    options |= {"settings": settings if settings != "printed" else None}
+    configs = RECIPES[recipe](**{name: value for name, value in options.items() if value})
+    made = Study(study_name(recipe, configs, settings=settings) if study is None else study)
+    how: dict[str, Any] = {"roots": _roots(configs, root), "size": size}
+    if engine == "ray":
+        how |= {"address": address, "size": size or 8}
+        _run(partial(sweep, configs, made, **how), made.store.path, configs)
+        return
+    execution = _execution(device, compile, captured=capture, fused=fused)
+    how |= {"device": device, "seconds": seconds, "execution": execution}
+    if recipe not in ("hypotheses", "phenomena", "trajectories"):
+        _run(partial(made.run, configs, **how), made.store.path, configs)
+        return
     how |= {name: value for name, value in (("points", points), ("tuning", tuning)) if value}
     if recipe == "trajectories":
-        _trajectories(options, study, root=root, **how)
-        return
-    configs = RECIPES[recipe](**options)
-    name = study_name(recipe, configs, settings=settings) if study is None else study
-    roots = _roots(configs, root)
-    if recipe in ("hypotheses", "phenomena"):
-        measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
-        _track(configs, name, phenomena=measured if phenomena or recipe == "phenomena" else set(), roots=roots, **how)
-    elif engine == "ray":
-        _run(configs, name, on_ray=True, roots=roots, address=address, size=size or 8)
+        work = partial(trajectory_study, configs, made.name, **how)
     else:
-        _run(configs, name, roots=roots, **how)
+        measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
+        chosen = measured if phenomena or recipe == "phenomena" else set()
+        work = partial(track_study, configs, made.name, phenomena=chosen, **how)
+    _run(work, made.tracks.path)
 
 
 @app.command(  # -h belongs to the benchmark
@@ -170,6 +165,7 @@ def bench(
 
 
 _FOR = {
+    "methods": ("tables", "tables-no-affine", "curves", "hypotheses", "phenomena", "grid"),
     "points": ("hypotheses", "phenomena", "trajectories"),
     "phenomena": ("hypotheses", "phenomena"),
     "tuning": ("trajectories",),
@@ -180,26 +176,29 @@ _FOR = {
     "network": ("tables", "tables-no-affine", "curves", "phenomena"),
 }
 """The recipes that have an option, for options that not every recipe has."""
+_OF_ENGINE = {"local": ("seconds", "device", "compile", "capture", "fused"), "ray": ("address",)}
 _ON_RAY = ("tables", "tables-no-affine", "curves", "grid")
 
 
-def _check_options(
-    recipe: str, engine: str, special: dict[str, Any], local: dict[str, Any], on_ray: dict[str, Any]
-) -> None:
-    """Raise if an option would be ignored by the recipe or the engine."""
-    if engine not in ("local", "ray"):
-        raise ValueError(f"engine must be local or ray, got {engine!r}")
-    for name, recipes in _FOR.items():
-        if special[name] and recipe not in recipes:
-            raise ValueError(f"--{name} is for {', '.join(recipes)}, not for {recipe}")
+def _check_options(context: typer.Context, recipe: str, engine: str) -> None:
+    """Raise if a given option would be ignored by the recipe or the engine, or has no such choice."""
+    for name, choices in (("engine", ("local", "ray")), ("network", ("paper", "released"))):
+        if (value := context.params[name]) not in choices:
+            raise ValueError(f"{name} must be {' or '.join(choices)}, got {value!r}")
+    sources = {name.replace("_", "-"): context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    for name in given:
+        if recipe not in _FOR.get(name, (recipe,)):
+            raise ValueError(f"--{name} is for {', '.join(_FOR[name])}, not for {recipe}")
     if engine == "ray" and recipe not in _ON_RAY:
         raise ValueError(f"--engine ray is for {', '.join(_ON_RAY)}; {recipe} records steps on one machine")
-    for name, value in (local if engine == "ray" else on_ray).items():
-        if value is not None:
-            raise ValueError(f"--{name} is for --engine {'local' if engine == 'ray' else 'ray'}, not for {engine}")
+    other = "local" if engine == "ray" else "ray"
+    for name in given:
+        if name in _OF_ENGINE[other]:
+            raise ValueError(f"--{name} is for --engine {other}, not for {engine}")
 
 
-def _execution(device: str | None, compiled: bool | None, **how: Any) -> "Execution":
+def _execution(device: str | None, compiled: bool | None = None, **how: Any) -> "Execution":
     """How to train: networks are compiled on a GPU, unless an option says otherwise."""
     from steradian.lab.study import pick_device
     from steradian.lab.training import Execution
@@ -207,54 +206,21 @@ def _execution(device: str | None, compiled: bool | None, **how: Any) -> "Execut
     return Execution(compiled=pick_device(device).type == "cuda" if compiled is None else compiled, **how)
 
 
-@contextmanager
-def _shown(console: Console) -> Iterator["Progress"]:
-    """The progress on a console, with a message after an interruption."""
+def _run(work: Callable[..., bool], path: Path, configs: "Sequence[Config]" = ()) -> None:
+    """Run trainings with their progress on the screen; print their table and where they are stored."""
     from steradian.cli.progress import progress_on
+    from steradian.lab.results import Store
 
+    console = screen()
     try:
-        yield progress_on(console)
+        finished = work(progress=progress_on(console))
     except KeyboardInterrupt:
         console.print(_STOPPED, soft_wrap=True)
         raise
-
-
-def _run(configs: Sequence["Config"], name: str, *, on_ray: bool = False, **options: Any) -> None:
-    """Run the trainings; print their table, and where they are stored."""
-    from steradian.lab.study import Study, sweep
-
-    study, console = Study(name), screen()
-    with _shown(console) as progress:
-        run = partial(sweep, study=study) if on_ray else study.run
-        finished = run(configs, progress=progress, **options)
-    keys = {config.key for config in configs}
-    print_table([result for result in study.store.results() if result.config.key in keys], console)
-    _print_path("results", study.store.path, finished, console)
-
-
-def _track(configs: Sequence["Config"], name: str, **options: Any) -> None:
-    from steradian.lab.experiments import track_study
-    from steradian.lab.study import RESULTS
-
-    console = screen()
-    with _shown(console) as progress:
-        finished = track_study(configs, name, progress=progress, **options)
-    _print_path("records", RESULTS / f"{name}-tracks.parquet", finished, console)
-
-
-def _trajectories(recipe: dict[str, Any], study: str | None, **options: Any) -> None:
-    from steradian.lab.experiments import trajectory_study
-
-    if "methods" in recipe:
-        raise ValueError("trajectories compare SGD, AdaGradG and AdaGrad: there are no methods to choose")
-    console = screen()
-    with _shown(console) as progress:
-        tracks, finished = trajectory_study(recipe, study, progress=progress, **options)
-    _print_path("records", tracks.path, finished, console)
-
-
-def _print_path(what: str, path: Path, finished: bool, console: Console) -> None:
-    console.print(f"The {what}: {path}", soft_wrap=True)
+    if configs:
+        keys = {config.key for config in configs}
+        print_table([result for result in Store(path).results() if result.config.key in keys], console)
+    console.print(f"The {'results' if configs else 'records'}: {path}", soft_wrap=True)
     if not finished:
         console.print(_OVER)
 

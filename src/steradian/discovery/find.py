@@ -4,12 +4,13 @@
 2. Passes at random points: what is balanced there, ⟨∇L, x⟩ = 0 up to what ε may do, is a candidate.
 3. Passes with the candidates 32 and 1024 times larger: a defect due to ε is divided by the square of that factor, any
    other is not. This is the line between "invariant up to ε" and "not invariant".
-4. Forward passes with random factors on all rows found: f(ρx) = f(x), and the layer in which the factors disappear is
-   the reason.
+4. Forward passes with random factors on all rows found: f(ρx) = f(x). The layer in which the factors disappear, by the
+   autograd graph, is the reason.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -70,8 +71,8 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         schedule.probe_random_points()  # candidates: ⟨∇L, x⟩ = 0 up to what ε may do
         schedule.probe_grown_points()  # what is left of ⟨∇L, x⟩ falls as ε does, or the candidate is refuted
         verdict = judge(measured)  # the finest rows, of one parameter or of several together
-        verdict = verify(measured, verdict)  # f(ρx) = f(x), and in which layer ρ disappears
-        return assemble(measured, verdict)
+        verdict = verify(measured, verdict)  # f(ρx) = f(x)
+        return assemble(measured, verdict)  # with the layer in which ρ disappears
 
 
 def _check_model(model: nn.Module) -> None:
@@ -133,46 +134,42 @@ def _first_pass(prober: Prober) -> Reading:
 
 
 def _try_precisions(prober: Prober) -> Reading:
-    """In float64 if the model can, else in float32 or in its own dtypes."""
+    """In float64 if the model can, else in its own dtypes; float32 is better than half precision, though."""
+    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in prober.parameters.values())
+    for dtype in (torch.float64, torch.float32, None) if half else (torch.float64, None):
+        try:
+            prober.use(dtype)
+            with _small_batches(prober):
+                return prober.read(prober.own, seed=0)
+        except torch.OutOfMemoryError as error:
+            error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
+            raise
+        except Exception as error:  # what fails in one dtype may work in another
+            raised = error
+    raise _in_plain_words(prober, raised) from raised
+
+
+@contextmanager
+def _small_batches(prober: Prober) -> Iterator[None]:
+    """Remark on batch normalizations of two values per channel."""
     small: dict[str, None] = {}
 
-    def check_batch(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def check(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
             small[name] = None
 
     norms = {name: module for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)}
-    hooks = [norm.register_forward_pre_hook(partial(check_batch, name)) for name, norm in norms.items()]
+    hooks = [norm.register_forward_pre_hook(partial(check, name)) for name, norm in norms.items()]
     try:
-        reading = prober.read(prober.own, seed=0)
-    except torch.OutOfMemoryError as error:
-        error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
-        raise
-    except Exception:  # what fails in float64 may work in narrower dtypes
-        pass
-    else:
-        if small:
-            prober.remarks.append(
-                "batch normalization of two values per channel keeps nothing but their order, so that weights in front "
-                f"of it have no effect to measure; pass a larger batch: {', '.join(small)}"
-            )
-        return reading
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-    # float32 is better than half precision, which shows invariance up to a few percent.
-    if any(p.dtype in (torch.float16, torch.bfloat16) for p in prober.parameters.values()):
-        try:
-            prober.use(torch.float32)
-            return prober.read(prober.own, seed=0)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # as in float64
-            pass
-    try:
-        prober.use(None)
-        return prober.read(prober.own, seed=0)
-    except Exception as error:
-        raise _in_plain_words(prober, error) from error
+    if small:
+        prober.remarks.append(
+            "batch normalization of two values per channel keeps nothing but their order, so that weights in front "
+            f"of it have no effect to measure; pass a larger batch: {', '.join(small)}"
+        )
 
 
 def _in_plain_words(prober: Prober, error: Exception) -> Exception:

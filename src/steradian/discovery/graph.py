@@ -1,17 +1,21 @@
-"""The autograd graph of a pass: which parameters may have to grow together, and what lies on their paths.
+"""The autograd graph of a pass, and what it says about parameters that grow by one factor.
 
-Two questions are answered from one table of operations. `propose`: for every tensor h of the model, which parameters
-scale h when they grow together? If h is normalized, that set is jointly invariant; the graph does not know what is
-normalized, so every tensor proposes its set, and the measured inner products decide. `meets_nonlinearity` and
-`has_known_path`: where does the factor by which a set has grown go, before a normalization can remove it?
+One table of operations answers two questions. `propose`: for every tensor h of the model, which parameters scale h when
+they grow together? If h is normalized, that set is jointly invariant; the graph does not know what is normalized, so
+every tensor proposes its set, and the measured inner products decide. `follow`: where does the factor of a set go? It
+may reach a nonlinearity, and it disappears in a normalization.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from heapq import heappop, heappush
+from math import isnan, nan
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 _KINDS = {
     # Not homogeneous: growing the input does not scale the output. Smooth activations become homogeneous as their
@@ -25,7 +29,7 @@ _KINDS = {
     "linear": """sum mean cumsum neg relu leakyrelu abs amax
         maxpool2dwithindices maxpool3dwithindices adaptivemaxpool2d adaptivemaxpool3d
         avgpool2d avgpool3d adaptiveavgpool2d adaptiveavgpool3d
-        nativedropout fuseddropout embedding index indexselect gather
+        nativedropout fuseddropout embedding embeddingbag channelshuffle nativechannelshuffle index indexselect gather
         view unsafeview reshapealias t transpose permute expand clone tocopy alias
         squeeze unsqueeze select slice split splitwithsizes unbind repeat
         roll flip diagonal tril triu asstrided pixelshuffle pixelunshuffle im2col col2im
@@ -37,89 +41,134 @@ _KINDS = {
     "mixture": "max prelukernel rreluwithnoise trilinear lerp",
     "choice": "where maskedfill",
     # The first two inputs are multiplied, and the others added.
-    "product": """mul mm bmm mv dot matmul groupedmm
+    "product": """mul mm bmm mv dot vdot matmul groupedmm
         convolution mkldnnconvolution cudnnconvolution linear mkldnnlinear""",
     # The second and the third input are multiplied, and the first added.
     "sum of products": "addmm addbmm baddbmm addmv addcmul",
     "division": "div",
     # Lengths and sorted parts, which normalizations are made of.
-    "length": "var std varmean stdmean linalgvectornorm norm sort topk scatteradd indexadd",
+    "length": "var std varmean stdmean linalgvectornorm norm sort topk scatteradd indexadd indexput",
     "weight norm": "weightnorminterface weightnorm",
     # They remove the scale of the first input and give that of the gain and the bias, which come next.
     "normalization": "nativelayernorm nativebatchnorm cudnnbatchnorm miopenbatchnorm nativegroupnorm fusedrmsnorm",
 }
 _KIND = {operation: kind for kind, operations in _KINDS.items() for operation in operations.split()}
+_EXPONENT = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0}
 
 _HOMOGENEOUS = {"linear", "sum", "concatenation", "mixture", "choice", "product", "sum of products"}
-"""Kinds whose output grows by a power of the factor when their inputs do. Any other, and any operation that is not in
-the table, may be part of a normalization: nothing is known about the factor behind it."""
+"""Kinds whose output grows by a power of the factor when their inputs do. Any other may be part of a normalization."""
 _KNOWN = (_HOMOGENEOUS - {"choice"}) | {"division", "length", "weight norm", "normalization"}
 """Kinds that a factor may meet without meeting a nonlinearity. A choice or a power may be part of one."""
+_SUMS = {"linear", "sum", "product", "sum of products"}
+"""Kinds that add their inputs, or products of them."""
 
-Mask = int
-"""A set of parameters, one bit each, in the order of `Graph.names`."""
+
+# Reading the graph
+
+
+@dataclass
+class Call:
+    """One call of a module, by the sequence numbers of autograd between which it made its nodes."""
+
+    name: str
+    kind: str
+    composite: bool
+    parent: "Call | None"
+    start: int
+    end: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind})"
+
+
+@contextmanager
+def record_calls(model: nn.Module, calls: list[Call]) -> Iterator[None]:
+    """Append the calls of all modules in a forward pass."""
+    running: list[Call] = []
+
+    def enter(name: str, module: nn.Module, _: Any) -> None:
+        kind, composite = type(module).__name__.removeprefix("Parametrized"), any(True for _ in module.children())
+        parent = running[-1] if running else None
+        running.append(Call(name, kind, composite, parent, torch._C._autograd._get_sequence_nr()))
+        calls.append(running[-1])
+
+    def leave(*_: Any) -> None:
+        if running:
+            running.pop().end = torch._C._autograd._get_sequence_nr()
+
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(enter, name), prepend=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class Node:
+    """An operation of a pass, or a parameter."""
+
+    operation: str  # lower-case name, without "backward"
+    kind: str  # of the operation, "" if it is not in the table
+    inputs: list[int | None]  # numbers of the nodes that it reads; None for a constant
+    exponents: list[float]  # the power of each input that it computes, 1 unless it is a root, a power or a variance
+    parameter: str | None  # its name, if it is one
+    sequence: int  # its place in the forward pass
+    consumers: list[int] = field(default_factory=list)  # numbers of the nodes that read it
 
 
 @dataclass
 class Graph:
-    """The autograd graph, inputs before consumers.
+    """The nodes behind the outputs, inputs before consumers, and the calls of modules that made them."""
 
-    Attributes:
-        names: parameters by bit.
-        operations: lower-case name of each node, without "backward".
-        kinds: kind of each node's operation, "" if it is not in the table.
-        inputs: per node, the nodes that it reads; None for a constant.
-        consumers: per node, the nodes that read it.
-        leaf: per node, the bit of its parameter, or None.
-        sequence: per node, its place in the forward pass.
-        exponent: per node, the exponent of a power, else 1.
-    """
-
-    names: list[str]
-    operations: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    inputs: list[list[int | None]] = field(default_factory=list)
-    consumers: list[list[int]] = field(default_factory=list)
-    leaf: list[int | None] = field(default_factory=list)
-    sequence: list[int] = field(default_factory=list)
-    exponent: list[float] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
     @cached_property
     def leaf_nodes(self) -> dict[str, int]:
-        """The first node of each parameter that an output depends on."""
-        return {self.names[leaf]: node for node, leaf in reversed([*enumerate(self.leaf)]) if leaf is not None}
+        """The node of each parameter that an output depends on."""
+        return {node.parameter: i for i, node in enumerate(self.nodes) if node.parameter is not None}
 
     @cached_property
-    def order_of_use(self) -> list[str]:
-        """The parameters that outputs depend on, by their first use in the forward pass."""
-        first = {
-            self.names[leaf]: min(self.sequence[consumer] for consumer in self.consumers[node])
-            for node, leaf in enumerate(self.leaf)
-            if leaf is not None and self.consumers[node]
-        }
-        return sorted(first, key=first.__getitem__)
+    def order_of_use(self) -> dict[str, int]:
+        """The place of each parameter among all that outputs depend on, by their first use in the forward pass."""
+        used = [name for name, leaf in self.leaf_nodes.items() if self.nodes[leaf].consumers]
+        return {name: place for place, name in enumerate(sorted(used, key=self.first_use))}
+
+    def first_use(self, name: str) -> int:
+        """The sequence number of the first operation that reads a parameter."""
+        return min(self.nodes[i].sequence for i in self.nodes[self.leaf_nodes[name]].consumers)
+
+    def calls_around(self, sequence: int) -> list[Call]:
+        """The innermost call during which a node was made and those around it, from the inside out."""
+        inside = [call for call in self.calls if call.start <= sequence < call.end]
+        chain, call = [], inside[-1] if inside else None
+        while call is not None:
+            chain.append(call)
+            call = call.parent
+        return chain
 
 
-def read_graph(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> Graph:
+def read_graph(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor], calls: Sequence[Call] = ()) -> Graph:
     """The graph behind some outputs."""
-    names = list(leaves)
-    bits = {id(leaf): bit for bit, leaf in enumerate(leaves.values())}
-    graph, index = Graph(names), {}
-    for number, node in enumerate(graph_nodes(outputs)):
-        index[node] = number
-        reads = [None if source is None else index[source] for source, _ in node.next_functions]
-        graph.inputs.append(reads)
-        graph.consumers.append([])
-        for source in {r for r in reads if r is not None}:
-            graph.consumers[source].append(number)
-        variable = getattr(node, "variable", None)
-        graph.leaf.append(bits.get(id(variable)) if variable is not None else None)
-        operation = _operation(node)
-        graph.operations.append(operation)
-        graph.kinds.append(_KIND.get(operation, ""))
-        graph.sequence.append(node._sequence_nr() if variable is None else -1)
-        exponent = getattr(node, "_saved_exponent", None) if operation == "pow" else None
-        graph.exponent.append(float(exponent) if isinstance(exponent, int | float) else 1.0)
+    names = {id(leaf): name for name, leaf in leaves.items()}
+    graph, numbers = Graph(calls=list(calls)), {}
+    for number, source in enumerate(graph_nodes(outputs)):
+        numbers[source] = number
+        inputs = [None if read is None else numbers[read] for read, _ in source.next_functions]
+        for read in {i for i in inputs if i is not None}:
+            graph.nodes[read].consumers.append(number)
+        operation = _operation(source)
+        exponent = getattr(source, "_saved_exponent", None) if operation == "pow" else _EXPONENT.get(operation)
+        exponents = [float(exponent) if isinstance(exponent, int | float) else 1.0] * len(inputs)
+        for k, (i, (_, output)) in enumerate(zip(inputs, source.next_functions, strict=True)):
+            if i is not None and graph.nodes[i].operation == "varmean" and output == 0:
+                exponents[k] *= 2  # its other output is the mean
+        name = names.get(id(getattr(source, "variable", None)))
+        graph.nodes.append(Node(operation, _KIND.get(operation, ""), inputs, exponents, name, source._sequence_nr()))
     return graph
 
 
@@ -146,40 +195,52 @@ def _operation(node: Any) -> str:
     return "relu" if name == "threshold" and getattr(node, "_saved_threshold", None) == 0 else name
 
 
-def _union(masks: Iterable[Mask]) -> Mask:
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total
-
-
 # Which parameters may have to grow together
+
+Mask = int
+"""A set of parameters, one bit each."""
 
 
 @dataclass
 class Proposals:
-    """What the graph says about sets.
+    """What the graph says about sets."""
 
-    Attributes:
-        sets: sets that may be jointly invariant.
-        through: per parameter, those that it multiplies: a weight acts on everything upstream of it.
-    """
+    sets: list[tuple[str, ...]] = field(default_factory=list)  # sets that may be jointly invariant
+    # Per parameter, those that it multiplies: a weight acts on everything upstream of it.
+    through: dict[str, set[str]] = field(default_factory=dict)
 
-    sets: set[Mask] = field(default_factory=set)
-    through: dict[int, Mask] = field(default_factory=dict)
-
-    def parallel(self, mask: Mask) -> bool:
+    def parallel(self, names: Sequence[str]) -> bool:
         """Whether no member acts through another: weight and bias, two embeddings, not a residual stream.
 
         A recurrent weight acts through itself and so through everything beside it; that does not count.
         """
-        return not any(
-            mask >> bit & 1 and through & mask and not through >> bit & 1 for bit, through in self.through.items()
-        )
+        acting = {name: self.through.get(name, set()) for name in names}
+        return all(others.isdisjoint(names) or name in others for name, others in acting.items())
 
 
-def members(mask: Mask, names: Sequence[str]) -> tuple[str, ...]:
-    """The parameters of a set."""
+def propose(graph: Graph) -> Proposals:
+    """For each tensor of the graph, the parameters that scale it when they grow together."""
+    names = list(graph.leaf_nodes)
+    bits = {name: 1 << i for i, name in enumerate(names)}
+    sets: set[Mask] = set()
+    through: dict[Mask, Mask] = {}
+    scaling: list[Mask | None] = []
+    depends: list[Mask] = []
+    for node in graph.nodes:
+        if node.parameter is not None:
+            depends.append(bits[node.parameter])
+            scaling.append(bits[node.parameter])
+            continue
+        depends.append(_union(depends[i] for i in node.inputs if i is not None))
+        found = _scaling_of(node, scaling, depends, through)
+        scaling.append(found)
+        if found is not None and found.bit_count() > 1:
+            sets.add(found)
+    acting = {names[one.bit_length() - 1]: set(_members(others, names)) for one, others in through.items()}
+    return Proposals([_members(mask, names) for mask in sets], acting)
+
+
+def _members(mask: Mask, names: Sequence[str]) -> tuple[str, ...]:
     found = []
     while mask:  # from one bit to the next: most sets are small, and there may be thousands of parameters
         lowest = mask & -mask
@@ -188,43 +249,27 @@ def members(mask: Mask, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def propose(graph: Graph) -> Proposals:
-    """For each tensor of the graph, the parameters that scale it when they grow together."""
-    proposals = Proposals()
-    scaling: list[Mask | None] = []
-    depends: list[Mask] = []
-    for node, leaf in enumerate(graph.leaf):
-        if leaf is not None:
-            depends.append(1 << leaf)
-            scaling.append(1 << leaf)
-            continue
-        reads = graph.inputs[node]
-        depends.append(_union(depends[r] for r in reads if r is not None))
-        found = _scaling_of(graph, node, scaling, depends, proposals.through)
-        scaling.append(found)
-        if found is not None and found.bit_count() > 1:
-            proposals.sets.add(found)
-    return proposals
+def _union(masks: Iterable[Mask]) -> Mask:
+    total = 0
+    for mask in masks:
+        total |= mask
+    return total
 
 
-def _scaling_of(
-    graph: Graph, node: int, scaling: list[Mask | None], depends: list[Mask], through: dict[int, Mask]
-) -> Mask | None:
+def _scaling_of(node: Node, scaling: list[Mask | None], depends: list[Mask], through: dict[Mask, Mask]) -> Mask | None:
     """The parameters that scale this node's output, or None."""
-    kind, reads = graph.kinds[node], graph.inputs[node]
-    if kind in ("nonlinear", "power"):
+    kind, reads = node.kind, node.inputs
+    if kind in ("nonlinear", "power") or (kind in ("sum", "concatenation") and None in reads):
         return None
     if kind in ("product", "sum of products"):
-        return _scaling_of_product(kind, reads, scaling, depends, through)
-    if kind in ("sum", "concatenation") and None in reads:
-        return None
+        return _scaling_of_product(node, scaling, depends, through)
     if kind == "normalization":
         reads = reads[1:3]
     elif kind == "weight norm":
         reads = reads[1:2]
     elif kind == "division":
         reads = reads[:1]
-    elif graph.operations[node].startswith("scaleddotproduct"):
+    elif node.operation.startswith("scaleddotproduct"):
         reads = reads[2:3]
     return _common(reads, scaling)
 
@@ -237,10 +282,10 @@ def _common(reads: list[int | None], scaling: list[Mask | None]) -> Mask | None:
 
 
 def _scaling_of_product(
-    kind: str, reads: list[int | None], scaling: list[Mask | None], depends: list[Mask], through: dict[int, Mask]
+    node: Node, scaling: list[Mask | None], depends: list[Mask], through: dict[Mask, Mask]
 ) -> Mask | None:
     """One factor scales a product: the one that depends on fewest parameters, normally a weight."""
-    term_first = kind == "sum of products"
+    term_first, reads = node.kind == "sum of products", node.inputs
     factors, terms = (reads[1:], reads[:1]) if term_first else (reads[:2], reads[2:3])
     able = [r for r in factors if r is not None and scaling[r] is not None]
     if not able or (term_first and terms == [None]):
@@ -248,115 +293,85 @@ def _scaling_of_product(
     chosen = min(able, key=lambda r: depends[r].bit_count())
     scaled = scaling[chosen]
     if scaled is not None and scaled.bit_count() == 1:
-        bit = scaled.bit_length() - 1
         others = _union(depends[r] for r in factors if r is not None and r != chosen)
-        through[bit] = through.get(bit, 0) | others
+        through[scaled] = through.get(scaled, 0) | others
     return _common([chosen, *terms], scaling)
 
 
-# What lies on the paths of a set
+# Where a factor goes
 
 
-def meets_nonlinearity(graph: Graph, sets: Sequence[Sequence[str]]) -> list[bool]:
-    """Per set of parameters, whether growing it scales the input of a nonlinearity by a power of the factor.
+@dataclass
+class Path:
+    """What the factor of a set meets on its way from the parameters."""
 
-    A sum of different powers of the factor, as in a polynomial, is a nonlinearity too. In many rows a nonlinearity
-    shows in the numbers, because each row's defect falls at its own pace; in few rows it may not.
+    # Whether it scales the input of a nonlinearity, or different powers of it are added, as in a polynomial. In many
+    # rows a nonlinearity shows in the numbers, because each row's defect falls at its own pace; in few it may not.
+    nonlinear: bool = False
+    known: bool = True  # whether it meets neither that nor an operation that could hide one, such as a user's own
+    ends: list[int] = field(default_factory=list)  # nodes in which it disappears: normalizations, if it is invariant
+    traced: bool = True  # whether it disappears wherever it goes
 
-    Args:
-        graph: of one pass.
-        sets: names of parameters, each set grown as one.
+
+def follow(graph: Graph, names: Sequence[str]) -> Path:
+    """Follow the factor by which some parameters grow together until it disappears, on every path.
+
+    Each tensor has a power of the factor, NaN if it is unknown. It is certain up to the first operation that may be
+    part of a normalization: behind that, it explains an invariance, but does not refute one.
     """
-    return _factor_reaches(graph, sets, lambda kind: kind == "nonlinear", mixtures=True)
-
-
-def has_known_path(graph: Graph, sets: Sequence[Sequence[str]]) -> list[bool]:
-    """Per set, whether it meets no nonlinearity and no operation that could hide one, such as a user's own."""
-    return [not hidden for hidden in _factor_reaches(graph, sets, lambda kind: kind not in _KNOWN)]
-
-
-Powers = dict[float, int]
-"""Sets of which some power of the factor is in a tensor, one bit for each set, by that power."""
-
-
-def _factor_reaches(
-    graph: Graph, sets: Sequence[Sequence[str]], wanted: Callable[[str], bool], *, mixtures: bool = False
-) -> list[bool]:
-    """Per set, whether its factor is still in the input of such a kind of operation, or in a mixture of powers."""
-    bits = {name: bit for bit, name in enumerate(graph.names)}
-    marks = dict.fromkeys(range(len(graph.names)), 0)
-    for number, names in enumerate(sets):
-        for name in names:
-            marks[bits[name]] |= 1 << number
-    # Per node: the sets that it depends on, and the powers of their factors in it as far as they are known.
-    depends: list[int] = []
-    powers: list[Powers] = []
-    hit = 0
-    for node, leaf in enumerate(graph.leaf):
-        if leaf is not None:
-            depends.append(marks[leaf])
-            powers.append({1.0: marks[leaf]})
+    leaves = [graph.leaf_nodes[name] for name in names if name in graph.leaf_nodes]
+    path = Path(known=len(leaves) == len(names), traced=len(leaves) == len(names))
+    power, uncertain = dict.fromkeys(leaves, 1.0), set[int]()
+    queue = sorted({consumer for leaf in leaves for consumer in graph.nodes[leaf].consumers})
+    queued, last = set(queue), queue[-1] if queue else -1
+    while queue and queue[0] <= last:
+        number = heappop(queue)
+        node = graph.nodes[number]
+        reads = zip(node.inputs, node.exponents, strict=True)
+        incoming = [0.0 if i is None else exponent * power.get(i, 0.0) for i, exponent in reads]
+        certain = uncertain.isdisjoint(node.inputs)
+        powers = _powers(node, incoming) - {0.0}
+        path.nonlinear |= certain and (node.kind == "nonlinear" or (len(powers) > 1 and node.kind in _SUMS))
+        path.known &= not certain or node.kind in _KNOWN
+        if not powers:
+            path.ends.append(number)
             continue
-        kind, reads = graph.kinds[node], [r for r in graph.inputs[node] if r is not None]
-        # If the power is unknown in one input, it is unknown in the result.
-        known = ~_union(depends[r] & ~_union(powers[r].values()) for r in reads)
-        incoming = [{} if r is None else {d: m & known for d, m in powers[r].items()} for r in graph.inputs[node]]
-        if wanted(kind):
-            hit |= _union(mask for of_input in incoming for mask in of_input.values())
-        found, mixed = _combine(graph, node, incoming, depends)
-        if kind == "concatenation":
-            # Where one part lacks the factor, a slice of the result may be of that part.
-            for part in incoming:
-                found = {d: mask & _union(part.values()) for d, mask in found.items()}
-        removed = _union(incoming[0].values()) if kind == "normalization" else 0
-        depends.append(_union(depends[r] & ~(removed if i == 0 else 0) for i, r in enumerate(reads)))
-        powers.append(found)
-        hit |= mixed if mixtures else 0
-    return [bool(hit >> number & 1) for number in range(len(sets))]
+        power[number] = powers.pop() if len(powers) == 1 else nan
+        if not certain or isnan(power[number]) or not _stays_certain(node, incoming):
+            uncertain.add(number)
+        path.traced &= bool(node.consumers) and not isnan(power[number])
+        for consumer in node.consumers:
+            if consumer not in queued:
+                queued.add(consumer)
+                heappush(queue, consumer)
+            if not isnan(power[number]):
+                last = max(last, consumer)  # behind what is unknown, everything is
+    return path
 
 
-def _combine(graph: Graph, node: int, incoming: list[Powers], depends: list[int]) -> tuple[Powers, int]:
-    """The powers in the result of an operation, and the sets of which it mixes several."""
-    kind, reads = graph.kinds[node], graph.inputs[node]
-    if graph.operations[node] == "pow":
-        return {graph.exponent[node] * d: mask for of_input in incoming[:1] for d, mask in of_input.items()}, 0
-    if kind == "division":
-        # Divided by something that depends on the set, there may be no scale left.
-        left = ~_union(depends[r] for r in reads[1:] if r is not None)
-        return {d: mask & left for d, mask in incoming[0].items()}, 0
-    if kind == "normalization":
-        # A known power of the factor is removed; any other dependence on the set stays unknown.
-        left = ~_union(depends[r] & ~_union(incoming[0].values()) for r in reads[:1] if r is not None)
-        given: Powers = {}
-        for d, mask in (item for of_input in incoming[1:3] for item in of_input.items()):
-            given[d] = given.get(d, 0) | mask & left
-        return given, 0
-    if kind not in _HOMOGENEOUS:
-        return {}, 0
-    if kind == "product":
-        factors, terms = incoming[:2], incoming[2:]
-    elif kind == "sum of products":
-        factors, terms = incoming[1:3], incoming[:1]
-    else:
-        factors, terms = incoming[:1], incoming[1:]
-    result = factors[0] if len(factors) < 2 else _product(*factors)
-    for term in terms:
-        result = {d: result.get(d, 0) | term.get(d, 0) for d in {*result, *term}}
-    once, mixed = 0, 0
-    for mask in result.values():
-        mixed |= once & mask
-        once |= mask
-    kept = {d: mask & ~mixed for d, mask in result.items() if d and mask & ~mixed}
-    return kept, 0 if kind in ("concatenation", "mixture", "choice") else mixed
+def _powers(node: Node, incoming: list[float]) -> set[float]:
+    """The powers of the factor in the result of an operation."""
+    first, second, third, *_ = [*incoming, 0.0, 0.0]
+    if node.kind in ("normalization", "weight norm"):
+        # They remove a power of the factor and give that of the gain and the bias.
+        return {nan} if isnan(first) else {second, third}
+    if node.kind == "division":
+        return {first - second}
+    if node.kind == "product":
+        return {first + second, third}
+    if node.kind == "sum of products":
+        return {first, second + third}
+    if node.kind in _HOMOGENEOUS or node.kind in ("power", "length"):
+        return set(incoming)
+    if node.operation.startswith("scaleddotproduct") and not first and not second:
+        return {third}
+    return {nan}
 
 
-def _product(a: Powers, b: Powers) -> Powers:
-    """Powers add where both factors have one, and are kept where one has."""
-    both = _union(a.values()) & _union(b.values())
-    result: Powers = {}
-    for d, mask in [*a.items(), *b.items()]:
-        result[d] = result.get(d, 0) | mask & ~both
-    for d, mask in a.items():
-        for e, other in b.items():
-            result[d + e] = result.get(d + e, 0) | mask & other
-    return result
+def _stays_certain(node: Node, incoming: list[float]) -> bool:
+    """Whether the power in the result is certain if it is in the inputs."""
+    if node.kind == "division":
+        return not any(incoming[1:])
+    if node.kind == "concatenation":
+        return all(incoming)  # a slice may be of a part that lacks the factor
+    return node.kind in _HOMOGENEOUS or node.kind == "normalization" or node.operation == "pow"

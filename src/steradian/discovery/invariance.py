@@ -7,10 +7,10 @@ growth, some fall linearly, and some are inactive at a grown point (`_constant`,
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from statistics import median_low
 
 import torch
@@ -37,27 +37,14 @@ def is_matrix(shape: Sequence[int]) -> bool:
     return sum(size > 1 for size in shape) >= 2
 
 
-def is_one_filter(shape: Sequence[int]) -> bool:
-    """Whether all numbers lie along dimension 1, as those of a layer with one output do.
-
-    >>> is_one_filter((1, 8)), is_one_filter((1, 8, 1, 1)), is_one_filter((1, 1, 8)), is_one_filter((8, 1))
-    (True, True, False, False)
-    """
-    return len(shape) > 1 and shape[1] == math.prod(shape) > 1
-
-
 # How far a row is from invariance, and whether ε is the reason
 
 
 def imbalance(sums: Tensor, floor: float, *, signed: bool = False) -> Tensor:
     """|Σ g·x| / √Σ(g·x)² per block: of order 1 where nothing cancels, ε/σ² under a normalization.
 
-    Unlike |cos(x, ∇L)| it does not shrink with the number of entries, so it separates long rows too.
-
-    Args:
-        sums: a `Table`.
-        floor: effect that is rounding.
-        signed: with the sign of Σ g·x.
+    Unlike |cos(x, ∇L)| it does not shrink with the number of entries, so it separates long rows too. Effects up to
+    `floor` are rounding.
     """
     ratio = sums[0] / (sums[1].sqrt() + floor)
     return ratio if signed else ratio.abs()
@@ -68,12 +55,7 @@ def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
 
     Growing a row by ρ divides ε/σ² by ρ². Anything else that competes with the row, such as another branch added
     before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5. (An ε that is
-    added to σ loses weight with ρ too: see `_linear`.)
-
-    Args:
-        before: imbalances at the smaller growth.
-        after: imbalances at the larger growth of the same point, with the same cotangents.
-        settled: imbalance that needs no explanation.
+    added to σ loses weight with ρ too: see `_linear`.) Both imbalances are of one point and loss.
     """
     # The median helps a row whose defect happened to be small before.
     typical = torch.maximum(before, before.median())
@@ -84,49 +66,32 @@ def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: i
     """Whether a signed defect is divided by the square of the growth, as ε's is to first order, in most rows.
 
     An activation such as GELU, which becomes ReLU as its inputs grow, loses its defect at the same pace on average
-    over many units, but each row at its own.
-
-    Args:
-        before: signed imbalances at the smaller growth.
-        after: the same at the larger growth of the same point, with the same cotangents.
-        resolution: largest rounding error of an imbalance.
-        order: 1 for an ε that is added to a length instead of its square.
+    over many units, but each row at its own. The order is 1 for an ε that is added to a length instead of its square.
     """
     power = (thresholds.GROWTH[1] / thresholds.GROWTH[0]) ** order
     typical = torch.maximum(before.abs(), before.abs().median())
     many = before.numel() >= thresholds.MANY_ROWS
     # Few rows may agree by chance.
     follows = (power * after - before).abs() <= typical / (4 if many else 16) + power * resolution
-    measured, nonzero = before.abs() > power * resolution, before != 0
-    # Units of ReLU that switch on the way disturb rows that are seldom active. Most rows decide for all: half of those
-    # with a measurable defect, or nearly all where most have hardly any.
-    if (
-        many
-        and bool(measured.any())
-        and (_share(follows, measured) >= 0.5 or _share(follows | ~measured, nonzero) >= 0.9)
-    ):
-        return torch.ones_like(follows)
+    measured = before.abs() > power * resolution
+    if many and bool(measured.any()):
+        # Units of ReLU that switch on the way disturb rows that are seldom active. Most rows decide for all: half of
+        # those with a measurable defect, or nearly all where most have hardly any.
+        half, most = follows[measured], (follows | ~measured)[before != 0]
+        if half.double().mean() >= 0.5 or most.double().mean() >= 0.9:
+            return torch.ones_like(follows)
     return follows
-
-
-def _share(rows: Tensor, among: Tensor) -> float:
-    return float(rows[among].double().mean())
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One probe's tables of one parameter (or of several joined along dimension 0), and what to make of them.
+    """One probe's tables of one parameter (or of several joined along dimension 0), and what to make of them."""
 
-    Attributes:
-        tables: the sums that the probe kept, by key.
-        floor: effects below this are rounding; a row with no other effect cannot be judged.
-        tolerance: imbalance up to which a row counts as invariant.
-    """
-
-    tables: dict[Key, Table]
-    floor: float
-    tolerance: float
+    tables: dict[Key, Table]  # the sums that the probe kept, by key
+    floor: float  # effects below this are rounding; a row with no other effect cannot be judged
+    tolerance: float  # imbalance up to which a row counts as invariant
     _sums: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
+    _imbalances: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
 
     def sums(self, cut: Cut) -> Tensor:
         """The sums of `Table` on each block of a cut."""
@@ -136,7 +101,9 @@ class Evidence:
 
     def imbalance(self, cut: Cut, *, signed: bool = False) -> Tensor:
         """Of each block of a cut."""
-        return imbalance(self.sums(cut), self.floor, signed=signed)
+        if cut not in self._imbalances:
+            self._imbalances[cut] = imbalance(self.sums(cut), self.floor, signed=True)
+        return self._imbalances[cut] if signed else self._imbalances[cut].abs()
 
     def beside_others(self, cut: Cut) -> Tensor:
         """The same, but small for rows that hardly have an effect beside the typical one."""
@@ -150,21 +117,13 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Trial:
-    """All evidence about a parameter.
+    """All evidence about a parameter."""
 
-    Attributes:
-        precision: what counts as zero.
-        random: probes at random points, independent of each other.
-        grown: two growths of one more point, the smaller first; may be empty.
-        constant: largest defect that may stay as it is, where growth does not change it.
-        known_path: whether the graph shows that no nonlinearity lies in front of a normalization.
-    """
-
-    precision: Precision
-    random: Sequence[Evidence]
-    grown: Sequence[Evidence] = ()
-    constant: float = 0.0
-    known_path: bool = False
+    precision: Precision  # what counts as zero
+    random: Sequence[Evidence]  # probes at random points, independent of each other
+    grown: Sequence[Evidence] = ()  # two growths of one more point, the smaller first; may be empty
+    constant: float = 0.0  # largest defect that may stay as it is, where growth does not change it
+    known_path: bool = False  # whether the graph shows that no nonlinearity lies in front of a normalization
 
     def evidence(self, cut: Cut) -> list[Evidence]:
         """The probes that have a table of the dimensions of a cut."""
@@ -210,7 +169,7 @@ def _small(cut: Cut, trial: Trial) -> Tensor:
 
 
 def _invariant(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks that are small in this sense and whose defects have an explanation."""
+    """Blocks that are small and whose defects have an explanation."""
     good = _small(cut, trial)
     if len(trial.grown) < 2 or not bool(good.any()):
         return good
@@ -255,11 +214,8 @@ def _constant(cut: Cut, trial: Trial) -> Tensor:
         return torch.zeros_like(after, dtype=torch.bool)
     small = torch.stack([e.imbalance(cut) <= trial.constant for e in trial.evidence(cut)]).all(0)
     # A defect that grows with the row is a path around the normalization, however narrow.
-    return (
-        small
-        & (after > before / 4)
-        & (after <= 4 * torch.maximum(before, before.median()).clamp(min=trial.precision.settled))
-    )
+    most = 4 * torch.maximum(before, before.median()).clamp(min=trial.precision.settled)
+    return small & (after > before / 4) & (after <= most)
 
 
 def _linear(cut: Cut, trial: Trial) -> Tensor:
@@ -270,22 +226,18 @@ def _linear(cut: Cut, trial: Trial) -> Tensor:
     before, after = (trial.grown[i].imbalance(cut, signed=True) for i in (0, -1))
     if len(trial.grown) < 2 or not trial.at_random(cut):
         return torch.zeros_like(after, dtype=torch.bool)
-    defects = torch.stack([e.imbalance(cut).flatten() for e in trial.random])
-    if bool((defects.median(1).values > trial.precision.linear).any()):
-        return torch.zeros_like(after, dtype=torch.bool)
+    defects = torch.stack([e.imbalance(cut) for e in trial.random])
     most = trial.precision.linear * (thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1)
-    return (defects <= most).all(0).reshape(after.shape) & follows_growth(
-        before, after, trial.precision.resolution, order=1
-    )
+    typical = defects.reshape(len(defects), -1).median(1).values <= trial.precision.linear
+    return typical.all() & (defects <= most).all(0) & follows_growth(before, after, trial.precision.resolution, order=1)
 
 
 def _faded(cut: Cut, trial: Trial) -> Tensor:
     """Few blocks among others that ε dominates at one point, and that are balanced in most probes at ordinary scale.
 
     A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: at that
-    point they act through ε alone, and what is left of their effect has no reason to be balanced. It falls as ε does.
-    The imbalance of a unit with hardly any variance starts too high to end where others do; it falls as ε does, or
-    is next to nothing in all other probes.
+    point they act through ε alone. The imbalance of a unit with hardly any variance starts too high to end where
+    others do; it falls as ε does, or is next to nothing in all other probes.
     """
     first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
     before, after = trial.grown[0].imbalance(cut), trial.grown[-1].imbalance(cut)
@@ -311,12 +263,9 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
 
 
 def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
-    """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there.
-
-    Where the random points have no table of a pair of dimensions, each of the two is judged by itself. With a known
-    path, the typical row is that of a typical probe: a batch of few samples may leave a normalization hardly any
-    variance.
-    """
+    """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there."""
+    # Where the random points have no table of a pair of dimensions, each of the two is judged by itself. With a known
+    # path, the probe is a typical one: a batch of few samples may leave a normalization hardly any variance.
     cuts = [cut] if trial.at_random(cut) else [_cut(len(cut), {i: cut[i]}) for i in _key(cut)]
     across = median_low if trial.known_path else max
     reached = [[e for e in trial.random if bool(e.sums(c)[1].any())] or trial.random for c in cuts]
@@ -326,11 +275,6 @@ def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
     return typical, max(float(e.beside_others(c).max()) for c in cuts for e in trial.random)
 
 
-def worst_grown(cut: Cut, trial: Trial) -> float:
-    """The largest imbalance of a row that growth has left."""
-    return float(trial.grown[-1].beside_others(cut).max())
-
-
 # The finest cut
 
 
@@ -338,31 +282,30 @@ def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
     """The cut with most rows all of which are invariant; None if not even the whole tensor is.
 
     A cut that holds implies every coarser one, so the search divides each dimension by itself and combines two only
-    where each can be divided. Dimension 0 is preferred between equals. Rows have at least two entries: a single number
-    has a radius only. Pairs of dimensions are tried where their table exists (see `pair_keys`).
+    where each can be divided and their table exists (see `pair_keys`). Dimension 0 is preferred between equals. Rows
+    have at least two entries: a single number has a radius only.
     """
     whole = (1,) * len(shape)
     # In the sum of all rows, one of hardly any variance may dominate the others.
     if not bool(_small(whole, trial).all()) and not slices_balanced(shape, trial):
         return None
-    alone = {i: _most_blocks(shape, i, trial) for i in range(len(shape)) if shape[i] > 1}
-    found = [_cut(len(shape), {i: g}) for i, g in alone.items() if g > 1]
+    most = {i: _most_blocks(shape, i, trial) for i in range(len(shape))}
+    found = [_cut(len(shape), {i: g}) for i, g in most.items() if g > 1]
     if _holds(whole, trial):
         found.append(whole)
-    if not found:
-        return None
-    for i, j in combinations([i for i, g in alone.items() if g > 1], 2):
+    for i, j in combinations([i for i, g in most.items() if g > 1], 2):
         if all((i, j) in e.tables for e in trial.grown or trial.random):
-            found += _finest_pair(shape, (i, alone[i]), (j, alone[j]), trial)
-    return max(found, key=lambda cut: (math.prod(cut), cut))
+            blocks = product(_divisors(most[i])[1:], _divisors(most[j])[1:])
+            cuts = sorted((_cut(len(shape), {i: a, j: b}) for a, b in blocks), key=math.prod, reverse=True)
+            found += [next((cut for cut in cuts if math.prod(shape) > math.prod(cut) and _holds(cut, trial)), whole)]
+    return max(found, key=lambda cut: (math.prod(cut), cut), default=None)
 
 
 def pair_keys(shape: Sequence[int], trial: Trial) -> list[Key]:
     """Pairs of dimensions that can each be divided alone: their common table is worth its memory."""
-    if not _holds((1,) * len(shape), trial):
+    if not _holds((1,) * len(shape), trial) or math.prod(shape) <= 4:
         return []
-    able = [i for i in range(len(shape)) if shape[i] > 1 and _most_blocks(shape, i, trial) > 1]
-    return list(combinations(able, 2)) if math.prod(shape) > 4 else []
+    return list(combinations([i for i in range(len(shape)) if _most_blocks(shape, i, trial) > 1], 2))
 
 
 def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
@@ -371,21 +314,17 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
     Where the rows are small, ε leaves a defect of several percent: too much to judge one row by, but not hundreds.
     Defects due to ε are distributed like a normal variable, so that hardly any is four times the typical one.
     """
-    for dim, size in enumerate(shape):
-        # Of a set of parameters there are sums along their common slices alone.
-        if size >= thresholds.MANY_ROWS and math.prod(shape) > size and all((dim,) in e.tables for e in trial.random):
-            cut = _cut(len(shape), {dim: size})
-            if all(_mostly_balanced(cut, e) for e in trial.random):
-                return True
-    return False
 
+    def mostly_balanced(cut: Cut, evidence: Evidence) -> bool:
+        defects = evidence.imbalance(cut)[evidence.measurable(cut)].sort().values
+        if len(defects) < thresholds.MANY_ROWS:
+            return False
+        middle, high = defects[len(defects) // 2], defects[int(0.98 * (len(defects) - 1))]
+        return bool(middle <= 2 * evidence.tolerance) and bool(high <= 8 * evidence.tolerance)
 
-def _mostly_balanced(cut: Cut, evidence: Evidence) -> bool:
-    defects = evidence.imbalance(cut)[evidence.measurable(cut)].sort().values
-    if len(defects) < thresholds.MANY_ROWS:
-        return False
-    high = defects[int(0.98 * (len(defects) - 1))]
-    return bool(defects[len(defects) // 2] <= 2 * evidence.tolerance) and bool(high <= 8 * evidence.tolerance)
+    many = [dim for dim, size in enumerate(shape) if thresholds.MANY_ROWS <= size < math.prod(shape)]
+    cuts = [_cut(len(shape), {dim: shape[dim]}) for dim in many if (dim,) in trial.random[0].tables]
+    return any(all(mostly_balanced(cut, e) for e in trial.random) for cut in cuts)
 
 
 def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | None:
@@ -426,20 +365,12 @@ def _divisors(n: int) -> tuple[int, ...]:
 
 
 def _most_blocks(shape: Sequence[int], dim: int, trial: Trial) -> int:
+    """Into how many blocks a dimension can be divided; 1 if it cannot."""
     for blocks in reversed(_divisors(shape[dim])):
         cut = _cut(len(shape), {dim: blocks})
         if math.prod(shape) > blocks > 1 and trial.evidence(cut) and _holds(cut, trial):
             return blocks
     return 1
-
-
-def _finest_pair(shape: Sequence[int], first: tuple[int, int], second: tuple[int, int], trial: Trial) -> Iterator[Cut]:
-    (i, most_i), (j, most_j) = first, second
-    cuts = [_cut(len(shape), {i: a, j: b}) for a in _divisors(most_i)[1:] for b in _divisors(most_j)[1:]]
-    for cut in sorted(cuts, key=math.prod, reverse=True):
-        if math.prod(shape) > math.prod(cut) and _holds(cut, trial):
-            yield cut
-            return
 
 
 def _clearly_invariant(cut: Cut, trial: Trial) -> Tensor:

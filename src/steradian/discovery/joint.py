@@ -1,14 +1,13 @@
 """Parameters that are invariant only together: the null space of the matrix of ⟨∇L, x⟩ over probes.
 
-If scaling all parameters of a set by one ρ changes nothing, then Σ ⟨∇L, x_i⟩ = 0 over the set, in every probe.
-So joint sets are the vectors of zeros and ones in the null space of M, M[k, i] = ⟨∇L, x_i⟩ of parameter i in
-probe k. There are fewer probes than parameters, which leaves a null space too large to be read from M by linear
-algebra; being 0/1 and sparse makes the vectors unique. Sets of up to four are searched among all by sorting sums,
-larger ones among the sets that the graph proposes.
+If scaling all parameters of a set by one ρ changes nothing, then Σ ⟨∇L, x_i⟩ = 0 over the set, in every probe. So joint
+sets are vectors of zeros and ones in the null space of M, M[k, i] = ⟨∇L, x_i⟩ of parameter i in probe k. There are
+fewer probes than parameters, but sparse 0/1 vectors are unique. Sets of up to four are searched among all by sorting
+sums, larger ones among the sets that the graph proposes.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
-from steradian.discovery.graph import members
 from steradian.discovery.invariance import Key, Table, falls, follows_growth
 
 if TYPE_CHECKING:
@@ -35,26 +33,24 @@ def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ..
     # The last probe goes first: with the least left of ε, it is the best one to sort sums by.
     grown, precision = measured.grown[::-1], measured.prober.precision
     allowed = [precision.strict, min(30 * precision.strict, precision.loose)][: len(grown)]
-    proposed = set(_proposed_sets(measured, names))
     loose = [precision.loose] * len(measured.random)
-    at_grown, at_random = _matrices(grown, names), _matrices(measured.random, names)
     # Whether parts cancel shows best where ε is gone. A set that was found by trying alone must cancel in the other
     # probes too; the two growths of one point cancel alike, so that one of them is enough.
-    independent = [*measured.random, grown[0]]
-    # A set that vanishes by chance at one point must not hide the larger one that it is part of.
+    proposed, independent = set(_proposed_sets(measured, names)), [*measured.random, grown[0]]
     explained: dict[Indices, bool] = {}
     for s in _vanishing_sets(measured, grown, allowed, names, least=thresholds.CANCELLATION):
-        after, before = torch.tensor(_imbalance(*at_grown, s), device="cpu")[[0, -1], None]
-        linear = bool((np.abs(_imbalance(*at_random, s)) <= precision.linear).all())
+        of_set = [names[i] for i in s]
+        at_grown, at_random = (
+            next(_parts(measured, readings, of_set, [WHOLE])).defects() for readings in (grown, measured.random)
+        )
+        after, before = torch.tensor(at_grown[[0, -1]], device="cpu")
+        linear = bool((np.abs(at_random) <= precision.linear).all())
         linear = linear and bool(follows_growth(before, after, precision.resolution, order=1))
-        falling, of_set = bool(falls(before.abs(), after.abs(), precision.settled)), [names[i] for i in s]
+        falling = bool(falls(before.abs(), after.abs(), precision.settled))
+        where = grown if s in proposed else independent
+        # A set that vanishes by chance at one point must not hide the larger one that it is part of.
         if (linear or falling or _slices_fall(measured, grown, of_set)) and _vanishes(
-            measured,
-            measured.random,
-            loose,
-            of_set,
-            grown if s in proposed else independent,
-            least=thresholds.CANCELLATION,
+            measured, measured.random, loose, of_set, where, least=thresholds.CANCELLATION
         ):
             by_sum = falling and bool(follows_growth(before, after, precision.resolution))
             explained[s] = linear or len(grown) < len(thresholds.GROWTH) or by_sum
@@ -76,12 +72,12 @@ def _vanishing_sets(
 ) -> list[Indices]:
     """Sets of parameters whose sums vanish because their parts cancel.
 
-    Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the
-    weight nearly is. Other sets are searched among the unbalanced.
+    Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the weight
+    nearly is. Other sets are searched among the unbalanced.
 
     Args:
         measured: all readings.
-        readings: where sums must vanish, up to the imbalance that is `allowed` in each.
+        readings: where sums must vanish, up to the imbalance that is allowed in each.
         allowed: per reading.
         names: the parameters, which a set lists by their indices.
         least: as in `Parts.cancels`, for the sets that are proposed.
@@ -89,7 +85,10 @@ def _vanishing_sets(
     M, sizes = _matrices(readings, names)
     found: set[Indices] = set()
     for proposed in _proposed_sets(measured, names):
-        for indices in _by_residue(M, {_essential(M, proposed), proposed}):
+        # The members that take part in the sum go first, unless all leave much less of it.
+        some, every = _essential(M, proposed), proposed
+        left, left_of_all = (np.abs(M[:, list(s)].sum(1)).max(initial=0) for s in (some, every))
+        for indices in (every, some) if left_of_all < left / 4 else (some, every):
             if len(indices) > 1 and _vanishes(measured, readings, allowed, [names[i] for i in indices], least=least):
                 found.add(indices)
                 break
@@ -99,8 +98,7 @@ def _vanishing_sets(
     for s in _zero_sums(M[:, place], sizes[:, place], allowed, most=most):
         indices = tuple(place[i] for i in s)
         of_set = [names[i] for i in indices]
-        parts = _parts(measured, _reaching(readings, of_set), of_set, None)
-        if parts is not None and parts.cancels(thresholds.CANCELLATION):
+        if next(_parts(measured, _reaching(readings, of_set), of_set, [WHOLE])).cancels(thresholds.CANCELLATION):
             found.add(indices)
     return list(found)
 
@@ -119,25 +117,21 @@ def _vanishes(
     As `_vanishing_sets`; `independent` are the readings that show whether parts cancel, if not the same.
     """
     reaching = _reaching(readings, names)
-    limits = [limit for limit, reading in zip(allowed, readings, strict=True) if any(reading is r for r in reaching)]
-    shapes = [measured.shapes[name] for name in names]
-    views = (None, *(a for a in alignments(shapes) if a.slices >= thresholds.MANY_ROWS))
-    here = (_parts(measured, reaching, names, view) for view in views)
-    if not any(parts is not None and parts.balanced(limits) for parts in here):
+    limits = [limit for limit, reading in zip(allowed, readings, strict=True) if reading in reaching]
+    views = [WHOLE, *_many_slices(measured, names)]
+    if not any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views)):
         return False
-    there = (_parts(measured, _reaching(independent or readings, names), names, view) for view in views)
-    return any(parts is not None and parts.cancels(least) for parts in there)
+    there = _reaching(independent or readings, names)
+    return any(parts.cancels(least) for parts in _parts(measured, there, names, views))
 
 
 def _slices_fall(measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str]) -> bool:
     """Whether what is left of a typical shared slice falls as ε does, from the second reading to the first."""
-    for alignment in alignments([measured.shapes[name] for name in names]):
-        parts = _parts(measured, readings, names, alignment) if alignment.slices >= thresholds.MANY_ROWS else None
-        if parts is not None and len(readings) > 1:
-            after, before = torch.tensor(parts.typical(), device="cpu")[:, None]
-            if bool(falls(before, after, measured.prober.precision.settled)):
-                return True
-    return False
+    if len(readings) < 2:
+        return False
+    views = _parts(measured, readings, names, _many_slices(measured, names))
+    defects = [torch.tensor(parts.typical(), device="cpu")[:, None] for parts in views]
+    return any(bool(falls(before, after, measured.prober.precision.settled)) for after, before in defects)
 
 
 def _reaching(readings: Sequence["Reading"], names: Sequence[str]) -> list["Reading"]:
@@ -154,7 +148,7 @@ def _proposed_sets(measured: "Measurements", names: Sequence[str]) -> list[Indic
     modules: dict[str, list[str]] = {}
     for name in measured.prober.trainable:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
-    sets = [*(members(mask, measured.graph.names) for mask in measured.proposals.sets), *modules.values()]
+    sets = [*measured.proposals.sets, *modules.values()]
     place = {name: i for i, name in enumerate(names)}
     found = {tuple(sorted(place[name] for name in s if name in place)) for s in sets}
     return sorted(indices for indices in found if len(indices) > 1)
@@ -167,24 +161,13 @@ def _essential(M: Array, indices: Indices) -> Indices:
     return tuple(i for i, takes_part in zip(indices, counts, strict=True) if takes_part)
 
 
-def _by_residue(M: Array, sets: Collection[Indices]) -> list[Indices]:
-    """The sets, smaller first, unless a larger one leaves much less: then its additional members take part."""
-    residue = {s: float(np.abs(M[:, list(s)].sum(1)).max(initial=0)) for s in sets}
-    small, *larger = sorted(sets, key=len)
-    return [*larger, small] if larger and residue[larger[0]] < residue[small] / 4 else [small, *larger]
-
-
 def _minimal(sets: Iterable[Indices]) -> list[Indices]:
-    """The sets that contain no other, smallest first, in order.
-
-    >>> _minimal([(0, 1, 2), (0, 1), (1, 3)])
-    [(0, 1), (1, 3)]
-    """
-    kept: list[frozenset[int]] = []
-    for candidate in sorted({tuple(sorted(s)) for s in sets}, key=lambda s: (len(s), s)):
-        if not any(smaller <= set(candidate) for smaller in kept):
-            kept.append(frozenset(candidate))
-    return [tuple(sorted(s)) for s in kept]
+    """The sets that contain no other, smallest first, in order."""
+    kept: list[Indices] = []
+    for candidate in sorted(sets, key=lambda s: (len(s), s)):
+        if not any(set(smaller) <= set(candidate) for smaller in kept):
+            kept.append(candidate)
+    return kept
 
 
 # The parts of a sum
@@ -200,42 +183,28 @@ def _matrices(readings: Sequence["Reading"], names: Sequence[str]) -> tuple[Arra
     return M, np.hypot(M, thresholds.LEAST_SHARE * effects)
 
 
-def _imbalance(M: Array, sizes: Array, indices: Sequence[int]) -> Array:
-    """Σ M[:, i] / √Σ sizes[:, i]² over a set, per probe: 0 where the set is jointly invariant.
-
-    >>> M = np.array([[3.0, -3.0], [1.0, 1.0]])
-    >>> _imbalance(M, abs(M), (0, 1)).round(3).tolist()
-    [0.0, 1.414]
-    """
-    chosen = list(indices)
-    size = np.sqrt(np.square(sizes[:, chosen]).sum(1))
-    result: Array = M[:, chosen].sum(1) / np.where(size > 0, size, 1)
-    return result
-
-
 @dataclass(frozen=True)
 class Parts:
     """What the members of one set add to its sum: of the whole tensors, or of each slice that they share.
 
     Rows of a set that happen to have next to no variance (a unit of ReLU that is hardly ever active) keep a large
     part of what ε does to them, and in the sum over all rows they dominate the others. The slices separate them.
-
-    Attributes:
-        parts: ⟨∇L, x_i⟩, probes × members × slices.
-        sizes: what each is measured by, as in `_matrices`.
-        floor: per probe, the size up to which a slice is rounding.
     """
 
-    parts: Array
-    sizes: Array
-    floor: Array
+    parts: Array  # ⟨∇L, x_i⟩, probes × members × slices
+    sizes: Array  # what each is measured by, as in `_matrices`
+    floor: Array  # per probe, the size up to which a slice is rounding
+
+    def defects(self) -> Array:
+        """What is left of each sum, relative to its parts: Σ parts / √Σ sizes², probes × slices."""
+        size = np.linalg.norm(self.sizes, axis=1)
+        result: Array = self.parts.sum(1) / np.where(size > 0, size, 1)
+        return result
 
     def typical(self) -> Array:
-        """Per probe, what is left of a typical slice's sum, relative to its parts; inf if no slice is measurable."""
-        size = np.sqrt(np.square(self.sizes).sum(1))
-        left = np.abs(self.parts.sum(1)) / np.where(size > 0, size, 1)
-        medians = [np.median(d[m]) if m.any() else np.inf for d, m in zip(left, self._measurable(), strict=True)]
-        return np.array(medians)
+        """Per probe, the defect of a typical slice; inf if no slice is measurable."""
+        rows = zip(np.abs(self.defects()), self._measurable(), strict=True)
+        return np.array([np.median(defects[counts]) if counts.any() else np.inf for defects, counts in rows])
 
     def balanced(self, allowed: Sequence[float]) -> bool:
         """Whether a typical slice vanishes in every probe, up to what is allowed there.
@@ -248,10 +217,9 @@ class Parts:
     def cancels(self, least: float) -> bool:
         """Whether each member's part is cancelled by the others, rather than small itself.
 
-        A part is on average (of the logarithm) `least` times what is left of the sum. In one probe it may happen to
-        be no larger, and parts that do not belong together may happen to cancel. Of many slices, those do not count
-        in which the part is small: a unit of ReLU that is always active does not need the bias of its weight. Parts
-        that are rounding themselves, of rows that ε leaves no defect, cancel to the last bit as often as not.
+        A part is on average (of the logarithm) `least` times what is left of the sum: in one probe, parts that do not
+        belong together may happen to cancel. Of many slices, those do not count in which the part is small: a unit of
+        ReLU that is always active does not need the bias of its weight. What is left is at least rounding.
         """
         tiny, slices = np.finfo(np.float64).tiny, self.parts.shape[2]
         rounding = thresholds.ROUNDING_OF_SUM * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny
@@ -272,35 +240,32 @@ class Parts:
 
 
 def _parts(
-    measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str], alignment: "Alignment | None"
-) -> Parts | None:
-    """What each member adds in each slice, or as a whole; None where a probe has no table of the slices."""
-    rows, floor = [], []
-    for reading in readings:
-        found = [
-            reading.tables[name][()]
-            if alignment is None
-            else alignment.table(reading.tables[name], measured.shapes[name])
-            for name in names
-        ]
-        tables = [table for table in found if table is not None]
-        if len(tables) < len(names):
-            return None
-        rows.append([t[:2].reshape(2, -1).numpy() for t in tables])
-        floor.append(0.0 if alignment is None else thresholds.MEASURABLE * measured.floor(reading, names))
-    sums = np.array(rows)
-    parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
-    return Parts(parts, np.hypot(parts, thresholds.LEAST_SHARE * effects), np.array(floor))
+    measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str], views: Sequence["Alignment"]
+) -> Iterator[Parts]:
+    """What each member adds in each slice, for the views whose tables the probes have."""
+    for view in views:
+        tables = [view.table(r.tables[name], measured.shapes[name]) for r in readings for name in names]
+        known = [table[:2].reshape(2, -1).numpy() for table in tables if table is not None]
+        if len(known) == len(tables):
+            sums = np.array(known).reshape(len(readings), len(names), 2, -1)
+            parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
+            least = thresholds.MEASURABLE if view.slices > 1 else 0.0
+            floor = np.array([least * measured.floor(reading, names) for reading in readings])
+            yield Parts(parts, np.hypot(parts, thresholds.LEAST_SHARE * effects), floor)
+
+
+def _many_slices(measured: "Measurements", names: Sequence[str]) -> list["Alignment"]:
+    """The ways in which the members share so many slices that a typical one can be judged."""
+    shapes = [measured.shapes[name] for name in names]
+    if all(len(shape) == 1 for shape in shapes):
+        return []  # a single number of each
+    return [view for view in alignments(shapes) if view.slices >= thresholds.MANY_ROWS]
 
 
 def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int = 4) -> list[Indices]:
-    """Sets of two to four columns whose sum vanishes in every row, smallest first; some may contain others.
+    """Sets of two to `most` columns whose sum vanishes in every row, smallest first; some may contain others.
 
-    Args:
-        M: as in `_matrices`, the probe with the least noise first.
-        sizes: as in `_matrices`.
-        tolerance: imbalance allowed to a pair, per probe.
-        most: columns of the largest set.
+    The tolerance is the imbalance allowed to a pair, per probe; the probe with the least noise is the first.
 
     >>> M = np.array([[3.0, -2.0, 1.0, -1.0], [1.0, 5.0, 2.0, -6.0]])
     >>> _zero_sums(M, abs(M), [1e-9, 1e-9])
@@ -350,38 +315,32 @@ class Alignment:
 
     A bias has an entry for each output of its weight, and the outputs lie along dimension 0 of a convolution, along
     dimension 1 of a transposed one, and along g blocks of dimension 0 times dimension 1 of one with g groups.
-
-    Attributes:
-        slices: how many.
-        dim: the dimension of the larger members that they lie along; vectors have only one.
-        groups: blocks of dimension 0 that they lie along too.
     """
 
-    slices: int
-    dim: int
-    groups: int = 1
+    slices: int  # how many
+    dim: int  # the dimension of the larger members that they lie along; vectors have only one
+    groups: int = 1  # blocks of dimension 0 that they lie along too
 
     def table(self, tables: Mapping[Key, Table], shape: Shape) -> Table | None:
         """The sums of one member per slice; None if the table that it needs was not made."""
-        key = (0,) if len(shape) == 1 else (self.dim,) if self.groups == 1 else (0, self.dim)
-        table = tables.get(key)
-        if table is None or self.groups == 1 or len(shape) == 1:
-            return table
-        return table.unflatten(1, (self.groups, -1)).sum(2).flatten(1)
+        if self.slices == 1:
+            return tables[()]
+        if self.groups == 1 or len(shape) == 1:
+            return tables.get((0 if len(shape) == 1 else self.dim,))
+        table = tables.get((0, self.dim))
+        return None if table is None else table.unflatten(1, (self.groups, -1)).sum(2).flatten(1)
 
     def join(self, tables: Sequence[Mapping[Key, Table]], shapes: Sequence[Shape]) -> dict[Key, Table]:
         """The tables of all members as of one tensor whose dimension 0 are the slices."""
         parts = [self.table(of_member, shape) for of_member, shape in zip(tables, shapes, strict=True)]
         joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
         known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            joined[0,] = torch.stack(known).sum(0)
-        return joined
+        return joined | ({(0,): torch.stack(known).sum(0)} if self.slices > 1 and len(known) == len(parts) else {})
 
     def cut(self, blocks: int, shape: Shape) -> tuple[int, ...] | None:
         """Blocks along each dimension of a member, for the slices in so many equal blocks; None if there is no cut."""
-        if len(shape) == 1:
-            return (blocks,)
+        if len(shape) < 2:
+            return (blocks,) * len(shape)
         counts = [1] * len(shape)
         if self.groups == 1:
             counts[self.dim] = blocks
@@ -394,6 +353,9 @@ class Alignment:
         return tuple(counts)
 
 
+WHOLE = Alignment(1, 0)
+
+
 def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
     """The ways in which parameters of these shapes may lie beside each other.
 
@@ -403,13 +365,12 @@ def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
     [Alignment(slices=6, dim=1, groups=2)]
     """
     tensors, vectors = [s for s in shapes if len(s) > 1], {s for s in shapes if len(s) == 1}
-    if not tensors or len(vectors) > 1 or any(not s for s in shapes):
+    if len(vectors) > 1 or any(not s for s in shapes):
         return []
-    found = []
-    for dim in range(min(map(len, tensors))):
-        size = tensors[0][dim]
-        if all(s[dim] == size for s in tensors) and all(v == (size,) for v in vectors):
-            found.append(Alignment(size, dim))
+    if not tensors:
+        return [Alignment(n, 0) for (n,) in vectors]
+    sizes = [(dim, tensors[0][dim]) for dim in range(min(map(len, tensors)))]
+    found = [Alignment(n, dim) for dim, n in sizes if all(s[dim] == n for s in tensors) and vectors <= {(n,)}]
     for (length,) in vectors:
         groups = length // tensors[0][1]
         if groups > 1 and all(_may_have_groups(s, length, groups) for s in tensors):
@@ -418,11 +379,9 @@ def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
 
 
 def _may_have_groups(shape: Shape, length: int, groups: int) -> bool:
-    """Whether a weight may be that of a transposed convolution with groups.
-
-    Only convolutions have groups. A table of both dimensions of a matrix would be larger than the matrix, and so would
-    be that of a 1 × 1 convolution, which has an entry of the vector for each slice of dimension 0 already.
-    """
+    """Whether a weight may be that of a transposed convolution with groups."""
+    # Only convolutions have groups. A table of both dimensions of a matrix is larger than the matrix, and so is that of
+    # a 1 × 1 convolution, which has an entry of the vector for each slice of dimension 0 already.
     if len(shape) < 3 or (math.prod(shape[2:]) == 1 and shape[0] == length):
         return False
     return shape[1] * groups == length and shape[0] % groups == 0

@@ -2,36 +2,28 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 
 from steradian.discovery import thresholds
-from steradian.discovery.explain import UNKNOWN
-from steradian.discovery.invariance import Cut, finest, imbalance, is_matrix, is_one_filter, partial_cut, to_spec
-from steradian.discovery.joint import Alignment, alignments, joint_sets
+from steradian.discovery.invariance import Cut, finest, imbalance, is_matrix, partial_cut, to_spec
+from steradian.discovery.joint import WHOLE, Alignment, alignments, joint_sets
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Group, Spec
 
 
 @dataclass
 class Verdict:
-    """What was found about all parameters.
+    """What was found about all parameters."""
 
-    Attributes:
-        rows: groups of weights, for optimizers.
-        facts: further groups: of gains and biases, sets that overlap, members that act through each other.
-        nonlinear: groups that are balanced, but possibly due to a nonlinearity.
-        no_effect: parameters without effect, with what was measured.
-        partial: partly invariant parameters, with a description.
-        rejected: groups that the forward check refuted or could not prove.
-    """
-
-    rows: list[Group] = field(default_factory=list)
+    rows: list[Group] = field(default_factory=list)  # groups of weights, for optimizers
+    # Further groups: of gains and biases, sets that overlap, members that act through each other.
     facts: list[Group] = field(default_factory=list)
-    nonlinear: list[Group] = field(default_factory=list)
-    no_effect: dict[str, str] = field(default_factory=dict)
-    partial: dict[str, str] = field(default_factory=dict)
-    rejected: list[Group] = field(default_factory=list)
+    nonlinear: list[Group] = field(default_factory=list)  # groups that are balanced, but possibly due to a nonlinearity
+    no_effect: dict[str, str] = field(default_factory=dict)  # parameters without effect, with what was measured
+    partial: dict[str, str] = field(default_factory=dict)  # partly invariant parameters, with a description
+    rejected: list[Group] = field(default_factory=list)  # groups that the forward check refuted or could not prove
 
 
 def judge(measured: Measurements) -> Verdict:
@@ -42,28 +34,22 @@ def judge(measured: Measurements) -> Verdict:
     names = [name for name in measured.names_with_effect() if name not in verdict.no_effect]
     joint = joint_sets(measured, names)
     in_sets = {name for s in joint for name in s}
-    measured.find_known_paths(list(joint))
     single = {name for name in names if name not in in_sets and _judge_single(measured, name, verdict)}
+    order = measured.graph.order_of_use
+    places = {s: [order.get(name, len(order)) for name in s] for s in joint}
     # Of sets that share a bias the first one gets it: that of its own layer.
-    for s in sorted(joint, key=lambda s: (len(s), measured.span(s))):
+    for s in sorted(joint, key=lambda s: (len(s), max(places[s]) - min(places[s]))):
         _judge_joint(measured, s, verdict, by_epsilon=joint[s])
-    for name, nonlinear in zip(names, measured.nonlinear([(name,) for name in names]), strict=True):
-        if is_matrix(measured.shapes[name]) and name not in single and name not in in_sets and not nonlinear:
-            found = partial_cut(measured.shapes[name], measured.trial(name))
+    for name in (name for name in names if name not in single and name not in in_sets):
+        if is_matrix(measured.shapes[name]) and not measured.nonlinear((name,)):
+            found = partial_cut(measured.shapes[name], measured.trial((name,)))
             if found is not None:
                 text = f"of {found[0]} equal blocks of dimension 0 only {_ranges(found[1])} are invariant"
                 verdict.partial[name] = text
-    verdict.rows, verdict.nonlinear = _split(measured, verdict.rows)
-    verdict.facts, _ = _split(measured, verdict.facts)
+    verdict.nonlinear = [group for group in verdict.rows if measured.nonlinear(group.names)]
+    verdict.rows = [group for group in verdict.rows if group not in verdict.nonlinear]
+    verdict.facts = [group for group in verdict.facts if not measured.nonlinear(group.names)]
     return verdict
-
-
-def _split(measured: Measurements, groups: list[Group]) -> tuple[list[Group], list[Group]]:
-    """Groups that a normalization explains, and those that may be due to a nonlinearity."""
-    parts: tuple[list[Group], list[Group]] = [], []
-    for group, nonlinear in zip(groups, measured.nonlinear([group.names for group in groups]), strict=True):
-        parts[nonlinear].append(group)
-    return parts
 
 
 # Effects
@@ -73,12 +59,11 @@ def _without_effect(measured: Measurements) -> dict[str, str]:
     found = {}
     for name in measured.prober.trainable:
         share = measured.local_share(name)
+        text = f"effect {share:.1e} of the largest around it"
         if not measured.has_effect(name):
-            found[name] = f"effect {share:.1e} of the largest around it"
-        elif (share < thresholds.NO_EFFECT and not is_matrix(measured.shapes[name])) or (
-            measured.is_suspect(name) and _effect_vanishes(measured, name)
-        ):
-            found[name] = f"effect {share:.1e} of the largest around it: what a normalization's ε lets through"
+            found[name] = text
+        elif measured.is_suspect(name) and (share < thresholds.NO_EFFECT or _effect_vanishes(measured, name)):
+            found[name] = f"{text}: what a normalization's ε lets through"
     return found
 
 
@@ -100,11 +85,12 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
     """Add the rows of one parameter to the verdict, if it has any."""
     shape = measured.shapes[name]
     active = all(r.effect[name] > thresholds.MEASURABLE * measured.floor(r, (name,)) for r in measured.grown)
-    cut = finest(shape, measured.trial(name)) if active and math.prod(shape) > 1 else None
+    cut = finest(shape, measured.trial((name,))) if active and math.prod(shape) > 1 else None
     if cut is None:
         return False
     # A layer with one output has the shape of some gains. Those are seldom in front of what mixes all their numbers.
-    is_weight = is_matrix(shape) or (is_one_filter(shape) and math.prod(cut) == 1)
+    one_filter = len(shape) > 1 and shape[1] == math.prod(shape)
+    is_weight = is_matrix(shape) or (one_filter and math.prod(cut) == 1)
     group = _group(measured, (name,), to_spec(cut, shape), math.prod(cut))
     (verdict.rows if is_weight else verdict.facts).append(group)
     return True
@@ -112,13 +98,8 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
 
 def _ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] as "0–2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 # Joint sets
@@ -127,20 +108,13 @@ def _ranges(numbers: list[int]) -> str:
 def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_epsilon: bool) -> None:
     """Add the rows of a joint set to the verdict, with the finest spec that its members share."""
     shapes = [measured.shapes[name] for name in names]
-    dims = min(map(len, shapes))
-    common = [shapes[0][k] if len({shape[k] for shape in shapes}) == 1 else 1 for k in range(dims)]
-    found = finest((*common, sum(map(math.prod, shapes)) // math.prod(common)), measured.trial(*names))
-    aligned = _finest_aligned(measured, names)
-    if found is None and aligned is None and not by_epsilon:
+    found = _finest_aligned(measured, names)
+    if found is None and not by_epsilon:
         return
-    cut = (found or (1,) * dims)[:dims]
-    n_rows = math.prod(cut)
-    spec = to_spec(cut, common) if n_rows > 1 else "tensor"
-    if aligned is not None and math.prod(aligned[1][0]) > n_rows:
-        measured.alignments[names], cuts = aligned
-        n_rows = math.prod(cuts[0])
-        largest = max(range(len(names)), key=lambda i: len(cuts[i]))
-        spec = to_spec(cuts[largest], shapes[largest])
+    alignment, cuts = found or (WHOLE, tuple((1,) * len(shape) for shape in shapes))
+    measured.alignments[names] = alignment
+    n_rows, largest = math.prod(cuts[0]), max(range(len(names)), key=lambda i: len(cuts[i]))
+    spec = to_spec(cuts[largest], shapes[largest]) if n_rows > 1 else "tensor"
     taken = {name for group in verdict.rows for name in group.names}
     is_weight = _parallel(measured, names) and any(map(is_matrix, shapes)) and not taken & set(names)
     (verdict.rows if is_weight else verdict.facts).append(_group(measured, names, spec, n_rows))
@@ -149,9 +123,9 @@ def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_e
 def _finest_aligned(measured: Measurements, names: Names) -> tuple[Alignment, tuple[Cut, ...]] | None:
     """The way to lay the members beside each other that gives most rows, and the cut of each member."""
     shapes, best = [measured.shapes[name] for name in names], None
-    for alignment in alignments(shapes):
+    for alignment in (WHOLE, *alignments(shapes)):
         size = sum(map(math.prod, shapes)) // alignment.slices
-        found = finest((alignment.slices, size), measured.trial(*names, alignment=alignment))
+        found = finest((alignment.slices, size), measured.trial(names, alignment))
         cuts = [alignment.cut(found[0], shape) for shape in shapes] if found is not None else [None]
         known = tuple(cut for cut in cuts if cut is not None)
         if len(known) == len(shapes) and (best is None or math.prod(known[0]) > math.prod(best[1][0])):
@@ -163,7 +137,7 @@ def _parallel(measured: Measurements, names: Names) -> bool:
     """Whether no member acts through another; without a graph, whether they belong to one module."""
     if not measured.graph.leaf_nodes.keys() >= set(names):
         return len({name.rpartition(".")[0] for name in names}) == 1
-    return measured.proposals.parallel(sum(1 << measured.graph.names.index(name) for name in names))
+    return measured.proposals.parallel(names)
 
 
 # Groups
@@ -171,14 +145,8 @@ def _parallel(measured: Measurements, names: Names) -> bool:
 
 def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Group:
     """The group with what was measured of its rows at the model's own weights."""
-    group = Group(
-        names=names,
-        spec=spec,
-        n_rows=n_rows,
-        size=sum(math.prod(measured.shapes[name]) for name in names) // n_rows,
-        reason=UNKNOWN,
-        defect=0.0,
-    )
+    size = sum(math.prod(measured.shapes[name]) for name in names) // n_rows
+    group = Group(names, spec, n_rows, size, reason="", defect=0.0)
     at_random = [measured.row_sums(reading, group) for reading in measured.random]
     reached = torch.stack([sums[1].sqrt() > thresholds.MEASURABLE * floor for sums, floor in at_random]).any(0)
     # The model's own weights, or a random point if no row has an effect there.

@@ -1,27 +1,15 @@
 """All readings of a model, and the questions that the schedule, the judge and the forward check ask of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from steradian.discovery import thresholds
-from steradian.discovery.explain import Trace
-from steradian.discovery.graph import Graph, Proposals, has_known_path, meets_nonlinearity, propose
-from steradian.discovery.invariance import (
-    Cut,
-    Evidence,
-    Key,
-    Table,
-    Trial,
-    block_sums,
-    imbalance,
-    is_matrix,
-    slices_balanced,
-    typical_and_worst,
-    worst_grown,
-)
-from steradian.discovery.joint import Alignment
+from steradian.discovery import invariance, thresholds
+from steradian.discovery.graph import Graph, Path, Proposals, follow, propose
+from steradian.discovery.invariance import Cut, Evidence, Key, Table, Trial, is_matrix
+from steradian.discovery.joint import WHOLE, Alignment
 from steradian.discovery.probe import Prober, Reading, output_change
 from steradian.groups import Group, Layout
 
@@ -29,39 +17,22 @@ Names = tuple[str, ...]
 
 
 class Measurements:
-    """All readings of a model.
-
-    Attributes:
-        prober: runs the model.
-        own: the reading at the model's own weights.
-        random: readings at random points.
-        first: the first of them, with a trace and its graph.
-        grown: readings at a random point with the candidates grown by the two factors, the smaller first.
-        further: the last of two more such readings, at a point that reaches other parts of the model.
-        late: parameters that only these two reach.
-        traces: those with a graph: of the first random point, and of passes that reach further parameters.
-        graph, proposals: the first graph, and what it says about sets.
-        growing: what grows, by parameter: 1, or 1 on some blocks and 0 elsewhere.
-        suspects_grown: the first random point with grown parameters of next to no effect.
-        alignments: how the members of a joint set lie beside each other, where not dimension by dimension.
-    """
+    """All readings of a model."""
 
     def __init__(self, prober: Prober, own: Reading) -> None:
         self.prober, self.own, self.shapes = prober, own, prober.shapes
-        self.random: list[Reading] = []
-        self.first: Reading | None = None
-        self.grown: list[Reading] = []
-        self.further: Reading | None = None
-        self.late: set[str] = set()
-        self.traces: list[Trace] = []
-        self.graph, self.proposals = Graph([]), Proposals()
-        self.growing: dict[str, float | Tensor] = {}
-        self.suspects_grown: Reading | None = None
-        self.alignments: dict[Names, Alignment] = {}
+        self.random: list[Reading] = []  # at random points
+        self.first: Reading | None = None  # the first of them, with a graph
+        self.grown: list[Reading] = []  # at a random point with the candidates grown, by the smaller factor first
+        self.further: Reading | None = None  # the same with the larger factor, at a point that reaches other parts
+        self.late: set[str] = set()  # parameters that only this one reaches
+        self.graphs: list[Graph] = []  # of the first random point, and of passes that reach further parameters
+        self.graph, self.proposals = Graph(), Proposals()  # the first of them, and what it says about sets
+        self.growing: dict[str, float | Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
+        self.suspects_grown: Reading | None = None  # the first random point, with parameters of next to no effect grown
+        self.alignments: dict[Names, Alignment] = {}  # of joint sets that have several rows
         self._may_be_invariant: dict[str, bool] = {}
-        self._used: tuple[list[str], dict[str, int]] | None = None
-        self._known_paths: dict[Names, bool] = {}
-        self._growth_undone: bool | None = None
+        self._paths: dict[Names, Path] = {}
 
     # Effects
 
@@ -71,12 +42,8 @@ class Measurements:
         return [n for n in self.prober.trainable if not parameters[n].is_complex() and self.has_effect(n)]
 
     def has_effect(self, name: str) -> bool:
-        """Whether a parameter has an effect in some probe, beside all others or at least beside its neighbors.
-
-        Rounding is proportional to what passes through a layer, and in float32 to what passes elsewhere too.
-        """
-        readings = (self.own, *self.random)
-        return any(r.share(name) > r.noise for r in readings) or self.local_share(name) > self.own.noise
+        """Whether a parameter has an effect in some probe, beside its neighbors: rounding is proportional to theirs."""
+        return self.local_share(name) > self.own.noise
 
     def local_share(self, name: str) -> float:
         """The largest effect of a parameter relative to its neighbors, in an exact reading if any reaches it.
@@ -92,27 +59,12 @@ class Measurements:
         return not is_matrix(self.shapes[name]) and self.local_share(name) < thresholds.LITTLE_EFFECT
 
     def _neighbors(self, name: str) -> Sequence[str]:
-        """Parameters that are used shortly before and after one in the forward pass, and itself.
-
-        In a deep model effects may grow by a constant factor per layer, until the last ones are nothing
-        compared with the first. Compared with its neighbors a parameter keeps its size.
-        """
-        used, place = self._order_of_use()
-        if name not in place:
+        """Parameters that are used shortly before and after one in the forward pass, and itself."""
+        # In a deep model effects may grow by a constant factor per layer: there is no common scale.
+        order = self.graph.order_of_use
+        if name not in order:
             return self.prober.trainable
-        return used[max(0, place[name] - thresholds.NEIGHBORS) : place[name] + thresholds.NEIGHBORS + 1]
-
-    def span(self, names: Sequence[str]) -> int:
-        """How many parameters are used between the first and the last of a set in the forward pass."""
-        used, place = self._order_of_use()
-        places = [place.get(name, len(used)) for name in names]
-        return max(places) - min(places)
-
-    def _order_of_use(self) -> tuple[list[str], dict[str, int]]:
-        if self._used is None:
-            used = [name for name in self.graph.order_of_use if self.prober.parameters[name].requires_grad]
-            self._used = used, {name: place for place, name in reversed(list(enumerate(used)))}
-        return self._used
+        return list(order)[max(0, order[name] - thresholds.NEIGHBORS) : order[name] + thresholds.NEIGHBORS + 1]
 
     def floor(self, reading: Reading, names: Sequence[str]) -> float:
         """The effect below which a row of these parameters is rounding."""
@@ -122,7 +74,7 @@ class Measurements:
 
     def imbalance(self, reading: Reading, name: str) -> float:
         """Of the whole parameter in one probe."""
-        return float(imbalance(reading.tables[name][()], self.floor(reading, (name,))))
+        return float(invariance.imbalance(reading.tables[name][()], self.floor(reading, (name,))))
 
     def balanced(self, name: str, share: float = 1.0) -> bool:
         """Whether the whole parameter is balanced at random points, up to a share of the tolerance."""
@@ -135,11 +87,11 @@ class Measurements:
         """
         loose = self.prober.precision.loose
         balanced = [self.imbalance(reading, name) <= loose for reading in self.random if reading.slope[name]]
-        return 2 * sum(balanced) > len(balanced) and self.known_path((name,))
+        return 2 * sum(balanced) > len(balanced) and self.path((name,)).known
 
     def slices_balanced(self, name: str) -> bool:
         """Whether so many of its slices are balanced that it cannot be chance."""
-        return is_matrix(self.shapes[name]) and slices_balanced(self.shapes[name], self.random_trial(name))
+        return is_matrix(self.shapes[name]) and invariance.slices_balanced(self.shapes[name], self.random_trial(name))
 
     def may_be_invariant(self, name: str) -> bool:
         """Whether a parameter may be invariant by itself, as a whole or slice by slice, by the random points."""
@@ -153,7 +105,7 @@ class Measurements:
         precision = self.prober.precision
         return Trial(precision, [self._evidence(reading, (name,), precision.loose) for reading in self.random])
 
-    def trial(self, *names: str, alignment: Alignment | None = None) -> Trial:
+    def trial(self, names: Names, alignment: Alignment = WHOLE) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as the alignment says."""
         precision = self.prober.precision
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
@@ -163,35 +115,27 @@ class Measurements:
             precision,
             random=[self._evidence(reading, names, precision.loose, alignment) for reading in self.random],
             grown=[self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings],
-            constant=precision.flat if self._undoes_growth() else precision.flat / 10,
-            known_path=self.known_path(names),
+            constant=precision.flat if self._growth_undone else precision.flat / 10,
+            known_path=self.path(names).known,
         )
 
-    def _undoes_growth(self) -> bool:
+    @cached_property
+    def _growth_undone(self) -> bool:
         """Whether the outputs stay the same from one growth to the other.
 
         They do if another normalization undoes the growth of a row. A logarithm of its length also leaves a defect
         that stays, but it moves the outputs.
         """
-        if self._growth_undone is None and len(self.grown) > 1:
-            first, last = self.grown[0].outputs, self.grown[-1].outputs
-            self._growth_undone = output_change(first, last) <= 10 * self.prober.precision.same
-        return bool(self._growth_undone)
+        change = output_change(self.grown[0].outputs, self.grown[-1].outputs)
+        return len(self.grown) > 1 and change <= 10 * self.prober.precision.same
 
-    def _evidence(
-        self, reading: Reading, names: Sequence[str], tolerance: float, alignment: Alignment | None = None
-    ) -> Evidence:
+    def _evidence(self, reading: Reading, names: Names, tolerance: float, alignment: Alignment = WHOLE) -> Evidence:
         return Evidence(self._tables(reading, names, alignment), self.floor(reading, names), tolerance)
 
-    def _tables(self, reading: Reading, names: Sequence[str], alignment: Alignment | None) -> dict[Key, Table]:
-        """Tables of several parameters as if they were one, wherever their dimensions agree."""
+    def _tables(self, reading: Reading, names: Names, alignment: Alignment) -> dict[Key, Table]:
+        """Tables of one parameter, or of several as if they were one tensor of slices."""
         tables = [reading.tables[name] for name in names]
-        if alignment is not None:
-            return alignment.join(tables, [self.shapes[name] for name in names])
-        if len(tables) == 1:
-            return tables[0]
-        keys = [key for key in tables[0] if all(key in t and t[key].shape == tables[0][key].shape for t in tables)]
-        return {key: torch.stack([t[key] for t in tables]).sum(0) for key in keys}
+        return tables[0] if len(names) == 1 else alignment.join(tables, [self.shapes[name] for name in names])
 
     def is_fully_grown(self, reading: Reading) -> bool:
         """Whether the candidates have their full growth there, so that ε no longer shows."""
@@ -201,83 +145,55 @@ class Measurements:
 
     def row_sums(self, reading: Reading, group: Group) -> tuple[Tensor, float]:
         """The sums of `Table` per row of a group in one probe, and the effect below which they are rounding."""
-        alignment = self.alignments.get(group.names)
-        tables, cut = self._tables(reading, group.names, alignment), self._cut(group)
+        tables, cut = self._tables(reading, group.names, self._alignment(group)), self._cut(group)
         if sum(blocks > 1 for blocks in cut) > 1:
             # The table of a pair of dimensions is made at grown points only; here one of them has to do.
             widest = max(range(len(cut)), key=lambda i: cut[i])
             cut = tuple(blocks if i == widest else 1 for i, blocks in enumerate(cut))
-        return block_sums(tables, cut).reshape(4, -1), self.floor(reading, group.names)
+        return invariance.block_sums(tables, cut).reshape(4, -1), self.floor(reading, group.names)
 
     def worst_rows(self, group: Group) -> tuple[float, float]:
         """The largest imbalance of a row at random points, and the largest that growth has left."""
-        trial, cut = self.trial(*group.names, alignment=self.alignments.get(group.names)), self._cut(group)
-        return typical_and_worst(cut, trial)[1], worst_grown(cut, trial)
+        trial, cut = self.trial(group.names, self._alignment(group)), self._cut(group)
+        return invariance.typical_and_worst(cut, trial)[1], float(trial.grown[-1].beside_others(cut).max())
+
+    def _alignment(self, group: Group) -> Alignment:
+        return self.alignments.get(group.names, WHOLE)
 
     def _cut(self, group: Group) -> Cut:
-        if group.names in self.alignments:
-            return (group.n_rows,)
-        return Layout(group.spec).blocks(self.shapes[group.names[0]])
+        one = len(group.names) == 1
+        return Layout(group.spec).blocks(self.shapes[group.names[0]]) if one else (group.n_rows,)
 
     # Graphs
 
-    def add_trace(self, trace: Trace) -> None:
-        """Keep a trace with a graph, which may have parameters that the others lack."""
-        if not self.traces:
-            self.graph, self.proposals = trace.graph, propose(trace.graph)
-        self.traces.append(trace)
-        self._known_paths.clear()
+    def add_graph(self, graph: Graph) -> None:
+        """Keep a graph, which may have parameters that the others lack."""
+        if not self.graphs:
+            self.graph, self.proposals = graph, propose(graph)
+        self.graphs.append(graph)
+        self._paths.clear()
 
-    def misses_parameters(self) -> bool:
-        """Whether the graph lacks a parameter with an effect: chance or the data may skip it in one pass."""
-        return bool(self.traces) and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
+    def graph_of(self, names: Names) -> Graph:
+        """The first graph that has all of these parameters, or else the first of all."""
+        return next((graph for graph in self.graphs if graph.leaf_nodes.keys() >= set(names)), self.graph)
 
-    def trace_of(self, names: Sequence[str]) -> Trace:
-        """The first trace whose graph has all of these parameters, or else the first of all."""
-        having = (trace for trace in self.traces if trace.graph.leaf_nodes.keys() >= set(names))
-        return next(having, self.traces[0] if self.traces else Trace())
+    def path(self, names: Names) -> Path:
+        """Where the factor goes by which a set grows."""
+        if names not in self._paths:
+            self._paths[names] = follow(self.graph_of(names), names)
+        return self._paths[names]
 
-    def nonlinear(self, sets: Sequence[Names]) -> list[bool]:
-        """Per set, whether it has a defect and meets a nonlinearity: then ε need not be the reason."""
-        return [meets and self._has_defect(s) for meets, s in zip(self.meets_nonlinearity(sets), sets, strict=True)]
-
-    def meets_nonlinearity(self, sets: Sequence[Names]) -> list[bool]:
-        """Per set, whether a graph shows that it meets a nonlinearity."""
-        answers = self._ask_graphs(sets, meets_nonlinearity)
-        return [answers.get(names, False) for names in sets]
-
-    def known_path(self, names: Names) -> bool:
-        """Whether a graph shows that no nonlinearity lies between a set and a normalization."""
-        if names not in self._known_paths:
-            self.find_known_paths([names, *((name,) for name in self.prober.trainable)])
-        return self._known_paths[names]
-
-    def find_known_paths(self, sets: Sequence[Names]) -> None:
-        """Answer that for many sets in one walk through each graph."""
-        new = [names for names in sets if names not in self._known_paths]
-        self._known_paths |= dict.fromkeys(new, False) | self._ask_graphs(new, has_known_path, whole=True)
-
-    def _ask_graphs(
-        self, sets: Sequence[Names], question: Callable[[Graph, Sequence[Names]], list[bool]], *, whole: bool = False
-    ) -> dict[Names, bool]:
-        """The answer about each set from its graph; with `whole`, only if the graph has all of it."""
-        answers: dict[Names, bool] = {}
-        traces = [self.trace_of(names) for names in sets]
-        for trace in self.traces:
-            here = [names for names, of_set in zip(sets, traces, strict=True) if of_set is trace]
-            if whole:
-                here = [names for names in here if trace.graph.leaf_nodes.keys() >= set(names)]
-            if here:
-                answers |= dict(zip(here, question(trace.graph, here), strict=True))
-        return answers
+    def nonlinear(self, names: Names) -> bool:
+        """Whether a set has a defect and meets a nonlinearity: then ε need not be the reason."""
+        return self.path(names).nonlinear and self._has_defect(names)
 
     def _has_defect(self, names: Names) -> bool:
-        """Whether more than rounding is left of a set's sum, at the first of the random points that reach it."""
+        """Whether more than rounding is left of a set's sum, at the first random point or another that reaches it."""
         reaching = [r for r in self.random if any(r.slope[name] for name in names)]
-        exact = [r for r in reaching if r is self.first]
-        for reading in (exact or reaching)[:1]:
-            # Other readings may be in the model's own float32.
-            tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reading.noise
-            tables = self._tables(reading, names, None)
-            return float(imbalance(tables[()], self.floor(reading, names))) > tolerance
-        return False
+        if not reaching:
+            return False
+        reading = self.first if self.first in reaching else reaching[0]
+        exact = reading is self.first  # other readings may be in the model's own float32
+        tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reading.noise
+        sums = torch.stack([reading.tables[name][()] for name in names]).sum(0)
+        return float(invariance.imbalance(sums, self.floor(reading, names))) > tolerance

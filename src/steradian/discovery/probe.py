@@ -7,34 +7,22 @@ float64 where the model allows it, so that an exact invariance reads 1e-12 and n
 
 import math
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from steradian.discovery import thresholds
-from steradian.discovery.explain import Trace
-from steradian.discovery.graph import graph_nodes
+from steradian.discovery import sandbox, thresholds
+from steradian.discovery.graph import Call, Graph, graph_nodes, read_graph, record_calls
 from steradian.discovery.invariance import Key, Table, is_matrix
 from steradian.discovery.joint import pairs_to_align
-from steradian.discovery.sandbox import (
-    Leaves,
-    as_dtype,
-    floating,
-    isolated,
-    make_leaves,
-    map_inputs,
-    name_inputs,
-    swapped,
-    tensors_in,
-    unwrap,
-)
+from steradian.discovery.sandbox import Leaves, as_dtype, floating, tensors_in, unwrap
 
 Factors = Mapping[str, float | Tensor]
 
@@ -42,36 +30,25 @@ Factors = Mapping[str, float | Tensor]
 # Points
 
 
-class Noise:
+Noise = Callable[[torch.device], torch.Generator]
+
+
+def noise_of(seed: int) -> Noise:
     """One generator per device, all from one seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def __call__(self, device: torch.device) -> torch.Generator:
-        """The generator of a device."""
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device=device).manual_seed(self.seed)
-        return self._generators[device]
+    return cache(lambda device: torch.Generator(device=device).manual_seed(seed))
 
 
 @dataclass(frozen=True)
 class Point:
     """A point of parameter space, given by its recipe and computed one parameter at a time wherever it is needed.
 
-    A model may take half of the device's memory, and several points of it are remembered. Radial invariance holds
-    everywhere or not at all, so any point will do except special ones: a bias of zeros has ⟨∇L, b⟩ = 0 for no deeper
-    reason, a gain of zeros hides the branch behind it, a row with one nonzero entry cannot show two terms that cancel.
-
-    Attributes:
-        parameters: the model's own.
-        seed: of the noise on trainable parameters; None leaves them as they are.
-        factors: what each parameter is multiplied by afterwards, broadcasting against it.
+    Radial invariance holds everywhere or not at all, so any point will do except special ones: a bias of zeros has
+    ⟨∇L, b⟩ = 0 for no deeper reason, a gain of zeros hides the branch behind it.
     """
 
-    parameters: Mapping[str, Tensor]
-    seed: int | None = None
+    parameters: Mapping[str, Tensor]  # the model's own
+    seed: int | None = None  # of the noise on trainable parameters; None leaves them as they are
+    # What each parameter is multiplied by afterwards, broadcasting against it.
     factors: Mapping[str, Sequence[float | Tensor]] = field(default_factory=dict)
 
     def scaled(self, *factors: Factors) -> "Point":
@@ -85,7 +62,7 @@ class Point:
     @torch.no_grad()
     def write(self, leaves: Mapping[str, Tensor]) -> None:
         """Set the leaves to this point."""
-        noise = Noise(self.seed) if self.seed is not None else None
+        noise = noise_of(self.seed) if self.seed is not None else None
         for name, parameter in self.parameters.items():
             leaf = leaves[name]
             leaf.copy_(parameter)
@@ -96,10 +73,8 @@ class Point:
 
 
 def _move(tensor: Tensor, generator: torch.Generator) -> None:
-    """Move a tensor to a random place nearby, with entries of ordinary size and no exact zeros.
-
-    No value is read here: on a GPU that would wait for it, once per parameter and point.
-    """
+    """Move a tensor to a random place nearby, with entries of ordinary size and no exact zeros."""
+    # No value is read here: on a GPU that would wait for it, once per parameter and point.
     size = torch.linalg.vector_norm(tensor) / math.sqrt(tensor.numel())
     if is_matrix(tensor.shape):
         least = 1 / math.sqrt(tensor.numel() / tensor.shape[0])
@@ -160,34 +135,23 @@ def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
 # Readings
 
 
-@dataclass
+@dataclass(eq=False)
 class Reading:
-    """What one probe measured, and how to repeat it.
+    """What one probe measured, and how to repeat it."""
 
-    Attributes:
-        point, seed, draw: as in `Prober.read`.
-        trace: the calls of modules; empty if they were not recorded.
-        outputs: the floating-point outputs.
-        noise: as in the `thresholds.Precision` of its arithmetic.
-        tables: per trainable parameter and key, the sums described at `Table`.
-        radial: ⟨∇L, x⟩ per parameter.
-        effect: ‖g ⊙ x‖ per parameter: the size that ⟨∇L, x⟩ would have if its terms had random signs.
-        slope: ‖∇L‖ per parameter; 0 where the pass did not reach it.
-        peak, steepest: the largest effect and slope of any parameter.
-    """
-
-    point: Point
+    point: Point  # as in `Prober.read`
     seed: int
     draw: int | None
-    trace: Trace
-    outputs: list[Tensor]
-    noise: float
+    graph: Graph | None
+    outputs: list[Tensor]  # the floating-point outputs
+    noise: float  # as in the `thresholds.Precision` of its arithmetic
+    # Per trainable parameter and key, the sums described at `Table`.
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
-    radial: dict[str, float] = field(default_factory=dict)
+    radial: dict[str, float] = field(default_factory=dict)  # ⟨∇L, x⟩ per parameter
+    # ‖g ⊙ x‖ per parameter: the size that ⟨∇L, x⟩ would have if its terms had random signs.
     effect: dict[str, float] = field(default_factory=dict)
-    slope: dict[str, float] = field(default_factory=dict)
-    peak: float = 0.0
-    steepest: float = 0.0
+    slope: dict[str, float] = field(default_factory=dict)  # ‖∇L‖ per parameter; 0 where the pass did not reach it
+    peak: float = 0.0  # the largest effect of any parameter
 
     def put(self, name: str, tables: dict[Key, Table]) -> None:
         """Set what was measured of one parameter."""
@@ -201,13 +165,12 @@ class Reading:
         totals = [tables[()].sum() for tables in self.tables.values()]
         return not any(bool(t.isnan().any()) for t in self.outputs) and all(bool(t.isfinite()) for t in totals)
 
-    def share(self, name: str, beside: Sequence[str] | None = None) -> float:
-        """How much outputs depend on a parameter, relative to the one that they depend on most, or the most of some.
+    def share(self, name: str, beside: Sequence[str]) -> float:
+        """How much outputs depend on a parameter, relative to the one among others that they depend on most.
 
         Measured by ‖g ⊙ x‖ and by ‖g‖, because a parameter that is zero has an effect too.
         """
-        peak = self.peak if beside is None else max(self.effect[n] for n in beside)
-        steepest = self.steepest if beside is None else max(self.slope[n] for n in beside)
+        peak, steepest = max(self.effect[n] for n in beside), max(self.slope[n] for n in beside)
         return max(self.effect[name] / (peak or 1.0), self.slope[name] / (steepest or 1.0))
 
 
@@ -230,11 +193,7 @@ def _tabulate(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
 
 
 def _chunk_tables(g: Tensor, x: Tensor, buffer: Tensor, keys: Sequence[Key]) -> dict[Key, Table]:
-    """Each sum from the smallest partial sum that has the dimensions of its key.
-
-    Passes over the whole tensor are expensive: there is one over the dimensions behind the first two, which are
-    contiguous in memory, and one over the first two.
-    """
+    """The sums of a chunk. Passes over all of it are expensive: most come from sums over the first two dimensions."""
     terms = buffer[:, : x.shape[0]] if x.ndim else buffer
     torch.mul(g, x, out=terms[0])
     for term, factor in zip(terms[1:], (terms[0], g, x), strict=True):
@@ -255,15 +214,12 @@ def _chunk_tables(g: Tensor, x: Tensor, buffer: Tensor, keys: Sequence[Key]) -> 
 
 def _to_host(tables: dict[str, dict[Key, Table]]) -> dict[str, dict[Key, Table]]:
     """The same tables in host memory, copied at once per device: the host waits for a GPU once, not per table."""
-    places = [(name, key) for name, of_name in tables.items() for key in of_name]
-    moved: dict[tuple[str, Key], Table] = {}
-    for device in {tables[name][key].device for name, key in places}:
-        here = [(name, key) for name, key in places if tables[name][key].device == device]
-        shapes = [tables[name][key].shape for name, key in here]
-        flat = torch.cat([tables[name][key].flatten() for name, key in here]).cpu()
-        parts = flat.split([shape.numel() for shape in shapes])
-        moved |= {place: part.reshape(shape) for place, part, shape in zip(here, parts, shapes, strict=True)}
-    return {name: {key: moved[name, key] for key in of_name} for name, of_name in tables.items()}
+    flat = {(name, key): table for name, of_name in tables.items() for key, table in of_name.items()}
+    for device in {table.device for table in flat.values()}:
+        here = {place: table for place, table in flat.items() if table.device == device}
+        parts = torch.cat([t.flatten() for t in here.values()]).cpu().split([t.numel() for t in here.values()])
+        flat |= {place: part.reshape(here[place].shape) for place, part in zip(here, parts, strict=True)}
+    return {name: {key: flat[name, key] for key in of_name} for name, of_name in tables.items()}
 
 
 def output_change(before: list[Tensor], after: list[Tensor]) -> float:
@@ -276,66 +232,50 @@ def output_change(before: list[Tensor], after: list[Tensor]) -> float:
     changes = []
     for a, b in zip(before, after, strict=True):
         finite = torch.isfinite(a)
-        if not bool((finite == torch.isfinite(b)).all()):
+        if not torch.equal(finite, torch.isfinite(b)):
             return float("inf")
-        spread, moved = output_spread(a[finite]), _norm(a[finite] - b[finite])
+        spread, moved = output_spread(a), float(torch.linalg.vector_norm(a[finite] - b[finite]))
         changes.append(moved / spread if spread else moved)
     return max(changes, default=float("inf"))
 
 
 def output_spread(a: Tensor) -> float:
-    """‖a − its mean‖, or ‖a‖ where all entries are the same."""
+    """‖a − its mean‖ over the finite entries, or ‖a‖ where all are the same."""
+    a = a[torch.isfinite(a)]
     if a.numel() == 0:
         return 0.0
-    spread = _norm(a - a.mean())
-    return spread if spread > 1e-9 * float(a.abs().max()) else _norm(a)
-
-
-def _norm(a: Tensor) -> float:
-    return float(a.abs().square().sum().sqrt())
+    spread = float(torch.linalg.vector_norm(a - a.mean()))
+    return spread if spread > 1e-9 * float(a.abs().max()) else float(torch.linalg.vector_norm(a))
 
 
 # Passes
 
 
 class Prober:
-    """Runs a model at points of its parameter space and reads inner products off.
-
-    Attributes:
-        own: the point of the model's own weights.
-        shapes: of all parameters.
-        precision: what counts as zero in the arithmetic in use.
-        forwards, backwards: passes made so far.
-        noisy: whether noise is added to the inputs, until the model fails.
-        remarks: notes of the first pass for the user.
-        raised: what the model raised in a later pass, if it did.
-    """
+    """Runs a model at points of its parameter space and reads inner products off."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.parameters = dict(model.named_parameters())
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad]
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self.own = Point(self.parameters)
-        self.forwards = self.backwards = 0
-        self.remarks: list[str] = []
-        self.raised: Exception | None = None
+        self.own = Point(self.parameters)  # the model's own weights
+        self.forwards = self.backwards = 0  # passes made so far
+        self.noisy = True  # whether noise is added to the inputs, until the model fails
+        self.remarks: list[str] = []  # notes of the first pass for the user
+        self.raised: Exception | None = None  # by the model, in a later pass
         self._pairs_to_align = pairs_to_align({name: self.shapes[name] for name in self.trainable})
-        self.noisy = True
         self._noise_of_seed: dict[int, bool] = {}
         self._made: tuple[torch.dtype | None, Leaves] | None = None
         self.use(torch.float64)
 
     def use(self, dtype: torch.dtype | None) -> None:
-        """Choose the arithmetic."""
-        self.precision = self._quick = self._precision_of(dtype)
+        """Choose the arithmetic, and with it what counts as zero."""
+        parameters = [p for p in self.parameters.values() if floating(p)]
+        self.precision = self._quick = thresholds.precision_of(dtype, parameters)
         # On a GPU, float32 may mean TF32, whose ten bits are too few to separate an effect from rounding.
-        plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.parameters.values())
-        if dtype is not None and plain:
-            self._quick = self._precision_of(None)
-
-    def _precision_of(self, dtype: torch.dtype | None) -> thresholds.Precision:
-        return thresholds.precision_of(dtype, [p for p in self.parameters.values() if floating(p)])
+        if all(p.dtype == torch.float32 and p.device.type == "cpu" for p in self.parameters.values()):
+            self._quick = thresholds.precision_of(None, parameters)
 
     @property
     def left(self) -> int:
@@ -348,7 +288,7 @@ class Prober:
         *,
         seed: int,
         pairs: Mapping[str, Sequence[Key]] | None = None,
-        trace: Trace | None = None,
+        graph: bool = False,
         backward: bool = True,
         quick: bool = False,
         draw: int | None = None,
@@ -359,31 +299,39 @@ class Prober:
             point: the values of the parameters.
             seed: 0 takes the inputs as given; any other adds noise to them.
             pairs: pairs of dimensions to tabulate, by parameter.
-            trace: records the calls of modules.
+            graph: whether to keep the autograd graph.
             backward: whether to compute gradients.
             quick: in the model's own float32 if it is on the CPU, which is several times faster.
             draw: seed of the global generators that the model draws from, if not `seed`.
         """
         precision = self._quick if quick else self.precision
-        leaves, noise = self._leaves(precision.dtype), Noise(seed)
+        leaves, noise = self._leaves(precision.dtype), noise_of(seed)
         with torch.inference_mode(False):
             point.write(leaves)
         for leaf in leaves.values():
             leaf.grad = None
-        with isolated(precision.dtype), swapped(self.model, leaves, dtype=precision.dtype):
+        with sandbox.isolated(precision.dtype), sandbox.swapped(self.model, leaves, dtype=precision.dtype):
             _seed_generators(seed if draw is None else draw)
             noisy = self._noise_of_seed.get(seed, self.noisy and seed != 0)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=noisy)
             self.forwards += 1
-            with trace.watching(self.model) if trace else nullcontext():
+            calls: list[Call] = []
+            with record_calls(self.model, calls) if graph else nullcontext():
                 result = unwrap(self.model)(*args, **kwargs)
             outputs = [t for t in tensors_in(result) if floating(t)]
-            if trace:
-                trace.finish(outputs, leaves)
-            copies = [t.detach().clone() for t in outputs]
-            reading = Reading(point, seed, draw, trace or Trace(), copies, precision.noise)
+            kept = read_graph(outputs, leaves, calls) if graph else None
+            reading = Reading(point, seed, draw, kept, [t.detach().clone() for t in outputs], precision.noise)
             tables: dict[str, dict[Key, Table]] = {}
-            take = partial(self._take, tables, leaves, pairs or {})
+
+            @torch.no_grad()
+            def take(name: str) -> None:
+                """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
+                leaf, also = leaves[name], pairs.get(name, ()) if pairs else ()
+                grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense()
+                keys = dict.fromkeys([*self._pairs_to_align.get(name, ()), *also])
+                tables[name] = _tabulate(grad, leaf.detach(), list(keys))
+                leaf.grad = None
+
             if backward:
                 self._backward([t for t in outputs if t.requires_grad], leaves, noise, take)
         if backward:
@@ -392,8 +340,7 @@ class Prober:
                     take(name)
             for name, of_name in _to_host({name: tables[name] for name in self.trainable}).items():
                 reading.put(name, of_name)
-            reading.peak = max(reading.effect.values(), default=0.0)
-            reading.steepest = max(reading.slope.values(), default=0.0)
+            reading.peak = max(reading.effect.values())
         if reading.finite:
             # Later readings with this seed are compared with this one, and must get the same inputs.
             self._noise_of_seed.setdefault(seed, noisy)
@@ -403,7 +350,9 @@ class Prober:
         """Leaves of a dtype. Those of the last one are freed first: a large model has no room for both."""
         if self._made is None or self._made[0] != dtype:
             self._made = None
-            self._made = (dtype, make_leaves(self.model, dtype))
+            parameters = self.parameters.items()
+            leaves = {name: nn.Parameter(as_dtype(p, dtype), requires_grad=p.requires_grad) for name, p in parameters}
+            self._made = dtype, leaves
         return self._made[1]
 
     def _inputs(
@@ -414,9 +363,9 @@ class Prober:
             fresh = _perturb(fresh, name, noise) if noisy else fresh
             return fresh.requires_grad_(tensor.requires_grad)
 
-        names = name_inputs(unwrap(self.model), self.args)
-        args = tuple(map_inputs(value, change, name) for value, name in zip(self.args, names, strict=True))
-        return args, {name: map_inputs(value, change, name) for name, value in self.kwargs.items()}
+        names = sandbox.name_inputs(unwrap(self.model), self.args)
+        args = tuple(sandbox.map_inputs(value, change, name) for value, name in zip(self.args, names, strict=True))
+        return args, {name: sandbox.map_inputs(value, change, name) for name, value in self.kwargs.items()}
 
     def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise, take: Callable[[str], None]) -> None:
         """Derivatives of a random loss. Each gradient is taken as soon as it is complete, where that can be known."""
@@ -424,9 +373,7 @@ class Prober:
             return
         self.backwards += 1
         cotangents = [
-            torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device)).masked_fill(
-                ~torch.isfinite(t.detach()), 0
-            )
+            torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device)) * torch.isfinite(t.detach())
             for t in outputs
         ]
         nodes = graph_nodes(outputs)
@@ -446,33 +393,13 @@ class Prober:
             for handle in handles:
                 handle.remove()
 
-    @torch.no_grad()
-    def _take(
-        self,
-        tables: dict[str, dict[Key, Table]],
-        leaves: Leaves,
-        pairs: Mapping[str, Sequence[Key]],
-        name: str,
-    ) -> None:
-        """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
-        leaf = leaves[name]
-        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        grad = grad.to_dense() if grad.is_sparse else grad
-        keys = dict.fromkeys([*self._pairs_to_align.get(name, ()), *pairs.get(name, ())])
-        tables[name] = _tabulate(grad, leaf.detach(), list(keys))
-        leaf.grad = None
-
 
 def _seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch.
-
-    Not `torch.manual_seed`: the seed that it leaves for a GPU which is not in use yet could not be restored.
-    """
+    """Seed the global generators of Python, numpy and torch."""
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-    others = torch.accelerator.is_available() and not torch.cuda.is_available()
-    if others or torch.cuda.is_initialized():
+    np.random.seed(seed)
+    other = torch.accelerator.is_available() and not torch.cuda.is_available()
+    if other or torch.cuda.is_initialized():
         torch.manual_seed(seed)
-    else:
+    else:  # the seed that `torch.manual_seed` leaves for a GPU which is not in use yet could not be restored
         torch.default_generator.manual_seed(seed)

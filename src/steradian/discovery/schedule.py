@@ -1,11 +1,7 @@
 """Which probe comes next, and which parameters are candidates.
 
-1. Three random points of ordinary scale (`probe_random_points`): what is balanced there, up to what ε may do, is a
-   candidate. Where parts of the model have no gradient at all of them, up to two more; one more where a gain or a bias
-   has next to no effect.
-2. One more random point with the candidates grown 32-fold and 1024-fold (`probe_grown_points`). The defect that a
-   normalization's ε leaves is divided by the square of that factor, any other is not: this separates "invariant up to
-   ε" from "not invariant". Two more probes for candidates that these do not reach: chance or the data may skip them.
+Three random points at least, then one more at which the candidates have grown 32-fold and 1024-fold. Further probes
+only where these do not reach a part of the model, or where a gain or a bias has next to no effect.
 """
 
 from dataclasses import replace
@@ -15,7 +11,6 @@ from typing import Any
 import torch
 
 from steradian.discovery import thresholds
-from steradian.discovery.explain import Trace
 from steradian.discovery.invariance import Key, is_matrix, pair_keys, partial_cut
 from steradian.discovery.joint import candidate_sets
 from steradian.discovery.measurements import Measurements
@@ -37,18 +32,16 @@ class Schedule:
         """Random points of ordinary scale; candidates are what is balanced up to ε."""
         measured = self.measured
         for _ in range(thresholds.RANDOM_POINTS):
-            # One record of the modules and the graph is enough.
-            trace = Trace(graph=True) if measured.first is None else None
             # Balance up to some percent needs no float64. But random numbers differ in float32, so that what chance
             # skips there is not what it skips in float64.
-            seed, quick = next(self._seeds), trace is None and not self._skips_parts()
-            reading = self._probe(self._random_point(seed), seed, trace=trace, quick=quick)
+            seed, first = next(self._seeds), measured.first is None
+            quick = not first and not self._skips_parts()
+            reading = self._probe(self._random_point(seed), seed, graph=first, quick=quick)
             if reading is None:
                 continue
             measured.random.append(reading)
-            if trace is not None:
+            if first:
                 measured.first = reading
-                measured.add_trace(trace)
         reading = measured.first
         for _ in range(thresholds.SIGN_FLIPS):
             reading = self._flip_signs(reading)
@@ -66,9 +59,8 @@ class Schedule:
     def _flip_signs(self, reading: Reading | None) -> Reading | None:
         """One more probe that activates the parameters without gradient; None if there is no use in another.
 
-        Behind a unit of ReLU that is dead at every point lies a part of the model that was never measured, and what
-        feeds it may look invariant. If the parameters of such a unit change sign, it is active. What the model
-        skips by chance may be there in another draw.
+        What feeds a unit of ReLU that is dead at every point may look invariant. If the parameters of the unit change
+        sign, it is active. What the model skips by chance may be there in another draw.
         """
         without, random = self._without_gradient(), self.measured.random
         if reading is None or not without:
@@ -83,7 +75,7 @@ class Schedule:
     def _without_gradient(self) -> list[str]:
         """Parameters in the graph, or with a gradient at the model's own weights, that have none at random points."""
         measured = self.measured
-        if not measured.traces:
+        if not measured.graphs:
             return []
         return [
             name
@@ -105,12 +97,10 @@ class Schedule:
 
     def _choose_candidates(self) -> None:
         measured, names = self.measured, self.measured.names_with_effect()
-        sets = candidate_sets(measured, names)
-        self._sets = [s for s, nonlinear in zip(sets, measured.nonlinear(sets), strict=True) if not nonlinear]
+        self._sets = [s for s in candidate_sets(measured, names) if not measured.nonlinear(s)]
         self._in_sets = {name for s in self._sets for name in s}
         # What meets a nonlinearity is no row, and growing it would only change what lies behind.
-        alone = measured.nonlinear([(name,) for name in names])
-        able = [name for name, nonlinear in zip(names, alone, strict=True) if not nonlinear]
+        able = [name for name in names if not measured.nonlinear((name,))]
         single = [
             name
             for name in able
@@ -140,22 +130,19 @@ class Schedule:
     def probe_grown_points(self) -> None:
         """One random point with the candidates grown by two factors: how a defect falls shows its origin.
 
-        A parameter that was balanced by chance may saturate the model when it grows, and nothing is measured behind
-        it. Then the candidates that are least balanced, and those that meet a nonlinearity, do not grow in a second
-        try.
+        A parameter that was balanced by chance may saturate the model when it grows. Then the candidates that are
+        least balanced, and those that meet a nonlinearity, do not grow in a second try.
         """
         measured = self.measured
         self._grow()
         if self._effect_lost() and self.prober.left >= 2 * len(thresholds.GROWTH):
-            certain = {
-                name
-                for name in measured.growing
-                if name in self._in_sets
-                or measured.balanced(name, thresholds.CERTAIN)
-                or measured.slices_balanced(name)
+            clipped, balanced = self._clipped(), measured.balanced
+            measured.growing = {
+                name: share
+                for name, share in measured.growing.items()
+                if name not in clipped
+                and (name in self._in_sets or balanced(name, thresholds.CERTAIN) or measured.slices_balanced(name))
             }
-            certain -= self._clipped()
-            measured.growing = {name: share for name, share in measured.growing.items() if name in certain}
             self._grow()
         self._reach_further()
 
@@ -175,30 +162,26 @@ class Schedule:
     def _probe_grown(
         self, base: Point, seed: int, growth: float, pairs: dict[str, list[Key]], draw: int | None = None
     ) -> Reading | None:
-        # Parameters that this pass reaches and the first did not need a graph too.
-        wants_graph = growth == thresholds.GROWTH[0] and self.measured.misses_parameters()
-        trace = Trace(graph=wants_graph)
-        point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.measured.growing.items()})
-        reading = self._probe(point, seed, trace=trace, pairs=pairs, draw=draw)
-        if reading is not None and wants_graph:
-            self.measured.add_trace(trace)
-        return reading
+        measured = self.measured
+        wants_graph = False
+        if growth == thresholds.GROWTH[0] and measured.graphs:
+            # Parameters that this pass reaches and the first did not, by chance or by the data, need a graph too.
+            wants_graph = not measured.graph.leaf_nodes.keys() >= set(measured.names_with_effect())
+        point = base.scaled({name: 1 + (growth - 1) * share for name, share in measured.growing.items()})
+        return self._probe(point, seed, graph=wants_graph, pairs=pairs, draw=draw)
 
     def _effect_lost(self) -> bool:
         """Whether a candidate has lost its effect, which the growth of an invariant row does not change."""
         measured = self.measured
         if len(measured.grown) < len(thresholds.GROWTH):
             return True
-        effect = measured.grown[-1].effect
-        return any(
-            effect[name] < thresholds.LOST_EFFECT * min(r.effect[name] for r in measured.random)
-            for name in measured.growing
-        )
+        least = {n: thresholds.LOST_EFFECT * min(r.effect[n] for r in measured.random) for n in measured.growing}
+        return any(measured.grown[-1].effect[name] < least[name] for name in measured.growing)
 
     def _clipped(self) -> set[str]:
         """Candidates that meet a nonlinearity: one far out, as ReLU6's, leaves no defect at ordinary scale."""
         sets = [*self._sets, *((name,) for name in self.measured.growing if name not in self._in_sets)]
-        clipped = {n for s, meets in zip(sets, self.measured.meets_nonlinearity(sets), strict=True) if meets for n in s}
+        clipped = {name for s in sets if self.measured.path(s).nonlinear for name in s}
         # A member of another set as well grows with that.
         return clipped - {name for s in sets if clipped.isdisjoint(s) for name in s}
 
@@ -210,8 +193,7 @@ class Schedule:
         measured = self.measured
         if len(measured.grown) < len(thresholds.GROWTH) or self.prober.left <= len(thresholds.GROWTH):
             return
-        missed = {n for n in measured.growing if not all(r.slope[n] for r in measured.grown)}
-        missed = self._whole_sets(missed)
+        missed = self._whole_sets({n for n in measured.growing if not all(r.slope[n] for r in measured.grown)})
         reaching = [reading for reading in measured.random if any(reading.slope[name] for name in missed)]
         if not reaching:
             return
@@ -244,12 +226,13 @@ class Schedule:
         """A reading with the options of `Prober.read`; None if the model raises or gives no finite numbers there."""
         try:
             reading = self.prober.read(point, seed=seed, **options)
+            if reading.finite:
+                if reading.graph is not None:
+                    self.measured.add_graph(reading.graph)
+                return reading
         except torch.OutOfMemoryError:  # not a property of the point
             raise
-        except Exception as error:  # a failed probe is not fatal: the next one has no noise on the inputs
-            self.prober.noisy, self.prober.raised = False, error
-            return None
-        if not reading.finite:
-            self.prober.noisy = False
-            return None
-        return reading
+        except Exception as error:
+            self.prober.raised = error
+        self.prober.noisy = False  # a failed probe is not fatal: the next one has no noise on the inputs
+        return None

@@ -116,41 +116,26 @@ MOST_NUMBERS = 2**20
 
 @dataclass(frozen=True)
 class Precision:
-    """What counts as zero, by the arithmetic of the probes.
+    """What counts as zero, by the arithmetic of the probes."""
 
-    Attributes:
-        dtype: dtype of the probes; None keeps each tensor's own.
-        noise: share of the largest effect in the model below which an effect is rounding.
-        loose: imbalance of a candidate at ordinary scale, where a normalization's ε still shows.
-        strict: imbalance of a proved row after its radius grew 1024-fold, where ε no longer shows.
-        settled: imbalance after that growth which needs no explanation; a larger one must have fallen as ε's does.
-        flat: imbalance that may stay, where another normalization undoes the growth.
-        linear: imbalance at ordinary scale that may fall with the growth instead of its square.
-        same: relative change of outputs that counts as none.
-        resolution: largest rounding error of an imbalance.
-    """
-
-    dtype: torch.dtype | None
-    noise: float
-    loose: float
-    strict: float
-    settled: float
-    flat: float
-    linear: float
-    same: float
-    resolution: float
+    dtype: torch.dtype | None  # dtype of the probes; None keeps each tensor's own
+    noise: float  # share of the largest effect in the model below which an effect is rounding
+    loose: float  # imbalance of a candidate at ordinary scale, where a normalization's ε still shows
+    strict: float  # imbalance of a proved row after its radius grew 1024-fold, where ε no longer shows
+    settled: float  # imbalance after that growth which needs no explanation; a larger one must have fallen as ε's does
+    flat: float  # imbalance that may stay, where another normalization undoes the growth
+    linear: float  # imbalance at ordinary scale that may fall with the growth instead of its square
+    same: float  # relative change of outputs that counts as none
+    resolution: float  # largest rounding error of an imbalance
 
 
-_DOUBLE = {"noise": 1e-10, "loose": 0.05, "strict": 1e-4, "settled": 1e-6, "flat": 1e-2, "linear": 5e-4}
-_SINGLE = {"noise": 1e-5, "loose": 0.05, "strict": 1e-2, "settled": 3e-4, "flat": 1e-2, "linear": 5e-4}
-_HALF = {"noise": 1e-2, "loose": 0.2, "strict": 0.1, "settled": 0.1, "flat": 0.1, "linear": 0.0}
+# noise, loose, strict, settled, flat, linear, same, resolution
+_DOUBLE = (1e-10, 0.05, 1e-4, 1e-6, 1e-2, 5e-4, 1e-5, 1e-9)
+_SINGLE = (1e-5, 0.05, 1e-2, 3e-4, 1e-2, 5e-4, 1e-2, 1e-3)
+_HALF = (1e-2, 0.2, 0.1, 0.1, 0.1, 0.0, 0.1, 0.1)
 
 
 def precision_of(dtype: torch.dtype | None, parameters: Sequence[Tensor]) -> Precision:
     """The thresholds of a probe in dtype (None: the parameters' own dtypes)."""
     eps = max(torch.finfo(dtype or p.dtype).eps for p in parameters)
-    if eps < 1e-12:
-        return Precision(dtype, **_DOUBLE, same=1e-5, resolution=1e-9)
-    if eps < 1e-6:
-        return Precision(dtype, **_SINGLE, same=1e-2, resolution=1e-3)
-    return Precision(dtype, **_HALF, same=0.1, resolution=0.1)
+    return Precision(dtype, *(_DOUBLE if eps < 1e-12 else _SINGLE if eps < 1e-6 else _HALF))

@@ -8,20 +8,18 @@ import torch
 from torch import Tensor
 
 from steradian.discovery import thresholds
-from steradian.discovery.explain import UNKNOWN, Reasons, Trace
 from steradian.discovery.invariance import imbalance
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
-from steradian.discovery.probe import Factors, Noise, Reading, output_change, output_spread
+from steradian.discovery.probe import Factors, Reading, noise_of, output_change, output_spread
 from steradian.groups import Group, Layout
 
 
 def verify(measured: Measurements, verdict: Verdict) -> Verdict:
-    """Scale what was found, keep what does not move the outputs, and name the reasons.
+    """Scale what was found, and keep what does not move the outputs.
 
-    Rows are scaled at a point of ordinary scale, where nothing is saturated, and then, together with the facts,
-    at the grown one, where ε no longer shows. In a deep model with large gradients ε alone moves the outputs at
-    ordinary scale as far as anything could; then a grown point has to do.
+    Rows are scaled at a point of ordinary scale, where nothing is saturated (unless ε alone moves the outputs there),
+    and then, together with the facts, at the grown one, where ε no longer shows.
     """
     if not measured.grown:
         return verdict
@@ -36,12 +34,7 @@ def verify(measured: Measurements, verdict: Verdict) -> Verdict:
         facts = check.passing(facts, tuple(rows), measured.grown[-1])
     elif prober.left:
         rows = check.passing(rows, (), measured.grown[-1])
-    return replace(
-        verdict,
-        rows=[check.with_reason(group) for group in rows],
-        facts=[check.with_reason(group) for group in facts],
-        rejected=check.rejected,
-    )
+    return replace(verdict, rows=rows, facts=facts, rejected=check.rejected)
 
 
 class _ForwardCheck:
@@ -49,9 +42,6 @@ class _ForwardCheck:
         self.prober, self.measured = measured.prober, measured
         self.rejected: list[Group] = []
         self._draw = 0
-        self._found = Reasons()
-        self._reasons: dict[str, str] = {}
-        self._worst: dict[tuple[str, ...], tuple[float, float]] = {}
 
     def reading_for(self, tested: list[Group]) -> Reading:
         """The first reading, from ordinary scale on, where ε moves the outputs less than scaling a row would."""
@@ -71,12 +61,6 @@ class _ForwardCheck:
         half = len(tested) // 2
         return self.passing(tested[:half], known, before) + self.passing(tested[half:], known, before)
 
-    def with_reason(self, group: Group) -> Group:
-        """The group with the first known reason of its members."""
-        reasons = [self._reasons.get(name, UNKNOWN) for name in group.names]
-        known = (reason for reason in reasons if not reason.startswith(UNKNOWN))
-        return replace(group, reason=next(known, reasons[0]))
-
     def _holds(self, tested: list[Group], known: tuple[Group, ...], before: Reading) -> bool:
         grown = self.measured.is_fully_grown(before)
         moved = self._moved(tested, known, before, "either way" if grown else "up")
@@ -84,35 +68,27 @@ class _ForwardCheck:
             return True
         # Where rows have next to no variance, ε does more than their derivatives predict, but gradually: a factor of
         # 1.02 does about a hundredth of what one of 4 to 16 does. What jumps at some size does more.
-        known_path = all(self.measured.known_path(group.names) for group in tested)
+        known_path = all(self.measured.path(group.names).known for group in tested)
         if grown or moved > thresholds.MOST_GRADUAL_MOVE or not known_path or not self.prober.left:
             return False
         return self._moved(tested, known, before, "a little") <= thresholds.GRADUAL * moved
 
     def _moved(self, tested: list[Group], known: tuple[Group, ...], before: Reading, how: str) -> float:
-        """How far the outputs move when the rows are scaled, relative to their spread; keeps the reasons found."""
-        trace, scaled = Trace(), [*known, *tested]
+        """How far the outputs move when the rows are scaled, relative to their spread."""
         self._draw += 1
         factors = [
             _row_factors(group, self.prober.parameters, 1000 * self._draw + i, how, self._left_out(group, before))
-            for i, group in enumerate(scaled)
+            for i, group in enumerate([*known, *tested])
         ]
         try:
-            reading = self.prober.read(
-                before.point.scaled(*factors), seed=before.seed, trace=trace, backward=False, draw=before.draw
-            )
+            point = before.point.scaled(*factors)
+            reading = self.prober.read(point, seed=before.seed, backward=False, draw=before.draw)
         except torch.OutOfMemoryError:  # not a property of the rows
             raise
         except Exception as error:  # a point at which the model fails proves nothing
             self.prober.raised = error
             return math.inf
-        moved = output_change(before.outputs, reading.outputs)
-        if moved <= self._tolerance(scaled, before):
-            self._found.compare(before.trace, trace, same=10 * self.prober.precision.same)
-            for name in (name for group in tested for name in group.names):
-                if self._reasons.get(name, UNKNOWN).startswith(UNKNOWN):
-                    self._reasons[name] = self._found.explain(self.measured.trace_of((name,)), name)
-        return moved
+        return output_change(before.outputs, reading.outputs)
 
     def _left_out(self, group: Group, before: Reading) -> Tensor | None:
         """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
@@ -125,30 +101,24 @@ class _ForwardCheck:
         """How far outputs may move: what ε does to a row, it does to the outputs when that row is scaled."""
         same, predicted = self.prober.precision.same, 3 * self._predicted(scaled, before)
         if self.measured.is_fully_grown(before):
-            by_defect = max(10 * max(self._worst_rows(group)[1] for group in scaled), predicted)
+            by_defect = max(10 * max(self.measured.worst_rows(group)[1] for group in scaled), predicted)
             return max(same, min(by_defect, thresholds.MOST_MOVE))
         least = max(same, thresholds.LEAST_MOVE, min(predicted, thresholds.MOST_PREDICTED))
         if before is not self.measured.first:
             return least
-        return max(least, min(10 * max(self._worst_rows(group)[0] for group in scaled), thresholds.MOST_MOVE))
-
-    def _worst_rows(self, group: Group) -> tuple[float, float]:
-        if group.names not in self._worst:
-            self._worst[group.names] = self.measured.worst_rows(group)
-        return self._worst[group.names]
+        return max(least, min(10 * max(self.measured.worst_rows(group)[0] for group in scaled), thresholds.MOST_MOVE))
 
     def _predicted(self, scaled: list[Group], before: Reading) -> float:
         """How far the outputs move by ⟨∇L, x⟩ when ε loses its weight, relative to their spread.
 
         dL/d log ρ falls from D = ⟨∇L, x⟩ with 1/ρ², so that growing changes L by D/2. L is the outputs' product with
-        a normal vector, which changes about as much as they do. Rows may act together or each for itself, and the
-        parameters of a deep model together.
+        a normal vector, which changes about as much as they do. Rows may act together or each for itself.
         """
         moves = [0.0]
         for reading in self.measured.random if before is self.measured.first else [before]:
             radial = [self.measured.row_sums(reading, group)[0][0] for group in scaled]
             change = sum(max(abs(float(D.sum())), float(D.norm())) for D in radial) / 2
-            spread = math.hypot(*(output_spread(t[torch.isfinite(t)]) for t in reading.outputs))
+            spread = math.hypot(*(output_spread(t) for t in reading.outputs))
             moves.append(change / spread if spread else 0.0)
         return max(moves)
 
@@ -158,12 +128,11 @@ def _row_factors(
 ) -> Factors:
     """A random ρ per row, repeated over the entries of its parameters; 1 for rows that are left out.
 
-    At a grown point it lies between 1/2 and 2 and not near 1 ("either way"). At one of ordinary scale it lies between
-    4 and 16 ("up"): growing removes ε's weight, which moves a true row less than shrinking would, and any other row
-    more. "A little" is between 1.01 and 1.02 either way.
+    Between 1/2 and 2 and not near 1 ("either way"), between 4 and 16 ("up": growing removes ε's weight, which moves a
+    true row less than shrinking would, and any other row more), or between 1.01 and 1.02 either way ("a little").
     """
     host = torch.device("cpu")
-    generator = Noise(seed)(host)
+    generator = noise_of(seed)(host)
     exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
     sign = torch.where(torch.rand(group.n_rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
     rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Self
 
-__all__ = ["METHODS", "PRECISIONS", "Config", "chosen", "meant"]
+__all__ = ["METHODS", "PRECISIONS", "Config", "match_name", "match_names"]
 
 METHODS = (
     "SGD-M",
@@ -78,28 +78,36 @@ class Config:
     def __post_init__(self) -> None:
         # 1, 1.0 and numpy's 1.0 are the same rate and must give the same key.
         for name in ("lr", "weight_decay", "momentum", "gamma", "betas", "rest_lr"):
-            object.__setattr__(self, name, _plain(name, getattr(self, name), _number, "a finite number"))
+            self._convert(name, _number, "a finite number")
         for name in ("epochs", "batch_size", "seed", "milestones", "width"):
-            object.__setattr__(self, name, _plain(name, getattr(self, name), operator.index, "a whole number"))
-        for name in ("model", "data", "norm"):
-            _check(isinstance(getattr(self, name), str), name, getattr(self, name), "a string")
-        _check(isinstance(self.betas, tuple) and len(self.betas) == 2, "betas", self.betas, "β1 and β2")
-        _check(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "in [0, 1)")
-        _check(isinstance(self.milestones, tuple), "milestones", self.milestones, "a list of epochs")
-        _check(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
-        _check(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
-        _check(self.epochs >= 1, "epochs", self.epochs, "at least 1")
-        _check(self.batch_size >= 2, "batch_size", self.batch_size, "at least 2")
-        _check(self.seed >= 0, "seed", self.seed, "at least 0")
-        _check(self.seed < 2**63, "seed", self.seed, "below 2^63")
-        _check(self.lr > 0, "lr", self.lr, "positive")
-        _check(self.rest_lr is None or self.rest_lr > 0, "rest_lr", self.rest_lr, "positive")
-        _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
-        _check(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
-        _check(self.gamma > 0, "gamma", self.gamma, "positive")
-        _check(self.start is None or isinstance(self.start, str), "start", self.start, "the key of a training")
-        _check(self.width is None or self.width >= 1, "width", self.width, "at least 1")
-        _check(isinstance(self.released, bool), "released", self.released, "True or False")
+            self._convert(name, operator.index, "a whole number")
+        self._check("betas", len(self.betas) == 2, "β1 and β2")
+        self._check("betas", all(0 <= beta < 1 for beta in self.betas), "in [0, 1)")
+        self._check("method", self.method in METHODS, f"one of {', '.join(METHODS)}")
+        self._check("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
+        self._check("epochs", self.epochs >= 1, "at least 1")
+        self._check("batch_size", self.batch_size >= 2, "at least 2")
+        self._check("seed", self.seed >= 0, "at least 0")
+        self._check("lr", self.lr > 0, "positive")
+        self._check("rest_lr", self.rest_lr is None or self.rest_lr > 0, "positive")
+        self._check("weight_decay", self.weight_decay >= 0, "at least 0")
+        self._check("momentum", 0 <= self.momentum < 1, "in [0, 1)")
+        self._check("gamma", self.gamma > 0, "positive")
+        self._check("width", self.width is None or self.width >= 1, "at least 1")
+
+    def _convert(self, name: str, convert: Callable[[Any], float], expected: str) -> None:
+        """Make a field a plain Python number, or a tuple of them; None stays None if it is the default."""
+        value = getattr(self, name)
+        try:
+            if value is not None or name not in ("rest_lr", "width"):
+                value = tuple(map(convert, value)) if name in ("betas", "milestones") else convert(value)
+        except (TypeError, ValueError):
+            self._check(name, False, expected)
+        object.__setattr__(self, name, value)
+
+    def _check(self, name: str, valid: bool, expected: str) -> None:
+        if not valid:
+            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
     @property
     def key(self) -> str:
@@ -135,7 +143,6 @@ class Config:
         >>> Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3).scaled(9).milestones
         (3, 5, 7)
         """
-        epochs = _plain("epochs", epochs, operator.index, "a whole number")
         # The first epoch always has the initial rate.
         milestones = tuple(m and max(1, round(m * epochs / self.epochs)) for m in self.milestones)
         return replace(self, epochs=epochs, milestones=milestones)
@@ -159,52 +166,35 @@ class Config:
         return cls(**values)
 
 
-def _plain(name: str, value: Any, convert: Callable[[Any], float], expected: str) -> Any:
-    """A number, or a tuple of them, as plain Python numbers; None stays None."""
-    if value is None and name in ("rest_lr", "width"):
-        return None
-    try:
-        return tuple(map(convert, value)) if name in ("betas", "milestones") else convert(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be {expected}, got {value!r}") from error
-
-
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes | bool) or not math.isfinite(value):
         raise ValueError("not a finite number")
     return float(value)
 
 
-def _check(valid: bool, name: str, value: object, expected: str) -> None:
-    if not valid:
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-
-
-def meant(name: str, known: Iterable[str]) -> str | None:
+def match_name(name: str, known: Iterable[str]) -> str | None:
     """The known name with the same letters and digits; None if there is none.
 
     >>> known = ("Adam", "AdamW†", "Adam w/o (ab)")
-    >>> meant("adamw", known), meant("Adam-wo-ab", known), meant("Adam without (ab)", known), meant("Lion", known)
-    ('AdamW†', 'Adam w/o (ab)', 'Adam w/o (ab)', None)
+    >>> [match_name(name, known) for name in ("adamw", "Adam-wo-ab", "Adam without (ab)", "Lion")]
+    ['AdamW†', 'Adam w/o (ab)', 'Adam w/o (ab)', None]
     """
-    every = list(known)
-    return name if name in every else next((each for each in every if _bare(each) == _bare(name)), None)
+
+    def bare(text: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", text.lower()).replace("without", "wo")
+
+    return next((each for each in known if bare(each) == bare(name)), None)
 
 
-def chosen(what: str, names: Sequence[str] | str | None, known: Sequence[str]) -> list[str]:
-    """The known names that are meant; all of them if none is given.
+def match_names(what: str, names: Sequence[str] | str | None, known: Sequence[str]) -> list[str]:
+    """The known names that match; all of them if none is given.
 
     Raises:
         ValueError: a name is unknown.
     """
     if not names:
         return list(known)
-    given = [names] if isinstance(names, str) else list(names)
-    found = [meant(name, known) for name in given]
-    if unknown := [name for name, each in zip(given, found, strict=True) if each is None]:
+    found = {name: match_name(name, known) for name in ([names] if isinstance(names, str) else names)}
+    if unknown := [name for name, match in found.items() if match is None]:
         raise ValueError(f"{what} must be among {', '.join(known)}, got {', '.join(unknown)}")
-    return [name for name in found if name is not None]
-
-
-def _bare(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower()).replace("without", "wo")
+    return [match for match in found.values() if match is not None]

@@ -5,7 +5,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from steradian.lab.models import small_cnn
 from steradian.reporting.page import report
 from steradian.watching.watch import Watch
 
-__all__ = ["METHODS", "Result", "run", "train"]
+__all__ = ["METHODS", "Result", "run"]
 
 METHODS: dict[str, Callable[[Groups], Optimizer]] = {
     "SGD": lambda groups: torch.optim.SGD(groups.param_groups(), lr=0.1, momentum=0.9, weight_decay=5e-4),
@@ -37,15 +36,7 @@ _OWN = {"data": "digits", "model": "small_cnn"}
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """One watched training.
-
-    Attributes:
-        name: of the method.
-        groups: the rows that were found.
-        watch: its watch.
-        accuracy: on the test split, from 0 to 1.
-        seconds: its duration.
-    """
+    """One watched training: the method's name, its rows and watch, test accuracy from 0 to 1, and its duration."""
 
     name: str
     groups: Groups
@@ -55,11 +46,11 @@ class Result:
 
 
 def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
-    """Train with each method, watched, and write the page.
+    """Train with each method, every step recorded, and write the page.
 
     Args:
         out: folder; the runs are recorded under out/runs, and the page is out/index.html.
-        epochs: of each training.
+        epochs: of each training; the rate falls to a tenth after 6/10 and 17/20 of them.
         seed: of weights, split and batches.
 
     Raises:
@@ -71,57 +62,32 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
         _check_own(folder)
     out.mkdir(parents=True, exist_ok=True)
     with Progress(transient=True) as progress:
-        steps = epochs * (len(train_split.labels) // BATCH)
         for name, folder in zip(METHODS, folders, strict=True):
-            task = progress.add_task(f"{name} on digits", total=steps)
-            tick = partial(progress.advance, task)
+            task = progress.add_task(f"{name} on digits", total=epochs * (len(train_split.labels) // BATCH))
             shutil.rmtree(folder, ignore_errors=True)
-            results.append(train(name, train_split, test_split, folder, epochs=epochs, seed=seed, tick=tick))
+            torch.manual_seed(seed)
+            model = small_cnn()
+            groups = find_groups(model, train_split.images[:BATCH])
+            optimizer = METHODS[name](groups)
+            schedule = MultiStepLR(optimizer, [epochs * 6 // 10, epochs * 17 // 20], gamma=0.1)
+            config = {**_OWN, "epochs": epochs, "batch": BATCH, "seed": seed}
+            started, step = time.perf_counter(), 0
+            with Watch(optimizer, groups, to=folder, run=name, config=config) as watch:
+                for _ in range(epochs):
+                    for images, labels in _batches(train_split, seed=seed + step):
+                        optimizer.zero_grad()
+                        loss = nn.functional.cross_entropy(model(images), labels)
+                        loss.backward()
+                        optimizer.step()
+                        watch.log(loss=loss)
+                        step += 1
+                        progress.advance(task)
+                    schedule.step()
+                    accuracy = _accuracy(model, test_split)
+                    watch.log({"test accuracy": accuracy})
+            results.append(Result(name, groups, watch, accuracy, time.perf_counter() - started))
     report(folders, out / "index.html", title="A BN network on digits, seen on its spheres")
     return results
-
-
-def train(
-    name: str,
-    train_split: Split,
-    test_split: Split,
-    folder: Path,
-    *,
-    epochs: int,
-    seed: int = 0,
-    tick: Callable[[], object] = lambda: None,
-) -> Result:
-    """One training, every step recorded in a folder.
-
-    Args:
-        name: one of `METHODS`.
-        train_split: training images.
-        test_split: test images.
-        folder: for the run.
-        epochs: number of epochs; the rate falls to a tenth after 6/10 and 17/20 of them.
-        seed: of weights and batches.
-        tick: called after every step.
-    """
-    torch.manual_seed(seed)
-    model = small_cnn()
-    groups = find_groups(model, train_split.images[:BATCH])
-    optimizer = METHODS[name](groups)
-    schedule = MultiStepLR(optimizer, [epochs * 6 // 10, epochs * 17 // 20], gamma=0.1)
-    config = {**_OWN, "epochs": epochs, "batch": BATCH, "seed": seed}
-    started, step = time.perf_counter(), 0
-    with Watch(optimizer, groups, to=folder, run=name, config=config) as watch:
-        for _ in range(epochs):
-            for images, labels in _batches(train_split, seed=seed + step):
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(images), labels)
-                loss.backward()
-                optimizer.step()
-                watch.log(loss=loss)
-                step += 1
-                tick()
-            schedule.step()
-            watch.log({"test accuracy": _accuracy(model, test_split)})
-    return Result(name, groups, watch, _accuracy(model, test_split), time.perf_counter() - started)
 
 
 def _check_own(folder: Path) -> None:

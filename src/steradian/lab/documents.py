@@ -9,26 +9,18 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from steradian.files import write_atomically
 from steradian.lab.config import METHODS
-from steradian.lab.experiments import Tracks
 from steradian.lab.figures import FIGURES, SUMMARIES, TRACK_FIGURES, Figure, write_figure
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
-from steradian.lab.results import Result, Store
-from steradian.lab.tables import (
-    RULE,
-    Column,
-    accuracy_columns,
-    markdown_table,
-    plain_loops,
-    point_rows,
-    time_rows,
-)
+from steradian.lab.results import Result, Store, Tracks
+from steradian.lab.tables import RULE, Column, accuracy_columns, markdown_table, plain_loops, point_rows, time_rows
 
-__all__ = ["KINDS", "Place", "command", "fragment", "regions", "write_up", "written"]
+__all__ = ["KINDS", "command", "regions", "write_up", "written"]
 
 _REGION = re.compile(r"^<!-- begin (?P<name>.+?) -->\n(?P<body>.*?)^<!-- end (?P=name) -->$", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"^<!-- (?:begin|end) .+? -->$", re.MULTILINE)
@@ -52,21 +44,17 @@ def regions(text: str) -> list[str]:
 
 def written(document: Path, *, results: Path, figures: Path) -> str:
     """The document with its regions rewritten; the figures are written to their folder."""
-    try:
-        text = document.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{document} must be text in UTF-8: {error}") from error
-    windows = "\r\n" in text and text.count("\r\n") == text.count("\n")
-    text = text.replace("\r\n", "\n") if windows else text
+    text = document.read_text(encoding="utf-8")
     regions(text)
-    place = Place(results, figures, document.parent)
 
     def rewrite(match: re.Match[str]) -> str:
-        name = match["name"]
-        return f"<!-- begin {name} -->\n\n{fragment(name, place)}\n\n<!-- end {name} -->"
+        kind, *studies = match["name"].split()
+        if kind not in KINDS or not studies:
+            raise ValueError(f"a region must name one of {', '.join(KINDS)} and a study, got {match['name']!r}")
+        content = KINDS[kind](_Region(kind, studies, results, figures, document.parent))
+        return f"<!-- begin {match['name']} -->\n\n{content}\n\n<!-- end {match['name']} -->"
 
-    made = _REGION.sub(rewrite, text)
-    return made.replace("\n", "\r\n") if windows else made
+    return _REGION.sub(rewrite, text)
 
 
 def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None:
@@ -89,44 +77,44 @@ def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None
 
 
 @dataclass(frozen=True)
-class Place:
-    """The folders of a document.
+class _Region:
+    """What a region is made from: its kind, its studies, and the folders of results, figures and document."""
 
-    Attributes:
-        results: folder of the results.
-        figures: folder for the figures.
-        document: folder of the document, from which figures are linked.
-    """
-
+    kind: str
+    studies: Sequence[str]
     results: Path
     figures: Path
     document: Path
 
-    def store(self, study: str) -> list[Result]:
-        """The results of a study; none if there is no file."""
-        return Store(self.results / f"{study}.json").results()
+    @cached_property
+    def stored(self) -> dict[str, list[Result]]:
+        """The results of each study; none if there is no file."""
+        return {study: Store(self.results / f"{study}.json").results() for study in self.studies}
 
-    def tracks(self, study: str) -> Tracks:
-        """The records of a study."""
-        return Tracks(self.results / f"{study}-tracks.parquet")
+    @property
+    def every(self) -> list[Result]:
+        """The results of all studies."""
+        return [result for found in self.stored.values() for result in found]
 
-    def show(self, figure: Figure, name: str, text: str) -> str:
-        """Write a figure; returns the Markdown that shows it."""
-        path = self.figures / f"{name}.svg"
+    @property
+    def columns(self) -> list[Column]:
+        """The columns of each study."""
+        return [column for found in self.stored.values() for column in accuracy_columns(found)]
+
+    def joined(self, parts: Sequence[str]) -> str:
+        """Paragraphs, and the commands that run what is missing."""
+        missing = [study for study, found in self.stored.items() if not found]
+        return "\n\n".join([*parts, *map(_not_run, missing)])
+
+    def show(self, figure: Figure, name: str) -> str:
+        """Write a figure; returns the Markdown that shows it, with its caption."""
+        path, caption = self.figures / f"{name}.svg", _CAPTIONS[self.kind]
         write_figure(figure, path)
-        return f"![{text}]({Path(os.path.relpath(path, self.document)).as_posix()})"
+        return f"![{caption}]({Path(os.path.relpath(path, self.document)).as_posix()})\n\n*{caption}*"
 
 
-def fragment(name: str, place: Place) -> str:
-    """The content of a region by its name: a kind and the studies that it is made from.
-
-    Raises:
-        ValueError: there is no such kind, or no study is named.
-    """
-    kind, *studies = name.split()
-    if kind not in KINDS or not studies:
-        raise ValueError(f"a region must name one of {', '.join(KINDS)} and a study, got {name!r}")
-    return KINDS[kind](kind, studies, place)
+def _not_run(study: str) -> str:
+    return f"*Not run yet: `{command(study)}`.*"
 
 
 def command(study: str) -> str:
@@ -148,49 +136,30 @@ def command(study: str) -> str:
     model = next((model for model, _ in COLUMNS if model.lower() == recipe), None)
     if model is not None:
         return f"steradian reproduce tables --data {data} --columns {model}{options}"
-    if recipe not in (*RECIPES, "trajectories"):
+    if recipe not in RECIPES:
         return f"steradian reproduce RECIPE --study {name}"
     return f"steradian reproduce {recipe} --data {data}{options}"
 
 
-def _missing(studies: Sequence[str]) -> str:
-    return "\n\n".join(f"*Not run yet: `{command(study)}`.*" for study in studies)
-
-
-def _joined(parts: Sequence[str], missing: Sequence[str]) -> str:
-    return "\n\n".join([*parts, *([_missing(missing)] if missing else [])])
-
-
-def _columns(studies: Sequence[str], place: Place) -> tuple[list[Column], list[str]]:
-    """The columns of these studies, and the studies that are missing."""
-    found: list[Column] = []
-    for study in studies:
-        found += accuracy_columns(place.store(study))
-    return found, [study for study in studies if not place.store(study)]
-
-
-def _table(kind: str, studies: Sequence[str], place: Place) -> str:
+def _table(region: _Region) -> str:
     """Ours beside the paper's; a "table" has statements below it, "numbers" have none."""
-    columns, missing = _columns(studies, place)
     parts = []
-    for column in columns:
+    for column in region.columns:
         parts.append(f"**{column.name}**, {column.length}\n\n{markdown_table(*column.rows())}")
-        if kind == "table":
+        if region.kind == "table":
             parts.append("\n".join(f"- {text}" for text in column.statements()))
-    return _joined([*parts, RULE] if parts else [], missing)
+    return region.joined([*parts, RULE] if parts else [])
 
 
-def _points(_: str, studies: Sequence[str], place: Place) -> str:
+def _points(region: _Region) -> str:
     """Every setting that was tried."""
-    results = [result for study in studies for result in place.store(study) if result.config.start is None]
-    missing = [study for study in studies if not place.store(study)]
-    return _joined([markdown_table(*point_rows(results))] if results else [], missing)
+    results = [result for result in region.every if result.config.start is None]
+    return region.joined([markdown_table(*point_rows(results))] if results else [])
 
 
-def _times(_: str, studies: Sequence[str], place: Place) -> str:
-    columns, missing = _columns(studies, place)
-    plain = plain_loops(place.results / "bench-fleet.json")
-    return _joined([markdown_table(*time_rows(columns, plain))] if columns else [], missing)
+def _times(region: _Region) -> str:
+    plain = plain_loops(region.results / "bench-fleet.json")
+    return region.joined([markdown_table(*time_rows(region.columns, plain))] if region.columns else [])
 
 
 _CAPTIONS = {
@@ -202,56 +171,49 @@ _CAPTIONS = {
 }
 
 
-def _curves(kind: str, studies: Sequence[str], place: Place) -> str:
-    results = [result for study in studies for result in place.store(study)]
-    figure = FIGURES[kind](results)
-    if figure.empty:
-        ran = any(result.config.start is None for result in results)
-        return "*Nothing to show: every training diverged.*" if ran else _missing(studies)
-    return f"{place.show(figure, f'{kind}-{studies[0]}', _CAPTIONS[kind])}\n\n*{_CAPTIONS[kind]}*"
+def _curves(region: _Region) -> str:
+    figure = FIGURES[region.kind](region.every)
+    if not figure.empty:
+        return region.show(figure, f"{region.kind}-{region.studies[0]}")
+    ran = any(result.config.start is None for result in region.every)
+    return "*Nothing to show: every training diverged.*" if ran else "\n\n".join(map(_not_run, region.studies))
 
 
-def _tracked(kind: str, studies: Sequence[str], place: Place) -> str:
+def _tracked(region: _Region) -> str:
     """A figure and its summary, from the first of the studies that has recorded it."""
-    for study in studies:
-        tracks = place.tracks(study)
+    for study in region.studies:
+        tracks = Tracks(region.results / f"{study}-tracks.parquet")
         table, about = tracks.table(), tracks.about()
-        if about and not (figure := TRACK_FIGURES[kind](table, about)).empty:
-            name = study if study.startswith(kind) else f"{kind}-{study}"
-            shown = place.show(figure, name, _CAPTIONS[kind])
-            return f"{shown}\n\n*{_CAPTIONS[kind]}*\n\n{markdown_table(*SUMMARIES[kind](table, about))}"
-    return _missing(studies[:1])
+        if not (figure := TRACK_FIGURES[region.kind](table, about)).empty:
+            shown = region.show(figure, study if study.startswith(region.kind) else f"{region.kind}-{study}")
+            return f"{shown}\n\n{markdown_table(*SUMMARIES[region.kind](table, about))}"
+    return _not_run(region.studies[0])
 
 
-def _machines(_: str, studies: Sequence[str], place: Place) -> str:
+def _machines(region: _Region) -> str:
     """What the trainings ran on."""
     kinds: dict[tuple[str, ...], int] = {}
-    for result in (result for study in studies for result in place.store(study)):
+    for result in region.every:
         kind = tuple(str(result.environment.get(name, "")) for name in ("device", "torch", "python", "commit"))
         kinds[kind] = kinds.get(kind, 0) + 1
-    if not kinds:
-        return _missing(studies)
-    lines = [[*kind, str(count)] for kind, count in kinds.items()]
-    return markdown_table(["device", "torch", "Python", "commit", "trainings"], lines)
+    heads, lines = ["device", "torch", "Python", "commit", "trainings"], [[*k, str(n)] for k, n in kinds.items()]
+    return region.joined([markdown_table(heads, lines)] if lines else [])
 
 
-def _settings(_: str, studies: Sequence[str], place: Place) -> str:
+def _settings(region: _Region) -> str:
     """Hyper-parameters of the trainings of each method."""
-    configs = [result.config for study in studies for result in place.store(study)]
-    if not configs:
-        return _missing(studies)
     lines: dict[tuple[str, ...], None] = {}
-    for c in sorted(configs, key=lambda config: METHODS.index(config.method)):
+    for c in sorted((result.config for result in region.every), key=lambda config: METHODS.index(config.method)):
         momentum = {"SGD-M": f"β = {c.momentum:g}", "SGD": "none"}.get(c.method, f"β₁ = {c.betas[0]:g}")
         second = "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"
         epochs = f"{c.epochs}, rate × {c.gamma:g} at {', '.join(map(str, c.milestones))}"
         rates = (f"{c.lr:g}", f"{c.weight_decay:g}")
         lines[c.method, *rates, momentum, second, epochs, str(c.batch_size), c.precision] = None
     heads = ["method", "rate η", "L2 λ", "momentum", "β₂", "epochs", "batch", "precision"]
-    return markdown_table(heads, [list(line) for line in lines])
+    return region.joined([markdown_table(heads, [list(line) for line in lines])] if lines else [])
 
 
-KINDS: dict[str, Callable[[str, Sequence[str], Place], str]] = {
+KINDS: dict[str, Callable[[_Region], str]] = {
     "table": _table,
     "numbers": _table,
     "points": _points,

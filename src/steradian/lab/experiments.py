@@ -1,14 +1,14 @@
 """Studies that record what happens within trainings: hypotheses and phenomena by step, comparisons of trajectories.
 
-Their records are one Parquet table per study. A run is recorded as a whole and never repeated.
+Recorded steps of a training are run without replaying them, so that the optimizer's state can be read; those in between
+are replayed as in any fleet. `st.watch` measures the same quantities, and the tests compare the two. It is not used
+here, because it observes steps by hooks, which a replayed CUDA graph does not call: between two recorded steps it could
+not keep the sums of the phenomena.
 """
 
-import io
-import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,120 +16,258 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
-from steradian import geometry
-from steradian.files import write_atomically
-from steradian.groups import Layout
+from steradian import geometry, optim
+from steradian.groups import Group, Groups, Layout
+from steradian.image import image_step
 from steradian.lab import fleet
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
 from steradian.lab.fleet import Progress, prepare_device, read_state
-from steradian.lab.recipes import pretraining, trajectories
-from steradian.lab.results import Claims, environment, locked
+from steradian.lab.recipes import trajectories
+from steradian.lab.results import Claims, environment
 from steradian.lab.study import RESULTS, RUNS, Study, pick_device
-from steradian.lab.tracking import ALL, PHENOMENA, Tracked, recorded_steps, statistics_table
 from steradian.lab.training import Training
-from steradian.watching.records import COLUMNS
+from steradian.phenomena import Memory
+from steradian.scheme import read_step
+from steradian.watching.records import COLUMNS, STATISTICS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Tracks", "compare_trajectories", "track_study", "trajectory_study"]
+__all__ = [
+    "ALL",
+    "LIVING",
+    "PHENOMENA",
+    "RECORDED",
+    "Tracked",
+    "compare_trajectories",
+    "recorded_steps",
+    "statistics_table",
+    "track_study",
+    "trajectory_study",
+]
 
-_ABOUT = b"steradian"
+RECORDED = ("radial", "velocity", "radius", "effective_lr")
+"""What every tracked training records of its rows: A⟨c,u⟩ (H1), z (H2, and z² is Theorem 4's variable), r and η^e."""
+PHENOMENA = ("deformation", "gradient_memory", "l2_memory", "radius_ratio")
+"""(a), (b1), (b2) and (c): the turn of the effective direction that each causes, in radians."""
+ALL, LIVING = "all filters", "living filters"
+"""Groups over the whole network: every row, and those that have at least a thousandth of their first radius."""
+_LIVING = 1e-3
 
 
-@dataclass(frozen=True)
-class Tracks:
-    """Recorded tables of a study in one Parquet file, with the columns of a watch's records.
+def recorded_steps(total: int, points: int) -> list[int]:
+    """Steps to record: half of them evenly spaced, half in equal ratios, so that the start is resolved.
 
-    The file's own metadata describe each run: "config", "steps" in an epoch, "environment".
+    The first and the last step are among them.
+
+    >>> recorded_steps(1000, 10)
+    [0, 5, 31, 177, 250, 500, 749, 999]
+    """
+    if points < 2:
+        raise ValueError(f"points must be at least 2, got {points}")
+    even = np.linspace(0, total - 1, max(2, points - points // 2))
+    ratios = np.geomspace(1, total, points // 2) - 1
+    return sorted({round(float(step)) for step in (*even, *ratios)})
+
+
+def statistics_table(
+    run: str, steps: Sequence[int], quantities: Sequence[str], blocks: Mapping[str, NDArray[Any]]
+) -> "pd.DataFrame":
+    """A table of `STATISTICS` over the last dimension of each group's (steps, quantities, rows).
+
+    NaN is skipped; if no value remains there is no row.
+    """
+    import pandas as pd
+
+    parts = []
+    for group, values in blocks.items():
+        quantile, mean = (np.nanquantile, np.nanmean) if np.isnan(values).any() else (np.quantile, np.mean)
+        with warnings.catch_warnings(), np.errstate(invalid="ignore", over="ignore"):  # inf in a diverged training
+            warnings.filterwarnings("ignore", "(All-NaN|Mean of empty) slice", RuntimeWarning)
+            means = mean(values, axis=-1, dtype=np.float64, keepdims=True)
+            spread = quantile(values, [0, 0.1, 0.5, 0.9, 1], axis=-1)
+        figures = np.concatenate([np.moveaxis(spread, 0, -1), means], axis=-1)
+        index = pd.MultiIndex.from_product([[run], steps, [group], quantities, STATISTICS], names=list(COLUMNS[:-1]))
+        parts.append(pd.Series(figures.reshape(-1), index, dtype=float, name=COLUMNS[-1]).dropna())
+    return pd.concat(parts).reset_index()
+
+
+# Steps measured on the spheres: the experiments of App. C.1.2 and C.1.5, and of Section 4.1
+
+
+class Tracked(Training):
+    """A training that records some of its steps; `Fleet` runs it like any other.
+
+    Args:
+        config: what to train.
+        data: its data.
+        points: about how many steps to record; see `recorded_steps`.
+        phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
+            weights; this is captured and replayed with the step.
+        deliver: called with this training when it is finished.
+        **how: `execution` and `weights`, as for `Training`.
+
+    Raises:
+        ValueError: phenomena of a method that transports its momentum with the rows, which neutralizes them.
     """
 
-    path: Path
+    def __init__(
+        self,
+        config: Config,
+        data: Resident,
+        *,
+        points: int = 300,
+        phenomena: bool = False,
+        deliver: Callable[["Tracked"], None] = lambda _: None,
+        **how: Any,
+    ) -> None:
+        super().__init__(config, data, **how)
+        self.quantities = RECORDED + (PHENOMENA if phenomena else ())
+        self.deliver = deliver
+        self.memory = Memory(None, check=False) if phenomena else None
+        self._optimizer = self.optimizers[0]  # which has all rows of the network
+        self._wanted = recorded_steps(config.epochs * self.steps, points)
+        self._recorded: list[int] = []
+        self._values: list[NDArray[np.float32]] = []
+        self._places = np.cumsum([0, *(group.n_rows for group in self.groups.groups)]).tolist()
+        if phenomena:
+            letters = set("".join(str(group.get("without", "")) for group in self._optimizer.param_groups))
+            sums = isinstance(self._optimizer, torch.optim.SGD | torch.optim.Adam | optim.Adam)
+            if letters & {"b", "c"} or not sums:
+                raise ValueError(
+                    "phenomena are measured where momentum is a sum of past gradients, with SGD-M, Adam, AdamW† and "
+                    f"Adam w/o (a); got {config.method}"
+                )
+            # A hook that runs before the optimizer's step is captured and replayed with it.
+            self._optimizer.register_step_pre_hook(self._remember)
+
+    def take(self, most: int) -> int:
+        """Enqueue up to `most` steps, but none beyond the next that is recorded; or record that one.
+
+        A step is recorded when the queue is empty, so that nothing waits here.
+        """
+        at = self.epoch * self.steps + self.steps - self.left  # number of the next step, over all epochs
+        if len(self._recorded) == len(self._wanted):
+            return super().take(most)
+        until = self._wanted[len(self._recorded)] - at
+        if until > 0:
+            return super().take(min(most, until))
+        return self.left if self.queue.pending() else self._record(at)
+
+    def collect(self) -> None:
+        """Wait for the end of the epoch and read its figures; after the last epoch, deliver."""
+        super().collect()
+        if self.finished:
+            self.deliver(self)
 
     def table(self) -> "pd.DataFrame":
-        """Everything recorded; empty if there is no file."""
+        """The recorded statistics: over the living rows of each group, and over the groups `LIVING` and `ALL`.
+
+        The quantity "living" of `ALL` is 1 for each living row and 0 for the others; rows whose radius is NaN are left
+        out.
+        """
         import pandas as pd
 
-        if not self.path.exists():
-            return pd.DataFrame(columns=list(COLUMNS))
-        with self._named():
-            table = pd.read_parquet(self.path)
-            if missing := [name for name in COLUMNS if name not in table]:
-                raise ValueError(f"it has no {', '.join(missing)}")
-            if wrong := [name for name in ("step", "value") if not pd.api.types.is_numeric_dtype(table[name])]:
-                raise ValueError(f"no numbers in {', '.join(wrong)}")
-        return table
+        values = np.stack(self._values)
+        radius = values[:, self.quantities.index("radius")]
+        living = np.where(radius >= _LIVING * radius[:1], 1, np.nan).astype(np.float32)[:, None]
+        blocks = {}
+        for group, start, end in self._spans():
+            blocks["+".join(group.names)] = (values * living)[:, :, start:end]
+        blocks |= {LIVING: values * living, ALL: values}
+        share = np.where(np.isnan(radius)[:, None], np.nan, np.isfinite(living)).astype(np.float32)
+        parts = [
+            statistics_table(self.config.key, self._recorded, self.quantities, blocks),
+            statistics_table(self.config.key, self._recorded, ["living"], {ALL: share}),
+        ]
+        return pd.concat(parts, ignore_index=True)
 
-    def about(self) -> dict[str, dict[str, Any]]:
-        """Metadata of each run, by its key."""
-        from pyarrow import parquet
+    def _spans(self) -> "zip[tuple[Group, int, int]]":
+        """Each group, with the first of its rows among those of the network and the one after its last."""
+        return zip(self.groups.groups, self._places[:-1], self._places[1:], strict=True)
 
-        if not self.path.exists():
-            return {}
-        with self._named():
-            about = json.loads((parquet.read_schema(self.path).metadata or {}).get(_ABOUT, b"{}"))
-            for run, facts in about.items():
-                if not {"config", "steps"} <= set(facts):
-                    raise ValueError(f"config and steps of {run} are missing")
-                if not isinstance(facts["steps"], int) or facts["steps"] < 1:
-                    raise ValueError(f"steps in an epoch of {run} must be at least 1, got {facts['steps']!r}")
-                try:
-                    Config.from_dict(facts["config"])
-                except (ValueError, TypeError) as error:
-                    raise ValueError(f"run {run}: {error}") from error
-        return dict(about)
+    # Recording
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Name the file in every error."""
-        try:
-            yield
-        except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
-            raise ValueError(f"{self.path} is not a file of records: {error}") from error
+    def _record(self, number: int) -> int:
+        with self.queue.here():
+            before = {name: self.groups.params[name].detach().clone() for name in self.groups.params}
+        left = self.take_plainly()
+        with self.queue.here(), torch.no_grad():
+            found = [self._measure(group, slice(start, end), before) for group, start, end in self._spans()]
+            self._values.append(torch.cat(found, dim=1).float().cpu().numpy())
+        self._recorded.append(number)
+        return left
 
-    def runs(self) -> set[str]:
-        """Keys of the recorded runs."""
-        return set(self.about())
+    def _measure(self, group: Group, place: slice, before: Mapping[str, Tensor]) -> Tensor:
+        """The quantities of the rows of a group in the step that was just taken, (quantities, rows)."""
+        points = [before[name] for name in group.names]
+        params = [self.groups.params[name] for name in group.names]
+        steps = [read_step(self._optimizer, p, before=x) for p, x in zip(params, points, strict=True)]
+        image = image_step(points, steps, group.spec, check=False)
+        found = [getattr(image, name) for name in RECORDED]
+        if self.memory is not None:
+            part = Memory(group.spec, check=False)
+            part.load({name: rows[place, : group.size] for name, rows in self.memory.state().items()})
+            effects = part.phenomena(steps)
+            found += [getattr(effects, name).angle for name in PHENOMENA]
+        return torch.stack(found)
 
-    def measured(self) -> set[str]:
-        """Keys of the runs in which the phenomena were measured."""
-        table = self.table()
-        return set(table[table["quantity"].isin(PHENOMENA)]["run"])
+    @torch.no_grad()
+    def _remember(self, *_: Any) -> None:
+        """Update the sums of the phenomena.
 
-    def add(self, config: Config, added: "pd.DataFrame", **about: Any) -> None:
-        """Add the table of a run, or replace it; other processes may do so at the same time."""
-        import pandas as pd
-        import pyarrow as pa
-        from pyarrow import parquet
+        All rows are padded with zeros to one length, since launches cost more than arithmetic. Zeros change neither
+        norms nor inner products, and nothing else enters the sums.
+        """
+        assert self.memory is not None
+        longest = max(group.size for group in self.groups.groups)
+        points, gradients = [], []
+        for group in self.groups.groups:
+            params = [self.groups.params[name] for name in group.names]
+            layout, zeros = Layout(group.spec), (0, longest - group.size)
+            points.append(functional.pad(layout.join([p.detach() for p in params]), zeros))
+            gradients.append(functional.pad(layout.join([p.grad for p in params if p.grad is not None]), zeros))
+        settings = self._optimizer.param_groups[0]
+        beta = settings["betas"][0] if "betas" in settings else settings["momentum"]
+        self.memory.update(torch.cat(points), torch.cat(gradients), beta=float(beta))
 
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(self.path):
-            runs = self.about() | {config.key: {"config": config.to_dict(), **about}}
-            known = self.table()
-            tables = [table for table in (known[known["run"] != config.key], added) if len(table)]
-            joined = pa.Table.from_pandas(pd.concat(tables, ignore_index=True), schema=_schema(), preserve_index=False)
-            buffer = io.BytesIO()
-            metadata = {_ABOUT: json.dumps(runs, ensure_ascii=False).encode()}
-            parquet.write_table(
-                joined.replace_schema_metadata(metadata),
-                buffer,
-                compression="zstd",
-                compression_level=9,
-                use_dictionary=[name for name in COLUMNS if name != "value"],
-                use_byte_stream_split=["value"],
-            )
-            write_atomically(self.path, buffer.getvalue())
+    # State
+
+    def _snapshot(self) -> Callable[[], None]:
+        restore, memory = super()._snapshot(), self.memory
+        kept = {} if memory is None else _copied(memory)
+
+        def restore_all() -> None:
+            restore()
+            if memory is not None:
+                memory.load(kept)
+
+        return restore_all
+
+    def state(self) -> dict[str, Any]:
+        """The training's state and the recorded values."""
+        values = torch.from_numpy(np.stack(self._values)) if self._values else torch.zeros(0)
+        memory = None if self.memory is None else _copied(self.memory, "cpu")
+        return {**super().state(), "recorded": {"steps": list(self._recorded), "values": values, "memory": memory}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state."""
+        recorded = state["recorded"]
+        steps, values, memory = list(recorded["steps"]), recorded["values"].numpy(), recorded["memory"]
+        if steps != self._wanted[: len(steps)] or (self.memory is None) != (memory is None):
+            raise ValueError("it was started with other points or other quantities: use the same")
+        super().load(state)
+        self._recorded, self._values = steps, list(values)
+        if self.memory is not None:
+            with self.queue.here():
+                self.memory.load({name: tensor.to(self.data.device) for name, tensor in memory.items()})
 
 
-def _schema() -> Any:
-    """Strings as dictionary codes, and values in single precision, which is more than a figure shows."""
-    import pyarrow as pa
-
-    word = pa.dictionary(pa.int32(), pa.string())
-    kinds = {"step": pa.int32(), "value": pa.float32()}
-    return pa.schema([(name, kinds.get(name, word)) for name in COLUMNS])
+def _copied(memory: Memory, device: str | None = None) -> dict[str, Tensor]:
+    return {name: tensor.to(device or tensor.device, copy=True) for name, tensor in memory.state().items()}
 
 
 def track_study(
@@ -145,6 +283,8 @@ def track_study(
 ) -> bool:
     """Train with some steps recorded, all trainings in flight; their curves are stored too.
 
+    A run is recorded as a whole and never repeated.
+
     Args:
         configs: the trainings.
         name: of the study: folder/NAME.json and folder/NAME-tracks.parquet.
@@ -159,23 +299,22 @@ def track_study(
         Whether everything is finished.
     """
     where, study = pick_device(device), Study(name, folder, runs)
-    tracks = Tracks(folder / f"{name}-tracks.parquet")
-    keys, recorded = {config.key for config in configs}, tracks.runs()
-    if lost := sorted(keys & study.store.keys() - recorded):
+    recorded, tracks = set(study.tracks.about()), study.tracks
+    if lost := sorted({config.key for config in configs} & study.store.keys() - recorded):
         raise ValueError(f"{study.store.path} contains {', '.join(lost)}, of which {tracks.path} has no record")
-    wanted = {config.key for config in configs if config.method in phenomena}
-    if unmeasured := sorted((wanted & recorded) - tracks.measured()):
+    table = tracks.table()
+    measured = set(table[table["quantity"].isin(PHENOMENA)]["run"])
+    if bare := sorted({config.key for config in configs if config.method in phenomena} & recorded - measured):
         raise ValueError(
-            f"{tracks.path} contains {', '.join(unmeasured)} without the phenomena: choose another name for the study "
-            "that measures them"
+            f"{tracks.path} contains {', '.join(bare)} without the phenomena: choose another name for the study that "
+            "measures them"
         )
 
     def deliver(training: Tracked) -> None:
         tracks.add(training.config, training.table(), steps=training.steps, environment=environment(where))
 
     def make(config: Config, *args: Any, **more: Any) -> Tracked:
-        measured = config.method in phenomena
-        return Tracked(config, *args, points=points, phenomena=measured, deliver=deliver, **more)
+        return Tracked(config, *args, points=points, phenomena=config.method in phenomena, deliver=deliver, **more)
 
     return study.run(configs, make=make, device=where, **options)
 
@@ -189,7 +328,7 @@ def compare_trajectories(
     weights: dict[str, Tensor],
     *,
     points: int = 200,
-    report: Callable[[Training], object] = lambda _: None,
+    progress: Progress | None = None,
 ) -> "pd.DataFrame":
     """Cosine of every filter under each scheme with the same filter under the first one, over the same batches.
 
@@ -197,8 +336,8 @@ def compare_trajectories(
         configs: the schemes, the reference first; they differ only by method, rate and momentum.
         data: their data.
         weights: where all of them start.
-        points: about how many steps to compare after; see `tracking.recorded_steps`.
-        report: called with the last scheme after every epoch.
+        points: about how many steps to compare after; see `recorded_steps`.
+        progress: callbacks for the progress of the last scheme.
 
     Returns:
         A table of "cosine" and "angle" by number of steps, whose run is the key of the reference. Statistics over the
@@ -206,11 +345,11 @@ def compare_trajectories(
         filters of every block the cosine, in the group "METHOD: PARAMETER[FILTER]" with the statistic "mean".
     """
     trainings = [Training(config, data, weights=weights) for config in configs]
-    steps, done = trainings[0].steps, 0
-    wanted = [step + 1 for step in recorded_steps(configs[0].epochs * steps, points)]
+    reference, last, done = trainings[0], trainings[-1], 0
+    wanted = [step + 1 for step in recorded_steps(configs[0].epochs * reference.steps, points)]
     found: list[NDArray[np.float64]] = []
-    while not trainings[0].finished:
-        left = steps
+    while not reference.finished:
+        left = reference.steps
         while left:
             count = min(wanted[len(found)] - done, left)
             left = min(training.take(count) for training in trainings)
@@ -221,14 +360,15 @@ def compare_trajectories(
             training.end_epoch()
         for training in trainings:
             training.collect()
-        report(trainings[-1])
-    return _comparison_table(trainings, wanted[: len(found)], np.stack(found))
+        if progress is not None:
+            progress.epoch(last.config, last.curves)
+    if progress is not None:
+        progress.finished(last.config, last.curves)
+    return _comparison_table(configs, reference.groups, wanted[: len(found)], np.stack(found))
 
 
 def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
     """Angles of each scheme but the first with the first, over all filters of the network, (schemes − 1, filters)."""
-    for training in trainings:
-        training.queue.wait()
     reference, *others = (_directions(training) for training in trainings)
     found = [[geometry.angle(u, p).squeeze(-1) for u, p in zip(reference, other, strict=True)] for other in others]
     return torch.stack([torch.cat(each) for each in found]).cpu().numpy()
@@ -236,16 +376,17 @@ def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
 
 def _directions(training: Training) -> list[Tensor]:
     """Directions of all rows, parameter by parameter."""
+    training.queue.wait()
     params = training.groups.params
     parts = [Layout(g.spec).join([params[name].detach().double() for name in g.names]) for g in training.groups.groups]
     return [geometry.split(part, check=False)[1] for part in parts]
 
 
-def _chosen_filters(training: Training) -> dict[str, list[int]]:
+def _chosen_filters(groups: Groups) -> dict[str, list[int]]:
     """Three filters of every block of a network, by parameter, the same for all schemes."""
     random = np.random.Generator(np.random.Philox(key=0))
     blocks: dict[str, list[tuple[str, int]]] = {}
-    for group in training.groups.groups:
+    for group in groups.groups:
         name = group.names[0]
         blocks.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(group.n_rows))
     chosen: dict[str, list[int]] = {}
@@ -256,54 +397,52 @@ def _chosen_filters(training: Training) -> dict[str, list[int]]:
 
 
 def _comparison_table(
-    trainings: Sequence[Training], steps: Sequence[int], found: NDArray[np.float64]
+    configs: Sequence[Config], groups: Groups, steps: Sequence[int], found: NDArray[np.float64]
 ) -> "pd.DataFrame":
     import pandas as pd
 
-    run, groups = trainings[0].config.key, trainings[0].groups.groups
-    ends = np.cumsum([0, *(group.n_rows for group in groups)]).tolist()
-    filters = _chosen_filters(trainings[0])
+    run, filters = configs[0].key, _chosen_filters(groups)
     blocks: dict[str, NDArray[np.float64]] = {}
     singles = []
-    for number, other in enumerate(trainings[1:]):
-        angles, method = found[:, number], other.config.method
-        values = np.stack([np.cos(angles), angles], axis=1)
-        blocks[f"{method}: {ALL}"] = values
-        for group, start, end in zip(groups, ends[:-1], ends[1:], strict=True):
+    for number, config in enumerate(configs[1:]):
+        values = np.stack([np.cos(found[:, number]), found[:, number]], axis=1)
+        blocks[f"{config.method}: {ALL}"] = values
+        start = 0
+        for group in groups.groups:
             name = group.names[0]
-            blocks[f"{method}: {name}"] = values[:, :, start:end]
+            own = blocks[f"{config.method}: {name}"] = values[:, :, start : start + group.n_rows]
             for k in filters.get(name, []):
-                cosines = {"step": steps, "value": values[:, 0, start + k]}
-                words = {"run": run, "group": f"{method}: {name}[{k}]", "quantity": "cosine", "statistic": "mean"}
-                singles.append(pd.DataFrame({**cosines, **words}))
+                words = {"run": run, "group": f"{config.method}: {name}[{k}]", "quantity": "cosine"}
+                singles.append(pd.DataFrame({"step": steps, "value": own[:, 0, k], **words, "statistic": "mean"}))
+            start += group.n_rows
     spread = statistics_table(run, steps, ["cosine", "angle"], blocks)
     return pd.concat([spread, *singles], ignore_index=True)[list(COLUMNS)]
 
 
 def trajectory_study(
-    recipe: Mapping[str, Any],
-    name: str | None = None,
+    starts: Sequence[Config],
+    name: str,
     *,
     tuning: int = 10,
     points: int = 100,
-    root: Path | None = None,
+    roots: Mapping[str, Path] | None = None,
     device: str | None = None,
     seconds: float | None = None,
     folder: Path = RESULTS,
     runs: Path = RUNS,
     progress: Progress | None = None,
     **options: Any,
-) -> tuple[Tracks, bool]:
+) -> bool:
     """Section 3.3: train the networks that are missing, then compare SGD, AdaGradG and AdaGrad from each of them.
 
     Several processes share both, as for `Fleet`.
 
     Args:
-        recipe: arguments of `recipes.pretraining`: data, columns, norms, epochs, seeds.
-        name: of the study; None: trajectories-DATA.
+        starts: the trainings of the networks, as `recipes.pretraining` gives them, on one data set.
+        name: of the study: folder/NAME.json and folder/NAME-tracks.parquet.
         tuning: epochs of the comparison.
         points: steps to compare after.
-        root: folder of the data.
+        roots: folder of the data, by its name.
         device: where.
         seconds: stop when this time is over.
         folder: where results go.
@@ -312,40 +451,38 @@ def trajectory_study(
         **options: of `Study.run`, for the networks that are trained first: size, execution.
 
     Returns:
-        The records, and whether everything is finished.
+        Whether everything is finished.
     """
-    where, began = pick_device(device), time.monotonic()
-    starts = pretraining(**recipe)
-    name = name or f"trajectories-{starts[0].data}"
-    study, tracks = Study(name, folder, runs), Tracks(folder / f"{name}-tracks.parquet")
+    where, began, progress = pick_device(device), time.monotonic(), progress or Progress()
+    study, roots = Study(name, folder, runs), roots or {}
     schemes = {start: trajectories([start], epochs=tuning) for start in starts}
-    done = tracks.runs()
-    left = [start for start in starts if schemes[start][0].key not in done]
-    roots, progress = {} if root is None else {starts[0].data: root}, progress or Progress()
-    options |= {"keep_weights": True, "progress": progress}
-    if not study.run(left, roots=roots, device=where, seconds=seconds, **options):
-        return tracks, False
+    keys, tracks = {start: schemes[start][0].key for start in starts}, study.tracks
+    left = [start for start in starts if keys[start] not in tracks.about()]
+    options |= {"roots": roots, "keep_weights": True, "progress": progress}
+    if not study.run(left, device=where, seconds=seconds, **options):
+        return False
     prepare_device(where, exact=True)
-    data = Resident(load(starts[0].data, root), where) if left else None
+    data = Resident(load(starts[0].data, roots.get(starts[0].data)), where) if left else None
     with progress, Claims(study.work / "claims") as claims:
         progress.begin(len(starts), len(starts) - len(left))
         while left:
             if seconds is not None and time.monotonic() - began > seconds:
-                return tracks, False
-            start = next((start for start in left if claims.take(schemes[start][0].key)), None)
-            done = tracks.runs()  # other processes may have finished some meanwhile
+                return False
+            start = next((start for start in left if claims.take(keys[start])), None)
             if start is None:
                 progress.waiting(len(left))
                 time.sleep(fleet.POLL)
-            else:
-                key = schemes[start][0].key
-                if key not in done:
-                    assert data is not None
-                    _compare(schemes[start], _weights(start, study), data, tracks, points, progress)
-                    done.add(key)
-                claims.free(key)
-            left = [start for start in left if schemes[start][0].key not in done]
-    return tracks, True
+            elif keys[start] not in tracks.about():  # another process may have finished it meanwhile
+                assert data is not None
+                weights = _weights(start, study)
+                compared = compare_trajectories(schemes[start], data, weights, points=points, progress=progress)
+                steps = data.counts["train"] // start.batch_size
+                tracks.add(schemes[start][0], compared, steps=steps, environment=environment(where))
+            if start is not None:
+                claims.free(keys[start])
+            done = tracks.about()
+            left = [start for start in left if keys[start] not in done]
+    return True
 
 
 def _weights(start: Config, study: Study) -> dict[str, Tensor]:
@@ -356,24 +493,3 @@ def _weights(start: Config, study: Study) -> dict[str, Tensor]:
     if not path.exists():
         raise ValueError(f"no {path}: copy that folder here, or remove {start.key} from {study.store.path}")
     return dict(read_state(path))
-
-
-def _compare(
-    schemes: Sequence[Config],
-    weights: dict[str, Tensor],
-    data: Resident,
-    tracks: Tracks,
-    points: int,
-    progress: Progress,
-) -> None:
-    """Compare the schemes from one network and record it."""
-    last: list[Training] = []
-
-    def report(training: Training) -> None:
-        last[:] = [training]
-        progress.epoch(training.config, training.curves)
-
-    compared = compare_trajectories(schemes, data, weights, points=points, report=report)
-    steps = data.counts["train"] // schemes[0].batch_size
-    tracks.add(schemes[0], compared, steps=steps, environment=environment(data.device))
-    progress.finished(last[0].config, last[0].curves)

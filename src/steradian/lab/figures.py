@@ -1,14 +1,11 @@
 """The paper's figures from stored results: curves by epoch with zooms, and quantities recorded within trainings.
 
-The figures of recorded quantities have a table below them, which the functions `…_summary` make.
-
 A figure is first data (`Figure`, `Chart`, `Line`), then drawn: by matplotlib as an SVG for documents, or by plotly as a
 page in which one can zoom.
 """
 
 import html
 import io
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +17,10 @@ import numpy as np
 
 from steradian.files import write_atomically
 from steradian.lab.config import METHODS
+from steradian.lab.experiments import ALL, LIVING, PHENOMENA
 from steradian.lab.paper import NORM_NAMES
 from steradian.lab.results import Result
 from steradian.lab.tables import Rows, accuracy_columns
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA
 from steradian.watching.records import QUANTITIES
 
 if TYPE_CHECKING:
@@ -37,15 +34,7 @@ __all__ = [
     "Chart",
     "Figure",
     "Line",
-    "accuracy_figure",
-    "hypotheses_figure",
-    "hypotheses_summary",
     "limits",
-    "loss_figure",
-    "phenomena_figure",
-    "phenomena_summary",
-    "trajectories_figure",
-    "trajectories_summary",
     "write_figure",
 ]
 
@@ -138,19 +127,20 @@ class Figure:
 # Curves by epoch
 
 
-def loss_figure(results: Iterable[Result]) -> Figure:
+def _loss(results: Iterable[Result]) -> Figure:
     """fig:loss_comparison: mean training loss by epoch, and the last quarter of the epochs."""
     zooms = {"the last epochs": lambda n: (0.75 * n, float(n))}
     return _by_epoch(results, "train_loss", "training loss", zooms, logarithmic=True)
 
 
-def accuracy_figure(results: Iterable[Result]) -> Figure:
+def _accuracy(results: Iterable[Result]) -> Figure:
     """fig:acc_comparison: mean validation accuracy by epoch, the first third of the epochs, and the last quarter."""
     zooms = {"the first epochs": lambda n: (_first(n), n / 3), "the last epochs": lambda n: (0.75 * n, float(n))}
     return _by_epoch(results, "validation_accuracy", "validation accuracy (%)", zooms)
 
 
-FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {"loss": loss_figure, "accuracy": accuracy_figure}
+FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {"loss": _loss, "accuracy": _accuracy}
+"""Figures of curves, by their names on the command line."""
 
 
 def _by_epoch(
@@ -195,26 +185,25 @@ def _mean_line(method: str, curves: Sequence[Sequence[float]]) -> Line:
 # Quantities recorded within trainings
 
 
-def hypotheses_figure(table: "pd.DataFrame", about: About) -> Figure:
+def _hypotheses(table: "pd.DataFrame", about: About) -> Figure:
     """The figures of App. C.1.2 and fig:taylor: the largest |A⟨c,u⟩|, z, and z² of SGD over all filters, by epoch.
 
     Filters that shrank to less than a thousandth of their first radius are left out of the full lines; if there are
     any, dashed lines show all filters.
     """
-    wanted: list[tuple[str, str, Callable[[Any], Any], list[tuple[float, str]], tuple[str, ...]]] = [
-        ("H1: |A⟨c,u⟩| stays below 1", "radial", np.abs, [(1.0, "1")], METHODS),
-        ("H2: z = ηᵉ‖c⊥‖ stays below π", "velocity", np.abs, [(np.pi, "π")], METHODS),
-        ("Theorem 4: the Taylor variable z² under SGD", "velocity", np.square, [], ("SGD",)),
+    wanted: list[tuple[str, str, int, list[tuple[float, str]], tuple[str, ...]]] = [
+        ("H1: |A⟨c,u⟩| stays below 1", "radial", 1, [(1.0, "1")], METHODS),
+        ("H2: z = ηᵉ‖c⊥‖ stays below π", "velocity", 1, [(np.pi, "π")], METHODS),
+        ("Theorem 4: the Taylor variable z² under SGD", "velocity", 2, [], ("SGD",)),
     ]
     charts = []
-    for title, quantity, of, marks, methods in wanted:
+    for title, quantity, power, marks, methods in wanted:
         lines = []
-        for run in _ordered((run for run in about if _method(about, run) in methods), about):
-            living, every = (of(_largest(table, run, group, quantity)) for group in (LIVING, ALL))
-            if living.empty:
-                continue  # it recorded other quantities
-            method, steps = _method(about, run), about[run]["steps"]
-            colour = METHOD_COLOURS[method]
+        for run, method, colour in _by_method(about):
+            living, every = (_largest(table, run, group, quantity) ** power for group in (LIVING, ALL))
+            if living.empty or method not in methods:
+                continue
+            steps = about[run]["steps"]
             lines.append(Line(method, (living.index / steps).tolist(), living.tolist(), colour=colour))
             if not living.equals(every):
                 name, x = f"{method}, with filters that shrank away", (every.index / steps).tolist()
@@ -224,155 +213,154 @@ def hypotheses_figure(table: "pd.DataFrame", about: About) -> Figure:
     return Figure(charts)
 
 
-def trajectories_figure(table: "pd.DataFrame", about: About) -> Figure:
+def _hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
+    """For each method the largest |A⟨c,u⟩|, z and z² of a living filter at any recorded step, its epoch, and the usual.
+
+    The usual value is the median, over the recorded steps after the first epoch, of the largest over the filters.
+    """
+    heads = ["method"]
+    for quantity in ("|A⟨c,u⟩|", "z", "z²"):
+        heads += [f"largest {quantity}", "at epoch", "usually"]
+    lines = []
+    for run, method, _ in _by_method(about):
+        if not len(_pick(table, run=run, quantity="radial")):
+            continue
+        line, steps = [method], about[run]["steps"]
+        for quantity, power in (("radial", 1), ("velocity", 1), ("velocity", 2)):
+            largest = _largest(table, run, LIVING, quantity) ** power
+            later = largest[largest.index >= steps]
+            when = f"{largest.idxmax() / steps:.3g}" if len(largest) else ""
+            line += [_number(largest.max()), when, _number((later if len(later) else largest).median())]
+        share = _pick(table, run=run, group=ALL, quantity="living", statistic="mean").sort_values("step")["value"]
+        lines.append([*line, f"{1 - share.iloc[-1]:.1%}" if len(share) else ""])
+    return [*heads, "filters that shrank away"], lines
+
+
+def _trajectories(table: "pd.DataFrame", about: About) -> Figure:
     """fig:track_adamgradg_sgd: cosine with the same filter under SGD, three filters of every block, by iteration.
 
     Thick lines are the medians over all filters of the network.
     """
     charts = []
     for run in about:
-        config, rows = about[run]["config"], table[(table["run"] == run) & (table["quantity"] == "cosine")]
+        rows = _pick(table, run=run, quantity="cosine")
         if not len(rows):
-            continue  # it recorded other quantities
+            continue
         lines, medians = [], []
         for method in ("AdaGrad", "AdaGradG"):  # the latter is drawn on top
-            own = rows[rows["group"].str.startswith(f"{method}: ")]
-            colour = METHOD_COLOURS[method]
+            colour, own = METHOD_COLOURS[method], rows[rows["group"].str.startswith(f"{method}: ")]
             single = own[own["group"].str.endswith("]")].astype({"group": str})
             for _, series in single.groupby("group", sort=False):
                 lines.append(Line("", *_series(series), colour=colour, thin=True))
-            median = own[(own["group"] == f"{method}: {ALL}") & (own["statistic"] == "median")]
+            median = _pick(own, group=f"{method}: {ALL}", statistic="median")
             medians.append(Line(f"{method}, median of all filters", *_series(median), colour=colour))
-        title = f"{config['model']} {NORM_NAMES[config['norm']]}"
-        charts.append(Chart(title, "iteration", "cosine with the filter under SGD", lines + medians))
+        title, axis = _network(about[run]["config"]), "cosine with the filter under SGD"
+        charts.append(Chart(title, "iteration", axis, lines + medians))
     return Figure(charts)
 
 
-def phenomena_figure(table: "pd.DataFrame", about: About) -> Figure:
+def _trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
+    """For each network and scheme, the cosine of the filters with those under SGD after the last iteration.
+
+    A scheme that diverged has none.
+    """
+    lines = []
+    for run in about:
+        rows = table[(table["run"] == run) & table["quantity"].isin(["cosine", "angle"])]
+        last = rows[rows["step"] == rows["step"].max()]
+        for method in ("AdaGradG", "AdaGrad") if len(rows) else ():
+            own = _pick(last, group=f"{method}: {ALL}").set_index(["quantity", "statistic"])["value"]
+            figures = ["diverged", "", "", ""]
+            if len(own):
+                cosines = [own["cosine", name] for name in ("min", "median", "mean")]
+                figures = [f"{value:.4f}" if value < 0.9995 else f"{value:.7f}" for value in cosines]
+                figures.append(f"{own['angle', 'max']:.2g}")
+            lines.append([_network(about[run]["config"]), method, f"{last['step'].max()}", *figures])
+    return ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean", "largest angle (rad)"], lines
+
+
+def _phenomena(table: "pd.DataFrame", about: About) -> Figure:
     """Section 4.1 in figures: the median turn by (a), (b1), (b2) and (c) over the filters of each layer, by epoch.
 
     Layers are those of Adam if it was tracked; thick lines are medians over all filters, of every method.
     """
-    measured = set(table[table["quantity"] == PHENOMENA[0]]["run"])
-    runs = _ordered((run for run in about if run in measured), about)
+    medians = _pick(table, statistic="median")
+    runs = {run: method for run, method, _ in _by_method(about) if len(_pick(medians, run=run, quantity=PHENOMENA[0]))}
     if not runs:
         return Figure([])
-    shown = next((run for run in runs if _method(about, run) == "Adam"), runs[0])
-    medians = table[table["statistic"] == "median"]
-    layers = [name for name in dict.fromkeys(medians[medians["run"] == shown]["group"]) if name not in (ALL, LIVING)]
+    shown = next((run for run, method in runs.items() if method == "Adam"), next(iter(runs)))
+    layers = [name for name in dict.fromkeys(_pick(medians, run=shown)["group"]) if name not in (ALL, LIVING)]
     colours = _ramp(len(layers))
     charts = []
     for quantity in PHENOMENA:
         lines = []
         for name, colour in zip(layers, colours, strict=True):
-            series = _series(_rows(medians, shown, name, quantity), about[shown]["steps"])
+            series = _series(_pick(medians, run=shown, group=name, quantity=quantity), about[shown]["steps"])
             lines.append(Line("", *series, colour=colour, thin=True))
-        for run in runs:
-            method = _method(about, run)
-            series = _series(_rows(medians, run, LIVING, quantity), about[run]["steps"])
+        for run, method in runs.items():
+            series = _series(_pick(medians, run=run, group=LIVING, quantity=quantity), about[run]["steps"])
             lines.append(Line(f"{method}, all layers", *series, colour=METHOD_COLOURS[method]))
         charts.append(Chart(QUANTITIES[quantity].title, "epoch", "median turn (radians)", lines, logarithmic=True))
-    return Figure(charts, colours, f"{_method(about, shown)}, first layer to last layer")
+    return Figure(charts, colours, f"{runs[shown]}, first layer to last layer")
 
 
-TRACK_FIGURES: dict[str, Callable[["pd.DataFrame", About], Figure]] = {
-    "hypotheses": hypotheses_figure,
-    "phenomena": phenomena_figure,
-    "trajectories": trajectories_figure,
-}
-
-
-# The tables below these figures
-
-
-def hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
-    """For each method the largest |A⟨c,u⟩|, z and z² of a living filter at any recorded step, its epoch, and the usual.
-
-    The usual value is the median, over the recorded steps after the first epoch, of the largest over the filters. Runs
-    that recorded other quantities are left out.
-    """
-    heads = ["method"]
-    for quantity in ("|A⟨c,u⟩|", "z", "z²"):
-        heads += [f"largest {quantity}", "at epoch", "usually"]
-    heads.append("filters that shrank away")
-    lines = []
-    recorded = set(table[table["quantity"] == "radial"]["run"])
-    for run in _ordered(sorted(recorded), about):
-        line = [_method(about, run)]
-        for quantity, power in (("radial", 1), ("velocity", 1), ("velocity", 2)):
-            largest = _largest(table, run, LIVING, quantity) ** power
-            later = largest[largest.index >= about[run]["steps"]]
-            usual = (later if len(later) else largest).median()
-            when = f"{largest.idxmax() / about[run]['steps']:.3g}" if len(largest) else ""
-            line += [_number(largest.max()), when, _number(usual)]
-        living = _rows(table, run, ALL, "living")
-        share = living[living["statistic"] == "mean"].sort_values("step")["value"]
-        lines.append([*line, f"{1 - share.iloc[-1]:.1%}" if len(share) else ""])
-    return heads, lines
-
-
-def trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
-    """For each network and scheme, the cosine of the filters with those under SGD after the last iteration.
-
-    A scheme that diverged has none; runs that recorded other quantities are left out.
-    """
-    lines = []
-    compared = table[table["quantity"].isin(["cosine", "angle"])]
-    for run in (run for run in about if run in set(compared["run"])):
-        config, rows = about[run]["config"], compared[compared["run"] == run]
-        last = rows[rows["step"] == rows["step"].max()]
-        for method in ("AdaGradG", "AdaGrad"):
-            own = last[last["group"] == f"{method}: {ALL}"].set_index(["quantity", "statistic"])["value"]
-            network = f"{config['model']} {NORM_NAMES[config['norm']]}"
-            figures = ["diverged", "", "", ""]
-            if len(own):
-                figures = [_cosine(own["cosine", name]) for name in ("min", "median", "mean")]
-                figures.append(f"{own['angle', 'max']:.2g}")
-            lines.append([network, method, f"{last['step'].max()}", *figures])
-    return ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean", "largest angle (rad)"], lines
-
-
-def phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
+def _phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
     """For each method and phenomenon the median turn of a filter: in the first epoch, before rates fall, at the end.
 
     Also the layer in which the median is largest after the first epoch, with its epoch.
     """
-    measured = set(table[table["quantity"] == PHENOMENA[0]]["run"])
-    medians = table[table["statistic"] == "median"]
-    lines = []
-    for run in _ordered(sorted(measured), about):
-        steps, config = about[run]["steps"], about[run]["config"]
-        falls = [epoch for epoch in (*config["milestones"], config["epochs"]) if epoch]
+    medians, lines = _pick(table, statistic="median"), []
+    for run, method, _ in _by_method(about):
+        config = about[run]["config"]
+        end = config["epochs"]
+        falls = next(epoch for epoch in (*config["milestones"], end) if epoch)
         for quantity in PHENOMENA:
-            own = medians[(medians["run"] == run) & (medians["quantity"] == quantity)]
-            own = own.assign(epoch=own["step"] / steps)
-            every = own[own["group"] == LIVING]
-            parts = [_within(every, 0, 1), _within(every, 0.9 * falls[0], falls[0])]
-            parts.append(_within(every, 0.95 * config["epochs"], config["epochs"]))
-            layers = own[~own["group"].isin([ALL, LIVING]) & (own["epoch"] >= min(1, config["epochs"] / 2))]
+            own = _pick(medians, run=run, quantity=quantity)
+            if not len(own):
+                continue
+            own = own.assign(epoch=own["step"] / about[run]["steps"])
+            every = _pick(own, group=LIVING)
+            parts = [_within(every, *span) for span in ((0, 1), (0.9 * falls, falls), (0.95 * end, end))]
+            layers = own[~own["group"].isin([ALL, LIVING]) & (own["epoch"] >= min(1, end / 2))]
             where = ""
             if len(layers):  # a diverged run may have none
                 largest = layers.loc[layers["value"].idxmax()]
                 where = f"{largest['value']:.2g} in {largest['group']}, epoch {largest['epoch']:.0f}"
-            lines.append([_method(about, run), QUANTITIES[quantity].title, *parts, where])
+            lines.append([method, QUANTITIES[quantity].title, *parts, where])
     heads = ["method", "phenomenon", "first epoch", "before the rate falls", "last epochs", "largest median of a layer"]
     return heads, lines
 
 
-SUMMARIES: dict[str, Callable[["pd.DataFrame", About], Rows]] = {
-    "hypotheses": hypotheses_summary,
-    "trajectories": trajectories_summary,
-    "phenomena": phenomena_summary,
+TRACK_FIGURES: dict[str, Callable[["pd.DataFrame", About], Figure]] = {
+    "hypotheses": _hypotheses,
+    "phenomena": _phenomena,
+    "trajectories": _trajectories,
 }
+"""Figures of recorded quantities; empty if others were recorded."""
+SUMMARIES: dict[str, Callable[["pd.DataFrame", About], Rows]] = {
+    "hypotheses": _hypotheses_summary,
+    "phenomena": _phenomena_summary,
+    "trajectories": _trajectories_summary,
+}
+"""The tables below them."""
 
 
-def _cosine(value: float) -> str:
-    """More digits near 1.
+def _pick(table: "pd.DataFrame", **wanted: str) -> "pd.DataFrame":
+    """The rows with these entries."""
+    for name, value in wanted.items():
+        table = table[table[name] == value]
+    return table
 
-    >>> _cosine(0.98765), _cosine(1 - 2.34e-6)
-    ('0.9877', '0.9999977')
-    """
-    return f"{value:.4f}" if value < 0.9995 else f"{value:.7f}"
+
+def _by_method(about: About) -> list[tuple[str, str, str]]:
+    """Runs in the order of their methods, with method and colour."""
+    methods = {run: str(facts["config"]["method"]) for run, facts in about.items()}
+    ordered = sorted(methods, key=lambda run: METHODS.index(methods[run]))
+    return [(run, methods[run], METHOD_COLOURS[methods[run]]) for run in ordered]
+
+
+def _network(config: Mapping[str, Any]) -> str:
+    return f"{config['model']} {NORM_NAMES[config['norm']]}"
 
 
 def _within(rows: "pd.DataFrame", start: float, end: float) -> str:
@@ -388,22 +376,9 @@ def _number(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.2g}"
 
 
-def _method(about: About, run: str) -> str:
-    return str(about[run]["config"]["method"])
-
-
-def _ordered(runs: Iterable[str], about: About) -> list[str]:
-    """Runs in the order of their methods."""
-    return sorted(runs, key=lambda run: METHODS.index(_method(about, run)))
-
-
-def _rows(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.DataFrame":
-    return table[(table["run"] == run) & (table["group"] == group) & (table["quantity"] == quantity)]
-
-
 def _largest(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.Series[float]":
     """The largest magnitude over the rows, by step."""
-    rows = _rows(table, run, group, quantity)
+    rows = _pick(table, run=run, group=group, quantity=quantity)
     rows = rows[rows["statistic"].isin(["min", "max"])]
     return rows["value"].abs().groupby(rows["step"]).max()
 
@@ -514,60 +489,41 @@ def _draw(axes: Any, chart: Chart) -> None:
             axes.fill_between(x, low, high, color=line.colour, alpha=0.15, linewidth=0)
         y = [line.y[k] if _drawable(chart, line.y[k]) else math.nan for k in inside]
         look = {"color": line.colour, "linewidth": 0.8 if line.thin else 1.6, "alpha": 0.65 if line.thin else 1}
-        axes.plot(x, y, linestyle="--" if line.dashed else "-", **look)
-        around = [math.nan, *y, math.nan]
-        alone = [
-            k for k in range(len(y)) if not math.isnan(y[k]) and math.isnan(around[k]) and math.isnan(around[k + 2])
-        ]
-        if alone:
-            axes.plot([x[k] for k in alone], [y[k] for k in alone], "o", markersize=4, color=line.colour)
-
-
-_OFFLINE = {"displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": ["sendChartToCloud"]}
-"""No button that uploads the figure."""
+        axes.plot(x, y, "--" if line.dashed else "-", marker="o" if len(x) == 1 else "", markersize=4, **look)
 
 
 def _page(figure: Figure) -> str:
     """A page that contains plotly and opens without network."""
-    from plotly.offline import get_plotlyjs
+    from plotly import graph_objects
 
-    parts = []
-    for k, chart in enumerate(figure.charts):
-        made = {"data": _traces(chart), "layout": _layout(chart), "config": _OFFLINE}
-        data = json.dumps(made).replace("</", "<\\/")
-        parts.append(f'<div id="f{k}"></div><script>Plotly.newPlot("f{k}", {data})</script>')
+    offline = {"displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": ["sendChartToCloud"]}
+    parts: list[str] = []
+    for number, chart in enumerate(figure.charts):
+        across, up = limits(chart)  # plotly's own range includes every line, also what a zoom leaves out
+        drawn = graph_objects.Figure(layout={"title": chart.title, "template": "none"})
+        for level, label in chart.marks:
+            look = {"line": {"dash": "dot", "color": "#777777"}, "textposition": "top left", "showlegend": False}
+            drawn.add_scatter(x=across, y=(level, level), text=("", label), mode="lines+text", **look)
+        named: set[str] = set()
+        for line in chart.lines:
+            shared = {"x": line.x, "legendgroup": line.name, "mode": "lines" if len(line.x) > 1 else "markers"}
+            if line.low:
+                hidden = {**shared, "line_width": 0, "showlegend": False, "hoverinfo": "skip"}
+                drawn.add_scatter(y=line.low, **hidden)
+                drawn.add_scatter(y=line.high, fill="tonexty", fillcolor=f"{line.colour}26", **hidden)
+            width, dash = 0.7 if line.thin else 1.6, "dash" if line.dashed else "solid"
+            look = {"line": {"color": line.colour, "width": width, "dash": dash}, "name": line.name}
+            drawn.add_scatter(y=line.y, showlegend=bool(line.name) and line.name not in named, **shared, **look)
+            named.add(line.name)
+        drawn.update_xaxes(title=chart.x_title, range=across)
+        ends = [math.log10(end) for end in up] if chart.logarithmic else up
+        kind = "log" if chart.logarithmic else "linear"
+        drawn.update_yaxes(title=chart.y_title, type=kind, range=ends, exponentformat="power")
+        options = {"full_html": False, "include_plotlyjs": number == 0, "div_id": f"f{number}", "config": offline}
+        parts.append(drawn.to_html(**options))
     if figure.ramp:
         block = '<i style="background:{};display:inline-block;width:.6em;height:1em"></i>'
         colours = "".join(block.format(colour) for colour in figure.ramp)
         parts.append(f'<p style="font-family:sans-serif">{html.escape(figure.ramp_name)} {colours}</p>')
-    head = f'<meta charset="utf-8"><title>Figures</title><script>{get_plotlyjs()}</script>'
+    head = '<meta charset="utf-8"><title>Figures</title>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
-
-
-def _traces(chart: Chart) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
-    for line in chart.lines:
-        shared = {"x": list(line.x), "mode": "lines" if len(line.x) > 1 else "markers", "legendgroup": line.name}
-        hidden = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
-        if line.low:
-            made.append({**shared, **hidden, "y": list(line.low)})
-            made.append({**shared, **hidden, "y": list(line.high), "fill": "tonexty", "fillcolor": line.colour + "26"})
-        first = bool(line.name) and all(trace.get("name") != line.name for trace in made)
-        look = {"color": line.colour, "width": 0.7 if line.thin else 1.6, "dash": "dash" if line.dashed else "solid"}
-        made.append({**shared, "y": list(line.y), "name": line.name, "line": look, "showlegend": first})
-    return made
-
-
-def _layout(chart: Chart) -> dict[str, Any]:
-    # Plotly's own range includes every line, also what a zoom leaves out.
-    across, up = limits(chart)
-    position = math.log10 if chart.logarithmic else float  # plotly wants logarithms for everything that is not data
-    x = {"title": {"text": chart.x_title}, "range": list(across)}
-    y = {"title": {"text": chart.y_title}, "range": [position(end) for end in up], "exponentformat": "power"}
-    y["type"] = "log" if chart.logarithmic else "linear"
-    wide = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"dash": "dot"}}
-    lines = [{**wide, "y0": level, "y1": level} for level, _ in chart.marks]
-    beside = {"xref": "paper", "x": 1, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
-    labels = [{**beside, "y": position(level), "text": text} for level, text in chart.marks]
-    axes = {"xaxis": x, "yaxis": y}
-    return {"title": {"text": chart.title}, **axes, "shapes": lines, "annotations": labels, "template": "none"}

@@ -6,13 +6,14 @@ only the data, which is never written, so their results are independent of each 
 
 import io
 import math
-import pickle
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -20,7 +21,6 @@ import torch
 from steradian.files import remove_parts, write_atomically
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
-from steradian.lab.interruption import deferred
 from steradian.lab.models import check_kind
 from steradian.lab.results import Claims, Result, Store, environment
 from steradian.lab.training import Execution, Training
@@ -60,9 +60,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     def begin(self, trainings: int, finished: int) -> None:
@@ -140,7 +138,7 @@ class Fleet:
         self._flying: list[_Flight] = []
         self._accounted = self.clock()
         self._interrupted, finished = False, True
-        with self.progress, Claims(self.work / "claims") as self._claims, deferred(self._interrupt):
+        with self.progress, Claims(self.work / "claims") as self._claims, _first_interruption(self._interrupt):
             self.progress.begin(len(wanted), len(wanted) - len(waiting))
             while waiting or self._flying:
                 while waiting and len(self._flying) < self.size and not self._late(0.0):
@@ -172,13 +170,12 @@ class Fleet:
     def _claim(self, waiting: list[Config]) -> Config | None:
         """Claim the first training that no other process runs; None if others run all that are left."""
         for config in list(waiting):
-            if not self._claims.take(config.key):
-                continue
-            waiting.remove(config)
-            done = self.store.keys()
-            if config.key not in done:
-                return config
-            self._claims.free(config.key)  # another process has finished it meanwhile
+            if self._claims.take(config.key):
+                waiting.remove(config)
+                done = self.store.keys()
+                if config.key not in done:
+                    return config
+                self._claims.free(config.key)  # another process has finished it meanwhile
         return None
 
     # A training in flight
@@ -306,9 +303,38 @@ class _Flight:
     pace: float | None = None
 
     def update_pace(self, now: float) -> float:
-        """The pace, given that an epoch ends now."""
+        """The pace, after an epoch that ends now."""
         self.pace = 0.0 if self.pace is None else min(self.pace or math.inf, now - self.began)
         return self.pace
+
+
+@contextmanager
+def _first_interruption(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop`, which is to end the work in good order, on the first interruption in this context.
+
+    Interruptions are Ctrl-C, SIGTERM (sent by a cluster's scheduler before it kills) and SIGHUP (the terminal is
+    closed). The next one has its usual effect. A signal that is ignored, as under nohup, stays ignored, and outside of
+    the main thread nothing changes.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def first(*_: object) -> None:
+        restore()
+        stop()
+
+    for number in before:
+        signal.signal(number, first)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def read_state(path: Path) -> Any:
@@ -318,14 +344,12 @@ def read_state(path: Path) -> Any:
         ValueError: it is damaged, or holds something else.
     """
     try:
-        with warnings.catch_warnings():  # about content that it then refuses
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):  # its message suggests to allow the code in the file
-            reason = "it is damaged, or contains more than tensors and plain containers"
-        raise ValueError(f"{path} cannot be read ({reason}); remove it to train this one from its start") from error
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # its own message may suggest to allow the code in the file
+        raise ValueError(
+            f"{path} cannot be read: it is damaged, or contains more than tensors and plain containers; remove it to "
+            "train this one from its start"
+        ) from error
 
 
 def _write(path: Path, content: Any) -> None:

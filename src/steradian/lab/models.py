@@ -81,7 +81,9 @@ def _normalization(norm: str, channels: int) -> nn.Module:
         return nn.InstanceNorm2d(channels, affine=True)
     if norm in ("gn", "ln"):
         return nn.GroupNorm(1 if norm == "ln" else math.gcd(_GROUPS, channels), channels)
-    return nn.Identity()
+    if norm == "wn":
+        return nn.Identity()
+    raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
 
 
 def _convolution(norm: str, channels: int, out: int, kernel: int, stride: int = 1, *, branches: int = 1) -> nn.Module:
@@ -136,7 +138,6 @@ class ResNet(nn.Module):
         self, widths: list[int], blocks: int, *, norm: str, project: bool, channels: int, classes: int, size: int
     ) -> None:
         super().__init__()
-        _check_norm(norm)
         self.conv1 = _convolution(norm, channels, widths[0], 3)
         self.norm1 = _normalization(norm, widths[0])
         stages, before = nn.Sequential(), widths[0]
@@ -211,7 +212,6 @@ def vgg16(*, norm: str = "bn", channels: int = 3, classes: int = 10, size: int =
     >>> sum(p.numel() for p in vgg16().parameters())
     14724042
     """
-    _check_norm(norm)
     stages = [[width] * 2, [2 * width] * 2, [4 * width] * 3, [8 * width] * 3, [8 * width] * 3]
     model, before = VGG(), channels
     for number, widths in enumerate(stages, start=1):
@@ -250,9 +250,9 @@ def build(
 
     Args:
         name: its name in the paper.
-        norm: one of `NORMS`.
+        norm: one of `NORMS`; this and the following as for `resnet20`.
         channels: of the images.
-        classes: number of classes.
+        classes: outputs.
         size: height and width of the images.
         width: channels of the first stage; None: the paper's.
         released: as in the paper's released code: ResNet20 projects its shortcuts, and convolutions are initialized as
@@ -279,10 +279,6 @@ def check_kind(name: str, norm: str) -> None:
     """Raise a ValueError if there is no such network or normalization."""
     if name not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
-    _check_norm(norm)
-
-
-def _check_norm(norm: str) -> None:
     if norm not in NORMS:
         raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
 

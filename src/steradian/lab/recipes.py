@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from steradian.lab import paper
-from steradian.lab.config import Config, chosen, meant
+from steradian.lab.config import Config, match_name, match_names
 
 __all__ = [
     "RECIPES",
@@ -49,7 +49,7 @@ def columns_of(data: str | None = None, columns: Sequence[str] | None = None) ->
     if not columns:
         return every
     given = [columns] if isinstance(columns, str) else columns
-    found = {name: [c for c in every if meant(name, (c[0], " ".join(c)))] for name in given}
+    found = {name: [c for c in every if match_name(name, (c[0], " ".join(c)))] for name in given}
     if unknown := [name for name in given if not found[name]]:
         raise ValueError(f"columns must be among {', '.join(' '.join(c) for c in every)}, got {', '.join(unknown)}")
     return [column for column in every if any(column in each for each in found.values())]
@@ -80,7 +80,7 @@ def accuracy_tables(
         settings: hyper-parameters as the paper prints them, or those of its released code: one of `paper.SETTINGS`.
         released: use the networks of that code.
     """
-    taken = chosen("methods", methods, TABLE_METHODS)
+    taken = match_names("methods", methods, TABLE_METHODS)
     if settings not in paper.SETTINGS:
         raise ValueError(f"settings must be one of {', '.join(paper.SETTINGS)}, got {settings!r}")
     made = []
@@ -100,7 +100,7 @@ def hypotheses(
     seeds: int = 1,
 ) -> list[Config]:
     """The figures on H1, H2 and fig:taylor: trainings to be tracked, with SGD-M, Adam and SGD."""
-    taken = chosen("methods", methods, ("SGD-M", "Adam", "SGD"))
+    taken = match_names("methods", methods, ("SGD-M", "Adam", "SGD"))
     made = []
     for seed, column, method in product(_seeds(seeds), columns_of(data, columns or ["ResNet20"]), taken):
         config = _best(column, "SGD-M" if method == "SGD" else method, seed=seed)
@@ -140,7 +140,7 @@ def trajectories(starts: Iterable[Config], *, epochs: int = 1, methods: Sequence
     """
     rates = {"SGD": 1e-2, "AdaGradG": 1e-2, "AdaGrad": 1e-3}
     made = []
-    for start, method in product(starts, chosen("methods", methods, tuple(rates))):
+    for start, method in product(starts, match_names("methods", methods, tuple(rates))):
         kept = replace(start, method=method, start=start.key, precision="float32", epochs=epochs, milestones=())
         made.append(replace(kept, lr=rates[method], rest_lr=1e-2, weight_decay=1e-3, betas=(0.9, 0.999)))
     return made
@@ -169,7 +169,7 @@ def grid(
         decays: λ; None: the paper's eight.
         beta2s: β2, for all methods but SGD-M; None: the paper's three.
     """
-    taken, made = chosen("methods", methods, TABLE_METHODS), []
+    taken, made = match_names("methods", methods, TABLE_METHODS), []
     if beta2s and set(taken) == {"SGD-M"}:
         raise ValueError(f"beta2s are for the Adam variants, and SGD-M has none, got {', '.join(map(str, beta2s))}")
     for seed, column, method in product(_seeds(seeds), columns_of(data, columns), taken):
@@ -186,9 +186,10 @@ RECIPES: dict[str, Callable[..., list[Config]]] = {
     "curves": accuracy_tables,  # fig:loss_comparison, fig:acc_comparison and those of App. D.4
     "hypotheses": hypotheses,
     "phenomena": phenomena,
+    "trajectories": pretraining,  # of the networks that `trajectories` start from
     "grid": grid,
 }
-"""Recipes by name; `trajectories` is not among them, since it needs a trained network first."""
+"""Recipes by name."""
 
 
 def _config(column: tuple[str, str], method: str, lr: float, **more: object) -> Config:

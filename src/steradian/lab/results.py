@@ -1,7 +1,8 @@
-"""Results of trainings, one JSON file per study, and locks for processes that share a folder."""
+"""What a study stores: results in one JSON file, recorded steps in one Parquet file, shared by processes with locks."""
 
 import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -12,24 +13,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 
 from steradian.files import remove_parts, write_atomically
 from steradian.lab.config import Config
+from steradian.watching.records import COLUMNS
 
-__all__ = [
-    "CURVES",
-    "PARTS",
-    "Claims",
-    "Result",
-    "Store",
-    "environment",
-    "has_diverged",
-    "locked",
-]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["CURVES", "PARTS", "Claims", "Result", "Store", "Tracks", "environment", "has_diverged"]
 
 PARTS = ("train", "validation", "test")
 CURVES = tuple(f"{part}_{what}" for part in PARTS for what in ("loss", "accuracy"))
@@ -37,6 +32,7 @@ CURVES = tuple(f"{part}_{what}" for part in PARTS for what in ("loss", "accuracy
 
 _FACTS = ("diverged", "collapsed", "seconds", "environment")
 _SHOWN = ("train_loss", "validation_accuracy", "test_accuracy")  # by tables and figures
+_ABOUT = b"steradian"  # key of the metadata of a file of records
 
 
 def has_diverged(config: Config, curves: Mapping[str, Sequence[float]]) -> bool:
@@ -107,29 +103,19 @@ class Result:
         Raises:
             ValueError: something is missing, or not what `to_dict` writes.
         """
-        missing = [name for name in ("config", *_FACTS, "curves") if name not in values]
-        if missing:
+        if missing := [name for name in ("config", *_FACTS, "curves") if name not in values]:
             raise ValueError(f"it has no {', '.join(missing)}")
-        if not all(isinstance(values[name], Mapping) for name in ("config", "environment", "curves")):
-            raise ValueError("config, environment and curves must be mappings")
-        if not all(isinstance(values[name], int | float) for name in ("diverged", "collapsed", "seconds")):
-            raise ValueError("diverged, collapsed and seconds must be numbers")
-        if not all(isinstance(fact, str) for fact in values["environment"].values()):
-            raise ValueError("environment must hold strings")
         config = Config.from_dict(values["config"])
         if values.get("key", config.key) != config.key:
             raise ValueError(f"{values['key']} is not the key of its configuration, which is {config.key}")
-        curves = {name: _curve(name, curve) for name, curve in values["curves"].items()}
+        curves = {
+            name: [math.nan if value is None else float(value) for value in curve]
+            for name, curve in values["curves"].items()
+        }
         lengths = {len(curves.get(name, [])) for name in (*_SHOWN, *curves)}
         if len(lengths) > 1 or 0 in lengths:
             raise ValueError(f"its curves must be {', '.join(_SHOWN)} and others, with one number for each epoch")
         return cls(config, curves, *(values[name] for name in _FACTS))
-
-
-def _curve(name: str, values: Any) -> list[float]:
-    if not isinstance(values, list) or not all(v is None or isinstance(v, int | float) for v in values):
-        raise ValueError(f"its curve {name} must be a list of numbers")
-    return [float("nan") if value is None else value for value in values]
 
 
 def _rounded(value: float) -> float | None:
@@ -149,7 +135,6 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._known: tuple[tuple[int, int, int] | None, set[str]] = (None, set())
 
     def results(self) -> list[Result]:
         """Everything stored, ordered by key."""
@@ -158,12 +143,7 @@ class Store:
 
     def keys(self) -> set[str]:
         """Keys of all finished trainings, without parsing their results."""
-        # Called before every start of a training. The file is replaced as a whole, so this identifies its version.
-        stat = self.path.stat() if self.path.exists() else None
-        version = stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-        if version is None or version != self._known[0]:
-            self._known = version, {self._key(number, row) for number, row in enumerate(self._rows())}
-        return set(self._known[1])
+        return {self._key(number, row) for number, row in enumerate(self._rows())}
 
     def _key(self, number: int, row: Mapping[str, Any]) -> str:
         return str(row["key"]) if "key" in row else self._read(number, row).config.key
@@ -189,7 +169,7 @@ class Store:
     def add(self, results: Iterable[Result]) -> None:
         """Add results and replace those of the same trainings; other processes may do so at the same time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(self.path):
+        with _locked(self.path):
             # Stored rows are copied as they are, without being parsed into results.
             merged = {self._key(k, row): row for k, row in enumerate(self._rows())}
             merged |= {result.config.key: result.to_dict() for result in results}
@@ -243,11 +223,77 @@ def _commit() -> str:
         return ""
 
 
-# Files that several processes read and write
+@dataclass(frozen=True)
+class Tracks:
+    """Recorded steps of a study in one Parquet file, with the columns of a watch's records.
+
+    The file's own metadata describe each run: "config", "steps" in an epoch, "environment".
+    """
+
+    path: Path
+
+    def table(self) -> "pd.DataFrame":
+        """Everything recorded; empty if there is no file."""
+        import pandas as pd
+
+        if not self.path.exists():
+            return pd.DataFrame(columns=list(COLUMNS))
+        with self._named():
+            return pd.read_parquet(self.path, columns=list(COLUMNS))
+
+    def about(self) -> dict[str, dict[str, Any]]:
+        """Metadata of each run, by its key."""
+        from pyarrow import parquet
+
+        if not self.path.exists():
+            return {}
+        with self._named():
+            about: dict[str, dict[str, Any]] = json.loads(parquet.read_schema(self.path).metadata[_ABOUT])
+            for facts in about.values():
+                Config.from_dict(facts["config"])  # raises if another version wrote it
+                facts["steps"] = int(facts["steps"])
+        return about
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the file in every error."""
+        try:
+            yield
+        except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
+            raise ValueError(f"{self.path} is not a file of records: {error}") from error
+
+    def add(self, config: Config, added: "pd.DataFrame", **about: Any) -> None:
+        """Add the table of a run, or replace it; other processes may do so at the same time."""
+        import pandas as pd
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        word = pa.dictionary(pa.int32(), pa.string())
+        numbers = {"step": pa.int32(), "value": pa.float32()}  # more digits than a figure shows
+        schema = pa.schema([(name, numbers.get(name, word)) for name in COLUMNS])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self.path):
+            runs = self.about() | {config.key: {"config": config.to_dict(), **about}}
+            known = self.table()
+            tables = [table for table in (known[known["run"] != config.key], added) if len(table)]
+            joined = pa.Table.from_pandas(pd.concat(tables, ignore_index=True), schema=schema, preserve_index=False)
+            buffer = io.BytesIO()
+            parquet.write_table(
+                joined.replace_schema_metadata({_ABOUT: json.dumps(runs, ensure_ascii=False).encode()}),
+                buffer,
+                compression="zstd",
+                compression_level=9,
+                use_dictionary=[name for name in COLUMNS if name != "value"],
+                use_byte_stream_split=["value"],
+            )
+            write_atomically(self.path, buffer.getvalue())
+
+
+# Several processes
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Hold a lock on a file while it is read, changed and written; other processes that do so wait."""
     path = Path(os.path.realpath(path))
     with path.with_name(f".{path.name}.lock").open("w") as file:
@@ -270,47 +316,28 @@ class Claims:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._held: dict[str, IO[bytes]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for key in list(self._held):
             self.free(key)
 
     def take(self, key: str) -> bool:
         """Claim a training; returns False if another process has it."""
-        file = _lock(self._path(key))
-        if file is not None:
-            self._held[key] = file
-        return file is not None
-
-    def free(self, key: str) -> None:
-        """Release a claim."""
-        self._path(key).unlink(missing_ok=True)  # while it is locked: see `_lock`
-        self._held.pop(key).close()
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.lock"
-
-
-def _lock(path: Path) -> IO[bytes] | None:
-    """The file, locked; None if another process has it."""
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)  # the folder may have been removed meanwhile
-        file = path.open("ab")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = (self.folder / f"{key}.lock").open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            return None
+            return False
         except OSError:  # a file system without locks
-            return file
-        # The previous holder may have removed the file between opening and locking: then the lock is on a deleted file.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                return file
-        file.close()
+            pass
+        self._held[key] = file
+        return True
+
+    def free(self, key: str) -> None:
+        """Release a claim."""
+        self._held.pop(key).close()

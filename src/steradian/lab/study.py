@@ -14,13 +14,12 @@ import torch
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load, usual_root
 from steradian.lab.fleet import CHECKPOINTS, Fleet, Progress, prepare_device
-from steradian.lab.results import Result, Store
+from steradian.lab.results import Result, Store, Tracks
 from steradian.lab.training import Execution, Training
 
-__all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name", "sweep", "units"]
+__all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name", "sweep"]
 
 RESULTS, RUNS = Path("results"), Path("runs")
-_LONGEST = 200  # bytes of a study's name
 _PATIENCE = 10.0  # seconds for a cluster to answer
 _RETRIES = 3  # of a fleet whose worker died
 
@@ -37,10 +36,8 @@ def pick_device(name: str | None = None) -> torch.device:
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda is not available: this machine or this torch has no GPU")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device must be one of the {torch.cuda.device_count()} GPUs, got {name!r}")
+        raise ValueError(f"device {name} is not available: torch finds {torch.cuda.device_count()} GPUs here")
     return device
 
 
@@ -88,13 +85,16 @@ class Study:
             object.__setattr__(self, name, Path(getattr(self, name)))
         if not self.name or self.name.startswith(".") or re.search(r"[/\\\0]", self.name):
             raise ValueError(f"study must be the name of a file without its folder, got {self.name!r}")
-        if len(os.fsencode(self.name)) > _LONGEST:  # temporary files beside it have longer names
-            raise ValueError(f"study must have at most {_LONGEST} bytes, got {self.name!r}")
 
     @property
     def store(self) -> Store:
         """The results."""
         return Store(self.results / f"{self.name}.json")
+
+    @property
+    def tracks(self) -> Tracks:
+        """The recorded steps."""
+        return Tracks(self.results / f"{self.name}-tracks.parquet")
 
     @property
     def work(self) -> Path:
@@ -107,13 +107,10 @@ class Study:
         *,
         roots: Mapping[str, Path] | None = None,
         device: torch.device | str | None = None,
-        size: int | None = None,
         seconds: float | None = None,
-        execution: Execution | None = None,
         keep_weights: bool = False,
-        every: float = CHECKPOINTS,
-        progress: Progress | None = None,
         make: Callable[..., Training] = Training,
+        **options: Any,
     ) -> bool:
         """Train what is not finished yet, on one device; returns whether everything is.
 
@@ -123,50 +120,32 @@ class Study:
             configs: the trainings.
             roots: folder of each data set, by name; others are searched for as by `data.load`.
             device: where; None: the GPU if there is one.
-            size: trainings in flight; None: 40 on a GPU, 1 on a CPU.
             seconds: stop, with checkpoints, when this time is over.
-            execution: how; None: captured, compiled and fused on a GPU.
             keep_weights: keep the weights of finished trainings.
-            every: seconds between checkpoints.
-            progress: callbacks for the progress.
             make: makes a training, as for `Fleet`.
+            **options: of `Fleet`: size (40 on a GPU, 1 on a CPU), execution (compiled on a GPU), every, progress.
         """
         device = device if isinstance(device, torch.device) else pick_device(device)
-        gpu, roots = device.type == "cuda", roots or {}
         prepare_device(device, exact=any(config.precision == "float32" for config in configs))
-        keys = {config.key for config in configs}
+        keys, roots, gpu = {config.key for config in configs}, roots or {}, device.type == "cuda"
         other = self.store.elsewhere(keys) if make is Training and not keep_weights else []
         known = [result for result in [*self.store.results(), *other] if result.config.key in keys]
         done = {result.config.key for result in known}
         # A given folder is read even if nothing is left to do: its images may not be those of the results.
         needed = sorted({config.data for config in configs if config.key not in done or config.data in roots})
         data = {name: Resident(load(name, roots.get(name)), device) for name in needed}
-        self.check_data(known, {name: resident.fingerprint for name, resident in data.items()})
+        self._check_images(known, {name: resident.fingerprint for name, resident in data.items()})
         if other:
             self.store.add(other)
-        fleet = Fleet(
-            data,
-            self.store,
-            self.work,
-            size=size or (40 if gpu else 1),
-            execution=execution or Execution(compiled=gpu),
-            every=every,
-            keep_weights=keep_weights,
-            progress=progress or Progress(),
-            make=make,
-        )
+        chosen: dict[str, Any] = {"size": 40 if gpu else 1, "execution": Execution(compiled=gpu)}
+        chosen |= {name: value for name, value in options.items() if value is not None}
+        fleet = Fleet(data, self.store, self.work, keep_weights=keep_weights, make=make, **chosen)
         return fleet.run(configs, seconds=seconds)
 
-    def check_data(self, known: Sequence[Result], data: Mapping[str, str]) -> None:
-        """Raise if data has the name, but not the images, of the data that results were made from.
-
-        Args:
-            known: the results.
-            data: fingerprints of the images, by name.
-        """
+    def _check_images(self, known: Sequence[Result], data: Mapping[str, str]) -> None:
+        """Raise if data, given by fingerprints, has the name but not the images that results were made from."""
         for result in known:
-            name = result.config.data
-            made = result.environment.get("data")
+            name, made = result.config.data, result.environment.get("data")
             if name in data and made is not None and made != data[name]:
                 raise ValueError(
                     f"{self.results} holds {result.config.key}, trained on other data called {name}: give this data "
@@ -204,52 +183,54 @@ def sweep(
         progress: callbacks for the progress; only finished trainings are reported.
     """
     ray, progress = _ray(), progress or Progress()
-    if address is not None:
+    if address is not None and address not in ("auto", "local"):
         _check_address(address)
     started = not ray.is_initialized()
     if started:
         quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
         ray.init(address=address, **({} if address else quiet))
     try:
-        keys = {config.key for config in configs}
-        if other := study.store.elsewhere(keys):
+        trainings = {config.key: config for config in configs}
+        if other := study.store.elsewhere(trainings):
             study.store.add(other)
-        known = [result for result in study.store.results() if result.config.key in keys]
+        known = [result for result in study.store.results() if result.config.key in trainings]
         done = {result.config.key for result in known}
         needs = {"num_gpus": 1} if ray.cluster_resources().get("GPU", 0) else {"num_cpus": 1}
         # Ray itself repeats a task whose worker died; an error in the task is an error of the study.
         work = ray.remote(**needs, max_retries=_RETRIES)(_run_fleet)
-        folders = {name: str(Path(root).absolute()) for name, root in (roots or {}).items()}
         # Workers have another working directory and may be on other machines.
+        folders = {name: str(Path(root).absolute()) for name, root in (roots or {}).items()}
         usual = {name: str(usual_root(name).absolute()) for name in {c.data for c in configs} - set(folders)}
-        # Fleets are cut from all trainings, finished or not, so that each keeps its folder.
-        every_one = list(dict.fromkeys(configs))
-        waiting = []
-        for unit in units(every_one, size):
-            left = [config.to_dict() for config in unit if config.key not in done]
-            if left:
-                waiting.append(work.remote(left, str(_fleet_folder(study, unit)), folders, usual, every))
+        waiting = [
+            work.remote(left, str(_fleet_folder(study, unit)), folders, usual, every)
+            # Fleets are cut from all trainings, finished or not, so that each keeps its folder.
+            for unit in _units(list(trainings.values()), size)
+            if (left := [config.to_dict() for config in unit if config.key not in done])
+        ]
         with progress:
-            progress.begin(len(every_one), sum(config.key in done for config in every_one))
+            progress.begin(len(trainings), len(done))
             while waiting:
                 ready, waiting = ray.wait(waiting, num_returns=1)
-                for unit_results in _get(ray, ready):
-                    arrived = [Result.from_dict(values) for values in unit_results]
-                    _store_results(arrived, known, study)
+                for arrived in ([Result.from_dict(values) for values in unit] for unit in _get(ray, ready)):
+                    for result in arrived:
+                        if images := result.environment.get("data"):  # other machines may have other images
+                            study._check_images(known, {result.config.data: images})
+                    study.store.add(arrived)
+                    known += arrived
                     for result in arrived:
                         if result.config.key not in done:  # a fleet also returns results that it had already
                             progress.finished(result.config, result.curves)
     finally:
         if started:
             ray.shutdown()
-    return keys <= study.store.keys()
+    return trainings.keys() <= study.store.keys()
 
 
-def units(configs: Sequence[Config], size: int) -> list[list[Config]]:
+def _units(configs: Sequence[Config], size: int) -> list[list[Config]]:
     """The trainings cut into fleets: one network and data set in each, so that compiled code is shared.
 
     >>> made = [Config(model=m, data="digits", method="Adam", lr=1e-3) for m in ("VGG16", "ResNet20", "VGG16")]
-    >>> [[config.model for config in unit] for unit in units(made, 2)]
+    >>> [[config.model for config in unit] for unit in _units(made, 2)]
     [['VGG16', 'VGG16'], ['ResNet20']]
     """
     if size < 1:
@@ -260,19 +241,8 @@ def units(configs: Sequence[Config], size: int) -> list[list[Config]]:
     return [kind[k : k + size] for kind in kinds.values() for k in range(0, len(kind), size)]
 
 
-def _store_results(arrived: list[Result], known: list[Result], study: Study) -> None:
-    """Store results; raises if machines have different images under one name."""
-    for result in arrived:
-        if images := result.environment.get("data"):
-            study.check_data(known, {result.config.data: images})
-    study.store.add(arrived)
-    known += arrived
-
-
 def _check_address(address: str) -> None:
     """Check that a cluster answers at this address: Ray itself takes minutes to fail, with a long message."""
-    if address in ("auto", "local"):
-        return
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"address must be HOST:PORT, ray://HOST:PORT or auto, got {address!r}")

@@ -199,7 +199,7 @@ class Column:
 
     def claim(self) -> str:
         """Whether (ab) is best among the Adam variants, as the paper says, and which differences are noise."""
-        variants = {method: cell for method, cell in self.cells.items() if method.startswith("Adam") and cell.seeds}
+        variants = self._variants()
         if len(variants) < 2:
             return ""
         best = max(variants, key=lambda method: variants[method].mean)
@@ -221,6 +221,10 @@ class Column:
         verdict = "first" if rank == 1 else f"number {rank} of {len(variants)}"
         return f"{text} The paper's best, {BEST}, is {verdict}{self._papers_lead()}."
 
+    def _variants(self) -> dict[str, Cell]:
+        """The Adam variants that did not always diverge."""
+        return {method: cell for method, cell in self.cells.items() if method.startswith("Adam") and cell.seeds}
+
     def _papers_lead(self) -> str:
         """The lead of the paper's best variant over the second, and its p."""
         own = {method: cell for method, cell in self.papers.items() if method.startswith("Adam")}
@@ -232,16 +236,13 @@ class Column:
 
     def against_sgd(self) -> str:
         """The best Adam variant against SGD with momentum, which is not in the paper's table."""
-        cells = {method: cell for method, cell in self.cells.items() if cell.seeds}
-        variants = [method for method in cells if method.startswith("Adam")]
-        if "SGD-M" not in cells or not variants:
+        sgd, variants = self.cells.get("SGD-M"), self._variants()
+        if sgd is None or not sgd.seeds or not variants:
             return ""
-        best = max(variants, key=lambda method: cells[method].mean)
-        p = cells["SGD-M"].p(cells[best])
+        best = max(variants, key=lambda method: variants[method].mean)
+        p, lead = sgd.p(variants[best]), sgd.mean - variants[best].mean
         sure = "" if p is None else f", p = {p:.2g}"
-        lead = cells["SGD-M"].mean - cells[best].mean
-        side = "above" if lead >= 0 else "below"
-        return f"SGD-M is {abs(lead):.2f} {side} the best Adam variant, {best}{sure}."
+        return f"SGD-M is {abs(lead):.2f} {'above' if lead >= 0 else 'below'} the best Adam variant, {best}{sure}."
 
     def shrunk(self) -> str:
         """Rows that collapsed."""
@@ -320,14 +321,11 @@ def duration(seconds: float) -> str:
 
 def _beside(ours: Cell, papers: Cell | None) -> list[str]:
     """The paper's accuracy, the difference to it, and whether it is noise."""
-    if papers is None:
-        return ["", "", ""]
-    text = str(papers)
-    if not ours.seeds:
-        return [text, "", ""]
+    if papers is None or not ours.seeds:
+        return ["" if papers is None else str(papers), "", ""]
     p = ours.p(papers)
     verdict = "" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"
-    return [text, _signed(ours.mean - papers.mean), verdict]
+    return [str(papers), _signed(ours.mean - papers.mean), verdict]
 
 
 def _counted(count: int, name: str) -> str:
@@ -353,7 +351,7 @@ class Best:
         config: the best setting, with its first seed; any setting if all diverged.
         validation: its mean best validation accuracy over seeds, in percent; NaN if all diverged.
         accuracy: its mean test accuracy at those epochs.
-        seeds: number of seeds.
+        seeds: its number of seeds.
         points: number of settings that were tried.
         diverged: number of settings that diverged with every seed.
     """
@@ -473,7 +471,7 @@ def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
 
 
 def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) -> Rows:
-    """For each column: trainings, steps, device time, and the time of a plain loop for the same steps.
+    """For each column: trainings, steps (of data of known size), device time, and that of a plain loop for these steps.
 
     Ours includes everything: compiling, evaluations, checkpoints. The time of the plain loop is only that of its steps.
     """
@@ -483,7 +481,9 @@ def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) ->
     for column in columns:
         every = column.every
         seconds = sum(result.seconds for result in every)
-        steps = sum(len(r.curves["train_loss"]) * _steps(column.data, r.config.batch_size) for r in every)
+        images = _IMAGES.get(column.data, 0)
+        images -= max(1, round(0.05 * images)) if images else 0
+        steps = sum(len(r.curves["train_loss"]) * (images // r.config.batch_size) for r in every)
         device = ", ".join(sorted({result.environment.get("device", "") for result in every}))
         line = [column.name, str(len(every)), f"{steps:,}" if steps else "", device, duration(seconds)]
         line.append(f"{1e3 * seconds / steps:.3g}" if steps else "")
@@ -495,9 +495,3 @@ def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) ->
             line += ["not measured there", "", ""]
         lines.append(line)
     return heads, lines
-
-
-def _steps(data: str, batch: int) -> int:
-    """Steps in an epoch; 0 if the size of the data is unknown."""
-    images = _IMAGES.get(data, 0)
-    return (images - max(1, round(0.05 * images))) // batch if images else 0

@@ -9,8 +9,8 @@ import gc
 import importlib.util
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -84,19 +84,13 @@ def optimizers(config: Config, groups: Groups, execution: Execution) -> list[Opt
     """
     made = _build(config, groups, bool(execution.captured), bool(execution.fused))
     for optimizer in made:
-        if execution.compiled:
-            _compile_row_step(optimizer)
+        if execution.compiled and isinstance(optimizer, RowOptimizer):
+            optimizer.update = compiled(type(optimizer).update)  # type: ignore[method-assign]
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])
             if execution.captured:
                 group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
     return made
-
-
-def _compile_row_step(optimizer: Optimizer) -> None:
-    """Compile the reference step of our optimizers."""
-    if isinstance(optimizer, RowOptimizer):
-        optimizer.update = compiled(type(optimizer).update)  # type: ignore[method-assign]
 
 
 def _set_rates(made: Sequence[Optimizer], factor: float) -> None:
@@ -150,14 +144,9 @@ class Queue:
         if self.stream:
             self.stream.wait_stream(torch.cuda.default_stream(device))
 
-    @contextmanager
-    def here(self) -> Iterator[None]:
+    def here(self) -> AbstractContextManager[object]:
         """A context in which work is added to this queue."""
-        if self.stream is None:
-            yield
-            return
-        with torch.cuda.stream(self.stream):
-            yield
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> None:
         """Mark the end of the work that has been added so far."""
@@ -228,7 +217,6 @@ class Training:
         self.steps = data.counts["train"] // config.batch_size
         self.queue = Queue(data.device)
         self._launch: dict[str, Callable[[], None]] = {}
-        self._next_plan: Tensor | None = None
         self._taken, self._begun = 0, False
         self._half = config.precision == "bf16"
         self._loss = compiled(_loss) if self.execution.compiled else _loss
@@ -281,10 +269,9 @@ class Training:
 
     def begin_epoch(self) -> None:
         """Enqueue the start of the next epoch: its rate and its plan."""
-        plan = self._next_plan if self._next_plan is not None else self._plan(self.epoch)
-        self._next_plan = None
+        plan = self.data.plan(self.config.seed, self.epoch, self.config.batch_size)
         with self.queue.here():
-            self._plan_host.copy_(plan)
+            self._plan_host.copy_(torch.from_numpy(plan))
             self._codes.copy_(self._plan_host, non_blocking=True)
             _set_rates(self.optimizers, self.config.rate_factor(self.epoch))
             self._at.zero_()
@@ -304,10 +291,9 @@ class Training:
         self._taken += count
         if count and "step" not in self._launch:
             count -= self._prepare()
-        if count:
-            with self.queue.here():
-                for _ in range(count):
-                    self._launch["step"]()
+        with self.queue.here():
+            for _ in range(count):
+                self._launch["step"]()
         self.queue.mark()
         return self.left
 
@@ -323,7 +309,7 @@ class Training:
         return self.left
 
     def end_epoch(self) -> None:
-        """Enqueue the evaluation, and prepare the next plan while the device is busy."""
+        """Enqueue the evaluation."""
         self.model.eval()
         for part in PARTS[1:]:
             start, end = self.data.spans[part]
@@ -339,8 +325,6 @@ class Training:
         with self.queue.here():
             self._totals_host.copy_(self._totals, non_blocking=True)
         self.queue.mark()
-        if self.epoch + 1 < self.config.epochs:
-            self._next_plan = self._plan(self.epoch + 1)
 
     def collect(self) -> None:
         """Wait for the end of the epoch and read its figures."""
@@ -358,7 +342,7 @@ class Training:
     def run_epoch(self) -> None:
         """Run a whole epoch and wait for it."""
         while self.take(self.steps):
-            pass
+            continue
         self.end_epoch()
         self.collect()
 
@@ -389,19 +373,28 @@ class Training:
             return 0
         with self.queue.here():
             # Compiling, choosing algorithms and allocating buffers happen in steps that are undone afterwards.
-            kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-            states = [_copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
-            at, totals = self._at.clone(), self._totals.clone()
+            restore, at = self._snapshot(), self._at.clone()
             for _ in range(2):
                 self._step()
                 self._at.copy_(at)
-            _fill(self.model, kept)
-            _load_states(self.optimizers, states)
-            self._totals.copy_(totals)
+            restore()
             # The training's own first step: the optimizers make their state and tables, which a capture must find.
             self._step()
         self._launch["step"] = self.queue.capture(self._step)
         return 1
+
+    def _snapshot(self) -> Callable[[], None]:
+        """Copy what a step changes, except the counter of batches; returns a function that restores it in place."""
+        model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        states = [_copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
+        totals = self._totals.clone()
+
+        def restore() -> None:
+            _fill(self.model, model)
+            _load_states(self.optimizers, states)
+            self._totals.copy_(totals)
+
+        return restore
 
     def _evaluator(self, count: int) -> tuple[Callable[[], None], int]:
         """A function that evaluates a chunk, and the chunk's length."""
@@ -415,9 +408,6 @@ class Training:
             self._launch["evaluation"] = self.queue.capture(lambda: self._evaluate(_CHUNK))
         return self._launch["evaluation"], _CHUNK
 
-    def _plan(self, epoch: int) -> Tensor:
-        return torch.from_numpy(self.data.plan(self.config.seed, epoch, self.config.batch_size))
-
     # State
 
     def state(self) -> dict[str, Any]:
@@ -426,7 +416,7 @@ class Training:
         return {
             "config": self.config.to_dict(),
             "epoch": self.epoch,
-            "curves": _copied_curves(self.curves),
+            "curves": _copied(self.curves),
             "model": self.weights(),
             "optimizers": [_copied(optimizer.state_dict()["state"], device="cpu") for optimizer in self.optimizers],
         }
@@ -442,19 +432,17 @@ class Training:
         with self.queue.here():
             _fill(self.model, state["model"])
             _load_states(self.optimizers, state["optimizers"])
-        self.epoch, self.curves = state["epoch"], _copied_curves(state["curves"])
-        self._next_plan, self._begun = None, False
+        self.epoch, self.curves = state["epoch"], _copied(state["curves"])
+        self._begun = False
 
 
 def _copied(state: Any, *, device: str | None = None) -> Any:
     """A nested state that shares no memory with the original."""
     if isinstance(state, Mapping):
         return {key: _copied(value, device=device) for key, value in state.items()}
+    if isinstance(state, list):
+        return list(state)
     return state.detach().to(device or state.device, copy=True) if isinstance(state, Tensor) else state
-
-
-def _copied_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    return {name: list(values) for name, values in curves.items()}
 
 
 @torch.no_grad()
@@ -494,20 +482,20 @@ def _join(model: nn.Module, *, compiled: bool) -> None:
 
 def _loss(model: nn.Module, data: Resident, codes: Tensor, half: bool) -> tuple[Tensor, Tensor]:
     """Mean loss and number of hits of a batch."""
-    images, labels = data.batch(codes)
-    with torch.autocast(data.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
-        logits = model(images)
-    logits = logits.float()
-    losses = functional.cross_entropy(logits, labels, reduction="none")
-    return losses.mean(), (logits.argmax(dim=1) == labels).sum()
+    losses, hits = _judge(model, *data.batch(codes), half)
+    return losses.mean(), hits.sum()
 
 
 def _score(model: nn.Module, data: Resident, start: Tensor, end: Tensor, length: int, half: bool) -> Tensor:
     """Sum of the losses and number of hits on a chunk, (2,)."""
     images, labels, inside = data.chunk(start, end, length)
-    with torch.autocast(data.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+    losses, hits = _judge(model, images, labels, half)
+    return torch.stack([(losses * inside).sum().double(), (hits & inside).sum().double()])
+
+
+def _judge(model: nn.Module, images: Tensor, labels: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+    """The loss of each image, and whether it is a hit."""
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
         logits = model(images)
     logits = logits.float()
-    losses = functional.cross_entropy(logits, labels, reduction="none")
-    hits = (logits.argmax(dim=1) == labels) & inside
-    return torch.stack([(losses * inside).sum().double(), hits.sum().double()])
+    return functional.cross_entropy(logits, labels, reduction="none"), logits.argmax(dim=1) == labels

@@ -11,7 +11,7 @@ from steradian.equivalence import adagradg_from_sgd
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_number, check_rate, is_number
+from steradian.optim.checks import check, check_numbers, check_rate, is_number
 from steradian.optim.state import fill, per_row
 
 __all__ = ["AdaGradG"]
@@ -43,7 +43,6 @@ class AdaGradG(RowOptimizer):
 
     update = staticmethod(reference.adagradg)
     row_state = frozenset({"sum"})
-    _needed_by_rows = frozenset({"sum"})
     _marks = frozenset({"beta", "v0"})
     _fixes_radius = True
     _takes_sparse = True
@@ -87,23 +86,16 @@ class AdaGradG(RowOptimizer):
                 groups.append({**group, "lr": lr, "weight_decay": weight_decay})
                 continue
             members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-            tensors = [member[1] if isinstance(member, tuple) else member for member in members]
-            radii = _radii(tensors, Layout(group["rows"]), bool(group.get("joint")))
-            made = [adagradg_from_sgd(lr, weight_decay, radius) for radius in radii]
-            constants = {"lr": made[0]["lr"], "beta": made[0]["beta"], "v0": [each["v0"] for each in made]}
-            groups.append({**group, "params": members, **constants})
+            tensors = [(member[1] if isinstance(member, tuple) else member).detach() for member in members]
+            layout, count = Layout(group["rows"]), len(tensors)
+            rows = [layout.join(tensors)] * count if group.get("joint") else [layout.rows(each) for each in tensors]
+            made = [adagradg_from_sgd(lr, weight_decay, geometry.norm(each).squeeze(1)) for each in rows]
+            groups.append({**group, **made[0], "params": members, "v0": [each["v0"] for each in made]})
         return cls(groups)
-
-    def add_param_group(self, param_group: Options) -> None:
-        """Add a param group; without rows its rate is `rest_lr` unless it has one."""
-        if isinstance(param_group, dict) and param_group.get("rows") is None:
-            param_group = {"lr": self.defaults["rest_lr"], **param_group}
-        super().add_param_group(param_group)
 
     def _check(self, group: Options) -> None:
         check_rate(group)
-        check_number(group, "rest_lr")
-        check_number(group, "weight_decay")
+        check_numbers(group, "rest_lr", "weight_decay")
         check(is_number(group["beta"]) and 0 <= group["beta"] <= 1, "beta", group["beta"], "in [0, 1]")
         v0 = group["v0"]
         if isinstance(v0, list):
@@ -127,11 +119,3 @@ class AdaGradG(RowOptimizer):
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
         torch_updates.sgd(params, states, group)
-
-
-def _radii(params: list[Tensor], layout: Layout, joint: bool) -> list[Tensor]:
-    """r of each row, for each parameter."""
-    if joint:
-        together = geometry.norm(layout.join([param.detach() for param in params])).squeeze(1)
-        return [together] * len(params)
-    return [geometry.norm(layout.rows(param.detach())).squeeze(1) for param in params]

@@ -1,13 +1,14 @@
 """Adam whose geometric phenomena can be switched off on radially invariant rows (Section 4, App. D.2)."""
 
+import torch
 from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_betas, check_number, check_rate
+from steradian.optim.checks import check, check_betas, check_letters, check_numbers, check_rate
 from steradian.optim.rows import RowSet
-from steradian.optim.state import like, per_row, step_count
+from steradian.optim.state import per_row, step_count
 
 __all__ = ["Adam", "AdamS", "AdamSRT"]
 
@@ -49,7 +50,6 @@ class Adam(RowOptimizer):
             NVIDIA GPU that they run on; rows that they do not take get the plain one. False for the plain step.
             True to have an error where it cannot be fused.
 
-    >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(8, 3))
     >>> optimizer = Adam([{"params": [weight], "rows": "filter"}], lr=1e-3, without="abc")
     >>> weight.grad = torch.randn(8, 3)
@@ -61,8 +61,8 @@ class Adam(RowOptimizer):
     update = staticmethod(reference.adam)
     _has_fused = True
     row_state = frozenset({"exp_avg_sq"})
-    _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
     _marks = frozenset({"betas", "without"})
+    _preset = ""
 
     def __init__(
         self,
@@ -78,12 +78,14 @@ class Adam(RowOptimizer):
         capturable: bool = False,
         fused: bool | None = None,
     ) -> None:
+        if self._preset:
+            check(without == "", "without", without, f"left out: {type(self).__name__} is without {self._preset!r}")
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "without": without,
+            "without": self._preset or without,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
             "capturable": capturable,
@@ -99,9 +101,8 @@ class Adam(RowOptimizer):
     def _check(self, group: Options) -> None:
         check_rate(group)
         check_betas(group)
-        check_number(group, "eps")
-        check_number(group, "weight_decay")
-        group["without"] = letters(group["without"])
+        check_numbers(group, "eps", "weight_decay")
+        check_letters(group)
 
     def _updates_rows(self, group: Options) -> bool:
         return bool(group["without"])
@@ -113,8 +114,8 @@ class Adam(RowOptimizer):
         scalar = layout is not None and "a" in group["without"]
         return {
             "step": step_count(param, on_device=self._on_device(group)),
-            "exp_avg": like(param),
-            "exp_avg_sq": per_row(param, group, layout) if scalar and layout is not None else like(param),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": per_row(param, group, layout) if scalar and layout is not None else torch.zeros_like(param),
         }
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
@@ -128,61 +129,10 @@ class Adam(RowOptimizer):
 class AdamS(Adam):
     """Adam without (a): the division standardized to one number per row, `Adam(..., without="a")`."""
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        decoupled_weight_decay: bool = False,
-        maximize: bool = False,
-        capturable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        super().__init__(
-            *(params, lr, betas, eps, weight_decay),
-            without="a",
-            decoupled_weight_decay=decoupled_weight_decay,
-            maximize=maximize,
-            capturable=capturable,
-            fused=fused,
-        )
+    _preset = "a"
 
 
 class AdamSRT(Adam):
     """Adam without (a), (b) and (c), Algorithm 1 of the paper: `Adam(..., without="abc")`."""
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        decoupled_weight_decay: bool = False,
-        maximize: bool = False,
-        capturable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        super().__init__(
-            *(params, lr, betas, eps, weight_decay),
-            without="abc",
-            decoupled_weight_decay=decoupled_weight_decay,
-            maximize=maximize,
-            capturable=capturable,
-            fused=fused,
-        )
-
-
-def letters(without: str) -> str:
-    """The letters of `without` in order.
-
-    >>> letters("cab")
-    'abc'
-    """
-    fine = isinstance(without, str) and set(without) <= set("abc") and len(set(without)) == len(without)
-    check(fine, "without", without, 'letters out of "abc", each at most once')
-    return "".join(sorted(without))
+    _preset = "abc"

@@ -1,12 +1,13 @@
 """Adam-G of Cho & Lee (2017), which lives on the unit sphere, and the form that the paper describes."""
 
+import torch
 from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_betas, check_number, check_rate, is_number
-from steradian.optim.state import like, per_row, step_count
+from steradian.optim.checks import check, check_betas, check_numbers, check_rate, is_number
+from steradian.optim.state import per_row, step_count
 
 __all__ = ["AdamG"]
 
@@ -33,14 +34,12 @@ class AdamG(RowOptimizer):
         maximize: ascend.
         capturable: keep the step count on the device, for graphs.
 
-    >>> import torch
     >>> weight = torch.nn.Parameter(torch.randn(8, 3))
     >>> optimizer = AdamG([{"params": [weight], "rows": "filter"}], lr=0.01)
     """
 
     update = staticmethod(reference.adamg)
     row_state = frozenset({"exp_avg_sq"})
-    _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
     _marks = frozenset({"clip", "retraction"})
     _fixes_radius = True
 
@@ -72,24 +71,17 @@ class AdamG(RowOptimizer):
         check_rate(defaults)  # param groups without rows have `rest_lr` in its place
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: Options) -> None:
-        """Add a param group; without rows its rate is `rest_lr` unless it has one."""
-        if isinstance(param_group, dict) and param_group.get("rows") is None:
-            param_group = {"lr": self.defaults["rest_lr"], **param_group}
-        super().add_param_group(param_group)
-
     def _check(self, group: Options) -> None:
         check_rate(group)
         check_betas(group)
-        for name in ("eps", "weight_decay", "rest_lr"):
-            check_number(group, name)
+        check_numbers(group, "eps", "weight_decay", "rest_lr")
         check(is_number(group["clip"]) and group["clip"] > 0, "clip", group["clip"], "a number > 0")
 
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         return {
             "step": step_count(param, on_device=self._on_device(group)),
-            "exp_avg": like(param),
-            "exp_avg_sq": like(param) if layout is None else per_row(param, group, layout),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param) if layout is None else per_row(param, group, layout),
         }
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:

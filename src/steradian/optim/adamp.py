@@ -1,12 +1,13 @@
 """AdamP (Heo et al., 2021) for comparison: its test per step replaced by rows that are known to be radial."""
 
+import torch
 from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check_betas, check_number, check_rate
-from steradian.optim.state import like, step_count
+from steradian.optim.checks import check_betas, check_numbers, check_rate
+from steradian.optim.state import step_count
 
 __all__ = ["AdamP"]
 
@@ -29,13 +30,11 @@ class AdamP(RowOptimizer):
         maximize: ascend.
         capturable: keep the step count on the device, for graphs.
 
-    >>> import torch
     >>> weight = torch.nn.Parameter(torch.randn(8, 3))
     >>> optimizer = AdamP([{"params": [weight], "rows": "filter"}], lr=1e-3, weight_decay=1e-2)
     """
 
     update = staticmethod(reference.adamp)
-    _needed = frozenset({"step", "exp_avg", "exp_avg_sq"})
     _marks = frozenset({"wd_ratio"})
 
     def __init__(
@@ -66,14 +65,13 @@ class AdamP(RowOptimizer):
     def _check(self, group: Options) -> None:
         check_rate(group)
         check_betas(group)
-        for name in ("eps", "weight_decay", "wd_ratio"):
-            check_number(group, name)
+        check_numbers(group, "eps", "weight_decay", "wd_ratio")
 
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         return {
             "step": step_count(param, on_device=self._on_device(group)),
-            "exp_avg": like(param),
-            "exp_avg_sq": like(param),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
         }
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:

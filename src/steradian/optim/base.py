@@ -4,10 +4,13 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, ParamSpec, TypeVar, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+
+# `torch.compiler.disable` that imports the compiler when it is first called: that takes as long as importing torch.
+from torch._compile import _disable_dynamo as untraced
 from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Groups, Layout, is_sharded
@@ -16,9 +19,8 @@ from steradian.optim.fused import decide
 from steradian.optim.rows import RowSet, check_shape, together
 from steradian.optim.state import row_dtype, sharding, take_state
 from steradian.optim.telemetry import Telemetry
-from steradian.optim.torch_updates import zero
 
-__all__ = ["Classic", "Options", "Params", "RowOptimizer", "Work"]
+__all__ = ["RowOptimizer"]
 
 logger = logging.getLogger("steradian")
 
@@ -28,34 +30,6 @@ Classic = list[tuple[Options, list[Tensor], list[dict[str, Tensor]]]]
 """Param groups for the classic update, each with its parameters that have a gradient, and their states."""
 Work = list[tuple[Options, list[RowSet]]]
 """Param groups with rows, each with its row sets that have a gradient."""
-
-
-# What torch.compile must not trace. `torch.compiler.disable` imports the compiler, which takes as long as importing
-# torch, so it is applied when the first optimizer is made.
-P = ParamSpec("P")
-R = TypeVar("R")
-_WAITING: list[Callable[[], None]] = []
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.disable`, from `_disable_tracing` on."""
-    called = function
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return called(*args, **kwargs)
-
-    def disable() -> None:
-        nonlocal called
-        called = torch.compiler.disable(function)
-
-    _WAITING.append(disable)
-    return call
-
-
-def _disable_tracing() -> None:
-    while _WAITING:
-        _WAITING.pop()()
 
 
 class RowOptimizer(Optimizer, ABC):
@@ -71,30 +45,26 @@ class RowOptimizer(Optimizer, ABC):
     compute half-precision rows in float32; keep one number per row in float32, in float64 for float64 parameters;
     never wait for an accelerator.
 
-    A subclass names its row update (`update`), says whether there is a fused one (`_has_fused`), what a state
-    consists of (`_needed`, and `_needed_by_rows` in addition), which settings identify a saved state as its own
-    (`_marks`), whether rows are put on the unit sphere (`_fixes_radius`) and whether the classic update takes sparse
-    gradients (`_takes_sparse`), and implements `_check`, `_new_state` and `_step_rest`.
+    A subclass names its row update (`update`), says whether there is a fused one (`_has_fused`), which settings
+    identify a saved state as its own (`_marks`), whether rows are put on the unit sphere (`_fixes_radius`) and whether
+    the classic update takes sparse gradients (`_takes_sparse`), and implements `_check`, `_new_state` and `_step_rest`.
+    If it has a setting `rest_lr`, that is the rate of param groups without rows that give none.
 
     Attributes:
+        row_state: entries of the state that have one number per row, in param groups where the row update does so.
         telemetry: after `emit()`, seven numbers about every row of the last step (`Telemetry`).
     """
 
-    telemetry: Telemetry | None
+    telemetry: Telemetry | None = None
+    row_state: ClassVar[frozenset[str]] = frozenset()
 
     _has_fused: ClassVar[bool] = False
-    row_state: ClassVar[frozenset[str]] = frozenset()
-    _needed: ClassVar[frozenset[str]] = frozenset()
-    _needed_by_rows: ClassVar[frozenset[str]] = frozenset()
     _marks: ClassVar[frozenset[str]] = frozenset()
     _fixes_radius: ClassVar[bool] = False
     _takes_sparse: ClassVar[bool] = False
+    _fused_step: decide.FusedStep | None = None
 
     def __init__(self, params: Params, defaults: Options) -> None:
-        _disable_tracing()
-        self.telemetry = None
-        self._fused_step: decide.FusedStep | None = None
-        self._in_graphs: list[object] = []
         if isinstance(params, Groups):
             raise TypeError("params must be parameters or param groups, got Groups: pass groups.param_groups()")
         super().__init__(params, defaults)
@@ -202,27 +172,21 @@ class RowOptimizer(Optimizer, ABC):
         return classic, work
 
     def _step_classic(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        rows_before: list[tuple[RowSet, Tensor]] = []
-        if self.telemetry is not None and group.get("rows") is not None:
-            rows_before = self._before_classic(params, group)
-        self._step_rest(params, states, group)
+        emits = self.telemetry is not None and group.get("rows") is not None
+        (self._step_and_emit if emits else self._step_rest)(params, states, group)
         for param, state in zip(params, states, strict=True):
             if state and param not in self.state:
                 self.state[param] = state
-        if rows_before:
-            self._emit_classic(rows_before, group)
 
     @untraced
-    def _before_classic(self, params: list[Tensor], group: Options) -> list[tuple[RowSet, Tensor]]:
+    def _step_and_emit(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+        """The classic update of parameters with rows, and its telemetry."""
         sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
-        return [(rows, rows.read("param", rows.whole).clone()) for rows in sets if rows.n and rows.d]
-
-    @untraced
-    def _emit_classic(self, rows_before: list[tuple[RowSet, Tensor]], group: Options) -> None:
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for rows, before in rows_before:
-            with rows.scaled(scale, found):
-                self._emit_rest(rows, before, group)
+        before = [(rows, rows.read("param", rows.whole).clone()) for rows in sets if rows.n and rows.d]
+        self._step_rest(params, states, group)
+        for rows, x in before:
+            with rows.scaled(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)):
+                self._emit_rest(rows, x, group)
 
     @untraced
     def _take_fused_step(self, classic: Classic, work: Work) -> bool:
@@ -230,10 +194,15 @@ class RowOptimizer(Optimizer, ABC):
         self._fused_step = None
         if not any(self._is_fused(group) for group, _ in work):
             return False
-        remembered = decide.FusedStep(self, classic, work)
-        remembered.run(self)
-        self._fused_step = remembered
+        step = decide.FusedStep(self, classic, work)
+        step.run(self)
+        self._fused_step = step
         return True
+
+    @functools.cached_property
+    def _in_graphs(self) -> list[object]:
+        """What captured graphs refer to, so that it lives as long as the optimizer."""
+        return []
 
     def _is_fused(self, group: Options) -> bool:
         """Whether a group gets the fused step: by its setting, or by default on devices where it works."""
@@ -247,17 +216,18 @@ class RowOptimizer(Optimizer, ABC):
         return bool(group.get("capturable")) or self._is_fused(group)
 
     def _row_sets(self, params: list[Tensor], group: Options, layout: Layout, *, classic: bool = False) -> list[RowSet]:
-        return [self._row_set(members, group, layout, classic) for members in _sets(params, group)]
-
-    def _row_set(self, params: list[Tensor], group: Options, layout: Layout, classic: bool) -> RowSet:
-        newcomers = [param for param in params if not self.state.get(param)]
-        states = [self._state_of(param, group, None if classic else layout) for param in params]
-        absent = self._absent(params, newcomers, group) if group.get("joint") and not classic else []
-        make = sharding().row_set if any(map(is_sharded, params)) else RowSet
-        rows = make(layout, params, states, absent=absent, fresh=len(newcomers) == len(params))
-        if self.telemetry is not None:
-            rows.telemetry = self.telemetry[group["params"][0] if group.get("joint") else params[0]]
-        return rows
+        """The rows of parameters that have a gradient, with their states and the place of their telemetry."""
+        sets = []
+        for members in _sets(params, group):
+            newcomers = [param for param in members if not self.state.get(param)]
+            states = [self._state_of(param, group, None if classic else layout) for param in members]
+            absent = self._absent(members, newcomers, group) if group.get("joint") and not classic else []
+            make = sharding().ShardedRowSet if any(map(is_sharded, members)) else RowSet
+            rows = make(layout, members, states, absent=absent, fresh=len(newcomers) == len(members))
+            if self.telemetry is not None:
+                rows.telemetry = self.telemetry[group["params"][0] if group.get("joint") else members[0]]
+            sets.append(rows)
+        return sets
 
     def _absent(self, params: list[Tensor], newcomers: list[Tensor], group: Options) -> list[dict[str, Tensor]]:
         """The states of a joint set's parameters that have no gradient now.
@@ -273,15 +243,12 @@ class RowOptimizer(Optimizer, ABC):
 
     def _row_counts(self) -> list[tuple[Tensor, int, torch.dtype]]:
         """The keys of the telemetry, with the number of rows that are stepped here and their dtype."""
-        counts = []
-        for group in self.param_groups:
-            if group.get("rows") is not None:
-                layout = Layout(group["rows"])
-                counts += [
-                    (params[0], _count_rows(params, layout), row_dtype(params[0], group))
-                    for params in _sets(group["params"], group)
-                ]
-        return counts
+        return [
+            (params[0], _count_rows(params, Layout(group["rows"])), row_dtype(params[0], group))
+            for group in self.param_groups
+            if group.get("rows") is not None
+            for params in _sets(group["params"], group)
+        ]
 
     def _state_of(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[param] if self.state.get(param) else self._new_state(param, group, layout)
@@ -297,29 +264,29 @@ class RowOptimizer(Optimizer, ABC):
         return self.row_state if self._layout(group) is not None else frozenset()
 
     def _check_capture(self) -> None:
-        remembered = self._fused_step
         if torch.compiler.is_compiling() or "capturable" not in self.defaults:
             return
-        if not (torch.cuda.is_available() if remembered is None else remembered.on_cuda):
+        on_cuda = torch.cuda.is_available() if self._fused_step is None else self._fused_step.on_cuda
+        if not on_cuda or not torch.cuda.is_current_stream_capturing():
             return
-        if torch.cuda.is_current_stream_capturing() and not all(g["capturable"] for g in self.param_groups):
+        if not all(group["capturable"] for group in self.param_groups):
             raise RuntimeError(f"to capture {type(self).__name__}.step() in a graph, construct it with capturable=True")
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, but gradients that are set to zero take one launch for all, not one each.
-
-        torch does that for optimizers with fused=True only, and here the fused step is the default.
+        """As torch's with fused=True: gradients that are set to zero take one launch for all, not one each.
 
         Args:
             set_to_none: drop the gradients instead.
         """
-        if set_to_none:
+        defaults = self.defaults
+        # Sharded and plain tensors cannot be zeroed in one call.
+        sharded = {is_sharded(param) for group in self.param_groups for param in group["params"]}
+        self.defaults = {**defaults, "foreach": len(sharded) == 1}
+        try:
             super().zero_grad(set_to_none)
-            return
-        params = (param for group in self.param_groups for param in group["params"])
-        with torch.no_grad(), torch.autograd.profiler.record_function(self._zero_grad_profile_name):
-            zero(param.grad for param in params if param.grad is not None)
+        finally:
+            self.defaults = defaults
 
     # Telemetry
 
@@ -340,8 +307,11 @@ class RowOptimizer(Optimizer, ABC):
     def add_param_group(self, param_group: Options) -> None:
         """Add a param group, after checking its settings and that its layout cuts its parameters."""
         self._fused_step = None
-        # A copy: one list of param groups may be given to several optimizers, each with its own settings.
-        super().add_param_group(dict(param_group) if isinstance(param_group, dict) else param_group)
+        if isinstance(param_group, dict):  # if not, torch says so
+            # A copy: one list of param groups may be given to several optimizers, each with its own settings.
+            rest = "rest_lr" in self.defaults and param_group.get("rows") is None
+            param_group = {**({"lr": self.defaults["rest_lr"]} if rest else {}), **param_group}
+        super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
         except Exception:
@@ -386,17 +356,6 @@ class RowOptimizer(Optimizer, ABC):
             raise
         finally:
             handle.remove()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _disable_tracing()
-        super().__setstate__(state)
-        self.__dict__.setdefault("telemetry", None)
-        self.__dict__.setdefault("_in_graphs", [])
-        self._fused_step = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        hidden = ("_fused_step", "_in_graphs")
-        return {name: value for name, value in super().__getstate__().items() if name not in hidden}
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from numbers import Real
 from typing import Any
 
@@ -10,11 +11,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from steradian.groups import Layout, is_flattened
-
-__all__ = [
-    *("check", "check_betas", "check_gradients", "check_number", "check_rate", "check_rows", "check_unsupported"),
-    "is_number",
-]
 
 logger = logging.getLogger("steradian")
 
@@ -35,21 +31,20 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real)
 
 
-def check_rate(group: Options, name: str = "lr") -> None:
-    """A number ≥ 0, or a tensor with one; that of an accelerator is not read."""
-    value = group[name]
-    if isinstance(value, Tensor):
-        check(value.numel() == 1 and not value.is_complex(), name, value, "a number or a tensor with one number")
-        check(value.device.type != "cpu" or 0 <= value.item() < float("inf"), name, value, "a number ≥ 0")
+def check_rate(group: Options) -> None:
+    """lr: a finite number ≥ 0, or a tensor with one; that of an accelerator is not read."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        check(lr.numel() == 1 and not lr.is_complex(), "lr", lr, "a number or a tensor with one number")
+        check(lr.device.type != "cpu" or 0 <= lr.item() < math.inf, "lr", lr, "a number ≥ 0")
     else:
-        check_number(group, name)
+        check_numbers(group, "lr")
 
 
-def check_number(group: Options, name: str, *, below: float = float("inf")) -> None:
-    """A number ≥ 0, finite, below a bound."""
-    value = group[name]
-    fine = is_number(value) and 0 <= value < below
-    check(fine, name, value, "a number ≥ 0" if below == float("inf") else f"a number in [0, {below:g})")
+def check_numbers(group: Options, *names: str) -> None:
+    """Finite numbers ≥ 0."""
+    for name in names:
+        check(is_number(group[name]) and 0 <= group[name] < math.inf, name, group[name], "a number ≥ 0")
 
 
 def check_betas(group: Options) -> None:
@@ -60,13 +55,16 @@ def check_betas(group: Options) -> None:
     check(fine, "betas", betas, "two numbers in [0, 1)")
 
 
-def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
-    """The layout of a group, if it has one, cuts its parameters; a joint set is there as a whole.
+def check_letters(group: Options) -> None:
+    """`without`: letters out of "abc", which are put in order."""
+    without = group["without"]
+    fine = isinstance(without, str) and set(without) <= set("abc") and len(set(without)) == len(without)
+    check(fine, "without", without, 'letters out of "abc", each at most once')
+    group["without"] = "".join(sorted(without))
 
-    Args:
-        group: a param group.
-        fixed_radius: the optimizer puts rows on the unit sphere.
-    """
+
+def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
+    """The layout of a group cuts its parameters, and rows of a fixed radius have at least two numbers."""
     params, joint = group["params"], group.get("joint")
     if group.get("rows") is None:
         check(not joint, "joint", joint, 'given together with "rows"')
@@ -119,13 +117,7 @@ def check_unsupported(group: Options) -> None:
 
 
 def check_gradients(group: Options, optimizer: str, *, sparse: bool) -> None:
-    """The gradients of a group are such that it can be stepped.
-
-    Args:
-        group: a param group.
-        optimizer: its name, for the message.
-        sparse: parameters without rows may have sparse gradients.
-    """
+    """Gradients that this optimizer can step on; `sparse`: those of parameters without rows may be sparse."""
     has_rows = group.get("rows") is not None
     for param in group["params"]:
         if param.grad is None:

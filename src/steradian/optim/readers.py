@@ -21,8 +21,6 @@ from steradian.optim.sgd import SGD
 from steradian.optim.transport import Motion
 from steradian.scheme import Step, Taken, UnreadableOptimizerError, register
 
-__all__: list[str] = []
-
 balance.register(Adam)(balance.adam)
 balance.register(SGD)(balance.sgd)
 

@@ -15,9 +15,6 @@ from steradian.geometry import dot, failing, norm, square, zeroed
 from steradian.optim.rows import Options, RowSet, exact, rate_of
 from steradian.optim.transport import Motion, carry, carry_in_plane, emit
 
-__all__ = ["adagradg", "adam", "adamg", "adamp", "emit_adam", "emit_sgd", "sgd"]
-
-
 # Adam -------------------------------------------------------------------------------------------------------
 
 
@@ -53,6 +50,7 @@ def _adam(
     pace: float | Tensor,
     root: float | Tensor,
 ) -> None:
+    """One piece of `adam`, whose temporaries are freed before the next piece."""
     x, gradient, m, v = tensors
     without, (beta1, beta2), decay = group["without"], group["betas"], group["weight_decay"]
     decoupled = group["decoupled_weight_decay"]
@@ -133,6 +131,7 @@ def sgd(rows: RowSet, group: Options) -> None:
 
 
 def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], group: Options) -> None:
+    """One piece of `sgd`, whose temporaries are freed before the next piece."""
     x, gradient, m = tensors
     without, lr, decay, momentum = group["without"], rate_of(group), group["weight_decay"], group["momentum"]
     gradient = -gradient if group["maximize"] else gradient

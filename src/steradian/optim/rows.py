@@ -1,9 +1,10 @@
 """What an optimizer steps on: the rows of one parameter, or of several together, with gradients and state."""
 
+import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,6 @@ from torch import Tensor, nn
 
 from steradian.geometry import at_hand
 from steradian.groups import Layout
-
-__all__ = ["Options", "RowSet", "arithmetic", "check_shape", "exact", "rate_of", "together"]
 
 Options = Mapping[str, Any]
 """A param group."""
@@ -47,11 +46,7 @@ def rate_of(group: Options) -> float | Tensor:
 
 
 def check_shape(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return an entry of a state, which may have been loaded or made before the settings were changed.
-
-    Raises:
-        ValueError: it has another shape.
-    """
+    """An entry of a state if it has this shape: it may have been made before the settings were changed."""
     if value.shape != shape:
         raise ValueError(
             f"the state {name!r} must have the shape {tuple(shape)} here, got {tuple(value.shape)}: "
@@ -63,11 +58,11 @@ def check_shape(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
 class RowSet:
     """The rows of one parameter, or of several that are invariant only together, in one step.
 
-    `read` gives a parameter-shaped quantity as (n, d) rows: a view of its memory where the layout, the strides
-    and the dtype allow, else a copy in the arithmetic's dtype. The order of the entries
-    within a row is the same for everything read from one set, and follows the parameter's strides, so that
-    channels_last needs no copy. Rows that span several tensors are always copied. A step goes through the rows piece by
-    piece (`pieces`), which puts copies back, so that copies and temporaries stay small.
+    `read` gives a parameter-shaped quantity as (n, d) rows: a view of its memory where the layout, the strides and the
+    dtype allow, else a copy in the arithmetic's dtype. The order of the entries within a row is the same for everything
+    read from one set, and follows the parameter's strides, so that channels_last needs no copy. Rows that span several
+    tensors are always copied. A step goes through the rows piece by piece (`pieces`), which puts copies back, so that
+    copies and temporaries stay small.
 
     Args:
         layout: how each tensor is cut.
@@ -83,19 +78,15 @@ class RowSet:
         dtype: what rows are computed in: the widest that one of the parameters needs.
         telemetry: memory for the numbers of `TELEMETRY` for each row, (n, 7); None: telemetry is off.
         scale: gradients are divided by it when they are read; None: by nothing.
-        owners: the optimizer's parameters, if `params` are parts or copies of sharded ones.
+        owners: the optimizer's parameters, of which `params` may be parts or copies.
         sharded: the owners are sharded.
         in_place: the rows are the owners' memory, not copies for one step.
-        refresh: called before the rows are stepped again: takes the owners' new gradients; False if it cannot.
-        finish: called after the step.
     """
 
     telemetry: Tensor | None = None
     scale: Tensor | None = None
     sharded: bool = False
     in_place: bool = True
-    refresh: Callable[[], bool] = staticmethod(lambda: True)
-    finish: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -112,8 +103,15 @@ class RowSet:
         self.absent = absent
         self.fresh = fresh
         self.dtype = arithmetic(*(param.dtype for param in params))
-        self._cuts = [_Cut.of(param, layout) for param in params]
+        self._cuts = [_Cut.of(param.shape, param.stride(), layout) for param in params]
         self.n, self.d = self._cuts[0].n, sum(cut.d for cut in self._cuts)
+
+    def refresh(self) -> bool:
+        """Called before the rows are stepped again: takes the owners' new gradients; False if it cannot."""
+        return True
+
+    def finish(self) -> None:
+        """Called after the step."""
 
     @property
     def whole(self) -> slice:
@@ -121,15 +119,9 @@ class RowSet:
         return slice(0, self.n)
 
     def pieces(self, *names: str) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Rows of some quantities, piece by piece, to be changed in place; gradients are not written back.
+        """Ranges of rows, each with these rows of some quantities, to be changed in place (gradients may not be).
 
         On a CPU a piece is what its cache holds, elsewhere it is all rows at once.
-
-        Args:
-            names: as for `read`.
-
-        Yields:
-            The range of rows, and the rows of each quantity.
         """
         for piece in self._ranges():
             tensors = [self.read(name, piece) for name in names]
@@ -187,11 +179,10 @@ class RowSet:
 
     @contextmanager
     def scaled(self, scale: Tensor | None, found: Tensor | None) -> Iterator[None]:
-        """Within it gradients are read unscaled; after it everything is restored if the step was to be skipped.
+        """Under a gradient scaler's scale and found_inf, if there is one.
 
-        Args:
-            scale: a gradient scaler's scale; None: gradients are not scaled.
-            found: its found_inf, 1 if the step is to be skipped; the host does not read it. None: no step is skipped.
+        Gradients are read unscaled, and everything is restored if the step is to be skipped, which the host does not
+        know.
         """
         if scale is None and found is None:
             yield
@@ -210,7 +201,7 @@ class RowSet:
         if name == "param":
             return [param.detach() for param in self.params]
         if name == "grad":
-            return [_gradient(param) for param in self.params]
+            return [param.grad.detach() for param in self.params if param.grad is not None]
         states = zip(self.states, self.params, strict=True)
         return [check_shape(name, state[name], param.shape) for state, param in states]
 
@@ -238,16 +229,17 @@ class _Cut:
     inner: list[int]
     order: list[int]
 
-    @classmethod
-    def of(cls, param: Tensor, layout: Layout) -> "_Cut":
-        counts = layout.blocks(param.shape)
-        sizes = [size // count if count else 1 for size, count in zip(param.shape, counts, strict=True)]
+    @staticmethod
+    @functools.lru_cache(2**12)
+    def of(shape_of_param: torch.Size, strides: tuple[int, ...], layout: Layout) -> "_Cut":
+        counts = layout.blocks(shape_of_param)
+        sizes = [size // count if count else 1 for size, count in zip(shape_of_param, counts, strict=True)]
         shape = [entries for pair in zip(counts, sizes, strict=True) for entries in pair]
         outer = [2 * i for i, count in enumerate(counts) if count != 1]
         inner = [2 * i + 1 for i, size in enumerate(sizes) if size != 1]
-        inner.sort(key=lambda k: param.stride(k // 2), reverse=True)
+        inner.sort(key=lambda k: strides[k // 2], reverse=True)
         order = [*outer, *inner, *(k for k in range(len(shape)) if k not in outer and k not in inner)]
-        return cls(math.prod(counts), math.prod(sizes), shape, outer, inner, order)
+        return _Cut(math.prod(counts), math.prod(sizes), shape, outer, inner, order)
 
     @property
     def rows_per_block(self) -> int:
@@ -300,12 +292,6 @@ def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:
     return rows.clamp(limits.min, limits.max)
 
 
-def _gradient(param: Tensor) -> Tensor:
-    gradient = param.grad
-    assert gradient is not None, "a row set holds parameters with a gradient"
-    return gradient.detach()
-
-
 # Small row sets together: torch takes about as long for an operation on a few numbers as on thousands ---------------
 
 # Numbers in a row set from which on the arithmetic takes longer than the calls.
@@ -315,8 +301,11 @@ _AT_ONCE = 2**6
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def together(sets: list[RowSet]) -> list[RowSet]:
-    """The row sets of a param group, on a CPU with small ones of one kind stacked; no digit depends on it."""
+def together(sets: list[RowSet]) -> Iterable[RowSet]:
+    """The row sets of a param group, on a CPU with small ones of one kind stacked; no digit depends on it.
+
+    Stacks are copied one by one as they are iterated over: one must be stepped before the next is asked for.
+    """
     if len(sets) < 2 or not at_hand(sets[0].params[0]):
         return sets
     alike: dict[object, list[RowSet]] = {}
@@ -329,21 +318,25 @@ def together(sets: list[RowSet]) -> list[RowSet]:
             times[address] += 1
             kind = kind, place // _AT_ONCE, times[address]
         alike.setdefault(place if kind is None else kind, []).append(rows)
-    return [_Stack(same) if len(same) > 1 else same[0] for same in alike.values()]
+    return (_Stack(same) if len(same) > 1 else same[0] for same in alike.values())
 
 
 def _kind(rows: RowSet) -> tuple[object, ...] | None:
     """What row sets that are stepped together have in common; None for one that is stepped alone."""
-    if rows.sharded or rows.absent or not 0 < rows.n * rows.d <= _SMALL or not rows.is_dense():
+    # In rows of one number, a number per row has the shape of a parameter.
+    if rows.sharded or rows.absent or rows.d < 2 or not 0 < rows.n * rows.d <= _SMALL or not rows.is_dense():
         return None
     param, state = rows.params[0], rows.states[0]
-    step = state.get("step")
+    step, shape = state.get("step"), param.shape
     entries = [value for value in state.values() if value is not step]
     if not all(_is_ready(tensor, rows.dtype) for tensor in (param, param.grad, *entries)):
         return None
+    shaped = tuple(value.shape == shape for value in entries)
+    if not all(like or value.shape == (rows.n,) for like, value in zip(shaped, entries, strict=True)):
+        return None
     if step is not None and not step.is_cpu:
         return None
-    return rows.d, rows.dtype, rows.fresh, None if step is None else step.item()
+    return rows.d, rows.dtype, rows.fresh, shaped, None if step is None else step.item()
 
 
 def _is_ready(tensor: Tensor | None, dtype: torch.dtype) -> bool:
@@ -354,51 +347,32 @@ def _is_ready(tensor: Tensor | None, dtype: torch.dtype) -> bool:
 
 
 class _Stack(RowSet):
-    """The rows of several sets under each other, in copies that `pieces`, `share` and `finish` put back.
+    """The rows of several sets under each other, as those of one parameter: copies, which `finish` puts back.
 
     Args:
         sets: row sets of one parameter each, which differ in the number of rows alone.
     """
 
     def __init__(self, sets: list[RowSet]) -> None:
-        first = sets[0]
-        self.layout, self.d, self.dtype, self.fresh = first.layout, first.d, first.dtype, first.fresh
-        self.params = self.owners = [rows.params[0] for rows in sets]
-        self.states, self.absent = [rows.states[0] for rows in sets], ()
-        self._counts = [rows.n for rows in sets]
-        self.n = sum(self._counts)
-        self._places: dict[str, list[Tensor]] = {}
-        self._stacked: dict[str, Tensor] = {}
-        emitted = [rows.telemetry for rows in sets if rows.telemetry is not None]
-        if emitted:
-            self.telemetry = self._stack("telemetry", emitted)
-            self.finish = lambda: self.share("telemetry")
+        first, owners = sets[0], [rows.params[0] for rows in sets]
+        parts: dict[str, list[Tensor]] = {"param": [param.detach() for param in owners]}
+        parts["grad"] = [param.grad for param in owners if param.grad is not None]
+        parts |= {name: [rows.states[0][name] for rows in sets] for name in first.states[0]}
+        for name, tensors in parts.items():
+            if tensors[0].shape == owners[0].shape:
+                parts[name] = [each.view(-1, first.d) for each in tensors]
+        if first.telemetry is not None:
+            parts["telemetry"] = [rows.telemetry for rows in sets if rows.telemetry is not None]
+        stacked = {name: each[0].clone() if name == "step" else torch.cat(each) for name, each in parts.items()}
+        stacked["param"].grad = stacked["grad"]
+        state = {name: stacked[name] for name in first.states[0]}
+        super().__init__(Layout("filter"), [stacked["param"]], [state], fresh=first.fresh)
+        self.owners, self.telemetry = owners, stacked.get("telemetry")
+        self._parts, self._stacked, self._counts = parts, stacked, [rows.n for rows in sets]
 
-    def _ranges(self) -> Iterator[slice]:
-        yield self.whole
-
-    def read(self, name: str, piece: slice) -> Tensor:
-        """The rows of "param", "grad" or a parameter-shaped entry of the states."""
-        return self._stack(name, [tensor.view(-1, self.d) for tensor in self._tensors(name)])
-
-    def _write(self, name: str, piece: slice, rows: Tensor) -> None:
-        torch._foreach_copy_(self._places[name], rows.split(self._counts))
-
-    def number(self, name: str) -> Tensor:
-        """An entry of the states with one number per row, (n, 1)."""
-        states = zip(self.states, self._counts, strict=True)
-        return self._stack(name, [check_shape(name, state[name], (n,)).unsqueeze(1) for state, n in states])
-
-    def share(self, name: str) -> None:
-        """Put the numbers per row back."""
-        torch._foreach_copy_(self._places[name], self._stacked[name].split(self._counts))
-
-    def advance(self) -> float | Tensor:
-        """Count this step; returns its number, which is the same for all."""
-        torch._foreach_add_([state["step"] for state in self.states], 1)
-        return self.states[0]["step"].item()
-
-    def _stack(self, name: str, parts: list[Tensor]) -> Tensor:
-        self._places[name] = parts
-        self._stacked[name] = torch.cat(parts)
-        return self._stacked[name]
+    def finish(self) -> None:
+        """Put the rows, their state and their telemetry back."""
+        for name, parts in self._parts.items():
+            whole = self._stacked[name]
+            if name != "grad":
+                torch._foreach_copy_(parts, [whole] * len(parts) if name == "step" else whole.split(self._counts))

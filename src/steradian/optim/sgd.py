@@ -1,14 +1,13 @@
 """SGD whose momentum moves with radially invariant rows (Section 4, App. D.2 applied to SGD with momentum)."""
 
+import torch
 from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.adam import letters
 from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_number, check_rate
+from steradian.optim.checks import check, check_letters, check_numbers, check_rate
 from steradian.optim.rows import RowSet
-from steradian.optim.state import like
 
 __all__ = ["SGD"]
 
@@ -34,13 +33,11 @@ class SGD(RowOptimizer):
         maximize: ascend.
         fused: None or False; there is no fused SGD.
 
-    >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(8, 3))
     >>> optimizer = SGD([{"params": [weight], "rows": "filter"}], lr=0.1, momentum=0.9, without="bc")
     """
 
     update = staticmethod(reference.sgd)
-    _needed_by_rows = frozenset({"momentum_buffer"})
     _marks = frozenset({"momentum", "without"})
     _takes_sparse = True
 
@@ -71,17 +68,16 @@ class SGD(RowOptimizer):
 
     def _check(self, group: Options) -> None:
         check_rate(group)
-        for name in ("momentum", "dampening", "weight_decay"):
-            check_number(group, name)
+        check_numbers(group, "momentum", "dampening", "weight_decay")
         fine = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
         check(fine, "nesterov", group["nesterov"], "False without momentum or with dampening")
-        group["without"] = letters(group["without"])
+        check_letters(group)
 
     def _updates_rows(self, group: Options) -> bool:
         return bool(group["momentum"]) and ("b" in group["without"] or "c" in group["without"])
 
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        return {} if layout is None else {"momentum_buffer": like(param)}
+        return {} if layout is None else {"momentum_buffer": torch.zeros_like(param)}
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
         torch_updates.sgd(params, states, group)

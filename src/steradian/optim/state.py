@@ -17,13 +17,9 @@ from steradian.optim.rows import arithmetic, check_shape
 if TYPE_CHECKING:
     from steradian.optim.base import RowOptimizer
 
-__all__ = ["fill", "like", "per_row", "row_dtype", "sharding", "step_count", "take_state"]
-
 logger = logging.getLogger("steradian")
 
 Options = dict[str, Any]
-
-_NAMED = ("rows", "joint", "without")
 
 
 def sharding() -> ModuleType:
@@ -39,11 +35,6 @@ def step_count(param: Tensor, *, on_device: bool) -> Tensor:
     return torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
 
-def like(param: Tensor) -> Tensor:
-    """Zeros in the shape and memory format of a parameter."""
-    return torch.zeros_like(param, memory_format=torch.preserve_format)
-
-
 def row_dtype(param: Tensor, group: Options) -> torch.dtype:
     """What the rows of a parameter are computed in, and what one number per row is kept in."""
     return arithmetic(*(each.dtype for each in group["params"])) if group.get("joint") else arithmetic(param.dtype)
@@ -55,7 +46,7 @@ def per_row(param: Tensor, group: Options, layout: Layout) -> Tensor:
     if is_sharded(param):
         return sharding().per_row(param, layout, dtype)
     # Of the class of the momentum: plain tensors may not mix with it, and the parameter's class may encode its numbers.
-    alike = param if is_plain(param) else like(param)
+    alike = param if is_plain(param) else torch.zeros_like(param)
     return alike.new_zeros(layout.size(param.shape)[0], dtype=dtype)
 
 
@@ -67,16 +58,8 @@ def fill(entry: Tensor, numbers: Tensor) -> None:
         entry.copy_(numbers)
 
 
-# Loading ------------------------------------------------------------------------------------------------------------
-
-
 def take_state(optimizer: "RowOptimizer", saved: Mapping[str, Any], before: Sequence[Options]) -> None:
-    """Complete what torch made of a saved state, in the optimizer's groups and state.
-
-    Args:
-        optimizer: the optimizer, after torch's `load_state_dict`.
-        saved: the saved state.
-        before: the param groups before it, which have the settings that the saved ones lack.
+    """Complete what torch's `load_state_dict` made of a saved state; `before` are the param groups before it.
 
     Raises:
         ValueError: the state does not fit the parameters, or was made by another optimizer or under other settings.
@@ -94,7 +77,7 @@ def take_state(optimizer: "RowOptimizer", saved: Mapping[str, Any], before: Sequ
         optimizer._check(group)
         check_unsupported(group)
         check_rows(group)
-        for name in _NAMED:
+        for name in ("rows", "joint", "without"):
             if name in old and group[name] != old[name]:
                 logger.warning(
                     "load_state_dict: param group %d has %s=%r from the checkpoint now, instead of %r",
@@ -106,46 +89,30 @@ def take_state(optimizer: "RowOptimizer", saved: Mapping[str, Any], before: Sequ
 
 
 def _take(optimizer: "RowOptimizer", param: Tensor, group: Options, saved: Mapping[str, Any]) -> None:
-    """What torch made of the saved state of a parameter, as the optimizer keeps it."""
-    state, per_row_names = optimizer.state[param], optimizer._per_row(group)
-    for name in [name for name, value in state.items() if value is None]:  # torch had momentum of 0 saved so
-        del state[name]
-    if not state:
+    """Copy the saved state of a parameter into a new one, which has the right dtypes, devices and memory formats."""
+    saved = {name: value for name, value in saved.items() if value is not None}  # torch had momentum of 0 saved so
+    if not saved:
         del optimizer.state[param]
         return
-    by_rows = optimizer._needed_by_rows if optimizer._layout(group) is not None else frozenset()
-    needed = optimizer._needed | by_rows
-    if not needed <= state.keys():
+    state = optimizer._new_state(param, group, optimizer._layout(group))
+    if not state.keys() <= saved.keys():
         raise ValueError(
-            f"a state of {type(optimizer).__name__} must have {_quoted(needed)} here, got {_quoted(state)}: "
+            f"a state of {type(optimizer).__name__} must have {_quoted(state)} here, got {_quoted(saved)}: "
             "it was made by another optimizer or under other settings"
         )
-    for name in sorted((optimizer._needed | optimizer._needed_by_rows) & state.keys() - {"step"}):
-        if not isinstance(state[name], Tensor):
-            raise ValueError(f"the state {name!r} must be a tensor, got {state[name]!r}")
-        rows = Layout(group["rows"]).size(param.shape)[:1] if name in per_row_names else param.shape
-        check_shape(name, state[name], rows)
-    for name, value in state.items():
+    for name, value in saved.items():
         if name == "step":
             # Before torch 1.12 it was a plain number.
-            device = param.device if optimizer._on_device(group) else torch.device("cpu")
-            step = torch.as_tensor(value, dtype=torch.float32, device=device)
-            if step.numel() != 1:
-                raise ValueError(f"the state 'step' must be one number, got {tuple(step.shape)}")
-            state[name] = step.reshape(()).clone()
-        elif name in per_row_names:
-            state[name] = _laid_out_as(param, saved[name].to(param.device, row_dtype(param, group)))
-        else:
-            state[name] = _laid_out_as(param, value)
-
-
-def _laid_out_as(param: Tensor, value: Any) -> Any:
-    """A copy of an entry of the state, in the parameter's memory format: the fused step reads both in one order."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape != param.shape or not is_plain(param):  # a class that encodes its numbers would encode the copy
-        return value.clone()
-    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+            value = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+            if value.numel() != 1:
+                raise ValueError(f"the state 'step' must be one number, got {tuple(value.shape)}")
+            value = value.reshape(())
+        if not isinstance(value, Tensor):
+            raise ValueError(f"the state {name!r} must be a tensor, got {value!r}")
+        if name not in state:
+            state[name] = torch.zeros_like(param)  # torch makes SGD's momentum in the first step
+        fill(state[name], check_shape(name, value, state[name].shape))
+    optimizer.state[param] = state
 
 
 def _quoted(names: Iterable[str]) -> str:

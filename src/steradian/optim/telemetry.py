@@ -31,7 +31,7 @@ class Telemetry(Mapping[Tensor, Tensor]):
 
     def __init__(self) -> None:
         self.buffers: tuple[Tensor, ...] = ()
-        self._counts: list[tuple[Tensor, int, torch.device, torch.dtype]] = []
+        self._covered: list[tuple[int, int, torch.device, torch.dtype]] = []
         self._places: dict[Tensor, tuple[int, slice]] = {}
         self._views: dict[Tensor, Tensor] = {}
 
@@ -51,25 +51,19 @@ class Telemetry(Mapping[Tensor, Tensor]):
     @torch.inference_mode(False)
     def cover(self, counts: Sequence[tuple[Tensor, int, torch.dtype]]) -> None:
         """Make room for parameters with their numbers of rows and dtypes; nothing moves if there is room already."""
-        wanted = [(param, n, param.device, dtype) for param, n, dtype in counts]
-        if len(wanted) == len(self._counts) and all(
-            one[0] is other[0] and one[1:] == other[1:] for one, other in zip(wanted, self._counts, strict=True)
-        ):
+        wanted = [(id(param), n, param.device, dtype) for param, n, dtype in counts]
+        if wanted == self._covered:
             return
-        before = self._views
-        kinds = list(dict.fromkeys((device, dtype) for _, _, device, dtype in wanted))
-        sizes = [0] * len(kinds)
-        self._places = {}
-        for param, n, device, dtype in wanted:
-            at = kinds.index((device, dtype))
-            self._places[param] = (at, slice(sizes[at], sizes[at] + n))
-            sizes[at] += n
+        before, self._covered, self._places = self._views, wanted, {}
+        sizes: dict[tuple[torch.device, torch.dtype], int] = {(param.device, dtype): 0 for param, _, dtype in counts}
+        for param, n, dtype in counts:
+            kind = (param.device, dtype)
+            self._places[param] = (list(sizes).index(kind), slice(sizes[kind], sizes[kind] + n))
+            sizes[kind] += n
         self.buffers = tuple(
-            torch.zeros(size, len(TELEMETRY), device=device, dtype=dtype)
-            for size, (device, dtype) in zip(sizes, kinds, strict=True)
+            torch.zeros(size, len(TELEMETRY), device=device, dtype=dtype) for (device, dtype), size in sizes.items()
         )
         self._views = {param: self.buffers[at][rows] for param, (at, rows) in self._places.items()}
         for param, old in before.items():
             if param in self._views and self._views[param].shape == old.shape:
                 self._views[param].copy_(old)
-        self._counts = wanted

@@ -1,19 +1,15 @@
 """The update of parameters without rows: torch's own, bit for bit, and AdamP's without projection."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from steradian.optim.rows import exact, rate_of
+from steradian.optim.rows import Options, exact, rate_of
 
-__all__ = ["adam", "adamp", "sgd", "zero"]
-
-Options = Mapping[str, Any]
 States = Sequence[dict[str, Tensor]]
 
 _DEVICE, _DTYPE, _GRAD = attrgetter("device"), attrgetter("dtype"), attrgetter("grad")
@@ -27,77 +23,35 @@ def adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """`torch.optim.Adam`'s update; `decoupled_weight_decay` makes it AdamW's.
-
-    Args:
-        params: parameters with a gradient.
-        states: step, exp_avg and exp_avg_sq of each.
-        group: their settings.
-        grad_scale: divisor of the gradients, in a fused step.
-        found_inf: 1 if the fused step is to be skipped.
-    """
+    """`torch.optim.Adam`'s update, or AdamW's if the decay is decoupled; a gradient scaler makes it fused."""
+    lr, device, decoupled = group["lr"], params[0].device, group.get("decoupled_weight_decay", False)
+    m, v, steps = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
+    settings = {name: group[name] for name in ("weight_decay", "eps", "maximize")}
+    settings = {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, **settings}
     # Every implementation but the fused one would wait for a step count on the device.
-    fused = states[0]["step"].device.type != "cpu" or grad_scale is not None
-    if fused and not torch.compiler.is_compiling() and _alike(params):
-        fused_adam(params, states, group, grad_scale=grad_scale, found_inf=found_inf)
+    fused = steps[0].device.type != "cpu" or grad_scale is not None
+    if not fused or torch.compiler.is_compiling() or not _alike(params):
+        torch_adam(
+            *(params, _gradients(params), m, v, [], steps),
+            # torch accepts capturable on accelerators alone; on a CPU it has no meaning.
+            capturable=group["capturable"] and device.type != "cpu",
+            fused=True if fused else None,
+            has_complex=any(map(torch.is_complex, params)),
+            lr=lr,
+            decoupled_weight_decay=decoupled,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            **settings,
+        )
         return
-    beta1, beta2 = group["betas"]
-    torch_adam(
-        params,
-        _gradients(params),
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [],
-        [state["step"] for state in states],
-        # torch accepts capturable on accelerators alone; on a CPU it has no meaning.
-        capturable=group["capturable"] and params[0].device.type != "cpu",
-        fused=True if fused else None,
-        amsgrad=False,
-        has_complex=any(map(torch.is_complex, params)),
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        decoupled_weight_decay=group.get("decoupled_weight_decay", False),
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
-
-
-def fused_adam(
-    params: list[Tensor], states: States, group: Options, *, grad_scale: Tensor | None, found_inf: Tensor | None
-) -> None:
-    """torch's fused update for parameters of one device and dtype, bit for bit.
-
-    torch sorts parameters, gradients and states by device and dtype in every step, which takes the host longer than
-    the rest of the step.
-    """
-    device, lr, (beta1, beta2) = params[0].device, group["lr"], group["betas"]
+    # torch's fused update, bit for bit. Its function sorts all tensors by device and dtype in every step, which takes
+    # the host longer than the rest of the step.
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         lr = lr.to(device, non_blocking=True)
     scale, found = (each if each is None else each.to(device, non_blocking=True) for each in (grad_scale, found_inf))
-    steps = [state["step"] for state in states]
     torch._foreach_add_(steps, 1)
-    update = torch._fused_adamw_ if group.get("decoupled_weight_decay", False) else torch._fused_adam_
-    update(
-        params,
-        _gradients(params),
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [],
-        steps,
-        amsgrad=False,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        grad_scale=scale,
-        found_inf=found,
-    )
+    update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    update(params, _gradients(params), m, v, [], steps, lr=lr, grad_scale=scale, found_inf=found, **settings)
     if found is not None:
         torch._foreach_sub_(steps, [found] * len(steps))
 
@@ -170,26 +124,3 @@ def adamp(params: list[Tensor], states: States, group: Options) -> None:
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
     return [gradient for gradient in map(_GRAD, params) if gradient is not None]
-
-
-def zero(gradients: Iterable[Tensor]) -> None:
-    """Set gradients to zero in place, detached from the graph that made them.
-
-    >>> gradient = torch.ones(3)
-    >>> zero([gradient])
-    >>> gradient.tolist()
-    [0.0, 0.0, 0.0]
-    """
-    kinds: dict[tuple[object, ...], list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient.grad_fn is not None:
-            gradient.detach_()
-        elif gradient.requires_grad:
-            gradient.requires_grad_(False)
-        if gradient.layout != torch.strided:
-            gradient.zero_()
-        else:
-            # Sharded and plain tensors cannot be mixed in one call.
-            kinds.setdefault((type(gradient), gradient.device, gradient.dtype), []).append(gradient)
-    for alike in kinds.values():
-        torch._foreach_zero_(alike)

@@ -13,8 +13,6 @@ from steradian import geometry
 from steradian.geometry import dot, failing, square, zeroed
 from steradian.optim.rows import RowSet
 
-__all__ = ["Motion", "carry", "carry_in_plane", "emit"]
-
 
 @dataclass(frozen=True)
 class Motion:
@@ -32,14 +30,7 @@ class Motion:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, v: Tensor | None = None, stays: Tensor | None = None) -> "Motion":
-        """The motion from x to y.
-
-        Args:
-            x: rows before the step.
-            y: rows after it.
-            v: second moments that will be rescaled: where (r/r')² v would overflow, m and v stay.
-            stays: rows that take no step; None: all do.
-        """
+        """The motion from x to y, of all rows but those in `stays`; m and v stay where (r/r')² v would overflow."""
         limits, xx, yy = torch.finfo(x.dtype), square(x), square(y)
         shrink, largest = xx / yy, yy
         if v is not None:

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from numbers import Real
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ __all__ = [
 
 Settings = dict[str, Any]
 """A param group of an optimizer."""
-Piece = tuple[slice, slice]
 Model = nn.Module | Sequence[nn.Module] | Groups | None
 """Where names come from: a model, its parts, what `find_groups` found, or the optimizer's own names (None)."""
 
@@ -98,28 +98,79 @@ class WatchedGroup:
         tensor = tensor.detach()
         return sharding().part(tensor, self.layout) if self.sharded and is_sharded(tensor) else tensor
 
-    def pieces(self) -> Iterator[Piece]:
-        """Its rows in pieces of bounded size: some rows, or entries of one long row."""
+    def pieces(self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor]) -> Iterator["Piece"]:
+        """Its rows after a step in pieces of bounded size: some rows, or entries of one long row.
+
+        Args:
+            points: the parameters before the step, if they were copied.
+            gradients: of the step.
+        """
         rows, columns = max(1, _PIECE // self.size), min(_PIECE, self.size)
         for row in range(0, self.n_rows, rows):
             for column in range(0, self.size, columns):
-                yield slice(row, min(row + rows, self.n_rows)), slice(column, column + columns)
+                at = slice(row, min(row + rows, self.n_rows)), slice(column, column + columns)
+                before = None if points is None else self.cut(points, at)
+                yield Piece(at[0], before, self.cut(self.params, at), self.cut(gradients, at), self._state(at))
 
-    def cut(self, tensors: Sequence[Tensor], piece: Piece | None = None) -> Tensor:
-        """Tensors in the shapes of the parameters as (n, d) rows, those of this rank, or a piece of them."""
+    def whole(self, points: Sequence[Tensor], gradients: Sequence[Tensor]) -> "Piece":
+        """All rows, as one piece."""
+        rows, columns = slice(0, self.n_rows), slice(0, self.size)
+        before, now, gradient = (self.cut(tensors) for tensors in (points, self.params, gradients))
+        return Piece(rows, before, now, gradient, self._state((rows, columns)))
+
+    def cut(self, tensors: Sequence[Tensor], at: tuple[slice, slice] | None = None) -> Tensor:
+        """Tensors in the shapes of the parameters as (n, d) rows, those of this rank, or a part of them."""
         parts = [self.local(tensor) for tensor in tensors]
-        if piece is None:
+        if at is None:
             return self.layout.join(parts)
-        rows, columns = piece
-        if self.layout.spec == "filter" and all(part.ndim for part in parts):  # without copying the other rows
-            return self.layout.join([part[rows] for part in parts])[:, columns]
+        rows, columns = at
+        if len(parts) == 1 and self.layout.spec in ("filter", "tensor"):  # without copying the other rows
+            [part] = parts
+            part = part[rows] if self.layout.spec == "filter" and part.ndim else part
+            return part.reshape(rows.stop - rows.start, self.size)[:, columns]
         return self.layout.join(parts)[rows, columns]
+
+    def _state(self, at: tuple[slice, slice]) -> dict[str, Tensor]:
+        """The optimizer's state of a piece: entries like the parameters, one number per row, or one for all."""
+        states = [self.optimizer.state.get(param, {}) for param in self.params]
+        shape, per_row = self.params[0].shape, getattr(self.optimizer, "row_state", ())
+        found: dict[str, Tensor] = {}
+        for name, value in states[0].items():
+            if isinstance(value, Real):
+                found[name] = torch.tensor(float(value), device="cpu")
+            elif not isinstance(value, Tensor):
+                continue
+            elif name in per_row and value.shape != shape:
+                found[name] = self.local(value)[at[0]]
+            elif value.shape == shape:
+                found[name] = self.cut([state[name] for state in states], at)
+            elif value.numel() == 1:
+                found[name] = value.reshape(())
+        return found
 
     def gradients(self) -> list[Tensor]:
         """The gradients of its parameters, dense; only for an active group."""
         found = [param.grad for param in self.params if param.grad is not None]
         found = found if len(found) == len(self.params) else self.held or []
         return [grad.to_dense() if grad.layout != torch.strided else grad for grad in found]
+
+
+class Piece(NamedTuple):
+    """Some rows of a group after a step.
+
+    Attributes:
+        rows: which of the group's rows.
+        before: the rows before the step, if they were copied.
+        now: the rows after it.
+        gradient: their gradient.
+        state: their state in the optimizer.
+    """
+
+    rows: slice
+    before: Tensor | None
+    now: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
 
 
 def watched_groups(

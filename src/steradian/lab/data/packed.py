@@ -12,15 +12,10 @@ from numpy.typing import NDArray
 from steradian.files import write_atomically
 from steradian.lab.data.images import DataSet, Images
 
-__all__ = ["is_packed", "pack", "read_packed"]
+__all__ = ["pack", "read_packed"]
 
 _SIDE = 100  # tiles along a mosaic
 _LARGEST = 16_383  # pixels along a WebP image
-
-
-def is_packed(root: Path) -> bool:
-    """Whether a folder holds the packed form."""
-    return (root / "meta.json").is_file()
 
 
 def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) -> None:
@@ -35,9 +30,12 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
     Raises:
         ValueError: the folder has a `meta.json` of something else.
     """
+    from PIL import Image
+
     root = Path(root)
-    if is_packed(root) and not _own(root / "meta.json"):
-        raise ValueError(f"{root / 'meta.json'} is not of packed data and would be replaced: pack to another folder")
+    meta_path = root / "meta.json"
+    if meta_path.is_file() and '"sha256"' not in meta_path.read_text(encoding="utf-8"):
+        raise ValueError(f"{meta_path} is not of packed data and would be replaced: pack to another folder")
     root.mkdir(parents=True, exist_ok=True)
     side = min(_SIDE, _LARGEST // data.train.size)
     splits: dict[str, Any] = {}
@@ -45,7 +43,10 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
     for name, images in (("train", data.train), ("test", data.test)):
         files = {}
         for k, start in enumerate(range(0, len(images), side * side)):
-            files[f"{name}-{k}.webp"] = _webp(_mosaic(images.pixels[start : start + side * side], side), effort)
+            picture = Image.fromarray(_mosaic(images.pixels[start : start + side * side], side))
+            webp = io.BytesIO()
+            picture.save(webp, "WEBP", lossless=True, exact=True, method=effort)
+            files[f"{name}-{k}.webp"] = webp.getvalue()
         labels = io.BytesIO()
         np.save(labels, images.labels.astype(np.min_scalar_type(max(255, len(data.classes) - 1))))
         mosaics = list(files)
@@ -64,15 +65,7 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
         "sha256": sums,
         "source": source,
     }
-    write_atomically(root / "meta.json", json.dumps(meta, indent=1).encode())
-
-
-def _own(path: Path) -> bool:
-    """Whether the file describes packed data, perhaps damaged."""
-    try:
-        return "sha256" in json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, TypeError):
-        return False
+    write_atomically(meta_path, json.dumps(meta, indent=1).encode())
 
 
 def read_packed(root: Path) -> DataSet:
@@ -125,11 +118,3 @@ def _mosaic(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
     full = np.zeros((rows * side, tile, tile, 3), dtype=np.uint8)
     full[:count] = pixels
     return full.reshape(rows, side, tile, tile, 3).swapaxes(1, 2).reshape(rows * tile, side * tile, 3)
-
-
-def _webp(mosaic: NDArray[np.uint8], effort: int) -> bytes:
-    from PIL import Image
-
-    out = io.BytesIO()
-    Image.fromarray(mosaic).save(out, "WEBP", lossless=True, exact=True, method=effort)
-    return out.getvalue()

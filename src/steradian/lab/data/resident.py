@@ -79,7 +79,9 @@ class Resident:
         held_images = np.concatenate([held.pixels, data.test.pixels]).reshape(len(held) + len(data.test), -1)
         self.counts = {"train": len(kept), "validation": len(held), "test": len(data.test)}
         self.spans = {"validation": (0, len(held)), "test": (len(held), len(held_images))}
-        self.train_pixels = torch.from_numpy(self._padded(kept.pixels)).reshape(len(kept), -1).to(self.device)
+        room = (self.pad, self.pad)
+        padded = np.pad(kept.pixels, ((0, 0), room, room, (0, 0)))  # black, as in random crops of image files
+        self.train_pixels = torch.from_numpy(padded).reshape(len(kept), -1).to(self.device)
         self.train_labels = torch.from_numpy(kept.labels).to(self.device)
         self.held_pixels = torch.from_numpy(held_images).to(self.device)
         self.held_labels = torch.from_numpy(np.concatenate([held.labels, data.test.labels])).to(self.device)
@@ -113,10 +115,6 @@ class Resident:
     def _normalized(self, pixels: Tensor) -> Tensor:
         images = pixels.unflatten(1, (self.size, self.size, self.channels))
         return ((images.to(torch.float32) - self.mean) * self.scale).permute(0, 3, 1, 2)
-
-    def _padded(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        # Black before the normalization, as in random crops of image files.
-        return np.pad(pixels, ((0, 0), (self.pad, self.pad), (self.pad, self.pad), (0, 0)))
 
     def _windows(self) -> NDArray[np.int64]:
         """For each view, where its pixels lie in a padded image, (views, S·S·C)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steradian.lab.data.archives import find_archive, read_archive
 from steradian.lab.data.images import DataSet, Images
-from steradian.lab.data.packed import is_packed, read_packed
+from steradian.lab.data.packed import read_packed
 
 __all__ = ["NAMES", "Split", "digits", "load", "usual_root"]
 
@@ -27,7 +27,6 @@ _HUB = {
 _SHAPES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32), "svhn": (10, 32)}
 """Classes and size of the known data sets, so that other data is not compared with the paper under their names."""
 _PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".pbm", ".pgm", ".ppm"}
-_DEEP = ("I", "F")  # prefixes of modes with more than eight bits, or without a fixed range
 
 
 def load(name: str, root: Path | str | None = None) -> DataSet:
@@ -70,7 +69,7 @@ def usual_root(name: str) -> Path:
 
 
 def _from_folder(name: str, root: Path) -> DataSet:
-    if is_packed(root):
+    if (root / "meta.json").is_file():
         data = read_packed(root)
         if name in NAMES and data.name != name:
             raise ValueError(f"{root} holds {data.name}, not {name}")
@@ -99,8 +98,7 @@ def _from_images(name: str, root: Path) -> DataSet:
         raise ValueError(f"{root / 'train'} must have one folder for each class")
     if empty := [name for name in classes if not _files(root / "train" / name)]:
         raise ValueError(f"every class must have images under {root / 'train'}; none in {', '.join(empty)}")
-    splits = [_read_pictures(root / split, classes) for split in ("train", "test")]
-    return DataSet(name, splits[0], splits[1], classes)
+    return DataSet(name, _read_pictures(root / "train", classes), _read_pictures(root / "test", classes), classes)
 
 
 def _read_pictures(root: Path, classes: list[str]) -> Images:
@@ -140,7 +138,7 @@ def _picture(path: Path) -> NDArray[np.uint8]:
     try:
         with warnings.catch_warnings(), Image.open(path) as picture:
             warnings.simplefilter("ignore")  # about transparency and large images
-            if picture.mode.startswith(_DEEP):
+            if picture.mode.startswith(("I", "F")):  # more than eight bits, or no fixed range
                 raise ValueError(f"it must have 8 bits per channel, got the mode {picture.mode}")
             return np.asarray(picture.convert("RGB"))
     except Exception as error:  # damaged files raise many kinds of errors
@@ -157,13 +155,11 @@ def _from_hub(name: str) -> DataSet:
         ) from error
     repository, config, image, label = _HUB[name]
     raw: Any = datasets.load_dataset(repository, config)
-    splits = [_read_hub(raw[split], image, label) for split in ("train", "test")]
+    splits = []
+    for rows in (raw["train"], raw["test"]):
+        pixels = np.stack([np.asarray(row[image].convert("RGB"), dtype=np.uint8) for row in rows])
+        splits.append(Images(pixels, np.asarray(rows[label], dtype=np.int64)))
     return DataSet(name, splits[0], splits[1], tuple(raw["train"].features[label].names))
-
-
-def _read_hub(rows: Any, image: str, label: str) -> Images:
-    pixels = np.stack([np.asarray(row[image].convert("RGB"), dtype=np.uint8) for row in rows])
-    return Images(pixels, np.asarray(rows[label], dtype=np.int64))
 
 
 # The digits as normalized tensors, for the demo and examples
@@ -194,8 +190,6 @@ def digits(*, seed: int = 0) -> tuple[Split, Split]:
 
 
 def _sklearn_digits() -> Any:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("the digits come with scikit-learn: pip install 'steradian[lab]'") from error
+    from sklearn.datasets import load_digits
+
     return load_digits()

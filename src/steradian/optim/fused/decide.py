@@ -7,8 +7,8 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Collection, Sequence
+from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +16,17 @@ import torch
 from torch import Tensor
 
 from steradian.geometry import is_plain
-from steradian.optim.rows import RowSet
+from steradian.optim.rows import Options, RowSet
 
 if TYPE_CHECKING:
     from steradian.optim.base import Classic, RowOptimizer, Work
     from steradian.optim.telemetry import Telemetry
 
-__all__ = ["FusedStep", "available", "can_step", "runs_kernels", "works"]
-
-Options = Mapping[str, Any]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _GRAD = attrgetter("grad")
 _ALWAYS_A_TILE = 5 * 512
-_SHAPE = ("rows", "joint", "without", "fused")
+# Settings that decide which rows are fused.
+_DECIDING = ("rows", "joint", "without", "fused")
 
 
 def available(params: Sequence[Tensor]) -> bool:
@@ -41,17 +38,15 @@ def available(params: Sequence[Tensor]) -> bool:
 
 def works(params: Sequence[Tensor]) -> bool:
     """Whether these parameters are on GPUs on which a Triton kernel has run."""
-    if not params or not all(param.is_cuda for param in params):
-        return False
-    return all(runs_kernels(device) for device in {param.device for param in params})
+    on_cuda = bool(params) and all(param.is_cuda for param in params)
+    return on_cuda and all(runs_kernels(device) for device in {param.device for param in params})
 
 
 @functools.cache
 def runs_kernels(device: torch.device) -> bool:
     """Whether a kernel was compiled and launched on this device: it takes Triton, an NVIDIA GPU and a C compiler."""
-    if device.type != "cuda" or torch.version.cuda is None or os.environ.get("TRITON_INTERPRET") == "1":
-        return False
-    if importlib.util.find_spec("triton") is None:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" or torch.version.cuda is None or interpreted or importlib.util.find_spec("triton") is None:
         return False
     try:
         from steradian.optim.fused import kernels
@@ -69,22 +64,14 @@ def can_step(rows: RowSet, group: Options) -> bool:
 
     Element-wise second moments take the fused step only where a tile holds the row.
     """
-    param, state = rows.params[0], rows.states[0]
-    gradient = param.grad
-    if (
-        len(rows.params) > 1
-        or group.get("joint")
-        or gradient is None
-        or param.dtype not in _DTYPES
-        or rows.n == 0
-        or rows.d == 0
-    ):
+    param, gradient, state = rows.params[0], rows.params[0].grad, rows.states[0]
+    if group.get("joint") or gradient is None or param.dtype not in _DTYPES or not rows.n or not rows.d:
         return False
     if not rows.in_place or not (is_plain(param) and is_plain(gradient)):
         return False
     if "a" in group["without"]:
         rows.number("exp_avg_sq")  # raises if its shape is wrong, which the kernel would not notice
-    if "a" not in group["without"] and (rows.d > _ALWAYS_A_TILE or state["exp_avg_sq"].stride() != param.stride()):
+    elif rows.d > _ALWAYS_A_TILE or state["exp_avg_sq"].stride() != param.stride():
         return False
     together = gradient.dtype == param.dtype and gradient.device == param.device == state["step"].device
     return together and rows.is_dense() and gradient.stride() == param.stride() == state["exp_avg"].stride()
@@ -95,11 +82,6 @@ class FusedStep:
 
     It is kept as long as the same parameters have gradients in the same groups, so that a step does not go through
     groups, layouts and states again.
-
-    Args:
-        optimizer: the optimizer.
-        classic: groups for the classic update.
-        work: groups with rows.
     """
 
     def __init__(self, optimizer: "RowOptimizer", classic: "Classic", work: "Work") -> None:
@@ -108,15 +90,17 @@ class FusedStep:
         self.classic = classic
         self.plain: Work = []
         self.setting = setting
-        self.shape = _shape(optimizer)
+        self.deciding = _deciding(optimizer)
         chosen: dict[tuple[object, ...], list[tuple[Options, list[RowSet]]]] = {}
         for group, sets in work:
-            fused = [rows for rows in sets if optimizer._is_fused(group) and can_step(rows, group)]
-            other = [rows for rows in sets if not any(rows is one for one in fused)]
-            self.plain += [(group, other)] if other else []
-            for kind in dict.fromkeys((rows.params[0].device, rows.params[0].dtype) for rows in fused):
-                part = [rows for rows in fused if (rows.params[0].device, rows.params[0].dtype) == kind]
-                chosen.setdefault((*kind, "a" in group["without"]), []).append((group, part))
+            by_kind: dict[tuple[object, ...], list[RowSet]] = {}
+            fused = optimizer._is_fused(group)
+            for rows in sets:
+                kind: tuple[object, ...] = (rows.params[0].device, rows.params[0].dtype, "a" in group["without"])
+                by_kind.setdefault(kind if fused and can_step(rows, group) else (), []).append(rows)
+            self.plain += [(group, by_kind.pop(()))] if () in by_kind else []
+            for kind, alike in by_kind.items():
+                chosen.setdefault(kind, []).append((group, alike))
         kept, telemetry = optimizer._in_graphs, optimizer.telemetry
         self.plans = [
             Plan(entries, elementwise=not kind[2], telemetry=_buffer(telemetry, entries), kept=kept)
@@ -145,7 +129,7 @@ class FusedStep:
             and _are(optimizer.param_groups, self.groups)
             and _are(optimizer.state.values(), self.states)
             and all(_are(group["params"], params) for group, params in zip(self.groups, self.params, strict=True))
-            and self.shape == _shape(optimizer)
+            and self.deciding == _deciding(optimizer)
             and all(rows.refresh() for rows in self.sharded)
             and all(plan.fits() for plan in self.plans)
             # This runs in every step: no line of Python per parameter.
@@ -186,11 +170,8 @@ def _buffer(telemetry: "Telemetry | None", entries: list[tuple[Options, list[Row
     return telemetry.buffers[at]
 
 
-def _shape(optimizer: "RowOptimizer") -> list[object]:
-    shape: list[object] = []
-    for group in optimizer.param_groups:
-        shape += map(group.get, _SHAPE)
-    return shape
+def _deciding(optimizer: "RowOptimizer") -> list[object]:
+    return [*chain.from_iterable(map(group.get, _DECIDING) for group in optimizer.param_groups)]
 
 
 def _are(now: Collection[object], known: list[Any]) -> bool:

@@ -15,8 +15,6 @@ import os
 import triton
 import triton.language as tl
 
-__all__ = ["LANES", "apply_long_rows", "attempt", "step_rows"]
-
 LANES = tl.constexpr(4096)
 
 WITHOUT_B, WITHOUT_C = tl.constexpr(2), tl.constexpr(4)
@@ -127,11 +125,13 @@ def first(at):
 
 @triton.jit
 def low(packed):
+    """The lower half of a packed number."""
     return (packed & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def high(packed):
+    """The upper half of a packed number."""
     return (packed >> 32).to(tl.int32)
 
 

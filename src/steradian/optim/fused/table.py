@@ -5,10 +5,13 @@ table, copies the table if something changed (pinned and asynchronous, so the ho
 Everything that a step needs from the host is in one table, so there is one copy.
 """
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,82 +21,59 @@ import triton.language as tl
 from torch import Tensor
 
 from steradian.optim.fused import kernels
-from steradian.optim.rows import RowSet, arithmetic
+from steradian.optim.rows import Options, RowSet, arithmetic
 from steradian.optim.telemetry import TELEMETRY
 
-__all__ = ["DTYPES", "Plan", "setting"]
-
-Options = Mapping[str, Any]
-
 LANES = int(kernels.LANES.value)
-WARPS = 8
+_WARPS = 8
 # Three programs on a multiprocessor instead of two, for a few spilled registers in long rows.
-REGISTERS = 80
+_REGISTERS = 80
 DTYPES = {
     torch.float32: (tl.float32, tl.float32),
     torch.bfloat16: (tl.bfloat16, tl.float32),
     torch.float16: (tl.float16, tl.float32),
     torch.float64: (tl.float64, tl.float64),
 }
-_STATE = ("exp_avg", "exp_avg_sq", "step")
 _FLAGS = {"a": 1, "b": 2, "c": 4}
 _CHUNK = 60
 _CAPTURES = 8
-_ADDRESS, _STRIDE, _DTYPE, _GRAD, _ENTRIES = (
-    Tensor.data_ptr,
-    Tensor.stride,
-    operator.attrgetter("dtype"),
-    operator.attrgetter("grad"),
-    operator.itemgetter(*_STATE),
-)
+_ADDRESS, _STRIDE, _ENTRIES = Tensor.data_ptr, Tensor.stride, operator.itemgetter("exp_avg", "exp_avg_sq", "step")
+_DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
 
 
-# A compiled kernel takes constants among its arguments, as here, since 3.2; older versions go through Triton.
-_STRAIGHT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)
-
-
+@dataclass(eq=False)
 class Launch:
-    """One kernel on a line of programs, with three addresses that are given in each step.
+    """One kernel on a line of programs; from the second launch on, without Triton's dispatch.
 
-    These are a gradient scaler's scale and found_inf, and a second tensor for telemetry.
-
-    Args:
+    Attributes:
         kernel: the kernel.
         programs: how many.
         tables: its first arguments, tensors that lie at multiples of 16 bytes.
-        more: its arguments behind those three.
+        more: its arguments behind the three that are given in each step.
         constants: its compile-time arguments.
         options: Triton's.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        programs: int,
-        tables: tuple[Tensor, ...],
-        more: tuple[Tensor | int, ...],
-        constants: tuple[Any, ...],
-        options: dict[str, Any],
-    ) -> None:
-        self.kernel, self.programs, self.options = kernel, programs, options
-        self.tables, self.more, self.constants = tables, more, constants
-        self.run: Callable[..., object] | None = None
-        self.before: list[int] = []
-        self.behind: list[Any] = []
+    kernel: Any
+    programs: int
+    tables: tuple[Tensor, ...]
+    more: tuple[Tensor | int, ...]
+    constants: tuple[Any, ...]
+    options: dict[str, Any]
+    _run: Callable[..., object] | None = None
+    _behind: tuple[Any, ...] = ()
 
     def __call__(self, scale: Tensor, found: Tensor, also: Tensor) -> None:
-        """Launch on the current stream of the current device."""
-        if self.run is not None:
-            self.run(*self.before, scale.data_ptr(), found.data_ptr(), also.data_ptr(), *self.behind)
+        """Launch on the current stream, with a gradient scaler's numbers and a second tensor for telemetry."""
+        if self._run is not None:
+            self._run(scale.data_ptr(), found.data_ptr(), also.data_ptr(), *self._behind)
             return
-        compiled = self.kernel[(self.programs,)](
-            *self.tables, scale, found, also, *self.more, *self.constants, **self.options
-        )
-        if _STRAIGHT and isinstance(compiled, triton.compiler.CompiledKernel):
-            self.run = compiled[(self.programs, 1, 1)]
-            self.before = [table.data_ptr() for table in self.tables]
-            self.behind = [each.data_ptr() if isinstance(each, Tensor) else each for each in self.more]
-            self.behind += self.constants
+        given = (*self.tables, scale, found, also, *self.more, *self.constants)
+        compiled = self.kernel[(self.programs,)](*given, **self.options)
+        if isinstance(compiled, triton.compiler.CompiledKernel):
+            self._run = functools.partial(compiled[(self.programs, 1, 1)], *map(_ADDRESS, self.tables))
+            more = (each.data_ptr() if isinstance(each, Tensor) else each for each in self.more)
+            self._behind = (*more, *self.constants)
 
 
 class Plan:
@@ -189,14 +169,7 @@ class Plan:
     def launch(
         self, *, grad_scale: Tensor | None, found_inf: Tensor | None, also: Tensor | None, capturing: bool
     ) -> None:
-        """Take one step of all rows, after `fits` and `use`.
-
-        Args:
-            grad_scale: a gradient scaler's scale.
-            found_inf: its flag for a step that is to be skipped.
-            also: a second tensor for the telemetry, in the same layout.
-            capturing: a graph is being captured.
-        """
+        """Take one step of all rows, after `fits` and `use`; `also` is a second tensor for the telemetry."""
         if self.changed or self.only_captured:
             self._write(capturing)
         for k, group in enumerate(self.groups):
@@ -215,13 +188,10 @@ class Plan:
             self.kept += [self, self.table, self.items, self.long_items, self.sums, self.emitted, scale, found]
             self.kept.append(self.emitted_of_long_rows)
         also = self.telemetry if also is None else also
-        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+        here = self.device.type != "cuda" or torch.cuda.current_device() == self.device.index
+        with nullcontext() if here else torch.cuda.device(self.device):
             for each in launches:
                 each(scale, found, also)
-        else:
-            with torch.cuda.device(self.device):
-                for each in launches:
-                    each(scale, found, also)
 
     def _plain(self, number: Tensor) -> Tensor:
         """A gradient scaler's number as the kernels are compiled for it."""
@@ -231,22 +201,22 @@ class Plan:
     def _launches(self, scaled: bool) -> list[Launch]:
         entries, computed = DTYPES[self.dtype]
         tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
-        registers = None if self.elementwise or self.dtype == torch.float64 else REGISTERS
+        registers = None if self.elementwise or self.dtype == torch.float64 else _REGISTERS
         constants = (self.emitting, scaled, entries, computed)
         made = [
             Launch(
                 kernels.step_rows,
-                self.items.shape[0],
-                (self.items, *tables, self.emitted, self.telemetry, self.sums),
-                (self.finished, len(self.sets)),
-                (self.present, self.elementwise, *constants),
-                {"num_warps": WARPS, "maxnreg": registers},
+                len(self.items),
+                tables=(self.items, *tables, self.emitted, self.telemetry, self.sums),
+                more=(self.finished, len(self.sets)),
+                constants=(self.present, self.elementwise, *constants),
+                options={"num_warps": _WARPS, "maxnreg": registers},
             )
         ]
-        if self.long_items.shape[0]:
-            options = {"num_warps": WARPS}
+        if len(self.long_items):
             items = (self.long_items, *tables, self.emitted_of_long_rows, self.telemetry, self.sums)
-            made.append(Launch(kernels.apply_long_rows, items[0].shape[0], items, (), constants, options))
+            options = {"num_warps": _WARPS}
+            made.append(Launch(kernels.apply_long_rows, len(self.long_items), items, (), constants, options))
         return made
 
     # The table
@@ -325,7 +295,7 @@ class Plan:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("take a step with the same parameters and gradients before one is captured in a graph")
         items, long_items, slot = [], [], 0
-        for index, kind in _order(classes):
+        for index, kind in sorted(enumerate(classes), key=lambda entry: -entry[1]):  # long rows first
             rows = self.sets[index][1]
             if kind == _CHUNK:
                 chunks = math.ceil(rows.d / LANES)
@@ -363,11 +333,6 @@ class Plan:
 
     def _sent(self, values: Tensor) -> Tensor:
         return self._pinned(values).to(self.device, non_blocking=True)
-
-
-def _order(classes: list[int]) -> list[tuple[int, int]]:
-    """Parameters with their classes in the order in which they are stepped: long rows first."""
-    return sorted(enumerate(classes), key=lambda entry: -entry[1])
 
 
 def _columns(*values: int | Tensor) -> Tensor:

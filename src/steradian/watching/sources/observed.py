@@ -7,7 +7,6 @@ state says: they are always observed from two points.
 
 import logging
 from collections.abc import Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -36,17 +35,12 @@ logger = logging.getLogger("steradian")
 
 
 def tells_step(group: WatchedGroup) -> bool:
-    """Whether state and settings after a step determine the point before it."""
+    """Whether state and settings after a step determine the point before it, if the optimizer can be read."""
     optimizer, settings = group.optimizer, group.settings
-    if not isinstance(optimizer, Adam | SGD) or any(
-        p.dtype not in (torch.float32, torch.float64) for p in group.params
-    ):
+    if any(param.dtype not in (torch.float32, torch.float64) for param in group.params):
         return False
-    try:
-        reader_of(optimizer)
-    except UnreadableOptimizerError:
-        return False
-    return isinstance(optimizer, Adam) or bool(settings["momentum"] and not settings["nesterov"])
+    with_momentum = isinstance(optimizer, SGD) and settings["momentum"] and not settings["nesterov"]
+    return isinstance(optimizer, Adam) or bool(with_momentum)
 
 
 class ObservedSource(Source):
@@ -65,7 +59,6 @@ class ObservedSource(Source):
         self.watched = place(watched, key=lambda group: order[id(group.settings)])
         self.device, self.row_dtype = watched[0].device, dtype_of(watched)
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        self.two_points = self.beforehand = not all(map(tells_step, watched))
         self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
         self._checked = False
         # Torch's step over lists adds Nesterov's momentum to p.grad, schedule-free steps divide it.
@@ -83,6 +76,7 @@ class ObservedSource(Source):
             self.reader = reader_of(optimizer)
         except UnreadableOptimizerError as error:
             self._drop_reader(str(error))
+        self.two_points = self.beforehand = self.reader is None or not all(map(tells_step, watched))
         # A line search leaves the gradient of another point than the one that the step started from.
         self.searches = isinstance(optimizer, LBFGS)
         if self.searches:
@@ -116,24 +110,17 @@ class ObservedSource(Source):
                 continue
             gradients = group.gradients() if gradients is None else gradients
             rows = out[group.span].zero_()
-            for piece in group.pieces():
-                self._add_sums(group, piece, points, gradients, rows[piece[0]])
+            for piece in group.pieces(points, gradients):
+                self._add_sums(group, piece, rows[piece.rows])
         self._checked = True
 
-    def _add_sums(
-        self, group: WatchedGroup, piece: Piece, points: list[Tensor] | None, gradients: list[Tensor], out: Tensor
-    ) -> None:
+    def _add_sums(self, group: WatchedGroup, piece: Piece, out: Tensor) -> None:
         """Add the sums over a piece to `out`, and write the rate η of the step and 1 − ηδ."""
-        y = group.cut(group.params, piece)
-        before = y if points is None else group.cut(points, piece)
-        raw = group.cut(gradients, piece)
-        scale = getattr(self.optimizer, "grad_scale", None)
-        if scale is not None and isinstance(self.optimizer, RowOptimizer):  # torch's fused steps unscale p.grad
-            raw = raw / scale.to(raw)
-        step = None if self.reader is None else self._read(group, piece, y, None if points is None else before, raw)
-        g, x = raw.to(self.dtype), before.to(self.dtype)
+        step = self._read(group, piece)
+        g, y = self._unscaled(piece.gradient).to(self.dtype), piece.now.to(self.dtype)
+        x = y if piece.before is None else piece.before.to(self.dtype)
         b = x.new_zeros(()) if step is None else step.b.to(self.dtype)
-        q = step.a.to(self.dtype) / b if points is None and step is not None else x - y.to(self.dtype)
+        q = step.a.to(self.dtype) / b if piece.before is None and step is not None else x - y
         for k, (one, other) in enumerate([(x, x), (q, x), (q, q), (g, g), (g, x), (g, q), (b, b)]):
             out[:, k] += torch.linalg.vecdot(one, other) if one.ndim else 0
         # 1 − ηδ is rounded as the step rounds it if the rate is a tensor.
@@ -141,15 +128,21 @@ class ObservedSource(Source):
         for k, setting in enumerate((rate, kept), len(SUMS)):
             out[:, k] = setting.reshape(-1) if isinstance(setting, Tensor) else setting
 
-    def _read(self, group: WatchedGroup, piece: Piece, y: Tensor, before: Tensor | None, raw: Tensor) -> Step | None:
-        """The step that the reader sees on a piece of the rows, as if they were a parameter."""
-        assert self.reader is not None
-        param = geometry.as_float(y, "x").detach()
-        param.grad = raw.to(param.dtype)
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        """Torch's fused steps unscale p.grad, ours leave it as it is."""
+        scale = getattr(self.optimizer, "grad_scale", None)
+        return gradient if scale is None or not isinstance(self.optimizer, RowOptimizer) else gradient / scale
+
+    def _read(self, group: WatchedGroup, piece: Piece) -> Step | None:
+        """The step that the reader sees on rows, as if they were a parameter; None if the optimizer cannot be read."""
+        if self.reader is None:
+            return None
+        param = _computed(piece.now).detach()
+        param.grad = self._unscaled(piece.gradient).to(param.dtype)
         settings = {**group.settings, "rows": None if group.settings.get("rows") is None else "filter", "joint": False}
-        before = None if before is None else geometry.as_float(before, "x")
+        before = None if piece.before is None else _computed(piece.before)
         try:
-            step = self.reader(Taken(param, settings, self._state(group, piece), before))
+            step = self.reader(Taken(param, settings, piece.state, before))
         except (ValueError, KeyError) as error:  # the state is not what the reader expects
             self._disagree(str(error))
             return None
@@ -168,24 +161,6 @@ class ObservedSource(Source):
             name = type(self.optimizer).__qualname__
             self._drop_reader(f"{name} is observed from two points: {why}")
             logger.warning("%s is observed from two points alone: %s", name, why)
-
-    def _state(self, group: WatchedGroup, piece: Piece) -> dict[str, Tensor]:
-        """The state of the piece: entries like the parameters, one number per row, or one for all."""
-        states = [self.optimizer.state.get(param, {}) for param in group.params]
-        shape, per_row = group.params[0].shape, getattr(self.optimizer, "row_state", ())
-        found: dict[str, Tensor] = {}
-        for name, value in states[0].items():
-            if isinstance(value, Real):
-                found[name] = torch.tensor(float(value), device="cpu")
-            elif not isinstance(value, Tensor):
-                continue
-            elif name in per_row and value.shape != shape:
-                found[name] = group.local(value)[piece[0]]
-            elif value.shape == shape:
-                found[name] = group.cut([state[name] for state in states], piece)
-            elif value.numel() == 1:
-                found[name] = value.reshape(())
-        return found
 
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
         sums = dict(zip(self.columns, values.unbind(-1), strict=True))
@@ -238,6 +213,11 @@ class ObservedSource(Source):
 
     def close(self) -> None:
         self._points, self._gradients = {}, {}
+
+
+def _computed(rows: Tensor) -> Tensor:
+    """Rows in the dtype that they are computed in."""
+    return rows.float() if rows.dtype.itemsize < 4 else rows
 
 
 def _root(square: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from steradian import geometry
 from steradian.image import ImageNumbers, ImageStep, image_of_rows
 from steradian.phenomena import Memory
-from steradian.watching.rows import WatchedGroup
+from steradian.watching.rows import Piece, WatchedGroup
 from steradian.watching.sources import PHENOMENA, Quantities
 from steradian.watching.sources.observed import ObservedSource
 
@@ -70,16 +70,16 @@ class PhenomenaSource(ObservedSource):
         for group in self.watched:
             if self.reader is not None and id(group) in points and group.active() and group.n_rows:
                 raw = gradients.get(id(group)) or group.gradients()
-                found = self._measure(group, group.cut(points[id(group)]), group.cut(raw))
+                found = self._measure(group, group.whole(points[id(group)], raw))
                 for k, name in enumerate(PHENOMENA, len(ObservedSource.columns)):
                     out[group.span, k] = found.get(name, math.nan)
 
-    def _measure(self, group: WatchedGroup, before: Tensor, raw: Tensor) -> Quantities:
-        whole = slice(0, group.n_rows), slice(0, group.size)
-        step = self._read(group, whole, group.cut(group.params), before, raw)
-        if step is None:
+    def _measure(self, group: WatchedGroup, piece: Piece) -> Quantities:
+        step = self._read(group, piece)
+        if step is None or piece.before is None:
             return {}
-        points, gradient = geometry.as_float(before, "x"), geometry.as_float(raw, "gradient")
+        points = geometry.as_float(piece.before, "x")
+        gradient = geometry.as_float(self._unscaled(piece.gradient), "gradient")
         found = {"deformation": _deformation(image_of_rows(points, step, check=False), step.a)}
         if not self._remembers:
             return found

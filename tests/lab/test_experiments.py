@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from steradian import watch
-from steradian.lab.experiments import Tracks, compare_trajectories, track_study, trajectory_study
+from steradian.lab.experiments import (
+    ALL,
+    LIVING,
+    PHENOMENA,
+    RECORDED,
+    Tracked,
+    compare_trajectories,
+    recorded_steps,
+    track_study,
+    trajectory_study,
+)
 from steradian.lab.fleet import Progress
 from steradian.lab.recipes import trajectories
-from steradian.lab.results import Claims, Store
-from steradian.lab.tracking import ALL, LIVING, PHENOMENA, RECORDED, Tracked, recorded_steps
+from steradian.lab.results import Claims, Store, Tracks
 from steradian.lab.training import Execution, Queue, Training
 
 from lab.studies import CONFIG, curves, few, fleet, methods
@@ -60,12 +69,12 @@ def test_recorded_steps_are_dense_at_the_start_and_even_after_it():
 
 
 @pytest.mark.parametrize("method", ["SGD", "SGD-M", "Adam", "AdamW†", "Adam w/o (a)"])
-def test_tracking_changes_nothing_and_sees_what_watch_sees(data, method):
+def test_tracking_changes_nothing_and_agrees_with_watch(data, method):
     [config] = methods(method, epochs=2)
-    plain, told = finished(Training(config, data)), []
-    tracked = finished(Tracked(config, data, points=POINTS, phenomena=True, deliver=told.append))
+    plain, delivered = finished(Training(config, data)), []
+    tracked = finished(Tracked(config, data, points=POINTS, phenomena=True, deliver=delivered.append))
     assert tracked.curves == plain.curves
-    assert told == [tracked]
+    assert delivered == [tracked]
     table = tracked.table()
     steps = recorded_steps(2 * plain.steps, POINTS)
     assert sorted(set(table["step"])) == steps
@@ -79,7 +88,7 @@ def test_tracking_changes_nothing_and_sees_what_watch_sees(data, method):
     assert (radial < 1).all()  # H1
 
 
-def test_a_rehearsal_leaves_no_trace_in_what_momentum_remembers(data, monkeypatch):
+def test_preparing_a_capture_leaves_the_sums_of_the_phenomena_alone(data, monkeypatch):
     """The preparation of a capture, without the capture."""
     monkeypatch.setattr(Queue, "capture", lambda self, work: work)
     [config] = methods("Adam", epochs=2)
@@ -91,27 +100,27 @@ def test_a_rehearsal_leaves_no_trace_in_what_momentum_remembers(data, monkeypatc
     assert made[0].equals(made[1])
 
 
-def test_tracked_trainings_in_sittings_are_those_in_one(data, tmp_path):
+def test_interrupted_tracked_trainings_are_the_uninterrupted_ones(data, tmp_path):
     configs = methods("Adam", "SGD-M", epochs=3)
     tables = {}
     for name, seconds in (("whole", None), ("parts", 12)):
         ticks, kept = count(), {}
         made = partial(Tracked, points=POINTS, phenomena=True, deliver=lambda t, k=kept: k.update({t.config.key: t}))
-        sittings = 1
+        runs = 1
         while True:
             study = fleet(tmp_path / name, data, size=2, make=made, clock=lambda t=ticks: float(next(t)))
             if study.run(configs, seconds=seconds):
                 break
-            sittings += 1
-            assert sittings < 50
+            runs += 1
+            assert runs < 50
         tables[name] = {key: by_place(training.table()) for key, training in kept.items()}
-    assert sittings > 1
+    assert runs > 1
     assert curves(Store(tmp_path / "whole" / "results.json")) == curves(Store(tmp_path / "parts" / "results.json"))
     for config in configs:
         assert tables["whole"][config.key].equals(tables["parts"][config.key])
 
 
-def test_filters_that_shrank_away_count_in_no_layer(data):
+def test_filters_that_shrank_away_are_left_out_of_their_layer(data):
     [config] = methods("Adam", epochs=1)
     training = Tracked(config, data, points=2)
     training.run_epoch()
@@ -137,7 +146,7 @@ def test_filters_of_a_training_that_diverges_did_not_shrink_away(data):
     assert (living["value"] == 1).all()
 
 
-def test_what_cannot_be_measured_is_said(data):
+def test_phenomena_of_transported_momentum_are_refused(data):
     for method in ("Adam w/o (ab)", "AdamG†"):
         with pytest.raises(ValueError, match="where momentum is a sum of past gradients"):
             Tracked(methods(method)[0], data, phenomena=True)
@@ -161,7 +170,7 @@ def test_adagradg_stays_with_sgd_and_adagrad_does_not(data):
     assert last["group"].str.endswith("]").sum() == 2 * 3 * 5  # the stages of VGG16
 
 
-def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
+def test_recorded_studies_are_not_repeated(tmp_path, monkeypatch):
     small = few(train=60, test=20)
     for module in ("experiments", "study"):
         monkeypatch.setattr(f"steradian.lab.{module}.load", lambda *_: None)
@@ -173,7 +182,6 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     before = tracks.path.read_bytes()
     assert track_study(configs, "small", points=2, **where)
     assert tracks.path.read_bytes() == before
-    assert tracks.runs() == {config.key for config in configs}
     assert [about["config"]["method"] for about in tracks.about().values()] == ["SGD", "Adam"]
     table = tracks.table()
     measured = table[table["quantity"].isin(PHENOMENA)]
@@ -182,18 +190,17 @@ def test_studies_of_tracks_are_not_repeated(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="has no record"):
         track_study(configs, "small", **where)
     start = replace(CONFIG, method="SGD-M", epochs=1)
-    monkeypatch.setattr("steradian.lab.experiments.pretraining", lambda **_: [start])
-    made, done = trajectory_study({}, "paths", tuning=1, points=2, **where)
-    assert done
-    assert set(made.table()["run"]) == made.runs() == {trajectories([start], epochs=1)[0].key}
+    made = Tracks(tmp_path / "paths-tracks.parquet")
+    assert trajectory_study([start], "paths", tuning=1, points=2, **where)
+    assert set(made.table()["run"]) == set(made.about()) == {trajectories([start], epochs=1)[0].key}
     weights = tmp_path / "runs" / "paths" / "weights" / f"{start.key}.pt"
     weights.unlink()
-    assert trajectory_study({}, "paths", tuning=1, **where) == (made, True)
+    assert trajectory_study([start], "paths", tuning=1, **where)
     with pytest.raises(ValueError, match="copy that folder here"):
-        trajectory_study({}, "paths", tuning=2, **where)
+        trajectory_study([start], "paths", tuning=2, **where)
 
 
-def test_a_comparison_that_another_process_has_is_left_to_it(tmp_path, monkeypatch):
+def test_comparisons_of_other_processes_are_skipped_and_awaited(tmp_path, monkeypatch):
     small = few(train=60, test=20)
     for module in ("experiments", "study"):
         monkeypatch.setattr(f"steradian.lab.{module}.load", lambda *_: None)
@@ -201,29 +208,28 @@ def test_a_comparison_that_another_process_has_is_left_to_it(tmp_path, monkeypat
     monkeypatch.setattr("steradian.lab.fleet.POLL", 0.0)
     starts = [replace(CONFIG, method="SGD-M", epochs=1, seed=seed) for seed in range(3)]
     keys = [trajectories([start], epochs=1)[0].key for start in starts]
-    monkeypatch.setattr("steradian.lab.experiments.pretraining", lambda **_: starts)
-    other, compared, told = Claims(tmp_path / "runs" / "paths" / "claims"), [], []
+    other, compared, delivered = Claims(tmp_path / "runs" / "paths" / "claims"), [], []
     tracks = Tracks(tmp_path / "paths-tracks.parquet")
 
-    def compare(schemes, *_):
+    def compare(schemes, *_, **__):
         compared.append(schemes[0].key)
-        tracks.add(schemes[0], table, steps=1)
+        return table.assign(run=schemes[0].key)
 
-    class Asked(Progress):
+    class Waiting(Progress):
         def waiting(self, trainings):
-            told.append(trainings)
-            if len(told) == 1:  # the other one finishes the first, and gives the second up
+            delivered.append(trainings)
+            if len(delivered) == 1:  # the other one finishes the first, and gives the second up
                 tracks.add(trajectories([starts[0]], epochs=1)[0], table, steps=1)
             for key in keys[:2]:
                 other.free(key)
 
     values = {"run": ["r"], "step": [1], "group": ["g"], "quantity": ["cosine"], "statistic": ["mean"], "value": [1.0]}
     table = pd.DataFrame(values)
-    monkeypatch.setattr("steradian.lab.experiments._compare", compare)
+    monkeypatch.setattr("steradian.lab.experiments.compare_trajectories", compare)
     assert all(other.take(key) for key in keys[:2])
     where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs"}
-    assert trajectory_study({}, "paths", tuning=1, progress=Asked(), **where) == (tracks, True)
-    assert (told, compared) == ([2], [keys[2], keys[1]])
+    assert trajectory_study(starts, "paths", tuning=1, progress=Waiting(), **where)
+    assert (delivered, compared) == ([2], [keys[2], keys[1]])
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
