@@ -224,7 +224,9 @@ def test_an_optimizer_of_ones_own(tmp_path):
         assert_learned(found)
     for quantity in ("radius", "angle", "update"):
         here, there = (series(found.table, quantity, "0.weight") for found in (signum, read))
-        assert here == pytest.approx(there, rel=1e-6), quantity
+        assert here == pytest.approx(there, rel=1e-5), (
+            quantity
+        )  # from two points of float32 weights, and from the state
     assert said.splitlines()[-1] == "The page: runs/own-optimizer/page.html"
     assert_page(out / "page.html", {"signum": {*groups, *rest}, "signum-read": {*groups, *rest}})
 

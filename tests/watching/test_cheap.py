@@ -304,10 +304,10 @@ print(json.dumps({kind: measure(kind) for kind in KINDS}))
 
 
 def test_memory_of_a_step():
-    """A state that tells the point before the step needs no copy: at most 1.1 × the largest parameter above an unwatched
-    step. Two points need one copy, at most 1.1 × all weights, and in observed steps alone.
+    """At most 1.1 × the largest parameter above an unwatched step where the state tells the point before it.
 
-    Three parameters of 8 MB each, in a process of its own that gives freed tensors back to the system at once.
+    Two points need one copy, at most 1.1 × all weights, and in observed steps alone. Three parameters of 8 MB each, in
+    a process of its own that gives freed tensors back to the system at once.
     """
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("needs /proc/self/clear_refs")

@@ -20,7 +20,7 @@ from steradian.watching.sources.phenomena import PhenomenaSource
 from steradian.watching.sources.telemetry import TelemetrySource
 from steradian.watching.statistics import Statistics
 
-__all__ = ["Buffer", "sources_of"]
+__all__ = ["ON_INVARIANT", "SINGLE", "Buffer", "sources_of"]
 
 _SHARE, _NUMBERS = 16, 2**16
 """A buffer has at most one number for this many of the watched weights, or as many as these."""
@@ -49,7 +49,8 @@ _IMAGE = (
 """Quantities of the image of a step that are recorded."""
 _OF_ALL = {"radius", "angle", "update", "radial_share", "effective_lr", "defect", "gradient_norm", "collapsed", "lr"}
 """Quantities that mean something on every row; the others are recorded on invariant rows alone."""
-_SINGLE = 64
+ON_INVARIANT = ("velocity", "taylor", "radial", "direction_norm", "nu", "equilibrium_radius", "equilibrium_angle")
+SINGLE = 64
 """Single rows of a group that are recorded now and then, evenly spaced."""
 
 Balancing = tuple[dict[str, Any], ...]
@@ -142,7 +143,7 @@ class Buffer:
         self.skipped = torch.zeros((), device=self.device)
         self.statistics = Statistics([group.span for group in watched], device=self.device)
         self.statistics(self.values[0, :, 0][None].to(dtype_of(watched)))  # compiles its kernels
-        chosen = [torch.linspace(0, g.n_rows - 1, min(g.n_rows, _SINGLE), device="cpu").round().long() for g in watched]
+        chosen = [torch.linspace(0, g.n_rows - 1, min(g.n_rows, SINGLE), device="cpu").round().long() for g in watched]
         self.single_rows = [rows.numpy() for rows in chosen]
         starts = zip(watched, chosen, strict=True)
         self.single = torch.cat([group.start + rows for group, rows in starts]).to(self.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steradian.watching.alerts import Alerts
-from steradian.watching.buffer import Buffer
+from steradian.watching.buffer import SINGLE, Buffer
 from steradian.watching.paths import Paths
 from steradian.watching.records import COLUMNS, STATISTICS, Block, read_run
 from steradian.watching.sinks import Folder, Sink
@@ -95,7 +95,7 @@ class Flush:
         run: the run's name.
         buffers: one for each device.
         record_rows: names of groups whose rows are recorded at every observation.
-        rows_every: all rows of all groups are recorded once in this many observations; 0: never.
+        rows_every: some rows of all groups are recorded once in this many observations; 0: never.
         merges: for each buffer, what gathers its rows from several ranks; None if no row is sharded.
         paths: rows whose directions are recorded.
 
@@ -252,12 +252,12 @@ class Flush:
                 statistics, active[:, mine], by_group = merged
                 parts[-1] = _spread(statistics, names, union)
                 by_group = {name: _spread(each, names, union) for name, each in by_group.items()}
-                recorded = [(at, name) for at in range(count) for name in by_group]
-                rows += [
-                    (at, name, np.arange(by_group[name].shape[2]), by_group[name][at])
-                    for at, name in recorded
-                    if at in sent.whole or name in self.record_rows
-                ]
+                for name, values in by_group.items():
+                    everything = name in self.record_rows
+                    most = values.shape[2] if everything else min(values.shape[2], SINGLE)
+                    numbers = np.linspace(0, values.shape[2] - 1, most).round().astype(int)
+                    at = range(count) if everything else sent.whole
+                    rows += [(i, name, numbers, values[i][:, numbers]) for i in at]
                 continue
             start = 0
             for group, single in zip(buffer.watched, buffer.single_rows, strict=True):

@@ -389,8 +389,9 @@ class RecordedRun:
     Attributes:
         name: the run's name.
         about: the contents of run.json: "run", "started", "every", "optimizer" ({"name", "groups": [settings]}),
-            "groups" ([{"name", "names", "layout", "rows", "size", "reason", "defect"}]), "rest" (names),
-            "missing" ({quantity: why it is not recorded}), "config" (the user's), "environment".
+            "groups" ([{"name", "names", "label", "layout", "shapes", "rows", "size", "reason", "defect"}]), "rest"
+            (parameters that are not watched), "missing" ({quantity: why it is not recorded}), "config" (the user's),
+            "cost" ({"share" of the time, "seconds" for each of "observed" steps, "bytes"}), "environment".
         table: `COLUMNS`; run, group, quantity and statistic are categories.
         rows: `ROW_COLUMNS`: all rows at some steps, chosen rows at all.
         paths: `PATH_COLUMNS`: directions u of chosen rows, each a list of d numbers.

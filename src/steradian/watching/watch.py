@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from steradian import optim
 from steradian.groups import Groups
 from steradian.watching.alerts import Alerts
-from steradian.watching.buffer import Buffer, sources_of
+from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
 from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
 from steradian.watching.paths import Paths
@@ -114,7 +114,7 @@ class Watch:
         to: where records go besides `records()`: a folder, a callable log(dict, step), a SummaryWriter, a W&B run, a
             sink of `watching.sinks`, or several of them. An existing run's folder is continued.
         every: observe steps whose number is a multiple of this. None: the first 20, then as often as `cost` allows,
-            at most 300 of 10,000.
+            at most 300 of 10,000; all of them with `phenomena`.
         cost: the share of the training's time that the watch may take.
         only: glob patterns of parameter names; others are not watched.
         phenomena: measure (a), (b1), (b2) and (c), which needs every step and five tensors of the size of the weights.
@@ -155,6 +155,7 @@ class Watch:
         _check_model(model_or_groups)
         options = {"record_rows": record_rows, "rows_every": rows_every, "paths": paths, "run": run}
         check_options(every=every, cost=cost, only=only, config=config, step=step, **options)
+        every = 1 if phenomena and every is None else every
         self.config = dict(config or {})
         patterns = [only] if isinstance(only, str) else only
         watched, notes = watched_groups(self.optimizers, model_or_groups, patterns)
@@ -167,7 +168,7 @@ class Watch:
             logger.warning("not watched: %s", "; ".join(notes))
         if rank == 0 and not watched:
             why = "; ".join(notes) or "no optimizer steps a trainable parameter"
-            warnings.warn(f"there is nothing to watch: {why}", stacklevel=3)
+            warnings.warn(f"there is nothing to watch: {why}", stacklevel=4)
         if watched:
             _check_names("record_rows", record_rows, self._order)
             _check_names("paths", paths or (), self._order)
@@ -224,7 +225,8 @@ class Watch:
         if self._idle:
             self.running = True
             return self
-        self._output.open(self.about())
+        self._about = self.about()
+        self._output.open(self._about)
         if self._step is not None:  # it was stopped before, and steps may have been taken since
             self._step = max(self._step, counted_steps(self.optimizers) or 0)
         for buffer in self.buffers:
@@ -269,7 +271,8 @@ class Watch:
                     buffer.source.close()
             with self._guard():
                 if self._output.folder is not None:
-                    self._output.folder.describe(self.about())
+                    known = {"missing": self.missing, "cost": self._cost_so_far()}
+                    self._output.folder.describe({**self._about, **known})
         self._output.close()
 
     def __enter__(self) -> "Watch":
@@ -488,7 +491,7 @@ class Watch:
         if math.isnan(share):
             return text
         return (
-            f"{text}\nthe watch took {100 * share:.2g} % of the training's time ({1000 * seconds:.2g} ms for each of "
+            f"{text}\nthe watch took {100 * share:.1f} % of the training's time ({1000 * seconds:.2g} ms for each of "
             f"{self._cost.observed} observed steps) and {memory:.3g} MB"
         )
 
@@ -531,7 +534,11 @@ class Watch:
     @property
     def missing(self) -> dict[str, str]:
         """Quantities that are not recorded, with the reason."""
-        return {name: why for buffer in self.buffers for name, why in buffer.missing().items()}
+        found = {name: why for buffer in self.buffers for name, why in buffer.missing().items()}
+        if self.watched and all(group.label != INVARIANT for group in self.watched):
+            why = "no watched weight is known to be invariant: pass what find_groups returns instead of the model"
+            found = {**dict.fromkeys(ON_INVARIANT, why), **found}
+        return found
 
     def about(self) -> dict[str, Any]:
         """The contents of run.json, written before the first step."""

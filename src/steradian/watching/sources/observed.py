@@ -77,6 +77,8 @@ class ObservedSource(Source):
         except UnreadableOptimizerError as error:
             self._drop_reader(str(error))
         self.two_points = self.beforehand = self.reader is None or not all(map(tells_step, watched))
+        # Not of half-precision weights, which really move less, nor if someone else moves the weights after the step.
+        self._reads_displacement = all(param.dtype.itemsize > 2 for group in watched for param in group.params)
         # A line search leaves the gradient of another point than the one that the step started from.
         self.searches = isinstance(optimizer, LBFGS)
         if self.searches:
@@ -88,6 +90,7 @@ class ObservedSource(Source):
 
     def distrust_state(self) -> None:
         self.two_points = self.beforehand = True
+        self._reads_displacement = False
         for group in self.watched:
             group.held = group.gradients() if group.active() else None
 
@@ -120,11 +123,14 @@ class ObservedSource(Source):
         g, y = self._unscaled(piece.gradient).to(self.dtype), piece.now.to(self.dtype)
         x = y if piece.before is None else piece.before.to(self.dtype)
         b = x.new_zeros(()) if step is None else step.b.to(self.dtype)
-        q = step.a.to(self.dtype) / b if piece.before is None and step is not None else x - y
+        q = x - y if step is None else step.a.to(self.dtype) / b
+        rate, kept = (nominal_rate(group.settings), 1.0) if step is None else (step.lr, 1 - step.lr * step.decay)
+        if piece.before is not None and step is not None:
+            # The displacement that was read is exact where the weights are rounded; see `_reads_displacement`.
+            q = (1 - kept) * x + rate * q if self._reads_displacement else x - y
         for k, (one, other) in enumerate([(x, x), (q, x), (q, q), (g, g), (g, x), (g, q), (b, b)]):
             out[:, k] += torch.linalg.vecdot(one, other) if one.ndim else 0
         # 1 − ηδ is rounded as the step rounds it if the rate is a tensor.
-        rate, kept = (nominal_rate(group.settings), 1.0) if step is None else (step.lr, 1 - step.lr * step.decay)
         for k, setting in enumerate((rate, kept), len(SUMS)):
             out[:, k] = setting.reshape(-1) if isinstance(setting, Tensor) else setting
 
