@@ -405,7 +405,7 @@ class Watch:
             with self._cost.measured():
                 self._flush.send()
             self._cost.choose(self._output.seconds)
-            if self.sharded:
+            if self.sharded and self._cost.every is None:
                 self._cost.interval = _from_rank_0(self._cost.interval)
         if self._flush.pending:
             with self._cost.measured(device=False):
