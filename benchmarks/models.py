@@ -25,16 +25,15 @@ class Block(nn.Module):
         return functional.relu(self.bn2(self.conv2(h)) + self.shortcut(x))
 
 
-def resnet18(classes: int = 10) -> nn.Sequential:
-    """ResNet18 for 32 × 32 images (64-128-256-512, 3 × 3 stem), as in the paper's experiments."""
-    stages = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
-    stages += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
+def resnet18(classes: int = 10, width: int = 64) -> nn.Sequential:
+    """ResNet18 for 32 × 32 images (64-128-256-512, 3 × 3 stem), as in the paper's experiments, or a narrower one."""
+    stages = [(1, 1, 1), (1, 1, 1), (1, 2, 2), (2, 2, 1), (2, 4, 2), (4, 4, 1), (4, 8, 2), (8, 8, 1)]
     return nn.Sequential(
-        nn.Conv2d(3, 64, 3, 1, 1, bias=False),
-        nn.BatchNorm2d(64),
+        nn.Conv2d(3, width, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(width),
         nn.ReLU(),
-        *(Block(*stage) for stage in stages),
+        *(Block(channels * width, out * width, stride) for channels, out, stride in stages),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(512, classes),
+        nn.Linear(8 * width, classes),
     )

@@ -273,7 +273,7 @@ WATCHED: dict[str, Make] = {
     "torch Adam": partial(torch.optim.Adam, lr=0.01, weight_decay=1e-2),
     "torch AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
     "torch RMSprop": partial(torch.optim.RMSprop, lr=0.01),
-    "torch NAdam": partial(torch.optim.NAdam, lr=0.01),  # its update rule is not known, its steps are only observed
+    "torch NAdam": partial(torch.optim.NAdam, lr=0.01),  # 0.1 cannot read it and observes two points
     "Adam 'abc'": partial(st.optim.Adam, lr=0.01, weight_decay=1e-2, without="abc"),
     "AdamG": partial(st.optim.AdamG, lr=0.01, weight_decay=1e-2),
 }
@@ -294,6 +294,8 @@ ALERTED: dict[str, Make] = {
     "AdamG, decay without effect": partial(st.optim.AdamG, lr=0.01, weight_decay=0.1),
     "SGD, uneven": uneven,
 }
+SEPARATE = ("started", "environment", "cost", "missing")
+"""Entries of run.json that differ from run to run, or are compared by themselves."""
 KEYS = ["training", "table", "step", "group", "quantity", "statistic"]
 
 
@@ -323,14 +325,14 @@ def watched(
         entry = table.groupby(["step", "group", "statistic"], observed=True).cumcount()
         tables.append(table.assign(table="paths", quantity=[f"entry {i}" for i in entry]))
     told = {
-        "run.json": {key: value for key, value in about.items() if key not in ("started", "environment", "missing")},
+        "run.json": {key: value for key, value in about.items() if key not in SEPARATE},
         "missing": list(watch.missing),
         "alerts": [(alert.step, alert.group, alert.kind) for alert in watch.alerts],
         "error": repr(watch.error),
         "words": {
             "missing": watch.missing,
             "alerts": [alert.text for alert in watch.alerts],
-            "summary": watch.summary().splitlines(),
+            "summary": [line for line in watch.summary().splitlines() if not line.startswith("the watch took ")],
         },
     }
     texts = dict.fromkeys(("table", "group", "quantity", "statistic"), str)

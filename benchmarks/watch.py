@@ -1,14 +1,16 @@
-"""The cost of watching: a training step of ResNet18 at batch 128, watched against unwatched, in one run.
+"""What a watch costs: trainings under AdamW, watched as a user gets it by default, against the same unwatched.
 
-    python benchmarks/watch.py [--steps 1000] [--batch 128] [--only without --name bench-watch-gpu-ours]
+    python benchmarks/watch.py [--cases Llama] [--blocks 20] [--name bench-watch-cpu]
 
-Our Adam without (abc) observed at every step, torch's fused Adam at every tenth and at every one; eager and, on a GPU,
-captured in a CUDA graph. A watched training and two unwatched ones take many short turns, each from an observed step to
-the next, in rotating order, so that a slow phase of the host affects all of them. The ratio is the median over all
-rounds of a watched turn against the mean of the two unwatched turns of its round. The ratio of totals includes the
-flushes, one in 256 steps, and every disturbance of the host. What a watch does once, such as imports, is done before.
-The second unwatched training against the first is the control: how far a ratio that should be 1 is from 1. Prints a
-table and writes results/bench-watch-DEVICE.json. --only measures the optimizers whose name contains a text.
+On a CPU a narrow ResNet18 and a small Llama; on a GPU ResNet18, eager and captured in a CUDA graph, and a Qwen3 of half
+a billion parameters, with `fused=True`; by default and with every=1. All weights are watched, and the run is written to
+a folder. A watched training and two unwatched ones take turns, block by block in rotating order, so that a slow phase
+of the host affects all of them. A block is as long as the interval of the watch, so that each has its observed step.
+
+"ratio" is the median over all blocks of watched over unwatched time, "control" that of the second unwatched training
+over the first: how far a ratio that should be 1 is from 1. "cost" is their difference. "of totals" includes the flushes
+and every disturbance of the host. "peak" is the memory that a watched step takes above an unwatched one, relative to
+the largest parameter. Prints a table and writes results/bench-watch-DEVICE.json.
 """
 
 import argparse
@@ -16,162 +18,188 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 import steradian
-from steradian.groups import Group, Groups
 
 from harness import Table, write
 from models import resnet18
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-Make = Callable[[Groups], torch.optim.Optimizer]
-CUDA = DEVICE.type == "cuda"
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+Loss = Callable[[], Tensor]
 
 
-def ours(groups: Groups) -> torch.optim.Optimizer:
-    params = groups.param_groups()
-    return steradian.optim.Adam(params, lr=1e-3, weight_decay=1e-4, without="abc", capturable=CUDA)
+def images(width: int, batch: int) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """A ResNet18 and its loss on random images."""
+    model = resnet18(width=width).to(DEVICE, memory_format=torch.channels_last)
+    x = torch.randn(batch, 3, 32, 32, device=DEVICE).to(memory_format=torch.channels_last)
+    y = torch.randint(10, (batch,), device=DEVICE)
+    return model, lambda net: functional.cross_entropy(net(x), y)
 
 
-def fused_adam(groups: Groups) -> torch.optim.Optimizer:
-    return torch.optim.Adam(groups.param_groups(), lr=1e-3, weight_decay=1e-4, fused=True, capturable=CUDA)
+def tokens(kind: str, batch: int, length: int, **shape: int) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """A language model from its config, and its loss on random tokens."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(tie_word_embeddings=True, use_cache=False, **shape)
+    with DEVICE:
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    ids = torch.randint(config.vocab_size, (batch, length), device=DEVICE)
+    return model, lambda net: net(input_ids=ids, labels=ids).loss
 
 
-CASES: dict[str, tuple[Make, int]] = {
-    'Adam, without="abc", every=1': (ours, 1),
-    "torch.optim.Adam, fused, every=10": (fused_adam, 10),
-    "torch.optim.Adam, fused, every=1": (fused_adam, 1),
+def small_llama() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    return tokens("Llama", 4, 64, vocab_size=1024, hidden_size=192, intermediate_size=512, **heads)
+
+
+def qwen3() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    shape = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    return tokens("Qwen3", 8, 1024, num_attention_heads=14, num_key_value_heads=2, head_dim=64, **shape)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, whether its step is captured, and how often it is observed."""
+
+    make: Callable[[], tuple[nn.Module, Callable[[nn.Module], Tensor]]]
+    every: int | None = None
+    captured: bool = False
+
+
+ON_CPU = {"narrow ResNet18": Case(lambda: images(16, 32)), "small Llama": Case(small_llama)}
+ON_GPU = {
+    "ResNet18, captured": Case(lambda: images(64, 128), captured=True),
+    "ResNet18, captured, every=1": Case(lambda: images(64, 128), every=1, captured=True),
+    "ResNet18, eager": Case(lambda: images(64, 128)),
+    "ResNet18, eager, every=1": Case(lambda: images(64, 128), every=1),
+    "Qwen3 0.5 B": Case(qwen3),
+    "Qwen3 0.5 B, every=1": Case(qwen3, every=1),
 }
 
 
 class Training:
-    """A training whose step can be timed, watched or not, eager or captured."""
+    """A training whose steps can be timed, watched or not, eager or captured."""
 
-    def __init__(self, make: Make, layouts: Groups, batch: int, *, every: int | None, captured: bool) -> None:
+    def __init__(self, case: Case, *, watched: bool) -> None:
         torch.manual_seed(0)
-        self.captured = captured
-        self.model = resnet18().to(DEVICE, memory_format=torch.channels_last)
-        params = dict(self.model.named_parameters())
-        self.groups = Groups(params, layouts.groups)
-        self.optimizer = make(self.groups)
-        self.images = torch.randn(batch, 3, 32, 32, device=DEVICE).to(memory_format=torch.channels_last)
-        self.labels = torch.randint(10, (batch,), device=DEVICE)
+        self.case = case
+        self.model, self.loss = case.make()
+        options = {"fused": True, "capturable": case.captured} if CUDA else {}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **options)
         self.watch = None
-        if every is not None:
-            folder = tempfile.mkdtemp()
-            self.watch = steradian.watch(self.optimizer, self.groups, every=every, to=folder, phenomena=False).start()
-        for _ in range(3):
-            self.eager_step()
-        self.graph = self._capture() if captured else None
+        if watched:
+            self.watch = steradian.watch(self.optimizer, self.model, to=tempfile.mkdtemp(), every=case.every).start()
+        self.graph = self._capture() if case.captured else None
 
-    def eager_step(self) -> None:
-        """Forward, backward, step."""
-        self.optimizer.zero_grad(set_to_none=not self.captured)  # a graph needs gradients that stay where they are
+    def backward(self) -> None:
+        """Forward and backward; a graph needs gradients that stay where they are."""
+        self.optimizer.zero_grad(set_to_none=not self.case.captured)
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
-            loss = nn.functional.cross_entropy(self.model(self.images), self.labels)
+            loss = self.loss(self.model)
         loss.backward()
-        self.optimizer.step()
+
+    def step(self) -> None:
+        """One step of the training."""
+        if self.graph is None:
+            self.backward()
+            self.optimizer.step()
+        elif self.watch is None:
+            self.graph.replay()
+        else:
+            with self.watch.around():
+                self.graph.replay()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self.eager_step()
+                self.backward()
+                self.optimizer.step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.eager_step()
+            self.backward()
+            self.optimizer.step()
         return graph
 
     def run(self, steps: int) -> float:
         """Milliseconds per step."""
-        if CUDA:
-            torch.cuda.synchronize()
+        wait()
         started = time.perf_counter()
         for _ in range(steps):
-            if self.graph is None:
-                self.eager_step()
-            elif self.watch is None:
-                self.graph.replay()
-            else:
-                with self.watch.around():
-                    self.graph.replay()
-        if CUDA:
-            torch.cuda.synchronize()
+            self.step()
+        wait()
         return 1e3 * (time.perf_counter() - started) / steps
 
-    def flush(self) -> None:
-        """Flush the watch, so that everything that it does once is done."""
-        if self.watch is not None:
-            self.watch.flush()
+    def peak(self) -> float:
+        """Bytes that `optimizer.step()` takes at its peak above what was there before, on a GPU."""
+        if not CUDA or self.graph is not None:
+            return float("nan")
+        self.backward()
+        wait()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.optimizer.step()
+        return torch.cuda.max_memory_allocated() - before
 
-    def stop(self) -> None:
-        """Stop the watch; raise its error if it failed."""
-        if self.watch is not None:
-            self.watch.stop()
-            if self.watch.error is not None:
-                raise self.watch.error
+
+def wait() -> None:
+    """Wait for the device."""
+    if CUDA:
+        torch.cuda.synchronize()
 
 
-@contextmanager
-def memory() -> Iterator[Callable[[], float]]:
-    """MiB taken on the device since the block began."""
-    before = torch.cuda.memory_allocated() if CUDA else 0
-    yield lambda: ((torch.cuda.memory_allocated() if CUDA else 0) - before) / 2**20
+def measure(case: Case, blocks: int) -> list[float]:
+    """The numbers of a line of the table."""
+    plain, watched, again = Training(case, watched=False), Training(case, watched=True), Training(case, watched=False)
+    each = (plain, watched, again)
+    assert watched.watch is not None
+    largest = max(param.numel() * param.element_size() for param in watched.model.parameters())
+    for training in each:
+        training.run(2)  # makes the state
+    peaks = watched.peak() - plain.peak()  # within the first 20 steps, which are observed
+    for training in each:
+        training.run(25)  # beyond them: the interval is chosen
+    length = 3 * case.every if case.every else min(100, max(10, watched.watch.interval))
+    gc.collect()
+    turns = []
+    for turn in range(blocks):
+        # None of them runs twice in a row, which would make it faster.
+        order = each[turn % 3 :] + each[: turn % 3]
+        took = {id(training): training.run(length) for training in order}
+        turns.append([took[id(training)] for training in each])
+    memory = watched.watch.about()["cost"]["bytes"] / 2**20
+    watched.watch.stop()
+    if watched.watch.error is not None:
+        raise watched.watch.error
+    unwatched = statistics.median((first + second) / 2 for first, _, second in turns)
+    ratio = statistics.median(2 * took / (first + second) for first, took, second in turns)
+    control = statistics.median(second / first for first, _, second in turns)
+    first, all_watched, second = (sum(times) for times in zip(*turns, strict=True))
+    totals = 2 * all_watched / (first + second)
+    return [length, unwatched, ratio, control, ratio - control, totals, memory, peaks / largest]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=1000 if CUDA else 20, help="of each of both")
-    parser.add_argument("--batch", type=int, default=128 if CUDA else 16)
-    parser.add_argument("--only", default="", help="a part of an optimizer's name in the table")
-    parser.add_argument(
-        "--name", default=f"bench-watch-{'gpu' if CUDA else DEVICE.type}", help="of the file in results/"
-    )
+    parser.add_argument("--cases", nargs="*", default=[], help="parts of names in the table")
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--name", default=f"bench-watch-{'gpu' if CUDA else 'cpu'}", help="of the file in results/")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    # Every convolution is followed by BN, which is what find_groups proves of this network.
-    weights = [(name, p) for name, p in resnet18().named_parameters() if p.ndim == 4]
-    layouts = Groups({}, [Group((name,), "filter", len(p), p[0].numel(), "BN", 0.0) for name, p in weights])
-    heads = ("unwatched ms", "watched ms", "ratio", "ratio of totals", "control", "watch MiB")
-    table = Table("optimizer", "step", *heads)
-    for name, (make, every) in ((name, case) for name, case in CASES.items() if options.only in name):
-        for captured in (False, True) if CUDA else (False,):
-            plain = Training(make, layouts, options.batch, every=None, captured=captured)
-            with memory() as taken:
-                watched = Training(make, layouts, options.batch, every=every, captured=captured)
-                both = taken()
-            with memory() as taken:
-                again = Training(make, layouts, options.batch, every=None, captured=captured)
-                alone = taken()
-            each, length = (plain, watched, again), max(4, every)
-            for training in each:
-                training.run(length)
-                training.flush()
-            gc.collect()
-            turns = []
-            for turn in range(max(2, options.steps // length)):
-                # None of them runs twice in a row, which would make it faster.
-                order = each[turn % 3 :] + each[: turn % 3]
-                took = {id(training): training.run(length) for training in order}
-                turns.append([took[id(training)] for training in each])
-            watched.stop()
-            before = statistics.median((first + second) / 2 for first, _, second in turns)
-            after = statistics.median(took for _, took, _ in turns)
-            ratio = statistics.median(2 * took / (first + second) for first, took, second in turns)
-            control = statistics.median(second / first for first, _, second in turns)
-            first, all_watched, second = (sum(times) for times in zip(*turns, strict=True))
-            ratios = (ratio, 2 * all_watched / (first + second), control)
-            table.add(name, "captured" if captured else "eager", before, after, *ratios, both - alone)
-            del plain, watched, again, each, training
-            facts = {"batch": options.batch, "steps": options.steps}
-            write(options.name, table, **facts)
+    heads = ("block", "unwatched ms", "ratio", "control", "cost", "of totals", "watch MiB", "peak")
+    table = Table("training", *heads)
+    for name, case in (ON_GPU if CUDA else ON_CPU).items():
+        if not options.cases or any(part in name for part in options.cases):
+            table.add(name, *measure(case, options.blocks))
+            write(options.name, table, blocks=options.blocks, optimizer="torch.optim.AdamW")
 
 
 if __name__ == "__main__":

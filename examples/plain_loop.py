@@ -1,4 +1,4 @@
-"""A training loop of your own: find the spheres, step on them, watch every step, write one page.
+"""A training loop of your own: find the spheres, step on them, watch all weights, write one page.
 
     python examples/plain_loop.py
     python examples/plain_loop.py --epochs 6 --resume                       # continues where the first one ended

@@ -174,5 +174,6 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
     try:
         main(chosen, here)
+        dist.barrier()  # rank 0 writes the page: no rank leaves before the others are done
     finally:
         dist.destroy_process_group()

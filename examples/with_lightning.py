@@ -1,4 +1,4 @@
-"""Lightning: rows are found where the optimizer is made, and one callback watches every step.
+"""Lightning: rows are found where the optimizer is made, and one callback watches all weights.
 
     python examples/with_lightning.py
     python examples/with_lightning.py --epochs 6 --resume                   # continues from Lightning's checkpoint
@@ -62,8 +62,9 @@ def main() -> None:
     pl.seed_everything(args.seed, verbose=False)
     train, test = digits()
     run = args.out / f"adam-{args.without}"
-    # Without the first argument the callback takes the rows from the optimizer's param groups. With it, the page also
-    # says which layer makes them invariant. `to=["loggers", run]` sends the numbers to the trainer's loggers as well.
+    # `WatchCallback(to=run)` is enough: all weights are watched, and rows are those of the optimizer's param groups.
+    # With the groups the page also says which layer makes them invariant. `to=["loggers", run]` sends the numbers to
+    # the trainer's loggers as well.
     watching = WatchCallback(lambda module: module.groups, to=run)
     checkpoint = ModelCheckpoint(args.out, filename="last", enable_version_counter=False)
     trainer = pl.Trainer(
@@ -84,9 +85,8 @@ def main() -> None:
         ckpt_path=args.out / "last.ckpt" if args.resume else None,
     )
     if trainer.is_global_zero:
-        watch = watching.watches[0]  # one for each optimizer
         print(trainer.lightning_module.groups, "\n")
-        print(f"{watch.summary()}\n")
+        print(f"{watching.watch.summary()}\n")
         print(f"Validation accuracy {100 * trainer.callback_metrics['accuracy']:.1f} %")
         # The same as `steradian report RUN --out PAGE`, which also takes several runs and compares them.
         print(f"The page: {st.report([run], args.out / 'page.html')}")

@@ -2,7 +2,7 @@
 
     python examples/with_transformers.py
     python examples/with_transformers.py --steps 120 --resume               # continues from the last checkpoint
-    python examples/with_transformers.py --device cuda --bf16 --hidden 512 --layers 8 --steps 2000 --every 10
+    python examples/with_transformers.py --device cuda --bf16 --hidden 512 --layers 8 --steps 2000
 
 The text is generated: sums such as "27+35=62.", which a model can learn to complete. Records, checkpoints and page.html
 are written under --out. Needs the extras "lab" and "transformers", and a transformers that has Gemma 3 (4.50).
@@ -116,7 +116,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--hidden", type=int, default=64, help="a multiple of 8")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--every", type=int, default=1, help="watch one in so many steps")
+    parser.add_argument("--every", type=int, help="watch one in so many steps; by default as often as is cheap")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--bf16", action="store_true", help="train in bfloat16, with float32 weights")
     parser.add_argument("--seed", type=int, default=0)

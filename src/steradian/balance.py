@@ -13,6 +13,8 @@ dominates, as it does late in training at a constant rate), both changes of r² 
   r⁴ = ηγ²/(2λ(1−β)) and θ² = 2ηλ/(1+β).
 - **Adam, decoupled decay**: a normalized step has norm √d, growth η²d, decay 2ηλr², so
   r² = ηd/(2λ) and θ² = 2ηλ(1−β1)/(1+β1).
+- **Muon**: a step has one norm whatever the gradients, so its growth is that of Adam's and θ² is the same. With
+  Nesterov, as in NAdam, a step contains more of the newest gradient: θ² = 2ηλ(1−β)²((1+β)² + β⁴/(1−β²)).
 - **Adam, coupled decay**: λx is divided by √v = γ/(r√d) too, decay 2ηλr³√d/γ, so r³ = ηγ√d/(2λ) and
   θ = η√(d(1−β1)/(1+β1))/r.
 - **Without (b)** growth is that of single steps, and coupled decay acts on x alone, with (1−β1) of its weight: for
@@ -32,9 +34,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, Muon, NAdam, Optimizer, RAdam
 
-__all__ = ["Balance", "Balanced", "adam", "balance_of", "register", "sgd"]
+__all__ = ["Balance", "Balanced", "adam", "balance_of", "muon", "register", "sgd"]
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,11 @@ def sgd(settings: Mapping[str, Any], size: int) -> Balance:
     return Balance(gain, power=2, root=4, pace=pace, free=True)
 
 
+@register(NAdam)
+@register(RAdam)
 @register(Adam)
 def adam(settings: Mapping[str, Any], size: int) -> Balance:
-    """Adam: r³ = ηγ√d/(2λ), or with decoupled decay r² = ηd/(2λ); θ = η√(d(1−β1)/(1+β1))/r; or without (b).
+    """Adam, RAdam, NAdam: r³ = ηγ√d/(2λ), or decoupled r² = ηd/(2λ); θ = η√(d(1−β1)/(1+β1))/r; or without (b).
 
     Args:
         settings: a param group; "without" counts if it has "rows", as ours do.
@@ -154,13 +158,34 @@ def adam(settings: Mapping[str, Any], size: int) -> Balance:
     """
     beta1, decay = _number(settings["betas"][0]), _number(settings["weight_decay"])
     transported, decoupled = _transported(settings), bool(settings.get("decoupled_weight_decay"))
-    single = (1 - beta1) / (1 + beta1)  # square of one step over that of the whole contribution
+    single = _single(beta1, nesterov="momentum_decay" in settings)  # NAdam's factor has approached β1
     growth = single if transported else 1.0
     entered = (1 - beta1) if transported and not decoupled else 1.0
     pace = (size * single) ** 0.5
     if decoupled:
         return Balance(size * growth / (2 * decay), power=0, root=2, pace=pace, free=False)
     return Balance(size**0.5 * growth / (2 * decay * entered), power=1, root=3, pace=pace, free=False)
+
+
+@register(Muon)
+def muon(settings: Mapping[str, Any], size: int) -> Balance:
+    """Muon: every step has one length, as Adam's with decoupled decay, so θ² = 2ηλ(1−β)/(1+β); more with Nesterov.
+
+    The radius is not derived: it depends on the shape of the matrix and on how exact the orthogonalization is.
+    """
+    beta, decay = _number(settings["momentum"]), _number(settings["weight_decay"])
+    pace = 2 * decay * _single(beta, nesterov=bool(settings.get("nesterov")))
+    return Balance(math.nan, power=0, root=2, pace=pace, free=True)
+
+
+def _single(beta: float, *, nesterov: bool) -> float:
+    """The square of one step over that of the whole contribution of a gradient, whose weights are (1−β)β^k.
+
+    With Nesterov they are (1−β)(1+β) for the newest gradient and (1−β)β^(k+1) for older ones.
+    """
+    if nesterov:
+        return (1 - beta) ** 2 * ((1 + beta) ** 2 + beta**4 / (1 - beta**2))
+    return (1 - beta) / (1 + beta)
 
 
 def _transported(settings: Mapping[str, Any]) -> bool:

@@ -2,12 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, RMSprop
 
 from steradian.geometry import as_float
 
@@ -16,6 +16,7 @@ __all__ = [
     "Step",
     "Taken",
     "UnreadableOptimizerError",
+    "is_named",
     "read_adam",
     "read_sgd",
     "read_step",
@@ -69,7 +70,8 @@ class Taken:
                 f"the parameter of shape {tuple(self.param.shape)} has no {key!r} in the optimizer's state: "
                 "no step was taken yet, or the parameter had no gradient; call read_step after optimizer.step()"
             )
-        return as_float(value.detach(), key)
+        value = value.detach()
+        return value if value.dtype in (torch.float32, torch.float64) else as_float(value, key)
 
     def setting(self, key: str) -> float | Tensor:
         """A setting of the parameter's group; a tensor is copied, since a scheduler writes into it."""
@@ -111,6 +113,8 @@ class Taken:
 Reader = Callable[[Taken], Step]
 """Reads the step that an optimizer just took; `register` adds it."""
 _readers: dict[type[Optimizer], Reader] = {}
+_named: dict[str, Reader] = {}
+"""Readers of third-party classes by name, so that their packages need not be installed."""
 
 
 class UnreadableOptimizerError(TypeError):
@@ -145,15 +149,15 @@ def read_step(optimizer: Optimizer, param: Tensor, *, before: Tensor | None = No
     """The generic step that the optimizer just took on a parameter.
 
     Call it after `optimizer.step()`, before the gradient is cleared and before a scheduler changes the rate.
-    Reads torch's SGD, Adam, AdamW, Adagrad and RMSprop with all of their options, for loop, foreach, fused and
-    capturable alike, and every class passed to `register`. The result is a snapshot: later steps do not
-    change it.
+    Reads torch's SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adafactor and Muon with all of their
+    options, for loop, foreach, fused and capturable alike, classes called Lion and schedule-free ones, and every class
+    passed to `register`. The result is a snapshot: later steps do not change it.
 
     Args:
         optimizer: the optimizer.
         param: one of its parameters.
-        before: the parameter before the step. Only optimizers that keep no momentum need it, and only with
-            L2: without it the point is recovered from the point after.
+        before: the parameter before the step. Adafactor, Muon and schedule-free optimizers need it. Of the others only
+            those that keep no momentum, with L2: without it the point is recovered from the point after.
 
     Returns:
         The step, computed in float32 for half-precision parameters.
@@ -195,12 +199,19 @@ def reader_of(optimizer: Optimizer) -> Reader:
     for kind in type(optimizer).__mro__:
         if kind in _readers and inspect.unwrap(kind.step) is taken:
             return _readers[kind]
+    if type(optimizer).__name__ in _named:
+        return _named[type(optimizer).__name__]
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     known = ", ".join(sorted({kind.__name__ for kind in _readers}))
     raise UnreadableOptimizerError(
         f"cannot read {name} as a generic step; readable are {known}. "
         "scheme.register adds a reader; image.observed_step(x_before, x_after) works for every optimizer"
     )
+
+
+def is_named(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's reader is known only by the name of its class, which another package may use too."""
+    return reader_of(optimizer) in _named.values() and type(optimizer) not in _readers
 
 
 def _uniform(value: float | Tensor, like: Tensor) -> Tensor:
@@ -271,6 +282,83 @@ def _read_rmsprop(taken: Taken) -> Step:
     lr, l2, beta = taken.setting("lr"), taken.setting("weight_decay"), taken.setting("momentum")
     a = taken.need("momentum_buffer") * b if beta > 0 else taken.regularized(lr / b)
     return Step(a, b, lr, l2=l2, beta=beta)
+
+
+@register(NAdam)
+def _read_nadam(taken: Taken) -> Step:
+    """NAdam: a ⊘ b = (c₁(∇L(x) + λx) + c₂m) ⊘ (√(v/(1−β2^t)) + ε), scaled so that a is in units of a gradient."""
+    beta1, beta2 = (_number(beta) for beta in taken.group["betas"])
+    m, step = taken.need("exp_avg"), taken.need("step").to(torch.float64)
+    mu, following = (beta1 * (1 - 0.5 * 0.96 ** (t * taken.group["momentum_decay"])) for t in (step, step + 1))
+    product = taken.need("mu_product").to(torch.float64)
+    first, second = (1 - mu) / (1 - product), following / (1 - product * following)
+    unit = (first + second * (1 - beta1)).to(m)  # the weight of this step's gradient
+    root = taken.need("exp_avg_sq").div((1 - beta2**step).to(m)).sqrt_().add_(taken.group["eps"])
+    lr, first, second = taken.setting("lr"), first.to(m), second.to(m)
+    decoupled, wd = taken.group["decoupled_weight_decay"], taken.setting("weight_decay")
+    slope = taken.gradient() if decoupled else taken.regularized(lr * first / root, pushed=lr * second * m / root)
+    a = (first * slope + second * m) / unit
+    return Step(a, root / unit, lr, l2=0.0 if decoupled else wd, decay=wd if decoupled else 0.0, beta=beta1)
+
+
+@register(RAdam)
+def _read_radam(taken: Taken) -> Step:
+    """RAdam: Adam's a; b is Adam's divided by the rectification, or only the bias correction in the first steps."""
+    beta1, beta2 = (_number(beta) for beta in taken.group["betas"])
+    m, step = taken.need("exp_avg"), taken.need("step").to(torch.float64)
+    share, root = (1 - beta1**step) / (1 - beta1), (1 - beta2**step).sqrt()
+    limit = 2 / (1 - beta2) - 1
+    length = limit - 2 * step * beta2**step / root**2
+    rectified = ((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)).clamp(min=0).sqrt()
+    adapted = taken.need("exp_avg_sq").sqrt().add_(taken.group["eps"]) * (share / (root * rectified)).to(m)
+    b = torch.where(length.to(m.device) > 5, adapted, share.to(m))
+    wd, decoupled = taken.setting("weight_decay"), taken.group["decoupled_weight_decay"]
+    decay = {"l2": 0.0 if decoupled else wd, "decay": wd if decoupled else 0.0}
+    return Step(m / (1 - beta1), b, taken.setting("lr"), **decay, beta=beta1)
+
+
+@register(Adamax)
+def _read_adamax(taken: Taken) -> Step:
+    """Adamax: Adam's a, and b = (1−β1^t)/(1−β1)·max of the past gradients, faded by β2."""
+    beta1, m = _number(taken.group["betas"][0]), taken.need("exp_avg")
+    share = (1 - beta1 ** taken.need("step").to(torch.float64)) / (1 - beta1)
+    b = taken.need("exp_inf") * share.to(m)
+    return Step(m / (1 - beta1), b, taken.setting("lr"), l2=taken.setting("weight_decay"), beta=beta1)
+
+
+@register(Adafactor)
+@register(Muon)
+def _read_displacement(taken: Taken) -> Step:
+    """Optimizers that do not divide element by element: a = ((1 − ηδ)x − x')/η is their update, and b = 1."""
+    if taken.before is None:
+        raise ValueError(
+            "the update of this optimizer is not in its state: pass before=, the parameter before the step"
+        )
+    lr, decay = taken.setting("lr"), taken.setting("weight_decay")
+    x, y = as_float(taken.before.detach(), "before"), as_float(taken.param.detach(), "param")
+    a = x * (1 - lr * decay) - y
+    a = torch.where(torch.as_tensor(lr == 0, device=a.device), torch.zeros_like(a), a / lr)
+    return Step(a, _uniform(1, a), lr, decay=decay)
+
+
+def _read_schedule_free(taken: Taken) -> Step:
+    """Schedule-free: the weights are a mean of points, so a is the update; its decay is part of the gradient."""
+    taken.need("z")
+    return _read_displacement(replace(taken, group={**taken.group, "weight_decay": 0.0}))
+
+
+def _read_lion(taken: Taken) -> Step:
+    """Lion: a = sign(β1 m + (1−β1)∇L(x)) with the momentum m before the step, b = 1."""
+    beta1, beta2 = (_number(beta) for beta in taken.group["betas"])
+    gradient = taken.gradient()
+    m = (taken.need("exp_avg") - (1 - beta2) * gradient) / beta2
+    a = (beta1 * m + (1 - beta1) * gradient).sign_()
+    return Step(a, _uniform(1, a), taken.setting("lr"), decay=taken.setting("weight_decay"), beta=beta1)
+
+
+_named["Lion"] = _read_lion
+for _name in ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"):
+    _named[_name] = _read_schedule_free
 
 
 def _number(beta: float | Tensor) -> float | Tensor:

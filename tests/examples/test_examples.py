@@ -14,13 +14,16 @@ import pytest
 
 import steradian
 from steradian.cli import main
-from steradian.watching.records import QUANTITIES, read_run
+from steradian.watching.records import QUANTITIES, labels, read_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(file.name for file in EXAMPLES.glob("*.py"))
 PHENOMENA = {"deformation", "gradient_memory", "l2_memory", "radius_ratio"}
 TOLD = set(QUANTITIES) - PHENOMENA
-"""What is recorded of an optimizer of ours with weight decay."""
+"""What is recorded by default of invariant rows under an optimizer of ours with weight decay."""
+OF_ALL = {"radius", "angle", "update", "radial_share", "effective_lr", "defect", "gradient_norm", "collapsed", "lr"}
+"""What is recorded of rows that are not invariant."""
+NORMS = ["1.weight", "1.bias", "4.weight", "4.bias"]
 
 
 def run(folder, script, *arguments, ranks=None, strict=True):
@@ -57,22 +60,33 @@ def series(table, quantity, group="", statistic="median"):
     return dict(zip(chosen["step"], chosen["value"], strict=True))
 
 
-def assert_recorded(folder, groups, steps, quantities=TOLD):
-    """Every quantity of every group at every step, finite, and rows that turn; at a rate of 0 there is no direction."""
+def assert_recorded(folder, groups, rest, steps, quantities=TOLD, every=None):
+    """Every quantity of every invariant group and, as far as it is for all rows, of the rest, at the observed steps.
+
+    These are by default the first 20, then multiples of 10 or more. Numbers are finite, and rows turn; at a rate of 0
+    there is no direction.
+    """
     found = read_run(folder)
-    assert [group["name"] for group in found.about["groups"]] == groups
-    for group in groups:
+    assert labels(found) == dict.fromkeys(groups, "invariant") | dict.fromkeys(rest, "not invariant")
+    observed = list(series(found.table, "lr", groups[0]))
+    if every is None:
+        assert observed[:20] == list(range(min(20, steps)))
+        assert all(step % 10 == 0 and step < steps for step in observed[20:])
+    else:
+        assert observed == list(range(0, steps, every))
+    for group in (*groups, *rest):
+        of_group = quantities if group in groups else quantities & OF_ALL
+        assert set(found.table[found.table["group"] == group]["quantity"]) == of_group
         moving = [step for step, rate in series(found.table, "lr", group).items() if rate > 0]
-        assert len(moving) >= steps - 1
-        for quantity in quantities:
+        assert len(moving) >= len(observed) - 1
+        for quantity in of_group:
             values = series(found.table, quantity, group)
-            assert list(values) == list(range(steps)), (group, quantity)
-            assert all(np.isfinite(values[step]) for step in moving), (group, quantity)
+            assert list(values) == observed, (group, quantity)
+            # A bias that starts at 0 has no direction at first.
+            assert all(np.isfinite(values[step]) for step in moving[group in rest :]), (group, quantity)
         angles = series(found.table, "angle", group)
-        assert all(angles[step] > 0 for step in moving)
-    recorded = set(found.table[found.table["group"] != ""]["quantity"])
-    assert recorded == set(quantities)
-    assert set(found.about["missing"]) == set(QUANTITIES) - recorded
+        assert all(angles[step] > 0 for step in moving[group in rest :])
+    assert set(found.about["missing"]) == set(QUANTITIES) - quantities
     assert found.alerts.empty
     return found
 
@@ -90,29 +104,31 @@ def assert_page(page, groups):
     assert {each["name"]: set(each["series"]["angle"]) for each in data["runs"]} == groups
 
 
-def assert_told(said, page, groups):
-    """What a person reads: the rows that were found, the last step of each, and where the page is."""
-    for group in groups:
-        assert len(re.findall(rf"^{re.escape(group)} ", said, re.MULTILINE)) == 2, group
+def assert_told(said, page, groups, rest):
+    """What a person reads: the rows that were found, the last observed step of all, and where the page is."""
+    for group in (*groups, *rest):
+        assert len(re.findall(rf"^{re.escape(group)} ", said, re.MULTILINE)) == 1 + (group in groups), group
+    assert re.search(r"^the watch took .* % of the training's time", said, re.MULTILINE)
     assert said.splitlines()[-1] == f"The page: {page}"
 
 
 def test_the_plain_loop(tmp_path, monkeypatch, capsys):
     said = run(tmp_path, "plain_loop.py")
-    out, groups = tmp_path / "runs" / "plain-loop", ["0.weight", "3.weight"]
-    found = assert_recorded(out / "adam-abc", groups, 66)
+    out, groups, rest = tmp_path / "runs" / "plain-loop", ["0.weight", "3.weight"], [*NORMS, "7.weight", "7.bias"]
+    found = assert_recorded(out / "adam-abc", groups, rest, 66)
     assert_learned(found)
-    assert series(found.table, "lr", "0.weight")[65] == pytest.approx(1e-2 * 0.9**2)
+    rates = series(found.table, "lr", "0.weight")
+    assert rates == pytest.approx({step: 1e-2 * 0.9 ** (step // 22) for step in rates})
     assert list(series(found.table, "test accuracy")) == [21, 43, 65]
-    assert_told(said, "runs/plain-loop/page.html", groups)
-    assert_page(out / "page.html", {"adam-abc": set(groups)})
+    assert_told(said, "runs/plain-loop/page.html", groups, rest)
+    assert_page(out / "page.html", {"adam-abc": {*groups, *rest}})
 
     # The commands of README's last section, on what was just recorded.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["steradian", "report", str(out / "adam-abc"), "--out", "again.html"])
     with pytest.raises(SystemExit, match="0"):
         main()
-    assert_page(tmp_path / "again.html", {"adam-abc": set(groups)})
+    assert_page(tmp_path / "again.html", {"adam-abc": {*groups, *rest}})
     monkeypatch.chdir(EXAMPLES)
     monkeypatch.syspath_prepend(EXAMPLES)  # the command does it too, and monkeypatch undoes it
     monkeypatch.setattr(sys, "argv", ["steradian", "inspect", "plain_loop:network", "--input", "16x1x8x8"])
@@ -126,8 +142,8 @@ def test_a_plain_loop_that_was_interrupted_is_the_one_that_was_not(tmp_path, mon
     run_here(monkeypatch, tmp_path, "plain_loop.py", *options, "--epochs", "2", "--out", "whole")
     run_here(monkeypatch, tmp_path, "plain_loop.py", *options, "--epochs", "1", "--out", "parts")
     run_here(monkeypatch, tmp_path, "plain_loop.py", *options, "--epochs", "2", "--out", "parts", "--resume")
-    groups = ["0.weight", "3.weight"]
-    whole, parts = (assert_recorded(tmp_path / out / "adam-ab", groups, 12).table for out in ("whole", "parts"))
+    groups, rest = ["0.weight", "3.weight"], [*NORMS, "7.weight", "7.bias"]
+    whole, parts = (assert_recorded(tmp_path / out / "adam-ab", groups, rest, 12).table for out in ("whole", "parts"))
     assert series(parts, "loss") == pytest.approx(series(whole, "loss"), rel=1e-6)
     for group in groups:
         for quantity in ("radius", "angle", "effective_lr", "nu", "lr"):
@@ -139,17 +155,16 @@ def test_a_plain_loop_that_was_interrupted_is_the_one_that_was_not(tmp_path, mon
 def test_lightning(tmp_path):
     said = run(tmp_path, "with_lightning.py", strict=False)
     out, groups = tmp_path / "runs" / "lightning", ["network.0.weight", "network.3.weight"]
-    found = assert_recorded(out / "adam-ab", groups, 66)
+    rest = [f"network.{name}" for name in (*NORMS, "7.weight", "7.bias")]
+    found = assert_recorded(out / "adam-ab", groups, rest, 66)
     assert_learned(found)
     assert found.about["config"] == {"lr": 1e-2, "without": "ab"}
     assert list(series(found.table, "accuracy")) == [21, 43, 65]
-    assert [group["reason"] for group in found.about["groups"]] == [
-        "network.1 (BatchNorm2d)",
-        "network.4 (BatchNorm2d)",
-    ]
+    reasons = {group["name"]: group["reason"] for group in found.about["groups"] if group["reason"]}
+    assert reasons == {groups[0]: "network.1 (BatchNorm2d)", groups[1]: "network.4 (BatchNorm2d)"}
     assert (out / "last.ckpt").is_file()
-    assert_told(said, "runs/lightning/page.html", groups)
-    assert_page(out / "page.html", {"adam-ab": set(groups)})
+    assert_told(said, "runs/lightning/page.html", groups, rest)
+    assert_page(out / "page.html", {"adam-ab": {*groups, *rest}})
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
@@ -161,13 +176,17 @@ def test_transformers(tmp_path):
     )
     layouts = {f"model.layers.{k}.{name}_proj.weight": rows for k in range(2) for name, rows in kinds.items()}
     groups = list(layouts)
-    found = assert_recorded(out / "adam-ab", groups, 40)
-    assert {group["name"]: group["layout"] for group in found.about["groups"]} == layouts
+    names = [f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
+    names += ["self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj"]
+    rest = [f"model.layers.{k}.{name}.weight" for k in range(2) for name in names]
+    rest += ["model.embed_tokens.weight", "model.norm.weight"]
+    found = assert_recorded(out / "adam-ab", groups, rest, 40)
+    assert {group["name"]: group["layout"] for group in found.about["groups"] if group["name"] in groups} == layouts
     assert_learned(found, ratio=0.8)
     assert list(series(found.table, "eval_loss")) == [19, 39]
     assert (out / "checkpoints" / "checkpoint-40").is_dir()
-    assert_told(said, "runs/transformers/page.html", groups)
-    assert_page(out / "page.html", {"adam-ab": set(groups)})
+    assert_told(said, "runs/transformers/page.html", groups, rest)
+    assert_page(out / "page.html", {"adam-ab": {*groups, *rest}})
 
 
 def test_fsdp2(tmp_path):
@@ -175,32 +194,41 @@ def test_fsdp2(tmp_path):
     said = run(tmp_path, "with_fsdp2.py", *few, "--epochs", "1", ranks=2, strict=False)
     out = tmp_path / "runs" / "fsdp2"
     groups = ["classes", *(f"blocks.{k}.{name}.weight" for k in range(2) for name in ("query", "key"))]
-    assert_recorded(out / "adam-ab", groups, 15)
-    assert_told(said, "runs/fsdp2/page.html", groups)
+    names = ["norm1.weight", "norm2.weight", "query_norm.weight", "key_norm.weight", "value.weight", "out.weight"]
+    names += ["mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias"]
+    rest = ["positions", "patches.weight", "patches.bias", *(f"blocks.{k}.{name}" for k in range(2) for name in names)]
+    assert_recorded(out / "adam-ab", groups, rest, 15, every=1)
+    assert_told(said, "runs/fsdp2/page.html", groups, rest)
     # The shards of two ranks are what one rank goes on from.
     run(tmp_path, "with_fsdp2.py", *few, "--epochs", "2", "--resume", "runs/fsdp2/epoch-1", ranks=1, strict=False)
-    found = assert_recorded(out / "adam-ab", groups, 30)
+    # Each of the two watches observes all of its first 20 steps.
+    found = assert_recorded(out / "adam-ab", groups, rest, 30, every=1)
     assert_learned(found)
     radii = series(found.table, "radius", "blocks.0.query.weight")
     assert radii[15] == pytest.approx(radii[14], rel=1e-2)
     assert radii[15] != radii[0]
-    assert_page(out / "page.html", {"adam-ab": set(groups)})
+    assert_page(out / "page.html", {"adam-ab": {*groups, *rest}})
 
 
 def test_an_optimizer_of_ones_own(tmp_path):
     said = run(tmp_path, "own_optimizer.py")
     out, groups = tmp_path / "runs" / "own-optimizer", ["0.weight", "3.weight", "6.weight"]
+    rest = [*NORMS, "7.weight", "7.bias", "9.weight", "9.bias"]
     equilibrium = {"equilibrium_radius", "equilibrium_angle"}
-    outside = TOLD - equilibrium - {"effective_lr", "direction_norm", "radial", "nu"}
-    muon = assert_recorded(out / "muon", groups, 87, outside)
-    assert "cannot read torch.optim.Muon" in muon.about["missing"]["effective_lr"]
-    assert "not recorded: effective_lr, direction_norm, radial, nu, deformation" in said
-    signum = assert_recorded(out / "signum", groups, 87, set(QUANTITIES) - equilibrium)
-    assert "no equilibrium is derived" in signum.about["missing"]["equilibrium_angle"]
-    for found in (muon, signum):
+    of_readers = PHENOMENA | {"effective_lr", "direction_norm", "radial", "nu"}
+    signum = assert_recorded(out / "signum", groups, rest, 87, set(QUANTITIES) - equilibrium - of_readers, every=1)
+    assert "cannot read __main__.Signum" in signum.about["missing"]["effective_lr"]
+    read = assert_recorded(out / "signum-read", groups, rest, 87, set(QUANTITIES) - equilibrium, every=1)
+    assert "no equilibrium is derived" in read.about["missing"]["equilibrium_angle"]
+    for found in (signum, read):
         assert_learned(found)
+    for quantity in ("radius", "angle", "update"):
+        here, there = (series(found.table, quantity, "0.weight") for found in (signum, read))
+        assert here == pytest.approx(there, rel=1e-5), (
+            quantity
+        )  # from two points of float32 weights, and from the state
     assert said.splitlines()[-1] == "The page: runs/own-optimizer/page.html"
-    assert_page(out / "page.html", {"muon": set(groups), "signum": set(groups)})
+    assert_page(out / "page.html", {"signum": {*groups, *rest}, "signum-read": {*groups, *rest}})
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

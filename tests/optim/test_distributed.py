@@ -1,5 +1,7 @@
 """Two and three processes with gloo: DDP and FSDP2 give what one process gives."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -117,8 +119,9 @@ def flattened(rank, ranks, folder, kind):
         OPTIMIZERS[kind](groups_of(model))
     with pytest.raises(ValueError, match="shard with fully_shard, after the rows are found"):
         find_groups(model, torch.randn(2, 2, 4, 4))
-    with pytest.raises(ValueError, match="flattened by FullyShardedDataParallel"):
-        watch(torch.optim.SGD(groups_of(model), lr=0.1))
+    quiet = contextlib.nullcontext()  # rank 0 speaks for all
+    with quiet if rank else pytest.warns(UserWarning, match="nothing to watch: .*flattened by FullySharded"):
+        assert not watch(torch.optim.SGD(groups_of(model), lr=0.1)).names
 
 
 PLAIN = [kind for kind in OPTIMIZERS if not kind.endswith(("fused", "AdaGradG"))]

@@ -26,6 +26,7 @@ def words(values, repeats):
 def write(folder, *, groups=20, rows=50, steps=10_000, d=64, parts=5, name="stress"):
     """Random walks in the logarithm, in parts as a long training leaves them."""
     files, data = RunFiles(folder), np.random.default_rng(0)
+    files.folder.mkdir(parents=True, exist_ok=True)
     names = [f"layer{i // 5}.{i % 5}.conv.weight" for i in range(groups)]
     lines = [(g, q, s) for g in names for q in QUANTITIES for s in (STATISTICS if q != "lr" else ("mean",))]
     level = data.normal(-4, 1, len(lines))

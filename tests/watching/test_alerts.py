@@ -20,7 +20,7 @@ def trained(tmp_path, make, steps, scale=lambda step: (1.0, 1.0), spoil=None):
     """Train "w" and "v" with gradients across the rows, scaled; `spoil` changes "w" or its gradient in every step."""
     params = rows((4, 5), (3, 5))
     optimizer = make(groups_of(params))
-    with watch(optimizer, to=tmp_path, run="run", phenomena=False) as watcher:
+    with watch(optimizer, to=tmp_path, run="run", every=1) as watcher:
         for step in range(steps):
             set_gradients(params, step)
             for param, factor in zip(params, scale(step), strict=True):

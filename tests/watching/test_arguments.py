@@ -46,19 +46,40 @@ def test_integers_of_numpys_are_integers(tmp_path):
     assert read_run(tmp_path).about["every"] == 2
 
 
-def test_a_model_without_rows_is_named_as_the_reason():
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "words"),
+    [
+        (("adam",), {}, TypeError, "optimizer must be a torch optimizer or a list of them, got str"),
+        (([],), {}, ValueError, "optimizer must be a torch optimizer or a list of them, got an empty list"),
+        ((pair()[0], "model"), {}, TypeError, "the second argument must be a model, .* got str"),
+        ((pair()[0], [3]), {}, TypeError, "the second argument must be a model, .* got list"),
+        ((pair()[0],), {"only": "x*"}, ValueError, r"only: no name matches \['x\*'\]; the parameters are w, v"),
+        ((pair()[0],), {"only": []}, TypeError, "only must be a glob pattern"),
+        ((pair()[0],), {"only": [3]}, TypeError, "only must be a glob pattern"),
+        ((pair()[0],), {"cost": 0}, ValueError, "cost must be a share"),
+        ((pair()[0],), {"cost": "2 %"}, ValueError, "cost must be a share"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(arguments, options, kind, words):
+    with pytest.raises(kind, match=words):
+        watch(*arguments, **options)
+
+
+def test_a_model_without_invariant_rows_is_watched():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     groups = find_groups(model, torch.randn(8, 3))
-    with pytest.raises(ValueError, match="no weight of the model is radially invariant"):
-        watch(torch.optim.SGD(model.parameters(), lr=0.1), groups)
+    watcher = watch(torch.optim.SGD(model.parameters(), lr=0.1), groups)
+    assert watcher.labels() == dict.fromkeys(("0.weight", "0.bias", "2.weight", "2.bias"), "not invariant")
 
 
-def test_joint_rows_that_two_optimizers_share_are_named_as_the_reason():
+def test_joint_rows_that_two_optimizers_share_are_watched_one_by_one():
     """As where Muon steps the matrices and AdamW the rest: a weight and its bias in front of LN are rows together."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
     groups = find_groups(model, torch.randn(10, 6))
-    with pytest.raises(ValueError, match=r"0.weight \+ 0.bias are rows only together, .* steps \['0.weight'\] alone"):
-        watch(torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1), groups)
+    assert groups.joint == [("0.weight", "0.bias")]
+    watcher = watch(torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1), groups)
+    assert watcher.names == ("0.weight", "2.weight")
+    assert watcher.labels()["0.weight"] == "untested"
 
 
 def test_what_is_logged_must_be_a_number():

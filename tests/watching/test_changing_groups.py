@@ -141,9 +141,13 @@ def test_parameters_without_rows_or_dimensions(kind, tmp_path, caplog):
     assert not any("NaN" in record.message for record in caplog.records if record.levelno >= logging.WARNING)
 
 
-def test_rows_that_cannot_be_followed_are_refused_before_training():
+def test_nothing_to_watch_is_a_warning():
     complex_rows = [nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))]
-    with pytest.raises(TypeError, match=r"real floating-point numbers, but w has torch\.complex64"):
+    with pytest.warns(UserWarning, match=r"nothing to watch: w holds torch\.complex64"):
         watch(torch.optim.Adam(groups_of(complex_rows)))
-    with pytest.raises(ValueError, match="declare no rows"):
-        watch(torch.optim.Adam(groups_of([nn.Parameter(torch.zeros(0, 4))])))
+    with pytest.warns(UserWarning, match="nothing to watch"):
+        watcher = watch(torch.optim.Adam(groups_of([nn.Parameter(torch.zeros(0, 4))])))
+    with watcher:
+        assert watcher.latest() == {}
+        assert watcher.records().empty
+    assert "nothing to watch" in watcher.summary()

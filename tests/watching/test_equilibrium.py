@@ -27,6 +27,10 @@ SIMULATED = {
     "SGD Nesterov": in_rows(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.02, nesterov=True),
     "AdamW": in_rows(torch.optim.AdamW, lr=0.01, weight_decay=0.5),
     "Adam": in_rows(torch.optim.Adam, lr=0.02, weight_decay=0.1, betas=BETAS),
+    "RAdam": in_rows(torch.optim.RAdam, lr=0.01, weight_decay=0.5, betas=BETAS, decoupled_weight_decay=True),
+    "NAdam": in_rows(torch.optim.NAdam, lr=0.01, weight_decay=0.5, decoupled_weight_decay=True, momentum_decay=1.0),
+    "Muon": in_rows(torch.optim.Muon, lr=0.01, weight_decay=0.5),
+    "Muon without Nesterov": in_rows(torch.optim.Muon, lr=0.01, weight_decay=0.5, momentum=0.9, nesterov=False),
     "Adam without 'a'": in_rows(optim.Adam, lr=0.02, weight_decay=0.1, betas=BETAS, without="a"),
     "Adam without 'ab'": in_rows(optim.Adam, lr=0.02, weight_decay=0.4, betas=BETAS, without="ab"),
     "Adam without 'abc'": in_rows(optim.Adam, lr=0.02, weight_decay=0.4, betas=BETAS, without="abc"),
@@ -43,7 +47,7 @@ SIMULATED = {
 }
 
 
-ONE_OF_EACH = {"SGD-M", "SGD Nesterov", "AdamW", "Adam", "Adam without 'abc'", "SGD without 'bc'"}
+ONE_OF_EACH = {"SGD-M", "SGD Nesterov", "AdamW", "Adam", "NAdam", "Muon", "Adam without 'abc'", "SGD without 'bc'"}
 
 
 def simulate(build, slopes, *, size=32, steps=1500):
@@ -72,8 +76,14 @@ def simulate(build, slopes, *, size=32, steps=1500):
     "name", [name if name in ONE_OF_EACH else pytest.param(name, marks=pytest.mark.slow) for name in SIMULATED]
 )
 def test_rows_under_pure_noise_come_to_rest_where_predicted(name):
-    slopes = torch.linspace(0.5, 2, 16, dtype=torch.float64)
-    measured, expected = simulate(SIMULATED[name], slopes)
+    # Muon's five iterations do not orthogonalize rows of very different gradients completely; the more columns there
+    # are, the less it matters which noise a row shares with the others.
+    smallest, size = (1, 96) if name.startswith("Muon") else (0.5, 32)
+    slopes = torch.linspace(smallest, 1 / smallest, 16, dtype=torch.float64)
+    measured, expected = simulate(SIMULATED[name], slopes, size=size)
+    if name.startswith("Muon"):  # its radius is not derived
+        assert expected[0].isnan().all()
+        measured, expected = measured[1:], expected[1:]
     for found, predicted in zip(measured, expected, strict=True):
         ratios = found.square().mean(0).sqrt() / predicted
         # A single row still wanders about its mean in the 500 steps that are measured.
@@ -169,6 +179,7 @@ def test_nothing_is_predicted_before_a_gradient_is_finite():
         for gradient in (torch.full((3, 3), torch.nan), torch.eye(3).roll(1, 0)):
             x.grad = gradient
             optimizer.step()
+            optimizer.state.clear()  # the momentum is not finite either
             with torch.no_grad():
                 x.copy_(torch.eye(3))
     table = watcher.records()
@@ -222,7 +233,7 @@ def flat_digits():
 
 
 def trained(name, data, *, steps=2100, batch=32):
-    """The table of a training at a constant rate, its last third, by group."""
+    """The table of a training at a constant rate, its last third, by invariant group."""
     kind, rows, rest = TRAINED[name]
     inputs, labels = data
     torch.manual_seed(0)
@@ -249,9 +260,10 @@ def trained(name, data, *, steps=2100, batch=32):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs[chosen]), torch.where(noisy, wrong, labels[chosen])).backward()
             optimizer.step()
-    assert len(watcher.names) == 2
+    invariant = [name for name, label in watcher.labels().items() if label == "invariant"]
+    assert invariant == ["0.weight", "3.weight"]
     table = watcher.records()
-    table = table[table["step"] >= 2 * steps // 3]
+    table = table[(table["step"] >= 2 * steps // 3) & table["group"].isin(invariant)]
     return {
         group: {
             (quantity, statistic): part["value"].to_numpy()

@@ -21,7 +21,7 @@ from small import pair, series, set_gradients, train
 def life(folder, flushed, kind):
     """Train and record until the end of time, and write down which steps were handed to the disk."""
     optimizer, params = pair(kind)
-    with watch(optimizer, to=folder, rows_every=3) as watcher:
+    with watch(optimizer, to=folder, every=1, rows_every=3) as watcher:
         step = 0
         while True:
             for _ in range(5):
@@ -116,11 +116,11 @@ def disk(monkeypatch):
     state = {"full": False, "attempts": 0}
     add = RunFiles.add
 
-    def failing(self, kind, columns, *, number=None):
+    def failing(self, kind, columns):
         state["attempts"] += 1
         if state["full"]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        add(self, kind, columns, number=number)
+        add(self, kind, columns)
 
     monkeypatch.setattr(RunFiles, "add", failing)
     return state
@@ -132,7 +132,7 @@ def loud(caplog):
 
 def test_a_full_disk_is_said_once_and_what_was_kept_is_written_when_there_is_room(disk, tmp_path, caplog):
     optimizer, params = pair("Adam")
-    with watch(optimizer, to=tmp_path) as watcher:
+    with watch(optimizer, to=tmp_path, every=1) as watcher:
         for step in range(60):
             disk["full"] = 10 <= step < 50
             set_gradients(params, step)
@@ -169,7 +169,7 @@ def test_memory_is_bounded_while_the_disk_is_full(disk, tmp_path, caplog, monkey
     monkeypatch.setattr(sys.modules[Folder.__module__], "_WAITING", 8)
     optimizer, params = pair("Adam")
     disk["full"] = True
-    with watch(optimizer, to=tmp_path, rows_every=0, paths={}) as watcher:
+    with watch(optimizer, to=tmp_path, every=1, rows_every=0, paths={}) as watcher:
         for step in range(30):
             set_gradients(params, step)
             optimizer.step()

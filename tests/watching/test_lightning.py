@@ -137,7 +137,7 @@ def test_the_records_are_those_of_a_plain_loop(kind, tmp_path):
 def test_what_the_module_logs_is_recorded_after_each_epoch(tmp_path):
     callback = WatchCallback(find)
     trainer = fit(Classifier(), callback, tmp_path, epochs=2, num_sanity_val_steps=1)
-    scores = series(callback.watches[0].records(), "score", "", "mean")
+    scores = series(callback.watch.records(), "score", "", "mean")
     assert list(scores) == [BATCHES - 1, 2 * BATCHES - 1]
     assert scores[2 * BATCHES - 1] == trainer.callback_metrics["score"].item()
 
@@ -145,7 +145,7 @@ def test_what_the_module_logs_is_recorded_after_each_epoch(tmp_path):
 def test_accumulated_batches_are_one_step(tmp_path):
     callback = WatchCallback(find)
     fit(Classifier(), callback, tmp_path, accumulate_grad_batches=2)
-    table = callback.watches[0].records()
+    table = callback.watch.records()
     assert list(series(table, "radius")) == list(series(table, "loss", "", "mean")) == [0, 1, 2]
 
 
@@ -163,16 +163,19 @@ def test_an_exception_loses_nothing(tmp_path):
         fit(Classifier(fail_at=4), callback, tmp_path)
     table = read_run(tmp_path / "run").table
     assert list(series(table, "angle")) == list(series(table, "loss", "", "mean")) == [0, 1, 2, 3]
-    assert not callback.watches[0].running
+    assert not callback.watch.running
 
 
-def test_each_optimizer_has_its_run(tmp_path):
+def test_several_optimizers_are_one_run(tmp_path):
+    """A step begins when the first optimizer steps again; the second takes part in every other."""
     callback = WatchCallback(lambda module: st.find_groups(module, torch.randn(8, 4)), to=tmp_path / "run")
     fit(Pair(), callback, tmp_path)
-    first, second = (read_run(tmp_path / "run" / f"optimizer-{k}").table for k in range(2))
-    assert list(series(first, "radius", "first.0.weight")) == list(range(BATCHES))
-    assert list(series(second, "radius", "second.0.weight")) == list(range(BATCHES // 2))
-    assert set(second["group"]) == {"second.0.weight"}
+    run = read_run(tmp_path / "run")
+    assert list(series(run.table, "radius", "first.0.weight")) == list(range(BATCHES))
+    assert list(series(run.table, "radius", "second.0.weight")) == list(range(0, BATCHES, 2))
+    labels = callback.watch.labels()
+    assert labels.keys() == set(run.table["group"]) == dict(Pair().named_parameters()).keys()
+    assert labels["first.0.weight"] == labels["second.0.weight"] == "invariant"
 
 
 class Remembers(pl.loggers.logger.DummyLogger):
@@ -188,19 +191,38 @@ class Remembers(pl.loggers.logger.DummyLogger):
 def test_the_trainers_loggers_get_the_numbers(tmp_path):
     logger, callback = Remembers(), WatchCallback(find, to=["loggers", tmp_path / "run"])
     fit(Classifier(), callback, tmp_path, logger=logger)
-    assert logger.logged["angle/layers.0.weight/median"] == series(callback.watches[0].records(), "angle")
+    assert logger.logged["angle/layers.0.weight/median"] == series(callback.watch.records(), "angle")
 
 
-def test_rows_are_found_with_the_modules_example(tmp_path):
-    module = Classifier()
-    module.example_input_array = torch.randn(4, 2, 6, 6)
+@pytest.mark.parametrize("kind", ["Adam", "ours"])
+def test_without_groups_all_weights_are_watched_and_declared_rows_are_invariant(kind, tmp_path):
     callback = WatchCallback()
-    fit(module, callback, tmp_path, limit_train_batches=2)
-    assert callback.watches[0].names == ("layers.0.weight",)
+    fit(Classifier(kind), callback, tmp_path)
+    table, labels = callback.watch.records(), callback.watch.labels()
+    assert labels.keys() == dict(Classifier().named_parameters()).keys()
+    for name in labels:
+        assert list(series(table, "angle", name)) == list(range(BATCHES))
+    assert labels["layers.4.weight"] == "not invariant", "its gradient says so"
+    assert [name for name, label in labels.items() if label == "invariant"] == ["layers.0.weight"] * (kind == "ours")
 
 
-def test_it_says_what_is_missing(tmp_path):
-    with pytest.raises(ValueError, match="example_input_array"):
-        fit(Classifier(), WatchCallback(), tmp_path)
-    with pytest.raises(TypeError, match="groups must return"):
-        fit(Classifier(), WatchCallback(lambda module: ["0.weight"]), tmp_path)
+def not_found(module):
+    raise LookupError("no rows here")
+
+
+@pytest.mark.parametrize(
+    ("groups", "why"), [(lambda module: ["0.weight"], "groups must return"), (not_found, "no rows here")]
+)
+def test_groups_that_cannot_be_found_are_logged_and_the_training_goes_on(groups, why, tmp_path, caplog):
+    callback = WatchCallback(groups, to=tmp_path / "run")
+    trainer = fit(Classifier(), callback, tmp_path)
+    assert trainer.global_step == BATCHES
+    (record,) = [record for record in caplog.records if record.name == "steradian"]
+    assert "the training goes on and is not watched" in record.message
+    assert why in record.exc_text
+    assert callback.watch is None
+
+
+def test_it_says_what_groups_must_be():
+    with pytest.raises(TypeError, match="groups must be what find_groups returned"):
+        WatchCallback(["0.weight"])

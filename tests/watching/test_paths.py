@@ -27,7 +27,7 @@ def test_paths_go_through_flushes_and_through_weights_that_move(layout, tmp_path
     options = [{**group, "rows": layout} for group in groups_of(params)]
     optimizer = st.optim.Adam(options, lr=0.05, without="abc")
     chosen, expected = [("w", params[0], 2), ("v", params[1], 0)], {}
-    with watch(optimizer, to=tmp_path, paths={"w": [2], "v": [0]}) as watcher:
+    with watch(optimizer, to=tmp_path, every=1, paths={"w": [2], "v": [0]}) as watcher:
         for step in range(80):
             if step == 10:
                 watcher.flush()
@@ -93,9 +93,23 @@ def test_a_row_at_infinity_has_no_direction(tmp_path):
 def test_a_long_training_keeps_ever_fewer_points(tmp_path):
     params = rows((3, 4), dtype=torch.float32)
     optimizer = st.optim.Adam(groups_of(params), lr=0.05, without="abc")
-    with watch(optimizer, to=tmp_path, rows_every=0):
+    with watch(optimizer, to=tmp_path, every=1, rows_every=0):
         train(optimizer, params, 600)
     found = directions(read_run(tmp_path), "w", 0)
-    late = [step for step in found if step >= 300]
-    assert 0 < len(late) < 300
-    assert {b - a for a, b in pairwise(late)} <= {2, 4}
+    gaps = [b - a for a, b in pairwise(found)]
+    assert min(found) == 0
+    assert gaps == [1] * 127 + [2] * 64 + [4] * 64 + [8] * 11
+
+
+def test_long_rows_have_paths_only_if_they_are_named(tmp_path):
+    def recorded(folder, **options):
+        params = rows((2, 1024), (2, 1025), dtype=torch.float32)
+        optimizer = torch.optim.SGD(groups_of(params), lr=0.05)
+        with watch(optimizer, to=tmp_path / folder, **options):
+            train(optimizer, params, 2)
+        table = read_run(tmp_path / folder).paths
+        columns = (table[name] for name in ("step", "group", "row", "direction"))
+        return [(step, group, row, len(u)) for step, group, row, u in zip(*columns, strict=True)]
+
+    assert recorded("usual") == [(0, "w", 0, 1024), (1, "w", 0, 1024)]
+    assert recorded("named", paths={"v": [1]}) == [(0, "v", 1, 1025), (1, "v", 1, 1025)]

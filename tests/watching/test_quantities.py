@@ -134,6 +134,7 @@ def train(model, case, *, steps=13, groups=None, settings=None, rates=schedule, 
     twins = {
         group.name: Twin(list(group.params), groups.layouts[group.group.names[0]], case.twin)
         for group in watcher.watched
+        if group.group in groups.groups
     }
     rtol = 1e-11 if next(model.parameters()).dtype == torch.float64 else 1e-5
     with watcher:
@@ -151,8 +152,9 @@ def train(model, case, *, steps=13, groups=None, settings=None, rates=schedule, 
     return watcher, twins
 
 
-def check(watcher, twins, *, steps, missing=frozenset(), unchecked=frozenset(), rtol=1e-7, floor=0.0):
+def check(watcher, twins, *, steps, missing=frozenset(), unchecked=frozenset(), rtol=1e-7, floor=0.0, floors=None):
     """All statistics of all quantities at these steps, and nothing else."""
+    floors = floors or {}
     table = watcher.records()
     found = {
         key: float(value)
@@ -160,6 +162,7 @@ def check(watcher, twins, *, steps, missing=frozenset(), unchecked=frozenset(), 
         for key in [tuple(key)]
     }
     assert len(found) == len(table), "a number is recorded twice"
+    found = {key: value for key, value in found.items() if key[1] in twins}
     expected = {}
     for name, twin in twins.items():
         for step in steps:
@@ -177,7 +180,8 @@ def check(watcher, twins, *, steps, missing=frozenset(), unchecked=frozenset(), 
         f"{key}: recorded {found[key]:.12g}, twin {number:.12g}"
         for key, number in expected.items()
         if key[2] not in unchecked
-        and not abs(found[key] - number) <= rtol * abs(number) + max(floor, FLOORS.get(key[2], 1e-15))
+        and not abs(found[key] - number)
+        <= rtol * abs(number) + max(floors.get(key[2], floor), FLOORS.get(key[2], 1e-15))
     ]
     assert not wrong, f"{len(wrong)} of {len(expected)} differ:\n" + "\n".join(wrong[:20])
 
@@ -200,7 +204,12 @@ def crossed(names, networks):
 def test_torchs_optimizers_on_every_network(name, network):
     watcher, twins = train(build(network), TORCH[name])
     assert len(twins) == 2
-    check(watcher, twins, steps=range(13))
+    check(watcher, twins, steps=range(13), missing=PHENOMENA)
+
+
+@pytest.mark.parametrize(("name", "network"), crossed(TORCH, NETWORKS))
+def test_phenomena_of_torchs_optimizers_on_every_network(name, network):
+    check(*train(build(network), TORCH[name], phenomena=True), steps=range(13))
 
 
 @pytest.mark.parametrize(("name", "network"), crossed(OURS, ["BN", "GN", "LN", "WN"]))
@@ -213,8 +222,9 @@ def test_our_optimizers(name, network):
 
 @pytest.mark.parametrize("name", MORE_OF_TORCH)
 def test_other_settings_of_torchs_optimizers(name):
+    check(*train(build("GN"), MORE_OF_TORCH[name]), steps=range(13), missing=PHENOMENA)
     missing = PHENOMENA - {"deformation"} if name in OTHER_WEIGHTS else set()
-    check(*train(build("GN"), MORE_OF_TORCH[name]), steps=range(13), missing=missing)
+    check(*train(build("GN"), MORE_OF_TORCH[name], phenomena=True), steps=range(13), missing=missing)
 
 
 @pytest.mark.parametrize("name", MORE_OF_OURS)
@@ -225,7 +235,7 @@ def test_other_settings_of_our_optimizers(name):
 @pytest.mark.parametrize(("name", "network"), crossed(["SGD-M", "Adam", "AdamW"], ["BN", "GN", "LN", "WN"]))
 def test_every_third_step(name, network):
     watcher, twins = train(build(network), TORCH[name], every=3)
-    check(watcher, twins, steps=range(0, 13, 3), missing=PHENOMENA - {"deformation"})
+    check(watcher, twins, steps=range(0, 13, 3), missing=PHENOMENA)
 
 
 @pytest.mark.parametrize("name", ["SGD-M", "Adam", "AdamW"])
@@ -288,13 +298,15 @@ def test_single_precision(case):
     torch.manual_seed(1)
     watcher, twins = train(NETWORKS["BN"].build(), case)
     missing = PHENOMENA & set(watcher.missing)
-    check(watcher, twins, steps=range(13), missing=missing, rtol=2e-4, floor=1e-6)
+    # An update of 0.6 % of the weights is rounded to 1e-5 of itself.
+    floors = {"radial_share": 1e-5}
+    check(watcher, twins, steps=range(13), missing=missing, rtol=2e-4, floor=1e-6, floors=floors)
 
 
 def test_a_momentum_that_is_scheduled():
     momenta = tuple(0.95 - 0.05 * abs(k - 6) for k in range(13))
     case = Case(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.02}, SGDTwin(0.02, momentum=momenta))
-    check(*train(build("BN"), case, settings=lambda k: {"momentum": momenta[k]}), steps=range(13))
+    check(*train(build("BN"), case, settings=lambda k: {"momentum": momenta[k]}, phenomena=True), steps=range(13))
 
 
 def test_param_groups_of_different_settings():
@@ -317,10 +329,10 @@ def test_param_groups_of_different_settings():
             optimizer.step()
             for twin in twins.values():
                 twin.after()
-    check(watcher, twins, steps=range(5))
+    check(watcher, twins, steps=range(5), missing=PHENOMENA)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Rprop])
+@pytest.mark.parametrize("kind", [torch.optim.Adadelta, torch.optim.Rprop])
 def test_an_optimizer_that_cannot_be_read_is_observed(kind):
     watcher, twins = train(build("GN"), Case(kind, {"lr": 0.02}, Observed()))
     assert PHENOMENA | {"effective_lr", "direction_norm", "radial", "nu"} <= set(watcher.missing)
@@ -349,8 +361,8 @@ def test_a_rate_of_zero_of_our_optimizers(name):
 
 def test_nesterov_over_lists():
     case = sgd(momentum=0.8, nesterov=True, l2=0.0)
-    watcher, twins = train(build("BN"), replace(case, options={**case.options, "foreach": True}), phenomena=False)
-    check(watcher, twins, steps=range(13), missing=PHENOMENA - {"deformation"})
+    watcher, twins = train(build("BN"), replace(case, options={**case.options, "foreach": True}))
+    check(watcher, twins, steps=range(13), missing=PHENOMENA)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +374,7 @@ def test_a_weight_decay_that_is_scheduled(case):
     decays = [0.3 * (1 + k) for k in range(8)]
     twin = ScheduledDecay(decays, case.twin)
     watcher, twins = train(
-        build("BN"), replace(case, twin=twin), steps=8, phenomena=False, settings=lambda k: {"weight_decay": decays[k]}
+        build("BN"), replace(case, twin=twin), steps=8, settings=lambda k: {"weight_decay": decays[k]}
     )
     missing = PHENOMENA & set(watcher.missing)
     check(watcher, twins, steps=range(8), missing=missing)

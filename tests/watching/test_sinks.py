@@ -103,10 +103,16 @@ def test_two_watches_do_not_write_to_one_folder(tmp_path):
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path):
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        watch(pair()[0], to=tmp_path / "file" / "run")
+    optimizer, params = pair()
+    with watch(optimizer, to=tmp_path / "file" / "run") as watcher:
+        train(optimizer, params, 2)
+        assert watcher.records().empty
+    assert "training goes on" in caplog.text
+    assert list(watcher.latest()) == ["w", "v"]
+    with pytest.raises(ValueError, match="to must be a folder"):
+        watch(pair()[0], to=tmp_path / "file")
 
 
 def test_a_folder_that_is_taken_away_is_made_again(tmp_path):

@@ -92,7 +92,7 @@ def test_a_flush_does_not_make_the_host_wait(ours, tmp_path):
     params = rows((4, 5), (300, 5), dtype=torch.float32, device=DEVICE)
     kind = st.optim.Adam if ours else torch.optim.Adam
     optimizer = kind(groups_of(params), lr=0.05, weight_decay=0.01, capturable=True)
-    with watch(optimizer, phenomena=False, to=tmp_path / "run", rows_every=3) as watcher:
+    with watch(optimizer, every=1, to=tmp_path / "run", rows_every=3) as watcher:
         for step in range(600):
             set_gradients(params, step)
             torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")

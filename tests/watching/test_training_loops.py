@@ -250,7 +250,7 @@ def test_a_compiled_step(kind):
     # Under Dynamo the bias corrections of torch's Adam are in float32, where 1 − 0.999^t has five digits. So the twin
     # is what this step did, not what an uncompiled one does, and what is read from Adam's state differs by as much.
     for quantity, expected in (("radius", radii), ("gradient_norm", slopes), ("angle", turned)):
-        exact = quantity != "angle" or kind != "Adam"
+        exact = quantity == "gradient_norm" or kind != "Adam"
         found = series(watcher.records(), quantity, statistic="mean")
         assert found == pytest.approx(expected, rel=1e-9 if exact else 2e-5), quantity
 
@@ -433,7 +433,7 @@ def test_what_was_seen_may_be_asked_for_while_another_thread_trains(monkeypatch)
 
 def test_records_during_and_after():
     optimizer, params = pair("ours")
-    with watch(optimizer) as watcher:
+    with watch(optimizer, every=1) as watcher:
         assert watcher.records().empty
         assert watcher.latest() == {}
         assert "nothing observed" in watcher.summary()
@@ -443,9 +443,8 @@ def test_records_during_and_after():
     assert list(series(watcher.records(), "angle")) == list(range(302))
     last = watcher.latest()
     assert last["w"]["angle"]["median"] == series(watcher.records(), "angle")[301]
-    assert all(
-        word in watcher.summary() for word in ("step 301", "w", "v", "effective rate", "not recorded: deformation")
-    )
+    assert all(word in watcher.summary() for word in ("step 301", "w", "v", "effective rate", "the watch took"))
+    assert set(watcher.missing) == {"deformation", "gradient_memory", "l2_memory", "radius_ratio"}
 
 
 @pytest.mark.parametrize("steps", [7, 8, 9, 16])
@@ -534,12 +533,12 @@ def test_what_goes_wrong_inside_does_not_stop_the_training(caplog):
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_watch_that_fails_leaves_the_hooks_after_its_own_alone(where, monkeypatch):
     """torch goes through its hooks as they are: taking one away meanwhile would be an error of the step."""
-    optimizer, params = pair("Adam")
+    optimizer, params = pair(lambda groups: torch.optim.RMSprop(groups, lr=0.01))  # needs both hooks
     called = []
     with watch(optimizer) as watcher:
         optimizer.register_step_pre_hook(lambda *_: called.append("before"))
         optimizer.register_step_post_hook(lambda *_: called.append("after"))
-        monkeypatch.setattr(watcher._sources[0], where, None)
+        monkeypatch.setattr(watcher.buffers[0].source, where, None)
         train(optimizer, params, 2)
     assert called == ["before", "after"] * 2
     assert isinstance(watcher.error, TypeError)
@@ -592,10 +591,10 @@ def test_groups_are_told_in_the_order_of_the_model(kind):
 @pytest.mark.parametrize("kind", ["Adam", "SGD"])
 def test_memory_of_a_momentum_that_was_not_seen_is_not_known_until_it_has_faded(kind, way):
     whole, params = pair(kind)
-    with watch(whole, step=0) as all_of_it:
+    with watch(whole, step=0, every=1, phenomena=True) as all_of_it:
         train(whole, params, 100)
     optimizer, params = pair(kind)
-    watcher = watch(optimizer, step=0)
+    watcher = watch(optimizer, step=0, every=1, phenomena=True)
     if way == "stopped in between":
         with watcher:
             train(optimizer, params, 5)

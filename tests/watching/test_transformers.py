@@ -65,27 +65,32 @@ def train(folder, callback, *, make=torch.optim.AdamW, resume=None, steps=STEPS,
     return trainer
 
 
+def find(network):
+    return st.find_groups(network, **network.dummy_inputs)
+
+
 def series(table, quantity, group, statistic="median"):
     chosen = table[(table["quantity"] == quantity) & (table["group"] == group) & (table["statistic"] == statistic)]
     return dict(zip(chosen["step"], chosen["value"], strict=True))
 
 
 def test_the_records_are_those_of_a_plain_loop(tmp_path):
-    callback = WatchCallback(to=tmp_path / "run")
+    callback = WatchCallback(find, to=tmp_path / "run")
     trainer = train(tmp_path, callback)
     found = read_run(tmp_path / "run")
 
     network = model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
     losses = {}
-    with watch(optimizer, st.find_groups(network, **network.dummy_inputs)) as plain:
+    with watch(optimizer, find(network)) as plain:
         for step, batch in enumerate(torch.utils.data.DataLoader(Texts(), batch_size=BATCH)):
             optimizer.zero_grad()
             loss = network(**batch).loss
             loss.backward()
             optimizer.step()
             losses[step] = loss.item()
-    assert "model.layers.0.self_attn.q_proj.weight" in callback.watch.names
+    assert callback.watch.labels()["model.layers.0.self_attn.q_proj.weight"] == "invariant"
+    assert callback.watch.labels() == plain.labels()
     assert callback.watch.names == plain.names
     for group in plain.names:
         for quantity in ("radius", "angle", "effective_lr"):
@@ -112,25 +117,46 @@ def test_a_checkpoint_goes_on_with_its_numbers(make, tmp_path):
 
 def test_accumulated_batches_are_one_step_and_our_optimizer_names_its_rows(tmp_path):
     def ours(network):
-        return st.optim.Adam(st.find_groups(network, **network.dummy_inputs).param_groups(), lr=0.01, without="abc")
+        return st.optim.Adam(find(network).param_groups(), lr=0.01, without="abc")
 
     callback = WatchCallback()
     train(tmp_path, callback, make=ours, steps=2, gradient_accumulation_steps=2)
     group = "model.layers.0.self_attn.q_proj.weight"
     assert list(series(callback.watch.records(), "angle", group)) == [0, 1]
+    assert callback.watch.labels()[group] == "invariant"
 
 
-def test_it_says_what_is_missing(tmp_path):
-    class Bare(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = torch.nn.Linear(6, 6)
+class Bare(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 6)
 
-        def forward(self, input_ids, labels):
-            return {"loss": self.inner(input_ids.float()).square().mean()}
+    def forward(self, input_ids, labels):
+        return {"loss": self.inner(input_ids.float()).square().mean()}
 
-    with pytest.raises(ValueError, match="dummy_inputs"):
-        train(tmp_path, WatchCallback(), network=Bare())
+
+def test_without_groups_all_weights_are_watched(tmp_path):
+    callback = WatchCallback()
+    train(tmp_path, callback, network=Bare())
+    assert callback.watch.labels() == {"inner.weight": "untested", "inner.bias": "untested"}
+    for name in callback.watch.names:
+        assert list(series(callback.watch.records(), "angle", name)) == list(range(STEPS))
+
+
+@pytest.mark.parametrize(("groups", "why"), [(find, "dummy_inputs"), (lambda _: ["0.weight"], "groups must return")])
+def test_groups_that_cannot_be_found_are_logged_and_the_training_goes_on(groups, why, tmp_path, caplog):
+    callback = WatchCallback(groups)
+    trainer = train(tmp_path, callback, network=Bare())
+    assert trainer.state.global_step == STEPS
+    (record,) = [record for record in caplog.records if record.name == "steradian"]
+    assert "the training goes on and is not watched" in record.message
+    assert why in record.exc_text
+    assert callback.watch is None
+
+
+def test_it_says_what_groups_must_be():
+    with pytest.raises(TypeError, match="groups must be what find_groups returned"):
+        WatchCallback(["0.weight"])
 
 
 class Fails(WatchCallback):

@@ -5,10 +5,9 @@ import torch
 from torch import Tensor
 
 from steradian.groups import Group, Layout
-from steradian.scheme import reader_of
-from steradian.watching.buffer import Buffer
+from steradian.watching.buffer import sources_of
 from steradian.watching.rows import WatchedGroup, decoupled_decay
-from steradian.watching.sources.state import StateSource
+from steradian.watching.sources.observed import ObservedSource
 from steradian.watching.sources.triton import TritonSource, supports
 
 SHAPES = {"conv": (6, 4, 3, 3), "head": (5, 7), "whole": (3, 11), "long": (2, 20_000)}
@@ -20,12 +19,14 @@ OPTIMIZERS = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=1e-2),
     "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=1e-1),
+    "two points": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
 
 
-def params() -> dict[str, Tensor]:
+def params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    made = {name: torch.nn.Parameter(tensor) for name, tensor in made.items()}
     made["conv"].data = made["conv"].data.to(memory_format=torch.channels_last)
     return made
 
@@ -35,24 +36,21 @@ def watched(optimizer: torch.optim.Optimizer, made: dict[str, Tensor]) -> list[W
     found = []
     for name, param in made.items():
         size = Layout(LAYOUTS[name]).size(param.shape)
-        found.append(WatchedGroup(Group((name,), LAYOUTS[name], *size, "", 0.0), [param], options))
+        group = Group((name,), LAYOUTS[name], *size, "", 0.0)
+        found.append(WatchedGroup(group, [param], optimizer, options, "invariant"))
     return found
-
-
-def state_source(optimizer: torch.optim.Optimizer, entries: list[WatchedGroup]) -> StateSource:
-    return StateSource(optimizer, entries, reader=reader_of(optimizer), phenomena=False)
 
 
 def quantities(source, *given: Tensor) -> dict[str, Tensor]:
     image, more = source.numbers(*given)
     names = ("radius", "angle", "velocity", "effective_lr", "direction_norm", "radial", "nu")
-    return {**{name: getattr(image, name) for name in names}, **more}
+    return {**{name: value for name in names if (value := getattr(image, name)) is not None}, **more}
 
 
 def set_gradients(made: dict[str, Tensor], step: int, skip: str = "") -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for name, param in made.items():
-        gradient = torch.randn(param.shape, generator=generator)
+        gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
         param.grad = None if name == skip else gradient.to(memory_format=torch.preserve_format)
         if name == "conv" and param.grad is not None:
             param.grad = param.grad.to(memory_format=torch.channels_last)
@@ -61,11 +59,11 @@ def set_gradients(made: dict[str, Tensor], step: int, skip: str = "") -> None:
 def compare(optimizer, made, steps, after, *, names=None) -> None:
     """Quantities of some steps from one launch and from plain torch; `after` is called after each, with the groups."""
     entries, others = watched(optimizer, made), watched(optimizer, made)
-    assert supports(optimizer, entries)
-    launched, read = TritonSource(optimizer, entries), state_source(optimizer, others)
+    assert all(map(supports, entries))
+    launched, read = TritonSource(optimizer, entries), ObservedSource(optimizer, others)
     n_rows = sum(entry.n_rows for entry in entries)
     out = torch.zeros(steps, n_rows, len(launched.columns), dtype=torch.float64)
-    reference = torch.zeros(steps, n_rows, len(read.columns))
+    reference = torch.zeros(steps, n_rows, len(read.columns), dtype=torch.float64)
     rates = torch.zeros(steps, n_rows, dtype=torch.float64)
     for step in range(steps):
         set_gradients(made, step)
@@ -78,7 +76,7 @@ def compare(optimizer, made, steps, after, *, names=None) -> None:
         after([*entries, *others])
     decays = torch.full_like(rates, decoupled_decay(optimizer.param_groups[0]))
     found = quantities(launched, out, rates, decays)
-    expected = quantities(read, reference, rates.float(), decays.float())
+    expected = quantities(read, reference, rates, decays)
     assert set(found) == set(expected)
     places = {entry.name: entry.span for entry in others}
     for name in names or found:
@@ -102,6 +100,14 @@ def test_sums_in_one_launch_give_what_is_read(name) -> None:
     compare(optimizer, made, 4, after)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_observed_from_two_points(dtype) -> None:
+    made = params(dtype)
+    optimizer = torch.optim.AdamW(list(made.values()), lr=0.01, eps=1e-3)  # 1e-8 is 0 in float16
+    assert TritonSource(optimizer, watched(optimizer, made)).two_points
+    compare(optimizer, made, 3, lambda _: None)
+
+
 def test_rows_without_a_gradient_do_not_disturb_the_others() -> None:
     made = params()
     optimizer = torch.optim.Adam(list(made.values()), lr=0.01)
@@ -123,10 +129,11 @@ def test_rows_without_a_gradient_do_not_disturb_the_others() -> None:
 def test_what_one_launch_cannot_read_is_read_in_torch() -> None:
     made = params()
     nesterov = torch.optim.SGD(list(made.values()), lr=0.1, momentum=0.9, nesterov=True)
-    assert not supports(nesterov, watched(nesterov, made))
+    assert not any(map(supports, watched(nesterov, made)))
     optimizer = torch.optim.RMSprop(list(made.values()))
-    assert not supports(optimizer, watched(optimizer, made))
-    assert isinstance(Buffer(optimizer, watched(optimizer, made), phenomena=False).source, StateSource)
+    entries = watched(optimizer, made)
+    assert not any(map(supports, entries))
+    assert [type(source) for source in sources_of(optimizer, entries, phenomena=False)] == [ObservedSource]
 
 
 def test_a_loaded_state_is_read() -> None:

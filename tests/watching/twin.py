@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-FLOORS = {"defect": 1e-13, "radial": 1e-13}
+FLOORS = {"defect": 1e-13, "radial": 1e-13, "radial_share": 1e-11}
 """Quantities that are a difference of nearly equal numbers, and what rounding leaves of it."""
 
 
@@ -34,6 +34,15 @@ def turn(p, q):
         return 0.0
     p, q = p / p_norm, q / q_norm
     return 2 * np.arctan2(np.linalg.norm(p - q), np.linalg.norm(p + q))
+
+
+def relative_size(x, x_next):
+    return np.linalg.norm(x_next - x) / np.linalg.norm(x)
+
+
+def radial_share(x, x_next):
+    length = np.linalg.norm(x_next - x)
+    return abs((x_next - x) @ x) / np.linalg.norm(x) / length if length else 0.0
 
 
 def carry(q, path):
@@ -380,9 +389,17 @@ class Twin:
         self.expected.append({name: np.array([q[name] for q in per_row]) for name in per_row[0]})
         self.predicted = predicted
 
+    def _moved(self, points):
+        """The size of the update and its radial share, from two points."""
+        on = self.scheme.row_on_sphere if isinstance(self.scheme, Sphere) else lambda row: row
+        before = [on(row).points[-1] for row in self.rows]
+        for name, of in (("update", relative_size), ("radial_share", radial_share)):
+            self.expected[-1][name] = np.array([of(x, y) for x, y in zip(before, points, strict=True)])
+
     def after(self, *, rtol=1e-11):
         """The optimizer must have gone where the sums say, else the twin is of another optimizer."""
         points = rows_of(self.tensors, self.layout)
+        self._moved(points)
         if isinstance(self.scheme, Observed):
             per_row = [self.scheme.moved(row, x) for row, x in zip(self.rows, points, strict=True)]
             self.expected[-1] |= {name: np.array([q[name] for q in per_row]) for name in per_row[0]}

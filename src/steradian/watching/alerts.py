@@ -1,6 +1,6 @@
 """Alerts about a training, each raised once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +29,14 @@ class Alerts:
 
     Args:
         decays: weight decay of each group that has one; 0 if it has no effect on the rows.
+        invariant: names of the groups that are invariant; most alerts are about these.
 
     Attributes:
         raised: all alerts so far.
     """
 
-    def __init__(self, decays: Mapping[str, float]) -> None:
-        self.decays = decays
+    def __init__(self, decays: Mapping[str, float], invariant: Set[str]) -> None:
+        self.decays, self.invariant = decays, invariant
         self.raised: list[Alert] = []
         self.observed = 0
         self.first: int | None = None
@@ -50,7 +51,9 @@ class Alerts:
         new = []
         for check in (_not_finite, _h1, _h2, _collapsed, _defect, self._equilibrium, self._no_effect, self._apart):
             for alert in check(block):
-                if (alert.kind, alert.group) not in known:
+                # A bias that starts at 0 has no direction, and a row that is not invariant has a radial gradient.
+                applies = alert.group in self.invariant or check is _not_finite
+                if applies and (alert.kind, alert.group) not in known:
                     known.add((alert.kind, alert.group))
                     new.append(alert)
         self.observed += len(block.steps)
@@ -103,7 +106,8 @@ class Alerts:
         """Some layers turn much faster than others."""
         if self.observed < _EARLY or len(block.groups) < 2 or not _has(block, "angle"):
             return
-        angle = np.where(block.active, _get(block, "angle", "median"), np.nan)[-1]
+        invariant = np.array([group in self.invariant for group in block.groups])
+        angle = np.where(block.active & invariant, _get(block, "angle", "median"), np.nan)[-1]
         if not (angle > 0).sum() > 1:
             return
         angle = np.where(angle > 0, angle, np.nan)

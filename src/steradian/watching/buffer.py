@@ -1,4 +1,4 @@
-"""Observed steps of the rows on one device: their numbers, until a flush reduces them there."""
+"""Observed steps of the rows of one source: their numbers, until a flush reduces them on their device."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,17 @@ from steradian.balance import Balance, balance_of
 from steradian.groups import Layout
 from steradian.optim import RowOptimizer
 from steradian.optim.fused.decide import runs_kernels
-from steradian.scheme import UnreadableOptimizerError, reader_of
-from steradian.watching.rows import WatchedGroup, decoupled_decay, dtype_of, nominal_rate
+from steradian.watching.rows import INVARIANT, WatchedGroup, decoupled_decay, dtype_of, nominal_rate
 from steradian.watching.sources import Quantities, Source
-from steradian.watching.sources.observed import ObservedSource
-from steradian.watching.sources.state import StateSource
+from steradian.watching.sources.observed import ObservedSource, tells_step
+from steradian.watching.sources.phenomena import PhenomenaSource
 from steradian.watching.sources.telemetry import TelemetrySource
 from steradian.watching.statistics import Statistics
 
-__all__ = ["Buffer", "source_of"]
+__all__ = ["ON_INVARIANT", "SINGLE", "Buffer", "sources_of"]
 
-_NUMBERS = 2**24
-"""The most numbers in a buffer."""
+_SHARE, _NUMBERS = 16, 2**16
+"""A buffer has at most one number for this many of the watched weights, or as many as these."""
 _STEPS = 256
 """The most steps in a buffer."""
 _ALIGNED = 4
@@ -35,29 +34,51 @@ _BALANCING = ("weight_decay", "betas", "momentum")
 """Settings that an equilibrium depends on and that schedules change."""
 _SETTINGS = ("lr", "wd_ratio", "decoupled_weight_decay", *_BALANCING)
 """Settings that are read at every observed step."""
-_IMAGE = ("radius", "angle", "velocity", "taylor", "collapsed", "effective_lr", "direction_norm", "radial", "nu")
+_IMAGE = (
+    "radius",
+    "angle",
+    "update",
+    "radial_share",
+    "effective_lr",
+    "velocity",
+    "taylor",
+    "radial",
+    "direction_norm",
+    "nu",
+)
 """Quantities of the image of a step that are recorded."""
+_OF_ALL = {"radius", "angle", "update", "radial_share", "effective_lr", "defect", "gradient_norm", "collapsed", "lr"}
+"""Quantities that mean something on every row; the others are recorded on invariant rows alone."""
+ON_INVARIANT = ("velocity", "taylor", "radial", "direction_norm", "nu", "equilibrium_radius", "equilibrium_angle")
+SINGLE = 64
+"""Single rows of a group that are recorded now and then, evenly spaced."""
 
 Balancing = tuple[dict[str, Any], ...]
 
 
-def source_of(optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenomena: bool) -> Source:
-    """The cheapest source that knows the steps of these groups on one device.
+def sources_of(optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenomena: bool) -> list[Source]:
+    """The cheapest sources that know the steps of these groups on one device.
 
-    Telemetry if the optimizer has it, else its state if there is a reader, else the weights before and after.
+    Telemetry if the optimizer has it; else one launch over all rows where kernels run, or sums by torch. Groups whose
+    steps the state tells and others have sources of their own, since only the others are copied before a step.
     """
-    if isinstance(optimizer, RowOptimizer) and not phenomena and all(map(_has_telemetry, watched)):
-        return TelemetrySource(optimizer, watched)
-    try:
-        reader = reader_of(optimizer)
-    except UnreadableOptimizerError as error:
-        return ObservedSource(optimizer, watched, why=str(error))
-    if not phenomena and runs_kernels(watched[0].device):
+    if phenomena:
+        return [PhenomenaSource(optimizer, watched)]
+    found: list[Source] = []
+    left = list(watched)
+    if isinstance(optimizer, RowOptimizer):
+        ours = [group for group in left if _has_telemetry(group)]
+        found += [TelemetrySource(optimizer, ours)] if ours else []
+        left = [group for group in left if group not in ours]
+    kinds: dict[tuple[bool, Any, bool], list[WatchedGroup]] = {}
+    kernels = bool(left) and runs_kernels(left[0].device)
+    if kernels:
         from steradian.watching.sources.triton import TritonSource, supports
-
-        if supports(optimizer, watched):
-            return TritonSource(optimizer, watched)
-    return StateSource(optimizer, watched, reader=reader, phenomena=phenomena)
+    for group in left:
+        kinds.setdefault((kernels and supports(group), group.dtype, tells_step(group)), []).append(group)
+    for (by_kernel, _, _), groups in kinds.items():
+        found.append(TritonSource(optimizer, groups) if by_kernel else ObservedSource(optimizer, groups))
+    return found
 
 
 def _has_telemetry(watched: WatchedGroup) -> bool:
@@ -72,59 +93,68 @@ class Buffer:
     """The numbers of some observed steps, and the settings that these steps used.
 
     Args:
-        optimizer: the optimizer.
-        watched: its watched groups on one device.
-        phenomena: measure (b1), (b2) and (c). None: if every step is observed and the optimizer is not one of ours.
+        source: what writes the numbers.
+        optimizer: the optimizer whose steps they are.
         every_step: every step is observed.
 
     Attributes:
-        source: what writes the numbers.
         watched: the groups in the order of their places.
         steps: how many observed steps it holds.
         skipped: how many steps a gradient scaler skipped, on the device.
         may_skip: whether there is a gradient scaler that can skip steps.
+        single: places of the rows that are recorded by themselves now and then, on the device.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenomena: bool | None, every_step: bool = False
-    ) -> None:
-        if phenomena is None:
-            phenomena = every_step and not isinstance(optimizer, RowOptimizer)
-        self.optimizer = optimizer
-        self.source = source_of(optimizer, watched, phenomena=phenomena)
-        self.watched = sorted(watched, key=lambda group: group.start)
+    def __init__(self, source: Source, optimizer: Optimizer, *, every_step: bool = False) -> None:
+        self.source, self.optimizer = source, optimizer
+        self.watched = watched = source.watched
         self.device = watched[0].device
         self.n_rows = sum(group.n_rows for group in watched)
-        dtype, width = self.source.dtype or dtype_of(watched), len(self.source.columns)
+        dtype, width = source.dtype, len(source.columns)
         # All ranks must flush at the same steps, whatever number of rows each of them has.
         total = sum(group.total_rows for group in watched)
-        self.steps = max(1, min(_STEPS, _NUMBERS // max(1, total * width)))
+        most = max(_NUMBERS, sum(group.total_rows * group.size for group in watched) // _SHARE)
+        self.steps = max(1, min(_STEPS, most // max(1, total * width)))
         numbers = self.n_rows * width
         aligned = torch.zeros(self.steps, -(-numbers // _ALIGNED) * _ALIGNED, dtype=dtype, device=self.device)
         self.values = aligned[:, :numbers].unflatten(1, (self.n_rows, width))
         self._slots = self.values.unbind(0)
-        self._next = (*self._slots[1:], self._slots[0]) if every_step and self.source.ahead else ()
+        self._next = (*self._slots[1:], self._slots[0]) if every_step and source.ahead else ()
         # Where a source writes at a step that is not recorded.
-        unrecorded = self.n_rows if self.source.each_step else 0
+        unrecorded = self.n_rows if source.each_step else 0
         self.scratch = torch.zeros(unrecorded, width, dtype=dtype, device=self.device)
         # Rate and decoupled decay of each param group at each observed step; rates on the device in a tensor.
         self.param_groups = list({id(group.settings): group.settings for group in watched}.values())
         index = {id(settings): k for k, settings in enumerate(self.param_groups)}
-        self._places = [index[id(group.settings)] for group in self.watched]
+        self._places = [index[id(group.settings)] for group in watched]
         self.rates = torch.zeros(self.steps, len(self.param_groups), dtype=dtype, device=self.device)
         self._setting: list[tuple[float, float]] = [(0.0, 0.0)] * len(self.param_groups)
         self._settings = [self._setting] * self.steps
         self._known: list[object] = []
         # For each row, its param group and its group.
-        counts = torch.tensor([group.n_rows for group in self.watched], device="cpu")
+        counts = torch.tensor([group.n_rows for group in watched], device="cpu")
         self._column = torch.repeat_interleave(torch.tensor(self._places, device="cpu"), counts).to(self.device)
         self._group = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts).to(self.device)
-        self._equilibria = Equilibria(optimizer, self.watched, self._places, self.param_groups, self._group, self.steps)
+        self._equilibria = None
+        if any(group.label == INVARIANT for group in watched):
+            self._equilibria = Equilibria(optimizer, watched, self._places, self.param_groups, self._group, self.steps)
         self.may_skip = False
         self.skips = torch.zeros(self.steps, 2, device=self.device)
         self.skipped = torch.zeros((), device=self.device)
-        self.statistics = Statistics([group.span for group in self.watched], device=self.device)
-        self.statistics(self.values[0, :, 0][None])  # compiles its kernels
+        self.statistics = Statistics([group.span for group in watched], device=self.device)
+        self.statistics(self.values[0, :, 0][None].to(dtype_of(watched)))  # compiles its kernels
+        chosen = [torch.linspace(0, g.n_rows - 1, min(g.n_rows, SINGLE), device="cpu").round().long() for g in watched]
+        self.single_rows = [rows.numpy() for rows in chosen]
+        starts = zip(watched, chosen, strict=True)
+        self.single = torch.cat([group.start + rows for group, rows in starts]).to(self.device)
+
+    def nbytes(self) -> int:
+        """Memory on the device for observed steps."""
+        return self.values.nbytes + self.scratch.nbytes + self.source.nbytes()
+
+    def records(self, quantity: str) -> list[bool]:
+        """Whether a quantity is recorded, for each group."""
+        return [quantity in _OF_ALL or group.label == INVARIANT for group in self.watched]
 
     def update_settings(self) -> None:
         """Take over the param groups of the watched groups, which `Membership.update` changed."""
@@ -133,7 +163,7 @@ class Buffer:
 
     def missing(self) -> dict[str, str]:
         """Quantities that are not recorded, with the reason."""
-        return {**self.source.missing, **self._equilibria.missing()}
+        return {**self.source.missing, **(self._equilibria.missing() if self._equilibria is not None else {})}
 
     # At every step
 
@@ -153,10 +183,12 @@ class Buffer:
         # Settings rarely change; a tensor may have changed in place.
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._read_settings(slot)
-            self._equilibria.read_settings()
+            if self._equilibria is not None:
+                self._equilibria.read_settings()
             self._known = [] if any(isinstance(setting, Tensor) for setting in now) else now
         self._settings[slot] = self._setting
-        self._equilibria.observe(slot)
+        if self._equilibria is not None:
+            self._equilibria.observe(slot)
         if self.may_skip:
             found = getattr(self.optimizer, "found_inf", None)
             verdict = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
@@ -193,7 +225,10 @@ class Buffer:
         if self.may_skip:
             taken = (self.skips[:count, 0] == 0)[:, None].expand(count, self.n_rows)
             there = taken if there is None else there & taken
-        found |= self._equilibria(found, there)
+        if self._equilibria is not None:
+            found |= self._equilibria(found, there)
+        else:
+            found = {name: value for name, value in found.items() if name in _OF_ALL}
         rows = torch.stack(list(found.values()), dim=1)
         return tuple(found), self.statistics(rows), rows
 

@@ -3,8 +3,8 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import repeat
+from dataclasses import dataclass, replace
+from itertools import accumulate, repeat
 from operator import attrgetter, is_not, methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim import Optimizer
 
 from steradian.watching.alerts import Alerts
-from steradian.watching.buffer import Buffer
+from steradian.watching.buffer import SINGLE, Buffer
 from steradian.watching.paths import Paths
 from steradian.watching.records import COLUMNS, STATISTICS, Block, read_run
 from steradian.watching.sinks import Folder, Sink
@@ -31,6 +32,8 @@ Fail = Callable[[Exception], None]
 logger = logging.getLogger("steradian")
 
 _GRAD = attrgetter("grad")
+_MOST = 2**25
+"""Numbers that are kept in memory if there is no folder."""
 
 
 class _Copy:
@@ -92,8 +95,8 @@ class Flush:
         run: the run's name.
         buffers: one for each device.
         record_rows: names of groups whose rows are recorded at every observation.
-        rows_every: all rows of all groups are recorded once in this many observations; 0: never.
-        merge: gathers rows of several ranks.
+        rows_every: some rows of all groups are recorded once in this many observations; 0: never.
+        merges: for each buffer, what gathers its rows from several ranks; None if no row is sharded.
         paths: rows whose directions are recorded.
 
     Attributes:
@@ -107,7 +110,7 @@ class Flush:
         *,
         record_rows: frozenset[str],
         rows_every: int,
-        merge: "Merge | None",
+        merges: "Sequence[Merge] | None",
         paths: Paths,
     ) -> None:
         self.run = run
@@ -115,13 +118,14 @@ class Flush:
         self.watched = [group for buffer in buffers for group in buffer.watched]
         self.names = tuple(group.name for group in self.watched)
         self.record_rows, self.rows_every = record_rows, rows_every
-        self.merge = merge
+        self.merges = merges
         self.paths = paths
         self.observations = 0
         self.complete = True
-        self._params = [param for group in self.watched for param in group.params]
-        self._all = [True] * len(self.watched)
-        self._room = min(buffer.steps for buffer in buffers)
+        starts = accumulate((len(buffer.watched) for buffer in buffers), initial=0)
+        self._places = {id(buffer): start for buffer, start in zip(buffers, starts, strict=False)}
+        self._params = {id(buffer): [p for group in buffer.watched for p in group.params] for buffer in buffers}
+        self._room = min((buffer.steps for buffer in buffers), default=1)
         self._steps: list[int] = []
         self._active: list[list[bool]] = []
         self._logged: list[tuple[int, str, float | Tensor, Tensor | None]] = []
@@ -130,17 +134,23 @@ class Flush:
     # At every step
 
     @torch.no_grad()
-    def observe(self, step: int) -> None:
-        """Write the step that was just taken, with this number, to the buffers."""
-        slot = len(self._steps)
+    def observe(self, step: int, optimizer: Optimizer) -> None:
+        """Write what this optimizer did in the step with this number to its buffers."""
+        if not self._steps or self._steps[-1] != step:
+            self._steps.append(step)
+            self._active.append([False] * len(self.watched))
+            self.observations += 1
+            self.paths.observe(len(self._steps) - 1, self.observations)
+        slot, active = len(self._steps) - 1, self._active[-1]
         for buffer in self.buffers:
-            buffer.observe(slot)
-        self._steps.append(step)
-        # This may run at every step, so there is no Python loop over parameters.
-        usual = self.complete and all(map(is_not, map(_GRAD, self._params), repeat(None)))
-        self._active.append(self._all if usual else [group.active() for group in self.watched])
-        self.observations += 1
-        self.paths.observe(slot, self.observations)
+            if buffer.optimizer is optimizer:
+                buffer.observe(slot)
+                # This may run at every step, so there is no Python loop over parameters.
+                usual = self.complete and all(map(is_not, map(_GRAD, self._params[id(buffer)]), repeat(None)))
+                start, count = self._places[id(buffer)], len(buffer.watched)
+                active[start : start + count] = [True] * count if usual else [g.active() for g in buffer.watched]
+                for group in buffer.watched:
+                    group.held = None
 
     def log(self, step: int, name: str, value: float | Tensor) -> None:
         """Add a number of the run as a whole."""
@@ -194,8 +204,8 @@ class Flush:
             names, statistics, rows = buffer.reduce(count, mine)
             quantities.append(names)
             # A slice, because indices in a list would be copied to the device and waited for.
-            some = rows[slice(whole[0], None, self.rows_every)] if whole else rows[:0]
-            tensors += [statistics, some if self.merge is None else rows]
+            some = rows[slice(whole[0], None, self.rows_every)][:, :, buffer.single] if whole else rows[:0]
+            tensors += [statistics, some if self.merges is None else rows]
             tensors.append(buffer.skips[:count].clone() if buffer.may_skip else buffer.skips[:0])
             tensors += [rows[:, :, group.span] for group in buffer.watched if group.name in self.record_rows]
         return tensors, quantities
@@ -218,31 +228,46 @@ class Flush:
         arrays = sent.copy.arrays()
         union = tuple(dict.fromkeys(name for names in sent.quantities for name in names))
         count = len(sent.steps)
-        steps, taken, active = sent.steps, np.ones(count, dtype=bool), sent.active
+        steps, taken, active = sent.steps, np.ones(count, dtype=bool), sent.active.copy()
         parts: list[Array] = []
-        rows: list[tuple[int, str, Array]] = []
+        defined: list[NDArray[np.bool_]] = []
+        rows: list[tuple[int, str, Array, Array]] = []
+        elsewhere = False  # rank 0 makes the block
         # Without observed steps there are only logged numbers.
-        for buffer, names in zip(self.buffers if count else (), sent.quantities, strict=True):
+        for k, (buffer, names) in enumerate(zip(self.buffers if count else (), sent.quantities, strict=True)):
             statistics, some, skips = next(arrays), next(arrays), next(arrays)
             parts.append(_spread(statistics, names, union))
+            defined.append(_defined(buffer, names, union))
             if len(skips):
                 taken &= skips[:, 0] == 0
                 steps = sent.steps - skips[:, 1].astype(np.int64)
             chosen = {group.name: next(arrays) for group in buffer.watched if group.name in self.record_rows}
-            if self.merge is not None:
-                merged = self.merge(some, active, together=together)
+            if self.merges is not None:
+                first = self._places[id(buffer)]
+                mine = slice(first, first + len(buffer.watched))
+                merged = self.merges[k](some, active[:, mine], together=together)
                 if merged is None:
-                    return None
-                parts[-1], active, by_group = merged
-                recorded = [(k, name) for k in range(count) for name in by_group]
-                rows += [
-                    (k, name, by_group[name][k]) for k, name in recorded if k in sent.whole or name in self.record_rows
-                ]
+                    elsewhere = True
+                    continue
+                statistics, active[:, mine], by_group = merged
+                parts[-1] = _spread(statistics, names, union)
+                by_group = {name: _spread(each, names, union) for name, each in by_group.items()}
+                for name, values in by_group.items():
+                    everything = name in self.record_rows
+                    most = values.shape[2] if everything else min(values.shape[2], SINGLE)
+                    numbers = np.linspace(0, values.shape[2] - 1, most).round().astype(int)
+                    at = range(count) if everything else sent.whole
+                    rows += [(i, name, numbers, values[i][:, numbers]) for i in at]
                 continue
-            for group in buffer.watched:
-                at = range(count) if group.name in chosen else sent.whole
-                values = chosen[group.name] if group.name in chosen else some[:, :, group.span]
-                rows += [(k, group.name, of) for k, of in zip(at, _spread(values, names, union), strict=True)]
+            start = 0
+            for group, single in zip(buffer.watched, buffer.single_rows, strict=True):
+                everything = group.name in chosen
+                values = chosen[group.name] if everything else some[:, :, start : start + len(single)]
+                start += len(single)
+                numbers, at = (np.arange(group.n_rows), range(count)) if everything else (single, sent.whole)
+                rows += [(i, group.name, numbers, of) for i, of in zip(at, _spread(values, names, union), strict=True)]
+        if elsewhere:
+            return None
         logged = []
         for step, name, value, may_skip in sent.logged:
             value = float(next(arrays)) if value is None else value
@@ -261,10 +286,17 @@ class Flush:
             quantities=union,
             values=values[taken],
             active=active[taken],
+            defined=np.concatenate(defined, axis=1) if defined else np.zeros((0, len(self.names)), dtype=bool),
             logged=logged,
-            rows=[(int(steps[k]), name, v) for k, name, v in rows if taken[k] and active[k, place[name]]],
+            rows=[(int(steps[k]), name, n, v) for k, name, n, v in rows if taken[k] and active[k, place[name]]],
             paths=[(int(steps[k]), group, row, direction) for k, group, row, direction in paths if taken[k]],
         )
+
+
+def _defined(buffer: Buffer, names: Sequence[str], union: Sequence[str]) -> NDArray[np.bool_]:
+    """(quantities, groups): what is recorded of each group of a buffer."""
+    absent = [False] * len(buffer.watched)
+    return np.array([buffer.records(name) if name in names else absent for name in union], dtype=bool)
 
 
 def _spread(values: Array, names: Sequence[str], union: Sequence[str]) -> Array:
@@ -294,6 +326,7 @@ class Output:
     Attributes:
         last: the last block with a step.
         folder: the sink that keeps everything on disk, if there is one.
+        defects: the median |cos(x, ∇L)| of each group at the last observed steps.
     """
 
     def __init__(self, sinks: Sequence[Sink], alerts: Alerts, fail: Fail) -> None:
@@ -302,7 +335,14 @@ class Output:
         self.last: Block | None = None
         self.folder = next((sink for sink in sinks if isinstance(sink, Folder)), None)
         self._fail = fail
+        self.defects: dict[str, deque[float]] = {}
         self._blocks: list[Block] = []
+        self._dropped = False
+
+    @property
+    def seconds(self) -> float:
+        """Time that writing files took so far, in a thread of its own."""
+        return self.folder.seconds if self.folder is not None else 0.0
 
     def open(self, about: Mapping[str, Any]) -> None:
         """Open all sinks, or none."""
@@ -318,7 +358,11 @@ class Output:
         """Hand on one block."""
         self.last = block if len(block.steps) else self.last
         if self.folder is None:
-            self._blocks.append(block)
+            self._keep(block)
+        if "defect" in block.quantities:
+            medians = block.values[:, block.quantities.index("defect"), :, STATISTICS.index("median")]
+            for name, values, active in zip(block.groups, medians.T, block.active.T, strict=True):
+                self.defects.setdefault(name, deque(maxlen=64)).extend(map(float, values[active]))
         self._each(methodcaller("write", block))
         alerts = self.alerts.check(block)
         for kind in dict.fromkeys(alert.kind for alert in alerts):
@@ -327,6 +371,15 @@ class Output:
             logger.warning("%s: %s%s", block.run, same[0], others)
         for alert in alerts:
             self._each(methodcaller("alert", alert))
+
+    def _keep(self, block: Block) -> None:
+        """Keep a block in memory; if there are too many numbers, every second observed step is dropped."""
+        self._blocks.append(replace(block, rows=[], paths=[]))
+        if sum(kept.values.size for kept in self._blocks) > _MOST:
+            if not self._dropped:
+                logger.warning("%s: every second step is dropped from memory: pass to= to keep all of them", block.run)
+            self._dropped = True
+            self._blocks = [kept.thinned() for kept in self._blocks]
 
     def close(self) -> None:
         """Close all sinks."""
@@ -348,7 +401,8 @@ class Output:
 
         if self.folder is not None:
             self.folder.drain()
-            return read_run(self.folder.files.folder).table
+            if self.folder.files.exist():
+                return read_run(self.folder.files.folder).table
         tables = [block.table() for block in self._blocks]
         if not tables:
             return pd.DataFrame({name: [] for name in COLUMNS})

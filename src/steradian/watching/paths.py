@@ -1,22 +1,19 @@
 """Directions of chosen rows over time, recorded ever less often, so that long trainings do not keep many more."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from steradian.watching.records import Point
-from steradian.watching.rows import WatchedGroup
+from steradian.watching.rows import INVARIANT, WatchedGroup
 
-__all__ = ["PathHistory", "Paths"]
+__all__ = ["Paths"]
 
-_POINTS = 256
+_POINTS = 128
 """Points after which every second observation is left out, and again after each further half of them."""
-_LONGEST = 2**14
+_LONGEST = 2**10
 """Rows that are longer are not chosen unless the user names them."""
-_KEPT = 512
-"""Points of a path on disk; of more, every second one is dropped."""
 
 
 class Paths:
@@ -43,6 +40,7 @@ class Paths:
             # Only on rank 0, which cannot make the other ranks gather rows.
             usual = [group for group in watched if group.n_rows and group.size <= _LONGEST]
             usual = [group for group in usual if not group.gathered]
+            usual = [group for group in usual if group.label == INVARIANT] or [g for g in usual if g.n_rows > 1]
             places = {0, len(usual) // 2, len(usual) - 1} if usual else set()
             self.chosen = [(usual[k], 0) for k in sorted(places)]
             return
@@ -91,19 +89,3 @@ class Paths:
         if group.name not in self._orders:
             self._orders[group.name] = sorted(range(here.ndim), key=here.stride().__getitem__, reverse=True)
         return here.permute(self._orders[group.name]).reshape(-1)
-
-
-class PathHistory:
-    """All points of a run's paths so far; every second point of a path is dropped whenever it has more than 512."""
-
-    def __init__(self) -> None:
-        self._paths: dict[tuple[str, int], list[Point]] = {}
-
-    def add(self, new: Iterable[Point]) -> list[Point]:
-        """Add points; returns those that are kept, in the order of their steps."""
-        for point in new:
-            points = self._paths.setdefault((point[1], point[2]), [])
-            points.append(point)
-            if len(points) > _KEPT:
-                del points[1:-1:2]
-        return sorted((point for points in self._paths.values() for point in points), key=lambda point: point[0])

@@ -17,8 +17,8 @@ from s on again: of two parts with the same step the later one counts, and alert
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +29,18 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["COLUMNS", "QUANTITIES", "STATISTICS", "Alert", "Block", "Quantity", "RecordedRun", "Words", "read_run"]
+__all__ = [
+    "COLUMNS",
+    "QUANTITIES",
+    "STATISTICS",
+    "Alert",
+    "Block",
+    "Quantity",
+    "RecordedRun",
+    "Words",
+    "labels",
+    "read_run",
+]
 
 COLUMNS = ("run", "step", "group", "quantity", "statistic", "value")
 """Columns of the table."""
@@ -63,6 +74,10 @@ QUANTITIES = {
     "direction_norm": Quantity("Effective direction", "‖c^⊥‖", "the length of the direction that η^e multiplies"),
     "velocity": Quantity("Velocity", "z", "z = η^e‖c^⊥‖, the speed on the sphere; H2 holds below π"),
     "angle": Quantity("Angle per step", "atan z", "how far the row turns in one step, in radians"),
+    "update": Quantity("Relative update", "‖Δx‖/r", "the length of the update relative to the row's norm"),
+    "radial_share": Quantity(
+        "Radial share", "|⟨Δx,u⟩|/‖Δx‖", "the share of the update along the row, which does not turn it"
+    ),
     "radial": Quantity("Radial part", "A⟨c,u⟩", "the share of the radius that the step takes; H1 holds below 1"),
     "taylor": Quantity("Taylor variable", "z²", "the variable that Theorem 4 takes to be small"),
     "nu": Quantity("Second moment on the sphere", "ν", "ν = r b̄, Adam's divisor as the sphere sees it"),
@@ -70,7 +85,7 @@ QUANTITIES = {
     "gradient_memory": Quantity("(b1) Gradient memory", "(b1)", "turn by past gradients left untransported, radians"),
     "l2_memory": Quantity("(b2) L2 memory", "(b2)", "turn by past points in the L2 term, radians"),
     "radius_ratio": Quantity("(c) Radius ratio", "(c)", "turn by the ratios of radii r_k/r_i, radians"),
-    "defect": Quantity("Invariance defect", "|cos(x, ∇L)|", "0 for an invariant row; the normalization's ε shows here"),
+    "defect": Quantity("Invariance defect", "|cos(x, ∇L)|", "0 for an invariant row, up to the normalization's ε"),
     "gradient_norm": Quantity("Gradient norm", "‖∇L(x)‖", "the norm of the row's gradient, without weight decay"),
     "collapsed": Quantity("Collapsed rows", "", "1 for a row whose radius is too small for a direction, else 0"),
     "equilibrium_radius": Quantity("Equilibrium radius", "r*", "the radius at which growth and decay balance"),
@@ -132,7 +147,8 @@ class Block:
         values: (S, quantities, groups, statistics); NaN where something is not known.
         active: (S, groups), whether a group was stepped.
         logged: (step, name, value) of the run as a whole.
-        rows: (step, group, (quantities, n)) single rows.
+        defined: (quantities, groups), whether a quantity is recorded for a group.
+        rows: (step, group, row numbers, (quantities, n)) single rows.
         paths: (step, group, row, direction).
     """
 
@@ -142,8 +158,9 @@ class Block:
     quantities: tuple[str, ...]
     values: NDArray[Any]
     active: NDArray[np.bool_]
+    defined: NDArray[np.bool_]
     logged: list[tuple[int, str, float]] = field(default_factory=list)
-    rows: list[tuple[int, str, NDArray[Any]]] = field(default_factory=list)
+    rows: list[tuple[int, str, NDArray[Any], NDArray[Any]]] = field(default_factory=list)
     paths: list[Point] = field(default_factory=list)
 
     def columns(self) -> Columns:
@@ -152,8 +169,8 @@ class Block:
         code = {name: len(self.quantities) + k for k, name in enumerate(names)}
         extra = len(self.logged)
         places = _places(self.values.shape, tuple(name in ONE_NUMBER for name in self.quantities))
-        if not self.active.all():
-            places = places.where(self.active[places.step, places.group])
+        if not (self.active.all() and self.defined.all()):
+            places = places.where(self.active[places.step, places.group] & self.defined[places.quantity, places.group])
 
         def words(codes: NDArray[Any], more: list[int], names: list[str]) -> Words:
             return Words(np.append(codes, np.array(more, dtype=codes.dtype)), names)
@@ -173,19 +190,28 @@ class Block:
 
     def row_columns(self) -> Columns:
         """The columns run, step, group, quantity, row, value of single rows."""
-        counts = [values.size for *_, values in self.rows]
-        groups = list(dict.fromkeys(group for _, group, _ in self.rows))
-        places = [np.indices(values.shape, dtype=np.int32) for *_, values in self.rows]
+        groups = list(dict.fromkeys(group for _, group, *_ in self.rows))
+        parts: list[tuple[NDArray[Any], ...]] = []
+        for at, group, numbers, values in self.rows:
+            chosen = np.flatnonzero(self.defined[:, self.groups.index(group)])
+            where = np.full((2, len(chosen) * len(numbers)), [[at], [groups.index(group)]])
+            which = np.repeat(chosen, len(numbers)), np.tile(numbers, len(chosen))
+            parts.append((*where, *which, values[chosen].reshape(-1)))
+        step, code, quantity, row, value = (np.concatenate(each) for each in zip(*parts, strict=True))
         return {
-            "run": Words(np.zeros(sum(counts), dtype=np.int16), [self.run]),
-            "step": np.repeat(np.array([step for step, *_ in self.rows], dtype=np.int64), counts),
-            "group": Words(
-                np.repeat(np.array([groups.index(g) for _, g, _ in self.rows], dtype=np.int16), counts), groups
-            ),
-            "quantity": Words(np.concatenate([at[0].ravel() for at in places]), list(self.quantities)),
-            "row": np.concatenate([at[1].ravel() for at in places]),
-            "value": np.concatenate([values.ravel() for *_, values in self.rows]).astype(float),
+            "run": Words(np.zeros(len(step), dtype=np.int16), [self.run]),
+            "step": step.astype(np.int64),
+            "group": Words(code.astype(np.int16), groups),
+            "quantity": Words(quantity.astype(np.int16), list(self.quantities)),
+            "row": row.astype(np.int32),
+            "value": value.astype(float),
         }
+
+    def thinned(self) -> "Block":
+        """Every second step of this block; what was logged is kept."""
+        return replace(
+            self, steps=self.steps[::2], values=self.values[::2].copy(), active=self.active[::2], rows=[], paths=[]
+        )
 
     def table(self) -> "pd.DataFrame":
         """The table of this block, with the columns `COLUMNS`."""
@@ -203,7 +229,7 @@ class Block:
         """The k-th step as a flat dict for loggers, such as {"radius/conv1.weight/median": 1.0}; finite values only."""
         found = {}
         for q, quantity in enumerate(self.quantities):
-            for g in np.flatnonzero(self.active[k]):
+            for g in np.flatnonzero(self.active[k] & self.defined[q]):
                 name = f"{quantity}/{self.groups[g]}"
                 if quantity in ONE_NUMBER:
                     found[name] = float(self.values[k, q, g, _MEAN])
@@ -218,6 +244,7 @@ class Block:
             self.groups[g]: {
                 quantity: dict(zip(STATISTICS, map(float, self.values[k, q, g]), strict=True))
                 for q, quantity in enumerate(self.quantities)
+                if self.defined[q, g]
             }
             for g in np.flatnonzero(self.active[k])
         }
@@ -271,6 +298,36 @@ def _distinct(names: list[str]) -> list[str]:
     return found
 
 
+# Labels
+
+_REFUTED = 0.01
+"""|cos(x, ∇L)| above which rows are not invariant: chance alone gives less in rows of more than 10,000 numbers."""
+_ENOUGH = 5
+"""Observed steps that a gradient must have refuted invariance in."""
+
+
+def refuted(defects: Iterable[float]) -> bool:
+    """Whether the gradient refutes the invariance of a group, from the median |cos(x, ∇L)| at each observed step."""
+    finite = np.array([value for value in defects if np.isfinite(value)])
+    return len(finite) >= _ENOUGH and float(np.median(finite)) > _REFUTED
+
+
+def labels(run: "RecordedRun") -> dict[str, str]:
+    """The label of each group of a run: "invariant", "not invariant" or "untested".
+
+    A group that was not tested is not invariant if its gradient says so.
+    """
+    table = run.table
+    medians = table[(table["quantity"] == "defect") & (table["statistic"] == "median")]
+    by_group = {str(group): values.to_numpy() for group, values in medians.groupby("group", observed=True)["value"]}
+    found = {}
+    for group in run.about.get("groups") or ():
+        label = str(group.get("label", "invariant"))  # 0.1 watched only invariant rows
+        against = label == "untested" and refuted(by_group.get(group["name"], ()))
+        found[str(group["name"])] = "not invariant" if against else label
+    return found
+
+
 # Summary
 
 _SUMMARY = (
@@ -278,6 +335,7 @@ _SUMMARY = (
     ("effective rate", "effective_lr", "median"),
     ("angle", "angle", "median"),
     ("in equilibrium", "equilibrium_angle", "median"),
+    ("update", "update", "median"),
     ("radius", "radius", "median"),
     ("in equilibrium", "equilibrium_radius", "median"),
     ("A⟨c,u⟩, largest", "radial", "max"),
@@ -288,22 +346,31 @@ _SUMMARY = (
 
 
 def summary(
-    run: str, block: Block | None, order: Sequence[str], alerts: Sequence[Alert], missing: Mapping[str, str]
+    run: str, block: Block | None, names: Mapping[str, str], alerts: Sequence[Alert], missing: Mapping[str, str]
 ) -> str:
-    """A table of the last step of a block, one line per group in this order, then alerts and what is missing."""
+    """A table of the last step of a block, then alerts and what is missing.
+
+    Args:
+        run: the run's name.
+        block: with the last step.
+        names: the groups in the order of the table, with their labels.
+        alerts: raised so far.
+        missing: quantities that are not recorded, with the reason.
+    """
     if block is None or not len(block.steps):
         return f"{run}: nothing observed yet"
     last = block.at(-1)
     columns = [column for column in _SUMMARY if column[1] in block.quantities]
-    lines = [["group", *(title for title, _, _ in columns)]]
-    for group in (name for name in order if name in last):
+    lines = [["group", *(title for title, _, _ in columns), "label"]]
+    for group in (name for name in names if name in last):
         found = last[group]
-        lines.append([group, *(f"{found[quantity][statistic]:.3g}" for _, quantity, statistic in columns)])
+        numbers = [f"{found[of][statistic]:.3g}" if of in found else "" for _, of, statistic in columns]
+        lines.append([group, *numbers, names[group]])
     widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
     text = [f"{run}, step {int(block.steps[-1])}"]
     for name, *cells in lines:
-        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        text.append("  ".join([name.ljust(widths[0]), *numbers]).rstrip())
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
     text += [f"alert: {alert}" for alert in alerts]
     by_reason: dict[str, list[str]] = {}
     for name, why in missing.items():
@@ -322,8 +389,9 @@ class RecordedRun:
     Attributes:
         name: the run's name.
         about: the contents of run.json: "run", "started", "every", "optimizer" ({"name", "groups": [settings]}),
-            "groups" ([{"name", "names", "layout", "rows", "size", "reason", "defect"}]), "rest" (names),
-            "missing" ({quantity: why it is not recorded}), "config" (the user's), "environment".
+            "groups" ([{"name", "names", "label", "layout", "shapes", "rows", "size", "reason", "defect"}]), "rest"
+            (parameters that are not watched), "missing" ({quantity: why it is not recorded}), "config" (the user's),
+            "cost" ({"share" of the time, "seconds" for each of "observed" steps, "bytes"}), "environment".
         table: `COLUMNS`; run, group, quantity and statistic are categories.
         rows: `ROW_COLUMNS`: all rows at some steps, chosen rows at all.
         paths: `PATH_COLUMNS`: directions u of chosen rows, each a list of d numbers.

@@ -1,43 +1,51 @@
-"""Which rows of an optimizer are watched: groups with their parameters, their settings and their place."""
+"""Which rows are watched: every parameter that an optimizer steps, cut into rows, with its name, label and settings."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from operator import is_
-from typing import Any
+from fnmatch import fnmatchcase
+from numbers import Real
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steradian.groups import Group, Groups, Layout, is_flattened, is_sharded
 from steradian.optim.state import sharding
 
 __all__ = [
+    "INVARIANT",
     "Membership",
-    "Stack",
     "WatchedGroup",
     "declared_groups",
     "decoupled_decay",
     "dtype_of",
     "nominal_rate",
     "place",
-    "stacks",
     "watched_groups",
 ]
 
 Settings = dict[str, Any]
 """A param group of an optimizer."""
+Model = nn.Module | Sequence[nn.Module] | Groups | None
+"""Where names come from: a model, its parts, what `find_groups` found, or the optimizer's own names (None)."""
+
+INVARIANT, NOT_INVARIANT, UNTESTED = "invariant", "not invariant", "untested"
+_PIECE = 2**16
+"""Numbers that are computed with at once, so that temporaries stay small."""
+_SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 
 
 class WatchedGroup:
     """A group of rows that an optimizer steps.
 
     Args:
-        group: as `find_groups` found it, or as a param group declares it.
+        group: as `find_groups` found it, as a param group declares it, or how a parameter without either is cut.
         params: its parameters.
+        optimizer: what steps them.
         settings: the param group of the first of them.
+        label: "invariant", "not invariant" or "untested".
 
     Attributes:
         name: the parameter's name; of a joint set, all names joined by " + ".
@@ -46,13 +54,16 @@ class WatchedGroup:
         n_rows: rows on this rank.
         total_rows: rows on all ranks.
         gathered: its rows span several ranks, and every rank gathers all of them.
-        start: where its rows begin among all watched rows on its device; a source sets it with `place`.
+        start: where its rows begin among all rows of its source, which sets it with `place`.
         span: the places of its rows.
-        gone: the optimizer no longer steps it, or no longer in the param group that it was in.
+        gone: the optimizer no longer steps it, or not as it did when the watch began.
+        held: its gradients before the step, if someone else may take them away before the watch reads them.
     """
 
-    def __init__(self, group: Group, params: Sequence[Tensor], settings: Settings) -> None:
-        self.group, self.params, self.settings = group, params, settings
+    def __init__(
+        self, group: Group, params: Sequence[Tensor], optimizer: Optimizer, settings: Settings, label: str
+    ) -> None:
+        self.group, self.params, self.optimizer, self.settings, self.label = group, params, optimizer, settings, label
         self.name = " + ".join(group.names)
         self.layout, self.size = Layout(group.spec), group.size
         self.device, self.dtype = params[0].device, params[0].dtype
@@ -62,16 +73,18 @@ class WatchedGroup:
         self.gathered = self.sharded and self.n_rows == self.total_rows
         self.start, self.span = 0, slice(0, self.n_rows)
         self.gone = False
+        self.held: list[Tensor] | None = None
 
     def active(self) -> bool:
         """Whether all of its parameters have a gradient, so that the step moves it."""
-        return not self.gone and all(param.grad is not None for param in self.params)
+        return not self.gone and (self.held is not None or all(param.grad is not None for param in self.params))
 
     def describe(self) -> dict[str, Any]:
         """Its entry in run.json."""
         return {
             "name": self.name,
             "names": list(self.group.names),
+            "label": self.label,
             "layout": self.layout.spec,
             "shapes": [list(param.shape) for param in self.params],
             "rows": self.total_rows,
@@ -85,91 +98,210 @@ class WatchedGroup:
         tensor = tensor.detach()
         return sharding().part(tensor, self.layout) if self.sharded and is_sharded(tensor) else tensor
 
-    def cut(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Tensors in the shapes of the parameters as (n, d) rows; of sharded parameters those of this rank."""
-        return self.layout.join([self.local(tensor) for tensor in tensors])
+    def pieces(self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor]) -> Iterator["Piece"]:
+        """Its rows after a step in pieces of bounded size: some rows, or entries of one long row.
 
-    def gradient(self) -> Tensor:
-        """The gradients as (n, d) rows; only for an active group."""
-        gradients = [param.grad for param in self.params if param.grad is not None]
-        return self.cut([grad.to_dense() if grad.layout != torch.strided else grad for grad in gradients])
+        Args:
+            points: the parameters before the step, if they were copied.
+            gradients: of the step.
+        """
+        rows, columns = max(1, _PIECE // self.size), min(_PIECE, self.size)
+        for row in range(0, self.n_rows, rows):
+            for column in range(0, self.size, columns):
+                at = slice(row, min(row + rows, self.n_rows)), slice(column, column + columns)
+                before = None if points is None else self.cut(points, at)
+                yield Piece(at[0], before, self.cut(self.params, at), self.cut(gradients, at), self._state(at))
+
+    def whole(self, points: Sequence[Tensor], gradients: Sequence[Tensor]) -> "Piece":
+        """All rows, as one piece."""
+        rows, columns = slice(0, self.n_rows), slice(0, self.size)
+        before, now, gradient = (self.cut(tensors) for tensors in (points, self.params, gradients))
+        return Piece(rows, before, now, gradient, self._state((rows, columns)))
+
+    def cut(self, tensors: Sequence[Tensor], at: tuple[slice, slice] | None = None) -> Tensor:
+        """Tensors in the shapes of the parameters as (n, d) rows, those of this rank, or a part of them."""
+        parts = [self.local(tensor) for tensor in tensors]
+        if at is None:
+            return self.layout.join(parts)
+        rows, columns = at
+        if len(parts) == 1 and self.layout.spec in ("filter", "tensor"):  # without copying the other rows
+            [part] = parts
+            part = part[rows] if self.layout.spec == "filter" and part.ndim else part
+            return part.reshape(rows.stop - rows.start, self.size)[:, columns]
+        return self.layout.join(parts)[rows, columns]
+
+    def _state(self, at: tuple[slice, slice]) -> dict[str, Tensor]:
+        """The optimizer's state of a piece: entries like the parameters, one number per row, or one for all."""
+        states = [self.optimizer.state.get(param, {}) for param in self.params]
+        shape, per_row = self.params[0].shape, getattr(self.optimizer, "row_state", ())
+        found: dict[str, Tensor] = {}
+        for name, value in states[0].items():
+            if isinstance(value, Real):
+                found[name] = torch.tensor(float(value), device="cpu")
+            elif not isinstance(value, Tensor):
+                continue
+            elif name in per_row and value.shape != shape:
+                found[name] = self.local(value)[at[0]]
+            elif value.shape == shape:
+                found[name] = self.cut([state[name] for state in states], at)
+            elif value.numel() == 1:
+                found[name] = value.reshape(())
+        return found
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of its parameters, dense; only for an active group."""
+        found = [param.grad for param in self.params if param.grad is not None]
+        found = found if len(found) == len(self.params) else self.held or []
+        return [grad.to_dense() if grad.layout != torch.strided else grad for grad in found]
 
 
-def watched_groups(optimizer: Optimizer, groups: Groups | None) -> list[WatchedGroup]:
-    """The rows to watch: those of `groups` that the optimizer steps, or those that its param groups declare.
+class Piece(NamedTuple):
+    """Some rows of a group after a step.
+
+    Attributes:
+        rows: which of the group's rows.
+        before: the rows before the step, if they were copied.
+        now: the rows after it.
+        gradient: their gradient.
+        state: their state in the optimizer.
+    """
+
+    rows: slice
+    before: Tensor | None
+    now: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+
+
+def watched_groups(
+    optimizers: Sequence[Optimizer], model: Model = None, only: Sequence[str] | None = None
+) -> tuple[list[WatchedGroup], list[str]]:
+    """Every parameter that the optimizers step, as groups of rows, and sentences about what is left out.
+
+    Rows are those that `find_groups` proved or that a param group declares; else the slices of dimension 0 of a matrix
+    or filter, and everything smaller as a whole.
+
+    Args:
+        optimizers: they step the parameters.
+        model: where names come from.
+        only: glob patterns of parameter names.
 
     Raises:
-        ValueError: there are none, or FSDP1 flattened them.
-        TypeError: they do not hold real numbers.
+        ValueError: no name matches a pattern of `only`.
     """
-    if groups is None:
-        found = [WatchedGroup(*declared) for declared in declared_groups(optimizer)]
-    else:
-        settings = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        found = [
-            WatchedGroup(group, params, settings[id(params[0])])
-            for group in groups.groups
-            for params in [[groups.params[name] for name in group.names]]
-            if all(id(param) in settings for param in params)
-        ]
-    found = [watched for watched in found if watched.size and watched.total_rows]
-    if not found:
-        raise ValueError(_why_nothing(optimizer, groups))
-    for watched in found:
-        for param in watched.params:
-            if not param.is_floating_point():
-                raise TypeError(f"rows must hold real floating-point numbers, but {watched.name} has {param.dtype}")
-        if any(map(is_flattened, watched.params)):
-            raise ValueError(f"{watched.name} was flattened by FullyShardedDataParallel and has no rows any more")
-        if len({param.device for param in watched.params}) > 1:
-            raise ValueError(f"the joint rows of {watched.name} are on several devices")
-    return found
+    found: list[WatchedGroup] = []
+    notes: list[str] = []
+    names = _names(optimizers, model)
+    if only is not None:
+        unmatched = [pattern for pattern in only if not any(fnmatchcase(name, pattern) for name in names.values())]
+        if unmatched:
+            raise ValueError(f"only: no name matches {unmatched}; the parameters are {_some(list(names.values()))}")
+    for optimizer in optimizers:
+        owner = {id(param): settings for settings in optimizer.param_groups for param in settings["params"]}
+        taken: set[int] = set()
+        for group, params, label in _proposed(optimizer, model, names):
+            ids = [id(param) for param in params]
+            if any(key in taken or key not in owner for key in ids):
+                continue
+            if only is not None and not any(fnmatchcase(name, each) for name in group.names for each in only):
+                continue
+            if len({param.device for param in params}) > 1:
+                notes.append(f"{' + '.join(group.names)} are rows only together, but are on several devices")
+                continue
+            taken.update(ids)
+            why = _why_not(params)
+            if why:
+                notes.append(f"{group.names[0]} {why}")
+            elif group.size and group.n_rows and all(param.requires_grad for param in params):
+                found.append(WatchedGroup(group, params, optimizer, owner[ids[0]], label))
+    place_of = {key: k for k, key in enumerate(_of_model(model))}
+    found.sort(key=lambda group: place_of.get(id(group.params[0]), len(place_of)))
+    if isinstance(model, Groups) and found and not any(id(param) in names for param in model.params.values()):
+        notes.append("groups holds other parameters than the optimizer: use groups.of(model)")
+    return found, notes
 
 
-def declared_groups(
-    optimizer: Optimizer, names: Mapping[int, str] | None = None
-) -> Iterator[tuple[Group, list[Tensor], Settings]]:
+def _proposed(
+    optimizer: Optimizer, model: Model, names: Mapping[int, str]
+) -> Iterator[tuple[Group, list[Tensor], str]]:
+    """Groups of rows in the order of their precedence: proved, declared, then every parameter by itself."""
+    rest: set[int] = set()
+    if isinstance(model, Groups):
+        facts = [fact for fact in model.facts if len(fact.names) == 1]
+        for group in (*model.groups, *facts):
+            yield group, [model.params[name] for name in group.names], INVARIANT
+        rest = {id(model.params[name]) for name in model.rest if name not in model.no_effect}
+    for group, params, _ in declared_groups(optimizer, names):
+        yield group, params, INVARIANT
+    for settings in optimizer.param_groups:
+        for param in settings["params"]:
+            layout = Layout("filter" if param.ndim > 1 else "tensor")
+            group = Group((names[id(param)],), layout.spec, *layout.size(param.shape), "", math.nan)
+            yield group, [param], NOT_INVARIANT if id(param) in rest else UNTESTED
+
+
+def declared_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[Group, list[Tensor], Settings]]:
     """The groups of rows that param groups declare under "rows" and "joint", with parameters and param group.
 
     Args:
         optimizer: the optimizer.
-        names: names of parameters by their id; others are left out. None: the optimizer's own names, or numbers.
+        names: names of parameters by their id.
     """
-    taken: set[str] = set()
-    for k, settings in enumerate(optimizer.param_groups):
+    for settings in optimizer.param_groups:
         if settings.get("rows") is None:
             continue
-        params = settings["params"]
-        if names is not None:
-            known = [(names[id(param)], param) for param in params if id(param) in names]
-        else:
-            own = settings.get("param_names") or [f"group {k}, parameter {i}" for i in range(len(params))]
-            # Two models in one optimizer, such as actor and critic, may have parameters of the same name.
-            own = [f"{name} (group {k})" if name in taken else name for name in own]
-            taken.update(own)
-            known = list(zip(own, params, strict=True))
-        layout = Layout(settings["rows"])
-        for members in [known] if settings.get("joint") and known else [[one] for one in known]:
-            sizes = [layout.size(param.shape) for _, param in members]
-            together = tuple(name for name, _ in members)
-            group = Group(together, layout.spec, sizes[0][0], sum(size for _, size in sizes), "", math.nan)
-            yield group, [param for _, param in members], settings
+        layout, params = Layout(settings["rows"]), settings["params"]
+        for members in [params] if settings.get("joint") and params else [[param] for param in params]:
+            sizes = [layout.size(param.shape) for param in members]
+            together = tuple(names[id(param)] for param in members)
+            yield Group(together, layout.spec, sizes[0][0], sum(d for _, d in sizes), "", math.nan), members, settings
 
 
-def _why_nothing(optimizer: Optimizer, groups: Groups | None) -> str:
-    if groups is None:
-        return (
-            "the optimizer's param groups declare no rows: pass groups=find_groups(model, inputs), or make the "
-            "optimizer from groups.param_groups()"
-        )
-    if not groups.groups:
-        return "there are no rows to watch: groups is empty, since no weight of the model is radially invariant"
-    stepped = {id(param) for settings in optimizer.param_groups for param in settings["params"]}
-    for group in groups.groups:
-        here = [name for name in group.names if id(groups.params[name]) in stepped]
-        if here and len(here) < len(group.names):
-            return f"{' + '.join(group.names)} are rows only together, and this optimizer steps {here} alone"
-    return "none of the rows in groups belongs to a parameter of this optimizer"
+def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
+    """A name of its own for each parameter of the optimizers: the model's, else the optimizer's, else its number."""
+    known = _of_model(model)
+    found: dict[int, str] = {}
+    taken: set[str] = set()
+    for number, optimizer in enumerate(optimizers):
+        of = f"optimizer {number}, " if len(optimizers) > 1 else ""
+        for k, settings in enumerate(optimizer.param_groups):
+            own = settings.get("param_names") or [
+                f"{of}group {k}, parameter {i}" for i in range(len(settings["params"]))
+            ]
+            for param, other in zip(settings["params"], own, strict=False):
+                name = known.get(id(param), other)
+                # Two models, such as actor and critic, may have parameters of the same name.
+                while name in taken:
+                    name += f" ({of}group {k})"
+                found[id(param)] = name
+                taken.add(name)
+    return found
+
+
+def _of_model(model: Model) -> dict[int, str]:
+    """Names of a model's parameters by their id, in the model's order."""
+    if isinstance(model, Groups):
+        return {id(param): name for name, param in model.params.items()}
+    parts = [model] if isinstance(model, nn.Module) else list(model or ())
+    return {id(param): _plain(name) for part in parts for name, param in part.named_parameters()}
+
+
+def _plain(name: str) -> str:
+    """A name without the prefixes of `torch.compile` and activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _why_not(params: Sequence[Tensor]) -> str:
+    """Why parameters cannot be watched; empty if they can."""
+    if not all(param.is_floating_point() for param in params):
+        return f"holds {params[0].dtype}, and rows are real vectors"
+    if any(map(is_flattened, params)):
+        return "was flattened by FullyShardedDataParallel and has no rows any more"
+    return ""
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 # Order and settings
@@ -207,36 +339,44 @@ def decoupled_decay(settings: Mapping[str, Any]) -> float:
 
 
 class Membership:
-    """Keeps up with changes of an optimizer's param groups.
+    """Keeps up with changes of the optimizers' param groups and parameters.
 
-    `load_state_dict` replaces param groups: watched groups get the new settings. A group whose parameter left its param
-    group is gone: it does not move any more, or moves under other settings.
+    `load_state_dict` replaces param groups: watched groups get the new settings. A group is gone if a parameter left
+    its param group, or changed its shape, dtype or device: it does not move any more, or is cut into other rows.
 
     Args:
-        optimizer: the optimizer.
-        watched: its watched groups.
+        watched: the watched groups.
     """
 
-    def __init__(self, optimizer: Optimizer, watched: Sequence[WatchedGroup]) -> None:
-        self.optimizer = optimizer
+    def __init__(self, watched: Sequence[WatchedGroup]) -> None:
         self.watched = watched
+        self.optimizers = list({id(group.optimizer): group.optimizer for group in watched}.values())
+        self._params = [param for group in watched for param in group.params]
+        self._forms = self._present_forms()
         self._members = self._present()
 
     def _present(self) -> list[tuple[Settings, list[Tensor]]]:
-        return [(group, list(group["params"])) for group in self.optimizer.param_groups]
+        return [(group, list(group["params"])) for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def _present_forms(self) -> list[list[Any]]:
+        return [list(map(of, self._params)) for of in (_SHAPE, _DTYPE, _DEVICE)]
 
     def changed(self) -> bool:
         """Whether param groups or their parameters are others than at the last call of `update`."""
-        groups = self.optimizer.param_groups
-        return len(groups) != len(self._members) or not all(
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        same = len(groups) == len(self._members) and all(
             group is known and len(group["params"]) == len(params) and all(map(is_, group["params"], params))
             for group, (known, params) in zip(groups, self._members, strict=True)
         )
+        return not same or self._present_forms() != self._forms
 
     def update(self) -> list[str]:
         """Adopt the present param groups; returns the names of groups that are gone since the last call."""
-        self._members = self._present()
-        present = self.optimizer.param_groups
+        before = list(zip(*self._forms, strict=True))
+        self._members, self._forms = self._present(), self._present_forms()
+        now = zip(self._params, before, zip(*self._forms, strict=True), strict=True)
+        reshaped = {id(param) for param, old, new in now if old != new}
+        present = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         owner = {id(param): settings for settings in present for param in settings["params"]}
         lost: list[str] = []
         for old in list({id(watched.settings): watched.settings for watched in self.watched}.values()):
@@ -248,81 +388,8 @@ class Membership:
                 watched.settings = new
                 # A joint set has the settings of its first parameter; the others may be in other param groups.
                 first, *others = (owner.get(id(param)) for param in watched.params)
-                if not watched.gone and (first is not new or any(other is None for other in others)):
+                left = first is not new or any(other is None for other in others)
+                if not watched.gone and (left or any(id(param) in reshaped for param in watched.params)):
                     watched.gone = True
                     lost.append(watched.name)
         return lost
-
-
-# Rows of equal length
-
-
-@dataclass(eq=False)
-class Stack:
-    """Watched groups of one row length, dtype and param group, handled as one block of rows to save launches.
-
-    Attributes:
-        members: the groups, whose places follow each other.
-        points: the rows before the step, between `take` and `release`.
-    """
-
-    members: list[WatchedGroup]
-    points: Tensor | None = None
-    _gradients: dict[int, Tensor] = field(default_factory=dict)
-
-    def take(self, optimizer: Optimizer) -> None:
-        """Copy the rows before a step of this optimizer, and the gradients if the step overwrites them."""
-        self.points = self.now(self.members)
-        # With Nesterov, torch's step over lists adds the momentum to p.grad; before a closure there is no gradient.
-        overwrites = self.members[0].settings.get("nesterov") and type(optimizer).__module__.startswith("torch.")
-        known = [member for member in self.members if overwrites and member.active()]
-        self._gradients = {id(member): member.gradient().clone() for member in known}
-
-    def moved(self) -> tuple[list[WatchedGroup], Tensor, Tensor] | None:
-        """The members that the step moved, their rows before it and their gradients; None if it moved none."""
-        members = [member for member in self.members if member.active() and member.n_rows]
-        if not members or self.points is None:
-            return None
-        points = self.part(members, self.points)
-        kept = [(member, self._gradients.get(id(member))) for member in members]
-        gradients = [member.gradient() if gradient is None else gradient for member, gradient in kept]
-        return members, points, torch.cat(gradients)
-
-    def now(self, members: Sequence[WatchedGroup]) -> Tensor:
-        """The present rows of some members."""
-        return torch.cat([member.cut(member.params) for member in members])
-
-    def part(self, members: Sequence[WatchedGroup], rows: Tensor) -> Tensor:
-        """The rows of some members out of those of all."""
-        if len(members) == len(self.members):
-            return rows
-        return torch.cat([rows[self.place(member)] for member in members])
-
-    def place(self, member: WatchedGroup) -> slice:
-        """The place of a member's rows in the stack."""
-        start = member.start - self.members[0].start
-        return slice(start, start + member.n_rows)
-
-    def write(self, members: Sequence[WatchedGroup], columns: Iterable[Tensor], out: Tensor) -> None:
-        """Write numbers per row of some members to their places in `out`, and release the copies."""
-        values = torch.stack([column.to(out.dtype) for column in columns], dim=1)
-        if len(members) == len(self.members):
-            out[self.members[0].start : self.members[-1].span.stop] = values
-        else:
-            for member, part in zip(members, values.split([m.n_rows for m in members]), strict=True):
-                out[member.span] = part
-        self.release()
-
-    def release(self) -> None:
-        """Free the copies."""
-        self.points, self._gradients = None, {}
-
-
-def stacks(watched: Iterable[WatchedGroup], optimizer: Optimizer) -> list[Stack]:
-    """The groups in stacks, placed in this order."""
-    index = {id(settings): k for k, settings in enumerate(optimizer.param_groups)}
-
-    def kind(group: WatchedGroup) -> tuple[int, int, str]:
-        return index[id(group.settings)], group.size, str(group.dtype)
-
-    return [Stack(list(members)) for _, members in groupby(place(watched, key=kind), key=kind)]

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from steradian.files import write_atomically
-from steradian.watching.paths import PathHistory
 from steradian.watching.records import (
     STATISTICS,
     Alert,
@@ -62,10 +61,11 @@ class RunFiles:
     """Writes the files of one run. A run that is already there is continued: new parts get the next numbers.
 
     Args:
-        folder: made if it does not exist.
+        folder: made with the first file.
 
     Raises:
         ImportError: pandas or pyarrow is missing.
+        ValueError: it is a file.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -79,10 +79,15 @@ class RunFiles:
                 "a callable log(dict, step) needs neither"
             ) from error
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"to must be a folder, and {self.folder} is a file")
 
-    def add(self, kind: str, columns: Columns, *, number: int | None = None) -> None:
-        """Write one part of a kind ("part", "rows" or "path"), with the next number or replacing the one given."""
+    def exist(self) -> bool:
+        """Whether there is something to read."""
+        return (self.folder / "run.json").is_file()
+
+    def add(self, kind: str, columns: Columns) -> None:
+        """Write one part of a kind ("part", "rows" or "path"), with the next number."""
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -92,14 +97,15 @@ class RunFiles:
             else pa.array(column)
             for name, column in columns.items()
         }
-        number = self.next_number(kind) if number is None else number
+        number = max(numbered_parts(self.folder, kind), default=-1) + 1
         content = io.BytesIO()
-        parquet.write_table(pa.table(arrays), content, compression="zstd")
+        # Most values were computed in float32: half of their bytes are 0 and, split into streams, take no space.
+        split = [name for name in columns if name == "value"]
+        words = [name for name in columns if name != "value"]
+        parquet.write_table(
+            pa.table(arrays), content, compression="zstd", use_dictionary=words, use_byte_stream_split=split
+        )
         write_atomically(self.folder / f"{kind}-{number:05d}.parquet", content.getvalue())
-
-    def next_number(self, kind: str) -> int:
-        """The number of the next part of a kind."""
-        return max(numbered_parts(self.folder, kind), default=-1) + 1
 
     def describe(self, about: Mapping[str, Any]) -> None:
         """Write run.json."""
@@ -141,6 +147,9 @@ class Folder:
 
     When the disk fails, training goes on: one warning is logged, and what could not be written is kept and tried again
     with the next part, up to 256 parts. A folder that is deleted is made again.
+
+    Attributes:
+        seconds: time that its thread spent.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -152,8 +161,7 @@ class Folder:
         self._failed = False
         self._begun = False
         self._about: Mapping[str, Any] = {}
-        self._history = PathHistory()
-        self._path_number = self.files.next_number("path")
+        self.seconds = 0.0
 
     def open(self, about: Mapping[str, Any]) -> None:
         """Start the thread, and write run.json.
@@ -181,12 +189,16 @@ class Folder:
         if block.rows:
             self._tasks.put(lambda: self.files.add("rows", block.row_columns()))
         if block.paths:
-            points = self._history.add(block.paths)
-            self._tasks.put(lambda: self.files.add("path", path_columns(block.run, points), number=self._path_number))
+            self._tasks.put(lambda: self.files.add("path", path_columns(block.run, block.paths)))
 
     def alert(self, alert: Alert) -> None:
         """Queue an alert for the thread."""
         self._tasks.put(lambda: self.files.alert(vars(alert)))
+
+    def describe(self, about: Mapping[str, Any]) -> None:
+        """Queue run.json for the thread: it has changed."""
+        self._about = about
+        self._tasks.put(lambda: self.files.describe(about))
 
     def drain(self) -> None:
         """Wait until everything queued so far is written, or failed to be."""
@@ -212,8 +224,10 @@ class Folder:
             if isinstance(task, threading.Event):
                 task.set()
                 continue
+            began = time.thread_time()
             self._unwritten.append(task)
             self._retry()
+            self.seconds += time.thread_time() - began
             if len(self._unwritten) > _WAITING:
                 self._unwritten.pop(0)
                 self._lost += 1
@@ -375,7 +389,7 @@ class TensorBoard(Calls):
     def write(self, block: Block) -> None:
         """Scalars, then histograms."""
         super().write(block)
-        for step, group, values in block.rows:
+        for step, group, _, values in block.rows:
             for quantity, row in zip(block.quantities, values, strict=True):
                 finite = row[np.isfinite(row)]
                 if finite.size > 1 and quantity != "lr":

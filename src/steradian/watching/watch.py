@@ -1,92 +1,128 @@
-"""`st.watch`: follows any torch optimizer through its hooks and records what its steps do on the spheres."""
+"""`st.watch`: follows any torch optimizer through its hooks and records how far every weight turns."""
 
 import atexit
 import json
 import logging
+import math
 import os
 import platform
+import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from numbers import Integral, Real
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steradian import optim
 from steradian.groups import Groups
 from steradian.watching.alerts import Alerts
-from steradian.watching.buffer import Buffer
+from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
+from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
 from steradian.watching.paths import Paths
-from steradian.watching.records import Alert, read_run, summary
-from steradian.watching.rows import Membership, WatchedGroup, watched_groups
+from steradian.watching.records import Alert, read_run, refuted, summary
+from steradian.watching.rows import (
+    INVARIANT,
+    NOT_INVARIANT,
+    UNTESTED,
+    Membership,
+    Model,
+    WatchedGroup,
+    watched_groups,
+)
 from steradian.watching.sinks import sinks_of
+from steradian.watching.sources import UNMEASURED
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from steradian.watching.distributed import Merge
 
-__all__ = ["Watch", "counted_steps", "watch"]
+__all__ = ["Watch", "check_options", "counted_steps", "watch"]
 
 logger = logging.getLogger("steradian")
 
 _SECONDS = 30.0
 """Observed steps are flushed at least this often."""
+_STEPS = {Optimizer.profile_hook_step(lambda _: None).__code__}
+"""The code of torch's wrapper around `step`, which calls the hooks."""
+_OURS: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Post-hooks of watches, which do not change the weights."""
 
 
 def watch(
-    optimizer: Optimizer, groups: Groups | None = None, *, every: int = 1, to: Any = None, **options: Any
+    optimizer: Optimizer | Sequence[Optimizer],
+    model_or_groups: Model = None,
+    *,
+    to: Any = None,
+    every: int | None = None,
+    cost: float = 0.02,
+    only: str | Sequence[str] | None = None,
+    phenomena: bool = False,
+    **options: Any,
 ) -> "Watch":
-    """Watch an optimizer: a context manager that records what its steps do on the spheres.
+    """Watch every weight that an optimizer steps: a context manager that records how far each one turns.
 
     See `Watch` for the options.
 
-    >>> weight = torch.nn.Parameter(torch.eye(3))
-    >>> optimizer = torch.optim.SGD([{"params": [("w", weight)], "rows": "filter"}], lr=0.1)
-    >>> with watch(optimizer) as watched:
-    ...     weight.grad = torch.eye(3).roll(1, 0)
+    >>> model = torch.nn.Linear(3, 3, bias=False)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with watch(optimizer, model) as watched:
+    ...     model.weight.data, model.weight.grad = torch.eye(3), torch.eye(3).roll(1, 0)
     ...     optimizer.step()
-    >>> round(watched.latest()["w"]["angle"]["median"], 4)
+    >>> round(watched.latest()["weight"]["angle"]["median"], 4)
     0.0997
     """
-    return Watch(optimizer, groups, every=every, to=to, **options)
+    return Watch(optimizer, model_or_groups, to=to, every=every, cost=cost, only=only, phenomena=phenomena, **options)
 
 
 class Watch:
-    """Records, for each group of rows and each step, what an optimizer does on the spheres; see `records.QUANTITIES`.
+    """Records, for each weight and each observed step, how far its rows turn; see `records.QUANTITIES`.
 
-    Our optimizers report their steps themselves. For torch's SGD, Adam, AdamW, Adagrad and RMSprop the weights and the
-    state are read around the step; for any other optimizer radius, angle and velocity are measured from the weights
-    before and after. Numbers are reduced to statistics over the rows of each group on their device, and copied to the
-    host some steps at a time, without waiting.
+    Every parameter that the optimizers step is watched: matrices and filters by row, everything smaller as a whole.
+    What means something only on invariant rows (equilibria, hypotheses, phenomena) is recorded on those alone that
+    `find_groups` proved or that a param group declares.
+
+    Our optimizers report their steps themselves. A step of torch's Adam, AdamW and SGD with momentum is known from the
+    state that it leaves; other optimizers, and half-precision weights, are observed from the weights before and after.
+    Numbers are reduced to statistics over the rows of each group on their device, and copied to the host some steps at
+    a time, without waiting.
 
     Accumulating gradients is not a step; a step that a gradient scaler skips is not recorded; a step inside a replayed
-    CUDA graph calls no hooks, so wrap the replay in `around()`. Under DDP rank 0 records. Under FSDP2 every rank
-    observes its rows and rank 0 records all: every rank must start and stop the watch.
+    CUDA graph calls no hooks, so wrap the replay in `around()`. With several optimizers a new step begins when one of
+    them steps a second time. Under DDP rank 0 records. Under FSDP2 every rank observes its rows and rank 0 records all:
+    every rank must start and stop the watch.
 
-    An error in the watch does not stop the training: it is logged, and the watch ends.
+    The watch never ends a training: if there is nothing to watch it warns, and an error in it is logged and ends the
+    watch.
 
     Args:
-        optimizer: any torch optimizer, also as accelerate prepared it.
-        groups: what `find_groups` found. None: the rows that the param groups declare under "rows".
-        every: observe steps whose number is a multiple of this.
+        optimizer: any torch optimizer, also as accelerate prepared it; a list of several that train one model.
+        model_or_groups: the model, its parts, or what `find_groups` found in it: where names, and proved rows, come
+            from. None: the optimizer's own names, or numbers.
         to: where records go besides `records()`: a folder, a callable log(dict, step), a SummaryWriter, a W&B run, a
             sink of `watching.sinks`, or several of them. An existing run's folder is continued.
+        every: observe steps whose number is a multiple of this. None: the first 20, then as often as `cost` allows,
+            at most 300 of 10,000; all of them with `phenomena`.
+        cost: the share of the training's time that the watch may take.
+        only: glob patterns of parameter names; others are not watched.
+        phenomena: measure (a), (b1), (b2) and (c), which needs every step and five tensors of the size of the weights.
         run: the run's name; None: the folder's.
         record_rows: names of groups whose single rows are recorded at every observed step.
-        rows_every: single rows of all groups are recorded once in this many observations, for histograms; 0: never.
+        rows_every: single rows of all groups, at most 64 of each, are recorded once in this many observations, for
+            histograms; 0: never.
         paths: {group: [row, …]} whose directions are recorded. None: the first row of three groups.
-        phenomena: measure (b1), (b2) and (c), which needs every step and five tensors of the size of the weights.
-            None: if `every` is 1 and the optimizer is not one of ours.
         config: JSON data, saved with the run.
         step: the number of the first step. None: the number of steps in the optimizer's state.
 
@@ -100,46 +136,54 @@ class Watch:
     @torch.inference_mode(False)
     def __init__(
         self,
-        optimizer: Optimizer,
-        groups: Groups | None = None,
+        optimizer: Optimizer | Sequence[Optimizer],
+        model_or_groups: Model = None,
         *,
-        every: int = 1,
         to: Any = None,
+        every: int | None = None,
+        cost: float = 0.02,
+        only: str | Sequence[str] | None = None,
+        phenomena: bool = False,
         run: str | None = None,
         record_rows: Sequence[str] = (),
         rows_every: int = 100,
         paths: Mapping[str, Sequence[int]] | None = None,
-        phenomena: bool | None = None,
         config: Mapping[str, Any] | None = None,
         step: int | None = None,
     ) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-        if groups is not None and not isinstance(groups, Groups):
-            raise TypeError(f"groups must be what find_groups returned, got {type(groups).__name__}")
-        _check_options(every, record_rows, rows_every, paths, config, step, run)
-        self.optimizer = optimizer = _with_hooks(optimizer)
-        self.every = every = int(every)
+        self.optimizers = _optimizers(optimizer)
+        _check_model(model_or_groups)
+        options = {"record_rows": record_rows, "rows_every": rows_every, "paths": paths, "run": run}
+        check_options(every=every, cost=cost, only=only, config=config, step=step, **options)
+        every = 1 if phenomena and every is None else every
         self.config = dict(config or {})
-        watched = watched_groups(optimizer, groups)
+        patterns = [only] if isinstance(only, str) else only
+        watched, notes = watched_groups(self.optimizers, model_or_groups, patterns)
         self._order = tuple(group.name for group in watched)
-        _check_names("record_rows", record_rows, self._order)
-        _check_names("paths", paths or (), self._order)
         rank = _rank()
         self.sharded = any(group.sharded for group in watched)
-        self._idle = rank != 0 and not self.sharded
-        self.sinks = sinks_of(to) if rank == 0 else []
-        self._output = Output(self.sinks, Alerts(_decays(optimizer, watched)), partial(self._fail, fatal=False))
+        self._idle = not watched or (rank != 0 and not self.sharded)
+        self.sinks = [] if self._idle or rank else sinks_of(to)
+        if rank == 0 and notes:
+            logger.warning("not watched: %s", "; ".join(notes))
+        if rank == 0 and not watched:
+            why = "; ".join(notes) or "no optimizer steps a trainable parameter"
+            warnings.warn(f"there is nothing to watch: {why}", stacklevel=4)
+        if watched:
+            _check_names("record_rows", record_rows, self._order)
+            _check_names("paths", paths or (), self._order)
+        invariant = {group.name for group in watched if group.label == INVARIANT}
+        alerts = Alerts(_decays(watched), invariant)
+        self._output = Output(self.sinks, alerts, partial(self._fail, fatal=False))
         folder = self._output.folder
-        self.run = run or (folder.files.folder.resolve().name if folder is not None else type(optimizer).__name__)
+        kinds = " + ".join(dict.fromkeys(type(each).__name__ for each in self.optimizers))
+        self.run = run or (folder.files.folder.resolve().name if folder is not None else kinds)
         self.buffers = [
-            Buffer(
-                optimizer,
-                [group for group in watched if group.device == device],
-                phenomena=phenomena,
-                every_step=every == 1,
-            )
+            Buffer(source, each, every_step=every == 1)
+            for each in self.optimizers
             for device in dict.fromkeys(group.device for group in watched)
+            if (here := [group for group in watched if group.optimizer is each and group.device == device])
+            for source in sources_of(each, here, phenomena=phenomena)
         ]
         self.watched = [group for buffer in self.buffers for group in buffer.watched]
         self._flush = Flush(
@@ -147,26 +191,29 @@ class Watch:
             self.buffers,
             record_rows=frozenset(record_rows),
             rows_every=int(rows_every),
-            merge=_merge(self.watched) if self.sharded else None,
-            paths=Paths(self.watched, paths if paths is not None or folder is not None else {}, rank=rank),
+            merges=_merges(self.buffers) if self.sharded else None,
+            paths=Paths(watched, paths if paths is not None or folder is not None else {}, rank=rank),
         )
-        self._membership = Membership(optimizer, self.watched)
-        self._param_names = {id(p): name for name, p in (groups.params if groups is not None else {}).items()}
-        for group in self.watched:
-            self._param_names |= {id(p): name for name, p in zip(group.group.names, group.params, strict=True)}
-        self._sources = [buffer.source for buffer in self.buffers]
-        self._each_step = any(source.each_step for source in self._sources)
-        self._beforehand = any(source.beforehand for source in self._sources)
-        self._cuda = any(buffer.device.type == "cuda" for buffer in self.buffers)
+        self._membership = Membership(self.watched)
+        self._param_names = {id(p): name for g in watched for name, p in zip(g.group.names, g.params, strict=True)}
+        if isinstance(model_or_groups, Groups):
+            self._param_names |= {id(p): name for name, p in model_or_groups.params.items()}
+        gpu = next((buffer.device for buffer in self.buffers if buffer.device.type == "cuda"), None)
+        self._cost = Cost(None if every is None else int(every), float(cost), gpu)
+        self._cuda = gpu is not None
         self._first = step if step is None else int(step)
-        self._step: int | None = None  # the number of the step that comes next
-        self._observing = self._begun = False
+        self._step: int | None = None  # the number of the step that is being taken, or that comes next
+        self._stepped: set[int] = set()  # the optimizers that have taken it
+        self._begun: set[int] = set()  # the optimizers that are taking it
+        self._nested: list[int] = []  # the optimizers whose step was called by their step
+        self._observing = False
         self._flushed_at = time.monotonic()
         # A notebook may call `records()` while another thread trains.
         self._lock = threading.RLock()
         self.running = self._stopped = self._failed = False
         self.error: Exception | None = None
         self._hooks: list[Any] = []
+        self._last_hooks: dict[int, int] = {}  # the post-hook of each optimizer
 
     # Start and stop
 
@@ -178,15 +225,21 @@ class Watch:
         if self._idle:
             self.running = True
             return self
-        self._output.open(self.about())
+        self._about = self.about()
+        self._output.open(self._about)
         if self._step is not None:  # it was stopped before, and steps may have been taken since
-            self._step = max(self._step, counted_steps(self.optimizer) or 0)
-        for source in self._sources:
-            source.open()
-        # Dynamo must not trace into the hooks of a compiled step.
-        before, after = torch.compiler.disable(self._before_hook), torch.compiler.disable(self._after_hook)
+            self._step = max(self._step, counted_steps(self.optimizers) or 0)
+        for buffer in self.buffers:
+            buffer.source.open()
         self._failed = False
-        self._hooks = [self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)]
+        self._stepped, self._begun, self._nested = set(), set(), []
+        for optimizer in self.optimizers if not self._hooks else ():
+            # Dynamo must not trace into the hooks of a compiled step.
+            before = torch.compiler.disable(partial(self._before_hook, optimizer))
+            after = torch.compiler.disable(partial(self._after_hook, optimizer))
+            self._hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+            _OURS.add(after)
+            self._last_hooks[id(optimizer)] = self._hooks[-1].id
         self.running = True
         # Only the hooks refer to the watch, so that it is collected with its optimizer.
         self._at_exit = partial(_stop_at_exit, weakref.ref(self), os.getpid())
@@ -201,17 +254,25 @@ class Watch:
         if not self.running:
             return
         self.running, self._stopped = False, True
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if not _steps_in_progress():  # a step iterates over its hooks; ours do nothing any more
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        if self._stepped and self._step is not None:  # some of the optimizers have taken the last step
+            self._step, self._stepped = self._step + 1, set()
         if not self._idle:
             atexit.unregister(self._at_exit)
             with self._guard(), self._lock:
                 self._flush.send()
                 self._write(wait=True, together=together)
-            for source in self._sources:
+                self._cost.choose(self._output.seconds)
+            for buffer in self.buffers:
                 with self._guard():
-                    source.close()
+                    buffer.source.close()
+            with self._guard():
+                if self._output.folder is not None:
+                    known = {"missing": self.missing, "cost": self._cost_so_far()}
+                    self._output.folder.describe({**self._about, **known})
         self._output.close()
 
     def __enter__(self) -> "Watch":
@@ -245,16 +306,17 @@ class Watch:
 
     # At every step
 
-    def _before_hook(self, *_: Any) -> None:
+    def _before_hook(self, optimizer: Optimizer, *_: Any) -> None:
         try:
-            self._before()
+            with self._lock:
+                self._before(optimizer)
         except Exception as error:
             self._fail(error)
 
-    def _after_hook(self, *_: Any) -> None:
+    def _after_hook(self, optimizer: Optimizer, *_: Any) -> None:
         try:
             with self._lock:
-                self._after()
+                self._after(optimizer)
         except Exception as error:
             self._fail(error)
 
@@ -267,55 +329,87 @@ class Watch:
         if self._idle or not self.running:
             yield
             return
-        self._before_hook()
+        for optimizer in self.optimizers:
+            self._before_hook(optimizer)
         yield
-        self._after_hook()
+        for optimizer in self.optimizers:
+            self._after_hook(optimizer)
 
-    def _before(self) -> None:
-        self._begun = False
-        if not self.running or self._failed:
+    def _before(self, optimizer: Optimizer) -> None:
+        if not self.running or self._failed or self._capturing():
             return
-        if (self._beforehand or self._step is None) and self._capturing():
-            return
+        if id(optimizer) in self._begun:
+            # The last step raised an error, or this is the step of a class whose step calls it.
+            if _steps_in_progress(optimizer) > 1:
+                self._nested.append(id(optimizer))
+                return
+            self._nested = []
+        if id(optimizer) in self._stepped:
+            self._end_step()
         if self._step is None:
             self._step = self._first_step()
-        self._begun = True
-        if not self._beforehand:
-            return
-        self._observing = self._step % self.every == 0
-        if not self._observing and not self._each_step:
-            return
-        self._check_membership()
-        for source in self._sources:
-            if self._observing or source.each_step:
-                source.before()
+        if not self._stepped:
+            self._observing = self._cost.wants(self._step)
+        self._begun.add(id(optimizer))
+        mine = [buffer.source for buffer in self.buffers if buffer.optimizer is optimizer]
+        if self._observing and self._others_follow(optimizer):
+            for source in mine:
+                source.distrust_state()
+        wanted = [source for source in mine if source.beforehand and (self._observing or source.each_step)]
+        if wanted:
+            with self._cost.measured():
+                self._check_membership()
+                for source in wanted:
+                    source.before()
 
-    def _after(self) -> None:
-        if not self._begun or self._failed:
+    def _others_follow(self, optimizer: Optimizer) -> bool:
+        """Whether other hooks may change the weights after the step; if so, they are called before ours."""
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        if self._last_hooks.get(id(optimizer)) not in hooks or all(hook in _OURS for hook in hooks.values()):
+            return False
+        hooks.move_to_end(self._last_hooks[id(optimizer)])
+        return True
+
+    def _after(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._begun or not self.running or self._failed or self._capturing():
+            return
+        if id(optimizer) in self._nested:
+            self._nested.remove(id(optimizer))
             return
         assert self._step is not None
-        self._begun = False
-        if not self._beforehand:
-            if self._capturing():
-                return
-            self._observing = self._step % self.every == 0
-            if self._observing:
-                self._check_membership()
-        for buffer in self.buffers:
+        self._begun.discard(id(optimizer))
+        mine = [buffer for buffer in self.buffers if buffer.optimizer is optimizer]
+        for buffer in mine:
             buffer.count_skip()
         if self._observing:
-            self._flush.observe(self._step)
-        elif self._each_step:
-            for buffer in self.buffers:
+            with self._cost.measured():
+                self._check_membership()
+                self._flush.observe(self._step, optimizer)
+        else:
+            for buffer in mine:
                 if buffer.source.each_step:
                     buffer.source.after(buffer.scratch)
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self.optimizers):
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """All optimizers that take part have taken the step."""
+        assert self._step is not None
         self._step += 1
+        self._stepped = set()
+        self._cost.count(observed=self._observing)
         late = not self.sharded and time.monotonic() - self._flushed_at > _SECONDS
-        if self._flush.full or (late and not self._flush.empty):
+        if self._flush.full or (self._observing and self._cost.first_choice) or (late and not self._flush.empty):
             self._flushed_at = time.monotonic()
-            self._flush.send()
+            with self._cost.measured():
+                self._flush.send()
+            self._cost.choose(self._output.seconds)
+            if self.sharded and self._cost.every is None:
+                self._cost.interval = _from_rank_0(self._cost.interval)
         if self._flush.pending:
-            self._write(wait=self.sharded and self._flush.empty)
+            with self._cost.measured(device=False):
+                self._write(wait=self.sharded and self._flush.empty)
 
     def _capturing(self) -> bool:
         return self._cuda and torch.cuda.is_current_stream_capturing()
@@ -335,9 +429,9 @@ class Watch:
         """The number of the first step: given, counted by the optimizer, or after the last one in the run's folder."""
         if self._first is not None:
             return self._first
-        counted = counted_steps(self.optimizer)
+        counted = counted_steps(self.optimizers)
         folder = self._output.folder
-        if counted is None and folder is not None and self.optimizer.state:
+        if counted is None and folder is not None and any(optimizer.state for optimizer in self.optimizers):
             steps = read_run(folder.files.folder).table["step"]
             return int(steps.max()) + 1 if len(steps) else 0
         return counted or 0
@@ -353,8 +447,9 @@ class Watch:
         if self._stopped:
             logger.warning("%s: what is logged after stop() is not recorded", self.run)
         elif not self._idle:
-            step = max(0, (self._first_step() if self._step is None else self._step) - 1)
             with self._lock:
+                present = self._first_step() if self._step is None else self._step
+                step = max(0, present if self._stepped else present - 1)
                 for name, value in given.items():
                     self._flush.log(step, name, value)
 
@@ -380,14 +475,38 @@ class Watch:
         """The last observed step: group → quantity → statistic → value."""
         if self.running:
             self.flush()
-        found = self._output.last.at(-1) if self._output.last is not None else {}
+        last = self._output.last
+        found = last.at(-1) if last is not None else {}
         return {name: found[name] for name in self._order if name in found}
 
     def summary(self) -> str:
-        """The last observed step and the alerts, for a person."""
+        """The last observed step, the alerts, and what the watch cost, for a person."""
+        if not self._order:
+            return f"{self.run}: there is nothing to watch"
         if self.running:
             self.flush()
-        return summary(self.run, self._output.last, self._order, self.alerts, self.missing)
+        missing = {name: why for name, why in self.missing.items() if why != UNMEASURED}
+        text = summary(self.run, self._output.last, self.labels(), self.alerts, missing)
+        share, seconds, memory = self._cost.share_of_time, self._cost.seconds_per_observation, self._nbytes() / 2**20
+        if math.isnan(share):
+            return text
+        return (
+            f"{text}\nthe watch took {100 * share:.1f} % of the training's time ({1000 * seconds:.2g} ms for each of "
+            f"{self._cost.observed} observed steps) and {memory:.3g} MB"
+        )
+
+    def labels(self) -> dict[str, str]:
+        """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
+        if self.running:
+            self.flush()
+        found = {group.name: group.label for group in self.watched}
+        for name in (name for name, label in found.items() if label == UNTESTED):
+            if refuted(self._output.defects.get(name, ())):
+                found[name] = NOT_INVARIANT
+        return {name: found[name] for name in self._order}
+
+    def _nbytes(self) -> int:
+        return sum(buffer.nbytes() for buffer in self.buffers)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -399,7 +518,13 @@ class Watch:
         """The number of the step that comes next; waits for the device if a gradient scaler may skip steps."""
         if self._step is None:
             return self._first_step()
-        return self._step - max(int(buffer.skipped.item()) if buffer.may_skip else 0 for buffer in self.buffers)
+        skipped = [int(buffer.skipped.item()) for buffer in self.buffers if buffer.may_skip]
+        return self._step + bool(self._stepped) - max(skipped, default=0)
+
+    @property
+    def interval(self) -> int:
+        """Steps that are multiples of it are observed, after the first 20; with `every=None` at least 10, later 50."""
+        return self._cost.interval
 
     @property
     def alerts(self) -> list[Alert]:
@@ -409,23 +534,28 @@ class Watch:
     @property
     def missing(self) -> dict[str, str]:
         """Quantities that are not recorded, with the reason."""
-        return {name: why for buffer in self.buffers for name, why in buffer.missing().items()}
+        found = {name: why for buffer in self.buffers for name, why in buffer.missing().items()}
+        if self.watched and all(group.label != INVARIANT for group in self.watched):
+            why = "no watched weight is known to be invariant: pass what find_groups returns instead of the model"
+            found = {**dict.fromkeys(ON_INVARIANT, why), **found}
+        return found
 
     def about(self) -> dict[str, Any]:
         """The contents of run.json, written before the first step."""
-        kind = type(self.optimizer)
+        kinds = dict.fromkeys(f"{type(each).__module__}.{type(each).__qualname__}" for each in self.optimizers)
         ordered = sorted(self.watched, key=lambda group: self._order.index(group.name))
         rest = set(self._param_names.values()) - {name for group in ordered for name in group.group.names}
         devices = dict.fromkeys(_device_name(group.device) for group in ordered)
         return {
             "run": self.run,
-            "every": self.every,
+            "every": self._cost.every,
             "missing": self.missing,
             "config": self.config,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "optimizer": {"name": f"{kind.__module__}.{kind.__qualname__}", "groups": self._settings()},
+            "optimizer": {"name": " + ".join(kinds), "groups": self._settings()},
             "groups": [group.describe() for group in ordered],
             "rest": sorted(rest),
+            "cost": self._cost_so_far(),
             "environment": {
                 "torch": torch.__version__,
                 "python": platform.python_version(),
@@ -433,10 +563,15 @@ class Watch:
             },
         }
 
+    def _cost_so_far(self) -> dict[str, Any]:
+        share, seconds = self._cost.share_of_time, self._cost.seconds_per_observation
+        numbers = {"share": share, "seconds": seconds, "observed": self._cost.observed, "bytes": self._nbytes()}
+        return {name: None if math.isnan(number) else number for name, number in numbers.items()}
+
     def _settings(self) -> list[dict[str, Any]]:
         """The settings of every param group with the names of its parameters, as far as JSON can represent them."""
         found = []
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             settings: dict[str, Any] = {"params": [self._param_names.get(id(param), "?") for param in group["params"]]}
             for key, value in group.items():
                 if key in ("params", "param_names"):
@@ -454,6 +589,19 @@ class Watch:
 # Arguments
 
 
+def _optimizers(given: Any) -> list[Optimizer]:
+    """The optimizers whose hooks are called: one, several, those in a container, or the inner ones of wrappers."""
+    inner = getattr(given, "optimizers", None)
+    several = inner if isinstance(inner, list | tuple) and inner else given
+    found = list(several) if isinstance(several, list | tuple) else [several]
+    if not found:
+        raise ValueError("optimizer must be a torch optimizer or a list of them, got an empty list")
+    if not all(isinstance(each, Optimizer) for each in found):
+        wrong = next((each for each in found if not isinstance(each, Optimizer)), given)
+        raise TypeError(f"optimizer must be a torch optimizer or a list of them, got {type(wrong).__name__}")
+    return list({id(each): each for each in map(_with_hooks, found)}.values())
+
+
 def _with_hooks(optimizer: Optimizer) -> Optimizer:
     """The optimizer whose hooks are called: the inner one of a wrapper without hooks, such as accelerate's."""
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -464,17 +612,38 @@ def _with_hooks(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _check_options(
-    every: int,
-    record_rows: Sequence[str],
-    rows_every: int,
-    paths: Mapping[str, Sequence[int]] | None,
-    config: Mapping[str, Any] | None,
-    step: int | None,
-    run: str | None,
+def _check_model(model: Any) -> None:
+    parts = model if isinstance(model, list | tuple) else [model]
+    if not all(isinstance(part, nn.Module) for part in parts) and not isinstance(model, Groups | None):
+        raise TypeError(
+            "the second argument must be a model, a list of its parts, or what find_groups returned, got "
+            f"{type(model).__name__}"
+        )
+
+
+def check_options(
+    *,
+    every: Any = None,
+    cost: Any = 0.02,
+    only: Any = None,
+    phenomena: Any = False,
+    run: Any = None,
+    record_rows: Any = (),
+    rows_every: Any = 0,
+    paths: Any = None,
+    config: Any = None,
+    step: Any = None,
 ) -> None:
-    if not isinstance(every, Integral) or every < 1:
-        raise ValueError(f"every must be an integer ≥ 1, got {every!r}")
+    """Raise a ValueError or TypeError for options of `Watch` that make no sense, whatever the model."""
+    if every is not None and (not isinstance(every, Integral) or every < 1):
+        raise ValueError(f"every must be None or an integer ≥ 1, got {every!r}")
+    if not isinstance(cost, Real) or not float(cost) > 0:
+        raise ValueError(f"cost must be a share of the training's time, such as 0.02, got {cost!r}")
+    patterns = [only] if isinstance(only, str) else only
+    if patterns is not None and (
+        not isinstance(patterns, Sequence) or not patterns or not all(isinstance(each, str) for each in patterns)
+    ):
+        raise TypeError(f"only must be a glob pattern of names, or a list of them, got {only!r}")
     if isinstance(record_rows, str):
         raise TypeError(f"record_rows must be a list of names, got {record_rows!r}: write [{record_rows!r}]")
     if not isinstance(rows_every, Integral) or rows_every < 0:
@@ -515,22 +684,35 @@ def _one_number(name: str, value: float | Tensor) -> float | Tensor:
 # The optimizer and the process
 
 
-def counted_steps(optimizer: Optimizer) -> int | None:
-    """How many steps an optimizer has counted in its state; None if it does not count."""
+def counted_steps(optimizers: Sequence[Optimizer]) -> int | None:
+    """How many steps the optimizers have counted in their states; None if they do not count."""
     # Some third-party optimizers also keep plain numbers in the state, beside the states of parameters.
-    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    states = [state for each in optimizers for state in each.state.values() if isinstance(state, Mapping)]
     counts = [state["step"] for state in states if isinstance(state.get("step"), Real | Tensor)]
-    return int(max(float(count) for count in counts)) if counts else None
+    single = [count for count in counts if not isinstance(count, Tensor) or count.numel() == 1]
+    return int(max(map(float, single))) if single else None
 
 
-def _decays(optimizer: Optimizer, watched: Sequence[WatchedGroup]) -> dict[str, float]:
+def _decays(watched: Sequence[WatchedGroup]) -> dict[str, float]:
     """Weight decay of the groups that have one; 0 if the optimizer keeps the radius fixed."""
     found = {}
     for group in watched:
         decay = group.settings.get("weight_decay", 0)
         decay = decay.item() if isinstance(decay, Tensor) else float(decay or 0)
         if decay:
-            found[group.name] = 0.0 if isinstance(optimizer, optim.AdamG) else decay
+            fixed = isinstance(group.optimizer, optim.AdamG) and group.settings.get("rows") is not None
+            found[group.name] = 0.0 if fixed else decay
+    return found
+
+
+def _steps_in_progress(optimizer: Optimizer | None = None) -> int:
+    """How many calls of `step`, of this optimizer or of any, are in progress in this thread."""
+    frame: FrameType | None = sys._getframe()
+    found = 0
+    while frame is not None:
+        if frame.f_code in _STEPS and (optimizer is None or frame.f_locals.get("self") is optimizer):
+            found += 1
+        frame = frame.f_back
     return found
 
 
@@ -541,11 +723,18 @@ def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
         still._stop(together=False)
 
 
-def _merge(watched: Sequence[WatchedGroup]) -> "Merge":
+def _merges(buffers: Sequence[Buffer]) -> "list[Merge]":
     """Imported only if rows are sharded, since not every torch has what it needs."""
     from steradian.watching.distributed import Merge
 
-    return Merge(watched)
+    return [Merge(buffer.watched) for buffer in buffers]
+
+
+def _from_rank_0(number: int) -> int:
+    """Rank 0's number, on every rank."""
+    numbers = [number]
+    torch.distributed.broadcast_object_list(numbers)
+    return numbers[0]
 
 
 def _rank() -> int:

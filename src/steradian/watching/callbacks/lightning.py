@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from steradian.watching.callbacks import GroupsOf, groups_of, unwrapped
+from steradian.watching.callbacks import GroupsOf, check_arguments, groups_of, training_goes_on, unwrapped
 from steradian.watching.watch import Watch, counted_steps
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
@@ -22,51 +21,45 @@ __all__ = ["WatchCallback"]
 
 
 class WatchCallback(Callback):
-    """Watches every optimizer of the trainer from the start of a fit to its end, also if an exception ends it.
+    """Watches all optimizers of the trainer from the start of a fit to its end, also if an exception ends it.
 
     The loss of each step is recorded with the run and, after each epoch, what the module logged. A fit that resumes
-    from a checkpoint continues its step numbers.
+    from a checkpoint continues its step numbers. Several optimizers are one run; a new step begins when one of them
+    steps a second time. An error of the callback is logged; it does not end the training.
 
     Args:
-        groups: what `find_groups` found, or a function of the module that finds it. None: the rows that the
-            optimizers' param groups declare; if they declare none, those found with the module's `example_input_array`.
-        every: observe steps whose number is a multiple of this.
-        to: as for `watch`; "loggers" means the trainer's own loggers. With several optimizers a folder holds one
-            run for each: "optimizer-0", "optimizer-1", ….
+        groups: what `find_groups` found, or a function of the module that finds it: rows of these are proved. None: all
+            weights are watched, and those that the optimizers' param groups declare count as rows.
+        to: as for `watch`; "loggers" means the trainer's own loggers.
         **options: the other options of `Watch`; `config` is by default the module's hyperparameters.
 
     Attributes:
-        watches: one for each optimizer, since the start of the last fit.
+        watch: that of the last fit; None before the first.
 
-    `Trainer(callbacks=[WatchCallback(lambda module: find_groups(module, images), to="runs/first")])` is all it takes.
+    `Trainer(callbacks=[WatchCallback(to="runs/first")])` is all it takes.
     """
 
-    def __init__(self, groups: GroupsOf = None, *, every: int = 1, to: Any = None, **options: Any) -> None:
+    def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
         super().__init__()
+        check_arguments(groups, options)
         self.groups = groups
-        self.every = every
         self.to = to
         self.options = options
-        self.watches: list[Watch] = []
-        self._next_steps: list[int] = []
+        self.watch: Watch | None = None
+        self._next_step: int | None = None
         self._logged_at = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start, after checkpoints are restored and the sanity check is over."""
-        self._stop()
-        self.watches = []
-        optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
-        inputs = getattr(pl_module, "example_input_array", None)
-        groups = groups_of(self.groups, pl_module, optimizers, inputs, "the module's example_input_array")
-        options = {"config": dict(getattr(pl_module, "hparams", {})), **self.options}
-        self._logged_at = trainer.global_step
-        watches = []
-        for k, optimizer in enumerate(optimizers):
-            first = self._next_steps[k] if k < len(self._next_steps) and counted_steps(optimizer) is None else None
-            to = _sinks(self.to, k if len(optimizers) > 1 else None, trainer)
-            watches.append(Watch(optimizer, groups, every=self.every, to=to, **{"step": first, **options}))
-        for watch in watches:
-            self.watches.append(watch.start())
+        with training_goes_on():
+            self._stop()
+            self.watch = None
+            self._logged_at = trainer.global_step
+            optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
+            first = self._next_step if counted_steps(optimizers) is None else None
+            options = {"step": first, "config": dict(getattr(pl_module, "hparams", {})), **self.options}
+            to = _sinks(self.to, trainer)
+            self.watch = Watch(optimizers, groups_of(self.groups, pl_module), to=to, **options).start()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -75,15 +68,18 @@ class WatchCallback(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1 and trainer.global_step != self._logged_at:
             self._logged_at = trainer.global_step
-            for watch in self.watches:
-                watch.log(loss=loss)
+            self._log({"loss": loss})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record what the module logged, such as a validation accuracy; the loss of the step is recorded already."""
         metrics = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         metrics.pop("loss", None)
-        for watch in self.watches:
-            watch.log(metrics)
+        self._log(metrics)
+
+    def _log(self, values: Mapping[str, Tensor]) -> None:
+        if self.watch is not None:
+            with training_goes_on():
+                self.watch.log(values)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop; the loggers are still open."""
@@ -94,24 +90,23 @@ class WatchCallback(Callback):
         self._stop(exception)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of each optimizer's next step, for optimizers that do not count."""
-        return {"next_steps": [watch.next_step for watch in self.watches] or self._next_steps}
+        """The number of the next step, for optimizers that do not count."""
+        return {"next_step": self._next_step if self.watch is None else self.watch.next_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with these numbers."""
-        self._next_steps = list(state_dict["next_steps"])
+        """Continue with this number."""
+        self._next_step = state_dict.get("next_step")
 
     def _stop(self, error: BaseException | None = None) -> None:
-        for watch in self.watches:
-            watch.__exit__(None if error is None else type(error), error, None)
-        if error is None:
-            self._next_steps = [watch.next_step for watch in self.watches] or self._next_steps
+        if self.watch is not None:
+            with training_goes_on():
+                self.watch.__exit__(None if error is None else type(error), error, None)
+                if error is None:
+                    self._next_step = self.watch.next_step
 
 
-def _sinks(to: Any, k: int | None, trainer: Trainer) -> Any:
-    """`to` for the k-th of several optimizers: folders get a subfolder for each, "loggers" are the trainer's."""
+def _sinks(to: Any, trainer: Trainer) -> Any:
+    """`to` with the trainer's loggers in place of "loggers"."""
     if isinstance(to, list | tuple):
-        return [_sinks(one, k, trainer) for one in to]
-    if isinstance(to, str) and to == "loggers":
-        return [logger.log_metrics for logger in trainer.loggers]
-    return Path(to) / f"optimizer-{k}" if k is not None and isinstance(to, str | Path) else to
+        return [_sinks(one, trainer) for one in to]
+    return [logger.log_metrics for logger in trainer.loggers] if isinstance(to, str) and to == "loggers" else to

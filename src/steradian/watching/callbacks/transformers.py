@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from steradian.watching.callbacks import GroupsOf, groups_of, unwrapped
+from steradian.watching.callbacks import GroupsOf, check_arguments, groups_of, training_goes_on, unwrapped
 from steradian.watching.watch import Watch, counted_steps
 
 __all__ = ["WatchCallback"]
@@ -18,10 +18,11 @@ class WatchCallback(TrainerCallback):
     checkpoint continues its step numbers. The trainer does not notify callbacks of an exception: what was observed is
     then recorded when the process ends, when the next training begins, or by `stop()`.
 
+    An error of the callback is logged; it does not end the training.
+
     Args:
-        groups: what `find_groups` found, or a function of the model that finds it. None: the rows that the
-            optimizer's param groups declare; if they declare none, those found with the model's `dummy_inputs`.
-        every: observe steps whose number is a multiple of this.
+        groups: what `find_groups` found, or a function of the model that finds it: rows of these are proved. None: all
+            weights are watched, and those that the optimizer's param groups declare count as rows.
         to: as for `watch`.
         **options: the other options of `Watch`; `config` is by default the trainer's arguments.
 
@@ -31,9 +32,9 @@ class WatchCallback(TrainerCallback):
     `Trainer(model, args, callbacks=[WatchCallback(to="runs/first")], …)` is all it takes.
     """
 
-    def __init__(self, groups: GroupsOf = None, *, every: int = 1, to: Any = None, **options: Any) -> None:
+    def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
+        check_arguments(groups, options)
         self.groups = groups
-        self.every = every
         self.to = to
         self.options = options
         self.watch: Watch | None = None
@@ -42,13 +43,13 @@ class WatchCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any
     ) -> None:
         """Start, after a checkpoint is restored."""
-        self.stop()
-        optimizer, model = unwrapped(found["optimizer"]), found["model"]
-        inputs = None if self.groups is not None else getattr(model, "dummy_inputs", None)
-        groups = groups_of(self.groups, model, [optimizer], inputs, "the model's dummy_inputs")
-        first = state.global_step if state.global_step and counted_steps(optimizer) is None else None
-        options = {"step": first, "config": args.to_sanitized_dict(), **self.options}
-        self.watch = Watch(optimizer, groups, every=self.every, to=self.to, **options).start()
+        with training_goes_on():
+            self.stop()
+            self.watch = None
+            optimizer = unwrapped(found["optimizer"])
+            first = state.global_step if state.global_step and counted_steps([optimizer]) is None else None
+            options = {"step": first, "config": args.to_sanitized_dict(), **self.options}
+            self.watch = Watch(optimizer, groups_of(self.groups, found["model"]), to=self.to, **options).start()
 
     def on_log(
         self,
@@ -60,7 +61,8 @@ class WatchCallback(TrainerCallback):
     ) -> None:
         """Record the numbers that the trainer logs."""
         if self.watch is not None and self.watch.running:
-            self.watch.log({name: value for name, value in (logs or {}).items() if isinstance(value, int | float)})
+            with training_goes_on():
+                self.watch.log({name: value for name, value in (logs or {}).items() if isinstance(value, int | float)})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any) -> None:
         """Stop."""
@@ -69,4 +71,5 @@ class WatchCallback(TrainerCallback):
     def stop(self) -> None:
         """Stop now; everything observed is recorded."""
         if self.watch is not None:
-            self.watch.stop()
+            with training_goes_on():
+                self.watch.stop()

@@ -5,16 +5,18 @@ follows from these numbers and is computed for many steps at once, when they are
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from steradian.image import ImageNumbers
+from steradian.watching.rows import WatchedGroup
 
 __all__ = ["PHENOMENA", "UNMEASURED", "Quantities", "Source"]
 
-PHENOMENA = ("gradient_memory", "l2_memory", "radius_ratio")
-"""The phenomena that depend on earlier steps; the deformation (a) depends only on one step."""
+PHENOMENA = ("deformation", "gradient_memory", "l2_memory", "radius_ratio")
+"""(a), (b1), (b2) and (c)."""
 
 UNMEASURED = "it needs every step and five tensors of the size of the weights: pass phenomena=True"
 
@@ -22,39 +24,38 @@ Quantities = dict[str, Tensor]
 
 
 class Source(ABC):
-    """Numbers per row for each observed step of the rows on one device.
+    """Numbers per row for each observed step of rows on one device.
 
     Attributes:
+        watched: the groups, in the order of their places.
         columns: the names of the numbers.
         missing: quantities that this source cannot give, with the reason.
         each_step: `before` and `after` must be called at every step, also at those that are not recorded.
         beforehand: `before` must be called at an observed step.
         ahead: `expect` may be called with the place of the next observation.
-        dtype: of the numbers; None: the one that rows are computed in.
+        dtype: of the numbers.
     """
 
+    watched: Sequence[WatchedGroup]
     columns: tuple[str, ...]
     missing: dict[str, str]
+    dtype: torch.dtype
     each_step: bool = False
     beforehand: bool = True
     ahead: bool = False
-    dtype: torch.dtype | None = None
 
-    @abstractmethod
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027
         """Called when the watch starts."""
 
-    @abstractmethod
-    def before(self) -> None:
+    def before(self) -> None:  # noqa: B027
         """Called before a step."""
 
     @abstractmethod
     def after(self, out: Tensor) -> None:
         """Called after a step: write the numbers of the active rows to `out`, (n, columns)."""
 
-    def expect(self, out: Tensor) -> None:
+    def expect(self, out: Tensor) -> None:  # noqa: B027
         """Called if the next step is observed too: its numbers go to `out`."""
-        raise AssertionError("expect is called only if ahead is True")
 
     @abstractmethod
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
@@ -66,6 +67,12 @@ class Source(ABC):
             decays: its decoupled decay.
         """
 
-    @abstractmethod
-    def close(self) -> None:
+    def distrust_state(self) -> None:  # noqa: B027
+        """Called if someone else may change the weights after the step: what the state says is not what happened."""
+
+    def nbytes(self) -> int:
+        """Memory on the device that the source holds now."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027
         """Called when the watch stops."""

@@ -1,73 +1,231 @@
-"""Steps of any optimizer, from the weights before and after."""
+"""Steps of any optimizer: seven sums over each row of the weights, the gradient and the step.
 
+Where the state tells the step, as in Adam and in SGD with momentum, x' = (1 − ηδ)x − ηq is solved for x, and nothing is
+copied. Otherwise the weights are copied before an observed step. Half-precision weights round, and turn less than the
+state says: they are always observed from two points.
+"""
+
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 from steradian import geometry
-from steradian.image import ImageNumbers, invariance_defect, observed_step
-from steradian.watching.rows import WatchedGroup, nominal_rate, stacks
-from steradian.watching.sources import PHENOMENA, Quantities, Source
+from steradian.image import ImageNumbers, invariance_defect
+from steradian.optim import RowOptimizer
+from steradian.scheme import Reader, Step, Taken, UnreadableOptimizerError, is_named, reader_of
+from steradian.watching.rows import Piece, WatchedGroup, dtype_of, nominal_rate, place
+from steradian.watching.sources import PHENOMENA, UNMEASURED, Quantities, Source
 
-__all__ = ["ObservedSource"]
+__all__ = ["SUMS", "ObservedSource", "tells_step"]
+
+SUMS = ("xx", "qx", "qq", "gg", "gx", "gq", "bb")
+"""⟨x,x⟩, ⟨q,x⟩, ⟨q,q⟩, ⟨g,g⟩, ⟨g,x⟩, ⟨g,q⟩ and ⟨b,b⟩ of a row, with g = ∇L(x).
+
+From two points, x is the point before and q = x − x'. From the state, x stands for the point after, and q = a ⊘ b.
+"""
+_AGREES = 1e-2
+"""A reader that is known by its class's name must predict the displacement to this share of it."""
+
+_ROUNDING = 1e-6
+
+logger = logging.getLogger("steradian")
+
+
+def tells_step(group: WatchedGroup) -> bool:
+    """Whether state and settings after a step determine the point before it, if the optimizer can be read."""
+    optimizer, settings = group.optimizer, group.settings
+    if any(param.dtype not in (torch.float32, torch.float64) for param in group.params):
+        return False
+    with_momentum = isinstance(optimizer, SGD) and settings["momentum"] and not settings["nesterov"]
+    return isinstance(optimizer, Adam) or bool(with_momentum)
 
 
 class ObservedSource(Source):
-    """Radius, angle and velocity from two points; the gradient's norm and its defect.
+    """Sums over the rows of groups on one device, piece by piece.
 
     Args:
         optimizer: the optimizer.
-        watched: groups on one device.
-        why: the reason why the optimizer's state cannot be read.
+        watched: its groups; `tells_step` is the same for all.
     """
 
-    columns = ("radius", "inward", "across", "gradient_norm", "slope", "rate")
+    columns: tuple[str, ...] = (*SUMS, "rate", "kept")
 
-    def __init__(self, optimizer: Optimizer, watched: Sequence[WatchedGroup], *, why: str) -> None:
+    def __init__(self, optimizer: Optimizer, watched: Sequence[WatchedGroup]) -> None:
         self.optimizer = optimizer
-        self.stacks = stacks(watched, optimizer)
-        self.missing = dict.fromkeys(("effective_lr", "direction_norm", "radial", "nu", "deformation", *PHENOMENA), why)
+        order = {id(settings): k for k, settings in enumerate(optimizer.param_groups)}
+        self.watched = place(watched, key=lambda group: order[id(group.settings)])
+        self.device, self.row_dtype = watched[0].device, dtype_of(watched)
+        self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
+        self._checked = False
+        # Torch's step over lists adds Nesterov's momentum to p.grad, schedule-free steps divide it.
+        named = type(optimizer).__name__.endswith("ScheduleFree")
+        foreign = not isinstance(optimizer, RowOptimizer)
+        self._overwrites = named or (foreign and any(group.settings.get("nesterov") for group in watched))
+        self._points: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, list[Tensor]] = {}
+        sizes = [
+            torch.full((group.n_rows,), float(group.size), dtype=self.dtype, device="cpu") for group in self.watched
+        ]
+        self._sizes = torch.cat(sizes).to(self.device)
+        self.reader: Reader | None = None
+        try:
+            self.reader = reader_of(optimizer)
+        except UnreadableOptimizerError as error:
+            self._drop_reader(str(error))
+        self.two_points = self.beforehand = self.reader is None or not all(map(tells_step, watched))
+        # Not of half-precision weights, which really move less, nor if someone else moves the weights after the step.
+        self._reads_displacement = all(param.dtype.itemsize > 2 for group in watched for param in group.params)
         # A line search leaves the gradient of another point than the one that the step started from.
         self.searches = isinstance(optimizer, LBFGS)
         if self.searches:
             self.missing |= dict.fromkeys(("defect", "gradient_norm"), "the gradient left behind is of another point")
 
-    def open(self) -> None:
-        pass
+    def _drop_reader(self, why: str) -> None:
+        self.reader = None
+        self.missing |= dict.fromkeys(("effective_lr", "direction_norm", "radial", "nu", *PHENOMENA), why)
+
+    def distrust_state(self) -> None:
+        self.two_points = self.beforehand = True
+        self._reads_displacement = False
+        for group in self.watched:
+            group.held = group.gradients() if group.active() else None
 
     @torch.no_grad()
     def before(self) -> None:
-        for stack in self.stacks:
-            stack.take(self.optimizer)
+        if not self.two_points:
+            return
+        for group in self.watched:
+            if not group.gone:
+                self._points[id(group)] = [group.local(param).clone() for param in group.params]
+                if self._overwrites and group.active():  # before a closure there is no gradient
+                    self._gradients[id(group)] = [gradient.clone() for gradient in group.gradients()]
 
     @torch.no_grad()
     def after(self, out: Tensor) -> None:
-        for stack in self.stacks:
-            moved = stack.moved()
-            if moved is None:
+        for group in self.watched:
+            points = self._points.pop(id(group), None)
+            gradients = self._gradients.pop(id(group), None)
+            if not group.active() or (self.two_points and points is None):
                 continue
-            members, points, raw = moved
-            image = observed_step(points, stack.now(members), check=False)
-            gradient = geometry.as_float(raw, "gradient")
-            rate = torch.as_tensor(nominal_rate(members[0].settings), dtype=image.radius.dtype, device=out.device)
-            columns = [
-                image.radius,
-                image.inward,
-                image.across,
-                geometry.norm(gradient).squeeze(-1),
-                geometry.dot(gradient, image.direction).squeeze(-1),
-                rate.reshape(()).expand(len(image.radius)),
-            ]
-            stack.write(members, columns, out)
+            gradients = group.gradients() if gradients is None else gradients
+            rows = out[group.span].zero_()
+            for piece in group.pieces(points, gradients):
+                self._add_sums(group, piece, rows[piece.rows])
+        self._checked = True
+
+    def _add_sums(self, group: WatchedGroup, piece: Piece, out: Tensor) -> None:
+        """Add the sums over a piece to `out`, and write the rate η of the step and 1 − ηδ."""
+        step = self._read(group, piece)
+        g, y = self._unscaled(piece.gradient).to(self.dtype), piece.now.to(self.dtype)
+        x = y if piece.before is None else piece.before.to(self.dtype)
+        b = x.new_zeros(()) if step is None else step.b.to(self.dtype)
+        q = x - y if step is None else step.a.to(self.dtype) / b
+        rate, kept = (nominal_rate(group.settings), 1.0) if step is None else (step.lr, 1 - step.lr * step.decay)
+        if piece.before is not None and step is not None:
+            # The displacement that was read is exact where the weights are rounded; see `_reads_displacement`.
+            q = (1 - kept) * x + rate * q if self._reads_displacement else x - y
+        for k, (one, other) in enumerate([(x, x), (q, x), (q, q), (g, g), (g, x), (g, q), (b, b)]):
+            out[:, k] += torch.linalg.vecdot(one, other) if one.ndim else 0
+        # 1 − ηδ is rounded as the step rounds it if the rate is a tensor.
+        for k, setting in enumerate((rate, kept), len(SUMS)):
+            out[:, k] = setting.reshape(-1) if isinstance(setting, Tensor) else setting
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        """Torch's fused steps unscale p.grad, ours leave it as it is."""
+        scale = getattr(self.optimizer, "grad_scale", None)
+        return gradient if scale is None or not isinstance(self.optimizer, RowOptimizer) else gradient / scale
+
+    def _read(self, group: WatchedGroup, piece: Piece) -> Step | None:
+        """The step that the reader sees on rows, as if they were a parameter; None if the optimizer cannot be read."""
+        if self.reader is None:
+            return None
+        param = _computed(piece.now).detach()
+        param.grad = self._unscaled(piece.gradient).to(param.dtype)
+        settings = {**group.settings, "rows": None if group.settings.get("rows") is None else "filter", "joint": False}
+        before = None if piece.before is None else _computed(piece.before)
+        try:
+            step = self.reader(Taken(param, settings, piece.state, before))
+        except (ValueError, KeyError) as error:  # the state is not what the reader expects
+            self._disagree(str(error))
+            return None
+        if before is not None and is_named(self.optimizer) and not self._checked:
+            moved = before - param
+            missed = moved - step.lr * (step.decay * before + step.a / step.b)
+            if not bool(geometry.norm(missed).max() <= _AGREES * geometry.norm(moved).max() + 1e-6):
+                self._disagree("its steps are not those that the reader of this name expects")
+                return None
+        return step
+
+    def _disagree(self, why: str) -> None:
+        if not self.two_points:
+            raise ValueError(why)
+        if self.reader is not None:
+            name = type(self.optimizer).__qualname__
+            self._drop_reader(f"{name} is observed from two points: {why}")
+            logger.warning("%s is observed from two points alone: %s", name, why)
 
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
-        radius, inward, across, length, slope, rate = values.unbind(-1)
-        image = ImageNumbers(radius=radius, start=radius, inward=inward, across=across, lr=1.0, scale=None)
-        gradients = {} if self.searches else {"defect": invariance_defect(slope, length), "gradient_norm": length}
-        return image, {**gradients, "lr": rate}
+        sums = dict(zip(self.columns, values.unbind(-1), strict=True))
+        kept = sums["kept"] if "kept" in sums else (1 - rates * decays).to(self.dtype)
+        rates, lost = sums.get("rate", rates).to(self.dtype), 1 - kept
+        xx, qx, qq, gx = (sums[name] for name in ("xx", "qx", "qq", "gx"))
+        if self.two_points:
+            moved, along = qq, qx  # of x − x' = ηδx + ηq
+        else:  # x = (x' + ηq)/(1 − ηδ)
+            xx = (xx + 2 * rates * qx + rates**2 * qq) / kept**2
+            # A row that was 0, such as a bias at first, is only rounding after the step is taken back.
+            xx = xx.masked_fill(xx < _ROUNDING**2 * rates**2 * qq, 0)
+            qx, gx = (qx + rates * qq) / kept, (gx + rates * sums["gq"]) / kept
+            along = lost * xx + rates * qx
+            moved = lost**2 * xx + 2 * lost * rates * qx + rates**2 * qq
+        radius = xx.sqrt()
+        safe = radius.masked_fill(radius == 0, 1)
+        across = _root(moved - (along / safe) ** 2)  # η‖q^⊥‖
+        inward = along / safe - lost * radius  # η⟨q,u⟩
+        start, scale = radius * kept, (sums["bb"] / self._sizes).sqrt()
+        readable = self.reader is not None
+        # The image of a step of rate 1, so that nothing is divided by a rate of 0.
+        image = ImageNumbers(
+            radius=radius.to(self.row_dtype),
+            start=start.to(self.row_dtype),
+            inward=inward.to(self.row_dtype),
+            across=across.to(self.row_dtype),
+            lr=1.0,
+            scale=(scale / rates).to(self.row_dtype) if readable else None,
+        )
+        length, update = sums["gg"].sqrt(), _root(moved)
+        found = {
+            "update": (update / safe).masked_fill(radius == 0, 0),
+            "radial_share": (along.abs() / safe / update.masked_fill(update == 0, 1)).clamp(max=1),
+            "lr": rates,
+        }
+        if not self.searches:
+            found |= {"defect": invariance_defect(gx / safe, length), "gradient_norm": length}
+        if readable:
+            found["nu"] = start * scale
+            speed = across / rates.masked_fill(rates == 0, 1) if self.two_points else _root(qq - (qx / safe) ** 2)
+            found["direction_norm"] = speed * found["nu"]
+        return image, {name: value.to(self.row_dtype) for name, value in found.items()}
+
+    def nbytes(self) -> int:
+        """The copies; before a step they are counted as if they were there."""
+        if not self.two_points:
+            return 0
+        return sum(group.n_rows * group.size * group.dtype.itemsize for group in self.watched)
 
     def close(self) -> None:
-        for stack in self.stacks:
-            stack.release()
+        self._points, self._gradients = {}, {}
+
+
+def _computed(rows: Tensor) -> Tensor:
+    """Rows in the dtype that they are computed in."""
+    return rows.float() if rows.dtype.itemsize < 4 else rows
+
+
+def _root(square: Tensor) -> Tensor:
+    """The root of a difference that rounding may have made negative."""
+    return square.clamp(min=0).sqrt()

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from steradian.image import ImageNumbers
 from steradian.optim import TELEMETRY, RowOptimizer, Telemetry
-from steradian.watching.rows import WatchedGroup, place
-from steradian.watching.sources import PHENOMENA, Quantities, Source
+from steradian.watching.rows import WatchedGroup, dtype_of, place
+from steradian.watching.sources import PHENOMENA, UNMEASURED, Quantities, Source
 
 __all__ = ["TelemetrySource"]
 
@@ -34,19 +35,16 @@ class TelemetrySource(Source):
         order = {id(param): k for k, param in enumerate(params)}
         self.watched = place(watched, key=lambda group: order[id(group.params[0])])
         self.optimizer = optimizer
+        self.dtype = dtype_of(watched)
         self._buffers: tuple[Tensor, ...] | None = None
         self._rows: list[tuple[Tensor, slice | None]] = []
         self._direct: bool | None = None
-        why = "this optimizer's telemetry does not contain it; pass phenomena=True to measure it from the weights"
-        self.missing = dict.fromkeys(("deformation", *PHENOMENA), why)
+        self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
 
     def open(self) -> None:
         listeners, ours = _LISTENERS.get(self.optimizer, (0, self.optimizer.telemetry is None))
         _LISTENERS[self.optimizer] = (listeners + 1, ours)
         self.optimizer.emit()
-
-    def before(self) -> None:
-        pass
 
     def after(self, out: Tensor) -> None:
         telemetry = self.optimizer.telemetry
@@ -104,8 +102,14 @@ class TelemetrySource(Source):
         )
         assert image.nu is not None
         assert image.direction_norm is not None
+        # Optimizers on the sphere also change the radius, which the image does not.
+        radius, radius_after, angle = known["radius"], known["next_radius"], known["angle"]
+        outward = (radius_after - radius - 2 * radius_after * (angle / 2).sin() ** 2).abs()
+        length = torch.hypot(outward, radius_after * angle.sin())
         # The telemetry of a collapsed row has no effective rate to divide by.
         return image, {
+            "update": (length / radius).masked_fill(image.collapsed, 0),
+            "radial_share": (outward / length.masked_fill(length == 0, 1)).masked_fill(image.collapsed, 0),
             "direction_norm": image.direction_norm.masked_fill(image.collapsed, 0),
             "nu": (image.nu * rates).masked_fill(image.collapsed, 0),
             "radial": known["radial"],

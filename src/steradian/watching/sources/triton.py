@@ -1,7 +1,8 @@
-"""Steps of torch's Adam, AdamW and SGD on a GPU: the weights before the step, and one launch over all rows after it."""
+"""The sums of `ObservedSource` in one launch over all rows, on a GPU."""
 
-import os
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -9,42 +10,37 @@ import triton.language as tl
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
-from steradian.image import ImageNumbers, invariance_defect
 from steradian.scheme import UnreadableOptimizerError, reader_of
-from steradian.watching.kernels import SUMS, sum_rows
-from steradian.watching.rows import WatchedGroup, place
-from steradian.watching.sources import PHENOMENA, UNMEASURED, Quantities, Source
+from steradian.watching.kernels import sum_rows
+from steradian.watching.rows import WatchedGroup
+from steradian.watching.sources.observed import SUMS, ObservedSource
 
 __all__ = ["TritonSource", "supports"]
 
 _LONGEST = 2**14
+"""Entries of a row that one program adds up."""
 _WARPS = 8
+_GRAD = attrgetter("grad")
 _ENTRIES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def supports(optimizer: Optimizer, watched: Sequence[WatchedGroup]) -> bool:
-    """Whether one launch can read these rows: a known state, contiguous rows, on a GPU or in Triton's interpreter."""
-    if watched[0].device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return False
+def supports(group: WatchedGroup) -> bool:
+    """Whether the launch can read these rows: contiguous, of a known state or from two points."""
+    settings, optimizer = group.settings, group.optimizer
     try:
         reader_of(optimizer)
+        readable = isinstance(optimizer, Adam) or (isinstance(optimizer, SGD) and settings["momentum"])
     except UnreadableOptimizerError:
-        return False
-    if not isinstance(optimizer, Adam | SGD):
-        return False
-    return len({group.dtype for group in watched}) == 1 and all(_supports(optimizer, group) for group in watched)
-
-
-def _supports(optimizer: Optimizer, group: WatchedGroup) -> bool:
-    settings = group.settings
-    if isinstance(optimizer, SGD) and (not settings["momentum"] or settings["nesterov"] or settings["dampening"] == 1):
+        readable = type(optimizer).__name__ != "LBFGS"
+    if not readable or settings.get("nesterov") or settings.get("dampening") == 1:
         return False
     if any(isinstance(beta, Tensor) for beta in settings.get("betas", ())):
         return False
     if len(group.params) > 1 or group.dtype not in _ENTRIES:
         return False
     here = group.local(group.params[0])
-    if not here.numel() or any(count != 1 for count in group.layout.blocks(here.shape)[1:]):
+    # All ranks must decide alike, also one that has no row of a sharded parameter.
+    if (not here.numel() and not group.sharded) or any(count != 1 for count in group.layout.blocks(here.shape)[1:]):
         return False
     # Slices of dimension 0 must follow each other in memory; their own entries may be in any order.
     return here.is_contiguous() or (here.ndim > 0 and here.stride(0) == here[0].numel() and _dense(here))
@@ -55,164 +51,147 @@ def _dense(tensor: Tensor) -> bool:
     return tensor.permute([0, *order]).is_contiguous()
 
 
-def _here(group: WatchedGroup, tensor: Tensor) -> Tensor:
-    """The part on this rank; a tensor that is not sharded is used directly, without the cost of detaching it."""
-    return group.local(tensor) if group.sharded else tensor
-
-
-class TritonSource(Source):
-    """A copy of the weights before the step, and one launch after it, which leaves nine sums per row.
+class TritonSource(ObservedSource):
+    """One launch after the step; a copy of the weights before it only where the state does not tell the step.
 
     Args:
-        optimizer: torch's Adam, AdamW or SGD.
-        watched: groups on one device for which `supports` is true.
+        optimizer: the optimizer.
+        watched: groups of one device and dtype for which `supports` is true.
     """
 
     columns = SUMS
-    dtype = torch.float64
 
     def __init__(self, optimizer: Optimizer, watched: Sequence[WatchedGroup]) -> None:
-        self._entries = _ENTRIES[watched[0].dtype]
-        self.optimizer = optimizer
-        self.adam = isinstance(optimizer, Adam)
-        order = {id(param): k for k, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        self.watched = place(watched, key=lambda group: order[id(group.params[0])])
-        self.device = watched[0].device
-        self.points: list[Tensor] = []
-        self.addresses: list[int] = []
-        self.known: list[tuple[Any, ...]] = []
-        self.table = torch.zeros(len(self.watched), 8, dtype=torch.int64, device=self.device)
-        self.settings = torch.zeros(len(self._param_groups()), 4, dtype=torch.float64, device=self.device)
-        sizes = [torch.full((group.n_rows,), float(group.size), device="cpu") for group in self.watched]
-        self._sizes = torch.cat(sizes).to(self.device)
-        self._one = torch.ones(1, device=self.device)
+        super().__init__(optimizer, watched)
+        self.adam, self.sgd = isinstance(optimizer, Adam), isinstance(optimizer, SGD)
+        self._copies: list[Tensor] = []
+        self._kept: list[Tensor] = []  # copies whose addresses are in the table, until the launch
+        self._known: list[Any] | None = None
+        self._params = [group.params[0] for group in self.watched]
+        self._sharded = any(group.sharded for group in self.watched)
+        self._settings: list[tuple[float, ...]] = []
+        self._table = torch.zeros(len(self.watched), 8, dtype=torch.int64, device=self.device)
+        self._setting_table = torch.zeros(len(self.watched), 4, dtype=torch.float64, device=self.device)
         self._counts: dict[float, Tensor] = {}
-        self._items()
-        self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
+        self._items, self._owner = self._programs()
 
-    def _param_groups(self) -> list[dict[str, Any]]:
-        """The present param groups of the rows: `load_state_dict` makes new ones."""
-        return list({id(group.settings): group.settings for group in self.watched}.values())
-
-    def _items(self) -> None:
-        """Which program reads which piece of which row; long rows are cut, and the sums of their pieces added."""
-        items: list[tuple[int, ...]] = []
-        owner: list[int] = []
-        for line, group in enumerate(self.watched):
-            size = group.size
-            for row in range(group.n_rows):
-                for start in range(0, size, _LONGEST):
-                    items.append((line, row, start, min(_LONGEST, size - start), len(items)))
-                    owner.append(group.start + row)
-        self.items = torch.tensor(items, dtype=torch.int64, device=self.device).reshape(-1, 5)
-        rows = sum(group.n_rows for group in self.watched)
-        self.owner = None if len(owner) == rows else torch.tensor(owner, device=self.device)
-
-    def open(self) -> None:
-        pass
+    def _programs(self) -> tuple[Tensor, Tensor | None]:
+        """Which program reads which piece of which row, and the row of each piece unless every row is one piece."""
+        counts = torch.tensor([group.n_rows for group in self.watched], device="cpu")
+        line = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+        row = torch.cat([torch.arange(group.n_rows, device="cpu") for group in self.watched])
+        size = torch.tensor([group.size for group in self.watched], device="cpu")[line]
+        pieces = -(-size // _LONGEST)
+        owner = torch.repeat_interleave(torch.arange(len(row), device="cpu"), pieces)
+        ends = pieces.cumsum(0)
+        start = (torch.arange(len(owner), device="cpu") - (ends - pieces)[owner]) * _LONGEST
+        entries = (size[owner] - start).clamp(max=_LONGEST)
+        items = torch.stack([line[owner], row[owner], start, entries, torch.arange(len(owner), device="cpu")], dim=1)
+        return items.to(self.device), None if len(owner) == len(row) else owner.to(self.device)
 
     @torch.no_grad()
     def before(self) -> None:
-        now = [_here(group, group.params[0]) for group in self.watched]
-        if not self.points:
-            self.points = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in now]
-        torch._foreach_copy_(self.points, now)
+        if self.two_points:
+            now = [_here(group, group.params[0]) for group in self.watched]
+            self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in now]
+            torch._foreach_copy_(self._copies, now)
 
     @torch.no_grad()
     def after(self, out: Tensor) -> None:
-        if not all(group.active() for group in self.watched):
-            out.fill_(float("nan"))
+        if self.two_points and not self._copies:
+            return
         self._refresh()
-        target = out if self.owner is None else out.new_empty(len(self.items), out.shape[1])
+        target = out if self._owner is None else out.new_empty(len(self._items), out.shape[1])
         with torch.cuda.device_of(out):
-            sum_rows[(len(self.items),)](
-                *(self.items, self.table, self.settings, target, self.adam),
-                *(self._entries, tl.float32),
+            sum_rows[(len(self._items),)](
+                *(self._items, self._table, self._setting_table, target),
+                *(self.adam, self.sgd, self.two_points, _ENTRIES[self.watched[0].dtype]),
                 num_warps=_WARPS,
             )
-        if self.owner is not None:
-            out.zero_().index_add_(0, self.owner, target)
+        if self._owner is not None:
+            out.zero_().index_add_(0, self._owner, target)
+        self._copies, self._kept = [], []
 
     def _refresh(self) -> None:
         """Send addresses and settings that changed; from pinned memory, so that the host does not wait."""
-        known = self._param_groups()
-        line_of = {id(settings): k for k, settings in enumerate(known)}
-        lines: list[list[int]] = []
-        counts: dict[float, Tensor] = {}
-        for group, point in zip(self.watched, self.points, strict=True):
-            param, size = group.params[0], group.size
-            state = self.optimizer.state.get(param, {})
-            moment = state.get("exp_avg" if self.adam else "momentum_buffer")
-            if param.grad is None or moment is None:
-                # The address of the point replaces a missing one; such rows are not recorded.
-                lines.append([point.data_ptr()] * 4 + [self._one.data_ptr(), size, 0, 0])
-                continue
-            second = state["max_exp_avg_sq" if group.settings.get("amsgrad") else "exp_avg_sq"] if self.adam else moment
-            tensors = [_here(group, tensor) for tensor in (param.grad, moment, second)]
-            if any(tensor.stride() != point.stride() or tensor.dtype != point.dtype for tensor in tensors):
-                raise ValueError(f"{group.name}: gradient and state are not laid out in memory as the weights are")
-            step = self._count(state["step"], counts) if self.adam else self._one
-            line = line_of[id(group.settings)]
-            lines.append([point.data_ptr(), *(t.data_ptr() for t in tensors), step.data_ptr(), size, line, 0])
-        self._counts = counts
-        flat = [number for line in lines for number in line]
-        if flat != self.addresses:
-            self.addresses = flat
-            self.table.copy_(self._pinned(torch.tensor(lines, dtype=torch.int64, device="cpu")), non_blocking=True)
-        settings = [self._setting(group) for group in known]
-        if settings != self.known:
-            self.known = settings
-            self.settings[: len(settings)].copy_(
-                self._pinned(torch.tensor(settings, dtype=torch.float64, device="cpu")), non_blocking=True
-            )
+        param_groups = list({id(group.settings): group.settings for group in self.watched}.values())
+        known = self._identity()
+        if known is None or known != self._known:
+            place = {id(settings): k for k, settings in enumerate(param_groups)}
+            points: Sequence[Tensor | None] = self._copies or [None] * len(self.watched)
+            lines = [
+                self._line(group, point, place[id(group.settings)])
+                for group, point in zip(self.watched, points, strict=True)
+            ]
+            self._send(torch.tensor(lines, dtype=torch.int64, device="cpu"), self._table)
+            self._known = None if self._kept else known
+        settings = [self._setting(group) for group in param_groups]
+        if settings != self._settings:
+            self._settings = settings
+            sent = torch.tensor(settings, dtype=torch.float64, device="cpu")
+            self._send(sent, self._setting_table[: len(settings)])
 
-    def _count(self, step: Tensor, counts: dict[float, Tensor]) -> Tensor:
-        """The step count on the device: torch keeps it on the host unless the optimizer is capturable or fused."""
+    def _identity(self) -> list[Any] | None:
+        """What the table of addresses depends on, read without a Python loop; None if it is made anew at each step."""
+        gradients = list(map(_GRAD, self._params))
+        states = list(map(self.optimizer.state.get, self._params))
+        if self.two_points or self._sharded or any(map(is_, gradients, repeat(None))) or not all(states):
+            return None
+        if self.adam and any(state["step"].device != self.device for state in states[:1] if state):
+            return None
+        pointers = [list(map(Tensor.data_ptr, tensors)) for tensors in (self._params, gradients)]
+        return [*pointers, list(map(id, states)), [group.gone for group in self.watched]]
+
+    def _line(self, group: WatchedGroup, point: Tensor | None, place: int) -> list[int]:
+        """Addresses and numbers of one parameter; zeros if it took no step."""
+        param, state = group.params[0], self.optimizer.state.get(group.params[0], {})
+        needed = self.adam or (self.sgd and point is None)
+        moment = state.get("exp_avg" if self.adam else "momentum_buffer")
+        if not group.active() or (needed and moment is None):
+            return [0] * 8
+        after = _here(group, param)
+        first = second = count = 0
+        if needed:
+            first = second = self._address(_here(group, moment), after)
+        if self.adam:
+            name = "max_exp_avg_sq" if group.settings.get("amsgrad") else "exp_avg_sq"
+            second, count = self._address(_here(group, state[name]), after), self._count(state["step"])
+        [dense] = group.gradients()
+        if dense is not param.grad:
+            self._kept.append(dense)
+        gradient = self._address(_here(group, dense), after)
+        before = after if point is None else point
+        return [before.data_ptr(), gradient, first, second, count, after.data_ptr(), group.size, place]
+
+    def _address(self, tensor: Tensor, like: Tensor) -> int:
+        """The address of a tensor, or of a copy that is laid out in memory as the weights are."""
+        aligned = tensor.stride() == like.stride() and tensor.dtype == like.dtype
+        if not aligned or self._sharded:  # of a sharded tensor this may be a part that was just gathered
+            tensor = tensor if aligned else torch.empty_like(like).copy_(tensor)
+            self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _count(self, step: Tensor) -> int:
+        """The address of the step count on the device: torch keeps it on the host unless capturable or fused."""
         if step.device == self.device and step.dtype == torch.float32:
-            return step
-        at = float(step)
-        if at not in counts:
-            known = self._counts.get(at)
-            counts[at] = (
-                self._pinned(torch.tensor([at], device="cpu")).to(self.device, non_blocking=True)
-                if known is None
-                else known
-            )
-        return counts[at]
+            return step.data_ptr()
+        if float(step) not in self._counts:
+            self._counts = {float(step): torch.empty(1, device=self.device), **dict(list(self._counts.items())[:8])}
+            self._send(torch.tensor([float(step)], device="cpu"), self._counts[float(step)])
+        return self._counts[float(step)].data_ptr()
 
     def _setting(self, group: dict[str, Any]) -> tuple[float, ...]:
         if self.adam:
             return (*(float(beta) for beta in group["betas"]), float(group["eps"]), 0.0)
-        return (1 / (1 - float(group["dampening"])), 0.0, 0.0, 0.0)
+        return (1 / (1 - float(group["dampening"])) if self.sgd else 0.0, 0.0, 0.0, 0.0)
 
-    def _pinned(self, values: Tensor) -> Tensor:
-        return values.pin_memory() if self.device.type == "cuda" else values
-
-    def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
-        sums = dict(zip(self.columns, values.unbind(-1), strict=True))
-        radius = sums["xx"].sqrt()
-        safe = radius.masked_fill(radius == 0, 1)
-        inward, slope, along = sums["qx"] / safe, sums["gx"] / safe, sums["ax"] / safe
-        across = (sums["qq"] - inward**2).clamp(min=0)
-        remaining = (sums["aa"] - along**2).clamp(min=0)
-        product = sums["aq"] - along * inward
-        # Whether a row is collapsed depends on the dtype that rows are computed in.
-        image = ImageNumbers(
-            radius=radius.float(),
-            start=(radius * (1 - rates * decays)).float(),
-            inward=inward.float(),
-            across=across.sqrt().float(),
-            lr=rates.float(),
-            scale=(sums["bb"] / self._sizes).sqrt().float(),
-        )
-        length = sums["gg"].sqrt()
-        found = {
-            "deformation": torch.atan2((across * remaining - product**2).clamp(min=0).sqrt(), product),
-            "defect": invariance_defect(slope, length),
-            "gradient_norm": length,
-            "lr": rates,
-        }
-        return image, {name: value.float() for name, value in found.items()}
+    def _send(self, values: Tensor, to: Tensor) -> None:
+        to.copy_(values.pin_memory() if self.device.type == "cuda" else values, non_blocking=True)
 
     def close(self) -> None:
-        self.points = []
+        self._copies = []
+
+
+def _here(group: WatchedGroup, tensor: Tensor) -> Tensor:
+    """The part on this rank; a tensor that is not sharded is used directly, without the cost of detaching it."""
+    return group.local(tensor) if group.sharded else tensor
