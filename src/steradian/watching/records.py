@@ -310,6 +310,7 @@ _PLURALS = {
     "collapsed": "rows have collapsed",
     "equilibrium": "the angle is not that of the equilibrium",
     "weight decay": "weight decay has no effect",
+    "defect": "the gradient is not orthogonal to the rows (ε of the normalization, or rounding)",
 }
 """What is said of several groups, by the kind of their alerts."""
 
@@ -360,6 +361,8 @@ def _cause(alerts: Sequence[Alert]) -> Cause:
     if len(groups) == 1:
         return Cause(first.kind, first.step, groups, first.text, str(first))
     what = _PLURALS.get(first.kind, first.text)
+    if "not invariant" in first.text:
+        what = "the gradient is not orthogonal to the rows from the first steps on, so they are not invariant,"
     if first.kind == "not finite":
         words = [word for word in ("weights", "gradient") if any(word in alert.text for alert in alerts)]
         what = f"NaN or infinite {' or '.join(words).replace('gradient', 'gradients')}"

@@ -86,7 +86,7 @@ def verdict(run: RecordedRun) -> list[Sentence]:
 
     >>> from steradian.watching.records import read_run
     >>> [sentence.text for sentence in verdict(read_run("runs/a"))]  # doctest: +SKIP
-    ['Nothing is wrong at the end: …']
+    ['Nothing is wrong up to step 1,999: …']
     """
     return judge(History.of_table(run.table), run.about, labels(run), alerts_of(run.alerts))
 
@@ -193,7 +193,7 @@ class _Run:
         self.entries = [entries.get(name, {}) for name in self.groups]
         layers = np.array([_is_layer(entry) for entry in self.entries], dtype=bool)
         self.layers = layers if layers.any() else ~layers
-        refuted = {alert.group for alert in alerts if alert.kind == "defect"}
+        refuted = {alert.group for alert in alerts if "not invariant" in alert.text}
         self.invariant = np.array([labels.get(n) == "invariant" and n not in refuted for n in self.groups], dtype=bool)
         self.count = max(_FEWEST_STEPS, len(self.steps) // 10)
         self.end = slice(-self.count, None)
@@ -294,9 +294,9 @@ def _broken(run: _Run) -> Iterator[Sentence]:
     elif first is not None and not whole:
         groups = np.flatnonzero(run.not_finite.any(axis=0))
         steps = int(run.not_finite.any(axis=1).sum())
+        what = "gradient of 1 group was" if len(groups) == 1 else f"gradients of {len(groups):,} groups were"
         text = (
-            f"The gradients of {_count(len(groups), 'group')} were NaN or infinite at "
-            f"{_count(steps, 'observed step')}, first at step {run.steps[first]:,} in "
+            f"The {what} NaN or infinite at {_count(steps, 'observed step')}, first at step {run.steps[first]:,} in "
             f"{run.names(np.flatnonzero(run.not_finite[first]), 1)}; the weights are finite."
         )
         yield Sentence("not finite", text, run.groups[groups[0]], "gradient_norm", "warning")
@@ -320,7 +320,7 @@ def _broken(run: _Run) -> Iterator[Sentence]:
         why = "its rate is 0" if run.rate[g] == 0 else "its updates are smaller than the rounding of its numbers"
         others = float(_median(run.angle[run.layers & run.moving]))
         text = (
-            f"{_count(len(still), 'layer')} of {run.layers.sum()} {_is(len(still))} frozen while the median layer "
+            f"{_of(still, run.layers, 'layer')} {_is(len(still))} frozen while the median layer "
             f"turns {_n(others)} rad per step: {run.names(still)}, {_since(when)}; {why}."
         )
         yield Sentence("frozen", text, run.groups[g], "angle", "warning")
@@ -333,7 +333,7 @@ def _dead(run: _Run) -> Iterator[Sentence]:
     if len(dead):
         when = run.since(gradient[:, dead[0]] == 0)
         text = (
-            f"{_count(len(dead), 'layer')} of {run.layers.sum()} {_is(len(dead))} dead, with a gradient of exactly 0 "
+            f"{_of(dead, run.layers, 'layer')} {_is(len(dead))} dead, with a gradient of exactly 0 "
             f"{_since(when)}: {run.names(dead)}."
         )
         yield Sentence("dead", text, run.groups[dead[0]], "gradient_norm", "bad")
@@ -373,7 +373,7 @@ def _collapsed(run: _Run) -> Iterator[Sentence]:
     if len(falling):
         g = int(falling[np.argmax(fell[falling])])
         text = (
-            f"{_count(len(falling), 'layer')} of {run.layers.sum()} {_is(len(falling))} collapsing: the radius of "
+            f"{_of(falling, run.layers, 'layer')} {_is(len(falling))} collapsing: the radius of "
             f"{run.groups[g]} fell {_n(fell[g])} × since the first observed steps, to "
             f"{_n(_median(radius[run.end])[g])}."
         )
@@ -403,7 +403,7 @@ def _pace(run: _Run) -> Iterator[Sentence]:
             parts.append(f"{run.groups[g]} {_n(factor[g])} × ({_n(run.angle[g])} rad, {_since(when)}{own})")
         more = f", and {len(out) - 3} more" if len(out) > 3 else ""
         text = (
-            f"{_count(len(out), 'layer')} of {chosen.sum()} {_turn(len(out))} more than {_APART:g} × {word} than the "
+            f"{_of(out, chosen, 'layer')} {_turn(len(out))} more than {_APART:g} × {word} than the "
             f"median layer ({_n(middle)} rad per step): {', '.join(parts)}{more}."
         )
         yield Sentence(kind, text, run.groups[out[0]], "angle", "warning")
@@ -423,8 +423,8 @@ def _rate(run: _Run) -> Iterator[Sentence]:
         g = int(out[np.argmax(rose[out])])
         last = int(np.flatnonzero(high[:, g])[-1])
         text = (
-            f"The rate fell {_n(fell[g])} × since step {run.steps[last]:,}, but {_count(len(out), 'layer')} of "
-            f"{chosen.sum()} {_turn(len(out))} further per step than before, {run.groups[g]} {_n(rose[g])} × "
+            f"The rate fell {_n(fell[g])} × since step {run.steps[last]:,}, but {_of(out, chosen, 'layer')} "
+            f"{_turn(len(out))} further per step than before, {run.groups[g]} {_n(rose[g])} × "
             f"({_n(before[g])} to {_n(run.angle[g])} rad)."
         )
         yield Sentence("rate", text, run.groups[g], "angle", "warning")
@@ -444,7 +444,7 @@ def _equilibrium(run: _Run) -> Iterator[Sentence]:
         late = [g for g in out if _elapsed(run, int(g)) > _TIMES]
         why = "" if late else " (weight decay has not had the time to lead there)"
         text = (
-            f"{_count(len(out), 'invariant layer')} of {known.sum()} {_turn(len(out))} far {word} "
+            f"{_of(out, known, 'invariant layer')} {_turn(len(out))} far {word} "
             f"{'its' if len(out) == 1 else 'their'} own equilibrium, by {_n(float(np.median(factor[out])))} × in the "
             f"median and most in {run.groups[g]}, {_n(run.angle[g])} instead of {_n(expected[g])} rad per step{why}."
         )
@@ -475,8 +475,13 @@ def _balance(run: _Run) -> Iterator[Sentence]:
     expected = _median(run.history.get("equilibrium_radius")[run.end])
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = radius / expected
+        turns = run.angle / _median(run.history.get("equilibrium_angle")[run.end])
     known = run.invariant & ~run.dead & ~run.still & np.isfinite(ratio) & (ratio > 0)
-    away = np.flatnonzero(known & (np.abs(np.log(np.where(known, ratio, 1.0))) > math.log(_BALANCED)))
+    # The angle in equilibrium is known better than the radius, which depends on how noisy the gradients are. A row that
+    # is too short turns too far.
+    short = (ratio < 1 / _BALANCED) & (turns > _BALANCED)
+    long = (ratio > _BALANCED) & ((turns < 1 / _BALANCED) | ~(turns > 0))
+    away = np.flatnonzero(known & (short | long))
     if not len(away):
         return
     # r^p approaches its equilibrium exponentially, with p times the pull: p = 4 for SGD, whose growth is ∝ 1/r³.
@@ -490,7 +495,7 @@ def _balance(run: _Run) -> Iterator[Sentence]:
     worst = int(np.argmax(needed))
     g = int(away[worst])
     place = f"{run.groups[g]} (radius {_n(radius[g])}, in balance {_n(expected[g])})"
-    head = f"Weight decay is not in balance yet in {_count(len(away), 'invariant layer')} of {known.sum()}"
+    head = f"Weight decay is not in balance yet in {_of(away, known, 'invariant layer')}"
     if not math.isfinite(needed[worst]) or needed[worst] > left[worst] / 2:
         rate = f"the rate reaches 0 in about {_about(left[worst])} steps" if left[worst] >= 1 else "the rate is 0"
         need = f", and {place} needs about {_about(needed[worst])} at this rate" if math.isfinite(needed[worst]) else ""
@@ -519,7 +524,7 @@ def _share(run: _Run) -> Iterator[Sentence]:
         decays = any(run.settings(int(g)).get("weight_decay") for g in np.flatnonzero(run.invariant))
         knob = "weight decay sets their angle per step and does not regularize"
         knob = knob if decays else "weight decay, which is 0, would set their angle per step and not regularize"
-        share = f"{100 * part / whole:.3g} % of the watched weights ({_about(part)} of {_about(whole)})"
+        share = f"{100 * part / whole:.3g} % of the watched weights ({part:,.0f} of {whole:,.0f})"
         text = f"{share} are invariant: {knob}."
         yield Sentence("share", text, "", "equilibrium_radius")
 
@@ -537,15 +542,17 @@ def _of_alerts(run: _Run) -> Iterator[Sentence]:
 def _healthy(run: _Run) -> Sentence:
     chosen = np.flatnonzero(run.layers & run.moving)
     share = (run.about.get("cost") or {}).get("share")
-    cost = (
-        f"the watch took {100 * share:.2g} % of the training's time" if share else "the watch's cost is not known yet"
-    )
+    took = f"the watch took {_n(100 * share)} % of the training's time" if share else ""
+    cost = took or "the watch's cost is not known yet"
     if not len(chosen):
-        return Sentence("healthy", f"Nothing turns at the end of the run, and nothing is wrong; {cost}.", "", "angle")
+        return Sentence(
+            "healthy", f"No layer turns at step {run.steps[-1]:,}, and nothing is wrong; {cost}.", "", "angle"
+        )
     low, high = chosen[np.argmin(run.angle[chosen])], chosen[np.argmax(run.angle[chosen])]
     spread = f"{_n(run.angle[low])} ({run.groups[low]}) to {_n(run.angle[high])} ({run.groups[high]})"
+    middle = _n(float(_median(run.angle[chosen])))
     text = (
-        f"Nothing is wrong at the end: the median layer turns {_n(float(_median(run.angle[chosen])))} rad per step, "
+        f"Nothing is wrong up to step {run.steps[-1]:,}: the median layer turns {middle} rad per step, "
         f"the {_count(len(chosen), 'layer')} from {spread}, and {cost}."
     )
     return Sentence("healthy", text, "", "angle")
@@ -580,6 +587,10 @@ def _about(value: float) -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
+def _of(some: NDArray[Any], all_of: NDArray[np.bool_], word: str) -> str:
+    return f"{len(some):,} of {_count(int(all_of.sum()), word)}"
 
 
 def _is(number: int) -> str:
