@@ -104,7 +104,8 @@ def verdict(runs: Sequence[PageRun]) -> str:
     for i, run in enumerate(runs):
         name = f'<h3 style="color: var(--run-{i % 7})">{escape(run.name)}</h3>' if len(runs) > 1 else ""
         lines = [
-            f'<li class="{sentence.severity} {escape(sentence.kind)}">{escape(sentence.text)}{_link(sentence)}</li>'
+            f'<li class="{"healthy" if sentence.kind == "healthy" else sentence.severity}">'
+            f"{escape(sentence.text)}{_link(sentence)}</li>"
             for sentence in run.verdict
         ]
         parts.append(f'{name}<ul class="findings">{"".join(lines)}</ul>' if lines else "")

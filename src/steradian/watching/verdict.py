@@ -219,7 +219,7 @@ class _Run:
         return (self.angle <= _STILL) & ((turned & pulled) | (others > 100 * self.angle)) & ~self.dead
 
     def since(self, now: NDArray[np.bool_]) -> int | None:
-        """The observed step from which on a condition holds to the end; None: from the first one on."""
+        """The observed step from which on a condition, true where nothing is known, holds to the end; None: the first."""
         ends = np.flatnonzero(~now)
         return None if not len(ends) else int(self.steps[min(ends[-1] + 1, len(self.steps) - 1)])
 
@@ -303,7 +303,7 @@ def _broken(run: _Run) -> Iterator[Sentence]:
     if len(run.steps) < _FEWEST_STEPS or not run.still.any():
         return
     if whole:
-        when = run.since(_median(run.history.get("angle")[:, frozen].T) <= _STILL)
+        when = run.since(~(_median(run.history.get("angle")[:, frozen].T) > _STILL))
         cause = f"after NaN or infinite gradients at step {run.steps[first]:,}" if first is not None else ""
         cause = cause or ("from the first step on" if when is None else f"at step {when:,}")
         text = (
@@ -316,7 +316,7 @@ def _broken(run: _Run) -> Iterator[Sentence]:
     still = np.flatnonzero(run.still & run.layers)
     if len(still):
         g = int(still[0])
-        when = run.since(run.history.get("angle")[:, g] <= _STILL)
+        when = run.since(~(run.history.get("angle")[:, g] > _STILL))
         why = "its rate is 0" if run.rate[g] == 0 else "its updates are smaller than the rounding of its numbers"
         others = float(_median(run.angle[run.layers & run.moving]))
         text = (
@@ -331,7 +331,7 @@ def _dead(run: _Run) -> Iterator[Sentence]:
     dead = np.flatnonzero(run.dead)
     gradient = run.history.get("gradient_norm", "max")
     if len(dead):
-        when = run.since(gradient[:, dead[0]] == 0)
+        when = run.since(~(gradient[:, dead[0]] > 0))
         text = (
             f"{_of(dead, run.layers, 'layer')} {_is(len(dead))} dead, with a gradient of exactly 0 "
             f"{_since(when)}: {run.names(dead)}."
@@ -340,17 +340,26 @@ def _dead(run: _Run) -> Iterator[Sentence]:
     smallest = run.history.get("gradient_norm", "min")
     known = ~np.isnan(smallest[run.end])
     idle = known.any(axis=0) & (np.where(known, smallest[run.end], 0) == 0).all(axis=0) & run.layers & ~run.dead
-    born = idle & (_median(smallest[: run.count]) == 0)
-    for rows, severity in ((np.flatnonzero(idle & ~born), "warning"), (np.flatnonzero(born), "note")):
-        if len(rows):
-            g = int(rows[0])
+    died, unused = [], []
+    for g in np.flatnonzero(idle).tolist():
+        zero = ~(smallest[:, g] > 0)
+        when = run.since(zero)
+        earlier = zero if when is None else zero[run.steps < when]
+        # Entries that few batches use, such as rare tokens, have no gradient at many steps before, too.
+        (died if earlier.mean() < 0.1 else unused).append((g, when))
+    for rows, severity in ((died, "warning"), (unused, "note")):
+        if rows:
+            g, when = rows[0]
             many = _median(run.history.get("gradient_norm", "q10")[run.end][:, [g]])[0] == 0
-            share = "At least a tenth of the rows" if many else "At least one row"
-            when = run.since(smallest[:, g] == 0)
-            kind = "died" if severity == "warning" else "had no gradient"
-            also = "" if severity == "warning" else ": dead units, or entries that no batch used, such as rare tokens"
-            others = f" (and of {_count(len(rows) - 1, 'more layer')})" if len(rows) > 1 else ""
-            text = f"{share} of {run.groups[g]}{others} {kind}: the gradient is exactly 0 {_since(when)}{also}."
+            whose = f"{'At least a tenth of the rows' if many else 'At least one row'} of {run.groups[g]}"
+            whose += f" (and of {_count(len(rows) - 1, 'more layer')})" if len(rows) > 1 else ""
+            if severity == "warning":
+                text = f"{whose} died: the gradient is exactly 0 {_since(when)}."
+            else:
+                last = f"at each of the last {min(run.count, len(run.steps))} observed steps"
+                text = (
+                    f"{whose} had no gradient {last}: dead units, or entries that no batch used, such as rare tokens."
+                )
             yield Sentence("dead", text, run.groups[g], "gradient_norm", severity)
 
 
@@ -360,7 +369,7 @@ def _collapsed(run: _Run) -> Iterator[Sentence]:
     gone = np.flatnonzero(run.layers & (share > 0))
     if len(gone):
         g = int(gone[np.argmax(share[gone])])
-        when = run.since(run.history.get("collapsed", "mean")[:, g] > 0)
+        when = run.since(~(run.history.get("collapsed", "mean")[:, g] <= 0))
         text = (
             f"Rows of {_count(len(gone), 'layer')} have collapsed: {100 * share[g]:.2g} % of {run.groups[g]} "
             f"{_has(when)} a radius too small for a direction {_since(when)}."
