@@ -152,7 +152,7 @@ def falling_rate(values, at):
 FAULTS = {
     "not finite": (
         nan_weights, "bad", "a.weight",
-        r"weights of 6 groups are NaN or infinite from step 43 on.*in the gradient of a.weight and 5 more at step 42",
+        r"weights of 6 groups are NaN or infinite from step 43 on.* in the gradient of a.weight and 5 more at step 42",
     ),
     "frozen": (
         frozen_optimizer, "bad", "a.weight",

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from steradian.watching.alerts import Alerts
 from steradian.watching.buffer import Buffer
 from steradian.watching.paths import Paths
-from steradian.watching.records import COLUMNS, STATISTICS, Block, causes, read_run
+from steradian.watching.records import COLUMNS, STATISTICS, Block, cause_of, causes, read_run
 from steradian.watching.sinks import Folder, Sink
 from steradian.watching.verdict import History
 
@@ -341,7 +341,7 @@ class Output:
         self.history = History()
         self._blocks: list[Block] = []
         self._dropped = False
-        self._logged: set[str] = set()  # kinds of alerts
+        self._logged: set[str] = set()  # causes of alerts
 
     @property
     def seconds(self) -> float:
@@ -371,10 +371,9 @@ class Output:
                 self.defects.setdefault(name, deque(maxlen=64)).extend(map(float, values[active]))
         self._each(methodcaller("write", block))
         alerts = self.alerts.check(block)
-        for cause in causes(alerts):
-            if cause.kind not in self._logged:
-                logger.warning("%s: %s", block.run, cause.text)
-        self._logged |= {alert.kind for alert in alerts}
+        for cause in causes(alert for alert in alerts if cause_of(alert) not in self._logged):
+            logger.warning("%s: %s", block.run, cause.text)
+        self._logged.update(map(cause_of, alerts))
         for alert in alerts:
             self._each(methodcaller("alert", alert))
 

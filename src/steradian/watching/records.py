@@ -40,6 +40,7 @@ __all__ = [
     "RecordedRun",
     "Words",
     "alerts_of",
+    "cause_of",
     "causes",
     "labels",
     "listed",
@@ -347,12 +348,17 @@ def causes(alerts: Iterable[Alert]) -> list[Cause]:
     >>> [cause.text for cause in causes(Alert(42, name, "H2", "H2 is violated: z = 4") for name in "ab")]
     ['H2 is violated (z is not below π) in 2 groups from step 42: a, b']
     """
-    found: dict[tuple[str, str], list[Alert]] = {}
+    found: dict[str, list[Alert]] = {}
     for alert in alerts:
-        # NaN in one group's weights is NaN in the gradients of all: one cause. Other texts differ in their numbers.
-        what = "" if alert.kind == "not finite" else re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", alert.text)
-        found.setdefault((alert.kind, what), []).append(alert)
+        found.setdefault(cause_of(alert), []).append(alert)
     return sorted((_cause(same) for same in found.values()), key=lambda cause: cause.step)
+
+
+def cause_of(alert: Alert) -> str:
+    """A text that is the same for all alerts of one cause."""
+    # NaN in the weights of one group is NaN in the gradients of all. Other texts differ in their numbers.
+    same = alert.kind == "not finite"
+    return f"{alert.kind}: " + ("" if same else re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", alert.text))
 
 
 def _cause(alerts: Sequence[Alert]) -> Cause:

@@ -153,9 +153,10 @@ class History:
         if self.values.size > _KEPT:
             self.steps, self.values = self.steps[::2], self.values[::2].copy()
 
-    def get(self, quantity: str, statistic: str = "median") -> Numbers:
-        """(steps, groups)."""
-        return self.values[:, _PAIRS.index((quantity, statistic))].astype(np.float64)
+    def get(self, quantity: str, statistic: str = "median", *, group: int | None = None) -> Numbers:
+        """(steps, groups), or (steps,) of one group."""
+        values = self.values[:, _PAIRS.index((quantity, statistic))]
+        return (values if group is None else values[:, group]).astype(np.float64)
 
 
 def _or_infinite(values: NDArray[Any]) -> NDArray[np.float32]:
@@ -219,7 +220,10 @@ class _Run:
         return (self.angle <= _STILL) & ((turned & pulled) | (others > 100 * self.angle)) & ~self.dead
 
     def since(self, now: NDArray[np.bool_]) -> int | None:
-        """The observed step from which on a condition, true where nothing is known, holds to the end; None: the first."""
+        """The observed step from which on a condition holds to the end; None: the first one.
+
+        The condition must be true where nothing was recorded.
+        """
         ends = np.flatnonzero(~now)
         return None if not len(ends) else int(self.steps[min(ends[-1] + 1, len(self.steps) - 1)])
 
@@ -276,7 +280,7 @@ def _broken(run: _Run) -> Iterator[Sentence]:
     """NaN or infinite numbers, and weights that no longer turn."""
     weights = np.isinf(run.history.get("radius", "max"))
     gradients = np.isinf(run.history.get("gradient_norm", "max"))
-    lost = np.flatnonzero(weights[-1] | (weights[run.end].any(axis=0)))
+    lost = np.flatnonzero(weights[run.end].any(axis=0))
     first = int(run.not_finite.any(axis=1).argmax()) if run.not_finite.any() else None
     turns = (run.angle >= 0) & ~run.dead & (run.rate != 0)
     frozen = np.flatnonzero(run.still & (run.rate != 0))
@@ -285,7 +289,7 @@ def _broken(run: _Run) -> Iterator[Sentence]:
         began = int(weights[:, lost].any(axis=1).argmax())
         what = "weights" if first == began and not gradients[began].any() else "gradient"
         at = np.flatnonzero((gradients if what == "gradient" else weights)[first if first is not None else began])
-        source = f"; the first NaN was in the {what} of {run.names(at, 1)}" if len(at) else ""
+        source = f"; it was first seen in the {what} of {run.names(at, 1)}" if len(at) else ""
         text = (
             f"The weights of {_count(len(lost), 'group')} are NaN or infinite from step {run.steps[began]:,} on, and "
             f"the training cannot recover from this{source}{_at(run, first)}."
@@ -316,7 +320,7 @@ def _broken(run: _Run) -> Iterator[Sentence]:
     still = np.flatnonzero(run.still & run.layers)
     if len(still):
         g = int(still[0])
-        when = run.since(~(run.history.get("angle")[:, g] > _STILL))
+        when = run.since(~(run.history.get("angle", group=g) > _STILL))
         why = "its rate is 0" if run.rate[g] == 0 else "its updates are smaller than the rounding of its numbers"
         others = float(_median(run.angle[run.layers & run.moving]))
         text = (
@@ -340,7 +344,8 @@ def _dead(run: _Run) -> Iterator[Sentence]:
     smallest = run.history.get("gradient_norm", "min")
     known = ~np.isnan(smallest[run.end])
     idle = known.any(axis=0) & (np.where(known, smallest[run.end], 0) == 0).all(axis=0) & run.layers & ~run.dead
-    died, unused = [], []
+    died: list[tuple[int, int | None]] = []
+    unused: list[tuple[int, int | None]] = []
     for g in np.flatnonzero(idle).tolist():
         zero = ~(smallest[:, g] > 0)
         when = run.since(zero)
@@ -369,7 +374,7 @@ def _collapsed(run: _Run) -> Iterator[Sentence]:
     gone = np.flatnonzero(run.layers & (share > 0))
     if len(gone):
         g = int(gone[np.argmax(share[gone])])
-        when = run.since(~(run.history.get("collapsed", "mean")[:, g] <= 0))
+        when = run.since(~(run.history.get("collapsed", "mean", group=g) <= 0))
         text = (
             f"Rows of {_count(len(gone), 'layer')} have collapsed: {100 * share[g]:.2g} % of {run.groups[g]} "
             f"{_has(when)} a radius too small for a direction {_since(when)}."
@@ -468,7 +473,7 @@ def _pull(run: _Run, g: int) -> Numbers:
     settings = run.settings(g)
     betas = settings.get("betas") or (settings.get("momentum") or 0.0,)
     beta = 0.0 if "b" in str(settings.get("without") or "") else float(betas[0])
-    return run.history.get("equilibrium_angle")[:, g] ** 2 / 2 * (1 + beta) / (1 - beta)
+    return run.history.get("equilibrium_angle", group=g) ** 2 / 2 * (1 + beta) / (1 - beta)
 
 
 def _elapsed(run: _Run, g: int) -> float:
@@ -516,7 +521,7 @@ def _balance(run: _Run) -> Iterator[Sentence]:
 
 def _steps_left(run: _Run, g: int) -> float:
     """Steps until the rate is 0, if it falls smoothly at the end of the run and goes on in a line; else infinity."""
-    rates = run.history.get("lr", "mean")[run.end, g]
+    rates = run.history.get("lr", "mean", group=g)[run.end]
     steps, rates = run.steps[run.end][np.isfinite(rates)], rates[np.isfinite(rates)]
     if len(rates) and rates[-1] == 0:
         return 0.0

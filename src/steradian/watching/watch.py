@@ -497,9 +497,9 @@ class Watch:
 
     def verdict(self) -> list[Sentence]:
         """What the steps observed so far say about the training: at most seven sentences, the most severe first."""
-        if self.running:
-            self.flush()
-        return judge(self._output.history, self.about(), self.labels(), self.alerts)
+        known = self.labels()
+        with self._lock:
+            return judge(self._output.history, self.about(), known, self.alerts)
 
     def labels(self) -> dict[str, str]:
         """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
