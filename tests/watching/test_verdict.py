@@ -257,6 +257,23 @@ def test_nothing_is_frozen_where_the_rate_or_the_gradient_went_to_0():
         assert "frozen" not in kinds(verdict(run(change)))
 
 
+def test_the_rounding_of_half_precision_freezes_layers():
+    torch.manual_seed(0)
+    layers = [(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)]
+    model = nn.Sequential(*(part for layer in layers for part in layer)).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(
+        [{"params": model[:3].parameters(), "lr": 1e-6}, {"params": model[4].parameters()}], lr=1
+    )
+    with st.watch(optimizer, model, every=1) as watch:
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(16, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+    sentence = only(watch.verdict(), "frozen")
+    assert "2 of 3 layers are frozen" in sentence.text
+    assert "their updates are smaller than the rounding of the weights" in sentence.text
+
+
 def test_gradients_that_were_nan_once_are_said_although_training_goes_on():
     def change(values, at):
         values["gradient_norm"]["b.weight"][:, at == 42] = np.inf

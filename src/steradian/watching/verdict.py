@@ -225,7 +225,9 @@ class _Run:
         The condition must be true where nothing was recorded.
         """
         ends = np.flatnonzero(~now)
-        return None if not len(ends) else int(self.steps[min(ends[-1] + 1, len(self.steps) - 1)])
+        # The end as a whole was judged, so a single step in it does not matter.
+        first = max(0, len(self.steps) - self.count)
+        return None if not len(ends) else int(self.steps[min(ends[-1] + 1, first)])
 
     def names(self, chosen: NDArray[Any], most: int = 3) -> str:
         return listed([self.groups[g] for g in chosen], most)
@@ -321,7 +323,8 @@ def _broken(run: _Run) -> Iterator[Sentence]:
     if len(still):
         g = int(still[0])
         when = run.since(~(run.history.get("angle", group=g) > _STILL))
-        why = "its rate is 0" if run.rate[g] == 0 else "its updates are smaller than the rounding of its numbers"
+        its = "its" if len(still) == 1 else "their"
+        why = f"{its} rate is 0" if run.rate[g] == 0 else f"{its} updates are smaller than the rounding of the weights"
         others = float(_median(run.angle[run.layers & run.moving]))
         text = (
             f"{_of(still, run.layers, 'layer')} {_is(len(still))} frozen while the median layer "
@@ -511,7 +514,9 @@ def _balance(run: _Run) -> Iterator[Sentence]:
     place = f"{run.groups[g]} (radius {_n(radius[g])}, in balance {_n(expected[g])})"
     head = f"Weight decay is not in balance yet in {_of(away, known, 'invariant layer')}"
     if not math.isfinite(needed[worst]) or needed[worst] > left[worst] / 2:
-        rate = f"the rate reaches 0 in about {_about(left[worst])} steps" if left[worst] >= 1 else "the rate is 0"
+        rate = (
+            f"the rate reaches 0 in about {_about(left[worst])} steps" if left[worst] >= 1 else "the rate is almost 0"
+        )
         need = f", and {place} needs about {_about(needed[worst])} at this rate" if math.isfinite(needed[worst]) else ""
         text = f"{head}, and never will be under this schedule: {rate}{need}."
     else:
