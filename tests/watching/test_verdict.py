@@ -405,9 +405,7 @@ def test_a_long_history_is_thinned(monkeypatch):
         active, defined = np.ones((100, 2), dtype=bool), np.ones((1, 2), dtype=bool)
         history.add(Block("run", np.arange(100 * k, 100 * k + 100), ("a", "b"), ("angle",), ones, active, defined))
     assert history.values.size <= 5000
-    assert history.steps[0] == 0
-    assert history.steps[-1] > 1900
-    assert (np.diff(history.steps) > 0).all()
+    assert history.steps.tolist() == list(range(0, 2000, 8))
 
 
 def test_it_needs_no_pandas():

@@ -109,6 +109,7 @@ class History:
         self.steps = np.zeros(0, np.int64) if steps is None else steps
         self.groups = list(groups)
         self.values = np.zeros((0, len(_PAIRS), len(self.groups)), np.float32) if values is None else values
+        self._observed, self._stride = 0, 1
 
     @classmethod
     def of_table(cls, table: "pd.DataFrame") -> "History":
@@ -144,14 +145,17 @@ class History:
         return cls(block.steps, block.groups, values)
 
     def add(self, block: Block) -> None:
-        """Append some observed steps; if there are too many numbers, every second step is dropped."""
+        """Append some observed steps; if there are too many numbers, every second step of all is dropped."""
         more = History.of_block(block)
         if not self.groups:
             self.groups, self.values = more.groups, more.values[:0]
-        self.steps = np.concatenate([self.steps, more.steps])
-        self.values = np.concatenate([self.values, more.values])
-        if self.values.size > _KEPT:
+        kept = slice(-self._observed % self._stride, None, self._stride)
+        self._observed += len(more.steps)
+        self.steps = np.concatenate([self.steps, more.steps[kept]])
+        self.values = np.concatenate([self.values, more.values[kept]])
+        while self.values.size > _KEPT and len(self.steps) > 1:
             self.steps, self.values = self.steps[::2], self.values[::2].copy()
+            self._stride *= 2
 
     def get(self, quantity: str, statistic: str = "median", *, group: int | None = None) -> Numbers:
         """(steps, groups), or (steps,) of one group."""
@@ -170,14 +174,14 @@ def _median(values: Numbers) -> Numbers:
     count = np.isfinite(ordered).sum(axis=0, keepdims=True)
     if not len(ordered):
         return np.full(values.shape[1:], np.nan)
+    # NaN comes last, so without a finite number the entry at 0 is NaN.
     middle = [np.take_along_axis(ordered, np.maximum(k, 0), axis=0) for k in ((count - 1) // 2, count // 2)]
-    # With no finite number all entries are NaN; with all of them finite, count // 2 is the last of two.
     found: Numbers = (middle[0] + middle[1])[0] / 2
     return found
 
 
 class _Run:
-    """A history with what run.json says of its groups.
+    """A history, its groups in the order of run.json, with what run.json says of them.
 
     Attributes:
         end: the last observed steps, which a verdict is about.
@@ -188,9 +192,12 @@ class _Run:
     def __init__(
         self, history: History, about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
     ) -> None:
+        entries = {str(entry.get("name")): entry for entry in about.get("groups") or ()}
+        known_order = {name: k for k, name in enumerate(entries)}
+        order = sorted(range(len(history.groups)), key=lambda g: known_order.get(history.groups[g], len(known_order)))
+        history = History(history.steps, [history.groups[g] for g in order], history.values[:, :, order])
         self.history, self.about, self.alerts = history, about, alerts
         self.steps, self.groups = history.steps, history.groups
-        entries = {str(entry.get("name")): entry for entry in about.get("groups") or ()}
         self.entries = [entries.get(name, {}) for name in self.groups]
         layers = np.array([_is_layer(entry) for entry in self.entries], dtype=bool)
         self.layers = layers if layers.any() else ~layers
@@ -297,7 +304,10 @@ def _broken(run: _Run) -> Iterator[Sentence]:
             f"the training cannot recover from this{source}{_at(run, first)}."
         )
         yield Sentence("not finite", text, run.groups[lost[0]], "radius", "bad")
-    elif first is not None and not whole:
+    when = run.since(~(_median(run.history.get("angle")[:, frozen].T) > _STILL)) if whole else None
+    froze_at = 0 if when is None else int(np.searchsorted(run.steps, when))
+    by_nan = whole and first is not None and 0 <= froze_at - first <= 2
+    if not len(lost) and first is not None and not by_nan:
         groups = np.flatnonzero(run.not_finite.any(axis=0))
         steps = int(run.not_finite.any(axis=1).sum())
         what = "gradient of 1 group was" if len(groups) == 1 else f"gradients of {len(groups):,} groups were"
@@ -305,13 +315,13 @@ def _broken(run: _Run) -> Iterator[Sentence]:
             f"The {what} NaN or infinite at {_count(steps, 'observed step')}, first at step {run.steps[first]:,} in "
             f"{run.names(np.flatnonzero(run.not_finite[first]), 1)}; the weights are finite."
         )
-        yield Sentence("not finite", text, run.groups[groups[0]], "gradient_norm", "warning")
+        severity = "bad" if run.not_finite[-1].any() else "warning"
+        yield Sentence("not finite", text, run.groups[groups[0]], "gradient_norm", severity)
     if len(run.steps) < _FEWEST_STEPS or not run.still.any():
         return
     if whole:
-        when = run.since(~(_median(run.history.get("angle")[:, frozen].T) > _STILL))
-        cause = f"after NaN or infinite gradients at step {run.steps[first]:,}" if first is not None else ""
-        cause = cause or ("from the first step on" if when is None else f"at step {when:,}")
+        cause = "from the first step on" if when is None else f"at step {when:,}"
+        cause = f"after NaN or infinite gradients at step {run.steps[first]:,}" if by_nan else cause
         text = (
             f"The optimizer froze {cause}: {len(frozen)} of {_count(len(run.groups), 'group')} no longer turn (at "
             f"most {_n(run.angle[frozen].max())} rad per step), although they have a rate and a gradient. A NaN in its "
