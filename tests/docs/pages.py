@@ -59,21 +59,30 @@ def unlike(shown, printed):
     """Where what is shown is not what was printed, else None.
 
     Words must be the same; numbers with a fraction or an exponent may differ by a factor of two, since they depend on
-    the machine; "..." at the end stands for all further lines.
+    the machine; "…" at the end of a line stands for the rest of it, and "…" alone for any lines in between; "..." at
+    the end stands for all further lines.
     """
-    shown, printed = shown.rstrip(), printed.rstrip()
-    lines, others = shown.splitlines(), printed.splitlines()
-    if lines and lines[-1] == "...":
-        lines.pop()
-        others = others[: len(lines)]
-    if len(lines) != len(others):
-        return f"shows {len(lines)} lines of {len(others)}"
-    for line, other in zip(lines, others, strict=True):
-        words, other_words = NUMBER.sub("#", line).split(), NUMBER.sub("#", other).split()
-        numbers, other_numbers = NUMBER.findall(line), NUMBER.findall(other)
-        if words != other_words or not all(map(_close, numbers, other_numbers)):
-            return f"shows {line!r} where {other!r} is printed"
-    return None
+    lines, others = shown.rstrip().splitlines(), printed.rstrip().splitlines()
+    rest = bool(lines) and lines[-1] == "..."
+    at, skipping = 0, False
+    for line in lines[:-1] if rest else lines:
+        if line == "…":
+            skipping = True
+            continue
+        if skipping:
+            at = next((k for k in range(at, len(others)) if _alike(line, others[k])), at)
+        if at >= len(others) or not _alike(line, others[at]):
+            return f"shows {line!r} where {others[at] if at < len(others) else 'nothing'!r} is printed"
+        at, skipping = at + 1, False
+    return None if rest or skipping or at == len(others) else f"shows {at} lines of {len(others)}"
+
+
+def _alike(line, other):
+    words, other_words = NUMBER.sub("#", line).split(), NUMBER.sub("#", other).split()
+    if words and words[-1] == "…":
+        words, other_words = words[:-1], other_words[: len(words) - 1]
+    numbers, other_numbers = NUMBER.findall(line), NUMBER.findall(other)
+    return words == other_words and all(map(_close, numbers, other_numbers))
 
 
 def _close(one, other):

@@ -584,7 +584,7 @@ def test_groups_are_told_in_the_order_of_the_model(kind):
         train(optimizer, params, 2)
     assert [group["name"] for group in watcher.about()["groups"]] == ["w", "v", "s", "t"]
     assert list(watcher.latest()) == ["w", "v", "s", "t"]
-    assert [line.split()[0] for line in watcher.summary().splitlines()[2:6]] == ["w", "v", "s", "t"]
+    assert [line.split()[0] for line in watcher.summary().split("\n\n")[1].splitlines()[2:6]] == ["w", "v", "s", "t"]
 
 
 @pytest.mark.parametrize("way", ["begun late", "stopped in between", "loaded"])

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from steradian.reporting.lines import Lines, aggregate, coarsen
 from steradian.reporting.rows import cosines, histograms, spheres, trajectories
 from steradian.watching.records import QUANTITIES, STATISTICS, read_run
+from steradian.watching.verdict import Sentence, verdict
 
 __all__ = ["BUDGET", "Pack", "PageRun", "load", "page_data", "unpack"]
 
@@ -86,6 +87,7 @@ class PageRun:
         alerts: `records.ALERT_COLUMNS`.
         extremes: the largest value of each quantity that a hypothesis bounds.
         not_finite: quantities that are not finite in some group at the end of the run.
+        verdict: what the run says first, in words.
     """
 
     name: str
@@ -96,6 +98,7 @@ class PageRun:
     alerts: pd.DataFrame
     extremes: dict[str, Extreme] = field(default_factory=dict)
     not_finite: set[str] = field(default_factory=set)
+    verdict: list[Sentence] = field(default_factory=list)
 
     @property
     def quantities(self) -> set[str]:
@@ -135,7 +138,7 @@ def _load(path: str | Path) -> PageRun:
     extremes = {name: of for name, of in found.items() if of is not None}
     lines = aggregate(run.table, points=POINTS)
     not_finite = _not_finite(run.table)
-    return PageRun(run.name, run.about, lines, run.rows, run.paths, run.alerts, extremes, not_finite)
+    return PageRun(run.name, run.about, lines, run.rows, run.paths, run.alerts, extremes, not_finite, verdict(run))
 
 
 def page_data(runs: Sequence[PageRun]) -> dict[str, Any]:

@@ -10,8 +10,10 @@ import numpy as np
 from steradian.reporting.data import PageRun
 from steradian.reporting.rows import has_trajectory
 from steradian.reporting.sections import SECTIONS, Figure, Section
+from steradian.watching.records import QUANTITIES, alerts_of, causes
+from steradian.watching.verdict import Sentence
 
-__all__ = ["alerts", "contents", "groups", "paper_index", "run_cards", "sections"]
+__all__ = ["alerts", "contents", "groups", "paper_index", "run_cards", "sections", "verdict"]
 
 _LISTED = {
     "rows": "single rows; watch records them at some steps",
@@ -96,19 +98,39 @@ def _list(items: Mapping[str, str]) -> str:
     return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in items.items()) + "</dl>"
 
 
+def verdict(runs: Sequence[PageRun]) -> str:
+    """What each run says first, in words, with links to the charts."""
+    parts = []
+    for i, run in enumerate(runs):
+        name = f'<h3 style="color: var(--run-{i % 7})">{escape(run.name)}</h3>' if len(runs) > 1 else ""
+        lines = [
+            f'<li class="{"healthy" if sentence.kind == "healthy" else sentence.severity}">'
+            f"{escape(sentence.text)}{_link(sentence)}</li>"
+            for sentence in run.verdict
+        ]
+        parts.append(f'{name}<ul class="findings">{"".join(lines)}</ul>' if lines else "")
+    return "".join(parts) or '<p class="calm">No layer was observed.</p>'
+
+
+def _link(sentence: Sentence) -> str:
+    """A link to the figure that shows a sentence's quantity; any quantity can be chosen in the last one."""
+    if not sentence.quantity:
+        return ""
+    figures = [figure for section in SECTIONS for figure in section.figures]
+    shown = next((each for each in figures if sentence.quantity in each.needs), figures[-1])
+    return f' <a href="#{shown.id}">{QUANTITIES[sentence.quantity].title}</a>'
+
+
 def alerts(runs: Sequence[PageRun]) -> str:
-    """Every alert, in words, with its run, step and group."""
+    """The alerts of each run in words, one for each cause, with the first step and the groups."""
     lines = []
     for i, run in enumerate(runs):
-        for alert in run.alerts.to_dict("records"):
-            step, group = alert.get("step"), alert.get("group")
-            when = (
-                "" if step is None or step != step else f"step {int(step)}"
-            )  # NaN if it has no step and another alert has one
-            where = " · ".join(part for part in (run.name, when, str(group or "")) if part)
+        for cause in causes(alerts_of(run.alerts)):
+            one = len(cause.groups) == 1
+            where = [run.name, f"step {cause.step}", cause.groups[0]] if one else [run.name]
             lines.append(
-                f'<li style="--run: var(--run-{i % 7})"><b>{escape(alert.get("text") or alert.get("kind"))}</b>'
-                f"<span>{escape(where)}</span></li>"
+                f'<li style="--run: var(--run-{i % 7})"><b>{escape(cause.what if one else cause.text)}</b>'
+                f"<span>{escape(' · '.join(filter(None, where)))}</span></li>"
             )
     if not lines:
         return '<p class="calm">No alert was raised.</p>'

@@ -58,6 +58,7 @@ def document(runs: Sequence[PageRun], title: str) -> str:
         title=html.escape(title),
         style=_asset("page.css"),
         runs=markup.run_cards(runs),
+        verdict=markup.verdict(runs),
         alerts=markup.alerts(runs),
         groups=markup.groups(runs),
         contents=markup.contents(),

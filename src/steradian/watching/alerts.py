@@ -16,6 +16,8 @@ _OUT = 2.0
 _APART = 100.0
 """Groups are far apart if their angles differ by this factor."""
 _LARGE_DEFECT = 0.1
+_FIRST = 10
+"""Observed steps whose defects tell whether rows were ever invariant."""
 _NEGLIGIBLE = 10.0
 """Weight decay has no effect yet if it balances at this many times the present radius."""
 _EARLY = 50
@@ -40,6 +42,7 @@ class Alerts:
         self.raised: list[Alert] = []
         self.observed = 0
         self.first: int | None = None
+        self._early_defects: dict[str, list[float]] = {}
 
     def check(self, block: Block) -> list[Alert]:
         """New alerts in a block."""
@@ -49,7 +52,7 @@ class Alerts:
             self.first = int(block.steps[0])
         known = {(alert.kind, alert.group) for alert in self.raised}
         new = []
-        for check in (_not_finite, _h1, _h2, _collapsed, _defect, self._equilibrium, self._no_effect, self._apart):
+        for check in (_not_finite, _h1, _h2, _collapsed, self._defect, self._equilibrium, self._no_effect, self._apart):
             for alert in check(block):
                 # A bias that starts at 0 has no direction, and a row that is not invariant has a radial gradient.
                 applies = alert.group in self.invariant or check is _not_finite
@@ -59,6 +62,29 @@ class Alerts:
         self.observed += len(block.steps)
         self.raised += new
         return new
+
+    def _defect(self, block: Block) -> Iterator[Alert]:
+        """The gradient is not orthogonal to the rows."""
+        if not _has(block, "defect"):
+            return
+        assert self.first is not None
+        defect = _get(block, "defect", "median")
+        for g, group in enumerate(block.groups):
+            early = self._early_defects.setdefault(group, [])
+            early += defect[block.active[:, g], g][: _FIRST - len(early)].tolist()
+        large = (defect > _LARGE_DEFECT) & block.active
+        for k, g, group in _where(block, large & (large.sum(axis=0) > len(large) / 2)):
+            # ε matters only once a radius has become small, so not in the first steps of a training.
+            always = self.first < _EARLY and np.median(self._early_defects[group]) > _LARGE_DEFECT
+            why = (
+                "this from the first steps on, so they are not invariant"
+                if always
+                else "the ε of its normalization matters, or the gradient is so small that it is rounding"
+            )
+            text = (
+                f"the gradient is not orthogonal to the rows (|cos(x, ∇L)| = {defect[k, g]:.2g} in the median): {why}"
+            )
+            yield Alert(int(block.steps[k]), group, "defect", text)
 
     def _equilibrium(self, block: Block) -> Iterator[Alert]:
         """The angle is not that of the equilibrium, although there was time to reach it."""
@@ -133,19 +159,6 @@ def _h2(block: Block) -> Iterator[Alert]:
 def _collapsed(block: Block) -> Iterator[Alert]:
     text = "{1} of its rows collapsed: their radius is too small for a direction to exist"
     yield from _above(block, "collapsed", "mean", np.nextafter(0, 1), "collapsed", text)
-
-
-def _defect(block: Block) -> Iterator[Alert]:
-    if not _has(block, "defect"):
-        return
-    defect = _get(block, "defect", "median")
-    large = (defect > _LARGE_DEFECT) & block.active
-    for k, g, group in _where(block, large & (large.sum(axis=0) > len(large) / 2)):
-        text = (
-            f"the gradient is not orthogonal to the rows (|cos(x, ∇L)| = {defect[k, g]:.2g} in the median): the ε of "
-            "its normalization matters, or the gradient is so small that it is rounding"
-        )
-        yield Alert(int(block.steps[k]), group, "defect", text)
 
 
 def _not_finite(block: Block) -> Iterator[Alert]:

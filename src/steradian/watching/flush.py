@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from steradian.watching.alerts import Alerts
 from steradian.watching.buffer import SINGLE, Buffer
 from steradian.watching.paths import Paths
-from steradian.watching.records import COLUMNS, STATISTICS, Block, read_run
+from steradian.watching.records import COLUMNS, STATISTICS, Block, cause_of, causes, read_run
 from steradian.watching.sinks import Folder, Sink
+from steradian.watching.verdict import History
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -327,6 +328,7 @@ class Output:
         last: the last block with a step.
         folder: the sink that keeps everything on disk, if there is one.
         defects: the median |cos(x, ∇L)| of each group at the last observed steps.
+        history: what a verdict is made from.
     """
 
     def __init__(self, sinks: Sequence[Sink], alerts: Alerts, fail: Fail) -> None:
@@ -336,8 +338,10 @@ class Output:
         self.folder = next((sink for sink in sinks if isinstance(sink, Folder)), None)
         self._fail = fail
         self.defects: dict[str, deque[float]] = {}
+        self.history = History()
         self._blocks: list[Block] = []
         self._dropped = False
+        self._logged: set[str] = set()  # causes of alerts
 
     @property
     def seconds(self) -> float:
@@ -357,6 +361,8 @@ class Output:
     def write(self, block: Block) -> None:
         """Hand on one block."""
         self.last = block if len(block.steps) else self.last
+        if len(block.steps):
+            self.history.add(block)
         if self.folder is None:
             self._keep(block)
         if "defect" in block.quantities:
@@ -365,10 +371,9 @@ class Output:
                 self.defects.setdefault(name, deque(maxlen=64)).extend(map(float, values[active]))
         self._each(methodcaller("write", block))
         alerts = self.alerts.check(block)
-        for kind in dict.fromkeys(alert.kind for alert in alerts):
-            same = [alert for alert in alerts if alert.kind == kind]
-            others = f" (and {len(same) - 1} more groups)" if len(same) > 1 else ""
-            logger.warning("%s: %s%s", block.run, same[0], others)
+        for cause in causes(alert for alert in alerts if cause_of(alert) not in self._logged):
+            logger.warning("%s: %s", block.run, cause.text)
+        self._logged.update(map(cause_of, alerts))
         for alert in alerts:
             self._each(methodcaller("alert", alert))
 

@@ -35,10 +35,15 @@ __all__ = [
     "STATISTICS",
     "Alert",
     "Block",
+    "Cause",
     "Quantity",
     "RecordedRun",
     "Words",
+    "alerts_of",
+    "cause_of",
+    "causes",
     "labels",
+    "listed",
     "read_run",
 ]
 
@@ -298,6 +303,89 @@ def _distinct(names: list[str]) -> list[str]:
     return found
 
 
+# Alerts
+
+_PLURALS = {
+    "H1": "H1 is violated (a step crossed the origin)",
+    "H2": "H2 is violated (z is not below π)",
+    "collapsed": "rows have collapsed",
+    "equilibrium": "the angle is not that of the equilibrium",
+    "weight decay": "weight decay has no effect",
+    "defect": "the gradient is not orthogonal to the rows (ε of the normalization, or rounding)",
+}
+"""What is said of several groups, by the kind of their alerts."""
+
+
+class Cause(NamedTuple):
+    """Alerts that have one cause.
+
+    Attributes:
+        kind: of the alerts.
+        step: the first one.
+        groups: the groups that they are about, in the order of the alerts.
+        what: in words, without step and groups.
+        text: one line for all of them.
+    """
+
+    kind: str
+    step: int
+    groups: list[str]
+    what: str
+    text: str
+
+
+def alerts_of(table: "pd.DataFrame") -> list[Alert]:
+    """The alerts of a recorded run; one without a step is of step 0."""
+    return [
+        Alert(int(step) if step == step and step is not None else 0, str(group or ""), str(kind), str(text or kind))
+        for step, group, kind, text in table[list(ALERT_COLUMNS)].itertuples(index=False)
+    ]
+
+
+def causes(alerts: Iterable[Alert]) -> list[Cause]:
+    """Alerts, one entry for each cause, in the order of their first steps.
+
+    >>> [cause.text for cause in causes(Alert(42, name, "H2", "H2 is violated: z = 4") for name in "ab")]
+    ['H2 is violated (z is not below π) in 2 groups from step 42: a, b']
+    """
+    found: dict[str, list[Alert]] = {}
+    for alert in alerts:
+        found.setdefault(cause_of(alert), []).append(alert)
+    return sorted((_cause(same) for same in found.values()), key=lambda cause: cause.step)
+
+
+def cause_of(alert: Alert) -> str:
+    """A text that is the same for all alerts of one cause."""
+    # NaN in the weights of one group is NaN in the gradients of all. Other texts differ in their numbers.
+    same = alert.kind == "not finite"
+    return f"{alert.kind}: " + ("" if same else re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", alert.text))
+
+
+def _cause(alerts: Sequence[Alert]) -> Cause:
+    first = min(alerts, key=lambda alert: alert.step)
+    groups = list(dict.fromkeys(alert.group for alert in alerts))
+    if len(groups) == 1:
+        return Cause(first.kind, first.step, groups, first.text, str(first))
+    what = _PLURALS.get(first.kind, first.text)
+    if "not invariant" in first.text:
+        what = "the gradient is not orthogonal to the rows from the first steps on, so they are not invariant,"
+    if first.kind == "not finite":
+        words = [word for word in ("weights", "gradient") if any(word in alert.text for alert in alerts)]
+        what = f"NaN or infinite {' or '.join(words).replace('gradient', 'gradients')}"
+    line = f"{what} in {len(groups)} groups from step {first.step}: {listed(groups)}"
+    return Cause(first.kind, first.step, groups, what, line)
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Some names and the number of the others.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 # Labels
 
 _REFUTED = 0.01
@@ -371,7 +459,7 @@ def summary(
     for name, *cells in lines:
         padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    text += [f"alert: {alert}" for alert in alerts]
+    text += [f"alert: {cause.text}" for cause in causes(alerts)]
     by_reason: dict[str, list[str]] = {}
     for name, why in missing.items():
         by_reason.setdefault(why, []).append(name)

@@ -43,6 +43,7 @@ from steradian.watching.rows import (
 )
 from steradian.watching.sinks import sinks_of
 from steradian.watching.sources import UNMEASURED
+from steradian.watching.verdict import Sentence, judge
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -480,13 +481,15 @@ class Watch:
         return {name: found[name] for name in self._order if name in found}
 
     def summary(self) -> str:
-        """The last observed step, the alerts, and what the watch cost, for a person."""
+        """A verdict in words, the last observed step, the alerts, and what the watch cost, for a person."""
         if not self._order:
             return f"{self.run}: there is nothing to watch"
         if self.running:
             self.flush()
         missing = {name: why for name, why in self.missing.items() if why != UNMEASURED}
         text = summary(self.run, self._output.last, self.labels(), self.alerts, missing)
+        sentences = [f"- {sentence.text}" for sentence in self.verdict()]
+        text = "\n".join([f"{self.run}, verdict", *sentences, "", text]) if sentences else text
         share, seconds, memory = self._cost.share_of_time, self._cost.seconds_per_observation, self._nbytes() / 2**20
         if math.isnan(share):
             return text
@@ -494,6 +497,12 @@ class Watch:
             f"{text}\nthe watch took {100 * share:.1f} % of the training's time ({1000 * seconds:.2g} ms for each of "
             f"{self._cost.observed} observed steps) and {memory:.3g} MB"
         )
+
+    def verdict(self) -> list[Sentence]:
+        """What the steps observed so far say about the training: at most seven sentences, the most severe first."""
+        known = self.labels()
+        with self._lock:
+            return judge(self._output.history, self.about(), known, self.alerts)
 
     def labels(self) -> dict[str, str]:
         """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
