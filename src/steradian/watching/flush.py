@@ -35,6 +35,8 @@ logger = logging.getLogger("steradian")
 _GRAD = attrgetter("grad")
 _MOST = 2**25
 """Numbers that are kept in memory if there is no folder."""
+_UNREAD = 2**20
+"""Numbers of blocks that wait until a verdict needs them."""
 
 
 class _Copy:
@@ -328,7 +330,6 @@ class Output:
         last: the last block with a step.
         folder: the sink that keeps everything on disk, if there is one.
         defects: the median |cos(x, ∇L)| of each group at the last observed steps.
-        history: what a verdict is made from.
     """
 
     def __init__(self, sinks: Sequence[Sink], alerts: Alerts, fail: Fail) -> None:
@@ -338,7 +339,8 @@ class Output:
         self.folder = next((sink for sink in sinks if isinstance(sink, Folder)), None)
         self._fail = fail
         self.defects: dict[str, deque[float]] = {}
-        self.history = History()
+        self._history: History | None = None
+        self._unread: list[Block] = []  # blocks that are not in the history yet
         self._blocks: list[Block] = []
         self._dropped = False
         self._logged: set[str] = set()  # causes of alerts
@@ -362,7 +364,9 @@ class Output:
         """Hand on one block."""
         self.last = block if len(block.steps) else self.last
         if len(block.steps):
-            self.history.add(block)
+            self._unread.append(replace(block, rows=[], paths=[]))
+            if sum(each.values.size for each in self._unread) > _UNREAD:
+                self.history()
         if self.folder is None:
             self._keep(block)
         if "defect" in block.quantities:
@@ -371,11 +375,20 @@ class Output:
                 self.defects.setdefault(name, deque(maxlen=64)).extend(map(float, values[active]))
         self._each(methodcaller("write", block))
         alerts = self.alerts.check(block)
-        for cause in causes(alert for alert in alerts if cause_of(alert) not in self._logged):
-            logger.warning("%s: %s", block.run, cause.text)
-        self._logged.update(map(cause_of, alerts))
+        if alerts:
+            for cause in causes(alert for alert in alerts if cause_of(alert) not in self._logged):
+                logger.warning("%s: %s", block.run, cause.text)
+            self._logged.update(map(cause_of, alerts))
         for alert in alerts:
             self._each(methodcaller("alert", alert))
+
+    def history(self) -> History:
+        """What a verdict is made from."""
+        self._history = self._history or History()
+        for block in self._unread:
+            self._history.add(block)
+        self._unread = []
+        return self._history
 
     def _keep(self, block: Block) -> None:
         """Keep a block in memory; if there are too many numbers, every second observed step is dropped."""

@@ -502,7 +502,7 @@ class Watch:
         """What the steps observed so far say about the training: at most seven sentences, the most severe first."""
         known = self.labels()
         with self._lock:
-            return judge(self._output.history, self.about(), known, self.alerts)
+            return judge(self._output.history(), self.about(), known, self.alerts)
 
     def labels(self) -> dict[str, str]:
         """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
