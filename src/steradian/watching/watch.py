@@ -58,6 +58,7 @@ _SECONDS = 30.0
 """Observed steps are flushed at least this often."""
 _STEPS = {Optimizer.profile_hook_step(lambda _: None).__code__}
 """The code of torch's wrapper around `step`, which calls the hooks."""
+_NONE_PROVED = "no watched weight is known to be invariant: pass what find_groups returns instead of the model"
 _OURS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Post-hooks of watches, which do not change the weights."""
 
@@ -486,7 +487,8 @@ class Watch:
             return f"{self.run}: there is nothing to watch"
         if self.running:
             self.flush()
-        missing = {name: why for name, why in self.missing.items() if why != UNMEASURED}
+        # The verdict says how to prove rows, and phenomena are for those who ask.
+        missing = {name: why for name, why in self.missing.items() if why not in (UNMEASURED, _NONE_PROVED)}
         text = summary(self.run, self._output.last, self.labels(), self.alerts, missing)
         sentences = [f"- {sentence.text}" for sentence in self.verdict()]
         text = "\n".join([f"{self.run}, verdict", *sentences, "", text]) if sentences else text
@@ -545,8 +547,7 @@ class Watch:
         """Quantities that are not recorded, with the reason."""
         found = {name: why for buffer in self.buffers for name, why in buffer.missing().items()}
         if self.watched and all(group.label != INVARIANT for group in self.watched):
-            why = "no watched weight is known to be invariant: pass what find_groups returns instead of the model"
-            found = {**dict.fromkeys(ON_INVARIANT, why), **found}
+            found = {**dict.fromkeys(ON_INVARIANT, _NONE_PROVED), **found}
         return found
 
     def about(self) -> dict[str, Any]:
