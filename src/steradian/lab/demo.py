@@ -72,7 +72,7 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
             schedule = MultiStepLR(optimizer, [epochs * 6 // 10, epochs * 17 // 20], gamma=0.1)
             config = {**_OWN, "epochs": epochs, "batch": BATCH, "seed": seed}
             started, step = time.perf_counter(), 0
-            with Watch(optimizer, groups, to=folder, run=name, config=config) as watch:
+            with Watch(optimizer, groups, to=folder, run=name, config=config, every=1) as watch:
                 for _ in range(epochs):
                     for images, labels in _batches(train_split, seed=seed + step):
                         optimizer.zero_grad()
