@@ -92,17 +92,6 @@ class ImageNumbers:
         return torch.hypot(self._along, self.across * self.lr)
 
     @cached_property
-    def update(self) -> Tensor:
-        """‖x' − x‖/r, the relative size of the update; 0 where the row is collapsed."""
-        return self._ratio(torch.hypot(self.radius - self._along, self.across * self.lr), self.radius)
-
-    @cached_property
-    def radial_share(self) -> Tensor:
-        """|⟨x' − x, u⟩|/‖x' − x‖: 1 for an update along the row, 0 for one orthogonal to it and for none."""
-        outward = (self.radius - self._along).abs()
-        return self._ratio(outward, torch.hypot(outward, self.across * self.lr))
-
-    @cached_property
     def h1(self) -> Tensor:
         """Hypothesis H1, A⟨c,u⟩ < 1: the step does not cross the origin."""
         return (self._along > 0) & (self.start > 0) & ~self.collapsed

@@ -29,7 +29,9 @@ def test_gpu_and_cpu_agree(case: Case):
         model = model.to("cuda")
         model(*_to(args, "cuda"), **_to(kwargs, "cuda"))
     except RuntimeError as error:
-        pytest.skip(f"the model does not run there: {error}")
+        if "same device" not in str(error):
+            raise
+        pytest.skip(f"the model keeps a tensor on the host: {error}")
     state = torch.cuda.get_rng_state()
     there = find_groups(model, *_to(args, "cuda"), **_to(kwargs, "cuda"))
     assert torch.equal(torch.cuda.get_rng_state(), state)

@@ -34,18 +34,7 @@ _BALANCING = ("weight_decay", "betas", "momentum")
 """Settings that an equilibrium depends on and that schedules change."""
 _SETTINGS = ("lr", "wd_ratio", "decoupled_weight_decay", *_BALANCING)
 """Settings that are read at every observed step."""
-_IMAGE = (
-    "radius",
-    "angle",
-    "update",
-    "radial_share",
-    "effective_lr",
-    "velocity",
-    "taylor",
-    "radial",
-    "direction_norm",
-    "nu",
-)
+_IMAGE = ("radius", "angle", "effective_lr", "velocity", "taylor", "radial", "direction_norm", "nu")
 """Quantities of the image of a step that are recorded."""
 _OF_ALL = {"radius", "angle", "update", "radial_share", "effective_lr", "defect", "gradient_norm", "collapsed", "lr"}
 """Quantities that mean something on every row; the others are recorded on invariant rows alone."""

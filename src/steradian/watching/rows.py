@@ -18,7 +18,6 @@ __all__ = [
     "INVARIANT",
     "Membership",
     "WatchedGroup",
-    "declared_groups",
     "decoupled_decay",
     "dtype_of",
     "nominal_rate",
@@ -231,7 +230,7 @@ def _proposed(
         for group in (*model.groups, *facts):
             yield group, [model.params[name] for name in group.names], INVARIANT
         rest = {id(model.params[name]) for name in model.rest if name not in model.no_effect}
-    for group, params, _ in declared_groups(optimizer, names):
+    for group, params in _declared(optimizer, names):
         yield group, params, INVARIANT
     for settings in optimizer.param_groups:
         for param in settings["params"]:
@@ -240,13 +239,8 @@ def _proposed(
             yield group, [param], NOT_INVARIANT if id(param) in rest else UNTESTED
 
 
-def declared_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[Group, list[Tensor], Settings]]:
-    """The groups of rows that param groups declare under "rows" and "joint", with parameters and param group.
-
-    Args:
-        optimizer: the optimizer.
-        names: names of parameters by their id.
-    """
+def _declared(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[Group, list[Tensor]]]:
+    """The groups of rows that param groups declare under "rows" and "joint", with their parameters."""
     for settings in optimizer.param_groups:
         if settings.get("rows") is None:
             continue
@@ -254,7 +248,7 @@ def declared_groups(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[
         for members in [params] if settings.get("joint") and params else [[param] for param in params]:
             sizes = [layout.size(param.shape) for param in members]
             together = tuple(names[id(param)] for param in members)
-            yield Group(together, layout.spec, sizes[0][0], sum(d for _, d in sizes), "", math.nan), members, settings
+            yield Group(together, layout.spec, sizes[0][0], sum(d for _, d in sizes), "", math.nan), members
 
 
 def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
