@@ -19,7 +19,7 @@ __all__ = ["TritonSource", "supports"]
 
 _LONGEST = 2**14
 """Entries of a row that one program adds up."""
-_ROWS, _LANES, _WARPS = 4, 256, 4
+_ROWS, _LANES, _WARPS = 4, 128, 4
 """Rows of a program, entries of each that it reads at once, and warps: one per row, so that sums stay within a warp."""
 _GRAD = attrgetter("grad")
 _ENTRIES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
