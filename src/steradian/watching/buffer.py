@@ -26,6 +26,8 @@ _SHARE, _NUMBERS = 16, 2**16
 """A buffer has at most one number for this many of the watched weights, or as many as these."""
 _STEPS = 256
 """The most steps in a buffer."""
+_BYTES, _LEAST = 220, 2**22
+"""What a flush takes for each row and step; all of it together stays below the largest parameter, or this many."""
 _ALIGNED = 4
 """An observation begins at a multiple of this many numbers: 16 bytes, as a kernel that writes to it may expect."""
 _FADING = 0.99
@@ -103,7 +105,8 @@ class Buffer:
         # All ranks must flush at the same steps, whatever number of rows each of them has.
         total = sum(group.total_rows for group in watched)
         most = max(_NUMBERS, sum(group.total_rows * group.size for group in watched) // _SHARE)
-        self.steps = max(1, min(_STEPS, most // max(1, total * width)))
+        largest = max(group.total_rows * group.size * group.dtype.itemsize for group in watched)
+        self.steps = max(1, min(_STEPS, most // max(1, total * width), max(_LEAST, largest) // max(1, total * _BYTES)))
         numbers = self.n_rows * width
         aligned = torch.zeros(self.steps, -(-numbers // _ALIGNED) * _ALIGNED, dtype=dtype, device=self.device)
         self.values = aligned[:, :numbers].unflatten(1, (self.n_rows, width))
