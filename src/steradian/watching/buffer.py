@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,7 +22,7 @@ from steradian.watching.sources.phenomena import PhenomenaSource
 from steradian.watching.sources.telemetry import TelemetrySource
 from steradian.watching.statistics import Statistics
 
-__all__ = ["ON_INVARIANT", "SINGLE", "Buffer", "sources_of"]
+__all__ = ["ON_INVARIANT", "Buffer", "evenly", "sources_of"]
 
 _SHARE, _NUMBERS = 16, 2**16
 """A buffer has at most one number for this many of the watched weights, or as many as these."""
@@ -41,10 +43,15 @@ _IMAGE = ("radius", "angle", "effective_lr", "velocity", "taylor", "radial", "di
 _OF_ALL = {"radius", "angle", "update", "radial_share", "effective_lr", "defect", "gradient_norm", "collapsed", "lr"}
 """Quantities that mean something on every row; the others are recorded on invariant rows alone."""
 ON_INVARIANT = ("velocity", "taylor", "radial", "direction_norm", "nu", "equilibrium_radius", "equilibrium_angle")
-SINGLE = 64
-"""Single rows of a group that are recorded now and then, evenly spaced."""
+_SINGLE = 64
+"""Single rows of a group that are recorded now and then."""
 
 Balancing = tuple[dict[str, Any], ...]
+
+
+def evenly(n_rows: int) -> NDArray[np.int64]:
+    """Numbers of the rows of a group that are recorded now and then, evenly spaced."""
+    return np.linspace(0, n_rows - 1, min(n_rows, _SINGLE)).round().astype(np.int64)
 
 
 def sources_of(optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenomena: bool) -> list[Source]:
@@ -135,18 +142,17 @@ class Buffer:
         self.skipped = torch.zeros((), device=self.device)
         self.statistics = Statistics([group.span for group in watched], device=self.device)
         self.statistics(self.values[0, :, 0][None].to(dtype_of(watched)))  # compiles its kernels
-        chosen = [torch.linspace(0, g.n_rows - 1, min(g.n_rows, SINGLE), device="cpu").round().long() for g in watched]
-        self.single_rows = [rows.numpy() for rows in chosen]
-        starts = zip(watched, chosen, strict=True)
-        self.single = torch.cat([group.start + rows for group, rows in starts]).to(self.device)
+        single = np.concatenate([group.start + evenly(group.n_rows) for group in watched])
+        self.single = torch.from_numpy(single).to(self.device)
 
     def nbytes(self) -> int:
         """Memory on the device for observed steps."""
         return self.values.nbytes + self.scratch.nbytes + self.source.nbytes()
 
-    def records(self, quantity: str) -> list[bool]:
-        """Whether a quantity is recorded, for each group."""
-        return [quantity in _OF_ALL or group.label == INVARIANT for group in self.watched]
+    def recorded(self, quantities: Sequence[str]) -> NDArray[np.bool_]:
+        """(quantities, groups): whether a quantity is recorded of a group."""
+        invariant = np.array([group.label == INVARIANT for group in self.watched])
+        return invariant | np.array([[name in _OF_ALL] for name in quantities])
 
     def update_settings(self) -> None:
         """Take over the param groups of the watched groups, which `Membership.update` changed."""

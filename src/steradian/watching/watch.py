@@ -6,7 +6,9 @@ import logging
 import math
 import os
 import platform
+import shutil
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -31,7 +33,7 @@ from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
 from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
 from steradian.watching.paths import Paths
-from steradian.watching.records import Alert, read_run, refuted, summary
+from steradian.watching.records import Alert, causes, last_step, read_run, refuted
 from steradian.watching.rows import (
     INVARIANT,
     NOT_INVARIANT,
@@ -487,32 +489,37 @@ class Watch:
             return f"{self.run}: there is nothing to watch"
         if self.running:
             self.flush()
-        # The verdict says how to prove rows, and phenomena are for those who ask.
-        missing = {name: why for name, why in self.missing.items() if why not in (UNMEASURED, _NONE_PROVED)}
-        text = summary(self.run, self._output.last, self.labels(), self.alerts, missing)
-        sentences = [f"- {sentence.text}" for sentence in self.verdict()]
-        text = "\n".join([f"{self.run}, verdict", *sentences, "", text]) if sentences else text
+        verdict = [f"- {sentence.text}" for sentence in self.verdict()]
+        lines = [f"{self.run}, verdict", *map(_wrapped, verdict), ""] if verdict else []
+        lines.append(last_step(self.run, self._output.last, self.labels()))
+        lines += [_wrapped(f"alert: {cause.text}") for cause in causes(self.alerts)]
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.missing.items():
+            # The verdict says how to prove rows, and phenomena are for those who ask.
+            if self._output.last is not None and why not in (UNMEASURED, _NONE_PROVED):
+                reasons.setdefault(why, []).append(name)
+        lines += [_wrapped(f"not recorded: {', '.join(names)}: {why}") for why, names in reasons.items()]
         share, seconds, memory = self._cost.share_of_time, self._cost.seconds_per_observation, self._nbytes() / 2**20
-        if math.isnan(share):
-            return text
-        return (
-            f"{text}\nthe watch took {100 * share:.1f} % of the training's time ({1000 * seconds:.2g} ms for each of "
-            f"{self._cost.observed} observed steps) and {memory:.3g} MB"
-        )
+        if not math.isnan(share):
+            lines.append(
+                f"the watch took {100 * share:.1f} % of the training's time ({1000 * seconds:.2g} ms for each of "
+                f"{self._cost.observed} observed steps) and {memory:.3g} MB"
+            )
+        return "\n".join(lines)
 
     def verdict(self) -> list[Sentence]:
         """What the steps observed so far say about the training: at most seven sentences, the most severe first."""
         known = self.labels()
         with self._lock:
-            return judge(self._output.history(), self.about(), known, self.alerts)
+            return judge(self._output.history, self.about(), known, self.alerts)
 
     def labels(self) -> dict[str, str]:
         """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
         if self.running:
             self.flush()
         found = {group.name: group.label for group in self.watched}
-        for name in (name for name, label in found.items() if label == UNTESTED):
-            if refuted(self._output.defects.get(name, ())):
+        for name, defects in self._output.history.defects().items():
+            if found[name] == UNTESTED and refuted(defects):
                 found[name] = NOT_INVARIANT
         return {name: found[name] for name in self._order}
 
@@ -750,6 +757,12 @@ def _from_rank_0(number: int) -> int:
 def _rank() -> int:
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _wrapped(line: str) -> str:
+    """A sentence in lines of the terminal's width."""
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _device_name(device: torch.device) -> str:

@@ -60,7 +60,6 @@ class ObservedSource(Source):
         self.device, self.row_dtype = watched[0].device, dtype_of(watched)
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
-        self._checked = False
         # Torch's step over lists adds Nesterov's momentum to p.grad, schedule-free steps divide it.
         named = type(optimizer).__name__.endswith("ScheduleFree")
         foreign = not isinstance(optimizer, RowOptimizer)
@@ -93,6 +92,9 @@ class ObservedSource(Source):
         self._reads_displacement = False
         for group in self.watched:
             group.held = group.gradients() if group.active() else None
+
+    def open(self) -> None:
+        self._checked = False  # whether the reader agrees with two points
 
     @torch.no_grad()
     def before(self) -> None:

@@ -48,6 +48,7 @@ class PhenomenaSource(ObservedSource):
         self._unknown: dict[int, float] = {}
 
     def open(self) -> None:
+        super().open()
         # Steps may have been taken since the watch was stopped.
         self._states = {}
 
