@@ -1,8 +1,9 @@
 """From the buffers to the sinks: observed steps are reduced, copied to the host without waiting, and handed on."""
 
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import attrgetter, is_not, methodcaller
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from steradian.watching.alerts import Alerts
 from steradian.watching.buffer import Buffer, evenly
@@ -29,8 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["Flush", "Output"]
 
 Array = NDArray[Any]
+_Part = tuple[tuple[str, ...], Tensor, Tensor, dict[str, Tensor], Tensor]
+"""Of some observed steps: quantities, statistics, some rows, all rows of chosen groups, and the skipped steps."""
 logger = logging.getLogger("steradian")
 _GRAD = attrgetter("grad")
+_STEPS, _NUMBERS = 64, 2**22
+"""Reduced steps, or numbers of them, that are copied to the host together."""
 
 
 class _Copy:
@@ -108,6 +113,8 @@ class Flush:
         self._steps: list[int] = []
         self._active: list[list[bool]] = []
         self._logged: list[tuple[int, str, float | Tensor, int | Tensor]] = []
+        # Steps, active groups, steps whose rows are recorded and, for each buffer, what is recorded of it.
+        self._reduced: list[tuple[list[int], Array, list[int], list[_Part]]] = []
         self._sent: deque[_Copy] = deque()
 
     # At every step
@@ -119,7 +126,7 @@ class Flush:
             self._steps.append(step)
             self._active.append([False] * len(self.names))
             self.observations += 1
-            self.paths.observe(len(self._steps) - 1, self.observations)
+            self.paths.observe(self._n_reduced + len(self._steps) - 1, self.observations)
         for buffer, span, params in zip(self.buffers, self._spans, self._params, strict=True):
             if buffer.optimizer is optimizer:
                 buffer.observe(len(self._steps) - 1)
@@ -143,34 +150,55 @@ class Flush:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not self._steps and not self._logged
+        return not self._steps and not self._reduced and not self._logged
 
     @property
     def pending(self) -> bool:
         """Whether something was sent from which no block was made yet."""
         return bool(self._sent)
 
-    def send(self) -> None:
-        """Reduce the numbers in the buffers on their devices, and start to copy the result to the host."""
-        if self.empty:
+    @property
+    def _n_reduced(self) -> int:
+        return sum(len(steps) for steps, *_ in self._reduced)
+
+    def send(self, *, everything: bool = True) -> None:
+        """Reduce the numbers in the buffers on their devices, and start to copy the results to the host.
+
+        Args:
+            everything: copy even a few steps; otherwise they may wait for more, since a block has a price of its own.
+        """
+        if self._steps:
+            self._reduce()
+        numbers = sum(leaf.numel() for leaf in tree_leaves(self._reduced) if isinstance(leaf, Tensor))
+        enough = self._n_reduced >= _STEPS or numbers >= _NUMBERS or self.merges is not None
+        if self.empty or not (everything or enough):
             return
-        count = len(self._steps)
-        active = np.array(self._active, dtype=bool).reshape(count, len(self.names))
+        n_groups = len(self.names)
+        steps = np.array([step for steps, *_ in self._reduced for step in steps], dtype=np.int64)
+        active = np.concatenate([active for _, active, *_ in self._reduced] or [np.zeros((0, n_groups), dtype=bool)])
+        whole = [k for _, _, whole, _ in self._reduced for k in whole]
+        parts = [_joined(each) for each in zip(*(parts for *_, parts in self._reduced), strict=True)]
+        self._sent.append(_Copy((steps, active, whole, parts, self._logged, self.paths.take())))
+        self._reduced, self._logged = [], []
+
+    def _reduce(self) -> None:
+        """Reduce what is in the buffers, on their devices."""
+        count, start = len(self._steps), self._n_reduced
+        active = np.array(self._active, dtype=bool)
         first = self.observations - count
         whole = [k for k in range(count) if self.rows_every > 0 and (first + k) % self.rows_every == 0]
-        parts = []
+        parts: list[_Part] = []
         for buffer, span in zip(self.buffers, self._spans, strict=True):
-            if not count:  # there are only logged numbers
-                continue
             names, statistics, rows = buffer.reduce(count, torch.from_numpy(active[:, span].copy()))
             # A slice, because indices in a list would be copied to the device and waited for.
             some = rows[slice(whole[0], None, self.rows_every)][:, :, buffer.single] if whole else rows[:0]
-            chosen = {group.name: rows[:, :, group.span] for group in buffer.watched if group.name in self.record_rows}
+            chosen = {
+                group.name: rows[:, :, group.span].clone() for group in buffer.watched if group.name in self.record_rows
+            }
             rows_of = (some, chosen) if self.merges is None else (rows, {})
-            parts.append((names, statistics, *rows_of, buffer.skips[:count].clone() if buffer.may_skip else None))
-        steps = np.array(self._steps, dtype=np.int64)
-        self._sent.append(_Copy((steps, active, whole, parts, self._logged, self.paths.take())))
-        self._steps, self._active, self._logged = [], [], []
+            parts.append((names, statistics, *rows_of, buffer.skips[:count].clone()))
+        self._reduced.append((self._steps, active, [start + k for k in whole], parts))
+        self._steps, self._active = [], []
 
     # On the host
 
@@ -199,8 +227,7 @@ class Flush:
         elsewhere = False
         for k, (names, statistics, some, chosen, skips) in enumerate(parts):
             span, at = self._spans[k], [quantities.index(name) for name in names]
-            if skips is not None:
-                taken, late = taken & (skips[:, 0] == 0), skips[:, 1].astype(np.int64)
+            taken, late = taken & (skips[:, 0] == 0), np.maximum(late, skips[:, 1].astype(np.int64))
             if self.merges is not None:
                 merged = self.merges[k](some, active[:, span], together=together)
                 if merged is None:
@@ -245,6 +272,25 @@ class Flush:
                 (step_of[k], name, row, u[i]) for i, k in enumerate(slots) for name, row, u in directions if taken[k]
             ],
         )
+
+
+def _joined(parts: Sequence[_Part]) -> _Part:
+    """What was recorded of one buffer, from several reductions; NaN for quantities that one of them did not have."""
+    names = tuple(dict.fromkeys(name for part in parts for name in part[0]))
+
+    def cat(tensors: Iterable[Tensor]) -> Tensor:
+        wide = []
+        for (own, *_), tensor in zip(parts, tensors, strict=True):
+            if own != names:
+                full = tensor.new_full((len(tensor), len(names), *tensor.shape[2:]), math.nan)
+                full[:, [names.index(name) for name in own]] = tensor
+                tensor = full
+            wide.append(tensor)
+        return torch.cat(wide)
+
+    _, statistics, some, chosen, skips = zip(*parts, strict=True)
+    groups = {name: cat(each[name] for each in chosen) for name in chosen[0]}
+    return names, cat(statistics), cat(some), groups, torch.cat(skips)
 
 
 def _directions(rows: Array) -> Array:

@@ -404,10 +404,12 @@ class Watch:
         self._stepped = set()
         self._cost.count(observed=self._observing)
         late = not self.sharded and time.monotonic() - self._flushed_at > _SECONDS
-        if self._flush.full or (self._observing and self._cost.first_choice) or (late and not self._flush.empty):
-            self._flushed_at = time.monotonic()
+        everything = (self._observing and self._cost.first_choice) or (late and not self._flush.empty)
+        if self._flush.full or everything:
+            if everything:
+                self._flushed_at = time.monotonic()
             with self._cost.measured():
-                self._flush.send()
+                self._flush.send(everything=everything)
             self._cost.choose(self._output.seconds)
             if self.sharded and self._cost.every is None:
                 self._cost.interval = _from_rank_0(self._cost.interval)
