@@ -408,7 +408,7 @@ def test_what_was_seen_may_be_asked_for_while_another_thread_trains(monkeypatch)
     optimizer, params = pair()
     asking, stepped = threading.Event(), threading.Event()
     with watch(optimizer) as watcher:
-        reduced = watcher._flush._reduce
+        reduced = watcher.buffers[0].reduce
 
         def slowly(*given):
             asking.set()
@@ -416,7 +416,7 @@ def test_what_was_seen_may_be_asked_for_while_another_thread_trains(monkeypatch)
             return reduced(*given)
 
         train(optimizer, params, 2)
-        monkeypatch.setattr(watcher._flush, "_reduce", slowly)
+        monkeypatch.setattr(watcher.buffers[0], "reduce", slowly)
         other = threading.Thread(target=watcher.latest)
         other.start()
         asking.wait()

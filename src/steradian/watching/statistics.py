@@ -11,11 +11,9 @@ from steradian.optim.fused.decide import runs_kernels
 
 __all__ = ["Statistics"]
 
-_AT_ONCE = 2**23
-"""Numbers that are padded and sorted at once."""
+_AT_ONCE = 2**23  # numbers that are padded and sorted at once
 _LEVELS = (0.0, 0.1, 0.5, 0.9, 1.0)
-_LENGTHS = (64, 256, 1024, 4096)
-"""Lengths that the kernel is compiled for; it reads longer groups in blocks of the last."""
+_LENGTHS = (64, 256, 1024, 4096)  # that the kernel is compiled for; it reads longer groups in blocks of the last
 
 
 @dataclass(frozen=True, eq=False)

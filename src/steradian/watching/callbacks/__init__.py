@@ -6,12 +6,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from steradian.groups import Groups
 from steradian.watching.watch import check_options
 
-__all__ = ["GroupsOf", "check_arguments", "groups_of", "training_goes_on", "unwrapped"]
+__all__ = ["GroupsOf", "check_arguments", "groups_of", "training_goes_on"]
 
 logger = logging.getLogger("steradian")
 
@@ -34,15 +33,6 @@ def groups_of(groups: GroupsOf, model: nn.Module) -> Groups | nn.Module:
     if not isinstance(found, Groups):
         raise TypeError(f"groups must return what find_groups returns, got {type(found).__name__}")
     return found
-
-
-def unwrapped(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside a library's wrapper, whose hooks are called."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"the trainer's optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-    return optimizer
 
 
 @contextmanager

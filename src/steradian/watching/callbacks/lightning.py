@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from steradian.watching.callbacks import GroupsOf, check_arguments, groups_of, training_goes_on, unwrapped
-from steradian.watching.watch import Watch, counted_steps
+from steradian.watching.callbacks import GroupsOf, check_arguments, groups_of, training_goes_on
+from steradian.watching.watch import Watch, counted_steps, inner_optimizers
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -55,7 +55,7 @@ class WatchCallback(Callback):
             self._stop()
             self.watch = None
             self._logged_at = trainer.global_step
-            optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
+            optimizers = inner_optimizers(trainer.optimizers)
             first = self._next_step if counted_steps(optimizers) is None else None
             options = {"step": first, "config": dict(getattr(pl_module, "hparams", {})), **self.options}
             to = _sinks(self.to, trainer)

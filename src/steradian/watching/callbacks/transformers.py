@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from steradian.watching.callbacks import GroupsOf, check_arguments, groups_of, training_goes_on, unwrapped
-from steradian.watching.watch import Watch, counted_steps
+from steradian.watching.callbacks import GroupsOf, check_arguments, groups_of, training_goes_on
+from steradian.watching.watch import Watch, counted_steps, inner_optimizers
 
 __all__ = ["WatchCallback"]
 
@@ -46,10 +46,10 @@ class WatchCallback(TrainerCallback):
         with training_goes_on():
             self.stop()
             self.watch = None
-            optimizer = unwrapped(found["optimizer"])
-            first = state.global_step if state.global_step and counted_steps([optimizer]) is None else None
+            optimizers = inner_optimizers(found["optimizer"])
+            first = state.global_step if state.global_step and counted_steps(optimizers) is None else None
             options = {"step": first, "config": args.to_sanitized_dict(), **self.options}
-            self.watch = Watch(optimizer, groups_of(self.groups, found["model"]), to=self.to, **options).start()
+            self.watch = Watch(optimizers, groups_of(self.groups, found["model"]), to=self.to, **options).start()
 
     def on_log(
         self,

@@ -16,21 +16,14 @@ from steradian.watching.sources.observed import ObservedSource
 
 __all__ = ["PhenomenaSource"]
 
+# Phenomena are recorded once the momentum holds less than this share of gradients from before the watch: older ones are
+# turned further, so that a small share already matters.
 _UNKNOWN = 1e-3
-"""Phenomena are recorded once the momentum holds less than this share of gradients from before the watch.
-
-Older gradients are turned further, so that a small share already matters.
-"""
 _NO_STATE = object()
 
 
 class PhenomenaSource(ObservedSource):
-    """The sums of `ObservedSource`, and the angle by which each phenomenon turns the direction of a row.
-
-    Args:
-        optimizer: one that can be read.
-        watched: its groups on one device.
-    """
+    """The sums of `ObservedSource`, and the angle by which each phenomenon turns the direction of a row."""
 
     columns = (*ObservedSource.columns, *PHENOMENA)
     each_step = True
@@ -71,7 +64,8 @@ class PhenomenaSource(ObservedSource):
         for group in self.watched:
             if self.reader is not None and id(group) in points and group.active() and group.n_rows:
                 raw = gradients.get(id(group)) or group.gradients()
-                found = self._measure(group, group.whole(points[id(group)], raw))
+                [piece] = group.pieces(points[id(group)], raw, at_once=group.n_rows * group.size)
+                found = self._measure(group, piece)
                 for k, name in enumerate(PHENOMENA, len(ObservedSource.columns)):
                     out[group.span, k] = found.get(name, math.nan)
 
