@@ -262,9 +262,9 @@ class TestText:
     def test_table(self):
         text = str(find_groups(conv_net(), images()))
         assert "0.weight   filter  8 × 27    1 (BatchNorm2d)" in text
-        assert "8 rows in 1 parameters: 216 of 1396 numbers (15.5 %)" in text
+        assert "8 rows in 1 parameter: 216 of 1396 numbers (15.5 %)" in text
         assert "rest: 4 parameters: 1.weight, 1.bias, 5.weight, 5.bias" in text
-        assert "no effect: 1 parameters: 0.bias" in text
+        assert "no effect: 1 parameter: 0.bias" in text
 
     def test_explain(self):
         model = conv_net()

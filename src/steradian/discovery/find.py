@@ -23,10 +23,11 @@ from steradian.discovery.explain import assemble, in_words
 from steradian.discovery.judge import judge
 from steradian.discovery.measurements import Measurements
 from steradian.discovery.probe import Prober, Reading
-from steradian.discovery.sandbox import name_inputs, tensors_in, unwrap
+from steradian.discovery.sandbox import name_inputs, tensors_in
 from steradian.discovery.schedule import Schedule
 from steradian.discovery.verify import verify
-from steradian.groups import Groups, is_flattened, is_sharded
+from steradian.groups import Groups, is_flattened, is_sharded, parameters_of, unwrap
+from steradian.names import bare
 
 __all__ = ["find_groups"]
 
@@ -60,8 +61,9 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
     ({'0.weight': 'filter'}, ['0.bias'])
     """
     _check_model(model)
+    model = unwrap(model)  # a data-parallel module would synchronize gradients
     if not any(p.requires_grad for p in model.parameters()):
-        groups = Groups(dict(model.named_parameters()))
+        groups = Groups(parameters_of(model))
         groups.frozen = list(groups.params)
         return groups
     with torch.inference_mode(False):
@@ -83,7 +85,7 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             which = f"the submodule {name!r}" if name else "model"
             raise TypeError(f"{which} is a TorchScript module, whose tensors cannot be swapped; pass the eager module")
-    parameters = dict(model.named_parameters())
+    parameters = parameters_of(model)
     if not parameters:
         raise ValueError(f"the model ({type(model).__name__}) has no parameters, so there is nothing to group")
     for name, parameter in parameters.items():
@@ -158,7 +160,7 @@ def _small_batches(prober: Prober) -> Iterator[None]:
         if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
             small[name] = None
 
-    norms = {name: module for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)}
+    norms = {bare(name): module for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)}
     hooks = [norm.register_forward_pre_hook(partial(check, name)) for name, norm in norms.items()]
     try:
         yield
@@ -183,7 +185,7 @@ def _in_plain_words(prober: Prober, error: Exception) -> Exception:
         )
     for position, value in enumerate(prober.args):
         if isinstance(value, Mapping) and _rejected(prober, position, error):
-            name = name_inputs(unwrap(prober.model), prober.args)[position] or f"number {position + 1}"
+            name = name_inputs(prober.model, prober.args)[position] or f"number {position + 1}"
             kind = type(value).__name__
             return TypeError(
                 f"the model does not take a {kind} as its argument {name}: it raised {in_words(error)}; "
@@ -200,7 +202,7 @@ def _rejected(prober: Prober, position: int, error: Exception) -> bool:
     mapping = prober.args[position]
     others = [value for i, value in enumerate(prober.args) if i != position]
     try:
-        inspect.signature(unwrap(prober.model).forward).bind(*others, **mapping, **prober.kwargs)
+        inspect.signature(prober.model.forward).bind(*others, **mapping, **prober.kwargs)
     except (TypeError, ValueError):
         return isinstance(error, TypeError | AttributeError) and type(mapping).__name__ in str(error)
     return True

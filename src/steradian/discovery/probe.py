@@ -22,7 +22,8 @@ from steradian.discovery import sandbox, thresholds
 from steradian.discovery.graph import Call, Graph, graph_nodes, read_graph, record_calls
 from steradian.discovery.invariance import Key, Table, is_matrix
 from steradian.discovery.joint import pairs_to_align
-from steradian.discovery.sandbox import Leaves, as_dtype, floating, tensors_in, unwrap
+from steradian.discovery.sandbox import Leaves, as_dtype, floating, tensors_in
+from steradian.groups import parameters_of
 
 Factors = Mapping[str, float | Tensor]
 
@@ -256,7 +257,7 @@ class Prober:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.parameters = dict(model.named_parameters())
+        self.parameters = parameters_of(model)
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad]
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.own = Point(self.parameters)  # the model's own weights
@@ -317,7 +318,7 @@ class Prober:
             self.forwards += 1
             calls: list[Call] = []
             with record_calls(self.model, calls) if graph else nullcontext():
-                result = unwrap(self.model)(*args, **kwargs)
+                result = self.model(*args, **kwargs)
             outputs = [t for t in tensors_in(result) if floating(t)]
             kept = read_graph(outputs, leaves, calls) if graph else None
             reading = Reading(point, seed, draw, kept, [t.detach().clone() for t in outputs], precision.noise)
@@ -363,7 +364,7 @@ class Prober:
             fresh = _perturb(fresh, name, noise) if noisy else fresh
             return fresh.requires_grad_(tensor.requires_grad)
 
-        names = sandbox.name_inputs(unwrap(self.model), self.args)
+        names = sandbox.name_inputs(self.model, self.args)
         args = tuple(sandbox.map_inputs(value, change, name) for value, name in zip(self.args, names, strict=True))
         return args, {name: sandbox.map_inputs(value, change, name) for name, value in self.kwargs.items()}
 
