@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Group", "Groups", "Layout", "Spec"]
+__all__ = ["Group", "Groups", "Layout", "Pair", "Spec"]
 
 Spec = str | int | tuple[str | int, ...]
 """How a tensor is cut into rows, as plain data: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
@@ -217,6 +217,57 @@ class Group:
     small: int = 0
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two sides with f(αa, b/α) = f(a, b) for all α > 0, such as the rows of `up` and the columns of `down`.
+
+    Each side is cut into n sets of rows: set i is what the specs number i in all of its parameters, and set i of a
+    goes with set i of b. Beside those of `Layout` there is the spec ("fold", k, start, g0, d0, g1, d1): the entries of
+    dimension k from `start` on are a (g0, d0, g1, d1) array, and a set has one index of each g and all of each d.
+
+    Attributes:
+        a, b: the names of the parameters of each side.
+        a_specs, b_specs: how each of them is cut.
+        n: the number of sets on each side.
+        reason: how the factors meet.
+    """
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    a_specs: tuple[Spec, ...]
+    b_specs: tuple[Spec, ...]
+    n: int
+    reason: str
+
+    def __str__(self) -> str:
+        a, b = (
+            " + ".join(f"{name} {spec!r}" for name, spec in zip(names, specs, strict=True))
+            for names, specs in ((self.a, self.a_specs), (self.b, self.b_specs))
+        )
+        return f"{a} against {b} ({self.n} pairs, {self.reason})"
+
+
+def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
+    """The set of a pair that each entry of a parameter belongs to, −1 for none, broadcasting against the parameter.
+
+    >>> set_numbers(("fold", 1, 0, 2, 2, 1, 1), (3, 4)).tolist(), set_numbers(("fold", 0, 2, 1, 2, 1, 1), (4,)).tolist()
+    ([[0, 0, 1, 1]], [-1, -1, 0, 0])
+    """
+    if isinstance(spec, tuple) and spec[0] == "fold":
+        k, start, *fold = map(int, spec[1:])
+        g0, d0, g1, d1 = fold
+        numbers = torch.full((shape[k],), -1)
+        inside = torch.arange(g0 * g1).reshape(g0, 1, g1, 1).expand(g0, d0, g1, d1).flatten()
+        numbers[start : start + len(inside)] = inside
+        return numbers.reshape([-1 if i == k else 1 for i in range(len(shape))])
+    counts = Layout(spec).blocks(shape)
+    numbers = torch.arange(math.prod(counts)).reshape(counts)
+    for i, count in enumerate(counts):
+        if count > 1:
+            numbers = numbers.repeat_interleave(shape[i] // count, i)
+    return numbers
+
+
 @dataclass
 class Groups:
     """The rows of a model, and the rest.
@@ -231,6 +282,7 @@ class Groups:
         params: the model's parameters by name.
         groups: the rows that optimizers get.
         facts: further sets that are invariant, each proved like the others.
+        pairs: sides that keep the outputs when one grows as the other shrinks; neither is invariant by itself.
         no_effect: trainable parameters that no output depends on; they belong to the rest.
         frozen: parameters that do not require gradients; they are in no parameter group.
         partial: parameters some of whose equal blocks are invariant, with a description.
@@ -243,6 +295,7 @@ class Groups:
     params: dict[str, nn.Parameter]
     groups: list[Group] = field(default_factory=list)
     facts: list[Group] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
     no_effect: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
     partial: dict[str, str] = field(default_factory=dict)
