@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from steradian import find_groups
-from steradian.groups import Group, Groups, Layout
+from steradian.groups import Group, Groups, Layout, Pair
 from steradian.names import fold
 
 
@@ -215,6 +215,7 @@ def test_every_kind_of_spec_and_every_remark_is_saved(tmp_path):
     groups = Groups(dict(model.named_parameters()), passes=(7, 6))
     groups.groups = [Group(("0.weight", "0.bias"), spec, 2, 3, "a layer, näher", 1e-300, 1, 2) for spec in specs]
     groups.facts = [Group(("1.weight",), ("grid", 1, 2), 2, 8, "no known layer", 0.0)]
+    groups.pairs = [Pair(("1.weight", "1.bias"), ("2.weight",), ("filter", 4), (("axis", 1),), 4, "1 meets 2")]
     groups.partial, groups.aliases, groups.notes = {"1.bias": "half"}, {"2.bias": ["x", "y"]}, ["ε"]
     groups.save(tmp_path / "groups.json")
     assert Groups.load(tmp_path / "groups.json", model) == groups
@@ -267,6 +268,22 @@ def test_printing_folds_layers_that_repeat():
     assert "no effect: 12 parameters: layers.{0-11}.0.bias" in text
     assert f"{max(group.defect for group in groups.groups):.1e}" in text
     assert len(text.splitlines()) < 12
+
+
+def test_printing_folds_pairs_and_facts():
+    groups = Groups(dict(Layers(4).named_parameters()))
+    for k in range(4):
+        groups.facts.append(Group((f"layers.{k}.1.weight",), "filter", 6, 1, f"layers.{k + 1}.1 (BatchNorm1d)", 0.0))
+    for k in range(3):
+        sides = (f"layers.{k}.0.weight", f"layers.{k}.0.bias"), (f"layers.{k + 1}.0.weight",)
+        groups.pairs.append(Pair(*sides, ("filter", "filter"), (("axis", 1),), 6, f"through layers.{k} (Block)"))
+    groups.pairs.append(Pair(("layers.3.0.weight",), ("head.weight",), ("tensor",), ("tensor",), 1, "linear"))
+    lines = str(groups).splitlines()
+    assert "fact: layers.{0-3}.1.weight are invariant as 'filter' (6 × 1, layers.{1-4}.1 (BatchNorm1d))" in lines
+    a, b = "layers.{0-2}.0.weight 'filter' + layers.{0-2}.0.bias 'filter'", "layers.{1-3}.0.weight ('axis', 1)"
+    assert f"pair: {a} against {b} (6 pairs, through layers.{{0-2}} (Block))" in lines
+    assert "pair: layers.3.0.weight 'tensor' against head.weight 'tensor' (1 pair, linear)" in lines
+    assert "pair: layers.1.0.weight" in groups.explain("layers.2.0.weight")
 
 
 def test_printing_wraps_to_the_terminal(monkeypatch):

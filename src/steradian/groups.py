@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from steradian.files import write_atomically
 from steradian.names import bare, fold, plural
 
-__all__ = ["Group", "Groups", "Layout", "Spec"]
+__all__ = ["Group", "Groups", "Layout", "Pair", "Spec"]
 
 _FORMAT = 1
 """Of saved groups; a number that changes with the fields of `Groups`."""
@@ -230,6 +230,57 @@ class Group:
     small: int = 0
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two sides with f(αa, b/α) = f(a, b) for all α > 0, such as the rows of `up` and the columns of `down`.
+
+    Each side is cut into n sets of rows: set i is what the specs number i in all of its parameters, and set i of a
+    goes with set i of b. Beside those of `Layout` there is the spec ("fold", k, start, g0, d0, g1, d1): the entries of
+    dimension k from `start` on are a (g0, d0, g1, d1) array, and a set has one index of each g and all of each d.
+
+    Attributes:
+        a, b: the names of the parameters of each side.
+        a_specs, b_specs: how each of them is cut.
+        n: the number of sets on each side.
+        reason: how the factors meet.
+    """
+
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    a_specs: tuple[Spec, ...]
+    b_specs: tuple[Spec, ...]
+    n: int
+    reason: str
+
+    def __str__(self) -> str:
+        a, b = (
+            " + ".join(f"{name} {spec!r}" for name, spec in zip(names, specs, strict=True))
+            for names, specs in ((self.a, self.a_specs), (self.b, self.b_specs))
+        )
+        return f"{a} against {b} ({plural(self.n, 'pair')}, {self.reason})"
+
+
+def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
+    """The set of a pair that each entry of a parameter belongs to, −1 for none, broadcasting against the parameter.
+
+    >>> set_numbers(("fold", 1, 0, 2, 2, 1, 1), (3, 4)).tolist(), set_numbers(("fold", 0, 2, 1, 2, 1, 1), (4,)).tolist()
+    ([[0, 0, 1, 1]], [-1, -1, 0, 0])
+    """
+    if isinstance(spec, tuple) and spec[0] == "fold":
+        k, start, *fold = map(int, spec[1:])
+        g0, d0, g1, d1 = fold
+        numbers = torch.full((shape[k],), -1)
+        inside = torch.arange(g0 * g1).reshape(g0, 1, g1, 1).expand(g0, d0, g1, d1).flatten()
+        numbers[start : start + len(inside)] = inside
+        return numbers.reshape([-1 if i == k else 1 for i in range(len(shape))])
+    counts = Layout(spec).blocks(shape)
+    numbers = torch.arange(math.prod(counts)).reshape(counts)
+    for i, count in enumerate(counts):
+        if count > 1:
+            numbers = numbers.repeat_interleave(shape[i] // count, i)
+    return numbers
+
+
 @dataclass
 class Groups:
     """The rows of a model, and the rest.
@@ -244,6 +295,7 @@ class Groups:
         params: the model's parameters by name.
         groups: the rows that optimizers get.
         facts: further sets that are invariant, each proved like the others.
+        pairs: sides that keep the outputs when one grows as the other shrinks; neither is invariant by itself.
         no_effect: trainable parameters that no output depends on; they belong to the rest.
         frozen: parameters that do not require gradients; they are in no parameter group.
         partial: parameters some of whose equal blocks are invariant, with a description.
@@ -256,6 +308,7 @@ class Groups:
     params: dict[str, nn.Parameter]
     groups: list[Group] = field(default_factory=list)
     facts: list[Group] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
     no_effect: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
     partial: dict[str, str] = field(default_factory=dict)
@@ -377,11 +430,8 @@ class Groups:
         del content["format"]
         content["params"] = _fitting(content.pop("shapes"), content["frozen"], model)
         content["passes"] = tuple(content["passes"])
-        for kind in ("groups", "facts"):
-            content[kind] = [
-                Group(**{**group, "names": tuple(group["names"]), "spec": Layout(group["spec"]).spec})
-                for group in content[kind]
-            ]
+        for key, kind in (("groups", Group), ("facts", Group), ("pairs", Pair)):
+            content[key] = [kind(**{k: _tuples(value) for k, value in each.items()}) for each in content[key]]
         return cls(**content)
 
     def group_of(self, name: str) -> Group | None:
@@ -421,11 +471,9 @@ class Groups:
             lines.append(f"rest: {why}")
         if name in self.details:
             lines.append(f"measured: {self.details[name]}")
-        lines += [
-            f"also a fact: {_fact(', '.join(fact.names), fact)}, because of {fact.reason}"
-            for fact in self.facts
-            if name in fact.names
-        ]
+        of_name = [fact for fact in self.facts if name in fact.names]
+        lines += [f"also a fact: {_fact(_folded(fact.names), fact)}, because of {fact.reason}" for fact in of_name]
+        lines += [f"pair: {pair}" for pair in self.pairs if name in (*pair.a, *pair.b)]
         return "\n  ".join(lines)
 
     def __str__(self) -> str:
@@ -445,8 +493,9 @@ class Groups:
             lines.append(f"partly invariant, left to the rest: {text}: {list(self.partial.values())[members[0]]}")
         tied = [" = ".join((name, *others)) for name, others in self.aliases.items()]
         lines += [f"tied: {text}" for text, _ in fold(tied)]
-        for text, reason, fact in _merged(self.facts):
-            lines.append(f"fact: {_fact(text, fact)} ({fact.n_rows} × {fact.size}, {reason})")
+        for text, reason, fact, n in _merged(self.facts):
+            lines.append(f"fact: {_fact(text, fact, n)} ({fact.n_rows} × {fact.size}, {reason})")
+        lines += [f"pair: {text}" for text in _folded_pairs(self.pairs)]
         small = [group for group in self.groups if group.small]
         if small:
             texts = fold([" + ".join(group.names) for group in small], [group.small for group in small])
@@ -506,10 +555,9 @@ def _fitting(shapes: Mapping[str, Sequence[int]], frozen: Sequence[str], model: 
     return {name: there[name] for name in shapes}
 
 
-def _fact(names: str, group: Group) -> str:
-    if len(group.names) == 1:
-        return f"{names} is invariant as {group.spec!r}"
-    return f"{{{names}}} are jointly invariant as {group.spec!r}"
+def _tuples(value: Any) -> Any:
+    """Lists, which JSON gives back for tuples, as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 # Printing
@@ -519,16 +567,33 @@ def _folded(names: Sequence[str], between: str = ", ") -> str:
     return between.join(text for text, _ in fold(names))
 
 
-def _merged(groups: Sequence[Group], between: str = ", ") -> list[tuple[str, str, Group]]:
-    """Names and reason of groups, those of repeated layers as one, each with the group of the largest defect."""
+def _merged(groups: Sequence[Group], between: str = ", ") -> list[tuple[str, str, Group, int]]:
+    """Names and reason of groups, those of repeated layers as one: with the group of largest defect, and how many."""
     texts = [f"{between.join(group.names)}\t{group.reason}" for group in groups]
     merged = []
     for text, members in fold(texts, [(group.spec, group.n_rows, group.size) for group in groups]):
         names, _, reason = text.partition("\t")
         if len(members) == 1:
             names = _folded(groups[members[0]].names, between)
-        merged.append((names, reason, max((groups[i] for i in members), key=lambda group: group.defect)))
+        worst = max((groups[i] for i in members), key=lambda group: group.defect)
+        merged.append((names, reason, worst, len(members)))
     return merged
+
+
+def _folded_pairs(pairs: Sequence[Pair]) -> list[str]:
+    texts = ["\t".join((*pair.a, *pair.b, pair.reason)) for pair in pairs]
+    lines = []
+    for text, members in fold(texts, [(pair.a_specs, pair.b_specs, pair.n) for pair in pairs]):
+        pair, parts = pairs[members[0]], text.split("\t")
+        sides = tuple(parts[: len(pair.a)]), tuple(parts[len(pair.a) : -1])
+        lines.append(str(replace(pair, a=sides[0], b=sides[1], reason=parts[-1])))
+    return lines
+
+
+def _fact(names: str, group: Group, several: int = 1) -> str:
+    if len(group.names) == 1:
+        return f"{names} {'is' if several == 1 else 'are'} invariant as {group.spec!r}"
+    return f"{{{names}}} are jointly invariant as {group.spec!r}"
 
 
 def _table(groups: Sequence[Group], width: int | None) -> list[str]:
@@ -538,7 +603,7 @@ def _table(groups: Sequence[Group], width: int | None) -> list[str]:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for title in ("parameter", "spec", "rows × d", "reason", "defect"):
         table.add_column(title, overflow="fold", no_wrap=title not in ("parameter", "reason"))
-    for names, reason, group in _merged(groups, " + "):
+    for names, reason, group, _ in _merged(groups, " + "):
         spec = group.spec if isinstance(group.spec, str) else repr(group.spec)
         table.add_row(names, spec, f"{group.n_rows} × {group.size}", reason, f"{group.defect:.1e}")
     console = Console(file=io.StringIO(), width=width or 10_000, markup=False, highlight=False, emoji=False)
