@@ -239,8 +239,10 @@ class Pair:
     dimension k from `start` on are a (g0, d0, g1, d1) array, and a set has one index of each g and all of each d.
 
     Attributes:
-        a, b: the names of the parameters of each side.
-        a_specs, b_specs: how each of them is cut.
+        a: the names of the parameters of one side.
+        b: those of the other.
+        a_specs: how each of a is cut.
+        b_specs: how each of b is cut.
         n: the number of sets on each side.
         reason: how the factors meet.
     """
