@@ -255,8 +255,11 @@ def output_spread(a: Tensor) -> float:
 class Prober:
     """Runs a model at points of its parameter space and reads inner products off."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Callable[[int, int], object]
+    ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
+        self._progress = progress  # called after each pass with the passes made and expected
         self.parameters = parameters_of(model)
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad]
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
@@ -345,6 +348,7 @@ class Prober:
         if reading.finite:
             # Later readings with this seed are compared with this one, and must get the same inputs.
             self._noise_of_seed.setdefault(seed, noisy)
+        self._progress(self.forwards, max(thresholds.USUAL_PASSES, self.forwards + 1))
         return reading
 
     def _leaves(self, dtype: torch.dtype | None) -> Leaves:
@@ -373,14 +377,16 @@ class Prober:
         if not outputs:
             return
         self.backwards += 1
-        cotangents = [
-            torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device)) * torch.isfinite(t.detach())
-            for t in outputs
-        ]
         nodes = graph_nodes(outputs)
+        # Sums and not `grad_tensors`, for which torch imports a computer algebra system.
+        losses = []
+        for t in outputs:
+            cotangent = torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device))
+            cotangent *= torch.isfinite(t.detach())
+            losses.append(torch.vdot(cotangent.flatten(), t.flatten()).real)
         if any("CheckpointFunction" in node.name() for node in nodes):
             # Reentrant checkpointing refuses `inputs`; the leaves are private, so nothing else is touched.
-            torch.autograd.backward(outputs, cotangents)
+            torch.autograd.backward(losses)
             return
         wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         # A function written in Python may run backward inside: then a gradient comes in parts.
@@ -389,7 +395,7 @@ class Prober:
             leaf.register_post_accumulate_grad_hook(lambda _, name=name: take(name)) for name, leaf in whole.items()
         ]
         try:
-            torch.autograd.backward(outputs, cotangents, inputs=list(wanted.values()))
+            torch.autograd.backward(losses, inputs=list(wanted.values()))
         finally:
             for handle in handles:
                 handle.remove()
