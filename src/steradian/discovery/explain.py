@@ -7,17 +7,17 @@ from torch import nn
 
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
-from steradian.groups import Group, Groups
+from steradian.groups import Group, Groups, Pair
 
 UNKNOWN = "no known layer"
 
 
-def assemble(measured: Measurements, verdict: Verdict) -> Groups:
+def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Groups:
     """The result of `find_groups`."""
     prober = measured.prober
     params = dict(prober.model.named_parameters())
     order = {name: i for i, name in enumerate(params)}
-    groups = Groups(params, passes=(prober.forwards, prober.backwards))
+    groups = Groups(params, pairs=pairs, passes=(prober.forwards, prober.backwards))
     rows, groups.facts = (
         [replace(group, reason=_reason(measured, group)) for group in found] for found in (verdict.rows, verdict.facts)
     )

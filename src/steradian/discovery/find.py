@@ -6,6 +6,7 @@
    other is not. This is the line between "invariant up to ε" and "not invariant".
 4. Forward passes with random factors on all rows found: f(ρx) = f(x). The layer in which the factors disappear, by the
    autograd graph, is the reason.
+5. Sides that scale against each other have ⟨∇L, a⟩ = ⟨∇L, b⟩ in all these passes. One more proves f(αa, b/α) = f(a, b).
 """
 
 import inspect
@@ -22,10 +23,11 @@ from torch.nn.parameter import is_lazy
 from steradian.discovery.explain import assemble, in_words
 from steradian.discovery.judge import judge
 from steradian.discovery.measurements import Measurements
+from steradian.discovery.pairs import find_pairs
 from steradian.discovery.probe import Prober, Reading
 from steradian.discovery.sandbox import name_inputs, tensors_in, unwrap
 from steradian.discovery.schedule import Schedule
-from steradian.discovery.verify import verify
+from steradian.discovery.verify import verify, verify_pairs
 from steradian.groups import Groups, is_flattened, is_sharded
 
 __all__ = ["find_groups"]
@@ -72,7 +74,8 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         schedule.probe_grown_points()  # what is left of ⟨∇L, x⟩ falls as ε does, or the candidate is refuted
         verdict = judge(measured)  # the finest rows, of one parameter or of several together
         verdict = verify(measured, verdict)  # f(ρx) = f(x)
-        return assemble(measured, verdict)  # with the layer in which ρ disappears
+        pairs = verify_pairs(measured, find_pairs(measured, verdict.no_effect))  # f(αa, b/α) = f(a, b)
+        return assemble(measured, verdict, pairs)  # with the layer in which ρ disappears
 
 
 def _check_model(model: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """The autograd graph of a pass, and what it says about parameters that grow by one factor.
 
-One table of operations answers two questions. `propose`: for every tensor h of the model, which parameters scale h when
-they grow together? If h is normalized, that set is jointly invariant; the graph does not know what is normalized, so
-every tensor proposes its set, and the measured inner products decide. `follow`: where does the factor of a set go? It
-may reach a nonlinearity, and it disappears in a normalization.
+One table of operations answers three questions. `propose`: for every tensor h of the model, which parameters scale h
+when they grow together? If h is normalized, that set is jointly invariant; the graph does not know what is normalized,
+so every tensor proposes its set, and the measured inner products decide. `readers`: which parameters multiply h next?
+`follow`: where does the factor of a set go? It may reach a nonlinearity, and it disappears in a normalization.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -296,6 +296,33 @@ def _scaling_of_product(
         others = _union(depends[r] for r in factors if r is not None and r != chosen)
         through[scaled] = through.get(scaled, 0) | others
     return _common([chosen, *terms], scaling)
+
+
+def readers(graph: Graph) -> dict[str, set[str]]:
+    """For each parameter, those that multiply what it scales: the first ones on every path downstream."""
+    names, nodes = list(graph.leaf_nodes), graph.nodes
+    bits = {name: 1 << i for i, name in enumerate(names)}
+    # A parameter, or a view of one.
+    itself: list[Mask] = []
+    for node in nodes:
+        reads = [i for i in node.inputs if i is not None]
+        view = itself[reads[0]] if node.kind == "linear" and len(reads) == 1 else 0
+        itself.append(view if node.parameter is None else bits[node.parameter])
+    found = [0] * len(nodes)
+    for number in reversed(range(len(nodes))):
+        for consumer in nodes[number].consumers:
+            found[number] |= _multipliers(nodes[consumer], number, itself) or found[consumer]
+    return {name: set(_members(found[leaf], names)) for name, leaf in graph.leaf_nodes.items()}
+
+
+def _multipliers(node: Node, number: int, itself: list[Mask]) -> Mask:
+    """The parameters by which a node multiplies one of its inputs."""
+    if node.kind not in ("product", "sum of products", "normalization"):
+        return 0
+    factors = node.inputs[1:3] if node.kind == "sum of products" else node.inputs[:2]
+    if number not in factors or (node.kind == "normalization" and number != factors[0]):
+        return 0
+    return _union(itself[i] for i in factors if i is not None and i != number)
 
 
 # Where a factor goes
