@@ -81,12 +81,11 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
     sets = {tuple(sorted(names.intersection(s), key=place)) for s in proposed}
     unpaired: dict[frozenset[str], list[list[Side]]] = {}
     for a in sorted(sets - {()}, key=lambda s: (len(s), [order[name] for name in s])):
-        b = frozenset[str]().union(*(reads[name] for name in a)) - set(a)
-        if b and b <= names:
-            read = search.sides(sorted(b, key=place))
-            unpaired.setdefault(b, []).extend(search.pair_up(search.sides(a), read))
-    for sides in unpaired.values():
-        for one, other in combinations(sides, 2):
+        b = frozenset[str]().union(*(reads[name] for name in a)) & names - set(a)
+        sides = search.sides(a)
+        unpaired.setdefault(b, []).extend(search.pair_up(sides, search.sides(sorted(b, key=place))) if b else [sides])
+    for left in unpaired.values():
+        for one, other in combinations(left, 2):
             search.pair(one, other, "multiplied with each other")
     return sorted((pair for _, _, pair in search.found), key=lambda pair: order[pair.a[0]])
 
