@@ -214,7 +214,7 @@ class Group:
         spec: how each of them is cut.
         n_rows: the number n of rows.
         size: the number d of entries in a row, over all parameters of the set.
-        reason: the module that makes the rows invariant, or "no known layer".
+        reason: the module that makes the rows invariant, or "unknown".
         defect: largest |cos(x, ∇L)| over the rows, at the model's own weights and ε.
         unseen: rows that the inputs did not reach, such as the embeddings of absent tokens.
         small: rows whose radius is so small that a normalization's ε dominates.

@@ -6,6 +6,7 @@
    other is not. This is the line between "invariant up to ε" and "not invariant".
 4. Forward passes with random factors on all rows found: f(ρx) = f(x). The layer in which the factors disappear, by the
    autograd graph, is the reason.
+5. Sides that scale against each other have ⟨∇L, a⟩ = ⟨∇L, b⟩ in all these passes. One more proves f(αa, b/α) = f(a, b).
 """
 
 import inspect
@@ -27,10 +28,11 @@ from steradian.discovery.explain import assemble, in_words
 from steradian.discovery.invariance import is_matrix
 from steradian.discovery.judge import judge
 from steradian.discovery.measurements import Measurements
+from steradian.discovery.pairs import find_pairs
 from steradian.discovery.probe import Prober, Reading
 from steradian.discovery.sandbox import name_inputs, tensors_in
 from steradian.discovery.schedule import Schedule
-from steradian.discovery.verify import verify
+from steradian.discovery.verify import verify, verify_pairs
 from steradian.groups import Groups, is_flattened, is_sharded, parameters_of, unwrap
 from steradian.names import bare, fold
 
@@ -88,7 +90,8 @@ def find_groups(
         schedule.probe_grown_points()  # what is left of ⟨∇L, x⟩ falls as ε does, or the candidate is refuted
         verdict = judge(measured)  # the finest rows, of one parameter or of several together
         verdict = verify(measured, verdict)  # f(ρx) = f(x)
-        groups = assemble(measured, verdict)  # with the layer in which ρ disappears
+        pairs = verify_pairs(measured, find_pairs(measured, verdict.no_effect))  # f(αa, b/α) = f(a, b)
+        groups = assemble(measured, verdict, pairs)  # with the layer in which ρ disappears
         groups.notes += _idle_parts(measured)
         report(prober.forwards, prober.forwards)
         return groups
@@ -143,7 +146,8 @@ def _bar() -> Iterator[Callable[[int, int], object]]:
     try:
         yield report
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _idle_parts(measured: Measurements) -> list[str]:

@@ -86,6 +86,13 @@ MOST_FOR_THREE, MOST_FOR_FOUR = 400, 160
 MOST_SETS = 2000
 """Sets that one search returns."""
 
+# Pairs
+
+INVARIANT_SIDE = 1e-3
+"""Share of its effect up to which ⟨∇L, a⟩ of a side is what ε leaves of an invariance at some point."""
+PAIR_FACTORS = 8
+"""Largest |log2 α| in the forward check f(αa, b/α) = f(a, b): far enough to reach a clamp."""
+
 # Forward check f(ρx) = f(x): relative changes of the outputs
 
 LEAST_MOVE, MOST_MOVE = 1e-3, 0.03
