@@ -151,7 +151,8 @@ class _Search:
         able = [
             (one, other, math.gcd(one.size, other.size))
             for one, other in product(a, b)
-            if one.disjoint(other) and self._agree(*(s.sums.sum(2, keepdims=True) for s in (one, other)), floor)
+            if one.disjoint(other)
+            and self._agree(one.fold((1, one.size, 1, 1)), other.fold((1, other.size, 1, 1)), floor)
         ]
         for sets in sorted({sets for *_, most in able for sets in divisors(most)}, reverse=True):
             for one, other, _ in (sides for sides in able if sides[2] % sets == 0):
