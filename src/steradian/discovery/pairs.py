@@ -7,7 +7,7 @@ whose totals agree are cut into sets as finely as the sums of these agree.
 """
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
@@ -16,7 +16,7 @@ import torch
 
 from steradian.discovery import thresholds
 from steradian.discovery.graph import readers
-from steradian.discovery.invariance import divisors, is_matrix, to_spec
+from steradian.discovery.invariance import divisors, to_spec
 from steradian.discovery.joint import Array
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Pair, Spec
@@ -49,17 +49,23 @@ class Side:
             return self.start + self.size <= other.start or other.start + other.size <= self.start
         return set(self.names).isdisjoint(other.names)
 
+    def fold(self, fold: Fold) -> Array:
+        """The sums of each set."""
+        shape = self.sums.shape[:2]
+        folded: Array = self.sums.reshape(*shape, *fold).sum((3, 5)).reshape(*shape, -1)
+        return folded
+
     def within(self, other: "Side") -> bool:
         """Whether another side has these parameters, in the same range, and perhaps more."""
         return set(self.names) <= set(other.names) and not self.disjoint(other)
 
-    def specs(self, fold: Fold, shapes: Sequence[Sequence[int]]) -> tuple[Spec, ...]:
+    def specs(self, fold: Fold, shapes: Mapping[str, Sequence[int]]) -> tuple[Spec, ...]:
         """How each parameter is cut by a fold of the slices."""
         g0, d0, g1, d1 = fold
         if d0 == 1 or g1 == 1:
             g0, d0, g1, d1 = g0 * g1, d0 * d1, 1, 1
         specs: list[Spec] = []
-        for dim, shape in zip(self.dims, shapes, strict=True):
+        for dim, shape in zip(self.dims, (shapes[name] for name in self.names), strict=True):
             if dim is None:
                 specs.append("tensor")
             elif g1 == 1 and self.size == shape[dim]:
@@ -99,16 +105,13 @@ class _Search:
 
     def sides(self, names: Sequence[str]) -> list[Side]:
         """The ways to lay slices of these parameters beside each other, the whole parameters last."""
-        shapes, found = [self.shapes[name] for name in names], dict[tuple[int | None, ...], None]()
-        for k in (0, 1, -1):
-            dims = tuple(
-                k % len(s) if is_matrix(s) else max(range(len(s)), key=s.__getitem__, default=None) for s in shapes
-            )
-            sizes = {1 if dim is None else shape[dim] for dim, shape in zip(dims, shapes, strict=True)}
-            if len(sizes) == 1 and sizes != {1}:
-                found[dims] = None
-        found[(None,) * len(shapes)] = None
-        return [Side(tuple(names), dims, 0, self._sums(names, dims)) for dims in found]
+        shapes = [self.shapes[name] for name in names]
+        found = {
+            tuple(k % len(s) if s[k % len(s)] == size else s.index(size) for s in shapes): None
+            for size in set[int](shapes[0]).intersection(*shapes) - {1}
+            for k in (0, 1, -1)
+        }
+        return [Side(tuple(names), dims, 0, self._sums(names, dims)) for dims in (*found, (None,) * len(shapes))]
 
     def _sums(self, names: Sequence[str], dims: Sequence[int | None]) -> Array:
         keys = [() if dim is None else (dim,) for dim in dims]
@@ -134,65 +137,65 @@ class _Search:
         return [a, *left]
 
     def pair(self, a: list[Side], b: list[Side], reason: str) -> bool:
-        """Add the pair of two sides in the way that gives most sets, if there is one; whether there is."""
+        """Add the pair of two sides that has most sets, if there is one; whether there is.
+
+        Args:
+            a: the ways to cut one side.
+            b: the ways to cut the other.
+            reason: why they are a pair.
+        """
         if any(one.within(a[0]) and other.within(b[0]) for one, other, _ in self.found):
             return True
-        best: tuple[int, Side, Side, Fold, Fold] | None = None
-        for one, other in product(a, b):
-            if one.disjoint(other) and (folds := self._finest(one, other)) is not None:
-                n = folds[0][0] * folds[0][2]
-                if best is None or n > best[0]:
-                    best = n, one, other, *folds
-        if best is None:
-            return False
-        n, one, other, fold_a, fold_b = best
-        specs_a, specs_b = (
-            side.specs(fold, [self.shapes[name] for name in side.names])
-            for side, fold in ((one, fold_a), (other, fold_b))
-        )
-        self.found.append((one, other, Pair(one.names, other.names, specs_a, specs_b, n, reason)))
-        return True
+        names = (*a[0].names, *b[0].names)
+        floor = np.array([[self.measured.floor(reading, names)] for reading in self.readings])
+        able = [
+            (one, other, math.gcd(one.size, other.size))
+            for one, other in product(a, b)
+            if one.disjoint(other)
+            and self._agree(one.fold((1, one.size, 1, 1)), other.fold((1, other.size, 1, 1)), floor)
+        ]
+        for sets in sorted({sets for *_, most in able for sets in divisors(most)}, reverse=True):
+            for one, other, _ in (sides for sides in able if sides[2] % sets == 0):
+                for (fold_a, sums_a), (fold_b, sums_b) in _folded(one, other, sets):
+                    if self._agree(sums_a, sums_b, floor):
+                        if not _has_effect(sums_a, sums_b, floor):
+                            return False
+                        a_specs, b_specs = one.specs(fold_a, self.shapes), other.specs(fold_b, self.shapes)
+                        self.found.append((one, other, Pair(one.names, other.names, a_specs, b_specs, sets, reason)))
+                        return True
+        return False
 
-    def _finest(self, a: Side, b: Side) -> tuple[Fold, Fold] | None:
-        """The folds of both sides with most sets whose sums agree in all readings; None if not even the totals do."""
-        one = a.sums.sum(2, keepdims=True), b.sums.sum(2, keepdims=True)
-        if not self._agree(a, b, *one):
-            return None
-        for sets in reversed(divisors(math.gcd(a.size, b.size))):
-            for g0 in reversed(divisors(sets)):
-                folded = [[(f, _fold(side.sums, f)) for f in _folds(side.size, g0, sets // g0)] for side in (a, b)]
-                for (fold_a, sums_a), (fold_b, sums_b) in product(*folded):
-                    if self._agree(a, b, sums_a, sums_b):
-                        return (fold_a, fold_b) if self._has_effect(a, b, sums_a, sums_b) else None
-        return None
-
-    def _agree(self, a: Side, b: Side, sums_a: Array, sums_b: Array) -> bool:
+    def _agree(self, sums_a: Array, sums_b: Array, floor: Array) -> bool:
         """Whether ⟨∇L, a⟩ = ⟨∇L, b⟩ of every set in every reading, up to rounding."""
-        floor, resolution = self._floor(a, b), self.measured.prober.precision.resolution
-        allowed = resolution * np.sqrt(sums_a[:, 1] + sums_b[:, 1]) + floor
+        allowed = self.measured.prober.precision.resolution * np.sqrt(sums_a[:, 1] + sums_b[:, 1]) + floor
         return bool((np.abs(sums_a[:, 0] - sums_b[:, 0]) <= allowed).all())
 
-    def _has_effect(self, a: Side, b: Side, sums_a: Array, sums_b: Array) -> bool:
-        """Whether a typical set with an effect changes the outputs when one side alone is scaled."""
-        effect = np.sqrt(np.maximum(sums_a[:, 1], sums_b[:, 1]))
-        measurable = effect > thresholds.MEASURABLE * self._floor(a, b)
-        shares = [
-            np.median(np.abs(radial[counts]) / size[counts])
-            for radial, size, counts in zip(sums_a[:, 0], effect, measurable, strict=True)
-            if counts.any()
-        ]
-        return bool(min(shares, default=0.0) > thresholds.INVARIANT_SIDE)
 
-    def _floor(self, a: Side, b: Side) -> Array:
-        return np.array([[self.measured.floor(reading, (*a.names, *b.names))] for reading in self.readings])
+def _has_effect(sums_a: Array, sums_b: Array, floor: Array) -> bool:
+    """Whether a typical set with an effect changes the outputs when one side alone is scaled."""
+    effect = np.sqrt(np.maximum(sums_a[:, 1], sums_b[:, 1]))
+    shares = [
+        np.median(np.abs(radial[counts]) / size[counts])
+        for radial, size, counts in zip(sums_a[:, 0], effect, effect > thresholds.MEASURABLE * floor, strict=True)
+        if counts.any()
+    ]
+    return bool(min(shares, default=0.0) > thresholds.INVARIANT_SIDE)
+
+
+def _folded(a: Side, b: Side, sets: int) -> Iterator[tuple[tuple[Fold, Array], tuple[Fold, Array]]]:
+    """Folds of both sides into so many sets, with the sums of each set."""
+    for g0 in reversed(divisors(sets)):
+        yield from product(
+            *([(fold, side.fold(fold)) for fold in _folds(side.size, g0, sets // g0)] for side in (a, b))
+        )
 
 
 def _parts(side: Side, size: int) -> Iterator[Side]:
     """Ranges of the slices that may go with so many others: equal parts, both ends, one large and two small parts."""
     n = side.size
-    if 1 < size < n:
+    if 1 < size < n <= thresholds.MOST_PARTS * size:
         small = (n - size) // 2
-        starts = {*range(0, n - size + 1, size)} if n % size == 0 else {0, n - size}
+        starts = range(0, n, size) if n % size == 0 else (0, n - size)
         yield from (side.piece(start, size) for start in starts)
         if 2 * small + size == n and size % small == 0:
             yield from (side.piece(start, small) for start in (size, size + small))
@@ -203,9 +206,3 @@ def _folds(size: int, g0: int, g1: int) -> Iterator[Fold]:
     rest = size // (g0 * g1)
     for d0 in divisors(rest) if g1 > 1 else (rest,):
         yield g0, d0, g1, rest // d0
-
-
-def _fold(sums: Array, fold: Fold) -> Array:
-    """The sums of each set."""
-    folded: Array = sums.reshape(*sums.shape[:2], *fold).sum((3, 5)).reshape(*sums.shape[:2], -1)
-    return folded
