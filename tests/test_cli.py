@@ -17,6 +17,7 @@ from rich.console import Console
 from steradian import __version__
 from steradian.cli import main
 from steradian.cli.progress import Lines, LiveTable, progress_on
+from steradian.groups import Groups
 from steradian.lab.results import Store
 
 from lab.simulated import column
@@ -136,6 +137,34 @@ def test_inspect_takes_tokens(call, tmp_path, monkeypatch):
     assert re.search(r"0\.weight +filter +11 × 6 +1 \(LayerNorm\)", done.out)
 
 
+@pytest.fixture
+def qwen3(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 11, "head_dim": 4, "num_hidden_layers": 5, "pad_token_id": None, "bos_token_id": None}
+    config = transformers.Qwen3Config(**sizes, eos_token_id=None, architectures=["Qwen3ForCausalLM"])
+    config.save_pretrained(tmp_path / "qwen")
+    return transformers.Qwen3ForCausalLM(config)
+
+
+@pytest.mark.parametrize("place", ["qwen", "qwen/config.json"])
+def test_inspect_builds_a_transformers_model_from_its_config(call, tmp_path, qwen3, place):
+    done = call("inspect", f"hf:{tmp_path / place}", "--input", "4x6:11", "--layers", "3")
+    assert done.code == 0, done.err
+    heads = r"^model\.layers\.\{0-2\}\.self_attn\.q_proj\.weight +4 +4 × 64 +model\.layers\.\{0-2\}\.self_attn\.q_norm"
+    assert re.search(heads, done.out, re.MULTILINE)
+    assert "lm_head.weight" in done.out
+    assert "layers.3" not in done.out
+
+
+def test_inspect_saves_groups_for_a_training(call, tmp_path, qwen3):
+    done = call("inspect", f"hf:{tmp_path / 'qwen'}", "--input", "4x6:11", "--save", tmp_path / "groups.json")
+    groups = Groups.load(tmp_path / "groups.json", qwen3)
+    assert str(groups) in done.out
+    assert groups.layouts["model.layers.4.self_attn.k_proj.weight"] == 2
+    assert groups.params["lm_head.weight"] is qwen3.lm_head.weight
+
+
 def test_inspect_names_the_missing_module(call, tmp_path):
     (tmp_path / "needs_more.py").write_text("import no_such_module.inside\n")
     done = call("inspect", "needs_more:model", "--input", "2x3")
@@ -188,6 +217,7 @@ def test_inspect_reports_why_an_import_failed(call, tmp_path, monkeypatch, name,
         ("inspect no_such_module:x --input 2x3", "no_such_module"),
         ("inspect steradian.lab.models:nothing --input 2x3", "has no 'nothing'"),
         ("inspect steradian.lab.models:small_cnn --input 2by3", "8x3x32x32"),
+        ("inspect steradian.lab.models:small_cnn --input 8x1x8x8 --layers 2", "--layers is for hf: models"),
         ("inspect steradian.lab.models:small_cnn --input 2x3", "model raised"),
         (
             "inspect torch.nn:Linear --input 2x3",
@@ -260,7 +290,7 @@ def test_wrong_arguments_are_one_line_that_names_the_help(call, arguments, words
 
 
 def test_an_unexpected_error_is_one_line_or_a_traceback(call, monkeypatch):
-    def fail(_):
+    def fail(_, **__):
         raise ZeroDivisionError("over\nlines")
 
     monkeypatch.setattr("steradian.cli.look.load_model", fail)
@@ -275,7 +305,7 @@ def test_an_unexpected_error_is_one_line_or_a_traceback(call, monkeypatch):
 
 
 def test_an_error_of_a_file_begins_with_the_file(call, monkeypatch):
-    def refuse(name):
+    def refuse(name, **_):
         raise PermissionError(errno.EACCES, "Permission denied", *([name] if name != "x:y" else []))
 
     monkeypatch.setattr("steradian.cli.look.load_model", refuse)
@@ -284,7 +314,7 @@ def test_an_error_of_a_file_begins_with_the_file(call, monkeypatch):
 
 
 def test_an_error_of_a_missing_package_says_what_installs_it(call, monkeypatch):
-    def lacks(name):
+    def lacks(name, **_):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr("steradian.cli.look.load_model", lacks)
@@ -295,7 +325,7 @@ def test_an_error_of_a_missing_package_says_what_installs_it(call, monkeypatch):
 
 
 def test_an_interruption_is_reported(call, monkeypatch):
-    def stop(_):
+    def stop(_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("steradian.cli.look.load_model", stop)
@@ -315,7 +345,7 @@ def test_an_interrupted_study_says_how_to_continue(call, monkeypatch):
 
 def test_an_ignored_sighup_stays_ignored(call, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    monkeypatch.setattr("steradian.cli.look.load_model", lambda _: signal.raise_signal(signal.SIGHUP))
+    monkeypatch.setattr("steradian.cli.look.load_model", lambda _, **__: signal.raise_signal(signal.SIGHUP))
     try:
         assert "NoneType" in call("inspect", "x:y", "--input", "1").err  # what it goes on with
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -327,7 +357,7 @@ def test_sigterm_exits_through_finally(call, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     closed = []
 
-    def stop(_):
+    def stop(_, **__):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)

@@ -61,6 +61,24 @@ def case(
     )
 
 
+@dataclass(frozen=True)
+class PairCase:
+    """A model, an example batch and all of its pairs: the parameters of both sides, and the number of sets."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], Inputs]
+    pairs: dict[tuple[frozenset[str], frozenset[str]], int]
+
+
+def pair_case(
+    name: str, build: Callable[[], nn.Module], inputs: Callable[[], Inputs], pairs: Mapping[str, int]
+) -> PairCase:
+    """A PairCase whose sides are written as "a.weight a.bias | b.weight"."""
+    sides = {tuple(frozenset(side.split()) for side in both.split("|")): n for both, n in pairs.items()}
+    return PairCase(name, build, inputs, {(a, b): n for (a, b), n in sides.items()})
+
+
 def net(**layers: nn.Module) -> nn.Sequential:
     """A chain of named layers."""
     return nn.Sequential(OrderedDict(layers))

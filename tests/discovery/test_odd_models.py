@@ -33,7 +33,7 @@ class TestPassesThatFail:
         """The grown points alone prove the rows; without a graph there is no reason."""
         groups = find_groups(RaisesSometimes(range(1, 4)), torch.randn(16, 6))
         assert groups.layouts == {"fc.weight": "filter"}
-        assert groups.groups[0].reason == "no known layer"
+        assert groups.groups[0].reason == "unknown"
 
     def test_the_forward_check(self):
         groups = find_groups(RaisesSometimes(range(6, 100)), torch.randn(16, 6))

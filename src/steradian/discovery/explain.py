@@ -7,17 +7,18 @@ from torch import nn
 
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
-from steradian.groups import Group, Groups
+from steradian.groups import Group, Groups, Pair
+from steradian.names import bare
 
-UNKNOWN = "no known layer"
+UNKNOWN = "unknown"
 
 
-def assemble(measured: Measurements, verdict: Verdict) -> Groups:
+def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Groups:
     """The result of `find_groups`."""
     prober = measured.prober
-    params = dict(prober.model.named_parameters())
+    params = prober.parameters
     order = {name: i for i, name in enumerate(params)}
-    groups = Groups(params, passes=(prober.forwards, prober.backwards))
+    groups = Groups(params, pairs=pairs, passes=(prober.forwards, prober.backwards))
     rows, groups.facts = (
         [replace(group, reason=_reason(measured, group)) for group in found] for found in (verdict.rows, verdict.facts)
     )
@@ -32,20 +33,25 @@ def assemble(measured: Measurements, verdict: Verdict) -> Groups:
 
 
 def _reason(measured: Measurements, group: Group) -> str:
-    """The module in which a change of the rows' scale disappears, by the autograd graph.
+    """The nearest module that every path passes and in which a change of the rows' scale disappears, by the graph.
 
-    It is the nearest one, if the change disappears on every path. No list of layers is consulted, and ε plays no part.
+    There are several where paths part before that. No list of layers is consulted, and ε plays no part.
     """
     graph, path = measured.graph_of(group.names), measured.path(group.names)
-    if not path.traced or not path.ends:
-        return UNKNOWN
-    around = graph.calls_around(min(graph.nodes[number].sequence for number in path.ends))
-    if not around or not around[0].name:
+    ends: dict[str, list[int]] = {}  # the nodes in which the change disappears, by innermost module
+    for number in sorted(path.ends, key=lambda number: graph.nodes[number].sequence) if path.traced else ():
+        around = graph.calls_around(graph.nodes[number].sequence)
+        ends.setdefault(str(around[0]) if around and around[0].name else "", []).append(number)
+    for module in list(ends):
+        others = [number for other in ends if other != module for number in ends[other]]
+        if graph.all_paths_pass(group.names, others):
+            del ends[module]
+    if not ends or "" in ends:
         return UNKNOWN
     own = graph.calls_around(min(graph.first_use(name) for name in group.names))
     # A module that contains the layer of the rows and much else is not a normalization.
-    inside = around[0].composite and any(call is around[0] for call in own)
-    return f"{UNKNOWN}, inside {around[0]}" if inside else str(around[0])
+    inside = any(call.composite and str(call) in ends for call in own)
+    return f"{UNKNOWN}, inside {' and '.join(ends)}" if inside else " and ".join(ends)
 
 
 def _details(measured: Measurements, verdict: Verdict, name: str) -> str:
@@ -70,6 +76,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     first: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = bare(name)
         if first.setdefault(id(parameter), name) != name:
             aliases.setdefault(first[id(parameter)], []).append(name)
     return aliases

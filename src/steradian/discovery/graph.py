@@ -1,9 +1,9 @@
 """The autograd graph of a pass, and what it says about parameters that grow by one factor.
 
-One table of operations answers two questions. `propose`: for every tensor h of the model, which parameters scale h when
-they grow together? If h is normalized, that set is jointly invariant; the graph does not know what is normalized, so
-every tensor proposes its set, and the measured inner products decide. `follow`: where does the factor of a set go? It
-may reach a nonlinearity, and it disappears in a normalization.
+One table of operations answers three questions. `propose`: for every tensor h of the model, which parameters scale h
+when they grow together? If h is normalized, that set is jointly invariant; the graph does not know what is normalized,
+so every tensor proposes its set, and the measured inner products decide. `readers`: which parameters multiply h next?
+`follow`: where does the factor of a set go? It may reach a nonlinearity, and it disappears in a normalization.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from steradian.names import bare
 
 _KINDS = {
     # Not homogeneous: growing the input does not scale the output. Smooth activations become homogeneous as their
@@ -36,7 +38,7 @@ _KINDS = {
         constantpadnd reflectionpad1d reflectionpad2d replicationpad1d replicationpad2d
         upsamplenearest1d upsamplenearest2d upsamplebilinear2d upsamplebicubic2d""",
     "sum": "add sub rsub",
-    "concatenation": "cat stack",
+    "concatenation": "cat stack copyslices",
     # Entries come from one input or another, or the inputs play different roles.
     "mixture": "max prelukernel rreluwithnoise trilinear lerp",
     "choice": "where maskedfill",
@@ -98,7 +100,7 @@ def record_calls(model: nn.Module, calls: list[Call]) -> Iterator[None]:
 
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(enter, name), prepend=True))
+        handles.append(module.register_forward_pre_hook(partial(enter, bare(name)), prepend=True))
         handles.append(module.register_forward_hook(leave))
     try:
         yield
@@ -141,6 +143,17 @@ class Graph:
     def first_use(self, name: str) -> int:
         """The sequence number of the first operation that reads a parameter."""
         return min(self.nodes[i].sequence for i in self.nodes[self.leaf_nodes[name]].consumers)
+
+    def all_paths_pass(self, names: Sequence[str], through: Sequence[int]) -> bool:
+        """Whether some of these nodes lie on every path from the parameters to the outputs."""
+        seen, queue = set(through), [self.leaf_nodes[name] for name in names]
+        while queue:
+            consumers = self.nodes[queue.pop()].consumers
+            if not consumers:
+                return False
+            queue += [i for i in consumers if i not in seen]
+            seen.update(consumers)
+        return True
 
     def calls_around(self, sequence: int) -> list[Call]:
         """The innermost call during which a node was made and those around it, from the inside out."""
@@ -298,6 +311,31 @@ def _scaling_of_product(
     return _common([chosen, *terms], scaling)
 
 
+def readers(graph: Graph) -> dict[str, set[str]]:
+    """For each parameter, those that multiply what it scales: the first ones on every path downstream."""
+    names, nodes = list(graph.leaf_nodes), graph.nodes
+    bits = {name: 1 << i for i, name in enumerate(names)}
+    itself: list[Mask] = []  # the parameter, if a node is one or a view of one
+    for node in nodes:
+        reads = [i for i in node.inputs if i is not None]
+        view = node.kind == "linear" and len(reads) == 1 and not node.operation.startswith("embedding")
+        itself.append(bits[node.parameter] if node.parameter is not None else itself[reads[0]] if view else 0)
+    found = [0] * len(nodes)
+    for number in reversed(range(len(nodes))):
+        for consumer in nodes[number].consumers:
+            factors = () if itself[number] else _factors(nodes[consumer])
+            others = (itself[i] for i in factors if i is not None and i != number) if number in factors else ()
+            found[number] |= _union(others) or found[consumer]
+    return {name: set(_members(found[leaf], names)) for name, leaf in graph.leaf_nodes.items()}
+
+
+def _factors(node: Node) -> list[int | None]:
+    """The inputs that a node multiplies with each other."""
+    if node.kind in ("product", "normalization"):
+        return node.inputs[:2]
+    return node.inputs[1:3] if node.kind == "sum of products" else []
+
+
 # Where a factor goes
 
 
@@ -311,6 +349,12 @@ class Path:
     known: bool = True  # whether it meets neither that nor an operation that could hide one, such as a user's own
     ends: list[int] = field(default_factory=list)  # nodes in which it disappears: normalizations, if it is invariant
     traced: bool = True  # whether it disappears wherever it goes
+    alone: bool = True  # whether nothing without it is added to what has it
+
+    @property
+    def removed(self) -> bool:
+        """Whether normalizations alone remove it: then what is left of it is due to ε, however much that is."""
+        return self.known and self.traced and self.alone and bool(self.ends)
 
 
 def follow(graph: Graph, names: Sequence[str]) -> Path:
@@ -330,7 +374,9 @@ def follow(graph: Graph, names: Sequence[str]) -> Path:
         reads = zip(node.inputs, node.exponents, strict=True)
         incoming = [0.0 if i is None else exponent * power.get(i, 0.0) for i, exponent in reads]
         certain = uncertain.isdisjoint(node.inputs)
-        powers = _powers(node, incoming) - {0.0}
+        powers = _powers(node, incoming)
+        path.alone &= len(powers) == 1
+        powers -= {0.0}
         path.nonlinear |= certain and (node.kind == "nonlinear" or (len(powers) > 1 and node.kind in _SUMS))
         path.known &= not certain or node.kind in _KNOWN
         if not powers:
@@ -358,7 +404,7 @@ def _powers(node: Node, incoming: list[float]) -> set[float]:
     if node.kind == "division":
         return {first - second}
     if node.kind == "product":
-        return {first + second, third}
+        return {first + second, third} if node.inputs[2:] not in ([], [None]) else {first + second}
     if node.kind == "sum of products":
         return {first, second + third}
     if node.kind in _HOMOGENEOUS or node.kind in ("power", "length"):

@@ -295,7 +295,7 @@ def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
         found.append(whole)
     for i, j in combinations([i for i, g in most.items() if g > 1], 2):
         if all((i, j) in e.tables for e in trial.grown or trial.random):
-            blocks = product(_divisors(most[i])[1:], _divisors(most[j])[1:])
+            blocks = product(divisors(most[i])[1:], divisors(most[j])[1:])
             cuts = sorted((_cut(len(shape), {i: a, j: b}) for a, b in blocks), key=math.prod, reverse=True)
             found += [next((cut for cut in cuts if math.prod(shape) > math.prod(cut) and _holds(cut, trial)), whole)]
     return max(found, key=lambda cut: (math.prod(cut), cut), default=None)
@@ -334,7 +334,7 @@ def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | N
     under QK-norm: (3, [0, 1]). None if too few are invariant.
     """
     best: tuple[int, list[int]] | None = None
-    for blocks in _divisors(shape[0]) if shape else ():
+    for blocks in divisors(shape[0]) if shape else ():
         if 1 < blocks <= shape[0] // 2:
             good = _clearly_invariant(_cut(len(shape), {0: blocks}), trial).nonzero().flatten().tolist()
             if good and (best is None or len(good) * best[0] > len(best[1]) * blocks):
@@ -360,13 +360,14 @@ def to_spec(cut: Cut, shape: Sequence[int]) -> Spec:
 
 
 @cache
-def _divisors(n: int) -> tuple[int, ...]:
+def divisors(n: int) -> tuple[int, ...]:
+    """In ascending order."""
     return tuple(g for g in range(1, n + 1) if n % g == 0)
 
 
 def _most_blocks(shape: Sequence[int], dim: int, trial: Trial) -> int:
     """Into how many blocks a dimension can be divided; 1 if it cannot."""
-    for blocks in reversed(_divisors(shape[dim])):
+    for blocks in reversed(divisors(shape[dim])):
         cut = _cut(len(shape), {dim: blocks})
         if math.prod(shape) > blocks > 1 and trial.evidence(cut) and _holds(cut, trial):
             return blocks

@@ -105,7 +105,7 @@ class Schedule:
             name
             for name in able
             if name not in self._in_sets
-            and (measured.may_be_invariant(name) or measured.mostly_balanced(name))
+            and (measured.may_be_invariant(name) or measured.mostly_balanced(name) or measured.path((name,)).removed)
             # A gain or a bias can only become a fact: it grows if that is next to certain.
             and (is_matrix(measured.shapes[name]) or measured.balanced(name, thresholds.CERTAIN))
         ]

@@ -14,6 +14,10 @@ from torch import Tensor
 
 MOST_PASSES = 12
 """Forward passes through the model, with or without a backward pass: what a user waits for."""
+USUAL_PASSES = 8
+"""Passes of most models, for the progress bar."""
+BAR_SECONDS = 3
+"""A progress bar for less would only flicker."""
 RANDOM_POINTS = 3
 """Random points at which every model is probed: two could agree by chance."""
 SIGN_FLIPS = 2
@@ -81,6 +85,15 @@ MOST_FOR_THREE, MOST_FOR_FOUR = 400, 160
 """Parameters among which sets of three and of four are searched for: the search takes n² and n⁴ comparisons."""
 MOST_SETS = 2000
 """Sets that one search returns."""
+
+# Pairs
+
+INVARIANT_SIDE = 1e-3
+"""Share of its effect up to which ⟨∇L, a⟩ of a side is what ε leaves of an invariance at some point."""
+MOST_PARTS = 8
+"""Equal parts of a tensor that are compared with another side one by one."""
+PAIR_FACTORS = 8
+"""Largest |log2 α| in the forward check f(αa, b/α) = f(a, b): far enough to reach a clamp."""
 
 # Forward check f(ρx) = f(x): relative changes of the outputs
 

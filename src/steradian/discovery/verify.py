@@ -1,8 +1,12 @@
-"""The forward check f(ρx) = f(x): all rows are scaled at once by random factors, and the outputs must not move."""
+"""The forward check f(ρx) = f(x): all rows are scaled at once by random factors, and the outputs must not move.
+
+That of pairs is f(αa, b/α) = f(a, b).
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,8 +15,10 @@ from steradian.discovery import thresholds
 from steradian.discovery.invariance import imbalance
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
-from steradian.discovery.probe import Factors, Reading, noise_of, output_change, output_spread
-from steradian.groups import Group, Layout
+from steradian.discovery.probe import Factors, Prober, Reading, noise_of, output_change, output_spread
+from steradian.groups import Group, Layout, Pair, set_numbers
+
+T = TypeVar("T")
 
 
 def verify(measured: Measurements, verdict: Verdict) -> Verdict:
@@ -37,6 +43,55 @@ def verify(measured: Measurements, verdict: Verdict) -> Verdict:
     return replace(verdict, rows=rows, facts=facts, rejected=check.rejected)
 
 
+def verify_pairs(measured: Measurements, pairs: list[Pair]) -> list[Pair]:
+    """The pairs that keep the outputs when all of them are scaled at once, at a random point."""
+    before, prober = measured.first or measured.own, measured.prober
+
+    def holds(tested: list[Pair]) -> bool:
+        factors = [factor for i, pair in enumerate(tested) for factor in _pair_factors(pair, prober.parameters, i)]
+        return _moved(prober, before, factors) <= prober.precision.same
+
+    return _passing(pairs, holds, prober)[0]
+
+
+def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober) -> tuple[list[T], list[T]]:
+    """What holds and what does not; on a failure, halves are tried while the budget lasts."""
+    if not tested:
+        return [], []
+    if prober.left and holds(tested):
+        return tested, []
+    if len(tested) == 1 or not prober.left:
+        return [], tested
+    half = len(tested) // 2
+    (kept, rejected), (more_kept, more) = (_passing(h, holds, prober) for h in (tested[:half], tested[half:]))
+    return kept + more_kept, rejected + more
+
+
+def _moved(prober: Prober, before: Reading, factors: list[Factors]) -> float:
+    """How far the outputs move from a reading when parameters are scaled, relative to their spread."""
+    try:
+        reading = prober.read(before.point.scaled(*factors), seed=before.seed, backward=False, draw=before.draw)
+    except torch.OutOfMemoryError:  # not a property of the rows
+        raise
+    except Exception as error:  # a point at which the model fails proves nothing
+        prober.raised = error
+        return math.inf
+    return output_change(before.outputs, reading.outputs)
+
+
+def _pair_factors(pair: Pair, parameters: Mapping[str, Tensor], seed: int) -> list[Factors]:
+    """A random α per set for one side, and 1/α for the other; 1 for what is in no set."""
+    exponent = torch.empty(pair.n, dtype=torch.float64, device="cpu")
+    exponent.uniform_(-thresholds.PAIR_FACTORS, thresholds.PAIR_FACTORS, generator=noise_of(seed)(exponent.device))
+    factors: list[Factors] = []
+    for names, specs, sign in ((pair.a, pair.a_specs, 1), (pair.b, pair.b_specs, -1)):
+        alpha = torch.cat([(sign * exponent).exp2(), exponent.new_ones(1)])  # the last one is that of −1
+        for name, spec in zip(names, specs, strict=True):
+            numbers = set_numbers(spec, parameters[name].shape).to("cpu")
+            factors.append({name: alpha[numbers].to(parameters[name].device)})
+    return factors
+
+
 class _ForwardCheck:
     def __init__(self, measured: Measurements) -> None:
         self.prober, self.measured = measured.prober, measured
@@ -50,16 +105,10 @@ class _ForwardCheck:
         return next(good, readings[-1])
 
     def passing(self, tested: list[Group], known: tuple[Group, ...], before: Reading) -> list[Group]:
-        """The groups that hold; on a failure, halves are tried while the budget lasts."""
-        if not tested:
-            return []
-        if self.prober.left and self._holds(tested, known, before):
-            return tested
-        if len(tested) == 1 or not self.prober.left:
-            self.rejected += tested
-            return []
-        half = len(tested) // 2
-        return self.passing(tested[:half], known, before) + self.passing(tested[half:], known, before)
+        """The groups that hold."""
+        kept, rejected = _passing(tested, lambda groups: self._holds(groups, known, before), self.prober)
+        self.rejected += rejected
+        return kept
 
     def _holds(self, tested: list[Group], known: tuple[Group, ...], before: Reading) -> bool:
         grown = self.measured.is_fully_grown(before)
@@ -80,15 +129,7 @@ class _ForwardCheck:
             _row_factors(group, self.prober.parameters, 1000 * self._draw + i, how, self._left_out(group, before))
             for i, group in enumerate([*known, *tested])
         ]
-        try:
-            point = before.point.scaled(*factors)
-            reading = self.prober.read(point, seed=before.seed, backward=False, draw=before.draw)
-        except torch.OutOfMemoryError:  # not a property of the rows
-            raise
-        except Exception as error:  # a point at which the model fails proves nothing
-            self.prober.raised = error
-            return math.inf
-        return output_change(before.outputs, reading.outputs)
+        return _moved(self.prober, before, factors)
 
     def _left_out(self, group: Group, before: Reading) -> Tensor | None:
         """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
