@@ -94,7 +94,8 @@ def tab(kept_open):
 
 
 def see(tab, figure):
-    """Scroll to a figure, wait until it is drawn."""
+    """Unfold a figure and scroll to it, wait until it is drawn."""
+    tab.eval_on_selector(f"#{figure}", "(e) => { const fold = e.closest('details'); if (fold) fold.open = true; }")
     tab.locator(f"#{figure}").scroll_into_view_if_needed()
     tab.wait_for_selector(f"#{figure}[data-drawn]")
 
@@ -140,6 +141,9 @@ def test_every_figure_is_drawn_and_none_is_too_wide_for_a_window_that_became_nar
     assert tab.locator("#any[data-drawn]").count() == 0  # figures wait until they are in sight
     for section in SECTIONS:
         for figure in section.figures:
+            if figure.id in ("blocks", "update", "radial-share"):  # for other runs
+                assert tab.locator(f"#{figure.id}").count() == 0
+                continue
             see(tab, figure.id)
             shown = tab.locator(f"#{figure.id} .plot svg").first.is_visible()
             assert shown or tab.locator(f"#{figure.id} .note").inner_text() == "No row collapsed."
@@ -384,7 +388,7 @@ def test_a_run_with_one_step_has_a_page(visit, tmp_path):
     file = report([simulate.write(tmp_path / "run", "Adam", layers=LAYERS, steps=1, every_rows=1)], tmp_path / "p.html")
     tab = visit(file)
     see(tab, "angle")
-    assert "two points or more" in tab.inner_text("#trajectory")
+    assert tab.locator("#trajectory").count() == 0
     tab.select_option("#layer", "conv1.weight")
 
 
@@ -435,7 +439,8 @@ def odd(browser, runs, tmp_path_factory):
 
 def test_what_a_run_lacks_is_said_beside_the_others(odd):
     see(odd, "equilibrium-radius")
-    assert "unread: equilibrium_radius" in odd.inner_text("#equilibrium-radius .missing")
+    said = "Not recorded in unread (this optimizer cannot be read, only two points are known)"
+    assert odd.inner_text("#equilibrium-radius .missing") == said
     for figure in ("heat-map", "equilibrium-radius", "equilibrium-angle"):
         see(odd, figure)
         assert odd.locator(f"#{figure} .plot").text_content().count("no finite number") == 1
@@ -462,8 +467,7 @@ def test_a_run_that_cannot_be_read_is_shown_as_far_as_it_goes(visit, runs, tmp_p
     tab = visit(report([blind], tmp_path / "one.html"))
     for figure in ("angle", "h2", "any"):
         see(tab, figure)
-    assert "only two points are known" in tab.inner_text("#effective-rate")
-    assert tab.locator("#effective-rate .plot").count() == 0
+    assert tab.locator("#effective-rate").count() == 0
     both = visit(report([runs[0], blind], tmp_path / "both.html"))
     see(both, "equilibrium-radius")
     both.select_option("#layer", "conv1.weight")
@@ -476,7 +480,7 @@ def test_a_run_that_is_not_a_number_says_so_and_does_not_hang(visit, tmp_path):
     see_all(tab)
     for figure in ("effective-rate", "angle", "h1"):
         assert tab.inner_text(f"#{figure} .note") == "Not a finite number in any step: lost."
-    assert tab.inner_text("#heat-map .note") == "Effective rate: no finite number in the runs chosen."
+    assert tab.inner_text("#heat-map .note") == "Angle per step: no finite number in the runs chosen."
     assert tab.inner_text("#equilibrium-radius .note") == "No finite number in the runs and the layer chosen."
     assert tab.locator("#phenomena-turns .plot").text_content().count("no finite number") == 4
 

@@ -81,18 +81,27 @@ def figure(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Recorded runs.")],
+    runs: Annotated[list[Path], typer.Argument(help="Recorded runs, or folders of them.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Its heading; the names of the runs by default.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Serve a page that follows the runs instead.")] = False,
+    port: Annotated[int, typer.Option(help="Of the live page; 0 for any that is free.")] = 0,
 ) -> None:
-    """Write one page from recorded runs, which opens without network.
+    """Write one page from recorded runs, which opens without network, or serve one on this machine with --live.
 
     Runs are folders that watch(optimizer, to=…) writes; steradian demo leaves three in demo/runs.
 
-    Example: steradian report demo/runs/SGD demo/runs/Adam --out page.html
+    Example: steradian report demo/runs --out page.html
     """
     from steradian.reporting import page
 
+    if live:
+        from steradian.reporting.live import LiveServer
+
+        with LiveServer(runs, port=port, title=title) as server, suppress(KeyboardInterrupt):
+            screen().print(f"The page: {server.url} (Ctrl+C ends it)", soft_wrap=True)
+            server.serve_forever()
+        return
     page.report(runs, out, title=title)
     screen().print(f"The page: {out}", soft_wrap=True)
 
