@@ -396,7 +396,7 @@ def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
 
 def grid_rows(results: Iterable[Result]) -> Rows:
     """The table of `search`."""
-    heads = ["column", "method", "epochs", "ours: η, λ, β2", "paper: η, λ, β2", "validation", "test", "seeds", "points"]
+    heads = ["column", "method", "epochs", "best: η, λ, β2", "paper: η, λ, β2", "validation", "test", "seeds", "points"]
     lines = []
     for best in search(results):
         c, runs = best.config, best.runs
