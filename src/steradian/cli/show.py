@@ -28,7 +28,7 @@ def table(
 
     Example: steradian table resnet20-cifar10
     """
-    from steradian.lab.tables import RULE, accuracy_columns, grid_rows, is_grid, markdown_table
+    from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, markdown_table, rule_of
 
     study, folder = _locate(study, folder)
     results = [result for result in _results(study, folder) if result.config.start is None]
@@ -41,7 +41,8 @@ def table(
     else:
         for column in accuracy_columns(results):
             texts = "\n".join(f"- {text}" for text in column.statements())
-            typer.echo(f"{column.name}, {column.length}\n\n{markdown_table(*column.rows())}\n\n{RULE}\n\n{texts}\n")
+            table, rule = markdown_table(*column.rows()), rule_of([column])
+            typer.echo(f"{column.name}, {column.length}\n\n{table}\n\n{rule}\n\n{texts}\n")
 
 
 @app.command()
@@ -118,19 +119,19 @@ def write_up(
 
 def print_table(results: "Sequence[Result]", console: Console) -> None:
     """Print one table for each column with its statements, or the best points of a grid."""
-    from steradian.lab.tables import RULE, accuracy_columns, grid_rows, is_grid
+    from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, rule_of
 
     if is_grid(results):
         _print(console, GRID, *grid_rows(results))
         return
-    for column in accuracy_columns(results):
+    for column in (columns := accuracy_columns(results)):
         title, whole = f"{column.name}, {column.length}", column.rows(seeds=True)
         width = sum(3 + max(len(line[k]) for line in [whole[0], *whole[1]]) for k in range(len(whole[0]))) + 1
         _print(console, title, *(whole if width <= console.width else column.rows()))
         for text in column.statements():
             console.print(text, soft_wrap=True)
-    if results:
-        console.print(RULE, soft_wrap=True)
+    if columns:
+        console.print(rule_of(columns), soft_wrap=True)
 
 
 def _print(console: Console, title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

@@ -19,13 +19,13 @@ from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
 from steradian.lab.tables import (
-    RULE,
     Column,
     accuracy_columns,
     markdown_table,
     method_order,
     plain_loops,
     point_rows,
+    rule_of,
     time_rows,
 )
 
@@ -158,7 +158,7 @@ def _table(region: _Region) -> str:
         parts.append(f"**{column.name}**, {column.length}\n\n{markdown_table(*column.rows())}")
         if region.kind == "table":
             parts.append("\n".join(f"- {text}" for text in column.statements()))
-    return region.joined([*parts, RULE] if parts else [])
+    return region.joined([*parts, rule_of(region.columns)] if parts else [])
 
 
 def _points(region: _Region) -> str:
@@ -247,7 +247,7 @@ def write_page(results: Sequence[Result], path: Path) -> None:
         table += [[f"<td>{html.escape(cell)}" for cell in line] for line in lines]
         parts.append(f"<h1>{html.escape(column.name)}, {column.length}</h1>")
         parts.append(f"<table>{''.join('<tr>' + ''.join(row) for row in table)}</table>")
-        parts += [f"<p>{html.escape(text)}</p>" for text in (*column.statements(), RULE)]
+        parts += [f"<p>{html.escape(text)}</p>" for text in (*column.statements(), rule_of([column]))]
     for make in FIGURES.values():
         if not (figure := make(results)).empty:
             svg = to_svg(figure)

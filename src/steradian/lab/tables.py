@@ -20,7 +20,6 @@ from steradian.lab.results import Result
 
 __all__ = [
     "LEVEL",
-    "RULE",
     "Best",
     "Cell",
     "Column",
@@ -33,6 +32,7 @@ __all__ = [
     "method_order",
     "plain_loops",
     "point_rows",
+    "rule_of",
     "search",
     "time_rows",
 ]
@@ -46,11 +46,16 @@ _BEST = "Adam w/o (ab)"  # the Adam variant that the paper finds best
 _PAPERS_SEEDS = 5
 _HOURS = 120  # seconds from which on a total is given in hours
 
-RULE = (
+_RULE = (
     "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. “Within the "
-    f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}. SGD-M is "
-    "not in the paper's tables: its figure is from the authors' read-me."
+    f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}."
 )
+_READ_ME = " SGD-M is not in the paper's tables: its figure is from the authors' read-me."
+
+
+def rule_of(columns: "Iterable[Column]") -> str:
+    """What is below tables."""
+    return _RULE + ("" if any(column.own for column in columns) else _READ_ME)
 
 
 def method_order(method: str) -> tuple[int, str]:
