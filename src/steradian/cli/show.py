@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from steradian.lab.results import Result
 
 GRID = "best of the grid, by validation accuracy"
-_ANY = 10_000  # columns: wider than any table
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
@@ -29,7 +28,7 @@ def table(
 
     Example: steradian table resnet20-cifar10
     """
-    from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, markdown_table
+    from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, markdown_table, rule_of
 
     study, folder = _locate(study, folder)
     results = [result for result in _results(study, folder) if result.config.start is None]
@@ -41,7 +40,9 @@ def table(
         typer.echo(f"{GRID}\n\n{markdown_table(*grid_rows(results))}\n")
     else:
         for column in accuracy_columns(results):
-            typer.echo(f"{column.name}, {column.length}\n\n{column.markdown()}\n")
+            texts = "\n".join(f"- {text}" for text in column.statements())
+            table, rule = markdown_table(*column.rows()), rule_of([column])
+            typer.echo(f"{column.name}, {column.length}\n\n{table}\n\n{rule}\n\n{texts}\n")
 
 
 @app.command()
@@ -127,50 +128,29 @@ def write_up(
 
 def print_table(results: "Sequence[Result]", console: Console) -> None:
     """Print one table for each column with its statements, or the best points of a grid."""
-    from steradian.lab.tables import RULE, accuracy_columns, grid_rows, is_grid
+    from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, rule_of
 
     if is_grid(results):
         _print(console, GRID, *grid_rows(results))
         return
-    columns = accuracy_columns(results)
-    for column in columns:
-        title = f"{column.name}, {column.length}"
-        whole = _table(title, *column.rows(seeds=True))
-        if console.measure(whole, options=console.options.update(width=_ANY)).maximum <= console.width:
-            console.print(whole)
-        else:
-            _print(console, title, *column.rows())
-            _print(console, "seed by seed", *column.singles())
+    for column in (columns := accuracy_columns(results)):
+        title, whole = f"{column.name}, {column.length}", column.rows(seeds=True)
+        width = sum(3 + max(len(line[k]) for line in [whole[0], *whole[1]]) for k in range(len(whole[0]))) + 1
+        _print(console, title, *(whole if width <= console.width else column.rows()))
         for text in column.statements():
             console.print(text, soft_wrap=True)
     if columns:
-        console.print(RULE, soft_wrap=True)
+        console.print(rule_of(columns), soft_wrap=True)
 
 
 def _print(console: Console, title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """A table, or one paragraph for each of its lines if the screen is too narrow for its words."""
-    whole = _table(title, heads, lines)
-    if console.measure(whole, options=console.options.update(width=_ANY)).minimum <= console.width:
-        console.print(whole)
-        return
-    console.print(title, soft_wrap=True)
-    for name, *cells in lines:
-        console.print(f"\n{name}", soft_wrap=True)
-        for head, cell in zip(heads[1:], cells, strict=True):
-            if cell:
-                console.print(f"  {head}: {cell}", soft_wrap=True)
-    console.print()
-
-
-def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """A table whose cells are wrapped between words, and never cut off."""
-    shown = Table(title=title)
-    for number, head in enumerate(heads):
-        words = [word for text in (head, *(line[number] for line in lines)) for word in text.split()]
-        shown.add_column(head, min_width=max(map(len, words), default=1))
+    """A table whose cells are wrapped on a narrow screen, and never cut off."""
+    table = Table(title=title)
+    for head in heads:
+        table.add_column(head, overflow="fold")
     for line in lines:
-        shown.add_row(*line)
-    return shown
+        table.add_row(*line)
+    console.print(table)
 
 
 def _locate(study: str, folder: Path) -> tuple[str, Path]:

@@ -9,7 +9,6 @@ import math
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import torch
 from steradian.files import remove_parts, write_atomically
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
-from steradian.lab.models import check_kind
+from steradian.lab.registry import METHODS, NETWORKS, SCHEDULES, plugin_of
 from steradian.lab.results import Claims, Result, Store, environment
 from steradian.lab.training import Execution, Training
 
@@ -49,9 +48,7 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
         return
     torch.backends.cudnn.benchmark = not exact
     torch.backends.cudnn.deterministic = exact
-    with warnings.catch_warnings():  # some versions of torch prefer another spelling of the same setting
-        warnings.simplefilter("ignore")
-        torch.backends.cudnn.allow_tf32 = not exact
+    torch.backends.cudnn.allow_tf32 = not exact
 
 
 class Progress:
@@ -130,7 +127,7 @@ class Fleet:
         done = self.store.keys()
         waiting = [config for config in wanted if config.key not in done]
         self._check(waiting)
-        self.store.prepare()
+        self.store.path.parent.mkdir(parents=True, exist_ok=True)
         for config in wanted:
             if config.key in done:  # left behind by a process that was killed
                 self._checkpoint_path(config).unlink(missing_ok=True)
@@ -191,7 +188,8 @@ class Fleet:
                 training.end_epoch()
                 flight.evaluating = True
             return True
-        training.collect()
+        if not training.collect():
+            return True
         flight.evaluating = False
         self._account()
         self.progress.epoch(training.config, training.curves)
@@ -231,11 +229,8 @@ class Fleet:
         training, state = flight.training, read_state(path)
         if state.get("data", training.data.fingerprint) != training.data.fingerprint:
             raise ValueError(f"{path} was started with other images of {training.data.name} than these; remove it")
-        try:
-            training.load(state["training"])
-            flight.seconds = float(state["seconds"])
-        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-            raise ValueError(f"{path} does not fit ({error}); remove it to train from the start") from error
+        training.load(state["training"])
+        flight.seconds = float(state["seconds"])
 
     def _finish(self, flight: "_Flight") -> None:
         training = flight.training
@@ -264,7 +259,11 @@ class Fleet:
         if missing:
             raise ValueError(f"data must hold {', '.join(sorted(missing))}, got {', '.join(self.data) or 'nothing'}")
         for config in configs:
-            check_kind(config.model, config.norm)
+            for what, known in (("model", NETWORKS), ("method", METHODS), ("schedule", SCHEDULES)):
+                if (name := getattr(config, what)) not in known:
+                    raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}")
+            if config.plugin != (expected := plugin_of(config)):
+                raise ValueError(f"plugin must be {expected!r}, the hash of its source, got {config.plugin!r}")
             if config.batch_size > (count := self.data[config.data].counts["train"]):
                 raise ValueError(
                     f"batch_size must be at most the {count} training images of {config.data}, got {config.batch_size}"

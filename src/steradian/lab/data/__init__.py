@@ -3,6 +3,6 @@
 from steradian.lab.data.images import DataSet, Images
 from steradian.lab.data.packed import pack
 from steradian.lab.data.resident import Resident, epoch_plan
-from steradian.lab.data.sources import NAMES, Split, digits, load, usual_root
+from steradian.lab.data.sources import Split, digits, load, usual_root
 
-__all__ = ["NAMES", "DataSet", "Images", "Resident", "Split", "digits", "epoch_plan", "load", "pack", "usual_root"]
+__all__ = ["DataSet", "Images", "Resident", "Split", "digits", "epoch_plan", "load", "pack", "usual_root"]

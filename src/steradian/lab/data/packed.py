@@ -26,16 +26,10 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
         root: the folder, made if missing.
         source: where the data came from.
         effort: WebP's effort from 0 (fast) to 6 (small).
-
-    Raises:
-        ValueError: the folder has a `meta.json` of something else.
     """
     from PIL import Image
 
     root = Path(root)
-    meta_path = root / "meta.json"
-    if meta_path.is_file() and '"sha256"' not in meta_path.read_text(encoding="utf-8"):
-        raise ValueError(f"{meta_path} is not of packed data and would be replaced: pack to another folder")
     root.mkdir(parents=True, exist_ok=True)
     side = min(_SIDE, _LARGEST // data.train.size)
     splits: dict[str, Any] = {}
@@ -65,7 +59,7 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
         "sha256": sums,
         "source": source,
     }
-    write_atomically(meta_path, json.dumps(meta, indent=1).encode())
+    write_atomically(root / "meta.json", json.dumps(meta, indent=1).encode())
 
 
 def read_packed(root: Path) -> DataSet:
@@ -78,9 +72,8 @@ def read_packed(root: Path) -> DataSet:
         meta = json.loads((root / "meta.json").read_text(encoding="utf-8"))
         splits = {name: _read_split(root, meta, meta["splits"][name]) for name in ("train", "test")}
         return DataSet(str(meta["name"]), splits["train"], splits["test"], tuple(map(str, meta["classes"])))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{root / 'meta.json'} does not describe packed data: {reason}") from error
+    except KeyError as error:
+        raise ValueError(f"{root / 'meta.json'} does not describe packed data: it has no {error}") from error
 
 
 def _read_split(root: Path, meta: dict[str, Any], split: dict[str, Any]) -> Images:
@@ -95,16 +88,10 @@ def _read_split(root: Path, meta: dict[str, Any], split: dict[str, Any]) -> Imag
         parts.append(tiles.reshape(-1, tile, tile, 3)[: rows * columns, ..., :channels])
     pixels = np.concatenate(parts)[: split["count"]]
     labels = np.load(io.BytesIO(_checked(root, split["labels"], meta)), allow_pickle=False)
-    if labels.dtype.kind not in "ui" or len(labels) != split["count"]:
-        raise ValueError(f"{split['labels']} must hold {split['count']} whole numbers")
     return Images(np.ascontiguousarray(pixels), labels.astype(np.int64))
 
 
 def _checked(root: Path, file: str, meta: dict[str, Any]) -> bytes:
-    if Path(file).name != file or file in (".", ".."):
-        raise ValueError(f"{root / 'meta.json'}: {file!r} must be a name in the same folder")
-    if not (root / file).is_file():
-        raise ValueError(f"{file} is missing")
     content = (root / file).read_bytes()
     if hashlib.sha256(content).hexdigest() != meta["sha256"].get(file):
         raise ValueError(f"{root / file} is damaged: its SHA-256 is not the one in meta.json")

@@ -26,8 +26,6 @@ def epoch_plan(seed: int, epoch: int, *, images: int, batch: int, views: int) ->
     >>> epoch_plan(0, 3, images=10, batch=4, views=1).shape
     (2, 4)
     """
-    if not 1 <= batch <= images:
-        raise ValueError(f"batch must be at least 1 and at most the {images} images available, got {batch}")
     random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
     steps = images // batch
     order = random.permutation(images)[: steps * batch]
@@ -66,10 +64,6 @@ class Resident:
         self.pad = usual[0] if pad is None else pad
         self.flip = usual[1] if flip is None else flip
         self.size, self.channels, self.classes = data.train.size, data.train.channels, len(data.classes)
-        if self.pad < 0:
-            raise ValueError(f"pad must be at least 0, got {pad}")
-        if not 0 < validation < 1:
-            raise ValueError(f"validation must be a share in (0, 1), got {validation}")
         if len(data.train) < 2 or not len(data.test):
             raise ValueError(
                 f"{data.name} must have 2 training images, one of them for validation, and a test image, "
