@@ -1149,13 +1149,20 @@ def claimed_family(claim: Any, model: nn.Module) -> Family:
 
 
 def names_and_numbers(model: nn.Module, families: list[Family], inert: Tensor) -> Counter[frozenset[frozenset[str]]]:
-    """How many slices pair up between two sets of names; parameters without effect are left out."""
+    """How many slices pair up between two sets of names; slices without effect, such as a bias of k, are left out."""
     parameters = trained(model)
     idle = dict(zip(parameters, inert.split([p.numel() for p in parameters.values()]), strict=True))
     found: Counter[frozenset[frozenset[str]]] = Counter()
     for family in families:
-        sides = frozenset(frozenset(name for name in side if not idle[name].all()) for side in family.names)
-        found[sides] += len(exponents(model, [family]))
+        effective = [
+            frozenset(
+                name
+                for name, cut in side
+                if not idle[name][cut(torch.arange(len(idle[name])).reshape(parameters[name].shape))].all()
+            )
+            for side in (family.up, family.down)
+        ]
+        found[frozenset(effective)] += len(exponents(model, [family]))
     return found
 
 
