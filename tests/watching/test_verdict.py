@@ -416,8 +416,9 @@ def test_a_long_history_is_thinned(monkeypatch):
     for k in range(20):
         active, defined = np.ones((100, 2), dtype=bool), np.ones((1, 2), dtype=bool)
         history.add(Block("run", np.arange(100 * k, 100 * k + 100), ("a", "b"), ("angle",), ones, active, defined))
-    assert history.values.size <= 5500
-    assert history.steps.tolist() == list(range(0, 2000, 8))
+    steps, values = history.numbers
+    assert values.size <= 5500
+    assert steps.tolist() == list(range(0, 2000, 8))
 
 
 def test_it_needs_no_pandas():

@@ -51,7 +51,7 @@ class Paths:
         if not self.chosen or number % self.stride:
             return
         with torch.no_grad():
-            here = [g.cut(g.params, (slice(row, row + 1), slice(0, g.size)))[0] for g, row in self.chosen]
+            here = [group.row(row) for group, row in self.chosen]
             copies = [torch.empty_like(x, dtype=torch.float32) for x in here]
             torch._foreach_copy_(copies, here)  # one launch for all
         self._kept.append((slot, copies))

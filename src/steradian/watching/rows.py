@@ -89,47 +89,47 @@ class WatchedGroup:
     def pieces(
         self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor], *, at_once: int = _PIECE
     ) -> Iterator["Piece"]:
-        """Its rows after a step in pieces of bounded size: some rows, or entries of one long row.
+        """Its rows after a step in pieces of at most so many numbers: some rows, or entries of one long row.
 
-        Args:
-            points: the parameters before the step, if they were copied.
-            gradients: of the step.
-            at_once: numbers in a piece.
+        `points` are the parameters before the step, if they were copied.
         """
+        now, gradients, state = list(map(self.local, self.params)), list(map(self.local, gradients)), self._state()
         rows, columns = max(1, at_once // self.size), min(at_once, self.size)
         for row in range(0, self.n_rows, rows):
             for column in range(0, self.size, columns):
                 at = slice(row, min(row + rows, self.n_rows)), slice(column, column + columns)
+                here = {
+                    name: self.cut(value, at) if isinstance(value, list) else value[at[0]] if value.ndim else value
+                    for name, value in state.items()
+                }
                 before = None if points is None else self.cut(points, at)
-                yield Piece(at[0], before, self.cut(self.params, at), self.cut(gradients, at), self._state(at))
+                yield Piece(at[0], before, self.cut(now, at), self.cut(gradients, at), here)
 
-    def cut(self, tensors: Sequence[Tensor], at: tuple[slice, slice] | None = None) -> Tensor:
-        """Tensors in the shapes of the parameters as (n, d) rows, those of this rank, or a part of them."""
-        parts = [self.local(tensor) for tensor in tensors]
-        if at is None:
-            return self.layout.join(parts)
+    def cut(self, parts: Sequence[Tensor], at: tuple[slice, slice]) -> Tensor:
+        """Some rows and columns of tensors in the shapes of the parameters, those of this rank."""
         rows, columns = at
         if len(parts) == 1 and self.layout.spec in ("filter", "tensor"):  # without copying the other rows
-            [part] = parts
-            part = part[rows] if self.layout.spec == "filter" and part.ndim else part
+            part = parts[0][rows] if self.layout.spec == "filter" and parts[0].ndim else parts[0]
             return part.reshape(rows.stop - rows.start, self.size)[:, columns]
         return self.layout.join(parts)[rows, columns]
 
-    def _state(self, at: tuple[slice, slice]) -> dict[str, Tensor]:
-        """The optimizer's state of a piece: entries like the parameters, one number per row, or one for all."""
+    def row(self, number: int) -> Tensor:
+        """One row as a vector."""
+        return self.cut(list(map(self.local, self.params)), (slice(number, number + 1), slice(0, self.size)))[0]
+
+    def _state(self) -> dict[str, list[Tensor] | Tensor]:
+        """The optimizer's state: tensors like the parameters, one with a number per row, or one number for all."""
         states = [self.optimizer.state.get(param, {}) for param in self.params]
         shape, per_row = self.params[0].shape, getattr(self.optimizer, "row_state", ())
-        found: dict[str, Tensor] = {}
+        found: dict[str, list[Tensor] | Tensor] = {}
         for name, value in states[0].items():
             if isinstance(value, Real):
                 found[name] = torch.tensor(float(value), device="cpu")
-            elif not isinstance(value, Tensor):
-                continue
-            elif name in per_row and value.shape != shape:
-                found[name] = self.local(value)[at[0]]
-            elif value.shape == shape:
-                found[name] = self.cut([state[name] for state in states], at)
-            elif value.numel() == 1:
+            elif isinstance(value, Tensor) and name in per_row and value.shape != shape:
+                found[name] = self.local(value)
+            elif isinstance(value, Tensor) and value.shape == shape:
+                found[name] = [self.local(state[name]) for state in states]
+            elif isinstance(value, Tensor) and value.numel() == 1:
                 found[name] = value.reshape(())
         return found
 

@@ -90,7 +90,7 @@ def judge(
         labels: of each group: "invariant", "not invariant" or "untested".
         alerts: raised in the run.
     """
-    if not len(history.steps):
+    if not len(history.numbers[0]):
         return []
     run = _Run(history, about, labels, alerts)
     if len(run.steps) < _FEWEST_STEPS:
@@ -121,10 +121,9 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.steps = np.zeros(0, np.int64)
         self.groups: list[str] = []
-        self.values = np.zeros((0, len(_PAIRS), 0), np.float32)
-        self._observed, self._stride = 0, 1
+        self._parts: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []  # steps and values
+        self._observed, self._size, self._stride = 0, 0, 1
 
     @classmethod
     def of_table(cls, table: "pd.DataFrame") -> "History":
@@ -133,17 +132,23 @@ class History:
 
         made = cls()
         table = table[table["quantity"].isin({quantity for quantity, _ in _PAIRS}) & (table["group"] != "")]
-        made.steps = np.sort(table["step"].unique()).astype(np.int64)
-        made.groups = [str(name) for name in table["group"].unique()]
-        made.values = np.full((len(made.steps), len(_PAIRS), len(made.groups)), np.nan, dtype=np.float32)
+        steps, groups = np.sort(table["step"].unique()).astype(np.int64), pd.Index(table["group"].unique(), dtype=str)
+        values = np.full((len(steps), len(_PAIRS), len(groups)), np.nan, dtype=np.float32)
         for pair, chosen in table.groupby(["quantity", "statistic"], observed=True):
             if pair in _PAIRS:
-                at = (
-                    np.searchsorted(made.steps, chosen["step"]),
-                    pd.Index(made.groups).get_indexer(pd.Index(chosen["group"])),
-                )
-                made.values[at[0], _PAIRS.index(pair), at[1]] = _or_infinite(chosen["value"].to_numpy(float))
+                step, group = np.searchsorted(steps, chosen["step"]), groups.get_indexer(pd.Index(chosen["group"]))
+                values[step, _PAIRS.index(pair), group] = _or_infinite(chosen["value"].to_numpy(float))
+        made.groups, made._parts = groups.tolist(), [(steps, values)]
         return made
+
+    @property
+    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Steps and values."""
+        if not self._parts:
+            return np.zeros(0, np.int64), np.zeros((0, len(_PAIRS), 0), np.float32)
+        steps, values = (np.concatenate(each) for each in zip(*self._parts, strict=True))
+        self._parts = [(steps, values)]
+        return steps, values
 
     def add(self, block: Block) -> None:
         """Append some observed steps; if there are too many numbers, every second step of all is dropped."""
@@ -155,17 +160,17 @@ class History:
                 q = block.quantities.index(quantity)
                 found = _or_infinite(block.values[kept, q, :, STATISTICS.index(statistic)])
                 values[:, k] = np.where(active & block.defined[q], found, np.nan)
-        self._observed += len(block.steps)
+        self._parts.append((steps, values))
+        self._observed, self._size = self._observed + len(block.steps), self._size + values.size
         self.groups = list(block.groups)
-        self.steps = np.append(self.steps, steps)
-        self.values = np.concatenate([self.values, values]) if self.values.size else values
-        while self.values.size > _KEPT and len(self.steps) > 1:
-            self.steps, self.values = self.steps[::2], self.values[::2].copy()
-            self._stride *= 2
+        while self._size > _KEPT and len(self.numbers[0]) > 1:
+            steps, values = self.numbers
+            self._parts = [(steps[::2], values[::2].copy())]
+            self._size, self._stride = values[::2].size, 2 * self._stride
 
     def defects(self) -> dict[str, NDArray[np.float32]]:
         """The median |cos(x, ∇L)| of each group at the observed steps."""
-        return dict(zip(self.groups, self.values[:, _PAIRS.index(("defect", "median"))].T, strict=True))
+        return dict(zip(self.groups, self.numbers[1][:, _PAIRS.index(("defect", "median"))].T, strict=True))
 
 
 def _or_infinite(values: NDArray[Any]) -> NDArray[np.float32]:
@@ -199,12 +204,13 @@ class _Run:
     def __init__(
         self, history: History, about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
     ) -> None:
-        self.about, self.alerts, self.steps = about, alerts, history.steps
+        self.about, self.alerts = about, alerts
+        self.steps, values = history.numbers
         entries = {str(entry.get("name")): entry for entry in about.get("groups") or ()}
         place = {name: k for k, name in enumerate(entries)}
         order = sorted(range(len(history.groups)), key=lambda g: place.get(history.groups[g], len(place)))
         self.groups = [history.groups[g] for g in order]
-        self._values = history.values[:, :, order]
+        self._values = values[:, :, order]
         self.entries = [entries.get(name, {}) for name in self.groups]
         known: Sequence[Mapping[str, Any]] = (about.get("optimizer") or {}).get("groups") or ()
         owner = {name: settings for settings in known for name in settings.get("params") or ()}

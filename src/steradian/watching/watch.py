@@ -494,7 +494,9 @@ class Watch:
         """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
         self.flush()
         found = {group.name: group.label for group in self.watched}
-        for name, defects in self._output.history.defects().items():
+        with self._lock:
+            medians = self._output.history.defects()
+        for name, defects in medians.items():
             if found[name] == UNTESTED and refuted(defects):
                 found[name] = NOT_INVARIANT
         return {name: found[name] for name in self._order}

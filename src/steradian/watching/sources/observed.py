@@ -113,8 +113,9 @@ class ObservedSource(Source):
 
     def _add_sums(self, group: WatchedGroup, piece: Piece, out: Tensor) -> None:
         """Add the sums over a piece to `out`, and write the rate η of the step and 1 − ηδ."""
-        step = self._read(group, piece)
-        g, y = self._unscaled(piece.gradient).to(self.dtype), piece.now.to(self.dtype)
+        gradient = self._unscaled(piece.gradient)
+        step = self._read(group, piece, gradient)
+        g, y = gradient.to(self.dtype), piece.now.to(self.dtype)
         x = y if piece.before is None else piece.before.to(self.dtype)
         b = x.new_zeros(()) if step is None else step.b.to(self.dtype)
         q = x - y if step is None else step.a.to(self.dtype) / b
@@ -135,12 +136,12 @@ class ObservedSource(Source):
         scale = getattr(self.optimizer, "grad_scale", None)
         return gradient if scale is None or not isinstance(self.optimizer, RowOptimizer) else gradient / scale
 
-    def _read(self, group: WatchedGroup, piece: Piece) -> Step | None:
+    def _read(self, group: WatchedGroup, piece: Piece, gradient: Tensor) -> Step | None:
         """The step that the reader sees on rows, as if they were a parameter; None if the optimizer cannot be read."""
         if self.reader is None:
             return None
         param = _computed(piece.now).detach()
-        param.grad = self._unscaled(piece.gradient).to(param.dtype)
+        param.grad = gradient.to(param.dtype)
         settings = {**group.settings, "rows": None if group.settings.get("rows") is None else "filter", "joint": False}
         before = None if piece.before is None else _computed(piece.before)
         try:

@@ -70,11 +70,11 @@ class PhenomenaSource(ObservedSource):
                     out[group.span, k] = found.get(name, math.nan)
 
     def _measure(self, group: WatchedGroup, piece: Piece) -> Quantities:
-        step = self._read(group, piece)
+        raw = self._unscaled(piece.gradient)
+        step = self._read(group, piece, raw)
         if step is None or piece.before is None:
             return {}
-        points = geometry.as_float(piece.before, "x")
-        gradient = geometry.as_float(self._unscaled(piece.gradient), "gradient")
+        points, gradient = geometry.as_float(piece.before, "x"), geometry.as_float(raw, "gradient")
         found = {"deformation": _deformation(image_of_rows(points, step, check=False), step.a)}
         if not self._remembers:
             return found
