@@ -236,7 +236,8 @@ class Pair:
 
     Each side is cut into n sets of rows: set i is what the specs number i in all of its parameters, and set i of a
     goes with set i of b. Beside those of `Layout` there is the spec ("fold", k, start, g0, d0, g1, d1): the entries of
-    dimension k from `start` on are a (g0, d0, g1, d1) array, and a set has one index of each g and all of each d.
+    dimension k from `start` on are a (g0, d0, g1, d1) array, and a set has one index of each g and all of each d. With
+    a further number, so many blocks of dimension 0 are cut like that, each for itself.
 
     Attributes:
         a: the names of the parameters of one side.
@@ -269,12 +270,15 @@ def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
     ([[0, 0, 1, 1]], [-1, -1, 0, 0])
     """
     if isinstance(spec, tuple) and spec[0] == "fold":
-        k, start, *fold = map(int, spec[1:])
-        g0, d0, g1, d1 = fold
-        numbers = torch.full((shape[k],), -1)
-        inside = torch.arange(g0 * g1).reshape(g0, 1, g1, 1).expand(g0, d0, g1, d1).flatten()
-        numbers[start : start + len(inside)] = inside
-        return numbers.reshape([-1 if i == k else 1 for i in range(len(shape))])
+        k, start, g0, d0, g1, d1, blocks = *map(int, spec[1:8]), *(1,) * (8 - len(spec))
+        inside = torch.arange(blocks * g0 * g1).reshape(blocks, g0, 1, g1, 1).expand(blocks, g0, d0, g1, d1).flatten(1)
+        numbers = torch.full((blocks, shape[k]), -1)
+        numbers[:, start : start + inside.shape[1]] = inside
+        if blocks > 1:
+            numbers = numbers.repeat_interleave(shape[0] // blocks, 0)
+        sizes = [1] * len(shape)
+        sizes[0], sizes[k] = len(numbers), shape[k]
+        return numbers.reshape(sizes)
     counts = Layout(spec).blocks(shape)
     numbers = torch.arange(math.prod(counts)).reshape(counts)
     for i, count in enumerate(counts):

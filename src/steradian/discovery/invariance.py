@@ -140,7 +140,7 @@ def _key(cut: Cut) -> Key:
     return tuple(i for i, blocks in enumerate(cut) if blocks > 1)
 
 
-def _cut(dims: int, blocks: dict[int, int]) -> Cut:
+def cut_of(dims: int, blocks: dict[int, int]) -> Cut:
     """The cut of so many dimensions that divides some of them."""
     return tuple(blocks.get(i, 1) for i in range(dims))
 
@@ -266,7 +266,7 @@ def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
     """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there."""
     # Where the random points have no table of a pair of dimensions, each of the two is judged by itself. With a known
     # path, the probe is a typical one: a batch of few samples may leave a normalization hardly any variance.
-    cuts = [cut] if trial.at_random(cut) else [_cut(len(cut), {i: cut[i]}) for i in _key(cut)]
+    cuts = [cut] if trial.at_random(cut) else [cut_of(len(cut), {i: cut[i]}) for i in _key(cut)]
     across = median_low if trial.known_path else max
     reached = [[e for e in trial.random if bool(e.sums(c)[1].any())] or trial.random for c in cuts]
     typical = max(
@@ -290,13 +290,13 @@ def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
     if not bool(_small(whole, trial).all()) and not slices_balanced(shape, trial):
         return None
     most = {i: _most_blocks(shape, i, trial) for i in range(len(shape))}
-    found = [_cut(len(shape), {i: g}) for i, g in most.items() if g > 1]
+    found = [cut_of(len(shape), {i: g}) for i, g in most.items() if g > 1]
     if _holds(whole, trial):
         found.append(whole)
     for i, j in combinations([i for i, g in most.items() if g > 1], 2):
         if all((i, j) in e.tables for e in trial.grown or trial.random):
             blocks = product(divisors(most[i])[1:], divisors(most[j])[1:])
-            cuts = sorted((_cut(len(shape), {i: a, j: b}) for a, b in blocks), key=math.prod, reverse=True)
+            cuts = sorted((cut_of(len(shape), {i: a, j: b}) for a, b in blocks), key=math.prod, reverse=True)
             found += [next((cut for cut in cuts if math.prod(shape) > math.prod(cut) and _holds(cut, trial)), whole)]
     return max(found, key=lambda cut: (math.prod(cut), cut), default=None)
 
@@ -323,7 +323,7 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
         return bool(middle <= 2 * evidence.tolerance) and bool(high <= 8 * evidence.tolerance)
 
     many = [dim for dim, size in enumerate(shape) if thresholds.MANY_ROWS <= size < math.prod(shape)]
-    cuts = [_cut(len(shape), {dim: shape[dim]}) for dim in many if (dim,) in trial.random[0].tables]
+    cuts = [cut_of(len(shape), {dim: shape[dim]}) for dim in many if (dim,) in trial.random[0].tables]
     return any(all(mostly_balanced(cut, e) for e in trial.random) for cut in cuts)
 
 
@@ -336,7 +336,7 @@ def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | N
     best: tuple[int, list[int]] | None = None
     for blocks in divisors(shape[0]) if shape else ():
         if 1 < blocks <= shape[0] // 2:
-            good = _clearly_invariant(_cut(len(shape), {0: blocks}), trial).nonzero().flatten().tolist()
+            good = _clearly_invariant(cut_of(len(shape), {0: blocks}), trial).nonzero().flatten().tolist()
             if good and (best is None or len(good) * best[0] > len(best[1]) * blocks):
                 best = blocks, good
     return best if best is not None and len(best[1]) * thresholds.LEAST_BLOCKS >= best[0] else None
@@ -368,7 +368,7 @@ def divisors(n: int) -> tuple[int, ...]:
 def _most_blocks(shape: Sequence[int], dim: int, trial: Trial) -> int:
     """Into how many blocks a dimension can be divided; 1 if it cannot."""
     for blocks in reversed(divisors(shape[dim])):
-        cut = _cut(len(shape), {dim: blocks})
+        cut = cut_of(len(shape), {dim: blocks})
         if math.prod(shape) > blocks > 1 and trial.evidence(cut) and _holds(cut, trial):
             return blocks
     return 1

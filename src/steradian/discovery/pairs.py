@@ -16,7 +16,7 @@ import torch
 
 from steradian.discovery import thresholds
 from steradian.discovery.graph import readers
-from steradian.discovery.invariance import divisors, to_spec
+from steradian.discovery.invariance import Cut, block_sums, cut_of, divisors, to_spec
 from steradian.discovery.joint import Array
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Pair, Spec
@@ -27,12 +27,16 @@ Fold = tuple[int, int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Parameters that scale together, and the slices of each that belong together: a range of one dimension."""
+    """Parameters that scale together, and the slices of each that belong together: a range of one dimension.
+
+    Where blocks of dimension 0 have slices of their own, such as the groups of a convolution, it is a range in each.
+    """
 
     names: Names
-    dims: tuple[int | None, ...]  # along which the slices of each lie; None for a whole parameter, which is one slice
-    start: int
+    cuts: tuple[Cut, ...]  # of each parameter into its slices; a whole one is one slice
     sums: Array  # probes × 2 × slices: Σ g·x and Σ (g·x)² over the parameters
+    blocks: int = 1
+    start: int = 0  # of the range
 
     @property
     def size(self) -> int:
@@ -40,14 +44,20 @@ class Side:
         return self.sums.shape[2]
 
     def piece(self, start: int, size: int) -> "Side":
-        """A range of the slices."""
-        return replace(self, start=start, sums=self.sums[:, :, start : start + size])
+        """A range of the slices of each block."""
+        inside = self.sums.reshape(*self.sums.shape[:2], self.blocks, -1)[..., start : start + size]
+        return replace(self, start=start, sums=inside.reshape(*self.sums.shape[:2], -1))
 
     def disjoint(self, other: "Side") -> bool:
         """Whether no slice is in both."""
-        if self.names == other.names and self.dims == other.dims:
-            return self.start + self.size <= other.start or other.start + other.size <= self.start
+        if self.names == other.names and self.cuts == other.cuts:
+            stop, other_stop = (side.start + side.size // side.blocks for side in (self, other))
+            return stop <= other.start or other_stop <= self.start
         return set(self.names).isdisjoint(other.names)
+
+    def within(self, other: "Side") -> bool:
+        """Whether another side has these parameters, in the same range, and perhaps more."""
+        return set(self.names) <= set(other.names) and not self.disjoint(other)
 
     def fold(self, fold: Fold) -> Array:
         """The sums of each set."""
@@ -55,9 +65,11 @@ class Side:
         folded: Array = self.sums.reshape(*shape, *fold).sum((3, 5)).reshape(*shape, -1)
         return folded
 
-    def within(self, other: "Side") -> bool:
-        """Whether another side has these parameters, in the same range, and perhaps more."""
-        return set(self.names) <= set(other.names) and not self.disjoint(other)
+    def folds(self, g0: int, g1: int) -> list[tuple[Fold, Array]]:
+        """The folds into g0 × g1 sets, with the sums of each set; blocks are not folded."""
+        rest = self.size // (g0 * g1)
+        folds = [(g0, d0, g1, rest // d0) for d0 in (divisors(rest) if g1 > 1 else (rest,))]
+        return [(fold, self.fold(fold)) for fold in folds if self.blocks == 1 or rest == 1]
 
     def specs(self, fold: Fold, shapes: Mapping[str, Sequence[int]]) -> tuple[Spec, ...]:
         """How each parameter is cut by a fold of the slices."""
@@ -65,13 +77,15 @@ class Side:
         if d0 == 1 or g1 == 1:
             g0, d0, g1, d1 = g0 * g1, d0 * d1, 1, 1
         specs: list[Spec] = []
-        for dim, shape in zip(self.dims, (shapes[name] for name in self.names), strict=True):
-            if dim is None:
-                specs.append("tensor")
-            elif g1 == 1 and self.size == shape[dim]:
-                specs.append(to_spec(tuple(g0 if i == dim else 1 for i in range(len(shape))), shape))
-            else:
+        for name, cut in zip(self.names, self.cuts, strict=True):
+            *_, dim = 0, *(i for i, n in enumerate(cut) if n > 1)
+            if self.size == math.prod(cut) and g1 == 1:
+                blocks = (*cut[:dim], g0 // math.prod(cut[:dim]), *cut[dim + 1 :])
+                specs.append(to_spec(blocks, shapes[name]) if cut else "tensor")
+            elif self.blocks == 1:
                 specs.append(("fold", dim, self.start, g0, d0, g1, d1))
+            else:
+                specs.append(("fold", dim, self.start, g0 // self.blocks, 1, 1, 1, self.blocks))
         return tuple(specs)
 
 
@@ -81,18 +95,22 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
         return []  # in float32, sums agree by chance
     search = _Search(measured)
     reads, order = readers(measured.graph), measured.graph.order_of_use
-    names = {name for name in measured.names_with_effect() if name in order and name not in no_effect}
+    names = frozenset(name for name in measured.names_with_effect() if name in order and name not in no_effect)
     place = {name: i for i, name in enumerate(measured.prober.trainable)}.__getitem__
     proposed = [*measured.proposals.sets, *((name,) for name in names)]
     sets = {tuple(sorted(names.intersection(s), key=place)) for s in proposed}
-    unpaired: dict[frozenset[str], list[list[Side]]] = {}
+    # By what reads them, sides that may have another partner, with the number of sets of the pair that they are in.
+    unpaired: dict[frozenset[str], list[tuple[list[Side], int]]] = {}
     for a in sorted(sets - {()}, key=lambda s: (len(s), [order[name] for name in s])):
-        b = frozenset[str]().union(*(reads[name] for name in a)) & names - set(a)
+        b = names & frozenset[str]().union(*(reads[name] for name in a)) - set(a)
         sides = search.sides(a)
-        unpaired.setdefault(b, []).extend(search.pair_up(sides, search.sides(sorted(b, key=place))) if b else [sides])
+        left = search.pair_up(sides, search.sides(sorted(b, key=place))) if b else [(sides, 0)]
+        if b and all(measured.prober.parameters[name].numel() == 1 for name in b):
+            b = names.intersection(*(reads[name] for name in b))  # behind a temperature
+        unpaired.setdefault(b, []).extend(left)
     for left in unpaired.values():
-        for one, other in combinations(left, 2):
-            search.pair(one, other, "multiplied with each other")
+        for (one, n), (other, m) in combinations(left, 2):
+            search.pair(one, other, "multiplied with each other", more_than=min(n, m))
     return sorted((pair for _, _, pair in search.found), key=lambda pair: order[pair.a[0]])
 
 
@@ -106,46 +124,59 @@ class _Search:
     def sides(self, names: Sequence[str]) -> list[Side]:
         """The ways to lay slices of these parameters beside each other, the whole parameters last."""
         shapes = [self.shapes[name] for name in names]
-        found = {
-            tuple(k % len(s) if s[k % len(s)] == size else s.index(size) for s in shapes): None
-            for size in set[int](shapes[0]).intersection(*shapes) - {1}
-            for k in (0, 1, -1)
-        }
-        return [Side(tuple(names), dims, 0, self._sums(names, dims)) for dims in (*found, (None,) * len(shapes))]
+        ways: dict[tuple[Cut, ...], int] = {}  # with the number of blocks
+        for size in set[int](shapes[0]).intersection(*shapes) - {1}:
+            for k in (0, 1, -1):
+                dims = [k % len(s) if s[k % len(s)] == size else s.index(size) for s in shapes]
+                ways[tuple(cut_of(len(shape), {dim: size}) for shape, dim in zip(shapes, dims, strict=True))] = 1
+        blocks = self.measured.prober.blocks
+        if len(found := {blocks[name] for name in names if name in blocks}) == 1:
+            number = found.pop()
+            for k in (1, 2):
+                cuts = [
+                    cut_of(len(s), {0: number, k: s[k]} if n in blocks and k < len(s) else {0: s[0]})
+                    for n, s in zip(names, shapes, strict=True)
+                ]
+                if len({math.prod(cut) for cut in cuts}) == 1:
+                    ways[tuple(cuts)] = number
+        ways[tuple(cut_of(len(shape), {}) for shape in shapes)] = 1
+        return [Side(tuple(names), cuts, self._sums(names, cuts), number) for cuts, number in ways.items()]
 
-    def _sums(self, names: Sequence[str], dims: Sequence[int | None]) -> Array:
-        keys = [() if dim is None else (dim,) for dim in dims]
-        return np.array(
-            [
-                sum(r.tables[name][key][:2].reshape(2, -1).numpy() for name, key in zip(names, keys, strict=True))
-                for r in self.readings
-            ]
-        )
+    def _sums(self, names: Sequence[str], cuts: Sequence[Cut]) -> Array:
+        parts = [
+            [block_sums(r.tables[name], cut)[:2].reshape(2, -1).numpy() for name, cut in zip(names, cuts, strict=True)]
+            for r in self.readings
+        ]
+        return np.array(parts).sum(1)
 
-    def pair_up(self, a: list[Side], b: list[Side]) -> list[list[Side]]:
-        """Add the pair of two sides, or of parts of one with the other; return what of a has no partner.
+    def pair_up(self, a: list[Side], b: list[Side]) -> list[tuple[list[Side], int]]:
+        """Add the pair of two sides, or of parts of one with the other; return a and its parts, and the sets of each.
 
         Parts of a tensor are several in one, as queries, keys and values, or come from several, as a concatenation.
         """
-        if self.pair(a, b, "b reads what a scales"):
-            return []
-        parts = {(s.dims, p.start, p.size): p for s in a for t in b for p in _parts(s, t.size)}
-        left = [[part] for part in parts.values() if not self.pair([part], b, "b reads what a scales")]
+        reason = "b reads what a scales"
+        if n := self.pair(a, b, reason):
+            return [(a, n)]
+        parts = {(s.cuts, p.start, p.size): p for s in a for t in b for p in _parts(s, t.size)}
+        finest_first = sorted(parts.values(), key=lambda part: -part.size)
+        left = [([part], self.pair([part], b, reason)) for part in finest_first]
         for s, t in product(a, b):
             for part in _parts(t, s.size):
-                self.pair([s], [part], "b reads what a scales")
-        return [a, *left]
+                self.pair([s], [part], reason)
+        return [(a, 0), *left]
 
-    def pair(self, a: list[Side], b: list[Side], reason: str) -> bool:
-        """Add the pair of two sides that has most sets, if there is one; whether there is.
+    def pair(self, a: list[Side], b: list[Side], reason: str, *, more_than: int = 0) -> int:
+        """Add the pair of two sides that has most sets, if there is one; the number of sets, 0 for none.
 
         Args:
             a: the ways to cut one side.
             b: the ways to cut the other.
             reason: why they are a pair.
+            more_than: sets that both have against a third side, so that fewer or as many follow from that.
         """
-        if any(one.within(a[0]) and other.within(b[0]) for one, other, _ in self.found):
-            return True
+        for one, other, pair in self.found:
+            if (one.within(a[0]) and other.within(b[0])) or (one.within(b[0]) and other.within(a[0])):
+                return pair.n
         names = (*a[0].names, *b[0].names)
         floor = np.array([[self.measured.floor(reading, names)] for reading in self.readings])
         able = [
@@ -154,16 +185,16 @@ class _Search:
             if one.disjoint(other)
             and self._agree(one.fold((1, one.size, 1, 1)), other.fold((1, other.size, 1, 1)), floor)
         ]
-        for sets in sorted({sets for *_, most in able for sets in divisors(most)}, reverse=True):
+        for sets in sorted({sets for *_, most in able for sets in divisors(most) if sets > more_than}, reverse=True):
             for one, other, _ in (sides for sides in able if sides[2] % sets == 0):
                 for (fold_a, sums_a), (fold_b, sums_b) in _folded(one, other, sets):
                     if self._agree(sums_a, sums_b, floor):
                         if not _has_effect(sums_a, sums_b, floor):
-                            return False
+                            return 0
                         a_specs, b_specs = one.specs(fold_a, self.shapes), other.specs(fold_b, self.shapes)
                         self.found.append((one, other, Pair(one.names, other.names, a_specs, b_specs, sets, reason)))
-                        return True
-        return False
+                        return sets
+        return 0
 
     def _agree(self, sums_a: Array, sums_b: Array, floor: Array) -> bool:
         """Whether ⟨∇L, a⟩ = ⟨∇L, b⟩ of every set in every reading, up to rounding."""
@@ -185,24 +216,15 @@ def _has_effect(sums_a: Array, sums_b: Array, floor: Array) -> bool:
 def _folded(a: Side, b: Side, sets: int) -> Iterator[tuple[tuple[Fold, Array], tuple[Fold, Array]]]:
     """Folds of both sides into so many sets, with the sums of each set."""
     for g0 in reversed(divisors(sets)):
-        yield from product(
-            *([(fold, side.fold(fold)) for fold in _folds(side.size, g0, sets // g0)] for side in (a, b))
-        )
+        yield from product(a.folds(g0, sets // g0), b.folds(g0, sets // g0))
 
 
 def _parts(side: Side, size: int) -> Iterator[Side]:
     """Ranges of the slices that may go with so many others: equal parts, both ends, one large and two small parts."""
-    n = side.size
+    n, size = side.size // side.blocks, size // side.blocks
     if 1 < size < n <= thresholds.MOST_PARTS * size:
         small = (n - size) // 2
         starts = range(0, n, size) if n % size == 0 else (0, n - size)
         yield from (side.piece(start, size) for start in starts)
         if 2 * small + size == n and size % small == 0:
             yield from (side.piece(start, small) for start in (size, size + small))
-
-
-def _folds(size: int, g0: int, g1: int) -> Iterator[Fold]:
-    """The folds of so many slices into g0 × g1 sets."""
-    rest = size // (g0 * g1)
-    for d0 in divisors(rest) if g1 > 1 else (rest,):
-        yield g0, d0, g1, rest // d0

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules.conv import _ConvNd
 
 from steradian.discovery import sandbox, thresholds
 from steradian.discovery.graph import Call, Graph, graph_nodes, read_graph, record_calls
@@ -269,6 +270,7 @@ class Prober:
         self.remarks: list[str] = []  # notes of the first pass for the user
         self.raised: Exception | None = None  # by the model, in a later pass
         self._pairs_to_align = pairs_to_align({name: self.shapes[name] for name in self.trainable})
+        self.blocks = _blocks(model)
         self._noise_of_seed: dict[int, bool] = {}
         self._made: tuple[torch.dtype | None, Leaves] | None = None
         self.use(torch.float64)
@@ -332,7 +334,8 @@ class Prober:
                 """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
                 leaf, also = leaves[name], pairs.get(name, ()) if pairs else ()
                 grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense()
-                keys = dict.fromkeys([*self._pairs_to_align.get(name, ()), *also])
+                of_blocks = [(0, k) for k in range(1, min(leaf.ndim, 3))] if name in self.blocks else []
+                keys = dict.fromkeys([*self._pairs_to_align.get(name, ()), *of_blocks, *also])
                 tables[name] = _tabulate(grad, leaf.detach(), list(keys))
                 leaf.grad = None
 
@@ -399,6 +402,17 @@ class Prober:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _blocks(model: nn.Module) -> dict[str, int]:
+    """Blocks of dimension 0 that act apart from each other: groups of convolutions, and stacked matrices of experts."""
+    blocks = {}
+    for prefix, module in model.named_modules():
+        for name, p in module.named_parameters(prefix, recurse=False):
+            number = module.groups if isinstance(module, _ConvNd) else len(p) if p.ndim == 3 else 1
+            if number > 1 and p.ndim > 2 and p.shape[1] > 1:
+                blocks[name] = number
+    return blocks
 
 
 def _seed_generators(seed: int) -> None:
