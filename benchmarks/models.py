@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["resnet18", "vit"]
+__all__ = ["Attention", "resnet18", "vit"]
 
 
 class Block(nn.Module):
@@ -49,10 +49,14 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
+    def attend(self, x: Tensor) -> Tensor:
+        """Attention among the tokens."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
     def forward(self, x: Tensor) -> Tensor:
         """Two residual steps."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.attend(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 

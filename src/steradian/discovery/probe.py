@@ -25,6 +25,7 @@ from steradian.discovery.invariance import Key, Table, is_matrix
 from steradian.discovery.joint import pairs_to_align
 from steradian.discovery.sandbox import Leaves, as_dtype, floating, tensors_in
 from steradian.groups import parameters_of
+from steradian.names import bare
 
 Factors = Mapping[str, float | Tensor]
 
@@ -411,7 +412,7 @@ def _blocks(model: nn.Module) -> dict[str, int]:
         for name, p in module.named_parameters(prefix, recurse=False):
             number = module.groups if isinstance(module, _ConvNd) else len(p) if p.ndim == 3 else 1
             if number > 1 and p.ndim > 2 and p.shape[1] > 1:
-                blocks[name] = number
+                blocks[bare(name)] = number
     return blocks
 
 
