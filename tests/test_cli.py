@@ -29,7 +29,6 @@ COMMANDS = [
     "data",
     "data pack",
     "data check",
-    "bench",
 ]
 
 
@@ -234,8 +233,6 @@ def test_inspect_reports_why_an_import_failed(call, tmp_path, monkeypatch, name,
         ("write-up nothing.md --results .", "document must be a file"),
         ("write-up nothing.md --results nowhere", "results must be a folder"),
         ("data check cifar10 --root nowhere", "root must be a folder"),
-        ("bench nothing", "no benchmark 'nothing'"),
-        ("bench harness", "there are convolution, discovery, fleet, image, step"),
         ("inspect steradian.lab.models:small_cnn --input 99999999999999999999x1", "input must fit in memory"),
         ("inspect steradian.lab.models:small_cnn --input ²x3", "input must be a shape"),
         ("compare --methods Adam --data svhn --root nowhere", "root must be a folder"),
@@ -346,7 +343,6 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     again = call("reproduce", "tables", "--data", "digits", "--epochs", 1, "--seeds", 1, *chosen)
     assert "2 of 2 trainings were finished before" in again.out
     assert "| Adam |" in call("table", "vgg16-digits", "--markdown").out
-    assert "| Adam |" in call("table", "results/vgg16-digits.json", "--markdown", "--results", "nowhere").out
     assert call("figure", "vgg16-digits", "loss", "-o", "loss.svg").code == 0
     assert (tmp_path / "loss.svg").read_text().startswith("<?xml")
     stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)
@@ -381,7 +377,7 @@ def test_tracked_trainings_and_the_write_up(call, tmp_path):
     assert "Not run" not in (tmp_path / "docs.md").read_text()
     assert len(list((tmp_path / "pictures").glob("*.svg"))) == 2
     assert call("figure", "hypotheses-digits", "Phenomena", "-o", "p.html").code == 0
-    other = call("figure", "results/hypotheses-digits-tracks.parquet", "trajectories", "-o", "t.svg")
+    other = call("figure", "hypotheses-digits", "trajectories", "-o", "t.svg")
     assert other.err.endswith("has no trajectories to show; it has hypotheses, phenomena\n")
 
 

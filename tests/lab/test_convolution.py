@@ -116,25 +116,6 @@ def test_nan_is_passed_on(many_pixels):
     assert sums.isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("x", "weight", "options", "said"),
-    [
-        ((1, 16, 4, 4), (48, 16, 3, 3), {}, "weight must hold"),
-        ((1, 16, 4, 4), (16, 16, 5, 5), {}, "weight must hold"),
-        ((1, 8, 4, 4), (16, 16, 3, 3), {}, "x must hold 16 channels"),
-        ((1, 16, 5, 4), (16, 16, 3, 3), {"stride": 2}, "stride must be 1"),
-    ],
-)
-def test_wrong_shapes_are_refused(x, weight, options, said):
-    with pytest.raises(ValueError, match=said):
-        convolve(torch.zeros(x), torch.zeros(weight), **options)
-
-
-def test_a_gradient_to_odd_channels_is_refused():
-    with pytest.raises(ValueError, match="if x needs a gradient"):
-        convolve(torch.zeros(1, 8, 4, 4, requires_grad=True), torch.zeros(16, 8, 3, 3))
-
-
 def made(model, **options):
     """A network for images of 4 × 4; "small" is ResNet20 with one block in each stage."""
     if model == "small":

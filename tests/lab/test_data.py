@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from scipy.io import savemat
 
-from steradian.lab.data import DataSet, Images, Resident, epoch_plan, load, pack
-from steradian.lab.data.archives import read_archive
+from steradian.lab.data import DataSet, Images, Resident, load, pack
+from steradian.lab.data.sources import read_archive
 
 RANDOM = np.random.default_rng(0)
 
@@ -296,9 +296,9 @@ def test_chunks_cover_each_part_once():
 
 
 def test_plans_depend_on_seed_and_epoch_alone():
-    kind = {"images": 100, "batch": 10, "views": 4}
-    np.testing.assert_array_equal(epoch_plan(1, 2, **kind), epoch_plan(1, 2, **kind))
-    different = {epoch_plan(s, e, **kind).tobytes() for s in range(4) for e in range(4)}
+    one, other = (Resident(data(train=100, size=4)) for _ in range(2))
+    np.testing.assert_array_equal(one.plan(1, 2, 10) // one.views, other.plan(1, 2, 10) // one.views)
+    different = {one.plan(s, e, 10).tobytes() for s in range(4) for e in range(4)}
     assert len(different) == 16
 
 

@@ -338,23 +338,7 @@ def test_a_diverging_run_is_recorded_and_the_others_finish(tmp_path, data):
     assert len(found[calm.key].curves["train_loss"]) == 3
 
 
-def test_a_training_starts_from_kept_weights(tmp_path, data):
-    study = fleet(tmp_path, data, keep_weights=True)
-    study.run([CONFIG])
-    tuned = replace(CONFIG, method="SGD", lr=1e-3, epochs=1, milestones=(), start=CONFIG.key)
-    started = study._start(tuned).training
-    kept = torch.load(tmp_path / "work" / "weights" / f"{CONFIG.key}.pt", weights_only=True)
-    assert all(torch.equal(kept[name], tensor) for name, tensor in started.weights().items())
-    assert study.run([tuned])
-    with pytest.raises(ValueError, match="no weights of nobody"):
-        study.run([replace(tuned, start="nobody")])
-
-
-def test_wrong_arguments_are_refused(tmp_path, data):
-    with pytest.raises(ValueError, match="size must be at least 1"):
-        fleet(tmp_path, data, size=0).run([CONFIG])
-    with pytest.raises(ValueError, match="data must hold cifar10, got digits"):
-        fleet(tmp_path, data).run([replace(CONFIG, data="cifar10")])
+def test_the_state_of_another_training_is_refused(data):
     with pytest.raises(ValueError, match="belongs to another training"):
         Training(CONFIG, data).load(Training(replace(CONFIG, seed=1), data).state())
 

@@ -132,7 +132,7 @@ def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data
     with pytest.raises(ValueError, match="was started with other images of digits"):
         made.run([ONE])
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=rf"{path.name} cannot be read: .* remove it"):
+    with pytest.raises(ValueError, match=rf"{path.name} cannot be read, .* remove it"):
         made.run([ONE])
 
 
@@ -141,7 +141,7 @@ def test_an_error_names_the_damaged_checkpoint_without_unsafe_advice(tmp_path, d
     path = tmp_path / "work" / "checkpoints" / f"{ONE.key}.pt"
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{path} cannot be read: .*; remove it to train") as raised:
+    with pytest.raises(ValueError, match=rf"{path} cannot be read, .*; remove it to train") as raised:
         fleet(tmp_path, data).run([ONE])
     assert "weights_only" not in str(raised.value)
 
@@ -174,11 +174,6 @@ def test_recording_resumes_only_with_the_same_points_and_quantities(data):
     for change in ({"points": 2}, {"points": 12, "phenomena": True}):
         with pytest.raises(ValueError, match="started with other points or other quantities"):
             Tracked(configs, data, **change).load(state)
-
-
-def test_nan_seconds_are_refused(tmp_path, data):
-    with pytest.raises(ValueError, match="seconds must be at least 0, got nan"):
-        fleet(tmp_path, data).run([ONE], seconds=math.nan)
 
 
 def test_a_study_recorded_without_phenomena_is_refused_if_they_are_wanted(tmp_path, data, monkeypatch):

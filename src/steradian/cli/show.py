@@ -30,7 +30,6 @@ def table(
     """
     from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, markdown_table, rule_of
 
-    study, folder = _locate(study, folder)
     results = [result for result in _results(study, folder) if result.config.start is None]
     if not results:
         raise ValueError(f"{study} contains only fine-tuning, which has no table")
@@ -61,7 +60,6 @@ def figure(
     from steradian.lab.results import Tracks
 
     kind = match_name(kind, [*FIGURES, *TRACK_FIGURES]) or kind
-    study, folder = _locate(study, folder)
     if kind in FIGURES:
         drawn = FIGURES[kind](_results(study, folder))
     elif kind in TRACK_FIGURES:
@@ -151,14 +149,6 @@ def _print(console: Console, title: str, heads: Sequence[str], lines: Sequence[S
     for line in lines:
         table.add_row(*line)
     console.print(table)
-
-
-def _locate(study: str, folder: Path) -> tuple[str, Path]:
-    """Name and folder of a study, which may be given by the path of its file."""
-    for ending in ("-tracks.parquet", ".json"):
-        if study.endswith(ending) and Path(study).is_file():
-            return Path(study).name.removesuffix(ending), Path(study).parent
-    return study, folder
 
 
 def _results(study: str, folder: Path) -> "list[Result]":

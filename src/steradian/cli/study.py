@@ -1,11 +1,10 @@
-"""Commands that run trainings: compare, tune, reproduce and bench."""
+"""Commands that run trainings: compare, tune and reproduce."""
 
 import inspect
 import json
 import re
-import runpy
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,34 +26,29 @@ Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at on
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 Compile = Annotated[bool | None, typer.Option(help="Compile the networks; on a GPU by default.")]
-Methods = Annotated[list[str], typer.Option(help='e.g. "Adam w/o (ab)", or adam-wo-ab; once for each.')]
-Network = Annotated[str, typer.Option(help="ResNet20, ResNet18, VGG16, or a plugin's.")]
-Data = Annotated[str, typer.Option(help="digits, cifar10, cifar100, svhn, a plugin's, or a folder's name.")]
-Plugin = Annotated[list[Path] | None, typer.Option(help="A file that registers methods, networks or data.")]
-Values = Annotated[list[str] | None, typer.Option(help="METHOD=VALUE, once for each; the paper's by default.")]
-Grid = Annotated[list[str] | None, typer.Option(help="METHOD=VALUE, or METHOD=VALUE,VALUE,… to try these.")]
-Epochs = Annotated[int, typer.Option(min=1)]
-Seeds = Annotated[int, typer.Option(min=1, help="How many.")]
-Schedule = Annotated[str, typer.Option(help="cosine, linear, constant, steps, or a plugin's.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Epochs in which the rate rises.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", help="norm=wn, batch_size=64, precision=float32, …")]
 _TRACKED = ("hypotheses", "phenomena", "trajectories")
+_TUNE = """Try as many settings of every method on the validation set, then train the winners over new seeds.
+
+Example: steradian tune --methods SGD-M --methods Adam --points 2 --epochs 2"""
 
 
+@app.command("tune", help=_TUNE)
 @app.command()
 def compare(
-    methods: Methods,
-    network: Network = "ResNet20",
-    data: Data = "digits",
-    plugin: Plugin = None,
+    context: typer.Context,
+    methods: Annotated[list[str], typer.Option(help='e.g. "Adam w/o (ab)", or adam-wo-ab; once for each.')],
+    network: Annotated[str, typer.Option(help="ResNet20, ResNet18, VGG16, or a plugin's.")] = "ResNet20",
+    data: Annotated[str, typer.Option(help="digits, cifar10, cifar100, svhn, a plugin's, or a folder's.")] = "digits",
+    plugin: Annotated[list[Path] | None, typer.Option(help="A file that registers methods, networks or data.")] = None,
     root: Root = None,
-    epochs: Epochs = 60,
-    seeds: Seeds = 3,
-    lr: Values = None,
-    weight_decay: Values = None,
-    schedule: Schedule = "cosine",
-    warmup: Warmup = 0,
-    settings: Settings = None,
+    epochs: Annotated[int, typer.Option(min=1)] = 60,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
+    points: Annotated[int, typer.Option(min=1, help="tune: rates for each method, a factor √10 apart.")] = 6,
+    lr: Annotated[list[str] | None, typer.Option(help="METHOD=RATE; tune: or METHOD=RATE,RATE,…")] = None,
+    weight_decay: Annotated[list[str] | None, typer.Option(help="METHOD=λ; tune: or METHOD=λ,λ,…")] = None,
+    schedule: Annotated[str, typer.Option(help="cosine, linear, constant, steps, or a plugin's.")] = "cosine",
+    warmup: Annotated[int, typer.Option(min=0, help="Epochs in which the rate rises.")] = 0,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="norm=wn, batch_size=64, …")] = None,
     seconds: Seconds = None,
     size: Size = None,
     device: Device = None,
@@ -65,73 +59,35 @@ def compare(
 
     Example: steradian compare --methods SGD-M --methods Adam --epochs 3
     """
-    rates, decays = _by_method(lr), _by_method(weight_decay)
-    if wrong := [name for values in (rates, decays) for name, each in values.items() if len(each) > 1]:
-        raise ValueError(f"one value for each method, got several for {', '.join(wrong)}: steradian tune tries them")
-    kind = {"network": network, "data": data, "epochs": epochs, "seeds": seeds, "schedule": schedule, "warmup": warmup}
-    configs = _comparison(plugin, methods, rates, decays, settings, **kind)
-    made = _study(study or f"compare-{network}-{data}")
-    how: dict[str, Any] = {
-        "roots": _roots(configs, root),
-        "seconds": seconds,
-        "size": size,
-        "device": device,
-        "compiled": compile,
-    }
-    _run(partial(made.run, configs, **how), made.store.path, configs, page=True)
-
-
-@app.command()
-def tune(
-    methods: Methods,
-    network: Network = "ResNet20",
-    data: Data = "digits",
-    plugin: Plugin = None,
-    root: Root = None,
-    points: Annotated[int, typer.Option(min=1, help="Rates for each method, a factor √10 apart.")] = 6,
-    epochs: Epochs = 60,
-    seeds: Seeds = 3,
-    lr: Grid = None,
-    weight_decay: Grid = None,
-    schedule: Schedule = "cosine",
-    warmup: Warmup = 0,
-    settings: Settings = None,
-    seconds: Seconds = None,
-    size: Size = None,
-    device: Device = None,
-    compile: Compile = None,
-    study: Name = None,
-) -> None:
-    """Try the same number of settings for every method on the validation set, then train the winners over new seeds.
-
-    Example: steradian tune --methods SGD-M --methods Adam --points 2 --epochs 2
-    """
-    from dataclasses import replace
-
-    from steradian.lab.recipes import by_method, tuning
+    from steradian.lab.recipes import by_method, comparison, tuning
+    from steradian.lab.registry import load_plugin
     from steradian.lab.tables import search
 
-    rates, decays = _by_method(lr), _by_method(weight_decay)
-    kind = {"network": network, "data": data, "epochs": epochs, "seeds": 1, "schedule": schedule, "warmup": warmup}
-    centres = _comparison(plugin, methods, rates, decays, settings, **kind)
-    several = {name: values for name, values in by_method("lr", rates).items() if len(values) > 1}
-    tried = tuning(centres, points=points, rates=several, decays=by_method("weight_decay", decays))
-    name = study or f"tune-{network}-{data}"
-    how: dict[str, Any] = {
-        "roots": _roots(tried, root),
-        "seconds": seconds,
-        "size": size,
-        "device": device,
-        "compiled": compile,
-    }
-    made = _study(f"{name}-grid")
-    if not _run(partial(made.run, tried, **how), made.store.path, tried):
-        return
-    keys = {config.key for config in tried}
-    best = search(result for result in made.store.results() if result.config.key in keys)
-    winners = [replace(each.config, seed=seed) for seed in range(1, seeds + 1) for each in best if each.runs]
+    for path in plugin or ():
+        load_plugin(path)
+    rates, decays = by_method("lr", _numbers(lr)), by_method("weight_decay", _numbers(weight_decay))
+    several = {method for values in (rates, decays) for method, each in values.items() if len(each) > 1}
+    tunes = context.info_name == "tune"
+    if several and not tunes:
+        raise ValueError(f"one value for each method, got several for {', '.join(several)}: steradian tune tries them")
+    kind: dict[str, Any] = {"network": network, "data": data, "epochs": epochs, "schedule": schedule, "warmup": warmup}
+    for text in settings or ():
+        field, _, value = text.partition("=")
+        kind[field] = json.loads(value) if re.match(r"[\d\[.-]", value) else value
+    kind |= {"lr": {m: each[0] for m, each in rates.items()}, "weight_decay": {m: v[0] for m, v in decays.items()}}
+    configs = comparison(methods=methods, seeds=1 if tunes else seeds, **kind)
+    name = study or f"{context.info_name}-{network}-{data}"
+    roots = _roots(configs, root)
+    how: dict[str, Any] = {"roots": roots, "seconds": seconds, "size": size, "device": device, "compiled": compile}
+    if tunes:
+        tried = tuning(configs, points=points, rates={m: v for m, v in rates.items() if len(v) > 1}, decays=decays)
+        made, keys = _study(f"{name}-grid"), {config.key for config in tried}
+        if not _run(partial(made.run, tried, **how), made.store.path, tried):
+            return
+        best = search(result for result in made.store.results() if result.config.key in keys)
+        configs = [replace(each.config, seed=seed) for seed in range(1, seeds + 1) for each in best if each.runs]
     made = _study(name)
-    _run(partial(made.run, winners, **how), made.store.path, winners, page=True)
+    _run(partial(made.run, configs, **how), made.store.path, configs, page=True)
 
 
 @app.command()
@@ -181,9 +137,8 @@ def reproduce(
     options |= {"lr": lr, "weight_decay": weight_decay, "beta2": beta2, "settings": settings, "built_as": built_as}
     given = {name: value for name, value in options.items() if value}
     known = list(inspect.signature(RECIPES[recipe]).parameters)
-    recorded = {"points": points, "tuning": tuning} if recipe in _TRACKED else {}
-    ignored = {"points": points, "tuning": tuning, "phenomena": phenomena} if recipe not in _TRACKED else {}
-    if wrong := [*(given.keys() - known), *(name for name, value in ignored.items() if value)]:
+    recorded: dict[str, Any] = {name: value for name, value in (("points", points), ("tuning", tuning)) if value}
+    if wrong := [*(given.keys() - known), *(recorded if recipe not in _TRACKED else ())]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ValueError(f"{recipe} has no option {names}; it has {', '.join(known)}")
     configs = RECIPES[recipe](**given)
@@ -199,59 +154,16 @@ def reproduce(
     if recipe not in _TRACKED:
         _run(partial(made.run, configs, **how), made.store.path, configs)
         return
-    how |= {name: value for name, value in recorded.items() if value}
     if recipe == "trajectories":
-        work = partial(trajectory_study, configs, made, **how)
+        work = partial(trajectory_study, configs, made, **how, **recorded)
     else:
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
         chosen = measured if phenomena or recipe == "phenomena" else set()
-        work = partial(track_study, configs, made, phenomena=chosen, **how)
+        work = partial(track_study, configs, made, phenomena=chosen, **how, **recorded)
     _run(work, made.tracks.path)
 
 
-@app.command(  # -h belongs to the benchmark
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
-)
-def bench(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help="A file of benchmarks/: step, image, discovery, fleet, watch, …")],
-) -> None:
-    """Run a benchmark of the source tree; arguments after its name are passed to it.
-
-    Example: steradian bench fleet --models ResNet20 --sizes 1 8
-    """
-    folder = Path(__file__).resolve().parents[3] / "benchmarks"
-    # The folder also has modules that benchmarks share.
-    there = {path.stem: path for path in sorted(folder.glob("*.py")) if '__name__ == "__main__"' in path.read_text()}
-    if name not in there:
-        raise ValueError(f"no benchmark {name!r} in {folder}; there are {', '.join(there) or 'none'}")
-    sys.argv = [str(there[name]), *context.args]
-    sys.path.insert(0, str(folder))
-    runpy.run_path(str(there[name]), run_name="__main__")
-
-
-def _comparison(
-    plugins: list[Path] | None,
-    methods: list[str],
-    rates: dict[str, list[float]],
-    decays: dict[str, list[float]],
-    settings: list[str] | None,
-    **kind: Any,
-) -> "list[Config]":
-    """The trainings of a comparison, with the first of the values of each method."""
-    from steradian.lab.recipes import comparison
-    from steradian.lab.registry import load_plugin
-
-    for path in plugins or ():
-        load_plugin(path)
-    for text in settings or ():
-        name, _, value = text.partition("=")
-        kind[name] = json.loads(value) if re.match(r"[\d\[.-]", value) else value
-    firsts = [{name: values[0] for name, values in each.items()} for each in (rates, decays)]
-    return comparison(methods=methods, lr=firsts[0], weight_decay=firsts[1], **kind)
-
-
-def _by_method(values: list[str] | None) -> dict[str, list[float]]:
+def _numbers(values: list[str] | None) -> dict[str, list[float]]:
     """The numbers of METHOD=NUMBER,… by method."""
     found = {}
     for text in values or ():

@@ -27,7 +27,7 @@ from steradian.lab.fleet import Progress, prepare_device, read_state
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import environment
 from steradian.lab.study import Study, pick_device
-from steradian.lab.training import Training
+from steradian.lab.training import Training, copied
 from steradian.phenomena import Memory
 from steradian.scheme import read_step
 from steradian.watching.records import COLUMNS, STATISTICS
@@ -101,16 +101,12 @@ class Tracked(Training):
     """A training that records some of its steps; `Fleet` runs it like any other.
 
     Args:
-        config: what to train.
+        config: what to train; this, `data` and **how as for `Training`.
         data: its data.
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.
         deliver: called with this training when it is finished.
-        **how: `execution` and `weights`, as for `Training`.
-
-    Raises:
-        ValueError: phenomena of a method that transports its momentum with the rows, which neutralizes them.
     """
 
     def __init__(
@@ -238,7 +234,7 @@ class Tracked(Training):
 
     def _snapshot(self) -> Callable[[], None]:
         restore, memory = super()._snapshot(), self.memory
-        kept = {} if memory is None else _copied(memory)
+        kept = {} if memory is None else copied(memory.state())
 
         def restore_all() -> None:
             restore()
@@ -250,7 +246,7 @@ class Tracked(Training):
     def state(self) -> dict[str, Any]:
         """The training's state and the recorded values."""
         values = torch.from_numpy(np.stack(self._values)) if self._values else torch.zeros(0)
-        memory = None if self.memory is None else _copied(self.memory, "cpu")
+        memory = None if self.memory is None else copied(self.memory.state(), device="cpu")
         return {**super().state(), "recorded": {"steps": list(self._recorded), "values": values, "memory": memory}}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -264,10 +260,6 @@ class Tracked(Training):
         if self.memory is not None:
             with self.queue.here():
                 self.memory.load({name: tensor.to(self.data.device) for name, tensor in memory.items()})
-
-
-def _copied(memory: Memory, device: str | None = None) -> dict[str, Tensor]:
-    return {name: tensor.to(device or tensor.device, copy=True) for name, tensor in memory.state().items()}
 
 
 def track_study(
@@ -289,10 +281,7 @@ def track_study(
         phenomena: methods in whose trainings (a), (b1), (b2) and (c) are measured too.
         points: steps to record in each.
         device: where.
-        **options: of `Study.run`: roots, size, seconds, compiled, progress.
-
-    Returns:
-        Whether everything is finished.
+        **options: of `Study.run`, which returns whether everything is finished.
     """
     where, tracks = pick_device(device), study.tracks
     recorded = set(tracks.about())
@@ -439,10 +428,7 @@ def trajectory_study(
         device: where.
         seconds: stop when this time is over.
         progress: callbacks for the progress.
-        **options: of `Study.run`, for the networks that are trained first: size, compiled.
-
-    Returns:
-        Whether everything is finished.
+        **options: of `Study.run`, which returns whether everything is finished.
     """
     where, began, progress, roots = pick_device(device), time.monotonic(), progress or Progress(), roots or {}
     schemes = {start: trajectories([start], epochs=tuning) for start in starts}

@@ -87,7 +87,7 @@ class Fleet:
         size: how many trainings are in flight.
         execution: how they are run.
         every: seconds between checkpoints of a training, which are written when an epoch ends.
-        keep_weights: keep the weights of finished trainings; others can start from them.
+        keep_weights: keep the weights of finished trainings.
         progress: callbacks for the progress.
         make: makes a training; a subclass of `Training` may record more of it than its curves.
         clock: seconds, for tests.
@@ -118,11 +118,6 @@ class Fleet:
         Returns:
             Whether everything is finished.
         """
-        self.work = Path(self.work)
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
-        if seconds is not None and not seconds >= 0:
-            raise ValueError(f"seconds must be at least 0, got {seconds}")
         wanted = list(dict.fromkeys(configs))
         done = self.store.keys()
         waiting = [config for config in wanted if config.key not in done]
@@ -215,22 +210,18 @@ class Fleet:
         return self._deadline is not None and self.clock() + 1.2 * epoch >= self._deadline
 
     def _start(self, config: Config) -> "_Flight":
-        weights = None if config.start is None else read_state(self._weights_path(config.start))
-        training = self.make(config, self.data[config.data], execution=self.execution, weights=weights)
+        training = self.make(config, self.data[config.data], execution=self.execution)
         flight = _Flight(training, began=self.clock(), saved=self.clock())
         path = self._checkpoint_path(config)
         remove_parts(path)  # of a process that was killed while it wrote
         remove_parts(self._weights_path(config.key))
         if path.exists():
-            self._load(flight, path)
+            state, data = read_state(path), training.data
+            if state.get("data", data.fingerprint) != data.fingerprint:
+                raise ValueError(f"{path} was started with other images of {data.name} than these; remove it")
+            training.load(state["training"])
+            flight.seconds = state["seconds"]
         return flight
-
-    def _load(self, flight: "_Flight", path: Path) -> None:
-        training, state = flight.training, read_state(path)
-        if state.get("data", training.data.fingerprint) != training.data.fingerprint:
-            raise ValueError(f"{path} was started with other images of {training.data.name} than these; remove it")
-        training.load(state["training"])
-        flight.seconds = float(state["seconds"])
 
     def _finish(self, flight: "_Flight") -> None:
         training = flight.training
@@ -255,9 +246,6 @@ class Fleet:
     # Files
 
     def _check(self, configs: Sequence[Config]) -> None:
-        missing = {config.data for config in configs} - set(self.data)
-        if missing:
-            raise ValueError(f"data must hold {', '.join(sorted(missing))}, got {', '.join(self.data) or 'nothing'}")
         for config in configs:
             for what, known in (("model", NETWORKS), ("method", METHODS), ("schedule", SCHEDULES)):
                 if (name := getattr(config, what)) not in known:
@@ -268,9 +256,6 @@ class Fleet:
                 raise ValueError(
                     f"batch_size must be at most the {count} training images of {config.data}, got {config.batch_size}"
                 )
-        for start in {config.start for config in configs if config.start is not None}:
-            if not self._weights_path(start).exists():
-                raise ValueError(f"no weights of {start} under {self.work}: train it first, with keep_weights=True")
 
     def _checkpoint_path(self, config: Config) -> Path:
         return self.work / "checkpoints" / f"{config.key}.pt"
@@ -281,25 +266,15 @@ class Fleet:
 
 @dataclass
 class _Flight:
-    """A training in flight.
-
-    Attributes:
-        training: the training.
-        began: when its epoch began.
-        saved: when its last checkpoint was written.
-        seconds: its share of the device's time.
-        evaluating: the end of the epoch is in the queue.
-        held: it waits at the end of an epoch, since the time is over.
-        pace: seconds of its shortest epoch; 0 after the first, which includes compiling and capturing.
-    """
+    """A training in flight."""
 
     training: Training
-    began: float
-    saved: float
-    seconds: float = 0.0
-    evaluating: bool = False
-    held: bool = False
-    pace: float | None = None
+    began: float  # its epoch
+    saved: float  # its last checkpoint
+    seconds: float = 0.0  # its share of the device's time
+    evaluating: bool = False  # the end of the epoch is in the queue
+    held: bool = False  # it waits at the end of an epoch, since the time is over
+    pace: float | None = None  # seconds of its shortest epoch; 0 after the first, which includes compiling
 
     def update_pace(self, now: float) -> float:
         """The pace, after an epoch that ends now."""
@@ -309,16 +284,14 @@ class _Flight:
 
 @contextmanager
 def _first_interruption(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop`, which is to end the work in good order, on the first interruption in this context.
+    """Call `stop`, which is to end the work in good order, on the first Ctrl-C, SIGTERM or SIGHUP in this context.
 
-    Interruptions are Ctrl-C, SIGTERM (sent by a cluster's scheduler before it kills) and SIGHUP (the terminal is
-    closed). The next one has its usual effect. A signal that is ignored, as under nohup, stays ignored, and outside of
-    the main thread nothing changes.
+    The next one has its usual effect. Ignored signals, as under nohup, stay ignored.
     """
-    main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    before = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if threading.current_thread() is not threading.main_thread():  # no other thread may handle signals
+        numbers = []
+    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -337,18 +310,11 @@ def _first_interruption(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def read_state(path: Path) -> Any:
-    """Load a file of tensors and plain containers, without running code from it.
-
-    Raises:
-        ValueError: it is damaged, or holds something else.
-    """
+    """Load a file of tensors and plain containers, without running code from it."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # its own message may suggest to allow the code in the file
-        raise ValueError(
-            f"{path} cannot be read: it is damaged, or contains more than tensors and plain containers; remove it to "
-            "train this one from its start"
-        ) from error
+        raise ValueError(f"{path} cannot be read, it may be damaged; remove it to train from the start") from error
 
 
 def _write(path: Path, content: Any) -> None:

@@ -159,15 +159,8 @@ def grid(
 ) -> list[Config]:
     """The grid search of App. D.3: learning rate × weight decay × β2, for each method and column.
 
-    Args:
-        data: the data set.
-        columns: networks, or network and data; None: all.
-        methods: None: all.
-        epochs: of each training; milestones scale.
-        seeds: number of seeds.
-        lr: rates η; None: the paper's four.
-        weight_decay: λ; None: the paper's eight.
-        beta2: β2, for all methods but SGD-M; None: the paper's three.
+    By default the paper's four rates, eight λ and, for all methods but SGD-M, three β2; the rest as for
+    `accuracy_tables`.
     """
     taken, made = match_names("methods", methods, TABLE_METHODS), []
     for seed, column, method in product(range(seeds), columns_of(data, columns), taken):

@@ -244,9 +244,6 @@ class Tracks:
                 joined.replace_schema_metadata({_ABOUT: json.dumps(runs, ensure_ascii=False).encode()}),
                 buffer,
                 compression="zstd",
-                compression_level=9,
-                use_dictionary=[name for name in COLUMNS if name != "value"],
-                use_byte_stream_split=["value"],
             )
             write_atomically(self.path, buffer.getvalue())
 

@@ -30,7 +30,7 @@ from steradian.lab.registry import METHODS
 from steradian.lab.results import CURVES, PARTS, has_diverged
 from steradian.optim import RowOptimizer
 
-__all__ = ["Execution", "Queue", "Training"]
+__all__ = ["Execution", "Queue", "Training", "copied"]
 
 _CHUNK = 500  # images that are evaluated at once
 _LANES = 8  # input channels that a GPU's matrix units take at once
@@ -362,32 +362,36 @@ class Training:
 
     def _replays_differ(self, restore: Callable[[], None], at: Tensor) -> str:
         """Why the steps of an unknown optimizer must not be replayed, "" if they may: three steps both ways."""
-        before = [param.detach().clone() for param in self.model.parameters()]
-        ends = []
+        weights = [torch.cat([param.detach().flatten() for param in self.model.parameters()])]
+        reason, gpu, steps = "", self.data.device.type == "cuda", min(3, self.steps - int(at))
         for replayed in (False, True):
             step: Callable[[], None] = self._step
-            for number in range(min(3, self.steps - int(at))):
-                if replayed and number == 1:
-                    try:
+            try:
+                if gpu and not replayed:  # what waits for the device cannot be captured
+                    torch.cuda.set_sync_debug_mode("error")
+                for number in range(steps):
+                    if replayed and number == 1:
                         step = self.queue.capture(self._step)
-                    except Exception as error:
-                        torch.cuda.synchronize(self.data.device)
-                        restore()
-                        self._at.copy_(at)
-                        return str(error).splitlines()[0]
-                step()
-            ends.append([param.detach().clone() for param in self.model.parameters()])
+                    step()
+            except Exception as error:
+                reason = str(error.__context__ or error).splitlines()[0]
+            finally:
+                if gpu:
+                    torch.cuda.set_sync_debug_mode("default")
+            weights.append(torch.cat([param.detach().flatten() for param in self.model.parameters()]))
             restore()
             self._at.copy_(at)
-        moved = math.hypot(*(float((a - b).norm()) for a, b in zip(ends[0], before, strict=True)))
-        apart = math.hypot(*(float((a - b).norm()) for a, b in zip(ends[0], ends[1], strict=True)))
+            if reason:
+                return reason
+        before, plain, replays = weights
         # Numbers that the optimizer computes on the host, such as a bias correction, are frozen in a graph.
-        return "" if apart <= _ALIKE * moved else "replayed steps differ from plain ones"
+        alike = (plain - replays).norm() <= _ALIKE * (plain - before).norm()
+        return "" if alike else "replayed steps differ from plain ones"
 
     def _snapshot(self) -> Callable[[], None]:
         """Copy what a step changes, except the counter of batches; returns a function that restores it in place."""
         model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        states = [_copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
+        states = [copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
         totals = self._totals.clone()
 
         def restore() -> None:
@@ -417,14 +421,14 @@ class Training:
         return {
             "config": self.config.to_dict(),
             "epoch": self.epoch,
-            "curves": _copied(self.curves),
+            "curves": copied(self.curves),
             "model": self.weights(),
-            "optimizers": [_copied(optimizer.state_dict()["state"], device="cpu") for optimizer in self.optimizers],
+            "optimizers": [copied(optimizer.state_dict()["state"], device="cpu") for optimizer in self.optimizers],
         }
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, on the CPU."""
-        return _copied(self.model.state_dict(), device="cpu")
+        return copied(self.model.state_dict(), device="cpu")
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a state, before the first step."""
@@ -433,14 +437,14 @@ class Training:
         with self.queue.here():
             _fill(self.model, state["model"])
             self._load_states(state["optimizers"])
-        self.epoch, self.curves = state["epoch"], _copied(state["curves"])
+        self.epoch, self.curves = state["epoch"], copied(state["curves"])
         self._begun = False
 
     def _load_states(self, states: list[Mapping[Any, Any]]) -> None:
         """Load the states of the optimizers, without their settings, in the memory format of the parameters."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": _copied(state), "param_groups": groups})
+            optimizer.load_state_dict({"state": copied(state), "param_groups": groups})
             for param, values in optimizer.state.items():
                 for name, value in values.items():
                     # Fused steps read parameter and state in one order.
@@ -448,10 +452,10 @@ class Training:
                         values[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
-def _copied(state: Any, *, device: str | None = None) -> Any:
+def copied(state: Any, *, device: str | None = None) -> Any:
     """A nested state that shares no memory with the original."""
     if isinstance(state, Mapping):
-        return {key: _copied(value, device=device) for key, value in state.items()}
+        return {key: copied(value, device=device) for key, value in state.items()}
     if isinstance(state, list):
         return list(state)
     return state.detach().to(device or state.device, copy=True) if isinstance(state, Tensor) else state

@@ -1,8 +1,13 @@
-"""The packed form: lossless WebP mosaics, labels as .npy, and a meta.json with SHA-256 of every file."""
+"""A data set as plain arrays, and its packed form.
+
+Packed are lossless WebP mosaics, labels as .npy, and a meta.json with SHA-256 of every file.
+"""
 
 import hashlib
 import io
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +15,67 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steradian.files import write_atomically
-from steradian.lab.data.images import DataSet, Images
 
-__all__ = ["pack", "read_packed"]
+__all__ = ["DataSet", "Images", "pack", "read_packed"]
 
 _SIDE = 100  # tiles along a mosaic
 _LARGEST = 16_383  # pixels along a WebP image
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Square images (N, S, S, C) as uint8, C = 1 or 3, and labels (N,)."""
+
+    pixels: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        shape = self.pixels.shape
+        square = len(shape) == 4 and shape[1] == shape[2] > 0 and shape[3] in (1, 3)
+        if self.pixels.dtype != np.uint8 or not square:
+            raise ValueError(f"pixels must be uint8 (N, S, S, 1 or 3), got {self.pixels.dtype} {shape}")
+        if self.labels.shape != shape[:1] or self.labels.dtype.kind not in "ui":
+            found = f"{self.labels.dtype} {self.labels.shape}"
+            raise ValueError(f"labels must be a whole number for each of {shape[0]} images, got {found}")
+
+    @property
+    def size(self) -> int:
+        """Height and width."""
+        return self.pixels.shape[1]
+
+    @property
+    def channels(self) -> int:
+        """1 for grey, 3 for colour."""
+        return self.pixels.shape[3]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class DataSet:
+    """Training and test images of one data set, in the source's order, and the names of its classes."""
+
+    name: str
+    train: Images
+    test: Images
+    classes: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for split in (self.train, self.test):
+            if len(split) and not 0 <= int(split.labels.min()) <= int(split.labels.max()) < len(self.classes):
+                raise ValueError(f"labels of {self.name} must lie in [0, {len(self.classes)})")
+        if (self.train.size, self.train.channels) != (self.test.size, self.test.channels):
+            raise ValueError(f"training and test images of {self.name} have different shapes")
+
+    def fingerprint(self) -> str:
+        """A hash of pixels, labels and the number of classes, as sixteen hexadecimal digits."""
+        digest = hashlib.blake2b(f"{len(self.classes)}".encode(), digest_size=8)
+        for split in (self.train, self.test):
+            digest.update(f"{split.pixels.shape}".encode())
+            digest.update(np.ascontiguousarray(split.pixels).data)
+            digest.update(np.ascontiguousarray(split.labels, dtype="<i8").data)
+        return digest.hexdigest()
 
 
 def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) -> None:

@@ -36,19 +36,11 @@ def convolve(x: Tensor, weight: Tensor, *, stride: int = 1, sums: bool = True) -
 
     Args:
         x: (batch, channels, height, width); products are taken in its dtype.
-        weight: (filters, channels, 3, 3).
+        weight: (filters, channels, 3, 3), with one of `FILTERS`; of channels, too, if x needs a gradient.
         stride: 1, or 2 if height and width are even.
         sums: add up y and y².
     """
-    filters, channels = weight.shape[:2]
-    if filters not in FILTERS or weight.shape[2:] != (3, 3):
-        raise ValueError(f"weight must hold {FILTERS} filters of 3 × 3, got {tuple(weight.shape)}")
-    if x.shape[1] != channels:
-        raise ValueError(f"x must hold {channels} channels, got {tuple(x.shape)}")
-    if x.requires_grad and channels not in FILTERS:
-        raise ValueError(f"channels must be one of {FILTERS} if x needs a gradient, got {channels}")
-    if stride not in (1, 2) or (stride == 2 and (x.shape[2] % 2 or x.shape[3] % 2)):
-        raise ValueError(f"stride must be 1, or 2 if height and width are even, got {stride} of {tuple(x.shape)}")
+    assert len(weight) in FILTERS, "the plans are for these"
     last = torch.channels_last
     x, weight = x.contiguous(memory_format=last), weight.contiguous(memory_format=last)
     return Convolved(*_Convolution.apply(x, weight, stride, sums))
