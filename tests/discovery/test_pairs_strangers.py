@@ -1127,12 +1127,18 @@ def test_the_label_is_true_and_complete(label: Case):
 
 
 def slices(indices: Tensor, spec: Any) -> Tensor:
-    """The indices of each slice, (n, size). A fold cuts (g0, d0, g1, d1) entries of a dimension by both g."""
+    """The indices of each slice, (n, size). A fold cuts (g0, d0, g1, d1) entries of a dimension by both g.
+
+    A further number says into how many blocks dimension 0 is cut before.
+    """
     if not (isinstance(spec, tuple) and spec[0] == "fold"):
         return Layout(spec).rows(indices)
-    _, dim, start, *fold = spec
-    inside = indices.movedim(dim, 0)[start : start + math.prod(fold)]
-    return inside.reshape(*fold, -1).movedim(2, 1).reshape(fold[0] * fold[2], -1)
+    _, dim, start, g0, d0, g1, d1, *more = spec
+    cut = []
+    for block in indices.chunk(more[0]) if more else [indices]:
+        inside = block.movedim(dim, 0)[start : start + g0 * d0 * g1 * d1]
+        cut.append(inside.reshape(g0, d0, g1, d1, -1).movedim(2, 1).reshape(g0 * g1, -1))
+    return torch.cat(cut)
 
 
 def claimed_family(claim: Any, model: nn.Module) -> Family:
