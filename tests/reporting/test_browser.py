@@ -3,9 +3,9 @@
 from functools import partial
 from itertools import pairwise
 
-import browser as chromium
 import pytest
 import simulate
+from browser import Visits, see, see_all
 
 from steradian.reporting.page import report
 from steradian.reporting.sections import SECTIONS
@@ -14,21 +14,6 @@ from steradian.watching.sinks import RunFiles
 
 LAYERS = {"conv1.weight": (8, 9), "layer1.conv.weight": (8, 18), "layer2.0.downsample.conv.weight": (12, 18)}
 STEPS = 80
-STILL = """new Promise((done) => {
-  const before = scrollY;
-  setTimeout(() => done(before > 500 && before === scrollY), 200);
-})"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason=f"no page was opened in a browser: {chromium.HINT}")
-    if chromium.find() is None:
-        pytest.skip(f"no page was opened in a browser, for there is none: {chromium.HINT}")
-    with sync_api.sync_playwright() as playwright:
-        opened = chromium.launch(playwright)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -42,39 +27,6 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page_file(runs, tmp_path_factory):
     return report(runs, tmp_path_factory.mktemp("page") / "page.html", title="Three runs")
-
-
-class Visits:
-    """Opened pages, and what went wrong in them."""
-
-    def __init__(self, browser):
-        self.browser, self.contexts, self.complaints, self.asked = browser, [], [], []
-
-    def __call__(self, file, **options):
-        self.contexts.append(self.browser.new_context(**options))
-        self.contexts[-1].set_offline(True)
-        tab = self.contexts[-1].new_page()
-        tab.on("console", lambda message: self.complaints.append(message.text) if message.type != "log" else None)
-        tab.on("pageerror", lambda error: self.complaints.append(str(error)))
-        tab.on("request", lambda request: self.asked.append(request.url))
-        tab.goto(file.as_uri())
-        return tab
-
-    def check(self):
-        assert self.complaints == []
-        assert all(url.startswith(("file:", "data:")) for url in self.asked)
-
-    def close(self):
-        for context in self.contexts:
-            context.close()
-
-
-@pytest.fixture
-def visit(browser):
-    visits = Visits(browser)
-    yield visits
-    visits.close()
-    visits.check()
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +43,6 @@ def tab(kept_open):
     tab.select_option("#layer", "")
     yield tab
     visits.check()
-
-
-def see(tab, figure):
-    """Unfold a figure and scroll to it, wait until it is drawn."""
-    tab.eval_on_selector(f"#{figure}", "(e) => { const fold = e.closest('details'); if (fold) fold.open = true; }")
-    tab.locator(f"#{figure}").scroll_into_view_if_needed()
-    tab.wait_for_selector(f"#{figure}[data-drawn]")
 
 
 def lines(tab, figure):
@@ -125,13 +70,6 @@ def recorded(folder, quantity, group, statistic):
     table = read_run(folder).table
     chosen = (table["quantity"] == quantity) & (table["group"] == group) & (table["statistic"] == statistic)
     return table[chosen].sort_values("step")["value"].tolist()
-
-
-def see_all(tab):
-    """Scroll to every figure that the page has."""
-    for figure in (figure.id for section in SECTIONS for figure in section.figures):
-        if tab.locator(f"figure#{figure}").count():
-            see(tab, figure)
 
 
 def test_every_figure_is_drawn_and_none_is_too_wide_for_a_window_that_became_narrow(visit, page_file):
@@ -410,7 +348,7 @@ def test_many_runs_leave_room_for_figures(visit, tmp_path):
         tab = visit(file, viewport={"width": width, "height": height})
         assert tab.inner_text("h1").endswith("a run with number 4 and 25 more")
         tab.evaluate("location.hash = 'rates'")
-        tab.wait_for_function(STILL)
+        tab.wait_for_function("scrollY > 500")
         bar, heading = (tab.locator(where).bounding_box() for where in (".bar", "#rates h2"))
         assert bar["height"] < height / 4
         assert heading["y"] >= bar["y"] + bar["height"]

@@ -226,9 +226,10 @@ def shown_sections(runs: Sequence[PageRun]) -> list[Section]:
         )
         if figures:
             found.append(replace(section, figures=figures))
-    if any("invariant" in run.labels.values() for run in runs):  # the effective rate says more
-        less = ("update", "radial-share")
-        found = [replace(each, figures=tuple(f for f in each.figures if f.id not in less)) for each in found]
+    # The figure of the effective rate shows the schedule, too, and for invariant rows it says more than the update.
+    less = ["schedule"] if any("effective_lr" in run.recorded for run in runs) else []
+    less += ["update", "radial-share"] if any("invariant" in run.labels.values() for run in runs) else []
+    found = [replace(each, figures=tuple(f for f in each.figures if f.id not in less)) for each in found]
     order = ["run", "heat"] if blocks else []
     return sorted(found, key=lambda section: order.index(section.id) if section.id in order else len(order))
 

@@ -7,12 +7,13 @@ function shading(quantity, values, layout) {
     if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); if (value > 0) least = Math.min(least, value); }
   if (low > high) return null;
   const log = low >= 0 && high > 0, bottom = log ? Math.max(Math.log10(least), Math.log10(high) - 8) : low;
-  const top = log ? Math.log10(high) : high, ticks = log ? decades(bottom, top) : undefined;
+  const top = log ? Math.log10(high) : high, long = Math.min(300, layout.height - 60), found = log ? decades(bottom, top) : [];
+  const every = Math.ceil((20 * found.length) / long), ticks = found.filter((_, k) => k % every === 0);
   const trace = {
     type: "heatmap", colorscale: VIRIDIS.map((colour, k) => [k / (VIRIDIS.length - 1), colour]), zmin: bottom, zmax: top === bottom ? top + 1 : top, hoverongaps: false,
     colorbar: { title: { text: plain(symbolOf(quantity) || titleOf(quantity)), side: "top", font: { size: 12.5 } }, thickness: 12, outlinewidth: 0, x: 1.01, xpad: 4,
-                lenmode: "pixels", len: Math.min(300, layout.height - 60), y: 1, yanchor: "top", tickfont: { size: 11.5 },
-                ...(ticks ? { tickvals: ticks, ticktext: ticks.map((tick) => short(10 ** tick)) } : {}) },
+                lenmode: "pixels", len: long, y: 1, yanchor: "top", tickfont: { size: 11.5 },
+                ...(log ? { tickvals: ticks, ticktext: ticks.map((tick) => short(10 ** tick)) } : {}) },
   };
   const shown = (value) => (log ? value > 0 : Number.isFinite(value));
   return { trace, shown, shade: (value) => (!shown(value) ? null : log ? Math.log10(value) : value) };

@@ -56,8 +56,9 @@ function drawLines(figure, { quantity, statistic = "band", scale = "", bound } =
       traces.push(curve(steps, nominal, { panel, colour: overlay ? colour : css("--ink"), log, name: "nominal rate", extra: data.runs[run].name, dash: "dash", width: 1, shape: steady ? "hv" : "linear", raw: true }));
     }
   }
+  const label = rate || quantity === "lr";
   for (const run of runs)
-    markDrops(layout, run, overlay ? 0 : runs.indexOf(run), { colour: overlay ? runColour(run) : css("--soft"), label: rate && (!overlay || run === runs[0]) });
+    markDrops(layout, run, overlay ? 0 : runs.indexOf(run), { colour: overlay ? runColour(run) : css("--soft"), label: label && (!overlay || run === runs[0]) });
   if (bound) panels.forEach((_, i) => markBound(layout, i, bound.value, i ? "" : bound.name, log));
   const keys = overlay ? runKeys(runs) : layerKeys();
   if (statistic === "band" && few) keys.push({ text: "10th to 90th percentile of rows", colour: css("--soft"), kind: "band" });

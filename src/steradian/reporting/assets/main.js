@@ -213,13 +213,13 @@ if (live) {
     every("button", toggles).forEach((button, i) => button.setAttribute("aria-pressed", String(state.runs[i])));
     smoothing.value = state.smoothing = kept.smoothing;
     chooseLayer(["*", ...data.groups].includes(kept.layer) ? kept.layer : "");
-    scrollTo({ top: kept.y, behavior: "instant" });
+    scrollTo(0, kept.y);
   }
 }
 
 redrawAll();
 const wanted = location.hash && document.querySelector(location.hash);
-if (wanted && !live) { reveal(wanted); wanted.scrollIntoView({ behavior: "instant" }); }
+if (wanted && !live) { reveal(wanted); wanted.scrollIntoView(); }
 figures.forEach((figure) => sight.observe(figure));
 const code = document.createElement("script");
 code.textContent = new TextDecoder().decode(await plotly);
