@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from steradian.watching.alerts import Alerts
 from steradian.watching.buffer import Buffer, evenly
@@ -35,7 +35,7 @@ _Part = tuple[tuple[str, ...], Tensor, Tensor, dict[str, Tensor], Tensor]
 logger = logging.getLogger("steradian")
 _GRAD = attrgetter("grad")
 _STEPS, _NUMBERS = 64, 2**22
-"""Reduced steps, or numbers of them, that are copied to the host together."""
+"""Reduced steps, or numbers of groups whose rows are recorded, that are copied to the host together."""
 
 
 class _Copy:
@@ -169,8 +169,9 @@ class Flush:
         """
         if self._steps:
             self._reduce()
-        numbers = sum(leaf.numel() for leaf in tree_leaves(self._reduced) if isinstance(leaf, Tensor))
-        enough = self._n_reduced >= _STEPS or numbers >= _NUMBERS or self.merges is not None
+        of_chosen = [rows for *_, parts in self._reduced for part in parts for rows in part[3].values()]
+        many = self._n_reduced >= _STEPS or sum(rows.numel() for rows in of_chosen) >= _NUMBERS
+        enough = many or self.merges is not None
         if self.empty or not (everything or enough):
             return
         n_groups = len(self.names)
@@ -191,7 +192,7 @@ class Flush:
         for buffer, span in zip(self.buffers, self._spans, strict=True):
             names, statistics, rows = buffer.reduce(count, torch.from_numpy(active[:, span].copy()))
             # A slice, because indices in a list would be copied to the device and waited for.
-            some = rows[slice(whole[0], None, self.rows_every)][:, :, buffer.single] if whole else rows[:0]
+            some = rows[slice(whole[0], None, self.rows_every) if whole else slice(0)][:, :, buffer.single]
             chosen = {
                 group.name: rows[:, :, group.span].clone() for group in buffer.watched if group.name in self.record_rows
             }
