@@ -141,18 +141,13 @@ class Flush:
         return len(self._steps) >= self._room
 
     @property
-    def empty(self) -> bool:
-        """Whether there is nothing to send."""
-        return not self._steps and not self._logged
-
-    @property
     def pending(self) -> bool:
         """Whether something was sent from which no block was made yet."""
         return bool(self._sent)
 
     def send(self) -> None:
         """Reduce the numbers in the buffers on their devices, and start to copy the result to the host."""
-        if self.empty:
+        if not self._steps and not self._logged:
             return
         count = len(self._steps)
         active = np.array(self._active, dtype=bool).reshape(count, len(self.names))
@@ -209,8 +204,8 @@ class Flush:
                 statistics, active[:, span], chosen = merged
             values[:, at, span] = statistics
             defined[at, span] = self.buffers[k].recorded(names)
-            start = 0
-            for group in self.buffers[k].watched:
+            ends = np.cumsum([len(evenly(group.n_rows)) for group in self.buffers[k].watched])
+            for group, end in zip(self.buffers[k].watched, ends, strict=True):
                 every = group.name in self.record_rows
                 mine = range(len(steps)) if every else whole
                 if every or self.merges is not None:
@@ -219,8 +214,7 @@ class Flush:
                     found = found[mine][:, :, numbers]
                 else:
                     numbers = evenly(group.n_rows)
-                    found = some[:, :, start : start + len(numbers)]
-                    start += len(numbers)
+                    found = some[:, :, end - len(numbers) : end]
                 for i, each in zip(mine, found, strict=True):
                     spread = np.full((len(quantities), len(numbers)), np.nan, dtype)
                     spread[at] = each
