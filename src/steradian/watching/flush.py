@@ -204,18 +204,16 @@ class Flush:
                 statistics, active[:, span], chosen = merged
             values[:, at, span] = statistics
             defined[at, span] = self.buffers[k].recorded(names)
-            ends = np.cumsum([len(evenly(group.n_rows)) for group in self.buffers[k].watched])
-            for group, end in zip(self.buffers[k].watched, ends, strict=True):
-                every = group.name in self.record_rows
+            start = 0
+            for group, numbers in zip(self.buffers[k].watched, self.buffers[k].single_rows, strict=True):
+                every, found = group.name in self.record_rows, some[:, :, start : start + len(numbers)]
+                start += len(numbers)
                 mine = range(len(steps)) if every else whole
-                if every or self.merges is not None:
-                    found = chosen[group.name]
+                if mine and (every or self.merges is not None):
+                    found = chosen[group.name][mine]
                     numbers = np.arange(found.shape[2]) if every else evenly(found.shape[2])
-                    found = found[mine][:, :, numbers]
-                else:
-                    numbers = evenly(group.n_rows)
-                    found = some[:, :, end - len(numbers) : end]
-                for i, each in zip(mine, found, strict=True):
+                    found = found[:, :, numbers]
+                for i, each in zip(mine, found, strict=False):
                     spread = np.full((len(quantities), len(numbers)), np.nan, dtype)
                     spread[at] = each
                     rows.append((i, group.name, numbers, spread))
