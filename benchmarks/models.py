@@ -1,9 +1,10 @@
 """Networks that benchmarks need and torch does not have."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["resnet18"]
+__all__ = ["Attention", "resnet18", "vit"]
 
 
 class Block(nn.Module):
@@ -37,3 +38,46 @@ def resnet18(classes: int = 10, width: int = 64) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(8 * width, classes),
     )
+
+
+class Attention(nn.Module):
+    """A pre-norm transformer block: attention and an MLP with GELU."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Attention among the tokens."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two residual steps."""
+        x = x + self.attend(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionTransformer(nn.Module):
+    """Patches of 16 × 16 with a class token and learned positions, for 224 × 224 images."""
+
+    def __init__(self, width: int, depth: int, heads: int, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.token = nn.Parameter(0.02 * torch.randn(1, 1, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 197, width))
+        self.blocks = nn.Sequential(*(Attention(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        x = self.patches(x).flatten(2).mT
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+def vit(width: int = 768, depth: int = 12, heads: int = 12, classes: int = 1000) -> nn.Module:
+    """ViT-B/16, or a smaller one."""
+    return VisionTransformer(width, depth, heads, classes)

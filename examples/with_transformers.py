@@ -52,7 +52,7 @@ def main() -> None:
 
     # Decoupled weight decay as in AdamW, and none for gains and embeddings, which are not rows.
     params = groups.param_groups(weight_decay=0.1, rest={"weight_decay": 0.0})
-    optimizer = st.optim.Adam(params, lr=args.lr, betas=(0.9, 0.95), without="ab", decoupled_weight_decay=True)
+    options = {"lr": args.lr, "betas": (0.9, 0.95), "without": "ab", "decoupled_weight_decay": True}
 
     run = args.out / "adam-ab"
     watching = WatchCallback(groups, to=run, every=args.every)
@@ -78,7 +78,8 @@ def main() -> None:
         ),
         train_dataset=train,
         eval_dataset=test,
-        optimizers=(optimizer, None),  # the schedule is the trainer's own
+        # With "params" the trainer makes the optimizer from these groups and not from its own; the schedule is its own.
+        optimizer_cls_and_kwargs=(st.optim.Adam, {"params": params, **options}),
         callbacks=[watching],
     )
     trainer.train(resume_from_checkpoint=args.resume or None)

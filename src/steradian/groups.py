@@ -1,15 +1,28 @@
 """How parameters are cut into rows (`Layout`), the rows of one parameter or joint set (`Group`), and of a model."""
 
+import io
+import json
 import math
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
+from steradian.files import write_atomically
+from steradian.names import bare, fold, plural
+
 __all__ = ["Group", "Groups", "Layout", "Pair", "Spec"]
+
+_FORMAT = 1
+"""Of saved groups; a number that changes with the fields of `Groups`."""
 
 Spec = str | int | tuple[str | int, ...]
 """How a tensor is cut into rows, as plain data: "filter", "tensor", G, ("axis", k) or ("grid", g0, g1, …)."""
@@ -227,8 +240,10 @@ class Pair:
     a further number, so many blocks of dimension 0 are cut like that, each for itself.
 
     Attributes:
-        a, b: the names of the parameters of each side.
-        a_specs, b_specs: how each of them is cut.
+        a: the names of the parameters of one side.
+        b: those of the other.
+        a_specs: how each of a is cut.
+        b_specs: how each of b is cut.
         n: the number of sets on each side.
         reason: how the factors meet.
     """
@@ -245,7 +260,7 @@ class Pair:
             " + ".join(f"{name} {spec!r}" for name, spec in zip(names, specs, strict=True))
             for names, specs in ((self.a, self.a_specs), (self.b, self.b_specs))
         )
-        return f"{a} against {b} ({self.n} pairs, {self.reason})"
+        return f"{a} against {b} ({plural(self.n, 'pair')}, {self.reason})"
 
 
 def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
@@ -366,7 +381,7 @@ class Groups:
         """The same rows, of the parameters that a model has now.
 
         `fully_shard` (FSDP2) replaces the parameters, and a copy of the model has its own; what was found holds for
-        them too. Prefixes that compilation and activation checkpointing add to names are ignored.
+        them too. Prefixes that compilation, data parallelism and activation checkpointing add to names are ignored.
 
         Args:
             model: the model in which the rows were found, or a copy of it.
@@ -380,18 +395,50 @@ class Groups:
         >>> groups.of(copy).param_groups()[0]["params"][0] is copy.weight
         True
         """
-        there = {_bare(name): param for name, param in model.named_parameters()}
-        params = {}
-        for name, param in self.params.items():
-            found = there.get(_bare(name))
-            if found is None or found.shape != param.shape:
-                has = "no such parameter" if found is None else f"one of shape {tuple(found.shape)}"
-                raise ValueError(
-                    f"model must be the one in which the rows were found, or a copy of it: {name!r} has shape "
-                    f"{tuple(param.shape)}, and the model has {has}"
-                )
-            params[name] = found
-        return replace(self, params=params)
+        return replace(
+            self, params=_fitting({name: tuple(p.shape) for name, p in self.params.items()}, self.frozen, model)
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write what was found to a JSON file, for `load`.
+
+        Args:
+            path: of the file, such as "groups.json".
+        """
+        content = {"format": _FORMAT, "shapes": {name: list(param.shape) for name, param in self.params.items()}}
+        content |= {key: value for key, value in asdict(replace(self, params={})).items() if key != "params"}
+        write_atomically(path, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module) -> "Groups":
+        """What was saved, for the parameters of a model: one proof serves every run, on any device and sharded or not.
+
+        Args:
+            path: of a file that `save` wrote.
+            model: one like that in which the rows were found, possibly compiled, data-parallel or sharded.
+
+        Raises:
+            ValueError: not such a file, or the model has other parameters; names the first difference.
+
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "groups.json")
+        >>> Groups(dict(nn.Linear(2, 2).named_parameters())).save(path)
+        >>> Groups.load(path, nn.Linear(2, 2)).rest
+        ['weight', 'bias']
+        """
+        try:
+            content = json.loads(Path(path).read_bytes())
+            found = content["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"path must be a file that Groups.save wrote, got {str(path)!r}") from error
+        if found != _FORMAT:
+            raise ValueError(f"{path} has format {found!r}, and this version reads {_FORMAT}; save the groups again")
+        del content["format"]
+        content["params"] = _fitting(content.pop("shapes"), content["frozen"], model)
+        content["passes"] = tuple(content["passes"])
+        for key, kind in (("groups", Group), ("facts", Group), ("pairs", Pair)):
+            content[key] = [kind(**{k: _tuples(value) for k, value in each.items()}) for each in content[key]]
+        return cls(**content)
 
     def group_of(self, name: str) -> Group | None:
         """The group that a parameter's rows belong to, if it has any."""
@@ -430,34 +477,38 @@ class Groups:
             lines.append(f"rest: {why}")
         if name in self.details:
             lines.append(f"measured: {self.details[name]}")
-        lines += [f"also a fact: {_fact(fact)}, because of {fact.reason}" for fact in self.facts if name in fact.names]
+        of_name = [fact for fact in self.facts if name in fact.names]
+        lines += [f"also a fact: {_fact(_folded(fact.names), fact)}, because of {fact.reason}" for fact in of_name]
+        lines += [f"pair: {pair}" for pair in self.pairs if name in (*pair.a, *pair.b)]
         return "\n  ".join(lines)
 
     def __str__(self) -> str:
-        lines = ["no radially invariant rows"]
-        if self.groups:
-            table = [("parameter", "spec", "rows × d", "reason", "defect")]
-            for g in self.groups:
-                spec = g.spec if isinstance(g.spec, str) else repr(g.spec)
-                table.append((" + ".join(g.names), spec, f"{g.n_rows} × {g.size}", g.reason, f"{g.defect:.1e}"))
-            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-            lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        lines = [""]
         n_rows, layouts = sum(group.n_rows for group in self.groups), self.layouts
         inside = sum(self.params[name].numel() for name in layouts)
         total = sum(p.numel() for p in self.params.values())
         share = 100 * inside / total if total else 0.0
-        lines += ["", f"{n_rows} rows in {len(layouts)} parameters: {inside} of {total} numbers ({share:.1f} %)"]
+        where = f"{plural(n_rows, 'row')} in {plural(len(layouts), 'parameter')}"
+        lines.append(f"{where}: {inside} of {plural(total, 'number')} ({share:.1f} %)")
         plain = [name for name in self.rest if name not in self.no_effect and name not in self.partial]
         for title, names in [("rest", plain), ("no effect", self.no_effect), ("frozen", self.frozen)]:
             if names:
-                lines.append(f"{title}: {len(names)} parameters: {', '.join(names)}")
-        lines += [f"partly invariant, left to the rest: {name}: {text}" for name, text in self.partial.items()]
-        lines += [f"tied: {name} = {' = '.join(others)}" for name, others in self.aliases.items()]
-        lines += [f"fact: {_fact(fact)} ({fact.n_rows} × {fact.size}, {fact.reason})" for fact in self.facts]
-        small = [f"{group.small} of {' + '.join(group.names)}" for group in self.groups if group.small]
+                lines.append(f"{title}: {plural(len(names), 'parameter')}: {_folded(names)}")
+        for text, members in fold(list(self.partial), list(self.partial.values())):
+            lines.append(f"partly invariant, left to the rest: {text}: {list(self.partial.values())[members[0]]}")
+        tied = [" = ".join((name, *others)) for name, others in self.aliases.items()]
+        lines += [f"tied: {text}" for text, _ in fold(tied)]
+        for text, reason, fact, n in _merged(self.facts):
+            lines.append(f"fact: {_fact(text, fact, n)} ({fact.n_rows} × {fact.size}, {reason})")
+        lines += [f"pair: {text}" for text in _folded_pairs(self.pairs)]
+        small = [group for group in self.groups if group.small]
         if small:
-            lines.append(f"rows so small that ε dominates: {', '.join(small)}")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+            texts = fold([" + ".join(group.names) for group in small], [group.small for group in small])
+            few = ", ".join(f"{small[members[0]].small} of {text}" for text, members in texts)
+            lines.append(f"rows so small that ε dominates: {few}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*_table(self.groups, width), *(_wrapped(line, width) for line in lines)])
 
     def __repr__(self) -> str:
         return (
@@ -477,12 +528,97 @@ def is_flattened(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
-def _bare(name: str) -> str:
-    """A parameter's name without the prefixes of `torch.compile` and activation checkpointing."""
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside data-parallel and compiled ones, whose parameters have the names that its author gave them."""
+    while True:
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif (inner := model._modules.get("_orig_mod")) is not None:
+            model = inner
+        else:
+            return model
 
 
-def _fact(group: Group) -> str:
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A model's parameters by name, without what compilation, data parallelism and checkpointing add to names."""
+    return {bare(name): param for name, param in unwrap(model).named_parameters()}
+
+
+def _fitting(shapes: Mapping[str, Sequence[int]], frozen: Sequence[str], model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model; raises unless it has those in which rows were found and no others."""
+    there, start = parameters_of(model), "model must be the one in which the rows were found, or a copy of it: "
+    for name, shape in shapes.items():
+        if name not in there:
+            raise ValueError(f"{start}{name!r} has shape {tuple(shape)}, and the model has no such parameter")
+        if tuple(there[name].shape) != tuple(shape):
+            has = tuple(there[name].shape)
+            raise ValueError(f"{start}{name!r} has shape {tuple(shape)}, and the model has one of shape {has}")
+    for name, param in there.items():
+        if name not in shapes:
+            raise ValueError(f"{start}the model also has {name!r}")
+        if name in frozen and param.requires_grad:
+            raise ValueError(f"{start}{name!r} was frozen and not tested, and in the model it requires a gradient")
+    return {name: there[name] for name in shapes}
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, which JSON gives back for tuples, as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+# Printing
+
+
+def _folded(names: Sequence[str], between: str = ", ") -> str:
+    return between.join(text for text, _ in fold(names))
+
+
+def _merged(groups: Sequence[Group], between: str = ", ") -> list[tuple[str, str, Group, int]]:
+    """Names and reason of groups, those of repeated layers as one: with the group of largest defect, and how many."""
+    texts = [f"{between.join(group.names)}\t{group.reason}" for group in groups]
+    merged = []
+    for text, members in fold(texts, [(group.spec, group.n_rows, group.size) for group in groups]):
+        names, _, reason = text.partition("\t")
+        if len(members) == 1:
+            names = _folded(groups[members[0]].names, between)
+        worst = max((groups[i] for i in members), key=lambda group: group.defect)
+        merged.append((names, reason, worst, len(members)))
+    return merged
+
+
+def _folded_pairs(pairs: Sequence[Pair]) -> list[str]:
+    texts = ["\t".join((*pair.a, *pair.b, pair.reason)) for pair in pairs]
+    lines = []
+    for text, members in fold(texts, [(pair.a_specs, pair.b_specs, pair.n) for pair in pairs]):
+        pair, parts = pairs[members[0]], text.split("\t")
+        sides = tuple(parts[: len(pair.a)]), tuple(parts[len(pair.a) : -1])
+        lines.append(str(replace(pair, a=sides[0], b=sides[1], reason=parts[-1])))
+    return lines
+
+
+def _fact(names: str, group: Group, several: int = 1) -> str:
     if len(group.names) == 1:
-        return f"{group.names[0]} is invariant as {group.spec!r}"
-    return f"{{{', '.join(group.names)}}} are jointly invariant as {group.spec!r}"
+        return f"{names} {'is' if several == 1 else 'are'} invariant as {group.spec!r}"
+    return f"{{{names}}} are jointly invariant as {group.spec!r}"
+
+
+def _table(groups: Sequence[Group], width: int | None) -> list[str]:
+    """The rows that were found as lines of a table, wrapped to a width if there is one."""
+    if not groups:
+        return ["no radially invariant rows"]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for title in ("parameter", "spec", "rows × d", "reason", "defect"):
+        table.add_column(title, overflow="fold", no_wrap=title not in ("parameter", "reason"))
+    for names, reason, group, _ in _merged(groups, " + "):
+        spec = group.spec if isinstance(group.spec, str) else repr(group.spec)
+        table.add_row(names, spec, f"{group.n_rows} × {group.size}", reason, f"{group.defect:.1e}")
+    console = Console(file=io.StringIO(), width=width or 10_000, markup=False, highlight=False, emoji=False)
+    with console.capture() as capture:
+        console.print(table)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def _wrapped(line: str, width: int | None) -> str:
+    if width is None:
+        return line
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -185,8 +185,8 @@ CASES = [
         "compiled",
         lambda: torch.compile(net(fc=nn.Linear(6, 8), bn=nn.BatchNorm1d(8), act=nn.Tanh()), backend="eager"),
         vectors,
-        rows={"_orig_mod.fc.weight": "filter"},
-        no_effect="_orig_mod.fc.bias",
+        rows={"fc.weight": "filter"},
+        no_effect="fc.bias",
     ),
     case(
         "dropout_everywhere",

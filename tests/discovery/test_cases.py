@@ -82,5 +82,6 @@ def test_rows_equal_the_labels_and_the_model_is_unchanged(case: Case, seed: int)
     check_unchanged = remember(model, (args, kwargs))
     groups = find_groups(model, *args, **kwargs)
     check_unchanged()
+    model = getattr(model, "_orig_mod", model)  # names come back without this prefix
     _check_labels(case, model, groups)
     _check_param_groups(case, model, groups)

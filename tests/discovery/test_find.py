@@ -1,5 +1,8 @@
 """find_groups for a user: the model unchanged, clear errors, printed text, parameter groups, cost."""
 
+import io
+import re
+import sys
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from discovery.unchanged import remember
-from steradian.discovery import find_groups
+from steradian.discovery import find_groups, thresholds
 from steradian.groups import Groups, Layout
 
 
@@ -262,9 +265,9 @@ class TestText:
     def test_table(self):
         text = str(find_groups(conv_net(), images()))
         assert "0.weight   filter  8 × 27    1 (BatchNorm2d)" in text
-        assert "8 rows in 1 parameters: 216 of 1396 numbers (15.5 %)" in text
+        assert "8 rows in 1 parameter: 216 of 1396 numbers (15.5 %)" in text
         assert "rest: 4 parameters: 1.weight, 1.bias, 5.weight, 5.bias" in text
-        assert "no effect: 1 parameters: 0.bias" in text
+        assert "no effect: 1 parameter: 0.bias" in text
 
     def test_explain(self):
         model = conv_net()
@@ -547,7 +550,83 @@ class TestOutputs:
         groups = find_groups(Experts(), torch.randn(16, 8))
         assert groups.layouts == {"up": "filter"}
         assert groups.groups[0].unseen == 1
-        assert groups.notes == []
+        assert [note.rpartition(": ")[2] for note in groups.notes] == ["1 of 3 slices of up"]
+
+
+class TestIdleParts:
+    """What is found of experts depends on whether they get tokens, and then a note says so."""
+
+    @staticmethod
+    def mixtral() -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 50}
+        config = transformers.MixtralConfig(**sizes, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+        torch.manual_seed(0)
+        return transformers.MixtralForCausalLM(config)
+
+    def test_mixtral_on_few_and_on_many_tokens(self):
+        few, many = (find_groups(self.mixtral(), torch.randint(50, shape)) for shape in ((2, 16), (8, 64)))
+        assert len(few.facts) < len(many.facts)
+        assert many.notes == []
+        assert len(few.notes) == 1
+        assert re.search(
+            r"depends on the batch.*1 of 8 slices of model\.layers\.\d\.mlp\.experts\.down_proj", few.notes[0]
+        )
+        assert few.notes[0] in str(few)
+
+    @pytest.mark.parametrize(("samples", "idle"), [(3, True), (64, False)])
+    def test_experts_that_are_modules(self, samples: int, idle: bool):
+        class Experts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gate, self.head = nn.Linear(6, 4), nn.Linear(8, 2)
+                self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)) for _ in range(4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                weight, chosen = self.gate(x).softmax(1).max(1)
+                y = torch.zeros(len(x), 8, dtype=x.dtype)
+                for k, expert in enumerate(self.experts):
+                    y[chosen == k] = expert(x[chosen == k])
+                return self.head(weight[:, None] * y)
+
+        torch.manual_seed(0)
+        notes = find_groups(Experts(), torch.randn(samples, 6)).notes
+        assert bool(notes) == idle
+        assert not idle or re.search(r"no gradient reached.*experts\.\S*0\.weight", notes[0])
+
+    def test_a_branch_that_starts_at_zero_is_not_idle(self):
+        class Residual(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.gain, self.head = nn.Linear(6, 6), nn.Parameter(torch.zeros(6)), nn.Linear(6, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(x + self.gain * self.inner(x).tanh())
+
+        assert find_groups(Residual(), torch.randn(5, 6)).notes == []
+
+
+class TestProgress:
+    def test_each_pass_is_reported(self):
+        calls: list[tuple[int, int]] = []
+        groups = find_groups(conv_net(), images(), progress=lambda done, total: calls.append((done, total)))
+        done, totals = zip(*calls, strict=True)
+        assert list(done) == [*range(1, groups.passes[0] + 1), groups.passes[0]]
+        assert all(d < total for d, total in calls[:-1])
+        assert calls[-1][0] == calls[-1][1]
+        assert min(totals) >= 8
+
+    @pytest.mark.parametrize("terminal", [True, False])
+    @pytest.mark.parametrize("seconds", [0.0, 60.0])
+    def test_a_bar_on_a_terminal_if_it_takes_long(self, monkeypatch, terminal: bool, seconds: float):
+        stream = io.StringIO()
+        stream.isatty = lambda: terminal
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(thresholds, "BAR_SECONDS", seconds)
+        monkeypatch.setenv("TERM", "xterm")
+        find_groups(conv_net(), images())
+        assert ("find_groups" in stream.getvalue()) == bool(stream.getvalue()) == (terminal and not seconds)
 
 
 @dataclass

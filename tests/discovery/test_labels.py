@@ -29,13 +29,12 @@ class Oracle:
         torch.manual_seed(seed)
         model = case.build()
         args, kwargs = case.inputs()
-        self.prefix = "_orig_mod." if hasattr(model, "_orig_mod") else ""
         self.model = getattr(model, "_orig_mod", model).double().train()
         self.args, self.kwargs = _double(args), _double(kwargs)
         for module in self.model.modules():
             if hasattr(module, "eps"):
                 module.eps = 1e-12
-        self.parameters = {self.prefix + name: p for name, p in self.model.named_parameters()}
+        self.parameters = dict(self.model.named_parameters())
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         with torch.no_grad():
             for p in self.trainable.values():

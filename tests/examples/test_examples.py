@@ -189,6 +189,24 @@ def test_transformers(tmp_path):
     assert_page(out / "page.html", {"adam-ab": {*groups, *rest}})
 
 
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm")
+def test_timm(tmp_path):
+    said = run(tmp_path, "with_timm.py", strict=False)
+    out = tmp_path / "runs" / "timm"
+    saved = json.loads((out / "groups.json").read_text(encoding="utf-8"))
+    groups = [group["names"][0] for group in saved["groups"]]
+    # Every convolution is followed by BN, and the classifier by nothing.
+    assert groups == [name for name, shape in saved["shapes"].items() if len(shape) == 4]
+    rest = [name for name in saved["shapes"] if name not in groups]
+    found = read_run(out / "adamw")
+    assert labels(found) == dict.fromkeys(groups, "invariant") | dict.fromkeys(rest, "not invariant")
+    assert_learned(found)
+    decay = found.table[found.table["quantity"] == "equilibrium_angle"]
+    assert set(decay["group"]) - {""} == set(groups)  # the rest has no weight decay
+    assert_told(said, "runs/timm/page.html", groups, rest)
+    assert_page(out / "page.html", {"adamw": {*groups, *rest}})
+
+
 def test_fsdp2(tmp_path):
     few = ["--batch", "96"]
     said = run(tmp_path, "with_fsdp2.py", *few, "--epochs", "1", ranks=2, strict=False)

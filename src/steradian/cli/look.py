@@ -16,6 +16,9 @@ from steradian.cli import app, screen
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_DEPTHS = ("layer_types", "num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+"""Settings of transformers that grow with the number of layers."""
+
 
 @app.command()
 def demo(
@@ -43,12 +46,17 @@ def demo(
 @app.command()
 def inspect(
     target: Annotated[
-        str, typer.Argument(help="package.module:factory, file.py:factory, or timm:NAME if timm is installed.")
+        str,
+        typer.Argument(
+            help="package.module:factory, file.py:factory, timm:NAME, or hf:PATH of a transformers config or folder."
+        ),
     ],
     input: Annotated[
         list[str], typer.Option(help="Shape of an input, e.g. 8x3x32x32, or 8x16:1000 for tokens; once per input.")
     ],
     explain: Annotated[str | None, typer.Option(help="Explain one parameter in detail.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of an hf: model, if fewer than it has.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the groups to this file, for Groups.load.")] = None,
 ) -> None:
     """Find which weights of a model live on spheres, proved on the model itself, and why.
 
@@ -56,13 +64,15 @@ def inspect(
     """
     from steradian.discovery import find_groups
 
-    model = load_model(target)
+    model = load_model(target, layers=layers)
     groups = find_groups(model, *map(example_input, input))
+    if save is not None:
+        groups.save(save)
     typer.echo(groups.explain(explain) if explain else str(groups))
 
 
-def load_model(target: str) -> "nn.Module":
-    """The model of "package.module:factory" or "folder/file.py:factory", or of "timm:NAME" without weights.
+def load_model(target: str, *, layers: int | None = None) -> "nn.Module":
+    """The model of "package.module:factory" or "folder/file.py:factory", of "timm:NAME" or "hf:PATH" without weights.
 
     Modules are found from the current directory, as with `python -m`, and a file's imports from its folder. The factory
     may be a model itself, or an attribute of a class: "package.module:Networks.small".
@@ -73,15 +83,21 @@ def load_model(target: str) -> "nn.Module":
     from torch import nn
 
     place, _, name = target.partition(":")
+    if layers is not None and place != "hf":
+        raise ValueError(f"--layers is for hf: models, got {target!r}")
     in_file = place.endswith(".py")
     if not place or not name or (place.startswith(".") and not in_file):
-        raise ValueError(f"target must be package.module:factory, file.py:factory or timm:NAME, got {target!r}")
+        raise ValueError(
+            f"target must be package.module:factory, file.py:factory, timm:NAME or hf:PATH, got {target!r}"
+        )
     for folder in (str(Path.cwd()), *([str(Path(place).absolute().parent)] if in_file else [])):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    module = _import_module(place)
+    module = _import_module("transformers" if place == "hf" else place)
     if place == "timm":
         made = partial(module.create_model, name, pretrained=False)
+    elif place == "hf":
+        made = partial(_from_config, module, name, layers)
     else:
         try:
             made = attrgetter(name)(module)
@@ -98,6 +114,22 @@ def load_model(target: str) -> "nn.Module":
     if not isinstance(made, nn.Module):
         raise TypeError(f"target {target!r} must make a torch.nn.Module, got {type(made).__name__}")
     return made
+
+
+def _from_config(transformers: Any, path: str, layers: int | None) -> "nn.Module":
+    """The transformers model of a config.json, or of a folder that holds one, with random weights."""
+    config = transformers.AutoConfig.from_pretrained(path)
+    if layers is not None:
+        parts = [config, *(getattr(config, key) for key in getattr(config, "sub_configs", {}))]
+        deep = [(part, key) for part in parts for key in _DEPTHS if hasattr(part, key)]
+        if not deep:
+            raise ValueError(f"--layers: the config has none of {', '.join(_DEPTHS)}")
+        for part, key in deep:
+            depth = getattr(part, key)
+            setattr(part, key, depth[:layers] if isinstance(depth, list) else min(depth, layers))
+    # The class that the config names has the head that is trained.
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    return named[0](config) if named and named[0] else transformers.AutoModel.from_config(config)
 
 
 def _import_module(place: str) -> Any:

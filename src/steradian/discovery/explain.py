@@ -8,6 +8,7 @@ from torch import nn
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
 from steradian.groups import Group, Groups, Pair
+from steradian.names import bare
 
 UNKNOWN = "unknown"
 
@@ -15,7 +16,7 @@ UNKNOWN = "unknown"
 def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Groups:
     """The result of `find_groups`."""
     prober = measured.prober
-    params = dict(prober.model.named_parameters())
+    params = prober.parameters
     order = {name: i for i, name in enumerate(params)}
     groups = Groups(params, pairs=pairs, passes=(prober.forwards, prober.backwards))
     rows, groups.facts = (
@@ -75,6 +76,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     first: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = bare(name)
         if first.setdefault(id(parameter), name) != name:
             aliases.setdefault(first[id(parameter)], []).append(name)
     return aliases

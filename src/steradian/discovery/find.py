@@ -10,30 +10,43 @@
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from steradian.discovery import thresholds
 from steradian.discovery.explain import assemble, in_words
+from steradian.discovery.invariance import is_matrix
 from steradian.discovery.judge import judge
 from steradian.discovery.measurements import Measurements
 from steradian.discovery.pairs import find_pairs
 from steradian.discovery.probe import Prober, Reading
-from steradian.discovery.sandbox import name_inputs, tensors_in, unwrap
+from steradian.discovery.sandbox import name_inputs, tensors_in
 from steradian.discovery.schedule import Schedule
 from steradian.discovery.verify import verify, verify_pairs
-from steradian.groups import Groups, is_flattened, is_sharded
+from steradian.groups import Groups, is_flattened, is_sharded, parameters_of, unwrap
+from steradian.names import bare, fold
 
 __all__ = ["find_groups"]
 
+_ON_A_COPY = (
+    "call it on a whole copy of the model, on a CPU for example, save the result with groups.save(path), and "
+    "Groups.load(path, model) gives it for this model"
+)
 
-def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Groups:
+
+def find_groups(
+    model: nn.Module, /, *inputs: Any, progress: Callable[[int, int], object] | None = None, **named_inputs: Any
+) -> Groups:
     """The radially invariant rows of a model, proved on the model itself (Lemma 1).
 
     A slice x of a parameter is a row if ⟨∇L(x), x⟩ = 0 for random inputs, losses and scales of the parameters,
@@ -45,6 +58,8 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
             because that is where its rows are used; batch normalization is not invariant in eval mode. A model
             in training mode is probed as it is, with the submodules that it keeps in eval mode.
         *inputs: an example batch, as the model's forward takes it; at least three samples for batch normalization.
+        progress: called as progress(done, total) after each pass, where total is what is expected and may grow. By
+            default a bar appears if stderr is a terminal and it takes longer than a few seconds.
         **named_inputs: the same by keyword.
 
     Returns:
@@ -62,12 +77,13 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
     ({'0.weight': 'filter'}, ['0.bias'])
     """
     _check_model(model)
+    model = unwrap(model)  # a data-parallel module would synchronize gradients
     if not any(p.requires_grad for p in model.parameters()):
-        groups = Groups(dict(model.named_parameters()))
+        groups = Groups(parameters_of(model))
         groups.frozen = list(groups.params)
         return groups
-    with torch.inference_mode(False):
-        prober = Prober(model, inputs, named_inputs)  # runs the model in the sandbox
+    with torch.inference_mode(False), nullcontext(progress) if progress else _bar() as report:
+        prober = Prober(model, inputs, named_inputs, report)  # runs the model in the sandbox
         measured = Measurements(prober, _first_pass(prober))  # at the model's own weights
         schedule = Schedule(prober, measured)
         schedule.probe_random_points()  # candidates: ⟨∇L, x⟩ = 0 up to what ε may do
@@ -75,7 +91,10 @@ def find_groups(model: nn.Module, /, *inputs: Any, **named_inputs: Any) -> Group
         verdict = judge(measured)  # the finest rows, of one parameter or of several together
         verdict = verify(measured, verdict)  # f(ρx) = f(x)
         pairs = verify_pairs(measured, find_pairs(measured, verdict.no_effect))  # f(αa, b/α) = f(a, b)
-        return assemble(measured, verdict, pairs)  # with the layer in which ρ disappears
+        groups = assemble(measured, verdict, pairs)  # with the layer in which ρ disappears
+        groups.notes += _idle_parts(measured)
+        report(prober.forwards, prober.forwards)
+        return groups
 
 
 def _check_model(model: nn.Module) -> None:
@@ -86,14 +105,16 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             which = f"the submodule {name!r}" if name else "model"
             raise TypeError(f"{which} is a TorchScript module, whose tensors cannot be swapped; pass the eager module")
-    parameters = dict(model.named_parameters())
+    parameters = parameters_of(model)
     if not parameters:
         raise ValueError(f"the model ({type(model).__name__}) has no parameters, so there is nothing to group")
     for name, parameter in parameters.items():
         if is_lazy(parameter):
             raise ValueError(f"parameter {name!r} is not initialized yet; run the lazy model once on a batch first")
         if parameter.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device and has no values; call model.to_empty first")
+            raise ValueError(
+                f"parameter {name!r} is on the meta device, without values; call model.to_empty first, or {_ON_A_COPY}"
+            )
         if parameter.requires_grad and parameter.layout != torch.strided:
             raise ValueError(
                 f"parameter {name!r} is sparse, and rows are cut from dense tensors; pass the dense parameter"
@@ -106,8 +127,51 @@ def _check_model(model: nn.Module) -> None:
         if is_sharded(parameter):
             raise ValueError(
                 f"parameter {name!r} is sharded over several processes; call find_groups before fully_shard, then "
-                "groups.of(model) gives the rows of the sharded parameters"
+                f"groups.of(model) gives the rows of the sharded parameters; or {_ON_A_COPY}"
             )
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], object]]:
+    """A progress bar on a terminal, from the first pass on that ends after a few seconds."""
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+    task, started = bar.add_task("find_groups", total=None), time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if console.is_terminal and time.monotonic() - started > thresholds.BAR_SECONDS:
+            bar.start()
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def _idle_parts(measured: Measurements) -> list[str]:
+    """A note on weights, and on experts that are slices of one, that some pass did not reach: a larger batch may."""
+    idle: dict[str, tuple[int, int]] = {}  # name → how many of how many slices, (0, 0) for the whole
+    for name in measured.prober.trainable:
+        shape = measured.shapes[name]
+        if len(shape) == 3 and shape[0] > 1:
+            passes = [*measured.random, *measured.grown]
+            slices = max(int((reading.tables[name][0,][2] == 0).sum()) for reading in passes)
+            if slices:
+                idle[name] = slices, shape[0]
+        elif is_matrix(shape) and not all(reading.slope[name] for reading in measured.random):
+            idle[name] = 0, 0
+    if not idle:
+        return []
+    texts = []
+    for name, members in fold(list(idle), list(idle.values())):
+        n, of = list(idle.values())[members[0]]
+        texts.append(f"{n} of {of} slices of {name}" if n else name)
+    return [
+        "what is found depends on the batch: in some passes no gradient reached these parts, as an expert that gets no "
+        f"token; a larger batch may prove more: {', '.join(texts)}"
+    ]
 
 
 # The first pass
@@ -161,7 +225,7 @@ def _small_batches(prober: Prober) -> Iterator[None]:
         if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
             small[name] = None
 
-    norms = {name: module for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)}
+    norms = {bare(name): module for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)}
     hooks = [norm.register_forward_pre_hook(partial(check, name)) for name, norm in norms.items()]
     try:
         yield
@@ -186,7 +250,7 @@ def _in_plain_words(prober: Prober, error: Exception) -> Exception:
         )
     for position, value in enumerate(prober.args):
         if isinstance(value, Mapping) and _rejected(prober, position, error):
-            name = name_inputs(unwrap(prober.model), prober.args)[position] or f"number {position + 1}"
+            name = name_inputs(prober.model, prober.args)[position] or f"number {position + 1}"
             kind = type(value).__name__
             return TypeError(
                 f"the model does not take a {kind} as its argument {name}: it raised {in_words(error)}; "
@@ -203,7 +267,7 @@ def _rejected(prober: Prober, position: int, error: Exception) -> bool:
     mapping = prober.args[position]
     others = [value for i, value in enumerate(prober.args) if i != position]
     try:
-        inspect.signature(unwrap(prober.model).forward).bind(*others, **mapping, **prober.kwargs)
+        inspect.signature(prober.model.forward).bind(*others, **mapping, **prober.kwargs)
     except (TypeError, ValueError):
         return isinstance(error, TypeError | AttributeError) and type(mapping).__name__ in str(error)
     return True

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steradian.names import bare
+
 _KINDS = {
     # Not homogeneous: growing the input does not scale the output. Smooth activations become homogeneous as their
     # inputs grow (GELU, SiLU, Mish and softplus become ReLU), and what is left falls as a normalization's ε does.
@@ -98,7 +100,7 @@ def record_calls(model: nn.Module, calls: list[Call]) -> Iterator[None]:
 
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(enter, name), prepend=True))
+        handles.append(module.register_forward_pre_hook(partial(enter, bare(name)), prepend=True))
         handles.append(module.register_forward_hook(leave))
     try:
         yield

@@ -23,7 +23,9 @@ from steradian.discovery import sandbox, thresholds
 from steradian.discovery.graph import Call, Graph, graph_nodes, read_graph, record_calls
 from steradian.discovery.invariance import Key, Table, is_matrix
 from steradian.discovery.joint import pairs_to_align
-from steradian.discovery.sandbox import Leaves, as_dtype, floating, tensors_in, unwrap
+from steradian.discovery.sandbox import Leaves, as_dtype, floating, tensors_in
+from steradian.groups import parameters_of
+from steradian.names import bare
 
 Factors = Mapping[str, float | Tensor]
 
@@ -255,9 +257,12 @@ def output_spread(a: Tensor) -> float:
 class Prober:
     """Runs a model at points of its parameter space and reads inner products off."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Callable[[int, int], object]
+    ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        self.parameters = dict(model.named_parameters())
+        self._progress = progress  # called after each pass with the passes made and expected
+        self.parameters = parameters_of(model)
         self.trainable = [name for name, p in self.parameters.items() if p.requires_grad]
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.own = Point(self.parameters)  # the model's own weights
@@ -319,7 +324,7 @@ class Prober:
             self.forwards += 1
             calls: list[Call] = []
             with record_calls(self.model, calls) if graph else nullcontext():
-                result = unwrap(self.model)(*args, **kwargs)
+                result = self.model(*args, **kwargs)
             outputs = [t for t in tensors_in(result) if floating(t)]
             kept = read_graph(outputs, leaves, calls) if graph else None
             reading = Reading(point, seed, draw, kept, [t.detach().clone() for t in outputs], precision.noise)
@@ -347,6 +352,7 @@ class Prober:
         if reading.finite:
             # Later readings with this seed are compared with this one, and must get the same inputs.
             self._noise_of_seed.setdefault(seed, noisy)
+        self._progress(self.forwards, max(thresholds.USUAL_PASSES, self.forwards + 1))
         return reading
 
     def _leaves(self, dtype: torch.dtype | None) -> Leaves:
@@ -366,7 +372,7 @@ class Prober:
             fresh = _perturb(fresh, name, noise) if noisy else fresh
             return fresh.requires_grad_(tensor.requires_grad)
 
-        names = sandbox.name_inputs(unwrap(self.model), self.args)
+        names = sandbox.name_inputs(self.model, self.args)
         args = tuple(sandbox.map_inputs(value, change, name) for value, name in zip(self.args, names, strict=True))
         return args, {name: sandbox.map_inputs(value, change, name) for name, value in self.kwargs.items()}
 
@@ -375,14 +381,16 @@ class Prober:
         if not outputs:
             return
         self.backwards += 1
-        cotangents = [
-            torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device)) * torch.isfinite(t.detach())
-            for t in outputs
-        ]
         nodes = graph_nodes(outputs)
+        # Sums and not `grad_tensors`, for which torch imports a computer algebra system.
+        losses = []
+        for t in outputs:
+            cotangent = torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device))
+            cotangent *= torch.isfinite(t.detach())
+            losses.append(torch.vdot(cotangent.flatten(), t.flatten()).real)
         if any("CheckpointFunction" in node.name() for node in nodes):
             # Reentrant checkpointing refuses `inputs`; the leaves are private, so nothing else is touched.
-            torch.autograd.backward(outputs, cotangents)
+            torch.autograd.backward(losses)
             return
         wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         # A function written in Python may run backward inside: then a gradient comes in parts.
@@ -391,7 +399,7 @@ class Prober:
             leaf.register_post_accumulate_grad_hook(lambda _, name=name: take(name)) for name, leaf in whole.items()
         ]
         try:
-            torch.autograd.backward(outputs, cotangents, inputs=list(wanted.values()))
+            torch.autograd.backward(losses, inputs=list(wanted.values()))
         finally:
             for handle in handles:
                 handle.remove()
@@ -404,7 +412,7 @@ def _blocks(model: nn.Module) -> dict[str, int]:
         for name, p in module.named_parameters(prefix, recurse=False):
             number = module.groups if isinstance(module, _ConvNd) else len(p) if p.ndim == 3 else 1
             if number > 1 and p.ndim > 2 and p.shape[1] > 1:
-                blocks[name] = number
+                blocks[bare(name)] = number
     return blocks
 
 

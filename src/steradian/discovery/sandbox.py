@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from steradian.discovery.thresholds import ATTRIBUTE_DEPTH, MOST_ITEMS, MOST_NUMBERS, NEST_DEPTH
+from steradian.groups import parameters_of
 
 Leaves = dict[str, nn.Parameter]
 
@@ -34,13 +35,6 @@ _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ra
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _COMPLEX_CASTS = {Tensor.cfloat, Tensor.chalf}  # type: ignore[attr-defined]
 _GROUPED_MM = getattr(torch, "_grouped_mm", None)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module to call: data-parallel wrappers synchronize gradients, which a probe must not do."""
-    while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        model = model.module
-    return model
 
 
 def floating(tensor: Tensor) -> bool:
@@ -58,7 +52,7 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 @contextmanager
 def swapped(model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torch.dtype | None) -> Iterator[None]:
     """Run the model in training mode on the leaves and on copies of everything else; restore it afterwards."""
-    attributes = _Attributes({id(p): leaves[name] for name, p in model.named_parameters()}, dtype)
+    attributes = _Attributes({id(p): leaves[name] for name, p in parameters_of(model).items()}, dtype)
     try:
         for module in list(model.modules()):
             attributes.swap(module)

@@ -14,6 +14,10 @@ from torch import Tensor
 
 MOST_PASSES = 12
 """Forward passes through the model, with or without a backward pass: what a user waits for."""
+USUAL_PASSES = 8
+"""Passes of most models, for the progress bar."""
+BAR_SECONDS = 3
+"""A progress bar for less would only flicker."""
 RANDOM_POINTS = 3
 """Random points at which every model is probed: two could agree by chance."""
 SIGN_FLIPS = 2
