@@ -9,7 +9,8 @@ whose totals agree are cut into sets as finely as the sums of these agree.
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from functools import cached_property
+from itertools import combinations, permutations, product
 
 import numpy as np
 import torch
@@ -42,6 +43,17 @@ class Side:
     def size(self) -> int:
         """The number of slices."""
         return self.sums.shape[2]
+
+    @cached_property
+    def total(self) -> tuple[float, float]:
+        """Σ g·x and Σ (g·x)² in the first probe."""
+        radial, effect = self.sums[0].sum(1).tolist()
+        return radial, effect
+
+    def may_agree(self, other: "Side") -> bool:
+        """Whether the totals nearly agree in the first probe; there may be many sides to compare."""
+        (radial, effect), (other_radial, other_effect) = self.total, other.total
+        return (radial - other_radial) ** 2 <= thresholds.NEARLY_AGREE**2 * (effect + other_effect)
 
     def piece(self, start: int, size: int) -> "Side":
         """A range of the slices of each block."""
@@ -110,7 +122,8 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
         unpaired.setdefault(b, []).extend(left)
     for left in unpaired.values():
         for (one, n), (other, m) in combinations(left, 2):
-            search.pair(one, other, "multiplied with each other", more_than=min(n, m))
+            if one[0].may_agree(other[0]):
+                search.pair(one, other, "multiplied with each other", more_than=min(n, m))
     return sorted((pair for _, _, pair in search.found), key=lambda pair: order[pair.a[0]])
 
 
@@ -174,10 +187,10 @@ class _Search:
             reason: why they are a pair.
             more_than: sets that both have against a third side, so that fewer or as many follow from that.
         """
-        for one, other, pair in self.found:
-            if (one.within(a[0]) and other.within(b[0])) or (one.within(b[0]) and other.within(a[0])):
-                return pair.n
         names = (*a[0].names, *b[0].names)
+        for *both, pair in self.found:
+            if set(names).issuperset((*pair.a, *pair.b)) and _follows((a[0], b[0]), both):
+                return pair.n
         floor = np.array([[self.measured.floor(reading, names)] for reading in self.readings])
         able = [
             (one, other, math.gcd(one.size, other.size))
@@ -200,6 +213,12 @@ class _Search:
         """Whether ⟨∇L, a⟩ = ⟨∇L, b⟩ of every set in every reading, up to rounding."""
         allowed = self.measured.prober.precision.resolution * np.sqrt(sums_a[:, 1] + sums_b[:, 1]) + floor
         return bool((np.abs(sums_a[:, 0] - sums_b[:, 0]) <= allowed).all())
+
+
+def _follows(both: Sequence[Side], known: Sequence[Side]) -> bool:
+    """Whether one side is the same as in a known pair, and the other only has more parameters."""
+    ways = product(permutations(both), permutations(known))
+    return any(one.within(x) and other.within(y) and y.within(other) for (x, y), (one, other) in ways)
 
 
 def _has_effect(sums_a: Array, sums_b: Array, floor: Array) -> bool:
