@@ -9,7 +9,7 @@ whose totals agree are cut into sets as finely as the sums of these agree.
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, permutations, product
 
 import numpy as np
 import torch
@@ -174,10 +174,10 @@ class _Search:
             reason: why they are a pair.
             more_than: sets that both have against a third side, so that fewer or as many follow from that.
         """
-        for one, other, pair in self.found:
-            if (one.within(a[0]) and other.within(b[0])) or (one.within(b[0]) and other.within(a[0])):
-                return pair.n
         names = (*a[0].names, *b[0].names)
+        for *both, pair in self.found:
+            if set(names).issuperset((*pair.a, *pair.b)) and _follows((a[0], b[0]), both):
+                return pair.n
         floor = np.array([[self.measured.floor(reading, names)] for reading in self.readings])
         able = [
             (one, other, math.gcd(one.size, other.size))
@@ -200,6 +200,12 @@ class _Search:
         """Whether ⟨∇L, a⟩ = ⟨∇L, b⟩ of every set in every reading, up to rounding."""
         allowed = self.measured.prober.precision.resolution * np.sqrt(sums_a[:, 1] + sums_b[:, 1]) + floor
         return bool((np.abs(sums_a[:, 0] - sums_b[:, 0]) <= allowed).all())
+
+
+def _follows(both: Sequence[Side], known: Sequence[Side]) -> bool:
+    """Whether one side is the same as in a known pair, and the other only has more parameters."""
+    ways = product(permutations(both), permutations(known))
+    return any(one.within(x) and other.within(y) and y.within(other) for (x, y), (one, other) in ways)
 
 
 def _has_effect(sums_a: Array, sums_b: Array, floor: Array) -> bool:
