@@ -137,6 +137,7 @@ def test_inspect_builds_a_transformers_model_from_its_config(call, tmp_path, qwe
     assert re.search(heads, done.out, re.MULTILINE)
     assert "lm_head.weight" in done.out
     assert "layers.3" not in done.out
+    assert re.match(r"steradian: .*no/such/folder", call("inspect", "hf:no/such/folder", "--input", "4x6:11").err)
 
 
 def test_inspect_saves_groups_for_a_training(call, tmp_path, qwen3):

@@ -278,11 +278,14 @@ def test_printing_folds_pairs_and_facts():
         sides = (f"layers.{k}.0.weight", f"layers.{k}.0.bias"), (f"layers.{k + 1}.0.weight",)
         groups.pairs.append(Pair(*sides, ("filter", "filter"), (("axis", 1),), 6, f"through layers.{k} (Block)"))
     groups.pairs.append(Pair(("layers.3.0.weight",), ("head.weight",), ("tensor",), ("tensor",), 1, "linear"))
+    stage = tuple(f"layers.{k}.1.weight" for k in range(4)), ("head.weight",)
+    groups.pairs.append(Pair(*stage, ("filter",) * 4, (("axis", 1),), 6, "linear"))
     lines = str(groups).splitlines()
     assert "fact: layers.{0-3}.1.weight are invariant as 'filter' (6 × 1, layers.{1-4}.1 (BatchNorm1d))" in lines
     a, b = "layers.{0-2}.0.weight 'filter' + layers.{0-2}.0.bias 'filter'", "layers.{1-3}.0.weight ('axis', 1)"
     assert f"pair: {a} against {b} (6 pairs, through layers.{{0-2}} (Block))" in lines
     assert "pair: layers.3.0.weight 'tensor' against head.weight 'tensor' (1 pair, linear)" in lines
+    assert "pair: layers.{0-3}.1.weight 'filter' against head.weight ('axis', 1) (6 pairs, linear)" in lines
     assert "pair: layers.1.0.weight" in groups.explain("layers.2.0.weight")
 
 

@@ -511,10 +511,9 @@ class Groups:
         return "\n".join([*_table(self.groups, width), *(_wrapped(line, width) for line in lines)])
 
     def __repr__(self) -> str:
-        return (
-            f"Groups({len(self.layouts)} parameters with {sum(g.n_rows for g in self.groups)} rows, "
-            f"{len(self.joint)} joint sets, {len(self.rest)} in the rest)"
-        )
+        n_rows = plural(sum(group.n_rows for group in self.groups), "row")
+        found = f"{plural(len(self.layouts), 'parameter')} with {n_rows}, {plural(len(self.joint), 'joint set')}"
+        return f"Groups({found}, {len(self.rest)} in the rest)"
 
 
 def is_sharded(param: Tensor) -> bool:
@@ -587,12 +586,17 @@ def _merged(groups: Sequence[Group], between: str = ", ") -> list[tuple[str, str
 
 
 def _folded_pairs(pairs: Sequence[Pair]) -> list[str]:
+    """Pairs as text, those of repeated layers as one, with the names of each side folded."""
     texts = ["\t".join((*pair.a, *pair.b, pair.reason)) for pair in pairs]
     lines = []
     for text, members in fold(texts, [(pair.a_specs, pair.b_specs, pair.n) for pair in pairs]):
-        pair, parts = pairs[members[0]], text.split("\t")
-        sides = tuple(parts[: len(pair.a)]), tuple(parts[len(pair.a) : -1])
-        lines.append(str(replace(pair, a=sides[0], b=sides[1], reason=parts[-1])))
+        pair, (*names, reason) = pairs[members[0]], text.split("\t")
+        split = len(pair.a)
+        a, b = (
+            " + ".join(f"{name} {specs[of_name[0]]!r}" for name, of_name in fold(side, specs))
+            for side, specs in ((names[:split], pair.a_specs), (names[split:], pair.b_specs))
+        )
+        lines.append(f"{a} against {b} ({plural(pair.n, 'pair')}, {reason})")
     return lines
 
 

@@ -340,7 +340,7 @@ class TestText:
         torch.manual_seed(0)  # one weight in fifteen saturates the softmax, and other blocks are reported
         groups = find_groups(Attention(), torch.randn(3, 5, 8))
         assert groups.layouts == {}
-        assert "of 3 equal blocks of dimension 0 only 0–1 are invariant" in groups.explain("qkv.weight")
+        assert "of 3 equal blocks of dimension 0 only 0,1 are invariant" in groups.explain("qkv.weight")
 
     def test_every_parameter_frozen(self):
         model = nn.Linear(3, 3).requires_grad_(False)

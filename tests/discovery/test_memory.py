@@ -1,5 +1,7 @@
 """What find_groups keeps in memory beside the model: leaves of one dtype, and at most one gradient."""
 
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -93,3 +95,14 @@ def test_a_gradient_that_comes_in_parts():
     torch.manual_seed(0)
     groups = find_groups(Normalized(), torch.randn(6, 5))
     assert groups.layouts == dict.fromkeys(("stem.weight", "stem.bias", "layer.weight"), "tensor")
+
+
+def test_no_computer_algebra_is_loaded():
+    """torch imports sympy, tens of megabytes and a second, where a backward pass gets gradients of its outputs."""
+    code = """
+import sys, torch, steradian
+steradian.find_groups(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3)), torch.randn(4, 3))
+print("sympy" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from steradian import find_groups, optim, watch
+from steradian import Groups, find_groups, optim, watch
 
 from ranks import network, run, train
 
@@ -60,6 +60,7 @@ def assert_same(found, expected):
 
 def ddp(rank, ranks, folder, kind):
     model = DistributedDataParallel(network())
+    assert list(find_groups(model, torch.randn(4, 2, 4, 4, dtype=torch.float64)).layouts) == ["0.weight", "3.weight"]
     train(model, OPTIMIZERS[kind](groups_of(model)), STEPS, rank=rank, ranks=ranks)
     assert_same(whole(model), alone(kind))
 
@@ -69,9 +70,12 @@ def fsdp(rank, ranks, folder, kind):
     images = torch.randn(2, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     groups = find_groups(model, images)
     assert groups.layouts == {"0.weight": "filter", "3.weight": "filter"}
+    path = f"{folder}/groups-{rank}.json"
+    groups.save(path)
     fully_shard(model)
-    with pytest.raises(ValueError, match=r"0\.weight.*before fully_shard"):
+    with pytest.raises(ValueError, match=r"0\.weight.*before fully_shard.*Groups\.load\(path, model\)"):
         find_groups(model, images)
+    assert Groups.load(path, model) == groups.of(model)
     optimizer = OPTIMIZERS[kind](groups.of(model).param_groups())
     train(model, optimizer, STEPS, rank=rank, ranks=ranks)
     assert_same(whole(model), alone(kind))

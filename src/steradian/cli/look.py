@@ -90,14 +90,14 @@ def load_model(target: str, *, layers: int | None = None) -> "nn.Module":
         raise ValueError(
             f"target must be package.module:factory, file.py:factory, timm:NAME or hf:PATH, got {target!r}"
         )
+    if place == "hf":
+        return _from_config(_import_module("transformers"), name, layers)
     for folder in (str(Path.cwd()), *([str(Path(place).absolute().parent)] if in_file else [])):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    module = _import_module("transformers" if place == "hf" else place)
+    module = _import_module(place)
     if place == "timm":
         made = partial(module.create_model, name, pretrained=False)
-    elif place == "hf":
-        made = partial(_from_config, module, name, layers)
     else:
         try:
             made = attrgetter(name)(module)

@@ -152,25 +152,23 @@ def _bar() -> Iterator[Callable[[int, int], object]]:
 
 def _idle_parts(measured: Measurements) -> list[str]:
     """A note on weights, and on experts that are slices of one, that some pass did not reach: a larger batch may."""
-    idle: dict[str, tuple[int, int]] = {}  # name → how many of how many slices, (0, 0) for the whole
+    idle: dict[str, str] = {}  # name → which part of it
     for name in measured.prober.trainable:
         shape = measured.shapes[name]
         if len(shape) == 3 and shape[0] > 1:
             passes = [*measured.random, *measured.grown]
             slices = max(int((reading.tables[name][0,][2] == 0).sum()) for reading in passes)
             if slices:
-                idle[name] = slices, shape[0]
+                idle[name] = f"{slices} of {shape[0]} slices of "
         elif is_matrix(shape) and not all(reading.slope[name] for reading in measured.random):
-            idle[name] = 0, 0
+            idle[name] = ""
     if not idle:
         return []
-    texts = []
-    for name, members in fold(list(idle), list(idle.values())):
-        n, of = list(idle.values())[members[0]]
-        texts.append(f"{n} of {of} slices of {name}" if n else name)
+    parts = list(idle.values())
+    texts = [f"{parts[members[0]]}{name}" for name, members in fold(list(idle), parts)]
     return [
-        "what is found depends on the batch: in some passes no gradient reached these parts, as an expert that gets no "
-        f"token; a larger batch may prove more: {', '.join(texts)}"
+        "what is found depends on the batch: in some passes or all no gradient reached these parts, as an expert that "
+        f"gets no token; a larger batch may prove more: {', '.join(texts)}"
     ]
 
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 import torch
 
@@ -11,6 +10,7 @@ from steradian.discovery.invariance import Cut, finest, imbalance, is_matrix, pa
 from steradian.discovery.joint import WHOLE, Alignment, alignments, joint_sets
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Group, Spec
+from steradian.names import ranges
 
 
 @dataclass
@@ -44,7 +44,7 @@ def judge(measured: Measurements) -> Verdict:
         if is_matrix(measured.shapes[name]) and not measured.nonlinear((name,)):
             found = partial_cut(measured.shapes[name], measured.trial((name,)))
             if found is not None:
-                text = f"of {found[0]} equal blocks of dimension 0 only {_ranges(found[1])} are invariant"
+                text = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
                 verdict.partial[name] = text
     verdict.nonlinear = [group for group in verdict.rows if measured.nonlinear(group.names)]
     verdict.rows = [group for group in verdict.rows if group not in verdict.nonlinear]
@@ -94,12 +94,6 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
     group = _group(measured, (name,), to_spec(cut, shape), math.prod(cut))
     (verdict.rows if is_weight else verdict.facts).append(group)
     return True
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as "0–2, 5"."""
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 # Joint sets

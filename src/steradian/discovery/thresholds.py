@@ -14,7 +14,7 @@ from torch import Tensor
 
 MOST_PASSES = 12
 """Forward passes through the model, with or without a backward pass: what a user waits for."""
-USUAL_PASSES = 8
+USUAL_PASSES = 9
 """Passes of most models, for the progress bar."""
 BAR_SECONDS = 3
 """A progress bar for less would only flicker."""
