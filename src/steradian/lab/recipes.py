@@ -25,7 +25,6 @@ __all__ = [
     "comparison",
     "grid",
     "hypotheses",
-    "phenomena",
     "pretraining",
     "trajectories",
     "tuning",
@@ -108,19 +107,6 @@ def hypotheses(
     ]
 
 
-def phenomena(
-    *,
-    data: str = "cifar10",
-    columns: Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
-    epochs: int = 405,
-    seeds: int = 1,
-) -> list[Config]:
-    """Section 4.1, measured: trainings to be tracked; by default Adam's of ResNet20 on CIFAR-10, with one seed."""
-    scale: dict[str, Any] = {"data": data, "epochs": epochs, "seeds": seeds}
-    return accuracy_tables(columns=columns or ["ResNet20"], methods=methods or ["Adam"], **scale)
-
-
 def pretraining(
     *, data: str | None = "cifar10", columns: Sequence[str] | None = None, epochs: int = 200, seeds: int = 1
 ) -> list[Config]:
@@ -176,7 +162,8 @@ RECIPES: dict[str, Callable[..., list[Config]]] = {
     "tables-no-affine": partial(accuracy_tables, norm="bn-no-affine"),
     "curves": accuracy_tables,  # fig:loss_comparison, fig:acc_comparison and those of App. D.4
     "hypotheses": hypotheses,
-    "phenomena": phenomena,
+    # Section 4.1, measured
+    "phenomena": partial(accuracy_tables, data="cifar10", columns=["ResNet20"], methods=["Adam"], seeds=1),
     "trajectories": pretraining,  # of the networks that `trajectories` start from
     "grid": grid,
 }

@@ -12,7 +12,8 @@ import torch
 
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load, usual_root
-from steradian.lab.fleet import CHECKPOINTS, Fleet, Progress, prepare_device
+from steradian.lab.fleet import CHECKPOINTS, Fleet, prepare_device
+from steradian.lab.progress import Progress
 from steradian.lab.results import Result, Store, Tracks
 from steradian.lab.training import Execution, Training
 
@@ -173,7 +174,7 @@ def sweep(
             the driver's folder first, if the workers see it.
         size: trainings in a fleet.
         every: seconds between checkpoints.
-        progress: callbacks for the progress; only finished trainings are reported.
+        progress: shows the progress, of finished trainings alone.
     """
     ray, progress = _ray(), progress or Progress()
     started = not ray.is_initialized()
