@@ -30,7 +30,7 @@ from steradian.lab.tables import (
     time_rows,
 )
 
-__all__ = ["KINDS", "command", "regions", "write_page", "write_up", "written"]
+__all__ = ["write_page", "write_up"]
 
 _REGION = re.compile(r"^<!-- begin (?P<name>.+?) -->\n(?P<body>.*?)^<!-- end (?P=name) -->$", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"^<!-- (?:begin|end) .+? -->$", re.MULTILINE)

@@ -36,18 +36,7 @@ from steradian.watching.records import COLUMNS, STATISTICS
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "ALL",
-    "LIVING",
-    "PHENOMENA",
-    "RECORDED",
-    "Tracked",
-    "compare_trajectories",
-    "recorded_steps",
-    "statistics_table",
-    "track_study",
-    "trajectory_study",
-]
+__all__ = ["PHENOMENA", "RECORDED", "Tracked", "compare_trajectories", "track_study", "trajectory_study"]
 
 RECORDED = ("radial", "velocity", "radius", "effective_lr")
 """What every tracked training records of its rows: A⟨c,u⟩ (H1), z (H2, and z² is Theorem 4's variable), r and η^e."""
@@ -102,12 +91,13 @@ class Tracked(Training):
     """A training that records some of its steps; `Fleet` runs it like any other.
 
     Args:
-        config: what to train; this, `data` and **how as for `Training`.
+        config: what to train.
         data: its data.
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.
         deliver: called with this training when it is finished.
+        **how: `execution` and `weights`, as for `Training`.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from steradian.lab.registry import METHODS, NETWORKS, SCHEDULES, plugin_of
 from steradian.lab.results import Claims, Result, Store, environment
 from steradian.lab.training import Execution, Training
 
-__all__ = ["CHECKPOINTS", "POLL", "Fleet", "prepare_device", "read_state"]
+__all__ = ["Fleet", "prepare_device"]
 
 CHECKPOINTS = 120.0
 """Seconds between the checkpoints of a training: the most that is lost if the process is killed."""

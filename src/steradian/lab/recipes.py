@@ -16,19 +16,7 @@ from steradian.lab.config import Config, match_name, match_names
 from steradian.lab.models import NORMS
 from steradian.lab.registry import METHODS, NETWORKS, SCHEDULES, plugin_of
 
-__all__ = [
-    "RECIPES",
-    "TABLE_METHODS",
-    "accuracy_tables",
-    "by_method",
-    "columns_of",
-    "comparison",
-    "grid",
-    "hypotheses",
-    "pretraining",
-    "trajectories",
-    "tuning",
-]
+__all__ = ["RECIPES", "accuracy_tables", "comparison", "grid", "hypotheses", "pretraining", "trajectories", "tuning"]
 
 TABLE_METHODS = tuple(paper.ACCURACY["bn"])
 """Rows of our tables: the paper's six and SGD-M."""
