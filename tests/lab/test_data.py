@@ -252,9 +252,9 @@ def test_the_hub_is_used_if_there_is_no_folder(monkeypatch, tmp_path):
 
 def test_batches_are_crops_and_mirror_images():
     """Against cutting and flipping the padded image by hand."""
-    resident = Resident(data(train=40, size=8), validation=0.25, pad=2)
+    resident = Resident(data(train=40, size=8), validation=0.25)
     assert resident.counts == {"train": 30, "validation": 10, "test": 5}
-    assert resident.views == 5 * 5 * 2
+    assert resident.views == 9 * 9 * 2
     plan = resident.plan(seed=3, epoch=1, batch=15)
     assert sorted(plan.reshape(-1) // resident.views) == list(range(30))
     for codes in plan:
@@ -263,8 +263,8 @@ def test_batches_are_crops_and_mirror_images():
         for k, code in enumerate(codes.tolist()):
             image, view = divmod(code, resident.views)
             place, mirrored = divmod(view, 2)
-            down, right = divmod(place, 5)
-            padded = resident.train_pixels[image].view(12, 12, 3)
+            down, right = divmod(place, 9)
+            padded = resident.train_pixels[image].view(16, 16, 3)
             cut = padded[down : down + 8, right : right + 8]
             cut = cut.flip(1) if mirrored else cut
             normalized = (cut.float() - resident.mean) * resident.scale
@@ -274,8 +274,9 @@ def test_batches_are_crops_and_mirror_images():
 
 def test_training_pixels_are_centred_and_of_unit_spread():
     made = data(train=200, size=4)
-    resident = Resident(made, validation=0.1, pad=0, flip=False)
-    codes = torch.arange(resident.counts["train"])
+    resident = Resident(made, validation=0.1)
+    centre = resident.views // 2  # neither shifted nor flipped
+    codes = torch.arange(resident.counts["train"]) * resident.views + centre - centre % 2
     batch, _ = resident.batch(codes)
     torch.testing.assert_close(batch.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(batch.std(dim=(0, 2, 3), correction=0), torch.ones(3), atol=1e-5, rtol=0)

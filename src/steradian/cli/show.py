@@ -48,32 +48,26 @@ def table(
 def figure(
     study: Annotated[str, typer.Argument(help="Name of a study in results/.")],
     kind: Annotated[str, typer.Argument(help="loss, accuracy, hypotheses, phenomena or trajectories.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="An .svg, or an .html that can be zoomed.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="An .svg or an .html.")],
     folder: Folder = Path("results"),
 ) -> None:
     """Draw a figure of the paper from a study.
 
     Example: steradian figure resnet20-cifar10 loss --out loss.svg
     """
-    from steradian.lab.config import match_name
+    from steradian.lab.config import match_names
     from steradian.lab.figures import FIGURES, TRACK_FIGURES, write_figure
     from steradian.lab.results import Tracks
 
-    kind = match_name(kind, [*FIGURES, *TRACK_FIGURES]) or kind
+    [kind] = match_names("kind", [kind], [*FIGURES, *TRACK_FIGURES])
     if kind in FIGURES:
         drawn = FIGURES[kind](_results(study, folder))
-    elif kind in TRACK_FIGURES:
+    else:
         tracks = Tracks(folder / f"{study}-tracks.parquet")
         if not tracks.path.exists():
             there = [path.name.removesuffix("-tracks.parquet") for path in sorted(folder.glob("*-tracks.parquet"))]
             raise ValueError(f"no records of {study!r} in {folder}; there are {', '.join(there) or 'none'}")
-        recorded = tracks.table(), tracks.about()
-        drawn = TRACK_FIGURES[kind](*recorded)
-        if drawn.empty:
-            shown = [name for name, draw in TRACK_FIGURES.items() if not draw(*recorded).empty]
-            raise ValueError(f"{tracks.path} has no {kind} to show; it has {', '.join(shown) or 'nothing'}")
-    else:
-        raise ValueError(f"kind must be one of {', '.join([*FIGURES, *TRACK_FIGURES])}, got {kind!r}")
+        drawn = TRACK_FIGURES[kind](tracks.table(), tracks.about())
     write_figure(drawn, out)
     screen().print(f"The figure: {out}", soft_wrap=True)
 

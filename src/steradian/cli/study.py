@@ -183,14 +183,14 @@ def _study(name: str) -> "Study":
 
 def _run(work: Callable[..., bool], path: Path, configs: "Sequence[Config]" = (), *, page: bool = False) -> bool:
     """Run trainings with their progress on the screen; print their table and where they are; whether all are done."""
-    from steradian.cli.progress import Shown
     from steradian.lab.documents import write_page
+    from steradian.lab.progress import Progress
     from steradian.lab.results import Store
 
     console = screen()
     again = "run the same command again to continue"
     try:
-        finished = work(progress=Shown(console))
+        finished = work(progress=Progress(console))
     except KeyboardInterrupt:
         console.print(f"Stopped before the end: {again} from the last checkpoint.", soft_wrap=True)
         raise

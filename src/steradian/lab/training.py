@@ -30,7 +30,7 @@ from steradian.lab.registry import METHODS
 from steradian.lab.results import CURVES, PARTS, has_diverged
 from steradian.optim import RowOptimizer
 
-__all__ = ["Execution", "Queue", "Training", "copied"]
+__all__ = ["Execution", "Training"]
 
 _CHUNK = 500  # images that are evaluated at once
 _LANES = 8  # input channels that a GPU's matrix units take at once
