@@ -1,7 +1,11 @@
 """The live page: it follows its runs, and gives nothing else away."""
 
 import http.client
+import signal
+import subprocess
+import sys
 import threading
+import urllib.request
 
 import pytest
 import simulate
@@ -93,3 +97,15 @@ def test_the_page_loads_again_and_keeps_what_was_chosen(serve, browser, tmp_path
     assert tab.input_value("#layer") == "conv2.weight"
     tab.close()
     assert complaints == []
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path):
+    write(tmp_path / "a", 5)
+    command = [sys.executable, "-m", "steradian", "report", str(tmp_path), "--live", "--title", "Mine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        url = process.stdout.readline().split()[2]
+        with urllib.request.urlopen(url) as answer:
+            assert "<title>Mine · Steradian</title>" in answer.read().decode()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert process.stderr.read() == ""
