@@ -201,7 +201,7 @@ def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
     data: dict[str, Any] = {
         "statistics": list(STATISTICS),
         "groups": groups,
-        "grid": grid(groups),
+        "grid": grid(runs),
         "vectors": sorted({name for run in runs for name in run.vectors}),
         "quantities": _quantities(runs),
         "whole": sorted({name for run in runs for name, of in run.lines.values.items() if "" in of}),
@@ -248,18 +248,25 @@ def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
     return data, pack.text()
 
 
-def grid(groups: Sequence[str]) -> dict[str, Any] | None:
-    """Blocks, roles and the place of each group, where many layers repeat in blocks; None if they do not.
+def grid(runs: Sequence[PageRun]) -> dict[str, Any] | None:
+    """Blocks, roles and the place of each group of a page, if it has many layers and they repeat in blocks."""
+    names = list(dict.fromkeys(group for run in runs for group in run.groups))
+    vectors = {name for run in runs for name in run.vectors}
+    return blocks_of(names) if len(set(names) - vectors) >= MANY_LAYERS else None
 
-    >>> names = [f"layers.{k}.{role}.weight" for k in range(16) for role in ("up", "down")]
-    >>> found = grid(["embed.weight", *names])
-    >>> found["roles"], found["blocks"][:2], found["places"]["layers.15.down.weight"]
-    (['up', 'down'], ['layers.0', 'layers.1'], [15, 1])
+
+def blocks_of(groups: Sequence[str]) -> dict[str, Any] | None:
+    """Blocks, roles and the place of each group, from their names; None if there are no four blocks with two roles.
+
+    >>> names = [f"layers.{k}.{role}.weight" for k in range(4) for role in ("up", "down")]
+    >>> found = blocks_of(["embed.weight", *names])
+    >>> found["roles"], found["blocks"][:2], found["places"]["layers.3.down.weight"]
+    (['up', 'down'], ['layers.0', 'layers.1'], [3, 1])
     """
     split = {name: re.fullmatch(r"(.*?\b\d+)\.(.+?)(\.weight)?", name) for name in groups}
     inside = {name: (found[1], found[2]) for name, found in split.items() if found}
     blocks, roles = (list(dict.fromkeys(part)) for part in zip(*inside.values(), strict=True)) if inside else ([], [])
-    if len(groups) < MANY_LAYERS or len(blocks) < 4 or not 2 <= len(roles) <= 24:
+    if len(blocks) < 4 or not 2 <= len(roles) <= 24:
         return None
     places = {name: [blocks.index(block), roles.index(role)] for name, (block, role) in inside.items()}
     return {"blocks": blocks, "roles": roles, "places": places}

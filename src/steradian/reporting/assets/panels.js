@@ -65,7 +65,7 @@ function points(steps, values, log, other) {
 const FEW_POINTS = 60;  // up to which each is marked
 function curve(steps, values, { panel = 0, colour, width = 1.7, dash = "solid", name = "", extra = "", log = false, shape = "linear", raw = false }) {
   const { x, y } = points(steps, raw ? values : smooth(values), log);
-  return { x, y, name, extra, mode: x.length > FEW_POINTS ? "lines" : "lines+markers", marker: { color: colour, size: 4 }, line: { color: colour, width, dash, shape }, ...axes(panel), type: "scatter", meta: name };
+  return { x, y, name, extra, mode: x.length > FEW_POINTS || dash === "dash" ? "lines" : "lines+markers", marker: { color: colour, size: 4 }, line: { color: colour, width, dash, shape }, ...axes(panel), type: "scatter", meta: name };
 }
 
 // The pointer shows all lines of a panel at its step, or the nearest one if there are too many for a list.
@@ -115,7 +115,7 @@ const axisNames = (layout, letter) => Object.keys(layout).filter((key) => key.st
 
 // Ticks of a logarithmic axis: powers of ten, or 1, 2, 5 in between where the range is short.
 function logTicks(low, high, most = 7) {
-  if (high - low < 0.7) return {};
+  if (high - low < 0.7) return { tickformat: ".3~g" };
   const every = Math.max(1, Math.ceil((high - low) / 6)), parts = 3 * (high - low) < most ? [1, 2, 5] : [1], tickvals = [], ticktext = [];
   for (let power = Math.floor(low); power <= Math.ceil(high); power += 1)
     if (power % every === 0)
