@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from steradian.discovery import find_groups
     from steradian.groups import Groups
     from steradian.reporting.page import report
+    from steradian.watching.match import match
     from steradian.watching.watch import watch
 
 __version__ = "0.2.0"
@@ -21,6 +22,7 @@ __all__ = [
     "geometry",
     "groups",
     "image",
+    "match",
     "optim",
     "phenomena",
     "report",
@@ -31,6 +33,7 @@ __all__ = [
 _WITHIN = {
     "Groups": "groups",
     "find_groups": "discovery",
+    "match": "watching.match",
     "report": "reporting.page",
     "watch": "watching.watch",
 }

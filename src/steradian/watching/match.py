@@ -1,0 +1,279 @@
+"""`st.match`: settings with which an optimizer turns rows as far as another; `replay`: Angular along a recorded run.
+
+The angle per step in equilibrium is a function of the settings (`steradian.balance`), and where an optimizer fixes the
+radius its rate is the angle up to a factor. `match` takes an angle from a source and solves for the setting that gives
+it. What it cannot know:
+
+- **Weights that are not invariant** turn too, but the network also feels their lengths, and no equilibrium is derived
+  for them: a match is about invariant rows.
+- **Transients.** An equilibrium is reached after about 1/(ηλ) steps ((1−β)/(ηλ) for SGD with momentum), which differ
+  between the source and its match. Until then, and after each drop of the rate, angles depend on the radii. `replay`
+  has no transient: it sets the recorded angles.
+- **Directions.** Two optimizers that turn a row by the same angle turn it in different directions.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from steradian import optim
+from steradian.balance import balance_of
+from steradian.groups import Groups
+from steradian.watching.records import RecordedRun, labels, listed, read_run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["match", "replay", "unknown"]
+
+_LARGEST = 0.5
+"""The largest angle per step, in radians, that Angular takes; an equilibrium is far below it."""
+_AT_PEAK = 0.9
+"""A run's angle is measured at rates above this share of its largest one."""
+_EXACT = 1e-6
+"""Relative error of a matched angle; balances are numbers of single precision."""
+
+_PER_RATE: dict[type[Optimizer], Callable[[Mapping[str, Any]], float]] = {
+    optim.Angular: lambda _: 1.0,
+    # m has the weights (1−β1)β1^k and v is the mean of ‖h‖².
+    optim.AdamG: lambda group: math.sqrt((1 - group["betas"][0]) / (1 + group["betas"][0])),
+    # v approaches ‖∇L(u)‖²/(1−β).
+    optim.AdaGradG: lambda group: math.sqrt(1 - group["beta"]),
+}
+"""Optimizers that fix the radius, with the angle over the rate if successive gradients are uncorrelated."""
+
+
+class _Turn(NamedTuple):
+    """An angle per step, and what coupled Adam's depends on: γ = ‖∇L(u)‖ and the number of entries in a row."""
+
+    angle: float
+    slope: float | None
+    size: int | None
+
+
+def match(
+    source: Optimizer | str | Path | RecordedRun | float,
+    to: type[Optimizer],
+    *,
+    only: str | None = None,
+    slope: float | None = None,
+    size: int | None = None,
+    **fixed: Any,
+) -> dict[str, Any]:
+    """Settings with which `to` turns invariant rows by the source's angle per step.
+
+    SGD, Adam (also without (a), (b), (c)), AdamW, NAdam, RAdam, Muon and Lion have an angle through their equilibrium
+    (`balance`), so that lr and weight_decay are determined together: give one of them. In Angular, AdamG and AdaGradG
+    lr alone determines it. The angle of a recorded run is that of its median layer: of invariant ones if there are
+    any, each in the root mean square over the second half of the steps at the run's largest rate.
+
+    Args:
+        source: an optimizer, for the angle of its present settings in equilibrium; a recorded run or its folder, for
+            the measured angle; or an angle in radians.
+        to: class of the optimizer.
+        only: of a run, the layers whose names match this glob pattern.
+        slope: γ = ‖∇L(u)‖, which is r‖∇L(x)‖. Only the angle of Adam with coupled decay depends on it, and on
+            `size`; a recorded run has both.
+        size: the number d of entries in a row.
+        **fixed: settings of `to`; defaults hold for those that are not given.
+
+    Returns:
+        `fixed` and the setting that was left open.
+
+    Raises:
+        ValueError: the source has no angle, or `fixed` leaves open more or less than one setting.
+
+    >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1, momentum=0.9, weight_decay=5e-4)
+    >>> round(match(sgd, to=optim.Angular)["lr"], 5)
+    0.00725
+    >>> found = match(sgd, to=torch.optim.AdamW, lr=1e-3)
+    >>> found["lr"], round(found["weight_decay"], 6)
+    (0.001, 0.5)
+    """
+    if not (isinstance(to, type) and issubclass(to, Optimizer)):
+        raise TypeError(f"to must be a class of optimizers, such as torch.optim.AdamW, got {to!r}")
+    choices = ("lr",) if issubclass(to, tuple(_PER_RATE)) else ("lr", "weight_decay")
+    left = [name for name in choices if name not in fixed]
+    if len(left) != 1:
+        given = ", ".join(f"{name}={fixed[name]!r}" for name in choices if name in fixed) or "neither"
+        wanted = "lr must be left open" if choices == ("lr",) else "one of lr and weight_decay must be given"
+        raise ValueError(f"{wanted} to match the angle of {to.__name__}, got {given}")
+    [name] = left
+    # A row of its own: settings that `without` depends on, defaults, and errors in `fixed`.
+    optimizer = to([{"params": [nn.Parameter(torch.ones(1, 2))], "rows": "filter"}], **{name: 0.01, **fixed})
+    settings = optimizer.param_groups[0]
+
+    def solved(turn: _Turn) -> float:
+        return _solve(lambda value: _angle(optimizer, {**settings, name: value}, turn.slope, turn.size), turn.angle)
+
+    return {**fixed, name: float(np.median([solved(turn) for turn in _turns(source, only, slope, size)]))}
+
+
+def _turns(source: Any, only: str | None, slope: float | None, size: int | None) -> list[_Turn]:
+    """The source's angle; of a run, those of its layers."""
+    if isinstance(source, Optimizer):
+        return [_Turn(_angle_of(source, slope, size), slope, size)]
+    if isinstance(source, Real):
+        if not 0 < float(source) <= _LARGEST:
+            raise ValueError(f"source must be an angle of more than 0 and at most {_LARGEST} radians, got {source}")
+        return [_Turn(float(source), slope, size)]
+    if not isinstance(source, str | Path | RecordedRun):
+        raise TypeError(f"source must be an optimizer, a recorded run or an angle, got {type(source).__name__}")
+    run = source if isinstance(source, RecordedRun) else read_run(source)
+    sizes = {str(entry["name"]): entry.get("size") for entry in run.about["groups"]}
+    found = []
+    for name, layer in _layers(run, only).items():
+        at_peak = layer[layer["lr"] >= _AT_PEAK * layer["lr"].max()]
+        late = at_peak[at_peak.index >= (at_peak.index[0] + at_peak.index[-1]) / 2]
+        gradient = late.get("gradient_norm", math.nan)
+        measured = float(np.sqrt(((late["radius"] * gradient) ** 2).mean()))
+        known = slope if slope is not None else measured if measured > 0 else None
+        found.append(_Turn(float(np.sqrt((late["angle"] ** 2).mean())), known, size or sizes[name]))
+    return found
+
+
+def _layers(run: RecordedRun, only: str | None = None) -> "dict[str, pd.DataFrame]":
+    """For each layer that turns, step by step: the medians of angle, radius and gradient norm, and the rate."""
+    table = run.table
+    medians = table["quantity"].isin(["angle", "radius", "gradient_norm"]) & (table["statistic"] == "median")
+    wide = table[medians | (table["quantity"] == "lr")].pivot_table(
+        index=["group", "step"], columns="quantity", values="value", observed=True
+    )
+    wide = wide[wide["angle"] > 0]
+    label, rows = labels(run), {str(entry["name"]): entry.get("rows") or 1 for entry in run.about["groups"]}
+    found = {str(name): part.droplevel("group") for name, part in wide.groupby(level="group", observed=True)}
+    found = {name: part for name, part in found.items() if only is None or fnmatchcase(name, only)}
+    invariant = {name: part for name, part in found.items() if label.get(name) == "invariant"}
+    chosen = invariant or {name: part for name, part in found.items() if rows.get(name, 1) > 1} or found
+    if not chosen:
+        raise ValueError(f"source: no layer{f' that matches {only!r}' if only else ''} turns in the run {run.name}")
+    return chosen
+
+
+def _angle_of(optimizer: Optimizer, slope: float | None, size: int | None) -> float:
+    """The angle of an optimizer's rows; of all groups with decay if no group has rows."""
+    groups = [group for group in optimizer.param_groups if group.get("rows") is not None]
+    if not groups and not isinstance(optimizer, tuple(_PER_RATE)):
+        groups = [group for group in optimizer.param_groups if group.get("weight_decay")] or optimizer.param_groups
+    angles = [_angle(optimizer, group, slope, size) for group in groups]
+    if not angles:
+        raise ValueError(f"source: no param group of this {type(optimizer).__name__} has rows")
+    if not math.isclose(min(angles), max(angles), rel_tol=1e-6):
+        several = ", ".join(f"{angle:.3g}" for angle in angles)
+        raise ValueError(f"source: its param groups turn by different angles, {several}; match one of these")
+    return angles[0]
+
+
+def _angle(optimizer: Optimizer, settings: Mapping[str, Any], slope: float | None, size: int | None) -> float:
+    """The angle per step under the settings of a param group.
+
+    Raises:
+        ValueError: there is none.
+    """
+    kind, rate = type(optimizer).__name__, float(settings["lr"])
+    per_rate = next((_PER_RATE[each] for each in type(optimizer).__mro__ if each in _PER_RATE), None)
+    if per_rate is not None:
+        angle = per_rate(settings) * rate
+    else:
+        balance = balance_of(optimizer, settings, size or 1)
+        if isinstance(balance, str):
+            raise ValueError(f"{kind} has no angle in equilibrium: {balance}")
+        given = 1.0 if slope is None else slope
+        _, angles = balance(*(torch.tensor(each, dtype=torch.float64) for each in (rate, [given, 2 * given])))
+        angle = angles[0].item()
+        if (slope is None or size is None) and not torch.isclose(*angles):
+            raise ValueError(
+                f"the angle of {kind} with coupled weight decay depends on the gradients: give slope, which is "
+                "‖∇L(u)‖ = r‖∇L(x)‖, and size, the number of entries in a row, or match a recorded run, which has both"
+            )
+    if not 0 < angle < math.inf:
+        raise ValueError(f"{kind} has no angle in equilibrium under these settings: it would be {angle}")
+    return angle
+
+
+def _solve(angle: Callable[[float], float], wanted: float) -> float:
+    """Where an angle is the wanted one, by secants between logarithms: angles are powers of the settings, or nearly."""
+    x, y = (-9.0, -5.0), [math.log(angle(math.exp(each)) / wanted) for each in (-9.0, -5.0)]
+    while abs(y[1]) > _EXACT:
+        x = x[1], x[1] - y[1] * (x[1] - x[0]) / (y[1] - y[0])
+        y = [y[1], math.log(angle(math.exp(x[1])) / wanted)]
+    return math.exp(x[1])
+
+
+def unknown(source: Optimizer | str | Path | RecordedRun | float) -> list[str]:
+    """What a match of this source cannot know, in sentences."""
+    found = [
+        "Not known: how long each of them takes to its equilibrium (about 1/(lr · weight_decay) steps, less with "
+        "momentum in SGD), and how far it turns until then, which the radii decide.",
+        "Not matched: weights that are not invariant, whose lengths count too, and directions.",
+    ]
+    if isinstance(source, str | Path | RecordedRun):
+        run = source if isinstance(source, RecordedRun) else read_run(source)
+        label, chosen = labels(run), list(_layers(run))
+        others = [name for name in label if name not in chosen]
+        if label[chosen[0]] != "invariant":
+            found.append("No weight of this run is known to be invariant: pass watch what find_groups returns.")
+        elif others:
+            found.append(f"Left out, as they are not known to be invariant: {listed(others)}.")
+    return found
+
+
+def replay(optimizer: optim.Angular, source: str | Path | RecordedRun, model_or_groups: nn.Module | Groups) -> LambdaLR:
+    """A scheduler that turns each layer by the angle that was recorded for it, step by step.
+
+    Between observed steps angles are interpolated, beyond the last one they stay. The angle of a layer is the median
+    of its rows, at most 0.5. Parameters without rows keep their rate, times the recorded rate over its largest value.
+
+    Args:
+        optimizer: before its first step. Its param groups are split, so that each layer has its own.
+        source: a recorded run or its folder, whose first step is the optimizer's first one.
+        model_or_groups: where the names of the parameters come from.
+
+    Returns:
+        A scheduler to be stepped after each step of the optimizer.
+
+    Raises:
+        ValueError: a layer was not recorded.
+
+    >>> optimizer = optim.Angular(groups.param_groups())  # doctest: +SKIP
+    >>> scheduler = replay(optimizer, "runs/a", groups)  # doctest: +SKIP
+    """
+    if not isinstance(optimizer, optim.Angular):
+        raise TypeError(f"optimizer must be an Angular, whose rate is an angle, got {type(optimizer).__name__}")
+    run = source if isinstance(source, RecordedRun) else read_run(source)
+    named = model_or_groups.params if isinstance(model_or_groups, Groups) else dict(model_or_groups.named_parameters())
+    names = {id(param): name for name, param in named.items()}
+    recorded = {str(each): str(entry["name"]) for entry in run.about["groups"] for each in entry["names"]}
+    table = run.table
+    made, schedules = [], []
+    for group in optimizer.param_groups:
+        alone = group.get("rows") is not None and not group.get("joint")
+        for params in [[param] for param in group["params"]] if alone else [group["params"]]:
+            layer = next((recorded[names[id(each)]] for each in params if names.get(id(each)) in recorded), None)
+            quantity, statistic = ("angle", "median") if group.get("rows") is not None else ("lr", "mean")
+            curve = table[
+                (table["group"] == layer) & (table["quantity"] == quantity) & (table["statistic"] == statistic)
+            ].dropna()
+            made.append({**group, "params": params})
+            if quantity == "angle":
+                if curve.empty:
+                    raise ValueError(f"source: the run {run.name} has no angles of {names.get(id(params[0]))!r}")
+                made[-1]["lr"] = min(float(curve["value"].max()), _LARGEST)
+            schedules.append(_schedule(curve["step"].to_numpy(), curve["value"].to_numpy()))
+    optimizer.param_groups[:] = made
+    return LambdaLR(optimizer, schedules)
+
+
+def _schedule(steps: Any, values: Any) -> Callable[[int], float]:
+    """The values at each step over the largest of them; 1 if there are none."""
+    top = min(values.max(initial=0.0), _LARGEST)
+    return lambda step: float(np.interp(step, steps, np.minimum(values, _LARGEST)) / top) if top > 0 else 1.0
