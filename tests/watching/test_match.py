@@ -13,6 +13,9 @@ from steradian import find_groups, optim, watch
 from steradian.watching.match import match, replay, unknown
 from steradian.watching.records import read_run
 
+from small import pair
+from small import train as small_train
+
 ANGLE, SIZE, SLOPE = 0.03, 32, 0.7
 
 
@@ -213,7 +216,18 @@ def test_the_angle_of_a_run_is_that_of_its_median_layer(recorded):
     assert angle == pytest.approx(by_hand[0], rel=0.05)
     with pytest.raises(ValueError, match=r"no layer that matches 'x\*'"):
         match(recorded, to=optim.Angular, only="x*")
-    assert any("1.weight" in sentence for sentence in unknown(recorded))
+
+
+def test_what_is_not_known_of_a_run_is_said(recorded, tmp_path):
+    in_balance = unknown(recorded)
+    assert not any("these layers were not in equilibrium" in sentence for sentence in in_balance)
+    optimizer, params = pair("SGD")
+    with watch(optimizer, to=tmp_path / "short"):
+        small_train(optimizer, params, 20)
+    assert any("not in equilibrium with its settings: w, v" in sentence for sentence in unknown(tmp_path / "short"))
+    with watch(torch.optim.SGD([params[0]], lr=0.1), to=tmp_path / "untested") as watcher:
+        small_train(watcher.optimizers[0], params, 20)
+    assert any("No layer of this run is known to be invariant" in each for each in unknown(tmp_path / "untested"))
 
 
 def cosine(optimizer, _):

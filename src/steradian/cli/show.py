@@ -137,7 +137,7 @@ def match(
         f"{name}={value:.4g}" if name not in settings else f"{name}={value!r}" for name, value in found.items()
     )
     console.print(f"\n    {kind.__name__}({said})\n")
-    for sentence in unknown(origin):
+    for sentence in unknown(origin, only):
         console.print(sentence, soft_wrap=True)
 
 

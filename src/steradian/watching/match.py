@@ -1,15 +1,8 @@
 """`st.match`: settings with which an optimizer turns rows as far as another; `replay`: Angular along a recorded run.
 
-The angle per step in equilibrium is a function of the settings (`steradian.balance`), and where an optimizer fixes the
-radius its rate is the angle up to a factor. `match` takes an angle from a source and solves for the setting that gives
-it. What it cannot know:
-
-- **Weights that are not invariant** turn too, but the network also feels their lengths, and no equilibrium is derived
-  for them: a match is about invariant rows.
-- **Transients.** An equilibrium is reached after about 1/(ηλ) steps ((1−β)/(ηλ) for SGD with momentum), which differ
-  between the source and its match. Until then, and after each drop of the rate, angles depend on the radii. `replay`
-  has no transient: it sets the recorded angles.
-- **Directions.** Two optimizers that turn a row by the same angle turn it in different directions.
+The angle per step in equilibrium is a function of the settings (`steradian.balance`); where an optimizer fixes the
+radius, its rate is the angle up to a factor. `match` takes an angle from a source and solves for the setting that gives
+it. What it cannot know is said by `unknown`: weights that are not invariant, transients, and directions.
 """
 
 import math
@@ -17,11 +10,11 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -30,15 +23,14 @@ from steradian.balance import balance_of
 from steradian.groups import Groups
 from steradian.watching.records import RecordedRun, labels, listed, read_run
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 __all__ = ["match", "replay", "unknown"]
 
 _LARGEST = 0.5
 """The largest angle per step, in radians, that Angular takes; an equilibrium is far below it."""
 _AT_PEAK = 0.9
 """A run's angle is measured at rates above this share of its largest one."""
+_APART = 1.5
+"""Angles that differ by more than this factor are said to."""
 _EXACT = 1e-6
 """Relative error of a matched angle; balances are numbers of single precision."""
 
@@ -53,11 +45,14 @@ _PER_RATE: dict[type[Optimizer], Callable[[Mapping[str, Any]], float]] = {
 
 
 class _Turn(NamedTuple):
-    """An angle per step, and what coupled Adam's depends on: γ = ‖∇L(u)‖ and the number of entries in a row."""
+    """An angle per step, γ = ‖∇L(u)‖ and the entries in a row if known; of a run, the layer and its equilibrium."""
 
     angle: float
     slope: float | None
     size: int | None
+    layer: str = ""
+    label: str = ""
+    equilibrium: float = math.nan
 
 
 def match(
@@ -129,34 +124,26 @@ def _turns(source: Any, only: str | None, slope: float | None, size: int | None)
     if not isinstance(source, str | Path | RecordedRun):
         raise TypeError(f"source must be an optimizer, a recorded run or an angle, got {type(source).__name__}")
     run = source if isinstance(source, RecordedRun) else read_run(source)
-    sizes = {str(entry["name"]): entry.get("size") for entry in run.about["groups"]}
-    found = []
-    for name, layer in _layers(run, only).items():
-        at_peak = layer[layer["lr"] >= _AT_PEAK * layer["lr"].max()]
-        late = at_peak[at_peak.index >= (at_peak.index[0] + at_peak.index[-1]) / 2]
-        gradient = late.get("gradient_norm", math.nan)
-        measured = float(np.sqrt(((late["radius"] * gradient) ** 2).mean()))
-        known = slope if slope is not None else measured if measured > 0 else None
-        found.append(_Turn(float(np.sqrt((late["angle"] ** 2).mean())), known, size or sizes[name]))
-    return found
-
-
-def _layers(run: RecordedRun, only: str | None = None) -> "dict[str, pd.DataFrame]":
-    """For each layer that turns, step by step: the medians of angle, radius and gradient norm, and the rate."""
-    table = run.table
-    medians = table["quantity"].isin(["angle", "radius", "gradient_norm"]) & (table["statistic"] == "median")
-    wide = table[medians | (table["quantity"] == "lr")].pivot_table(
-        index=["group", "step"], columns="quantity", values="value", observed=True
-    )
-    wide = wide[wide["angle"] > 0]
-    label, rows = labels(run), {str(entry["name"]): entry.get("rows") or 1 for entry in run.about["groups"]}
-    found = {str(name): part.droplevel("group") for name, part in wide.groupby(level="group", observed=True)}
-    found = {name: part for name, part in found.items() if only is None or fnmatchcase(name, only)}
-    invariant = {name: part for name, part in found.items() if label.get(name) == "invariant"}
-    chosen = invariant or {name: part for name, part in found.items() if rows.get(name, 1) > 1} or found
-    if not chosen:
+    chosen = run.table["quantity"].isin(["angle", "radius", "gradient_norm", "equilibrium_angle", "lr"])
+    chosen &= (run.table["statistic"] == "median") | (run.table["quantity"] == "lr")
+    wide = run.table[chosen].pivot_table(index=["group", "step"], columns="quantity", values="value", observed=True)
+    wide = wide.reindex(columns=["angle", "radius", "gradient_norm", "equilibrium_angle", "lr"])
+    label, found = labels(run), []
+    for entry in run.about["groups"]:
+        name, proved = entry["name"], label[entry["name"]] == "invariant"
+        layer = wide[(wide.index.get_level_values("group") == name) & (wide["angle"] > 0)].droplevel("group")
+        if layer.empty or not (proved or (entry.get("rows") or 1) > 1) or not fnmatchcase(name, only or "*"):
+            continue
+        layer = layer[layer["lr"] >= _AT_PEAK * layer["lr"].max()]
+        layer = layer[layer.index >= (layer.index[0] + layer.index[-1]) / 2]
+        layer = layer.assign(slope=layer["radius"] * layer["gradient_norm"])
+        root = (layer**2).mean() ** 0.5
+        known = slope or (root["slope"] if root["slope"] > 0 else None)
+        found.append(_Turn(root["angle"], known, size or entry["size"], name, label[name], root["equilibrium_angle"]))
+    found = [turn for turn in found if turn.label == "invariant"] or found
+    if not found:
         raise ValueError(f"source: no layer{f' that matches {only!r}' if only else ''} turns in the run {run.name}")
-    return chosen
+    return found
 
 
 def _angle_of(optimizer: Optimizer, slope: float | None, size: int | None) -> float:
@@ -174,11 +161,7 @@ def _angle_of(optimizer: Optimizer, slope: float | None, size: int | None) -> fl
 
 
 def _angle(optimizer: Optimizer, settings: Mapping[str, Any], slope: float | None, size: int | None) -> float:
-    """The angle per step under the settings of a param group.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The angle per step under the settings of a param group; a ValueError if there is none."""
     kind, rate = type(optimizer).__name__, float(settings["lr"])
     per_rate = next((_PER_RATE[each] for each in type(optimizer).__mro__ if each in _PER_RATE), None)
     if per_rate is not None:
@@ -203,27 +186,35 @@ def _angle(optimizer: Optimizer, settings: Mapping[str, Any], slope: float | Non
 def _solve(angle: Callable[[float], float], wanted: float) -> float:
     """Where an angle is the wanted one, by secants between logarithms: angles are powers of the settings, or nearly."""
     x, y = (-9.0, -5.0), [math.log(angle(math.exp(each)) / wanted) for each in (-9.0, -5.0)]
-    while abs(y[1]) > _EXACT:
+    for _ in range(50):
+        if abs(y[1]) < _EXACT:
+            return math.exp(x[1])
         x = x[1], x[1] - y[1] * (x[1] - x[0]) / (y[1] - y[0])
         y = [y[1], math.log(angle(math.exp(x[1])) / wanted)]
-    return math.exp(x[1])
+    raise ValueError(f"source: no setting gives its angle of {wanted:.3g} rad")
 
 
-def unknown(source: Optimizer | str | Path | RecordedRun | float) -> list[str]:
+def unknown(source: Optimizer | str | Path | RecordedRun | float, only: str | None = None) -> list[str]:
     """What a match of this source cannot know, in sentences."""
     found = [
-        "Not known: how long each of them takes to its equilibrium (about 1/(lr · weight_decay) steps, less with "
-        "momentum in SGD), and how far it turns until then, which the radii decide.",
-        "Not matched: weights that are not invariant, whose lengths count too, and directions.",
+        "Not known: how far rows turn before they are in equilibrium, which their radii decide, also after a change "
+        "of the rate. It takes about 1/(lr · weight_decay) steps.",
+        "Not matched: weights that are not invariant, whose lengths count too, and the directions of steps.",
     ]
-    if isinstance(source, str | Path | RecordedRun):
-        run = source if isinstance(source, RecordedRun) else read_run(source)
-        label, chosen = labels(run), list(_layers(run))
-        others = [name for name in label if name not in chosen]
-        if label[chosen[0]] != "invariant":
-            found.append("No weight of this run is known to be invariant: pass watch what find_groups returns.")
-        elif others:
-            found.append(f"Left out, as they are not known to be invariant: {listed(others)}.")
+    if isinstance(source, Optimizer | Real):
+        return found
+    turns = _turns(source, only, None, None)
+    if turns[0].label != "invariant":
+        found.append("No layer of this run is known to be invariant: pass watch what find_groups returns.")
+    low, high = min(turns), max(turns)
+    if high.angle > _APART * low.angle:
+        found.append(
+            f"Layers turn by {low.angle:.2g} ({low.layer}) to {high.angle:.2g} rad ({high.layer}); this is for the "
+            "median one. Match each with only=, or replay the run with Angular."
+        )
+    out = [turn.layer for turn in turns if abs(math.log(turn.angle / turn.equilibrium)) > math.log(_APART)]
+    if out:
+        found.append(f"In the run these layers were not in equilibrium with its settings: {listed(out)}.")
     return found
 
 
@@ -252,28 +243,28 @@ def replay(optimizer: optim.Angular, source: str | Path | RecordedRun, model_or_
     run = source if isinstance(source, RecordedRun) else read_run(source)
     named = model_or_groups.params if isinstance(model_or_groups, Groups) else dict(model_or_groups.named_parameters())
     names = {id(param): name for name, param in named.items()}
-    recorded = {str(each): str(entry["name"]) for entry in run.about["groups"] for each in entry["names"]}
-    table = run.table
+    recorded = {each: entry["name"] for entry in run.about["groups"] for each in entry["names"]}
     made, schedules = [], []
     for group in optimizer.param_groups:
-        alone = group.get("rows") is not None and not group.get("joint")
-        for params in [[param] for param in group["params"]] if alone else [group["params"]]:
+        rows = group.get("rows") is not None
+        for params in [[each] for each in group["params"]] if rows and not group.get("joint") else [group["params"]]:
             layer = next((recorded[names[id(each)]] for each in params if names.get(id(each)) in recorded), None)
-            quantity, statistic = ("angle", "median") if group.get("rows") is not None else ("lr", "mean")
-            curve = table[
-                (table["group"] == layer) & (table["quantity"] == quantity) & (table["statistic"] == statistic)
-            ].dropna()
+            chosen = (run.table["group"] == layer) & (run.table["quantity"] == ("angle" if rows else "lr"))
+            curve = run.table[chosen & (run.table["statistic"] == ("median" if rows else "mean"))].dropna()
+            steps, values = curve["step"].to_numpy(), curve["value"].to_numpy()
             made.append({**group, "params": params})
-            if quantity == "angle":
-                if curve.empty:
+            if rows:
+                if not len(values):
                     raise ValueError(f"source: the run {run.name} has no angles of {names.get(id(params[0]))!r}")
-                made[-1]["lr"] = min(float(curve["value"].max()), _LARGEST)
-            schedules.append(_schedule(curve["step"].to_numpy(), curve["value"].to_numpy()))
+                values, lr = np.minimum(values, _LARGEST), group["lr"]
+                top = float(values.max())
+                made[-1]["lr"] = torch.full_like(lr, top) if isinstance(lr, Tensor) else top
+            schedules.append(_schedule(steps, values))
     optimizer.param_groups[:] = made
     return LambdaLR(optimizer, schedules)
 
 
 def _schedule(steps: Any, values: Any) -> Callable[[int], float]:
-    """The values at each step over the largest of them; 1 if there are none."""
-    top = min(values.max(initial=0.0), _LARGEST)
-    return lambda step: float(np.interp(step, steps, np.minimum(values, _LARGEST)) / top) if top > 0 else 1.0
+    """The values over the largest of them, between their steps too; 1 if there are none."""
+    top = values.max(initial=0.0)
+    return lambda step: float(np.interp(step, steps, values) / top) if top > 0 else 1.0
