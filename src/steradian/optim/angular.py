@@ -64,6 +64,7 @@ class Angular(RowOptimizer):
     """
 
     update = staticmethod(reference.angular)
+    _has_fused = True
     row_state = frozenset({"norm_sq"})
     _marks = frozenset({"direction", "spread"})
     _fixes_radius = True
@@ -118,8 +119,13 @@ class Angular(RowOptimizer):
             ("rest", tuple(_REST_RATES)),
         ):
             check(group[name] in values, name, group[name], " or ".join(f'"{value}"' for value in values))
+        fused = group["fused"] and group["direction"] != "gradient"
+        check(not fused, "fused", group["fused"], f"None or False for the direction {group['direction']!r}")
         fine = not group["nesterov"] or group["momentum"] > 0
         check(fine, "nesterov", group["nesterov"], "False without momentum")
+
+    def _is_fused(self, group: Options) -> bool:
+        return group["direction"] == "gradient" and super()._is_fused(group)
 
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if group["spread"] == "rms" else frozenset()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steradian import geometry
 from steradian.geometry import dot, failing, norm, square, zeroed
-from steradian.optim.rows import Options, RowSet, exact, rate_of
+from steradian.optim.rows import Options, RowSet, decay_of, exact, rate_of
 from steradian.optim.transport import Motion, carry, carry_in_plane, emit
 
 # Adam -------------------------------------------------------------------------------------------------------
@@ -53,10 +53,10 @@ def _adam(
 ) -> None:
     """One piece of `adam`, whose temporaries are freed before the next piece."""
     x, gradient, m, v = tensors
-    without, (beta1, beta2), decay = group["without"], group["betas"], group["weight_decay"]
-    decoupled = group["decoupled_weight_decay"]
+    without, (beta1, beta2), decay = group["without"], group["betas"], decay_of(group)
+    decays, decoupled = group["weight_decay"] != 0, group["decoupled_weight_decay"]
     gradient = -gradient if group["maximize"] else gradient
-    g = gradient if decoupled or not decay else gradient.add(x, alpha=decay)
+    g = _with_l2(gradient, x, decay) if decays and not decoupled else gradient
     gg, largest = square(g), torch.finfo(g.dtype).max
     usable = gg <= largest
     stays = failing(usable)
@@ -72,9 +72,9 @@ def _adam(
     if group["eps"] == 0:
         s.masked_fill_(divisor == 0, 0)
 
-    start = _left_by_decay(1 - rate_of(group) * decay, stays, x.dtype) if decoupled and decay else 1.0
-    outside = "b" in without and decay and not decoupled
-    y = _moved(x, torch.rsub(s, start, alpha=(1 - beta1) * decay) if outside else start, m, s)
+    start = _left_by_decay(1 - rate_of(group) * decay, stays, x.dtype) if decoupled and decays else 1.0
+    outside = "b" in without and decays and not decoupled
+    y = _moved(x, start - s * ((1 - beta1) * decay) if outside else start, m, s)
     if "b" in without or "c" in without:
         motion = Motion.of(x, y, v if "c" in without else None, stays)
         if "b" in without:
@@ -96,6 +96,11 @@ def emit_adam(rows: RowSet, before: Tensor, group: Options) -> None:
     start = 1 - rate_of(group) * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
     x, gradient = rows.read("param", rows.whole), rows.read("grad", rows.whole)
     emit(rows, rows.whole, before, x, gradient, pace=pace, start=start)
+
+
+def _with_l2(gradient: Tensor, x: Tensor, decay: float | Tensor) -> Tensor:
+    """∇L(x) + λx."""
+    return gradient + x * decay if isinstance(decay, Tensor) else gradient.add(x, alpha=decay)
 
 
 def _left_by_decay(start: float | Tensor, stays: Tensor | None, dtype: torch.dtype) -> float | Tensor:
@@ -134,10 +139,10 @@ def sgd(rows: RowSet, group: Options) -> None:
 def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], group: Options) -> None:
     """One piece of `sgd`, whose temporaries are freed before the next piece."""
     x, gradient, m = tensors
-    without, lr, decay, momentum = group["without"], rate_of(group), group["weight_decay"], group["momentum"]
+    without, lr, decay, momentum = group["without"], rate_of(group), decay_of(group), group["momentum"]
     gradient = -gradient if group["maximize"] else gradient
     outside = decay if "b" in without else 0.0
-    g = gradient.add(x, alpha=decay) if decay and not outside else gradient
+    g = _with_l2(gradient, x, decay) if group["weight_decay"] and "b" not in without else gradient
     share = 1.0 if rows.fresh else 1 - group["dampening"]
     m.mul_(momentum).add_(g, alpha=share)
 
@@ -145,11 +150,10 @@ def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], gro
     if group["nesterov"]:
         direction, l2 = g.add(m, alpha=momentum), outside + momentum * l2
     y = _moved(x, 1 - lr * l2, direction, lr)
-    motion = Motion.of(x, y)
     if "b" in without:
-        (carry if group["nesterov"] else carry_in_plane)(m, x, y, motion, rescale="c" in without)
-    else:
-        m.mul_(motion.shrink.sqrt())
+        (carry if group["nesterov"] else carry_in_plane)(m, x, y, Motion.of(x, y), rescale="c" in without)
+    elif "c" in without:
+        m.mul_(Motion.of(x, y).shrink.sqrt())
     if rows.telemetry is not None:
         emit(rows, piece, x, y, gradient, pace=_sgd_pace(rows, group))
     x.copy_(y)

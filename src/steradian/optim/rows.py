@@ -45,6 +45,20 @@ def rate_of(group: Options) -> float | Tensor:
     return lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
 
 
+def peak_rate(group: Options) -> float | None:
+    """η_max of a group whose rows have a corrected decay: its "max_lr", or else "initial_lr"; None for other groups."""
+    if not group.get("corrected_decay") or group.get("rows") is None or not group["weight_decay"]:
+        return None
+    return float(group["max_lr"] if "max_lr" in group else group["initial_lr"]) or None
+
+
+def decay_of(group: Options) -> float | Tensor:
+    """λ; where it is corrected λη/η_max, so that a falling rate is not undone by shrinking radii (Defazio, 2025)."""
+    decay: float = group["weight_decay"]
+    peak = peak_rate(group)
+    return decay if peak is None else rate_of(group) * (decay / peak)
+
+
 def check_shape(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
     """An entry of a state if it has this shape: it may have been made before the settings were changed."""
     if value.shape != shape:
