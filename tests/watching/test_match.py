@@ -13,7 +13,7 @@ from steradian import find_groups, optim, watch
 from steradian.watching.match import match, replay, unknown
 from steradian.watching.records import read_run
 
-from small import pair
+from small import pair, series
 from small import train as small_train
 
 ANGLE, SIZE, SLOPE = 0.03, 32, 0.7
@@ -259,6 +259,29 @@ def test_angular_replays_recorded_angles_layer_by_layer(falling, tmp_path):
             np.testing.assert_allclose(found, wanted[name], rtol=0.03, atol=1e-6)
     rest = read_run(made).table.query("quantity == 'lr' and group == '6.weight'").sort_values("step")["value"]
     np.testing.assert_allclose(rest, 0.1 * (0.5 + 0.5 * np.cos(np.pi * np.arange(0, 400, 5) / 400)), rtol=1e-5)
+
+
+def test_rows_of_several_parameters_are_replayed_together(tmp_path):
+    runs = []
+    for name in ("source", "replay"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+        inputs, labels = torch.randn(64, 6), torch.randint(3, (64,))
+        groups = find_groups(model, inputs)
+        optimizer, scheduler = torch.optim.AdamW(groups.param_groups(), lr=0.01), None
+        if runs:
+            optimizer = optim.Angular(groups.param_groups())
+            scheduler = replay(optimizer, runs[0], groups)
+        runs.append(tmp_path / name)
+        with watch(optimizer, groups, to=runs[-1], every=1):
+            for _ in range(20):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                if scheduler:
+                    scheduler.step()
+    source, replayed = (series(read_run(run).table, "angle", "0.weight + 0.bias") for run in runs)
+    assert source == pytest.approx(replayed, rel=1e-4)
 
 
 def test_a_replay_says_what_it_lacks(recorded):
