@@ -133,9 +133,7 @@ def match(
     angle = matched(origin, to=optim.Angular, **layers)["lr"]
     console = screen()
     console.print(f"{source} turns rows by {angle:.4g} rad per step. The same angle:")
-    said = ", ".join(
-        f"{name}={value:.4g}" if name not in settings else f"{name}={value!r}" for name, value in found.items()
-    )
+    said = ", ".join(f"{name}={value!r}" for name, value in found.items())
     console.print(f"\n    {kind.__name__}({said})\n")
     for sentence in unknown(origin, only):
         console.print(sentence, soft_wrap=True)

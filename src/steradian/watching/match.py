@@ -32,7 +32,7 @@ _AT_PEAK = 0.9
 _APART = 1.5
 """Angles that differ by more than this factor are said to."""
 _EXACT = 1e-6
-"""Relative error of a matched angle; balances are numbers of single precision."""
+"""Relative error of a matched angle: balances are computed in single precision."""
 
 _PER_RATE: dict[type[Optimizer], Callable[[Mapping[str, Any]], float]] = {
     optim.Angular: lambda _: 1.0,
@@ -82,17 +82,16 @@ def match(
         **fixed: settings of `to`; defaults hold for those that are not given.
 
     Returns:
-        `fixed` and the setting that was left open.
+        `fixed` and the setting that was left open, with six digits.
 
     Raises:
         ValueError: the source has no angle, or `fixed` leaves open more or less than one setting.
 
     >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(4, 3))], lr=0.1, momentum=0.9, weight_decay=5e-4)
-    >>> round(match(sgd, to=optim.Angular)["lr"], 5)
-    0.00725
-    >>> found = match(sgd, to=torch.optim.AdamW, lr=1e-3)
-    >>> found["lr"], round(found["weight_decay"], 6)
-    (0.001, 0.5)
+    >>> match(sgd, to=optim.Angular)
+    {'lr': 0.00725476}
+    >>> match(sgd, to=torch.optim.AdamW, lr=1e-3)
+    {'lr': 0.001, 'weight_decay': 0.5}
     """
     if not (isinstance(to, type) and issubclass(to, Optimizer)):
         raise TypeError(f"to must be a class of optimizers, such as torch.optim.AdamW, got {to!r}")
@@ -110,7 +109,8 @@ def match(
     def solved(turn: _Turn) -> float:
         return _solve(lambda value: _angle(optimizer, {**settings, name: value}, turn.slope, turn.size), turn.angle)
 
-    return {**fixed, name: float(np.median([solved(turn) for turn in _turns(source, only, slope, size)]))}
+    value = np.median([solved(turn) for turn in _turns(source, only, slope, size)])
+    return {**fixed, name: float(f"{value:.6g}")}
 
 
 def _turns(source: Any, only: str | None, slope: float | None, size: int | None) -> list[_Turn]:
