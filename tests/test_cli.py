@@ -25,6 +25,7 @@ COMMANDS = [
     "table",
     "figure",
     "report",
+    "match",
     "write-up",
     "data",
     "data pack",
@@ -148,6 +149,18 @@ def test_inspect_saves_groups_for_a_training(call, tmp_path, qwen3):
     assert groups.params["lm_head.weight"] is qwen3.lm_head.weight
 
 
+def test_match_prints_settings_and_what_it_cannot_know(call):
+    sgd = "SGD(lr=0.1, momentum=0.9, weight_decay=5e-4)"
+    done = call("match", sgd, "--to", "torch.optim.AdamW(lr=1e-3, betas=(0.9, 0.95))")
+    assert "AdamW(lr=0.001, betas=(0.9, 0.95), weight_decay=0.5)" in done.out
+    assert f"{sgd} turns rows by 0.007255 rad" in done.out
+    assert "not invariant" in done.out
+    assert (
+        "Adam(lr=0.001, without='abc'"
+        in call("match", 0.007, "--to", "Adam(lr=1e-3, without='abc')", "--slope", 0.3, "--size", 144).out
+    )
+
+
 def test_inspect_names_the_missing_module(call, tmp_path):
     (tmp_path / "needs_more.py").write_text("import no_such_module.inside\n")
     done = call("inspect", "needs_more:model", "--input", "2x3")
@@ -241,6 +254,10 @@ def test_inspect_reports_why_an_import_failed(call, tmp_path, monkeypatch, name,
         ("compare --methods Adam --set norm=batch", "norm must be among bn"),
         ("compare --methods Adam --study ../up", "study must be the name of a file"),
         ("reproduce tables --data digits --points 3", "tables has no option --points"),
+        ("match 0.01 --to AdamW", "one of lr and weight_decay must be given"),
+        ("match 0.01 --to AdamW(0.001)", "written like AdamW(lr=1e-3), got 'AdamW(0.001)'"),
+        ("match 0.01 --to AdamX(lr=0.1)", "no optimizer 'AdamX' in steradian.optim or torch.optim"),
+        ("match no/run --to Angular", "no/run is not a recorded run"),
         ("reproduce tables --data digits --settings guessed", "settings must be one of printed, released"),
         ("reproduce tables --data digits --built-as guessed", "built_as must be paper or released"),
         ("reproduce grid --data digits --settings released", "grid has no option --settings"),

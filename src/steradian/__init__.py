@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from steradian.discovery import find_groups
     from steradian.groups import Groups
     from steradian.reporting.page import report
+    from steradian.watching.match import match
     from steradian.watching.watch import watch
 
 __version__ = "0.2.0"
@@ -23,6 +24,7 @@ __all__ = [
     "geometry",
     "groups",
     "image",
+    "match",
     "optim",
     "phenomena",
     "report",
@@ -34,6 +36,7 @@ _WITHIN = {
     "Groups": "groups",
     "equilibrium": "balance",
     "find_groups": "discovery",
+    "match": "watching.match",
     "report": "reporting.page",
     "watch": "watching.watch",
 }
