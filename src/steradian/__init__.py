@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from steradian import balance, equivalence, geometry, groups, image, optim, phenomena, scheme
+    from steradian.balance import equilibrium
     from steradian.discovery import find_groups
     from steradian.groups import Groups
     from steradian.reporting.page import report
@@ -17,6 +18,7 @@ __all__ = [
     "Groups",
     "__version__",
     "balance",
+    "equilibrium",
     "equivalence",
     "find_groups",
     "geometry",
@@ -32,6 +34,7 @@ __all__ = [
 
 _WITHIN = {
     "Groups": "groups",
+    "equilibrium": "balance",
     "find_groups": "discovery",
     "match": "watching.match",
     "report": "reporting.page",

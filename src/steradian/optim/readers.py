@@ -25,6 +25,7 @@ from steradian.scheme import Step, Taken, UnreadableOptimizerError, register
 
 balance.register(Adam)(lambda settings, size: balance.adam(_corrected(settings), size))
 balance.register(SGD)(lambda settings, size: balance.sgd(_corrected(settings), size))
+balance.register_angle(Angular)
 
 
 def _corrected(settings: Options) -> Options:

@@ -74,7 +74,9 @@ def _adam(
 
     start = _left_by_decay(1 - rate_of(group) * decay, stays, x.dtype) if decoupled and decays else 1.0
     outside = "b" in without and decays and not decoupled
-    y = _moved(x, start - s * ((1 - beta1) * decay) if outside else start, m, s)
+    l2 = (1 - beta1) * decay
+    kept = start - s * l2 if isinstance(l2, Tensor) else torch.rsub(s, start, alpha=l2)
+    y = _moved(x, kept if outside else start, m, s)
     if "b" in without or "c" in without:
         motion = Motion.of(x, y, v if "c" in without else None, stays)
         if "b" in without:
