@@ -209,6 +209,32 @@ def muon(settings: Mapping[str, Any], size: int) -> Balance:
     return Balance(math.nan, power=0, root=2, pace=pace, free=True, shrink=2 * decay)
 
 
+def lion(settings: Mapping[str, Any], size: int) -> Balance:
+    """Lion: every step has the norm √d, and r² = ηds/(2λ), θ² = 2ηλ/s with s the sum of the correlations of steps.
+
+    A step is the sign of c = β1 m + (1−β1)∇L(x). Signs of Gaussian numbers of correlation ρ have the correlation
+    (2/π) asin ρ, and c at a distance of k ≥ 1 steps has ρ_k ∝ β2^k. The momentum lasts so long that decay acts on what
+    it added: s = 1 + (4/π) Σ (1−ηλ)^k asin ρ_k.
+
+    Args:
+        settings: a param group.
+        size: the number d of entries in a row.
+    """
+    beta1, beta2 = (_number(beta) for beta in settings["betas"])
+    decay = _number(settings["weight_decay"])
+    kept = 1 - _number(settings.get("lr", 0)) * decay
+    older = (beta1 * (1 - beta2)) ** 2 / (1 - beta2**2)
+    first = (beta1 * (1 - beta1) * (1 - beta2) + beta2 * older) / ((1 - beta1) ** 2 + older)
+    powers = range(1, 120, 2)  # of asin's series, whose terms are summed over k one by one
+    asin = (math.comb(n - 1, n // 2) / 2 ** (n - 1) / n * first**n for n in powers)
+    total = 1 + 4 / math.pi * sum(kept * term / (1 - kept * beta2**n) for n, term in zip(powers, asin, strict=True))
+    return Balance(size * total / (2 * decay), power=0, root=2, pace=size**0.5, free=False, shrink=2 * decay)
+
+
+_named: dict[str, Balanced] = {"Lion": lion}
+"""Optimizers of other libraries, by the names of their classes."""
+
+
 # Under a schedule ----------------------------------------------------------------------------------------------------
 
 
@@ -356,32 +382,6 @@ def _at(balance: Balance, rate: float, gamma: float, *, hidden: bool) -> tuple[f
 
 def _is_single(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0
-
-
-def lion(settings: Mapping[str, Any], size: int) -> Balance:
-    """Lion: every step has the norm √d, and r² = ηds/(2λ), θ² = 2ηλ/s with s the sum of the correlations of steps.
-
-    A step is the sign of c = β1 m + (1−β1)∇L(x). Signs of Gaussian numbers of correlation ρ have the correlation
-    (2/π) asin ρ, and c at a distance of k ≥ 1 steps has ρ_k ∝ β2^k. The momentum lasts so long that decay acts on what
-    it added: s = 1 + (4/π) Σ (1−ηλ)^k asin ρ_k.
-
-    Args:
-        settings: a param group.
-        size: the number d of entries in a row.
-    """
-    beta1, beta2 = (_number(beta) for beta in settings["betas"])
-    decay = _number(settings["weight_decay"])
-    kept = 1 - _number(settings.get("lr", 0)) * decay
-    older = (beta1 * (1 - beta2)) ** 2 / (1 - beta2**2)
-    first = (beta1 * (1 - beta1) * (1 - beta2) + beta2 * older) / ((1 - beta1) ** 2 + older)
-    powers = range(1, 120, 2)  # of asin's series, whose terms are summed over k one by one
-    asin = (math.comb(n - 1, n // 2) / 2 ** (n - 1) / n * first**n for n in powers)
-    total = 1 + 4 / math.pi * sum(kept * term / (1 - kept * beta2**n) for n, term in zip(powers, asin, strict=True))
-    return Balance(size * total / (2 * decay), power=0, root=2, pace=size**0.5, free=False, shrink=2 * decay)
-
-
-_named: dict[str, Balanced] = {"Lion": lion}
-"""Optimizers of other libraries, by the names of their classes."""
 
 
 def _single(beta: float, *, nesterov: bool) -> float:
