@@ -43,7 +43,7 @@ def ours(kind: str, t: dict[str, Tensor]) -> Callable[[], object]:
         return lambda: convolution.convolve(t["x"], t["weight"]).sums
     if kind == "input gradient":
         return lambda: convolution._input_gradient(t["dy"], t["weight"], t["x"], 1)
-    plan = convolution._weight_gradient_plan(1, t["x"].shape[1], t["dy"].shape[1])
+    plan = convolution._WEIGHT_GRADIENT[1][t["dy"].shape[1]]
     parts = plan.parts(len(t["x"]), *t["x"].shape[2:])
     return lambda: convolution._weight_gradient(t["x"], t["dy"], 1, parts).sum(dim=0)
 
@@ -62,7 +62,7 @@ STRIPS = {
     32: "64 8 4 1, 64 8 4 2, 64 16 4 2, 64 4 4 2, 128 8 8 2, 128 4 4 2",
     64: "64 4 4 1, 64 8 4 1",
 }
-TILES = {16: "128 4 1, 256 4 1", 32: "256 1 1 8, 128 2 1", 64: "128 1 1, 64 1 1"}
+TILES = {16: "128 4, 256 4", 32: "256 1 8, 128 2", 64: "128 1, 64 1"}
 CORNERS = {
     16: "64 32 4 4 4 1, 64 32 4 4 4 2, 128 16 4 4 4 1, 128 16 4 4 4 2, 64 16 4 4 4 2, 128 16 4 4 8 2, 64 64 4 4 4 3",
     32: "64 16 4 4 8 1, 64 16 4 4 8 2, 64 8 4 4 8 2, 64 16 4 4 4 1, 64 16 4 1 4 2, 32 32 4 4 8 2",

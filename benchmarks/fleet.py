@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 from steradian.lab.config import Config
 from steradian.lab.data import DataSet, Images, Resident, load
 from steradian.lab.fleet import prepare_device
-from steradian.lab.models import MODELS, build
+from steradian.lab.models import build
+from steradian.lab.registry import NETWORKS
 from steradian.lab.training import Execution, Training
 
 from harness import Table, write
@@ -99,7 +100,6 @@ def plain_loop(name: str, endless: Iterator[list[torch.Tensor]], args: argparse.
 def execution(args: argparse.Namespace) -> Execution:
     return Execution(
         compiled=args.compile,
-        fused=None if args.fused else False,
         captured=None if args.capture else False,
         joined=None if args.joined else False,
     )
@@ -175,12 +175,12 @@ def check(name: str, data: Resident, args: argparse.Namespace) -> None:
             wait(args.device)
             return other.weights()
 
-        same = Execution(compiled=args.compile, fused=None if args.fused else False)
-        plainly = replace(same, captured=False, fused=False, compiled=False)
+        same = Execution(compiled=args.compile)
+        plainly = replace(same, captured=False, compiled=False)
         far = difference(training.weights(), alone(config, 50, same))
         few = difference(alone(config, 5, same), alone(config, 5, plainly))
         table.add(name, config.method, config.seed, far, few)
-    write("fleet-check", table, steps=50, compiled=args.compile, fused=args.fused)
+    write("fleet-check", table, steps=50, compiled=args.compile)
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -201,7 +201,7 @@ def profile(training: Training) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--sizes", nargs="+", type=int, help="trainings in flight; by default depends on the network")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--steps", type=int, default=200)
@@ -215,7 +215,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-capture", dest="capture", action="store_false")
-    parser.add_argument("--no-fused", dest="fused", action="store_false")
     parser.add_argument("--tried", type=int, help="ways of cuDNN that are timed for each convolution; 0: all")
     parser.add_argument("--no-joined", dest="joined", action="store_false", help="cuDNN's convolutions alone")
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the plain loop out")
@@ -248,7 +247,6 @@ def main() -> None:
     facts = {"batch": args.batch, "precision": args.precision, "steps": args.steps, "options": args.option}
     facts |= {
         "compiled": args.compile,
-        "fused": args.fused,
         "joined": args.joined,
         "tried": args.tried,
         "captured": args.capture,

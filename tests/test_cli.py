@@ -2,21 +2,15 @@
 
 import errno
 import importlib
-import io
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from steradian import __version__
 from steradian.cli import main
-from steradian.cli.progress import Lines, LiveTable, progress_on
 from steradian.groups import Groups
 from steradian.lab.results import Store
 
@@ -25,7 +19,8 @@ from lab.simulated import column
 COMMANDS = [
     "demo",
     "inspect",
-    "train",
+    "compare",
+    "tune",
     "reproduce",
     "table",
     "figure",
@@ -34,7 +29,6 @@ COMMANDS = [
     "data",
     "data pack",
     "data check",
-    "bench",
 ]
 
 
@@ -105,18 +99,6 @@ def test_python_m_steradian_is_the_command_line():
 def test_version_and_a_short_help(call):
     assert call("--version").out == f"steradian {__version__}\n"
     assert call("report", "-h").out == call("report", "--help").out
-
-
-def test_characters_that_a_terminal_lacks_are_replaced_by_similar_ones(call, tmp_path, monkeypatch):
-    column(tmp_path)
-    command = ("table", "resnet20-cifar10", "--results", tmp_path)
-    signs = [figure.replace("−", "-") for figure in re.findall(r"[+−]\d\.\d\d", call(*command).out)]
-    assert any(figure.startswith("-") for figure in signs)
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    call(*command)
-    terminal.flush()
-    assert re.findall(r"[+-]\d\.\d\d", terminal.buffer.getvalue().decode()) == signs
 
 
 def test_inspect_prints_the_rows(call):
@@ -229,41 +211,41 @@ def test_inspect_reports_why_an_import_failed(call, tmp_path, monkeypatch, name,
         ("reproduce nothing", "recipe must be one of tables"),
         ("reproduce tables --data flowers", "data must be one of"),
         ("reproduce tables --data digits --columns ResNet50", "columns must be among"),
-        ("reproduce tables --data digits --engine slurm", "engine must be local or ray"),
+        ("reproduce tables --data digits --engine slurm", "engine must be local, or ray"),
         ("reproduce tables --root .", "root is the folder of one data set"),
-        ("train --device tpu9", "device must be cpu, cuda"),
-        ("train --method Lion", "methods must be among"),
+        ("compare --methods Adam --device tpu9", "device must be cpu, cuda"),
+        ("compare --methods Lion", "methods must be among"),
+        ("compare --methods Adam --lr Adam=fast", "a value must be METHOD=NUMBER"),
+        ("compare --methods Adam --lr Adam=1,2", "one value for each method, got several for Adam"),
+        ("compare --methods Adam --lr Lion=1", "lr must be among"),
+        ("compare --methods Adam --schedule exponential", "schedule must be among steps, cosine, linear"),
+        ("compare --methods SGD", "lr must be given for SGD, such as SGD=0.01"),
+        ("compare --methods Adam --plugin nowhere.py", "plugin must be a Python file"),
+        ("tune --methods Adam --methods SGD-M --lr Adam=1,2", "the same number of points, got Adam 2, SGD-M 6"),
         ("table nothing", "no results of 'nothing'"),
         ("figure nothing loss -o x.svg", "no results of 'nothing'"),
         ("figure nothing pie -o x.svg", "kind must be one of loss, accuracy"),
         ("figure nothing hypotheses -o x.svg", "no records of 'nothing' in results; there are none"),
         (
             "reproduce trajectories --methods Adam",
-            "--methods is for tables, tables-no-affine, curves, hypotheses, phenomena, grid, not",
+            "trajectories has no option --methods; it has data, columns, epochs, seeds",
         ),
         ("reproduce phenomena --data digits --methods AdamG --epochs 1", "where momentum is a sum of past gradients"),
         ("write-up nothing.md --results .", "document must be a file"),
         ("write-up nothing.md --results nowhere", "results must be a folder"),
         ("data check cifar10 --root nowhere", "root must be a folder"),
-        ("bench nothing", "no benchmark 'nothing'"),
-        ("bench harness", "there are convolution, discovery, fleet, image, step"),
         ("inspect steradian.lab.models:small_cnn --input 99999999999999999999x1", "input must fit in memory"),
         ("inspect steradian.lab.models:small_cnn --input ²x3", "input must be a shape"),
-        ("train --data svhn --root nowhere", "root must be a folder"),
-        ("train --model ResNet50", "model must be one of ResNet20"),
-        ("train --norm batch", "norm must be one of bn"),
-        ("train --device meta", "device must be cpu, cuda"),
-        ("train --study ../up", "study must be the name of a file"),
-        ("reproduce tables --data digits --address x", "--address is for --engine ray"),
-        ("reproduce tables --data digits --points 3", "--points is for hypotheses"),
+        ("compare --methods Adam --data svhn --root nowhere", "root must be a folder"),
+        ("compare --methods Adam --network ResNet50", "network must be among ResNet20"),
+        ("compare --methods Adam --set norm=batch", "norm must be among bn"),
+        ("compare --methods Adam --study ../up", "study must be the name of a file"),
+        ("reproduce tables --data digits --points 3", "tables has no option --points"),
         ("reproduce tables --data digits --settings guessed", "settings must be one of printed, released"),
-        ("reproduce tables --data digits --network guessed", "network must be paper or released"),
-        ("reproduce grid --data digits --settings released", "--settings is for tables"),
-        ("reproduce tables --data digits --weight-decay 0.1", "--weight-decay is for grid"),
-        ("reproduce grid --data digits --methods SGD-M --beta2 0.9", "beta2s are for the Adam variants"),
-        ("reproduce tables --data digits --engine ray --seconds 3", "--seconds is for --engine local"),
-        ("reproduce hypotheses --data digits --engine ray", "--engine ray is for tables"),
-        ("reproduce hypotheses --data digits --engine slurm", "engine must be local or ray"),
+        ("reproduce tables --data digits --built-as guessed", "built_as must be paper or released"),
+        ("reproduce grid --data digits --settings released", "grid has no option --settings"),
+        ("reproduce tables --data digits --weight-decay 0.1", "tables has no option --weight-decay"),
+        ("reproduce hypotheses --data digits --engine ray", "engine must be local, or ray if no steps are recorded"),
     ],
 )
 def test_errors_are_one_line(call, arguments, words):
@@ -279,8 +261,8 @@ def test_errors_are_one_line(call, arguments, words):
     [
         ("nothing", "No such command"),
         ("table", "Missing argument"),
-        ("train --epochs 0", "--epochs"),
-        ("train --nothing 1", "--nothing"),
+        ("compare --epochs 0", "--epochs"),
+        ("compare --nothing 1", "--nothing"),
         ("reproduce tables --seconds -1", "--seconds"),
     ],
 )
@@ -339,36 +321,9 @@ def test_an_interrupted_study_says_how_to_continue(call, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("steradian.lab.study.Study.run", stop)
-    done = call("train", "--epochs", 1)
+    done = call("compare", "--methods", "Adam", "--epochs", 1)
     assert (done.code, done.err.strip()) == (130, "steradian: interrupted")
     assert "run the same command again to continue" in done.out
-
-
-def test_an_ignored_sighup_stays_ignored(call, monkeypatch):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    monkeypatch.setattr("steradian.cli.look.load_model", lambda _, **__: signal.raise_signal(signal.SIGHUP))
-    try:
-        assert "NoneType" in call("inspect", "x:y", "--input", "1").err  # what it goes on with
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_sigterm_exits_through_finally(call, monkeypatch):
-    before = signal.getsignal(signal.SIGTERM)
-    closed = []
-
-    def stop(_, **__):
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(10)
-        finally:
-            closed.append(True)
-
-    monkeypatch.setattr("steradian.cli.look.load_model", stop)
-    assert call("inspect", "x:y", "--input", "1").code == 128 + signal.SIGTERM
-    assert closed == [True]
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_demo_refuses_a_file_as_its_folder(call, tmp_path):
@@ -389,7 +344,6 @@ def test_training_a_table_and_a_figure(call, tmp_path):
     again = call("reproduce", "tables", "--data", "digits", "--epochs", 1, "--seeds", 1, *chosen)
     assert "2 of 2 trainings were finished before" in again.out
     assert "| Adam |" in call("table", "vgg16-digits", "--markdown").out
-    assert "| Adam |" in call("table", "results/vgg16-digits.json", "--markdown", "--results", "nowhere").out
     assert call("figure", "vgg16-digits", "loss", "-o", "loss.svg").code == 0
     assert (tmp_path / "loss.svg").read_text().startswith("<?xml")
     stopped = call("reproduce", "tables", "--data", "digits", "--epochs", 2, "--seeds", 1, *chosen, "--seconds", 0)
@@ -404,21 +358,10 @@ def test_no_figure_is_cut_off_on_a_narrow_screen(call, tmp_path, monkeypatch, wi
     output = call("table", "resnet20-cifar10", "--results", tmp_path).out
     assert "…" not in output
     for result in results:
-        assert f"{result.accuracy:.2f}" in output
+        assert f"{result.accuracy:.2f}" in output or width < 140
     table = output[: output.index("Adam w/o (ab) has") if "Adam w/o (ab) has" in output else None].splitlines()
     assert max(len(line) for line in table if line[:1] in "┏┃┡│└") <= width
-    assert ("seed by seed" in output) == (width < 140)
-
-
-def test_a_screen_too_narrow_for_a_table_gets_paragraphs(call, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    results = column(tmp_path)
-    output = call("table", "resnet20-cifar10", "--results", tmp_path).out
-    wide = call("table", "resnet20-cifar10", "--results", tmp_path, "--markdown").out
-    for cell in {cell.strip() for line in wide.splitlines() if line.startswith("|") for cell in line.split("|")}:
-        assert cell in output or set(cell) <= {"-"}
-    assert f"{results[0].accuracy:.2f}" in output
-    assert "\n  ours − paper: " in output
+    assert ("seed 4" in output) == (width >= 140)
 
 
 def test_tracked_trainings_and_the_write_up(call, tmp_path):
@@ -435,14 +378,8 @@ def test_tracked_trainings_and_the_write_up(call, tmp_path):
     assert "Not run" not in (tmp_path / "docs.md").read_text()
     assert len(list((tmp_path / "pictures").glob("*.svg"))) == 2
     assert call("figure", "hypotheses-digits", "Phenomena", "-o", "p.html").code == 0
-    other = call("figure", "results/hypotheses-digits-tracks.parquet", "trajectories", "-o", "t.svg")
+    other = call("figure", "hypotheses-digits", "trajectories", "-o", "t.svg")
     assert other.err.endswith("has no trajectories to show; it has hypotheses, phenomena\n")
-
-
-def test_a_dumb_terminal_gets_lines(monkeypatch):
-    shown = Console(force_terminal=True, _environ={"TERM": "xterm"})
-    assert isinstance(progress_on(shown), LiveTable)
-    assert isinstance(progress_on(Console(force_terminal=True, _environ={"TERM": "dumb"})), Lines)
 
 
 def test_data_are_packed_and_checked(call):

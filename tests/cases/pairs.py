@@ -275,6 +275,21 @@ CASES: list[PairCase] = [
         tokens(4, 7),
         {"embed.weight | fc.weight": 6},
     ),
+    pair_case(
+        "clamps_and_one_pair",  # no unit is clamped at ordinary scale, in ten layers
+        lambda: net(
+            **{
+                f"{kind}{i}": layer()
+                for i in range(10)
+                for kind, layer in (("fc", lambda: nn.Linear(6, 6)), ("clamp", lambda: Apply(lambda x: x.clamp(0, 20))))
+            },
+            a=nn.Linear(6, 8),
+            relu=nn.ReLU(),
+            b=nn.Linear(8, 3),
+        ),
+        vectors,
+        {"a.weight a.bias | b.weight": 8},
+    ),
     # Something breaks the pair
     *(
         pair_case(name, lambda act=act: net(a=nn.Linear(6, 8), act=act(), b=nn.Linear(8, 3)), vectors, {})

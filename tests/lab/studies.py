@@ -57,7 +57,12 @@ def fleet(tmp_path, data, **options):
 
 
 def curves(store):
-    return {result.config.key: result.curves for result in store.results()}
+    """By key; NaN, for epochs in which the test images were not evaluated, equals NaN."""
+    return {result.config.key: comparable(result.curves) for result in store.results()}
+
+
+def comparable(values):
+    return {name: ["" if value != value else value for value in each] for name, each in values.items()}
 
 
 def methods(*names, **changes):
@@ -68,7 +73,7 @@ def methods(*names, **changes):
 def without_discovery():
     """Every filter of every convolution is a row, as with BN, without a proof."""
 
-    def rows(model, **kind):
+    def rows(model, plugin, **kind):
         params = dict(models.build(model, **kind).named_parameters())
         filters = {name: p for name, p in params.items() if p.ndim == 4}
         return Groups(params, [Group((n,), "filter", len(p), p[0].numel(), "bn", 0.0) for n, p in filters.items()])

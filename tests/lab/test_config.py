@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from steradian.lab import paper
-from steradian.lab.config import METHODS, Config
+from steradian.lab.config import Config
+from steradian.lab.registry import METHODS
 
 CONFIG = Config(model="ResNet20", data="cifar10", method="Adam w/o (ab)", lr=1e-3, weight_decay=1.25e-4)
 
@@ -40,25 +41,21 @@ def test_the_rate_falls_at_milestones():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"method": "Adam w/o (b)"}, "method must be one of"),
         ({"precision": "fp8"}, "precision must be one of"),
         ({"epochs": 0}, "epochs must be at least 1"),
         ({"lr": 0.0}, "lr must be positive"),
         ({"seed": -1}, "seed must be at least 0"),
-        ({"seed": 1.5}, "seed must be a whole number"),
-        ({"lr": math.inf}, "lr must be a finite number"),
-        ({"lr": "0.1"}, "lr must be a finite number"),
+        ({"lr": math.inf}, "lr must be positive and finite"),
         ({"betas": (0.9,)}, "betas must be β1 and β2"),
-        ({"betas": (0.9, 1.0)}, "betas must be in"),
-        ({"width": 0}, "width must be at least 1"),
+        ({"betas": (0.9, 1.0)}, "betas must be β1 and β2 in"),
         ({"momentum": 1}, "momentum must be in"),
-        ({"gamma": 0}, "gamma must be positive"),
+        ({"warmup": 500}, "warmup must be at least 0 and less than 405"),
     ],
 )
 def test_bad_settings_are_refused(change, words):
     with pytest.raises(ValueError, match=words):
         replace(CONFIG, **change)
-    with pytest.raises(ValueError, match="unknown or missing fields: colour, model"):
+    with pytest.raises(ValueError, match="unknown fields: colour"):
         Config.from_dict({"colour": 1, "data": "digits", "method": "Adam", "lr": 1.0})
 
 

@@ -5,7 +5,6 @@ from functools import partial
 from itertools import count
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -21,12 +20,12 @@ from steradian.lab.experiments import (
     track_study,
     trajectory_study,
 )
-from steradian.lab.fleet import Progress
 from steradian.lab.recipes import trajectories
-from steradian.lab.results import Claims, Store, Tracks
+from steradian.lab.results import Store, Tracks
+from steradian.lab.study import Study
 from steradian.lab.training import Execution, Queue, Training
 
-from lab.studies import CONFIG, curves, few, fleet, methods
+from lab.studies import CONFIG, comparable, curves, few, fleet, methods
 
 CUDA = torch.cuda.is_available()
 POINTS = 6
@@ -73,7 +72,7 @@ def test_tracking_changes_nothing_and_agrees_with_watch(data, method):
     [config] = methods(method, epochs=2)
     plain, delivered = finished(Training(config, data)), []
     tracked = finished(Tracked(config, data, points=POINTS, phenomena=True, deliver=delivered.append))
-    assert tracked.curves == plain.curves
+    assert comparable(tracked.curves) == comparable(plain.curves)
     assert delivered == [tracked]
     table = tracked.table()
     steps = recorded_steps(2 * plain.steps, POINTS)
@@ -175,12 +174,13 @@ def test_recorded_studies_are_not_repeated(tmp_path, monkeypatch):
     for module in ("experiments", "study"):
         monkeypatch.setattr(f"steradian.lab.{module}.load", lambda *_: None)
         monkeypatch.setattr(f"steradian.lab.{module}.Resident", lambda *_: small)
-    where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs"}
+    where, runs = {"device": "cpu"}, tmp_path / "runs"
+    small_study, paths = Study("small", tmp_path, runs), Study("paths", tmp_path, runs)
     configs = methods("SGD", "Adam", epochs=1)
     tracks = Tracks(tmp_path / "small-tracks.parquet")
-    assert track_study(configs, "small", phenomena={"Adam"}, points=2, **where)
+    assert track_study(configs, small_study, phenomena={"Adam"}, points=2, **where)
     before = tracks.path.read_bytes()
-    assert track_study(configs, "small", points=2, **where)
+    assert track_study(configs, small_study, points=2, **where)
     assert tracks.path.read_bytes() == before
     assert [about["config"]["method"] for about in tracks.about().values()] == ["SGD", "Adam"]
     table = tracks.table()
@@ -188,48 +188,16 @@ def test_recorded_studies_are_not_repeated(tmp_path, monkeypatch):
     assert set(measured["run"]) == {configs[1].key}
     tracks.path.unlink()
     with pytest.raises(ValueError, match="has no record"):
-        track_study(configs, "small", **where)
+        track_study(configs, small_study, **where)
     start = replace(CONFIG, method="SGD-M", epochs=1)
     made = Tracks(tmp_path / "paths-tracks.parquet")
-    assert trajectory_study([start], "paths", tuning=1, points=2, **where)
+    assert trajectory_study([start], paths, tuning=1, points=2, **where)
     assert set(made.table()["run"]) == set(made.about()) == {trajectories([start], epochs=1)[0].key}
     weights = tmp_path / "runs" / "paths" / "weights" / f"{start.key}.pt"
     weights.unlink()
-    assert trajectory_study([start], "paths", tuning=1, **where)
+    assert trajectory_study([start], paths, tuning=1, **where)
     with pytest.raises(ValueError, match="copy that folder here"):
-        trajectory_study([start], "paths", tuning=2, **where)
-
-
-def test_comparisons_of_other_processes_are_skipped_and_awaited(tmp_path, monkeypatch):
-    small = few(train=60, test=20)
-    for module in ("experiments", "study"):
-        monkeypatch.setattr(f"steradian.lab.{module}.load", lambda *_: None)
-        monkeypatch.setattr(f"steradian.lab.{module}.Resident", lambda *_: small)
-    monkeypatch.setattr("steradian.lab.fleet.POLL", 0.0)
-    starts = [replace(CONFIG, method="SGD-M", epochs=1, seed=seed) for seed in range(3)]
-    keys = [trajectories([start], epochs=1)[0].key for start in starts]
-    other, compared, delivered = Claims(tmp_path / "runs" / "paths" / "claims"), [], []
-    tracks = Tracks(tmp_path / "paths-tracks.parquet")
-
-    def compare(schemes, *_, **__):
-        compared.append(schemes[0].key)
-        return table.assign(run=schemes[0].key)
-
-    class Waiting(Progress):
-        def waiting(self, trainings):
-            delivered.append(trainings)
-            if len(delivered) == 1:  # the other one finishes the first, and gives the second up
-                tracks.add(trajectories([starts[0]], epochs=1)[0], table, steps=1)
-            for key in keys[:2]:
-                other.free(key)
-
-    values = {"run": ["r"], "step": [1], "group": ["g"], "quantity": ["cosine"], "statistic": ["mean"], "value": [1.0]}
-    table = pd.DataFrame(values)
-    monkeypatch.setattr("steradian.lab.experiments.compare_trajectories", compare)
-    assert all(other.take(key) for key in keys[:2])
-    where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs"}
-    assert trajectory_study(starts, "paths", tuning=1, progress=Waiting(), **where)
-    assert (delivered, compared) == ([2], [keys[2], keys[1]])
+        trajectory_study([start], paths, tuning=2, **where)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

@@ -1,6 +1,5 @@
 """Figures show what was stored, in colours that are the same everywhere."""
 
-import json
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -12,15 +11,16 @@ import pytest
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA
 from steradian.lab.figures import (
     FIGURES,
-    METHOD_COLOURS,
     SUMMARIES,
     TRACK_FIGURES,
     Chart,
     Figure,
     Line,
-    limits,
+    draw,
+    method_colour,
     write_figure,
 )
+from steradian.lab.registry import METHODS
 from steradian.lab.tables import accuracy_columns
 
 from lab.simulated import STEPS, column, compared, tracked
@@ -53,15 +53,6 @@ def dots_of(root, colour):
     return [e for e in root.iter() if e.tag.endswith("}use") and f"fill: {colour}" in e.get("style", "")]
 
 
-def charts_of(page):
-    """Traces and layout of every chart of a page."""
-    found, decoder = [], json.JSONDecoder()
-    for call in page.split("Plotly.newPlot(")[1:]:
-        traces, end = decoder.raw_decode(call, call.index("["))
-        found.append((traces, decoder.raw_decode(call, call.index("{", end))[0]))
-    return found
-
-
 @pytest.mark.parametrize("kind", FIGURES)
 def test_curves_show_every_method_with_its_seeds(tmp_path, kind):
     results = column(tmp_path, seeds=2, epochs=20, methods=["Adam", "AdamG", "SGD-M"])
@@ -71,7 +62,7 @@ def test_curves_show_every_method_with_its_seeds(tmp_path, kind):
     figure = FIGURES[kind]([*results[:-1], lost])
     whole, *zooms = figure.charts
     assert [line.name for line in whole.lines] == ["SGD-M (1 seed)", "Adam (2 seeds)", "AdamG† (2 seeds)"]
-    assert [line.colour for line in whole.lines] == [METHOD_COLOURS[m] for m in ("SGD-M", "Adam", "AdamG†")]
+    assert [line.colour for line in whole.lines] == [method_colour(m) for m in ("SGD-M", "Adam", "AdamG†")]
     assert zooms[-1].x_range == (15, 20)
     curve = {"loss": "train_loss", "accuracy": "validation_accuracy"}[kind]
     runs = [r.curves[curve] for r in results if r.config.method == "Adam"]
@@ -80,8 +71,7 @@ def test_curves_show_every_method_with_its_seeds(tmp_path, kind):
     write_figure(figure, tmp_path / "f.svg")
     write_figure(figure, tmp_path / "f.html")
     assert "AdamG† (2 seeds)" in texts(ET.parse(tmp_path / "f.svg").getroot())
-    traces = charts_of((tmp_path / "f.html").read_text())[0][0]
-    assert [trace["name"] for trace in traces if trace.get("showlegend")] == [line.name for line in whole.lines]
+    assert "<svg" in (tmp_path / "f.html").read_text()
     with pytest.raises(ValueError, match=r"must end in \.svg or \.html"):
         write_figure(figure, tmp_path / "f.png")
     with pytest.raises(ValueError, match="nothing to show"):
@@ -119,29 +109,13 @@ def test_curves_of_few_epochs_show_all_of_them(tmp_path, kind, epochs):
     root = drawn(
         Figure([replace(whole, lines=[replace(whole.lines[0], y=[5.0 + k % 2 for k in range(epochs)])])]), tmp_path
     )
-    colour = METHOD_COLOURS["Adam"]
+    colour = method_colour("Adam")
     if epochs == 1:  # in the middle, and large enough to be seen
-        assert limits(whole)[0] == (0.5, 1.5)
         assert len(dots_of(root, colour)) == 1
     else:
         [line] = lines_of(root, colour)
         assert len(line) == epochs
         assert not dots_of(root, colour)
-
-
-def test_axes_of_the_page_have_the_limits_of_the_svg(tmp_path):
-    """Both axes have the limits of the SVG, so that the vertical one follows the zoom."""
-    x = [float(k) for k in range(100)]
-    whole = Chart("all", "epoch", "loss", [Line("a", x, [100.0 / (1 + k) for k in x])], logarithmic=True)
-    zoom = replace(whole, title="the end", x_range=(50.0, 99.0), marks=[(1.5, "bound")])
-    write_figure(Figure([whole, zoom]), tmp_path / "f.html")
-    charts = charts_of((tmp_path / "f.html").read_text())
-    for (_, layout), chart in zip(charts, (whole, zoom), strict=True):
-        np.testing.assert_allclose(10 ** np.array(layout["yaxis"]["range"]), limits(chart)[1])
-    traces, layout = charts[1]
-    assert layout["xaxis"]["range"] == [50, 99]
-    assert 10 ** layout["yaxis"]["range"][1] < 2.5
-    assert [trace["y"] for trace in traces if "bound" in trace.get("text", [])] == [[1.5, 1.5]]
 
 
 def test_a_figure_of_other_records_is_empty(tmp_path):
@@ -169,7 +143,9 @@ def test_a_zoom_draws_only_what_it_shows_and_fills_its_height(tmp_path):
         "a", x, [1e6 if k < 50 else k for k in x], [0.0] * 100, [2e6 if k < 50 else k for k in x], colour="#123456"
     )
     chart = Chart("t", "x", "y", [line], x_range=(60.0, 99.0))
-    assert limits(chart) == ((60.0, 99.0), pytest.approx((-4.95, 103.95)))
+    [axes] = draw(Figure([chart])).axes
+    assert axes.get_xlim() == (60.0, 99.0)
+    assert axes.get_ylim() == pytest.approx((-4.95, 103.95))
     [points] = lines_of(drawn(Figure([chart]), tmp_path), "#123456")
     assert max(p[0] for p in points) - min(p[0] for p in points) > 200  # of about 300 points of width
 
@@ -179,7 +155,7 @@ def test_the_same_figure_is_the_same_file(tmp_path):
     for name in ("one.svg", "two.svg"):
         write_figure(figure, tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-    assert len(set(METHOD_COLOURS.values())) == len(METHOD_COLOURS)
+    assert len({method_colour(method) for method in METHODS}) == len(METHODS)
 
 
 def test_hypotheses_have_the_largest_of_all_filters(tmp_path):
@@ -219,10 +195,6 @@ def test_phenomena_by_layer_and_method(tmp_path):
         assert [line.name for line in chart.lines] == ["", "", "", "SGD-M, all layers", "Adam, all layers"]
     assert (len(figure.ramp), figure.ramp_name) == (3, "Adam, first layer to last layer")
     assert figure.ramp_name in texts(drawn(figure, tmp_path))
-    write_figure(figure, tmp_path / "f.HTML")
-    page = (tmp_path / "f.HTML").read_text()
-    legend = page[page.index(f">{figure.ramp_name} ") :]
-    assert all(f"background:{colour}" in legend for colour in figure.ramp)
     lines = SUMMARIES["phenomena"](table, about)[1]
     assert [line[0] for line in lines] == ["SGD-M"] * 4 + ["Adam"] * 4
     adam = next(run for run in about if "adam" in run)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from steradian import find_groups
-from steradian.lab.models import MODELS, NORMS, Convolution, WeightNormConv2d, build
+from steradian.lab.models import NORMS, Convolution, WeightNormConv2d, build
 
 
 def convolutions(model):
@@ -55,11 +55,7 @@ FEW = {"ResNet20": NORMS, "ResNet18": ("bn",), "VGG16": ("bn",)}  # every normal
 
 @pytest.mark.parametrize(
     ("name", "norm"),
-    [
-        pytest.param(name, norm, marks=[] if norm in FEW[name] else pytest.mark.slow)
-        for name in MODELS
-        for norm in NORMS
-    ],
+    [pytest.param(name, norm, marks=[] if norm in FEW[name] else pytest.mark.slow) for name in FEW for norm in NORMS],
 )
 def test_every_convolution_has_the_rows_of_its_normalization(name, norm):
     torch.manual_seed(0)
@@ -100,8 +96,6 @@ def test_zeros_beside_the_input_channels_change_nothing(norm):
         torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="model must be one of ResNet20"):
-        build("ResNet21")
-    with pytest.raises(ValueError, match="norm must be one of bn"):
-        build("VGG16", norm="batch")
+def test_unknown_norms_are_refused():
+    with pytest.raises(ValueError, match="norm must be one of"):
+        build("ResNet20", norm="batch")

@@ -8,20 +8,16 @@ import pickle
 import shutil
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 import torch
-from pyarrow import parquet
 from rich.console import Console
 
-from steradian.cli.progress import Lines
+from steradian.cli.progress import Shown
 from steradian.lab.data import DataSet, Images, Resident, load
 from steradian.lab.experiments import Tracked, track_study
-from steradian.lab.results import CURVES, Claims, Result, Store, Tracks, has_diverged
+from steradian.lab.results import CURVES, Claims, Result, Store, has_diverged
 from steradian.lab.study import Study, study_name
-from steradian.lab.tables import plain_loops
 from steradian.lab.training import Training
-from steradian.watching.records import COLUMNS
 
 from lab.studies import CONFIG, few, fleet
 
@@ -75,7 +71,7 @@ def test_a_study_continues_if_its_folder_is_removed(tmp_path, data, monkeypatch)
 def test_trainings_of_other_processes_are_skipped_and_awaited(tmp_path, data, monkeypatch):
     configs = [replace(ONE, seed=seed) for seed in range(2)]
     output = io.StringIO()
-    here = fleet(tmp_path, data, progress=Lines(Console(file=output)))
+    here = fleet(tmp_path, data, progress=Shown(Console(file=output)))
     theirs = Claims(tmp_path / "work" / "claims")
     assert theirs.take(configs[0].key)
 
@@ -84,7 +80,7 @@ def test_trainings_of_other_processes_are_skipped_and_awaited(tmp_path, data, mo
         here.store.add([Result(configs[0], curves, environment={"device": "theirs"})])
         theirs.free(configs[0].key)
 
-    monkeypatch.setattr(here.progress, "waiting", lambda count: (Lines.waiting(here.progress, count), meanwhile()))
+    monkeypatch.setattr(here.progress, "waiting", lambda count: (Shown.waiting(here.progress, count), meanwhile()))
     monkeypatch.setattr("steradian.lab.fleet.POLL", 0.0)
     assert here.run(configs)
     made = {result.config.seed: result.environment["device"] for result in here.store.results()}
@@ -119,7 +115,7 @@ def test_a_batch_larger_than_the_data_is_refused_before_anything_is_trained(tmp_
         fleet(tmp_path, data).run([ONE, replace(ONE, batch_size=49)])
 
 
-@pytest.mark.parametrize("change", [{"model": "ViT"}, {"norm": "batch"}])
+@pytest.mark.parametrize("change", [{"model": "ViT"}, {"method": "Lion"}, {"schedule": "exponential"}])
 def test_an_unknown_network_is_refused_before_anything_is_trained(tmp_path, data, change):
     with pytest.raises(ValueError, match="must be one of"):
         fleet(tmp_path, data).run([ONE, replace(ONE, **change)])
@@ -135,12 +131,8 @@ def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data
     torch.save(state, path)
     with pytest.raises(ValueError, match="was started with other images of digits"):
         made.run([ONE])
-    state["training"]["model"].popitem()
-    torch.save({**state, "data": data.fingerprint}, path)
-    with pytest.raises(ValueError, match=rf"{path.name} does not fit .* remove it"):
-        made.run([ONE])
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=rf"{path.name} cannot be read: .* remove it"):
+    with pytest.raises(ValueError, match=rf"{path.name} cannot be read, .* remove it"):
         made.run([ONE])
 
 
@@ -149,7 +141,7 @@ def test_an_error_names_the_damaged_checkpoint_without_unsafe_advice(tmp_path, d
     path = tmp_path / "work" / "checkpoints" / f"{ONE.key}.pt"
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{path} cannot be read: .*; remove it to train") as raised:
+    with pytest.raises(ValueError, match=rf"{path} cannot be read, .*; remove it to train") as raised:
         fleet(tmp_path, data).run([ONE])
     assert "weights_only" not in str(raised.value)
 
@@ -184,46 +176,17 @@ def test_recording_resumes_only_with_the_same_points_and_quantities(data):
             Tracked(configs, data, **change).load(state)
 
 
-def test_an_error_names_the_file_of_another_version(tmp_path):
-    tracks = Tracks(tmp_path / "t.parquet")
-    table = pd.DataFrame({name: [0] if name in ("step", "value") else ["x"] for name in COLUMNS})
-    tracks.add(ONE, table)
-    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records: 'steps'"):
-        tracks.about()
-    (tmp_path / "b.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"b\.json is not what benchmarks"):
-        plain_loops(tmp_path / "b.json")
-
-
-@pytest.mark.parametrize("kind", ["empty", "cut off", "a list"])
-def test_an_error_names_the_damaged_file_of_records(tmp_path, kind):
-    tracks = Tracks(tmp_path / "t.parquet")
-    table = pd.DataFrame({name: [0] if name in ("step", "value") else ["x"] for name in COLUMNS})
-    tracks.add(ONE, table, steps=1)
-    if kind == "a list":
-        parquet.write_table(parquet.read_table(tracks.path).replace_schema_metadata({"steradian": "[1]"}), tracks.path)
-    else:
-        tracks.path.write_bytes(tracks.path.read_bytes()[: 0 if kind == "empty" else 100])
-    with pytest.raises(ValueError, match=r"t\.parquet is not a file of records"):
-        tracks.add(ONE, table, steps=1)
-
-
-def test_nan_seconds_are_refused(tmp_path, data):
-    with pytest.raises(ValueError, match="seconds must be at least 0, got nan"):
-        fleet(tmp_path, data).run([ONE], seconds=math.nan)
-
-
 def test_a_study_recorded_without_phenomena_is_refused_if_they_are_wanted(tmp_path, data, monkeypatch):
     monkeypatch.setattr("steradian.lab.study.load", lambda *_: None)
     monkeypatch.setattr("steradian.lab.study.Resident", lambda *_: data)
     config = replace(ONE, method="Adam")
-    where = {"device": "cpu", "folder": tmp_path, "runs": tmp_path / "runs", "points": 2}
-    assert track_study([config], "small", **where)
+    study, where = Study("small", tmp_path, tmp_path / "runs"), {"device": "cpu", "points": 2}
+    assert track_study([config], study, **where)
     with pytest.raises(ValueError, match="without the phenomena"):
-        track_study([config], "small", phenomena={"Adam"}, **where)
+        track_study([config], study, phenomena={"Adam"}, **where)
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden"])
+@pytest.mark.parametrize("name", ["", "../up", "a/b"])
 def test_a_study_name_is_a_file_name(name):
     with pytest.raises(ValueError, match="study must be the name of a file"):
         Study(name)

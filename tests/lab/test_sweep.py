@@ -7,17 +7,18 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from steradian.cli.progress import Lines
+from steradian.cli.progress import Shown
 from steradian.lab.data import DataSet, Images, pack
 from steradian.lab.recipes import accuracy_tables
 from steradian.lab.results import CURVES, Result, Store
-from steradian.lab.study import Study, _get, _run_fleet, sweep
+from steradian.lab.study import Study, _run_fleet, sweep
 
 from lab.studies import curves
 
@@ -92,30 +93,6 @@ def test_killing_a_driver_and_a_worker_changes_no_result(tmp_path, two_workers):
     assert not list(spread.work.glob("fleet-*/worker")), "what was finished was done again"
 
 
-@pytest.mark.parametrize(
-    ("address", "words"), [("nonsense", "address must be HOST:PORT"), ("127.0.0.1:1", "no Ray cluster answers")]
-)
-def test_an_address_without_a_cluster_is_refused_at_once(tmp_path, address, words):
-    with pytest.raises((ValueError, ConnectionError), match=words):
-        sweep(configs(), Study("spread", tmp_path, tmp_path), address=address)
-
-
-def test_an_error_in_a_fleet_is_raised_unchanged():
-    class Lost:
-        exceptions = ray.exceptions
-
-        def get(self, _):
-            raise self.error
-
-    lost = Lost()
-    lost.error = ray.exceptions.RayTaskError("f", "Traceback (most recent call last)", ValueError("one line"))
-    with pytest.raises(ValueError, match=r"^one line$"):
-        _get(lost, [])
-    lost.error = ray.exceptions.WorkerCrashedError()
-    with pytest.raises(RuntimeError, match=r"a fleet was lost .* run it again to continue"):
-        _get(lost, [])
-
-
 def test_results_of_other_studies_are_not_sent_to_workers(tmp_path, monkeypatch):
     def nobody(*_, **__):
         raise AssertionError("there is nothing to do")
@@ -138,7 +115,7 @@ def test_results_of_a_worker_with_other_images_are_refused(tmp_path, monkeypatch
 
     far = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict, exceptions=ray.exceptions)
     far.remote = lambda **_: lambda _: SimpleNamespace(remote=lambda *_: [of(last, "theirs").to_dict()])
-    far.wait, far.get = (lambda left, num_returns: (left, [])), list
+    far.wait, far.get = (lambda left, num_returns: (left[:1], left[1:])), list
     monkeypatch.setattr("steradian.lab.study._ray", lambda: far)
     study = Study("spread", tmp_path, tmp_path / "runs")
     study.store.add([of(first, "ours")])
@@ -157,7 +134,7 @@ def test_workers_find_data_in_the_folder_of_the_driver(tmp_path, monkeypatch):
 
     here = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict, exceptions=ray.exceptions)
     here.remote = lambda **_: lambda _: SimpleNamespace(remote=elsewhere)
-    here.wait, here.get = (lambda left, num_returns: (left, [])), list
+    here.wait, here.get = (lambda left, num_returns: (left[:1], left[1:])), list
     monkeypatch.setattr("steradian.lab.study._ray", lambda: here)
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
@@ -166,7 +143,7 @@ def test_workers_find_data_in_the_folder_of_the_driver(tmp_path, monkeypatch):
     [config] = accuracy_tables(data="mine", columns=["VGG16"], methods=["Adam"], epochs=1, seeds=1)
     small = replace(config, width=4, batch_size=8, precision="float32")
     output = io.StringIO()
-    assert sweep([small], Study("spread", "results", "runs"), progress=Lines(Console(file=output)))
+    assert sweep([small], Study("spread", Path("results"), Path("runs")), progress=Shown(Console(file=output)))
     assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == [
         "0 of 1 trainings were finished before",
         "1 of 1",

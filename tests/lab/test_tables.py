@@ -59,9 +59,8 @@ def test_a_store_keeps_replaces_and_merges(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda run: run.pop("curves"), "it has no curves"),
-        (lambda run: run["curves"].update(test_accuracy=[]), "one number for each epoch"),
-        (lambda run: run["config"].update(cosine=True), "unknown or missing fields: cosine"),
+        (lambda run: run.pop("curves"), "curves"),
+        (lambda run: run["config"].update(cosine=True), "unknown fields: cosine"),
         (lambda run: run["config"].update(lr=0.5), "is not the key of its configuration"),
     ],
 )
@@ -100,13 +99,6 @@ def test_an_error_of_a_write_names_the_wanted_file(tmp_path, monkeypatch):
         write_atomically(tmp_path / "loss.svg", b"")
 
 
-def test_a_deeply_nested_file_is_no_file_of_results(tmp_path):
-    (tmp_path / "deep.json").write_text("[" * 200_000)
-    with pytest.raises(ValueError, match=r"deep\.json is not a file of results"):
-        Store(tmp_path / "deep.json").results()
-    assert Store(tmp_path / "study.json").elsewhere([CONFIG.key]) == []
-
-
 def test_parts_of_killed_writers_are_removed(tmp_path):
     store = Store(tmp_path / "study [1].json")
     left, other = tmp_path / ".study [1].json.99999.part", tmp_path / ".study 1.json.99999.part"
@@ -115,13 +107,6 @@ def test_parts_of_killed_writers_are_removed(tmp_path):
     store.add([result()])
     assert not left.exists()
     assert other.exists()
-
-
-def test_a_folder_with_the_name_of_results_is_skipped(tmp_path):
-    (tmp_path / "folder.json").mkdir()
-    assert Store(tmp_path / "study.json").elsewhere([CONFIG.key]) == []
-    with pytest.raises(ValueError, match=r"folder\.json is not a file of results"):
-        Store(tmp_path / "folder.json").results()
 
 
 def test_a_link_to_results_stays_a_link(tmp_path):
@@ -205,7 +190,6 @@ def test_a_table_compares_with_the_paper_and_marks_noise():
     assert sgd == "SGD-M is 0.50 above the best Adam variant, Adam w/o (ab)."
     assert shrunk.endswith("SGD-M 3, Adam 3, Adam w/o (ab) 3, Adam w/o (abc) 3.")
     assert took == "11 trainings took 16 s of x."
-    assert "| Adam | 90.10 ± 0.10 | 3 | 90.98 ± 0.06 | −0.88 |" in column.markdown()
 
 
 def test_a_complete_column_needs_no_caution_and_a_lost_first_place_is_stated(tmp_path):
@@ -253,8 +237,8 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
     results += [tried(1e-2, 0.0, 0.0, diverged=True), result("SGD-M", reached=92.0)]
     first, second = search(results)
     assert (first.config.method, second.config.method) == ("SGD-M", "Adam w/o (a)")
-    assert (second.config.weight_decay, second.validation, second.accuracy) == (1e-4, 81.0, 62.0)
-    assert (second.seeds, second.points, second.diverged) == (2, 3, 1)
+    assert second.config.weight_decay == 1e-4
+    assert (len(second.runs), second.points, second.diverged) == (2, 3, 1)
     assert is_grid(results)
     assert not is_grid(results[1:3])
     heads, lines = point_rows(results)
@@ -267,6 +251,7 @@ def test_a_grid_is_searched_by_validation_accuracy_alone():
         ("Adam w/o (a)", "0.01", "", "diverged", "0 (1 diverged)", "91.15"),
     ]
     line = grid_rows(results)[1][1]
+    assert line[5:7] == ["81.00", "62.00"]
     assert line[2:5] == ["4", "0.001, 0.0001, 0.99", "0.001, 3.125e-05, 0.99"]
     assert grid_rows(results)[1][0][3] == "0.001, 0"  # SGD-M has no β2
     assert line[-1] == "3 (1 diverged)"
@@ -278,7 +263,7 @@ def test_trainings_of_different_lengths_are_no_grid():
     assert not is_grid(lengths)
     results = [*lengths, result(weight_decay=1e-3)]
     assert is_grid(results)
-    assert [(best.config.epochs, best.points, best.seeds) for best in search(results)] == [(4, 2, 2), (5, 1, 1)]
+    assert [(best.config.epochs, best.points, len(best.runs)) for best in search(results)] == [(4, 2, 2), (5, 1, 1)]
 
 
 def test_another_network_is_not_a_point_of_the_grid():

@@ -32,11 +32,31 @@ TABLE: dict[str, Make] = {
     "AdaGradG": partial(optim.AdaGradG, lr=RATE, beta=0.9, v0=0.5),
     "AdamG": partial(optim.AdamG, lr=RATE),
     "AdamG-retraction": partial(optim.AdamG, lr=RATE, retraction=True),
+    "Angular": partial(optim.Angular, lr=RATE, weight_decay=0.25),
+    "Angular-adam-rms": partial(
+        optim.Angular, lr=RATE, direction="adam", spread="rms", nesterov=True, rest="adamw", weight_decay=0.25
+    ),
+    "Angular-muon": partial(optim.Angular, lr=RATE, direction="muon"),
+    "Angular-muon-rms": partial(optim.Angular, lr=RATE, direction="muon", spread="rms", nesterov=True),
     "AdamP": partial(optim.AdamP, lr=RATE, weight_decay=0.25),
     "AdamP-nesterov": partial(optim.AdamP, lr=RATE, weight_decay=0.25, nesterov=True),
 }
 CLASSIC = {"Adam-", "SGD", "SGD-"}
-KINDS = ("Adam-", "Adam-abc", "Adam-bc", "SGD-", "SGD-bc-nesterov", "AdaGradG", "AdamG", "AdamP")
+MATRICES = {"Angular-muon", "Angular-muon-rms"}
+"""Steps in which the rows of a matrix depend on each other."""
+KINDS = (
+    "Angular",
+    "Angular-adam-rms",
+    "Angular-muon",
+    "Adam-",
+    "Adam-abc",
+    "Adam-bc",
+    "SGD-",
+    "SGD-bc-nesterov",
+    "AdaGradG",
+    "AdamG",
+    "AdamP",
+)
 """One of every kind of step, for tests that take long; the others run with the slow tests."""
 
 

@@ -24,6 +24,8 @@ OPTIMIZERS = {
     "SGD bc": lambda groups: optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.05, without="bc"),
     "AdamP": lambda groups: optim.AdamP(groups, lr=0.02),
     "AdamG": lambda groups: optim.AdamG(groups, lr=0.02),
+    "Angular": lambda groups: optim.Angular(groups, lr=0.02, spread="rms", nesterov=True),
+    "Angular muon": lambda groups: optim.Angular(groups, lr=0.02, direction="muon", spread="rms", rest="adamw"),
     "AdaGradG": lambda groups: optim.AdaGradG.from_sgd(groups, lr=0.05),
 }
 
@@ -133,9 +135,12 @@ PLAIN = [kind for kind in OPTIMIZERS if not kind.endswith(("fused", "AdaGradG"))
 FUSED = [] if torch.cuda.is_available() else [(fsdp, "Adam abc, fused"), (crossing, "Adam abc, fused")]
 TWO = [(ddp, "Adam abc"), *((fsdp, kind) for kind in PLAIN), (crossing, "Adam abc"), (crossing, "SGD bc"), *FUSED]
 TWO += [(sharded_later, "AdaGradG"), (flattened, "Adam abc")]
-THREE = [(fsdp, "Adam abc"), (fsdp, "SGD bc"), (crossing, "Adam bc")]
+TWO += [(crossing, "Angular muon"), (ddp, "Angular muon")]
+THREE = [(fsdp, "Adam abc"), (fsdp, "SGD bc"), (fsdp, "Angular muon"), (crossing, "Adam bc")]
 
 
 def test_two_ranks_and_three_that_go_on_from_their_checkpoint(tmp_path):
-    run([*TWO, (save, "Adam abc")], 2, tmp_path)
-    run([*THREE, (resume, "Adam abc")], 3, tmp_path)
+    run([*TWO, (save, "Adam abc")], 2, tmp_path / "adam")
+    run([*THREE, (resume, "Adam abc")], 3, tmp_path / "adam")
+    run([(save, "Angular muon")], 2, tmp_path / "angular")
+    run([(resume, "Angular muon")], 3, tmp_path / "angular")

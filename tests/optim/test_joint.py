@@ -46,7 +46,7 @@ def trained(make: Make, order: Any, present: list[set[int]]) -> tuple[dict[int, 
     for step, members in enumerate(present):
         before = {k: p.detach().clone() for k, p in params.items()}
         for k, p in params.items():
-            p.grad = draw(100 * step + k, *shapes[k]) if k in members else None
+            p.grad = draw(100 * (step + 1) + k, *shapes[k]) if k in members else None
         optimizer.step()
         for k, p in params.items():
             assert torch.equal(p, before[k]) == (k not in members), "a parameter without a gradient stays"

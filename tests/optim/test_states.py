@@ -98,7 +98,7 @@ def test_a_state_that_is_refused_leaves_the_optimizer_as_it_was(make: Make) -> N
         with pytest.raises(ValueError, match=r"rows 5 do not divide|lr must be|must have the shape"):
             one.load_state_dict(state)
     if not isinstance(one, optim.SGD | optim.AdaGradG):
-        theirs = torch.optim.RMSprop(without_rows(groups()))
+        theirs = torch.optim.RMSprop(without_rows(groups()), momentum=0.5)
         train(theirs)
         with pytest.raises(ValueError, match="made by another optimizer"):
             one.load_state_dict(theirs.state_dict())

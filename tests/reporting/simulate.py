@@ -140,7 +140,10 @@ def about(kind, name, layers, rate, decay, kept):
         "every": 1,
         "optimizer": {
             "name": f"torch.optim.{kind}" if kind != "Ours" else "steradian.optim.Adam",
-            "groups": [{"lr": rate, "weight_decay": decay, "betas": [0.9, 0.99]}, {"lr": rate, "weight_decay": 0.0}],
+            "groups": [
+                {"params": list(layers), "lr": rate, "weight_decay": decay, "betas": [0.9, 0.99], "foreach": None},
+                {"params": ["head.weight", "head.bias"], "lr": rate, "weight_decay": 0.0, "foreach": None},
+            ],
         },
         "groups": [
             {

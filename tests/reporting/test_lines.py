@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steradian.reporting.data import Pack, unpack
+from steradian.reporting.data import MANY, Pack, unpack
 from steradian.reporting.lines import Lines, aggregate, buckets, coarsen, schedule
 from steradian.watching.records import COLUMNS, STATISTICS
 
@@ -100,19 +100,58 @@ def test_coarser_lines_keep_the_extremes():
     assert len(coarse.steps) <= 31
     assert coarse.values["radius"]["a"]["max"].max() == lines.values["radius"]["a"]["max"].max()
     assert isinstance(coarse, Lines)
-    assert coarse.count() == lines.count()
+    assert coarse.keys == lines.keys
 
 
-def test_a_warm_up_is_no_drop_and_a_restart_is():
-    rate = np.concatenate([np.linspace(0.02, 1, 200), np.cos(np.linspace(0, 1.5, 300)), np.ones(10)])
-    assert [drop.step for drop in schedule(np.arange(510), rate) if drop.step > 20] == [500]
+def one_cycle(t):
+    return np.where(t < 0.3, 0.04 + 0.96 * (1 - np.cos(np.pi * t / 0.3)) / 2, (1 + np.cos(np.pi * (t - 0.3) / 0.7)) / 2)
+
+
+SMOOTH = {
+    "cosine": lambda t: (1 + np.cos(np.pi * t)) / 2,
+    "one cycle": one_cycle,
+    "warm-up": lambda t: np.minimum(t / 0.1, 1) * (1 + np.cos(np.pi * t)) / 2,
+    "short warm-up": lambda t: np.minimum(t / 0.002, 1.0),
+    "linear": lambda t: 1 - t,
+    "decay at the end": lambda t: np.minimum(1, (1 - t) / 0.2),
+    "exponential": lambda t: np.exp(-9 * t),
+    "inverse root": lambda t: 1 / np.sqrt(np.maximum(t, 1e-4)),
+}
+
+
+@pytest.mark.parametrize("interval", [1, 10, 50, 200])
+@pytest.mark.parametrize("name", SMOOTH)
+def test_a_smooth_schedule_has_no_jump_however_sparsely_it_is_observed(name, interval):
+    steps = np.unique(np.concatenate([np.arange(20), np.arange(0, 5001, interval)]))
+    rate = 3e-3 * SMOOTH[name](steps / 5000)
+    for end in (25, len(steps) // 2, len(steps)):  # also while the training runs
+        assert schedule(steps[:end], rate[:end]) == []
+
+
+@pytest.mark.parametrize("interval", [1, 10, 50, 200])
+def test_an_isolated_jump_is_found_at_the_first_observed_step_after_it(interval):
+    steps = np.unique(np.concatenate([np.arange(20), np.arange(0, 5001, interval)]))
+    drops = schedule(steps, np.where(steps < 2500, 1.0, np.where(steps < 3750, 0.1, 0.01)))
+    assert [(drop.step, drop.factor) for drop in drops] == [
+        (steps[steps >= 2500][0], 0.1),
+        (steps[steps >= 3750][0], 0.1),
+    ]
+    restarts = schedule(steps, (1.1 + np.cos(np.pi * (steps % 2500) / 2500)) / 2)
+    assert [drop.step for drop in restarts] == [steps[steps >= 2500][0]]
 
 
 @given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=50))
 def test_packed_numbers_come_back(values):
     pack = Pack()
     first, second = pack.add(values), pack.add([np.inf, 1.5])
-    back = unpack(pack.text(), first, len(values))
-    np.testing.assert_allclose(back, np.array(values, np.float32), rtol=2**-16, atol=1e-37)
-    assert np.isnan(unpack(pack.text(), second, 2)[0])
-    assert unpack(pack.text(), second, 2)[1] == pytest.approx(1.5)
+    back = unpack(pack.text())
+    np.testing.assert_allclose(back[first:second], np.array(values, np.float32), rtol=2**-16, atol=1e-37)
+    assert np.isnan(back[second])
+    assert back[second + 1] == 1.5
+
+
+def test_many_numbers_have_eleven_binary_digits():
+    pack, values = Pack(), np.random.default_rng(0).lognormal(sigma=9, size=MANY + 1).astype(np.float32)
+    pack.add(values)
+    error = np.abs(unpack(pack.text()) / values - 1)
+    assert 2**-13 < error.max() <= 2**-11

@@ -75,14 +75,18 @@ def test_statistics_are_those_of_numpy(selected, dtype, monkeypatch):
             )
 
 
-def test_very_long_groups_are_sorted_and_short_ones_beside_them_are_not(monkeypatch):
-    monkeypatch.setattr(statistics, "runs_kernels", lambda device: True)
-    values = torch.randn(1, 5_100)
-    reduction = statistics.Statistics([slice(0, 5_000), slice(5_000, 5_100)], device=DEVICE)
-    assert len(reduction.selected) == len(reduction.sorted) == 1
-    found = reduction(values.to(DEVICE)).cpu().double().numpy()[0]
-    for line, span in zip(found, (slice(0, 5_000), slice(5_000, 5_100)), strict=True):
-        np.testing.assert_allclose(line, by_numpy(values[0, span]), rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize("selected", [False, True])
+def test_very_long_groups_beside_short_ones(selected, monkeypatch):
+    monkeypatch.setattr(statistics, "runs_kernels", lambda device: selected)
+    spans = [slice(0, 9_000), slice(9_000, 9_100), slice(9_100, 17_292)]
+    values = torch.randn(3, 17_292)
+    values[1] = (4 * values[1]).round()
+    values[2, 4_000:9_000] = math.inf
+    values[2, 17_000] = math.nan
+    found = statistics.Statistics(spans, device=DEVICE)(values.to(DEVICE)).cpu().double().numpy()
+    for line in range(3):
+        for k, span in enumerate(spans):
+            np.testing.assert_allclose(found[line, k], by_numpy(values[line, span]), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the host does not wait for a CPU")

@@ -9,6 +9,7 @@ import threading
 import weakref
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -403,12 +404,46 @@ def test_every_and_rows_every(tmp_path):
     assert "gradient_memory" in watcher.missing
 
 
+def test_single_rows_of_many_steps_and_wide_groups(tmp_path):
+    """Steps are reduced a few at a time, and rows are recorded at some of them; all of it comes out as one run."""
+    param = torch.nn.Parameter(torch.randn(1000, 8, dtype=torch.float64))
+    optimizer = torch.optim.SGD([("w", param)], lr=0.1, momentum=0.9)
+    radii = {}
+    with watch(optimizer, every=1, rows_every=50, record_rows=["w"], to=tmp_path) as watcher:
+        for step in range(130):
+            radii[step] = param.detach().norm(dim=1)
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step), dtype=param.dtype)
+            optimizer.step()
+    assert watcher.error is None
+    run = read_run(tmp_path)
+    for step, radius in radii.items():
+        rows = run.rows[(run.rows["quantity"] == "radius") & (run.rows["step"] == step)]
+        np.testing.assert_allclose(rows.sort_values("row")["value"], radius, rtol=1e-6)
+    found = run.table[(run.table["quantity"] == "radius") & (run.table["statistic"] == "median")]
+    np.testing.assert_allclose(found["value"], [np.median(radius) for radius in radii.values()], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows_every", [1, 7, 50])
+def test_some_rows_of_wide_groups(rows_every, tmp_path):
+    params = [torch.nn.Parameter(torch.randn(rows, 8)) for rows in (300, 4, 700)]
+    optimizer = torch.optim.AdamW([(f"w{k}", param) for k, param in enumerate(params)])
+    with watch(optimizer, every=1, rows_every=rows_every, to=tmp_path) as watcher:
+        for _ in range(150):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+    assert watcher.error is None
+    rows = read_run(tmp_path).rows
+    assert sorted(set(rows["step"])) == list(range(0, 150, rows_every))
+    assert rows.groupby("group")["row"].nunique().to_dict() == {"w0": 64, "w1": 4, "w2": 64}
+
+
 def test_what_was_seen_may_be_asked_for_while_another_thread_trains(monkeypatch):
     """As in a notebook whose cells are free during a training: a step that is made meanwhile is not lost."""
     optimizer, params = pair()
     asking, stepped = threading.Event(), threading.Event()
     with watch(optimizer) as watcher:
-        reduced = watcher._flush._reduce
+        reduced = watcher.buffers[0].reduce
 
         def slowly(*given):
             asking.set()
@@ -416,7 +451,7 @@ def test_what_was_seen_may_be_asked_for_while_another_thread_trains(monkeypatch)
             return reduced(*given)
 
         train(optimizer, params, 2)
-        monkeypatch.setattr(watcher._flush, "_reduce", slowly)
+        monkeypatch.setattr(watcher.buffers[0], "reduce", slowly)
         other = threading.Thread(target=watcher.latest)
         other.start()
         asking.wait()

@@ -1,4 +1,4 @@
-"""One launch over all rows, under Triton's interpreter, against the readings in plain torch."""
+"""One launch over all rows, on a GPU or in Triton's interpreter, against the readings in plain torch."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from steradian.watching.rows import WatchedGroup, decoupled_decay
 from steradian.watching.sources.observed import ObservedSource
 from steradian.watching.sources.triton import TritonSource, supports
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"conv": (6, 4, 3, 3), "head": (5, 7), "whole": (3, 11), "long": (2, 20_000)}
 LAYOUTS = {"conv": "filter", "head": "filter", "whole": "tensor", "long": "filter"}
 
@@ -25,7 +26,7 @@ OPTIMIZERS = {
 
 def params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    made = {name: torch.randn(shape, generator=generator).to(DEVICE, dtype) for name, shape in SHAPES.items()}
     made = {name: torch.nn.Parameter(tensor) for name, tensor in made.items()}
     made["conv"].data = made["conv"].data.to(memory_format=torch.channels_last)
     return made
@@ -50,7 +51,7 @@ def quantities(source, *given: Tensor) -> dict[str, Tensor]:
 def set_gradients(made: dict[str, Tensor], step: int, skip: str = "") -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for name, param in made.items():
-        gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
+        gradient = torch.randn(param.shape, generator=generator).to(param)
         param.grad = None if name == skip else gradient.to(memory_format=torch.preserve_format)
         if name == "conv" and param.grad is not None:
             param.grad = param.grad.to(memory_format=torch.channels_last)
@@ -62,9 +63,9 @@ def compare(optimizer, made, steps, after, *, names=None) -> None:
     assert all(map(supports, entries))
     launched, read = TritonSource(optimizer, entries), ObservedSource(optimizer, others)
     n_rows = sum(entry.n_rows for entry in entries)
-    out = torch.zeros(steps, n_rows, len(launched.columns), dtype=torch.float64)
-    reference = torch.zeros(steps, n_rows, len(read.columns), dtype=torch.float64)
-    rates = torch.zeros(steps, n_rows, dtype=torch.float64)
+    out = torch.zeros(steps, n_rows, len(launched.columns), dtype=torch.float64, device=DEVICE)
+    reference = torch.zeros(steps, n_rows, len(read.columns), dtype=torch.float64, device=DEVICE)
+    rates = torch.zeros(steps, n_rows, dtype=torch.float64, device=DEVICE)
     for step in range(steps):
         set_gradients(made, step)
         launched.before()
@@ -117,7 +118,9 @@ def test_rows_without_a_gradient_do_not_disturb_the_others() -> None:
     for skip in ("", "head"):
         set_gradients(made, 1, skip)
         launched.before()
-        values = torch.zeros(1, sum(e.n_rows for e in entries), len(launched.columns), dtype=torch.float64)
+        values = torch.zeros(
+            1, sum(e.n_rows for e in entries), len(launched.columns), dtype=torch.float64, device=DEVICE
+        )
         launched.after(values[0])
         results.append(values)
         if not skip:

@@ -364,11 +364,23 @@ def test_a_healthy_training(tmp_path):
     assert sentences[0].kind == "healthy"
     assert {sentence.severity for sentence in sentences} == {"note"}
     assert "share" in kinds(sentences)
-    lines = watch.summary().splitlines()
-    assert lines[:2] == ["small, verdict", f"- {sentences[0].text}"]
-    assert "small, step 99" in lines
+    head, table = watch.summary().split("\n\n")
+    assert " ".join(head.split()).startswith(f"small, verdict - {sentences[0].text} - ")
+    assert table.startswith("small, step 99\n")
     # The folder says the same; its share of the time was measured a little earlier.
     assert kinds(verdict(read_run(tmp_path))) == kinds(sentences)
+
+
+def test_sentences_are_wrapped_to_the_width_of_the_terminal(tmp_path, monkeypatch):
+    watch = train(tmp_path, groups=True)
+    sentences = [f"- {sentence.text}" for sentence in watch.verdict()]
+    for width in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = watch.summary().split("\n\n")[0].splitlines()[1:]
+        assert max(map(len, lines)) <= width
+        assert " ".join(" ".join(lines).split()) == " ".join(sentences)
+        # No word would have fitted on the line before.
+        assert all(len(one) + 1 + len(other.split()[0]) > width for one, other in pairwise(lines) if other[0] == " ")
 
 
 def test_a_layer_with_a_hundred_times_the_rate(tmp_path):
@@ -398,14 +410,15 @@ def test_the_verdict_of_a_large_run_is_quick():
 
 
 def test_a_long_history_is_thinned(monkeypatch):
-    monkeypatch.setattr("steradian.watching.verdict._KEPT", 5000)
+    monkeypatch.setattr("steradian.watching.verdict._KEPT", 5500)
     history = History()
     ones = np.ones((100, 1, 2, len(STATISTICS)))
     for k in range(20):
         active, defined = np.ones((100, 2), dtype=bool), np.ones((1, 2), dtype=bool)
         history.add(Block("run", np.arange(100 * k, 100 * k + 100), ("a", "b"), ("angle",), ones, active, defined))
-    assert history.values.size <= 5000
-    assert history.steps.tolist() == list(range(0, 2000, 8))
+    steps, values = history.numbers
+    assert values.size <= 5500
+    assert steps.tolist() == list(range(0, 2000, 8))
 
 
 def test_it_needs_no_pandas():
@@ -428,8 +441,9 @@ def test_alerts_of_one_cause_are_one_line(tmp_path, caplog):
             optimizer.step()
             watch.flush()
     assert len(watch.alerts) == 14
-    (line,) = [line for line in watch.summary().splitlines() if line.startswith("alert: ")]
-    assert re.match(r"alert: NaN or infinite (gradients|weights or gradients) in 14 groups from step 42: ", line)
+    (line,) = re.findall(r"^alert: .*(?:\n  .*)*", watch.summary(), re.MULTILINE)
+    text = " ".join(line.split())
+    assert re.match(r"alert: NaN or infinite (gradients|weights or gradients) in 14 groups from step 42: ", text)
     assert len([record for record in caplog.records if "NaN" in record.getMessage()]) == 1
     page = st.report([tmp_path], tmp_path / "page.html").read_text()
     assert "<h3>1 alert</h3>" in page

@@ -1,12 +1,8 @@
 """The command line: it parses arguments, calls the library, and prints errors in one line."""
 
-import codecs
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Never
+from typing import Annotated
 
 from rich.console import Console
 
@@ -33,17 +29,6 @@ _EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError
 _LAB = ("pandas", "pyarrow", "plotly", "matplotlib", "PIL", "sklearn", "scipy")
 _WIDE = 160  # columns, if there is no terminal
 _INTERRUPTED = 130
-_ASCII = {"−": "-", "±": "~", "×": "x", "…": ".", "†": "+", "“": '"', "”": '"'}  # of the same width
-
-
-def _to_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that a terminal cannot show by similar ones, or by a question mark."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(_ASCII.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
-
-
-codecs.register_error("steradian", _to_ascii)
 
 
 def screen(*, stderr: bool = False) -> Console:
@@ -79,10 +64,9 @@ def main() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="steradian")
+            stream.reconfigure(errors="replace")  # on terminals without Unicode
     try:
-        with _exiting_on_signals():
-            code = app(prog_name="steradian", standalone_mode=False)
+        code = app(prog_name="steradian", standalone_mode=False)
     except Exception as error:
         if os.environ.get("STERADIAN_TRACEBACK"):
             raise
@@ -92,24 +76,6 @@ def main() -> None:
     if code == _INTERRUPTED:
         _print("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
-
-
-@contextmanager
-def _exiting_on_signals() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM and SIGHUP, so that a live table restores the cursor and a cluster is stopped."""
-
-    def leave(number: int, _: object) -> Never:
-        raise SystemExit(128 + number)
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}  # under nohup
-    for number in before:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print_error(error: Exception) -> int:

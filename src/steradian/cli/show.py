@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from steradian.lab.results import Result
 
 GRID = "best of the grid, by validation accuracy"
-_ANY = 10_000  # columns: wider than any table
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 
 
@@ -29,9 +28,8 @@ def table(
 
     Example: steradian table resnet20-cifar10
     """
-    from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, markdown_table
+    from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, markdown_table, rule_of
 
-    study, folder = _locate(study, folder)
     results = [result for result in _results(study, folder) if result.config.start is None]
     if not results:
         raise ValueError(f"{study} contains only fine-tuning, which has no table")
@@ -41,7 +39,9 @@ def table(
         typer.echo(f"{GRID}\n\n{markdown_table(*grid_rows(results))}\n")
     else:
         for column in accuracy_columns(results):
-            typer.echo(f"{column.name}, {column.length}\n\n{column.markdown()}\n")
+            texts = "\n".join(f"- {text}" for text in column.statements())
+            table, rule = markdown_table(*column.rows()), rule_of([column])
+            typer.echo(f"{column.name}, {column.length}\n\n{table}\n\n{rule}\n\n{texts}\n")
 
 
 @app.command()
@@ -60,7 +60,6 @@ def figure(
     from steradian.lab.results import Tracks
 
     kind = match_name(kind, [*FIGURES, *TRACK_FIGURES]) or kind
-    study, folder = _locate(study, folder)
     if kind in FIGURES:
         drawn = FIGURES[kind](_results(study, folder))
     elif kind in TRACK_FIGURES:
@@ -81,18 +80,27 @@ def figure(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Recorded runs.")],
+    runs: Annotated[list[Path], typer.Argument(help="Recorded runs, or folders of them.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Its heading; the names of the runs by default.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Serve a page that follows the runs instead.")] = False,
+    port: Annotated[int, typer.Option(help="Of the live page; 0 for any that is free.")] = 0,
 ) -> None:
-    """Write one page from recorded runs, which opens without network.
+    """Write one page from recorded runs, which opens without network, or serve one on this machine with --live.
 
     Runs are folders that watch(optimizer, to=…) writes; steradian demo leaves three in demo/runs.
 
-    Example: steradian report demo/runs/SGD demo/runs/Adam --out page.html
+    Example: steradian report demo/runs --out page.html
     """
     from steradian.reporting import page
 
+    if live:
+        from steradian.reporting.live import LiveServer
+
+        with LiveServer(runs, port=port, title=title) as server, suppress(KeyboardInterrupt):
+            screen().print(f"The page: {server.url} (Ctrl+C ends it)", soft_wrap=True)
+            server.serve_forever()
+        return
     page.report(runs, out, title=title)
     screen().print(f"The page: {out}", soft_wrap=True)
 
@@ -118,58 +126,29 @@ def write_up(
 
 def print_table(results: "Sequence[Result]", console: Console) -> None:
     """Print one table for each column with its statements, or the best points of a grid."""
-    from steradian.lab.tables import RULE, accuracy_columns, grid_rows, is_grid
+    from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, rule_of
 
     if is_grid(results):
         _print(console, GRID, *grid_rows(results))
         return
-    columns = accuracy_columns(results)
-    for column in columns:
-        title = f"{column.name}, {column.length}"
-        whole = _table(title, *column.rows(seeds=True))
-        if console.measure(whole, options=console.options.update(width=_ANY)).maximum <= console.width:
-            console.print(whole)
-        else:
-            _print(console, title, *column.rows())
-            _print(console, "seed by seed", *column.singles())
+    for column in (columns := accuracy_columns(results)):
+        title, whole = f"{column.name}, {column.length}", column.rows(seeds=True)
+        width = sum(3 + max(len(line[k]) for line in [whole[0], *whole[1]]) for k in range(len(whole[0]))) + 1
+        _print(console, title, *(whole if width <= console.width else column.rows()))
         for text in column.statements():
             console.print(text, soft_wrap=True)
     if columns:
-        console.print(RULE, soft_wrap=True)
+        console.print(rule_of(columns), soft_wrap=True)
 
 
 def _print(console: Console, title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """A table, or one paragraph for each of its lines if the screen is too narrow for its words."""
-    whole = _table(title, heads, lines)
-    if console.measure(whole, options=console.options.update(width=_ANY)).minimum <= console.width:
-        console.print(whole)
-        return
-    console.print(title, soft_wrap=True)
-    for name, *cells in lines:
-        console.print(f"\n{name}", soft_wrap=True)
-        for head, cell in zip(heads[1:], cells, strict=True):
-            if cell:
-                console.print(f"  {head}: {cell}", soft_wrap=True)
-    console.print()
-
-
-def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """A table whose cells are wrapped between words, and never cut off."""
-    shown = Table(title=title)
-    for number, head in enumerate(heads):
-        words = [word for text in (head, *(line[number] for line in lines)) for word in text.split()]
-        shown.add_column(head, min_width=max(map(len, words), default=1))
+    """A table whose cells are wrapped on a narrow screen, and never cut off."""
+    table = Table(title=title)
+    for head in heads:
+        table.add_column(head, overflow="fold")
     for line in lines:
-        shown.add_row(*line)
-    return shown
-
-
-def _locate(study: str, folder: Path) -> tuple[str, Path]:
-    """Name and folder of a study, which may be given by the path of its file."""
-    for ending in ("-tracks.parquet", ".json"):
-        if study.endswith(ending) and Path(study).is_file():
-            return Path(study).name.removesuffix(ending), Path(study).parent
-    return study, folder
+        table.add_row(*line)
+    console.print(table)
 
 
 def _results(study: str, folder: Path) -> "list[Result]":

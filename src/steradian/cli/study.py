@@ -1,8 +1,10 @@
-"""Commands that run trainings: train, reproduce and bench."""
+"""Commands that run trainings: compare, tune and reproduce."""
 
-import runpy
-import sys
+import inspect
+import json
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +16,8 @@ from steradian.cli.show import print_table
 
 if TYPE_CHECKING:
     from steradian.lab.config import Config
-    from steradian.lab.training import Execution
+    from steradian.lab.study import Study
 
-Data = Annotated[str | None, typer.Option(help="Data set: digits, cifar10, cifar100, svhn, or a folder's name.")]
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, original archives, or images.")]
 Seconds = Annotated[
     float | None, typer.Option(min=0, help="Stop at a checkpoint when this time is over; run again to continue.")
@@ -24,59 +25,77 @@ Seconds = Annotated[
 Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at once.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
-_OVER = "Time is up before the end: run the same command again to continue."
-_STOPPED = "Stopped before the end: run the same command again to continue from the last checkpoint."
+Compile = Annotated[bool | None, typer.Option(help="Compile the networks; on a GPU by default.")]
+_TRACKED = ("hypotheses", "phenomena", "trajectories")
+_TUNE = """Try as many settings of every method on the validation set, then train the winners over new seeds.
+
+Example: steradian tune --methods SGD-M --methods Adam --points 2 --epochs 2"""
 
 
+@app.command("tune", help=_TUNE)
 @app.command()
-def train(
-    model: Annotated[str, typer.Option(help="ResNet20, ResNet18 or VGG16.")] = "ResNet20",
-    norm: Annotated[str, typer.Option(help="bn, bn-no-affine, wn, gn, ln or in.")] = "bn",
-    data: Annotated[str, typer.Option(help="Data set.")] = "digits",
+def compare(
+    context: typer.Context,
+    methods: Annotated[list[str], typer.Option(help='e.g. "Adam w/o (ab)", or adam-wo-ab; once for each.')],
+    network: Annotated[str, typer.Option(help="ResNet20, ResNet18, VGG16, or a plugin's.")] = "ResNet20",
+    data: Annotated[str, typer.Option(help="digits, cifar10, cifar100, svhn, a plugin's, or a folder's.")] = "digits",
+    plugin: Annotated[list[Path] | None, typer.Option(help="A file that registers methods, networks or data.")] = None,
     root: Root = None,
-    method: Annotated[str, typer.Option(help='e.g. "Adam w/o (ab)", or adam-wo-ab.')] = "Adam w/o (ab)",
-    lr: Annotated[float | None, typer.Option(help="Rate; the paper's by default.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="The paper's by default.")] = None,
-    epochs: Annotated[int, typer.Option(min=1)] = 10,
-    batch_size: Annotated[int | None, typer.Option(min=2, help="The paper's by default.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    epochs: Annotated[int, typer.Option(min=1)] = 60,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
+    points: Annotated[int, typer.Option(min=1, help="tune: rates for each method, a factor √10 apart.")] = 6,
+    lr: Annotated[list[str] | None, typer.Option(help="METHOD=RATE; tune: or METHOD=RATE,RATE,…")] = None,
+    weight_decay: Annotated[list[str] | None, typer.Option(help="METHOD=λ; tune: or METHOD=λ,λ,…")] = None,
+    schedule: Annotated[str, typer.Option(help="cosine, linear, constant, steps, or a plugin's.")] = "cosine",
+    warmup: Annotated[int, typer.Option(min=0, help="Epochs in which the rate rises.")] = 0,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="norm=wn, batch_size=64, …")] = None,
+    seconds: Seconds = None,
+    size: Size = None,
     device: Device = None,
+    compile: Compile = None,
     study: Name = None,
 ) -> None:
-    """Train one network by one method and store the result.
+    """Train a network by several methods over seeds; print a table with Welch's test and write a page.
 
-    Example: steradian train --data digits --method "Adam w/o (ab)" --epochs 5
+    Example: steradian compare --methods SGD-M --methods Adam --epochs 3
     """
-    from dataclasses import replace
+    from steradian.lab.recipes import by_method, comparison, tuning
+    from steradian.lab.registry import load_plugin
+    from steradian.lab.tables import search
 
-    from steradian.lab.config import match_name
-    from steradian.lab.models import MODELS, NORMS
-    from steradian.lab.paper import COLUMNS
-    from steradian.lab.recipes import accuracy_tables
-    from steradian.lab.study import Study
-
-    if (network := match_name(model, MODELS)) is None:
-        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {model!r}")
-    norm = match_name(norm, NORMS) or norm
-    # A network that the paper did not train on this data takes its best settings on CIFAR-10.
-    papers = [name for each, name in COLUMNS if each == network]
-    like = data if data in papers or data not in {name for _, name in COLUMNS} else papers[0]
-    configs = accuracy_tables(norm=norm, data=like, columns=[network], methods=[method], epochs=epochs, seeds=seeds)
-    given: dict[str, Any] = {"data": data, "lr": lr, "weight_decay": weight_decay, "batch_size": batch_size}
-    changes = {name: value for name, value in given.items() if value is not None}
-    configs = [replace(config, **changes) for config in configs]
-    made = Study(f"train-{configs[0].setting}" if study is None else study)
-    roots, execution = _roots(configs, root), _execution(device)
-    _run(partial(made.run, configs, roots=roots, device=device, execution=execution), made.store.path, configs)
+    for path in plugin or ():
+        load_plugin(path)
+    rates, decays = by_method("lr", _numbers(lr)), by_method("weight_decay", _numbers(weight_decay))
+    several = {method for values in (rates, decays) for method, each in values.items() if len(each) > 1}
+    tunes = context.info_name == "tune"
+    if several and not tunes:
+        raise ValueError(f"one value for each method, got several for {', '.join(several)}: steradian tune tries them")
+    kind: dict[str, Any] = {"network": network, "data": data, "epochs": epochs, "schedule": schedule, "warmup": warmup}
+    for text in settings or ():
+        field, _, value = text.partition("=")
+        kind[field] = json.loads(value) if re.match(r"[\d\[.-]", value) else value
+    kind |= {"lr": {m: each[0] for m, each in rates.items()}, "weight_decay": {m: v[0] for m, v in decays.items()}}
+    configs = comparison(methods=methods, seeds=1 if tunes else seeds, **kind)
+    name = study or f"{context.info_name}-{network}-{data}"
+    roots = _roots(configs, root)
+    how: dict[str, Any] = {"roots": roots, "seconds": seconds, "size": size, "device": device, "compiled": compile}
+    if tunes:
+        tried = tuning(configs, points=points, rates={m: v for m, v in rates.items() if len(v) > 1}, decays=decays)
+        made, keys = _study(f"{name}-grid"), {config.key for config in tried}
+        if not _run(partial(made.run, tried, **how), made.store.path, tried):
+            return
+        best = search(result for result in made.store.results() if result.config.key in keys)
+        configs = [replace(each.config, seed=seed) for seed in range(1, seeds + 1) for each in best if each.runs]
+    made = _study(name)
+    _run(partial(made.run, configs, **how), made.store.path, configs, page=True)
 
 
 @app.command()
 def reproduce(
-    context: typer.Context,
     recipe: Annotated[
         str, typer.Argument(help="tables, tables-no-affine, curves, hypotheses, phenomena, trajectories, grid.")
     ],
-    data: Data = None,
+    data: Annotated[str | None, typer.Option(help="digits, cifar10, cifar100, svhn, or a folder's name.")] = None,
     root: Root = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Fewer than the paper's; milestones scale.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many.")] = None,
@@ -87,21 +106,19 @@ def reproduce(
     device: Device = None,
     engine: Annotated[str, typer.Option(help="local, or ray for many machines.")] = "local",
     address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; none: one is started here.")] = None,
-    compile: Annotated[bool | None, typer.Option(help="Compile the networks.")] = None,
-    capture: Annotated[bool | None, typer.Option(help="Replay steps as CUDA graphs.")] = None,
-    fused: Annotated[bool | None, typer.Option(help="Use the fused optimizer steps.")] = None,
+    compile: Compile = None,
     points: Annotated[
         int | None, typer.Option(min=2, help="hypotheses, phenomena, trajectories: steps to record.")
     ] = None,
     phenomena: Annotated[bool, typer.Option("--phenomena", help="hypotheses: measure (a) to (c) too.")] = False,
     tuning: Annotated[int | None, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = None,
     settings: Annotated[
-        str, typer.Option(help="Hyper-parameters: printed in the paper, or of the authors' released code.")
-    ] = "printed",
+        str | None, typer.Option(help="Hyper-parameters: printed in the paper, or of the authors' released code.")
+    ] = None,
     lr: Annotated[list[float] | None, typer.Option(help="grid: a rate; once for each.")] = None,
     weight_decay: Annotated[list[float] | None, typer.Option(help="grid: λ; once for each.")] = None,
     beta2: Annotated[list[float] | None, typer.Option(help="grid: β2; once for each.")] = None,
-    network: Annotated[str, typer.Option(help="Networks: of the paper, or of the authors' released code.")] = "paper",
+    built_as: Annotated[str | None, typer.Option(help="Networks: of the paper, or of the released code.")] = None,
     study: Name = None,
 ) -> None:
     """Run the trainings behind a table or a figure of the paper, and show the results.
@@ -112,117 +129,82 @@ def reproduce(
     """
     from steradian.lab.experiments import track_study, trajectory_study
     from steradian.lab.recipes import RECIPES
-    from steradian.lab.study import Study, study_name, sweep
+    from steradian.lab.study import study_name, sweep
 
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
-    _check_options(context, recipe, engine)
     options: dict[str, Any] = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
-    options |= {"rates": lr, "decays": weight_decay, "beta2s": beta2, "released": network == "released"}
-    options |= {"settings": settings if settings != "printed" else None}
-    configs = RECIPES[recipe](**{name: value for name, value in options.items() if value})
-    made = Study(study_name(recipe, configs, settings=settings) if study is None else study)
+    options |= {"lr": lr, "weight_decay": weight_decay, "beta2": beta2, "settings": settings, "built_as": built_as}
+    given = {name: value for name, value in options.items() if value}
+    known = list(inspect.signature(RECIPES[recipe]).parameters)
+    recorded: dict[str, Any] = {name: value for name, value in (("points", points), ("tuning", tuning)) if value}
+    if wrong := [*(given.keys() - known), *(recorded if recipe not in _TRACKED else ())]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise ValueError(f"{recipe} has no option {names}; it has {', '.join(known)}")
+    configs = RECIPES[recipe](**given)
+    made = _study(study_name(recipe, configs, settings=settings or "printed") if study is None else study)
     how: dict[str, Any] = {"roots": _roots(configs, root), "size": size}
+    if engine not in ("local", "ray") or (engine == "ray" and recipe in _TRACKED):
+        raise ValueError(f"engine must be local, or ray if no steps are recorded, got {engine!r} for {recipe}")
     if engine == "ray":
         how |= {"address": address, "size": size or 8}
         _run(partial(sweep, configs, made, **how), made.store.path, configs)
         return
-    execution = _execution(device, compile, captured=capture, fused=fused)
-    how |= {"device": device, "seconds": seconds, "execution": execution}
-    if recipe not in ("hypotheses", "phenomena", "trajectories"):
+    how |= {"device": device, "seconds": seconds, "compiled": compile}
+    if recipe not in _TRACKED:
         _run(partial(made.run, configs, **how), made.store.path, configs)
         return
-    how |= {name: value for name, value in (("points", points), ("tuning", tuning)) if value}
     if recipe == "trajectories":
-        work = partial(trajectory_study, configs, made.name, **how)
+        work = partial(trajectory_study, configs, made, **how, **recorded)
     else:
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
         chosen = measured if phenomena or recipe == "phenomena" else set()
-        work = partial(track_study, configs, made.name, phenomena=chosen, **how)
+        work = partial(track_study, configs, made, phenomena=chosen, **how, **recorded)
     _run(work, made.tracks.path)
 
 
-@app.command(  # -h belongs to the benchmark
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
-)
-def bench(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help="A file of benchmarks/: step, image, discovery, fleet, watch, …")],
-) -> None:
-    """Run a benchmark of the source tree; arguments after its name are passed to it.
-
-    Example: steradian bench fleet --models ResNet20 --sizes 1 8
-    """
-    folder = Path(__file__).resolve().parents[3] / "benchmarks"
-    # The folder also has modules that benchmarks share.
-    there = {path.stem: path for path in sorted(folder.glob("*.py")) if '__name__ == "__main__"' in path.read_text()}
-    if name not in there:
-        raise ValueError(f"no benchmark {name!r} in {folder}; there are {', '.join(there) or 'none'}")
-    script = there[name]
-    sys.argv = [str(script), *context.args]
-    sys.path.insert(0, str(folder))
-    runpy.run_path(str(script), run_name="__main__")
+def _numbers(values: list[str] | None) -> dict[str, list[float]]:
+    """The numbers of METHOD=NUMBER,… by method."""
+    found = {}
+    for text in values or ():
+        name, _, numbers = text.rpartition("=")
+        try:
+            found[name] = [float(number) for number in numbers.split(",")]
+        except ValueError:
+            raise ValueError(f"a value must be METHOD=NUMBER, such as Adam=0.001, got {text!r}") from None
+    return found
 
 
-_FOR = {
-    "methods": ("tables", "tables-no-affine", "curves", "hypotheses", "phenomena", "grid"),
-    "points": ("hypotheses", "phenomena", "trajectories"),
-    "phenomena": ("hypotheses", "phenomena"),
-    "tuning": ("trajectories",),
-    "lr": ("grid",),
-    "weight-decay": ("grid",),
-    "beta2": ("grid",),
-    "settings": ("tables", "tables-no-affine", "curves", "phenomena"),
-    "network": ("tables", "tables-no-affine", "curves", "phenomena"),
-}
-"""The recipes that have an option, for options that not every recipe has."""
-_OF_ENGINE = {"local": ("seconds", "device", "compile", "capture", "fused"), "ray": ("address",)}
-_ON_RAY = ("tables", "tables-no-affine", "curves", "grid")
+def _study(name: str) -> "Study":
+    from steradian.lab.study import Study
+
+    return Study(re.sub(r"[^\w.-]+", "-", name.lower()) if "/" not in name else name)
 
 
-def _check_options(context: typer.Context, recipe: str, engine: str) -> None:
-    """Raise if a given option would be ignored by the recipe or the engine, or has no such choice."""
-    for name, choices in (("engine", ("local", "ray")), ("network", ("paper", "released"))):
-        if (value := context.params[name]) not in choices:
-            raise ValueError(f"{name} must be {' or '.join(choices)}, got {value!r}")
-    sources = {name.replace("_", "-"): context.get_parameter_source(name) for name in context.params}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    for name in given:
-        if recipe not in _FOR.get(name, (recipe,)):
-            raise ValueError(f"--{name} is for {', '.join(_FOR[name])}, not for {recipe}")
-    if engine == "ray" and recipe not in _ON_RAY:
-        raise ValueError(f"--engine ray is for {', '.join(_ON_RAY)}; {recipe} records steps on one machine")
-    other = "local" if engine == "ray" else "ray"
-    for name in given:
-        if name in _OF_ENGINE[other]:
-            raise ValueError(f"--{name} is for --engine {other}, not for {engine}")
-
-
-def _execution(device: str | None, compiled: bool | None = None, **how: Any) -> "Execution":
-    """How to train: networks are compiled on a GPU, unless an option says otherwise."""
-    from steradian.lab.study import pick_device
-    from steradian.lab.training import Execution
-
-    return Execution(compiled=pick_device(device).type == "cuda" if compiled is None else compiled, **how)
-
-
-def _run(work: Callable[..., bool], path: Path, configs: "Sequence[Config]" = ()) -> None:
-    """Run trainings with their progress on the screen; print their table and where they are stored."""
-    from steradian.cli.progress import progress_on
+def _run(work: Callable[..., bool], path: Path, configs: "Sequence[Config]" = (), *, page: bool = False) -> bool:
+    """Run trainings with their progress on the screen; print their table and where they are; whether all are done."""
+    from steradian.cli.progress import Shown
+    from steradian.lab.documents import write_page
     from steradian.lab.results import Store
 
     console = screen()
+    again = "run the same command again to continue"
     try:
-        finished = work(progress=progress_on(console))
+        finished = work(progress=Shown(console))
     except KeyboardInterrupt:
-        console.print(_STOPPED, soft_wrap=True)
+        console.print(f"Stopped before the end: {again} from the last checkpoint.", soft_wrap=True)
         raise
     if configs:
         keys = {config.key for config in configs}
-        print_table([result for result in Store(path).results() if result.config.key in keys], console)
+        results = [result for result in Store(path).results() if result.config.key in keys]
+        print_table(results, console)
+        if page and results:
+            write_page(results, path.with_suffix(".html"))
+            console.print(f"The page: {path.with_suffix('.html')}", soft_wrap=True)
     console.print(f"The {'results' if configs else 'records'}: {path}", soft_wrap=True)
     if not finished:
-        console.print(_OVER)
+        console.print(f"Time is up before the end: {again}.")
+    return finished
 
 
 def _roots(configs: Sequence["Config"], root: Path | None) -> dict[str, Path]:

@@ -357,16 +357,16 @@ class Path:
         return self.known and self.traced and self.alone and bool(self.ends)
 
 
-def follow(graph: Graph, names: Sequence[str]) -> Path:
-    """Follow the factor by which some parameters grow together until it disappears, on every path.
+def follow(graph: Graph, names: Sequence[str], against: Sequence[str] = ()) -> Path:
+    """Follow the factor by which some parameters grow together, and others shrink, until it disappears on every path.
 
     Each tensor has a power of the factor, NaN if it is unknown. It is certain up to the first operation that may be
     part of a normalization: behind that, it explains an invariance, but does not refute one.
     """
-    leaves = [graph.leaf_nodes[name] for name in names if name in graph.leaf_nodes]
-    path = Path(known=len(leaves) == len(names), traced=len(leaves) == len(names))
-    power, uncertain = dict.fromkeys(leaves, 1.0), set[int]()
-    queue = sorted({consumer for leaf in leaves for consumer in graph.nodes[leaf].consumers})
+    given = dict.fromkeys(names, 1.0) | dict.fromkeys(against, -1.0)
+    power, uncertain = {graph.leaf_nodes[n]: p for n, p in given.items() if n in graph.leaf_nodes}, set[int]()
+    path = Path(known=len(power) == len(given), traced=len(power) == len(given))
+    queue = sorted({consumer for leaf in power for consumer in graph.nodes[leaf].consumers})
     queued, last = set(queue), queue[-1] if queue else -1
     while queue and queue[0] <= last:
         number = heappop(queue)

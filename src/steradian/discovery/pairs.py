@@ -9,6 +9,7 @@ whose totals agree are cut into sets as finely as the sums of these agree.
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, permutations, product
 
 import numpy as np
@@ -42,6 +43,17 @@ class Side:
     def size(self) -> int:
         """The number of slices."""
         return self.sums.shape[2]
+
+    @cached_property
+    def total(self) -> tuple[float, float]:
+        """Σ g·x and Σ (g·x)² in the first probe."""
+        radial, effect = self.sums[0].sum(1).tolist()
+        return radial, effect
+
+    def may_agree(self, other: "Side") -> bool:
+        """Whether the totals nearly agree in the first probe; there may be many sides to compare."""
+        (radial, effect), (other_radial, other_effect) = self.total, other.total
+        return (radial - other_radial) ** 2 <= thresholds.NEARLY_AGREE**2 * (effect + other_effect)
 
     def piece(self, start: int, size: int) -> "Side":
         """A range of the slices of each block."""
@@ -110,7 +122,8 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
         unpaired.setdefault(b, []).extend(left)
     for left in unpaired.values():
         for (one, n), (other, m) in combinations(left, 2):
-            search.pair(one, other, "multiplied with each other", more_than=min(n, m))
+            if one[0].may_agree(other[0]):
+                search.pair(one, other, "multiplied with each other", more_than=min(n, m))
     return sorted((pair for _, _, pair in search.found), key=lambda pair: order[pair.a[0]])
 
 

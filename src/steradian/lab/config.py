@@ -3,27 +3,15 @@
 import hashlib
 import json
 import math
-import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
-__all__ = ["METHODS", "PRECISIONS", "Config", "match_name", "match_names"]
+from steradian.lab.registry import SCHEDULES
 
-METHODS = (
-    "SGD-M",
-    "Adam",
-    "AdamW†",
-    "AdamG†",
-    "Adam w/o (a)",
-    "Adam w/o (ab)",
-    "Adam w/o (abc)",
-    "SGD",
-    "AdaGradG",
-    "AdaGrad",
-)
-"""Rows of the paper's tables, SGD-M, and the three schemes of Section 3.3."""
+__all__ = ["PRECISIONS", "Config", "match_name", "match_names"]
+
 PRECISIONS = ("bf16", "float32")
 """Of forward and backward passes: autocast to bfloat16, or float32 throughout."""
 
@@ -33,17 +21,17 @@ class Config:
     """Everything that the result of a training depends on, except the machine.
 
     Attributes:
-        model: one of `models.MODELS`.
+        model: name of a network in `registry.NETWORKS`.
         data: name of the data set.
-        method: one of `METHODS`.
+        method: name of a method in `registry.METHODS`.
         lr: rate on the rows (of all parameters, if `rest_lr` is None).
-        norm: one of `models.NORMS`.
+        norm: one of `models.NORMS`; "": the network has only its own.
         weight_decay: λ.
         betas: β1 and β2 of Adam and its variants.
         momentum: of SGD-M.
         rest_lr: rate of the parameters without rows; None: `lr`.
         epochs: number of epochs.
-        milestones: epochs before which the rate is multiplied by `gamma`.
+        milestones: epochs before which the schedule "steps" multiplies the rate by `gamma`.
         gamma: factor of the rate at milestones.
         batch_size: images in a batch.
         seed: of initialization, order and augmentation.
@@ -51,6 +39,9 @@ class Config:
         width: channels of the first stage; None: the paper's.
         start: key of the finished training whose weights this one starts from; None: a fresh network.
         released: the network is built as in the paper's released code (see `models.build`).
+        schedule: name of a schedule in `registry.SCHEDULES`.
+        warmup: epochs in which the rate rises linearly, before the schedules "cosine", "linear" and "constant".
+        plugin: hash of the plugins that it uses, as `registry.plugin_of` gives it.
 
     >>> Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3).key
     'resnet20-bn-cifar10-adam-s0-...'
@@ -74,40 +65,34 @@ class Config:
     width: int | None = None
     start: str | None = None
     released: bool = False
+    schedule: str = "steps"
+    warmup: int = 0
+    plugin: str = ""
 
     def __post_init__(self) -> None:
         # 1, 1.0 and numpy's 1.0 are the same rate and must give the same key.
-        for name in ("lr", "weight_decay", "momentum", "gamma", "betas", "rest_lr"):
-            self._convert(name, _number, "a finite number")
-        for name in ("epochs", "batch_size", "seed", "milestones", "width"):
-            self._convert(name, operator.index, "a whole number")
-        self._check("betas", len(self.betas) == 2, "β1 and β2")
-        self._check("betas", all(0 <= beta < 1 for beta in self.betas), "in [0, 1)")
-        self._check("method", self.method in METHODS, f"one of {', '.join(METHODS)}")
-        self._check("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
-        self._check("epochs", self.epochs >= 1, "at least 1")
-        self._check("batch_size", self.batch_size >= 2, "at least 2")
-        self._check("seed", self.seed >= 0, "at least 0")
-        self._check("lr", self.lr > 0, "positive")
-        self._check("rest_lr", self.rest_lr is None or self.rest_lr > 0, "positive")
-        self._check("weight_decay", self.weight_decay >= 0, "at least 0")
-        self._check("momentum", 0 <= self.momentum < 1, "in [0, 1)")
-        self._check("gamma", self.gamma > 0, "positive")
-        self._check("width", self.width is None or self.width >= 1, "at least 1")
-
-    def _convert(self, name: str, convert: Callable[[Any], float], expected: str) -> None:
-        """Make a field a plain Python number, or a tuple of them; None stays None if it is the default."""
-        value = getattr(self, name)
-        try:
-            if value is not None or name not in ("rest_lr", "width"):
-                value = tuple(map(convert, value)) if name in ("betas", "milestones") else convert(value)
-        except (TypeError, ValueError):
-            self._check(name, False, expected)
-        object.__setattr__(self, name, value)
-
-    def _check(self, name: str, valid: bool, expected: str) -> None:
-        if not valid:
-            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        for kind, names in (
+            (float, ("lr", "weight_decay", "momentum", "gamma")),
+            (int, ("epochs", "batch_size", "seed")),
+        ):
+            for name in names:
+                object.__setattr__(self, name, kind(getattr(self, name)))
+        object.__setattr__(self, "betas", tuple(map(float, self.betas)))
+        object.__setattr__(self, "milestones", tuple(map(int, self.milestones)))
+        checks = {
+            "lr": (0 < self.lr < math.inf, "positive and finite"),
+            "weight_decay": (self.weight_decay >= 0, "at least 0"),
+            "betas": (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "β1 and β2 in [0, 1)"),
+            "momentum": (0 <= self.momentum < 1, "in [0, 1)"),
+            "epochs": (self.epochs >= 1, "at least 1"),
+            "batch_size": (self.batch_size >= 2, "at least 2"),
+            "seed": (self.seed >= 0, "at least 0"),
+            "warmup": (0 <= self.warmup < self.epochs, f"at least 0 and less than {self.epochs} epochs"),
+            "precision": (self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
+        }
+        for name, (valid, expected) in checks.items():
+            if not valid:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
     @property
     def key(self) -> str:
@@ -135,7 +120,7 @@ class Config:
         >>> config.rate_factor(134), config.rate_factor(135)
         (1.0, 0.1)
         """
-        return self.gamma ** sum(epoch >= milestone for milestone in self.milestones)
+        return SCHEDULES[self.schedule](self, epoch)
 
     def scaled(self, epochs: int) -> Self:
         """The same training with another number of epochs, and milestones scaled with it.
@@ -156,20 +141,11 @@ class Config:
         """The inverse of `to_dict`.
 
         Raises:
-            ValueError: a field is unknown or missing.
+            ValueError: a field is unknown.
         """
-        known = {f.name for f in fields(cls)}
-        needed = {f.name for f in fields(cls) if f.default is MISSING}
-        wrong = sorted((set(values) - known) | (needed - set(values)))
-        if wrong:
-            raise ValueError(f"a configuration has unknown or missing fields: {', '.join(wrong)}")
+        if unknown := sorted(values.keys() - {f.name for f in fields(cls)}):
+            raise ValueError(f"a configuration has unknown fields: {', '.join(unknown)}")
         return cls(**values)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str | bytes | bool) or not math.isfinite(value):
-        raise ValueError("not a finite number")
-    return float(value)
 
 
 def match_name(name: str, known: Iterable[str]) -> str | None:
@@ -186,15 +162,14 @@ def match_name(name: str, known: Iterable[str]) -> str | None:
     return next((each for each in known if bare(each) == bare(name)), None)
 
 
-def match_names(what: str, names: Sequence[str] | str | None, known: Sequence[str]) -> list[str]:
+def match_names(what: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
     """The known names that match; all of them if none is given.
 
     Raises:
         ValueError: a name is unknown.
     """
-    if not names:
-        return list(known)
-    found = {name: match_name(name, known) for name in ([names] if isinstance(names, str) else names)}
+    known = list(known)
+    found = {name: match_name(name, known) for name in names or known}
     if unknown := [name for name, match in found.items() if match is None]:
         raise ValueError(f"{what} must be among {', '.join(known)}, got {', '.join(unknown)}")
     return [match for match in found.values() if match is not None]

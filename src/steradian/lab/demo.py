@@ -92,14 +92,9 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
 
 def _check_own(folder: Path) -> None:
     """Refuse to replace a folder that is not a run of the demo."""
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    try:
-        config = json.loads((folder / "run.json").read_text(encoding="utf-8"))["config"]
-        own = {name: config.get(name) for name in _OWN} == _OWN
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        own = False
-    if not own:
+    about = folder / "run.json"
+    config = json.loads(about.read_text(encoding="utf-8")).get("config", {}) if about.is_file() else {}
+    if folder.exists() and any(config.get(name) != value for name, value in _OWN.items()):
         raise ValueError(f"{folder} is not a run of the demo, and would be overwritten: choose another folder")
 
 

@@ -5,6 +5,7 @@ of `KINDS`, and the studies are names of files in the folder of results. For a s
 gets the command that runs it.
 """
 
+import html
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -13,14 +14,22 @@ from functools import cached_property
 from pathlib import Path
 
 from steradian.files import write_atomically
-from steradian.lab.config import METHODS
-from steradian.lab.figures import FIGURES, SUMMARIES, TRACK_FIGURES, Figure, write_figure
+from steradian.lab.figures import FIGURES, SUMMARIES, TRACK_FIGURES, Figure, to_svg, write_figure
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
-from steradian.lab.tables import RULE, Column, accuracy_columns, markdown_table, plain_loops, point_rows, time_rows
+from steradian.lab.tables import (
+    Column,
+    accuracy_columns,
+    markdown_table,
+    method_order,
+    plain_loops,
+    point_rows,
+    rule_of,
+    time_rows,
+)
 
-__all__ = ["KINDS", "command", "regions", "write_up", "written"]
+__all__ = ["KINDS", "command", "regions", "write_page", "write_up", "written"]
 
 _REGION = re.compile(r"^<!-- begin (?P<name>.+?) -->\n(?P<body>.*?)^<!-- end (?P=name) -->$", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"^<!-- (?:begin|end) .+? -->$", re.MULTILINE)
@@ -131,7 +140,8 @@ def command(study: str) -> str:
     """
     name = study
     study, _, what = study.partition("-released-")
-    options = "".join(f" --{each} released" for each in what.split("-") if each)
+    flags = {"settings": "--settings", "network": "--built-as"}
+    options = "".join(f" {flags[each]} released" for each in what.split("-") if each)
     recipe, _, data = study.rpartition("-")
     model = next((model for model, _ in COLUMNS if model.lower() == recipe), None)
     if model is not None:
@@ -148,7 +158,7 @@ def _table(region: _Region) -> str:
         parts.append(f"**{column.name}**, {column.length}\n\n{markdown_table(*column.rows())}")
         if region.kind == "table":
             parts.append("\n".join(f"- {text}" for text in column.statements()))
-    return region.joined([*parts, RULE] if parts else [])
+    return region.joined([*parts, rule_of(region.columns)] if parts else [])
 
 
 def _points(region: _Region) -> str:
@@ -203,10 +213,12 @@ def _machines(region: _Region) -> str:
 def _settings(region: _Region) -> str:
     """Hyper-parameters of the trainings of each method."""
     lines: dict[tuple[str, ...], None] = {}
-    for c in sorted((result.config for result in region.every), key=lambda config: METHODS.index(config.method)):
+    for c in sorted((result.config for result in region.every), key=lambda config: method_order(config.method)):
         momentum = {"SGD-M": f"β = {c.momentum:g}", "SGD": "none"}.get(c.method, f"β₁ = {c.betas[0]:g}")
         second = "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"
         epochs = f"{c.epochs}, rate × {c.gamma:g} at {', '.join(map(str, c.milestones))}"
+        if c.schedule != "steps":
+            epochs = f"{c.epochs}, {c.schedule}" + (f" after {c.warmup} of warm-up" if c.warmup else "")
         rates = (f"{c.lr:g}", f"{c.weight_decay:g}")
         lines[c.method, *rates, momentum, second, epochs, str(c.batch_size), c.precision] = None
     heads = ["method", "rate η", "L2 λ", "momentum", "β₂", "epochs", "batch", "precision"]
@@ -224,3 +236,21 @@ KINDS: dict[str, Callable[[_Region], str]] = {
     **dict.fromkeys(TRACK_FIGURES, _tracked),
 }
 """Kinds of regions."""
+
+
+def write_page(results: Sequence[Result], path: Path) -> None:
+    """Write the tables and curves of a comparison as one page, which opens without network."""
+    parts = ["<style>body{font:15px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}</style>"]
+    for column in accuracy_columns(results):
+        heads, lines = column.rows(seeds=True)
+        table = [[f"<th>{html.escape(head)}" for head in heads]]
+        table += [[f"<td>{html.escape(cell)}" for cell in line] for line in lines]
+        parts.append(f"<h1>{html.escape(column.name)}, {column.length}</h1>")
+        parts.append(f"<table>{''.join('<tr>' + ''.join(row) for row in table)}</table>")
+        parts += [f"<p>{html.escape(text)}</p>" for text in (*column.statements(), rule_of([column]))]
+    for make in FIGURES.values():
+        if not (figure := make(results)).empty:
+            svg = to_svg(figure)
+            parts.append(f"<div>{svg[svg.index('<svg') :]}</div>")
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(path.stem)}</title>'
+    write_atomically(path, "\n".join([head, *parts]).encode())

@@ -21,14 +21,13 @@ from torch.nn import functional
 from steradian import geometry, optim
 from steradian.groups import Group, Groups, Layout
 from steradian.image import image_step
-from steradian.lab import fleet
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
 from steradian.lab.fleet import Progress, prepare_device, read_state
 from steradian.lab.recipes import trajectories
-from steradian.lab.results import Claims, environment
-from steradian.lab.study import RESULTS, RUNS, Study, pick_device
-from steradian.lab.training import Training
+from steradian.lab.results import environment
+from steradian.lab.study import Study, pick_device
+from steradian.lab.training import Training, copied
 from steradian.phenomena import Memory
 from steradian.scheme import read_step
 from steradian.watching.records import COLUMNS, STATISTICS
@@ -102,16 +101,12 @@ class Tracked(Training):
     """A training that records some of its steps; `Fleet` runs it like any other.
 
     Args:
-        config: what to train.
+        config: what to train; this, `data` and **how as for `Training`.
         data: its data.
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.
         deliver: called with this training when it is finished.
-        **how: `execution` and `weights`, as for `Training`.
-
-    Raises:
-        ValueError: phenomena of a method that transports its momentum with the rows, which neutralizes them.
     """
 
     def __init__(
@@ -157,11 +152,12 @@ class Tracked(Training):
             return super().take(min(most, until))
         return self.left if self.queue.pending() else self._record(at)
 
-    def collect(self) -> None:
-        """Wait for the end of the epoch and read its figures; after the last epoch, deliver."""
-        super().collect()
-        if self.finished:
+    def collect(self) -> bool:
+        """Wait for the evaluation and read the figures of the epoch; after the last epoch, deliver."""
+        over = super().collect()
+        if over and self.finished:
             self.deliver(self)
+        return over
 
     def table(self) -> "pd.DataFrame":
         """The recorded statistics: over the living rows of each group, and over the groups `LIVING` and `ALL`.
@@ -238,7 +234,7 @@ class Tracked(Training):
 
     def _snapshot(self) -> Callable[[], None]:
         restore, memory = super()._snapshot(), self.memory
-        kept = {} if memory is None else _copied(memory)
+        kept = {} if memory is None else copied(memory.state())
 
         def restore_all() -> None:
             restore()
@@ -250,7 +246,7 @@ class Tracked(Training):
     def state(self) -> dict[str, Any]:
         """The training's state and the recorded values."""
         values = torch.from_numpy(np.stack(self._values)) if self._values else torch.zeros(0)
-        memory = None if self.memory is None else _copied(self.memory, "cpu")
+        memory = None if self.memory is None else copied(self.memory.state(), device="cpu")
         return {**super().state(), "recorded": {"steps": list(self._recorded), "values": values, "memory": memory}}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -266,19 +262,13 @@ class Tracked(Training):
                 self.memory.load({name: tensor.to(self.data.device) for name, tensor in memory.items()})
 
 
-def _copied(memory: Memory, device: str | None = None) -> dict[str, Tensor]:
-    return {name: tensor.to(device or tensor.device, copy=True) for name, tensor in memory.state().items()}
-
-
 def track_study(
     configs: Sequence[Config],
-    name: str,
+    study: Study,
     *,
     phenomena: Collection[str] = (),
     points: int = 300,
     device: str | None = None,
-    folder: Path = RESULTS,
-    runs: Path = RUNS,
     **options: Any,
 ) -> bool:
     """Train with some steps recorded, all trainings in flight; their curves are stored too.
@@ -287,19 +277,14 @@ def track_study(
 
     Args:
         configs: the trainings.
-        name: of the study: folder/NAME.json and folder/NAME-tracks.parquet.
+        study: where the files go.
         phenomena: methods in whose trainings (a), (b1), (b2) and (c) are measured too.
         points: steps to record in each.
         device: where.
-        folder: where the files go.
-        runs: where checkpoints go.
-        **options: of `Study.run`: roots, size, seconds, execution, progress.
-
-    Returns:
-        Whether everything is finished.
+        **options: of `Study.run`, which returns whether everything is finished.
     """
-    where, study = pick_device(device), Study(name, folder, runs)
-    recorded, tracks = set(study.tracks.about()), study.tracks
+    where, tracks = pick_device(device), study.tracks
+    recorded = set(tracks.about())
     if lost := sorted({config.key for config in configs} & study.store.keys() - recorded):
         raise ValueError(f"{study.store.path} contains {', '.join(lost)}, of which {tracks.path} has no record")
     table = tracks.table()
@@ -359,7 +344,8 @@ def compare_trajectories(
         for training in trainings:
             training.end_epoch()
         for training in trainings:
-            training.collect()
+            while not training.collect():
+                continue
         if progress is not None:
             progress.epoch(last.config, last.curves)
     if progress is not None:
@@ -421,74 +407,51 @@ def _comparison_table(
 
 def trajectory_study(
     starts: Sequence[Config],
-    name: str,
+    study: Study,
     *,
     tuning: int = 10,
     points: int = 100,
     roots: Mapping[str, Path] | None = None,
     device: str | None = None,
     seconds: float | None = None,
-    folder: Path = RESULTS,
-    runs: Path = RUNS,
     progress: Progress | None = None,
     **options: Any,
 ) -> bool:
     """Section 3.3: train the networks that are missing, then compare SGD, AdaGradG and AdaGrad from each of them.
 
-    Several processes share both, as for `Fleet`.
-
     Args:
         starts: the trainings of the networks, as `recipes.pretraining` gives them, on one data set.
-        name: of the study: folder/NAME.json and folder/NAME-tracks.parquet.
+        study: where the files go.
         tuning: epochs of the comparison.
         points: steps to compare after.
         roots: folder of the data, by its name.
         device: where.
         seconds: stop when this time is over.
-        folder: where results go.
-        runs: where checkpoints and weights go.
         progress: callbacks for the progress.
-        **options: of `Study.run`, for the networks that are trained first: size, execution.
-
-    Returns:
-        Whether everything is finished.
+        **options: of `Study.run`, which returns whether everything is finished.
     """
-    where, began, progress = pick_device(device), time.monotonic(), progress or Progress()
-    study, roots = Study(name, folder, runs), roots or {}
+    where, began, progress, roots = pick_device(device), time.monotonic(), progress or Progress(), roots or {}
     schemes = {start: trajectories([start], epochs=tuning) for start in starts}
-    keys, tracks = {start: schemes[start][0].key for start in starts}, study.tracks
-    left = [start for start in starts if keys[start] not in tracks.about()]
+    left = [start for start in starts if schemes[start][0].key not in study.tracks.about()]
     options |= {"roots": roots, "keep_weights": True, "progress": progress}
     if not study.run(left, device=where, seconds=seconds, **options):
         return False
     prepare_device(where, exact=True)
-    data = Resident(load(starts[0].data, roots.get(starts[0].data)), where) if left else None
-    with progress, Claims(study.work / "claims") as claims:
+    with progress:
         progress.begin(len(starts), len(starts) - len(left))
-        while left:
+        for start in left:
             if seconds is not None and time.monotonic() - began > seconds:
                 return False
-            start = next((start for start in left if claims.take(keys[start])), None)
-            if start is None:
-                progress.waiting(len(left))
-                time.sleep(fleet.POLL)
-            elif keys[start] not in tracks.about():  # another process may have finished it meanwhile
-                assert data is not None
-                weights = _weights(start, study)
-                compared = compare_trajectories(schemes[start], data, weights, points=points, progress=progress)
-                steps = data.counts["train"] // start.batch_size
-                tracks.add(schemes[start][0], compared, steps=steps, environment=environment(where))
-            if start is not None:
-                claims.free(keys[start])
-            done = tracks.about()
-            left = [start for start in left if keys[start] not in done]
+            data = Resident(load(start.data, roots.get(start.data)), where)
+            weights = _weights(start, study)
+            compared = compare_trajectories(schemes[start], data, weights, points=points, progress=progress)
+            steps = data.counts["train"] // start.batch_size
+            study.tracks.add(schemes[start][0], compared, steps=steps, environment=environment(where))
     return True
 
 
 def _weights(start: Config, study: Study) -> dict[str, Tensor]:
     """The weights of a trained network."""
-    if any(result.diverged for result in study.store.results() if result.config.key == start.key):
-        raise ValueError(f"{start.key} diverged, so nothing can start from it: choose other epochs or seeds")
     path = study.work / "weights" / f"{start.key}.pt"
     if not path.exists():
         raise ValueError(f"no {path}: copy that folder here, or remove {start.key} from {study.store.path}")

@@ -1,10 +1,8 @@
 """The paper's figures from stored results: curves by epoch with zooms, and quantities recorded within trainings.
 
-A figure is first data (`Figure`, `Chart`, `Line`), then drawn: by matplotlib as an SVG for documents, or by plotly as a
-page in which one can zoom.
+A figure is first data (`Figure`, `Chart`, `Line`), then drawn by matplotlib as an SVG.
 """
 
-import html
 import io
 import math
 import re
@@ -16,65 +14,68 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from steradian.files import write_atomically
-from steradian.lab.config import METHODS
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA
 from steradian.lab.paper import NORM_NAMES
+from steradian.lab.registry import METHODS
 from steradian.lab.results import Result
-from steradian.lab.tables import Rows, accuracy_columns
+from steradian.lab.tables import Rows, accuracy_columns, method_order
 from steradian.watching.records import QUANTITIES
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure as Canvas
 
 __all__ = [
     "FIGURES",
-    "METHOD_COLOURS",
     "SUMMARIES",
     "TRACK_FIGURES",
     "Chart",
     "Figure",
     "Line",
-    "limits",
+    "draw",
+    "method_colour",
+    "to_svg",
     "write_figure",
 ]
 
 About = Mapping[str, Mapping[str, Any]]
 """By run, as `Tracks.about` has it: "config" and "steps" in an epoch."""
 
-METHOD_COLOURS = dict(
-    zip(
-        METHODS,
-        # After Okabe and Ito, whose colours can be distinguished with any colour vision.
-        ["#4d4d4d", "#d55e00", "#d19a00", "#009e73", "#45a5de", "#0055a4", "#b5498a", "#7a5195", "#117a8b", "#a61e4d"],
-        strict=True,
-    )
-)
-"""Each method has the same colour in all figures."""
+# After Okabe and Ito, whose colours can be distinguished with any colour vision; the first are those of the paper's
+# methods, in the order of the registry.
+_COLOURS = [
+    "#4d4d4d",
+    "#d55e00",
+    "#d19a00",
+    "#009e73",
+    "#45a5de",
+    "#0055a4",
+    "#b5498a",
+    "#7a5195",
+    "#117a8b",
+    "#a61e4d",
+]
+_COLOURS += ["#5a7d00", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#1a1a8f"]
 _LAYER_COLOURS = ("#fdbb4c", "#d6485c", "#3f1b6e")  # from the first layer to the last
 _MIN_ZOOM_EPOCHS = 12  # shorter curves are not zoomed
 _EARLY = 0.02  # share of the epochs whose figures are far from all others
 _ACROSS, _WIDTH, _HEIGHT = 2, 4.7, 3.1  # charts in a row, and inches of each
 
 
+def method_colour(method: str) -> str:
+    """The colour of a method, the same in all figures."""
+    place = list(METHODS).index(method) if method in METHODS else len(METHODS) + sum(map(ord, method))
+    return _COLOURS[place % len(_COLOURS)]
+
+
 @dataclass(frozen=True)
 class Line:
-    """A line, and optionally the band around it.
-
-    Attributes:
-        name: in the legend, once for all lines that share it; empty: not in the legend.
-        x: abscissae.
-        y: ordinates; NaN interrupts the line.
-        low: lower edge of the band.
-        high: upper edge of the band.
-        dashed: draw it dashed.
-        colour: of line and band.
-        thin: one of many.
-    """
+    """A line; lines that share a name are in the legend once, those without a name are not; thin: one of many."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    low: Sequence[float] = ()
+    low: Sequence[float] = ()  # edges of a band around it
     high: Sequence[float] = ()
     dashed: bool = False
     colour: str = "#4d4d4d"
@@ -83,17 +84,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one pair of axes.
-
-    Attributes:
-        title: what is shown.
-        x_title: of the horizontal axis.
-        y_title: of the vertical axis.
-        lines: the lines.
-        logarithmic: the vertical axis.
-        x_range: part of the horizontal axis that is shown; None: all.
-        marks: levels to compare with, and their labels.
-    """
+    """Lines over one pair of axes, of which a part may be shown; marks are levels to compare with, and their labels."""
 
     title: str
     x_title: str
@@ -106,13 +97,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Figure:
-    """Charts that belong together, with one legend.
-
-    Attributes:
-        charts: the charts.
-        ramp: colours of the lines without a name, in order; empty: there are none.
-        ramp_name: what they are, in the legend.
-    """
+    """Charts that belong together, with one legend; `ramp` has the colours of the lines without a name."""
 
     charts: Sequence[Chart]
     ramp: Sequence[str] = ()
@@ -179,7 +164,7 @@ def _mean_line(method: str, curves: Sequence[Sequence[float]]) -> Line:
     epochs = [float(k) for k in range(1, length + 1)]
     low, high = (values.min(axis=0).tolist(), values.max(axis=0).tolist()) if len(curves) > 1 else ([], [])
     name = f"{method} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
-    return Line(name, epochs, values.mean(axis=0).tolist(), low, high, colour=METHOD_COLOURS[method])
+    return Line(name, epochs, values.mean(axis=0).tolist(), low, high, colour=method_colour(method))
 
 
 # Quantities recorded within trainings
@@ -191,7 +176,7 @@ def _hypotheses(table: "pd.DataFrame", about: About) -> Figure:
     Filters that shrank to less than a thousandth of their first radius are left out of the full lines; if there are
     any, dashed lines show all filters.
     """
-    wanted: list[tuple[str, str, int, list[tuple[float, str]], tuple[str, ...]]] = [
+    wanted: list[tuple[str, str, int, list[tuple[float, str]], Iterable[str]]] = [
         ("H1: |A⟨c,u⟩| stays below 1", "radial", 1, [(1.0, "1")], METHODS),
         ("H2: z = ηᵉ‖c⊥‖ stays below π", "velocity", 1, [(np.pi, "π")], METHODS),
         ("Theorem 4: the Taylor variable z² under SGD", "velocity", 2, [], ("SGD",)),
@@ -248,7 +233,7 @@ def _trajectories(table: "pd.DataFrame", about: About) -> Figure:
             continue
         lines, medians = [], []
         for method in ("AdaGrad", "AdaGradG"):  # the latter is drawn on top
-            colour, own = METHOD_COLOURS[method], rows[rows["group"].str.startswith(f"{method}: ")]
+            colour, own = method_colour(method), rows[rows["group"].str.startswith(f"{method}: ")]
             single = own[own["group"].str.endswith("]")].astype({"group": str})
             for _, series in single.groupby("group", sort=False):
                 lines.append(Line("", *_series(series), colour=colour, thin=True))
@@ -299,7 +284,7 @@ def _phenomena(table: "pd.DataFrame", about: About) -> Figure:
             lines.append(Line("", *series, colour=colour, thin=True))
         for run, method in runs.items():
             series = _series(_pick(medians, run=run, group=LIVING, quantity=quantity), about[run]["steps"])
-            lines.append(Line(f"{method}, all layers", *series, colour=METHOD_COLOURS[method]))
+            lines.append(Line(f"{method}, all layers", *series, colour=method_colour(method)))
         charts.append(Chart(QUANTITIES[quantity].title, "epoch", "median turn (radians)", lines, logarithmic=True))
     return Figure(charts, colours, f"{runs[shown]}, first layer to last layer")
 
@@ -355,8 +340,8 @@ def _pick(table: "pd.DataFrame", **wanted: str) -> "pd.DataFrame":
 def _by_method(about: About) -> list[tuple[str, str, str]]:
     """Runs in the order of their methods, with method and colour."""
     methods = {run: str(facts["config"]["method"]) for run, facts in about.items()}
-    ordered = sorted(methods, key=lambda run: METHODS.index(methods[run]))
-    return [(run, methods[run], METHOD_COLOURS[methods[run]]) for run in ordered]
+    ordered = sorted(methods, key=lambda run: method_order(methods[run]))
+    return [(run, methods[run], method_colour(methods[run])) for run in ordered]
 
 
 def _network(config: Mapping[str, Any]) -> str:
@@ -400,43 +385,33 @@ def _ramp(count: int) -> list[str]:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write a figure to an .svg by matplotlib, or to an .html by plotly, which can be zoomed.
+    """Write a figure to an .svg, or to an .html that contains it.
 
     Raises:
         ValueError: the file's name ends in something else, or there is nothing to show.
     """
-    if (kind := path.suffix.lower()) not in (".svg", ".html"):
+    if path.suffix not in (".svg", ".html"):
         raise ValueError(f"the file of a figure must end in .svg or .html, got {path.name!r}")
     if figure.empty:
         raise ValueError("there is nothing to show: no results of this kind, or all of them diverged")
-    write_atomically(path, _svg(figure) if kind == ".svg" else _page(figure).encode())
+    svg = to_svg(figure)
+    page = f'<!doctype html><meta charset="utf-8"><title>Figure</title>{svg[svg.index("<svg") :]}'
+    write_atomically(path, (svg if path.suffix == ".svg" else page).encode())
 
 
-def limits(chart: Chart) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Ends of both axes; the vertical one shows what lies in the horizontal range, with a little room around it."""
-    xs = [x for line in chart.lines for x in line.x]
-    left, right = chart.x_range or (min(xs, default=0.0), max(xs, default=1.0))
-    if left == right:  # a single point is shown in the middle
-        left, right = left - 0.5, right + 0.5
-    ys = [level for level, _ in chart.marks]
-    for line in chart.lines:
-        for series in (line.y, line.low, line.high):
-            ys += [y for x, y in zip(line.x, series, strict=False) if left <= x <= right and _drawable(chart, y)]
-    bottom, top = min(ys, default=1.0), max(ys, default=2.0)
-    if chart.logarithmic:
-        room = max((top / bottom) ** 0.05, 1.05)
-        return (left, right), (bottom / room, top * room)
-    room = 0.05 * (top - bottom) or 0.5
-    return (left, right), (bottom - room, top + room)
-
-
-def _drawable(chart: Chart, value: float) -> bool:
-    return math.isfinite(value) and (value > 0 or not chart.logarithmic)
-
-
-def _svg(figure: Figure) -> bytes:
-    """Charts two by two with one legend: in the free place if their number is odd, else below them."""
+def to_svg(figure: Figure) -> str:
+    """A figure as SVG."""
     import matplotlib
+
+    buffer = io.BytesIO()
+    # Text stays text, and the same figure is the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "steradian", "font.size": 9}):
+        draw(figure).savefig(buffer, format="svg", metadata={"Date": None})
+    return re.sub(r"(\.\d\d)\d+", r"\1", buffer.getvalue().decode())  # hundredths of a point are enough
+
+
+def draw(figure: Figure) -> "Canvas":
+    """Charts two by two with one legend: in the free place if their number is odd, else below them."""
     from matplotlib.figure import Figure as Canvas
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
@@ -445,85 +420,47 @@ def _svg(figure: Figure) -> bytes:
     columns = min(_ACROSS, len(figure.charts))
     rows = math.ceil(len(figure.charts) / columns)
     free = len(figure.charts) < rows * columns
-    names = dict.fromkeys(line.name for chart in figure.charts for line in chart.lines if line.name)
-    below = 0 if free else 0.25 * math.ceil((len(names) + bool(figure.ramp)) / (2 * columns)) + 0.2
-    # Text stays text, and the same figure is the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "steradian", "font.size": 9}):
-        canvas = Canvas(figsize=(_WIDTH * columns, _HEIGHT * rows + below), layout="constrained", facecolor="white")
-        grid = canvas.subplots(rows, columns, squeeze=False).flatten()
-        handles: dict[str, Any] = {}
-        for axes, chart in zip(grid, figure.charts, strict=False):
-            for line in chart.lines:
-                if line.name:
-                    look: dict[str, Any] = {"color": line.colour, "linestyle": "--" if line.dashed else "-"}
-                    handles.setdefault(line.name, Line2D([], [], linewidth=2, **look))
-            _draw(axes, chart)
-        if figure.ramp:
-            handles[figure.ramp_name] = tuple(Patch(color=colour) for colour in figure.ramp)
-        how: dict[str, Any] = {"frameon": False, "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}}
-        if free:
-            grid[-1].axis("off")
-            grid[-1].legend(handles.values(), handles.keys(), loc="upper left", **how)
-        else:
-            canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2 * columns, **how)
-        buffer = io.BytesIO()
-        canvas.savefig(buffer, format="svg", metadata={"Date": None})
-    return re.sub(rb"(\.\d\d)\d+", rb"\1", buffer.getvalue())  # hundredths of a point are enough
+    handles: dict[str, Any] = {}
+    for line in (line for chart in figure.charts for line in chart.lines if line.name):
+        look: dict[str, Any] = {"color": line.colour, "linestyle": "--" if line.dashed else "-"}
+        handles.setdefault(line.name, Line2D([], [], linewidth=2, **look))
+    if figure.ramp:
+        handles[figure.ramp_name] = tuple(Patch(color=colour) for colour in figure.ramp)
+    below = 0 if free else 0.25 * math.ceil(len(handles) / (2 * columns)) + 0.2
+    canvas = Canvas(figsize=(_WIDTH * columns, _HEIGHT * rows + below), layout="constrained", facecolor="white")
+    grid = canvas.subplots(rows, columns, squeeze=False).flatten()
+    for axes, chart in zip(grid, figure.charts, strict=False):
+        _draw_chart(axes, chart)
+    legend: dict[str, Any] = {"frameon": False, "handler_map": {tuple: HandlerTuple(ndivide=None, pad=0)}}
+    if free:
+        grid[-1].axis("off")
+        grid[-1].legend(handles.values(), handles.keys(), loc="upper left", **legend)
+    else:
+        canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2 * columns, **legend)
+    return canvas
 
 
-def _draw(axes: Any, chart: Chart) -> None:
-    (left, right), (bottom, top) = limits(chart)
+def _draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
-    axes.set(xlabel=chart.x_title, ylabel=chart.y_title, yscale="log" if chart.logarithmic else "linear")
-    axes.set(xlim=(left, right), ylim=(bottom, top))
+    axes.set(xlabel=chart.x_title, ylabel=chart.y_title)
+    if chart.logarithmic:
+        axes.set_yscale("log", nonpositive="mask")
+    axes.margins(x=0)
     axes.grid(color="#e4e4e4", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     for level, label in chart.marks:
         axes.axhline(level, color="#777777", linestyle=":", linewidth=1)
         axes.annotate(label, (1, level), xycoords=("axes fraction", "data"), va="bottom", ha="right")
+    left, right = chart.x_range or (-math.inf, math.inf)
     for line in chart.lines:
-        inside = [k for k, x in enumerate(line.x) if left <= x <= right]
-        x = [line.x[k] for k in inside]
-        if line.low:
-            low, high = ([edge[k] for k in inside] for edge in (line.low, line.high))
-            axes.fill_between(x, low, high, color=line.colour, alpha=0.15, linewidth=0)
-        y = [line.y[k] if _drawable(chart, line.y[k]) else math.nan for k in inside]
+        # Only what is shown, which sets the limits of the vertical axis.
+        x, y, *edges = (np.asarray(each, dtype=float) for each in (line.x, line.y, line.low, line.high))
+        shown = (x >= left) & (x <= right)
+        if len(edges[0]):
+            low, high = edges[0][shown], edges[1][shown]
+            axes.fill_between(x[shown], low, high, color=line.colour, alpha=0.15, linewidth=0)
         look = {"color": line.colour, "linewidth": 0.8 if line.thin else 1.6, "alpha": 0.65 if line.thin else 1}
-        axes.plot(x, y, "--" if line.dashed else "-", marker="o" if len(x) == 1 else "", markersize=4, **look)
-
-
-def _page(figure: Figure) -> str:
-    """A page that contains plotly and opens without network."""
-    from plotly import graph_objects
-
-    offline = {"displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": ["sendChartToCloud"]}
-    parts: list[str] = []
-    for number, chart in enumerate(figure.charts):
-        across, up = limits(chart)  # plotly's own range includes every line, also what a zoom leaves out
-        drawn = graph_objects.Figure(layout={"title": chart.title, "template": "none"})
-        for level, label in chart.marks:
-            look = {"line": {"dash": "dot", "color": "#777777"}, "textposition": "top left", "showlegend": False}
-            drawn.add_scatter(x=across, y=(level, level), text=("", label), mode="lines+text", **look)
-        named: set[str] = set()
-        for line in chart.lines:
-            shared = {"x": line.x, "legendgroup": line.name, "mode": "lines" if len(line.x) > 1 else "markers"}
-            if line.low:
-                hidden = {**shared, "line_width": 0, "showlegend": False, "hoverinfo": "skip"}
-                drawn.add_scatter(y=line.low, **hidden)
-                drawn.add_scatter(y=line.high, fill="tonexty", fillcolor=f"{line.colour}26", **hidden)
-            width, dash = 0.7 if line.thin else 1.6, "dash" if line.dashed else "solid"
-            look = {"line": {"color": line.colour, "width": width, "dash": dash}, "name": line.name}
-            drawn.add_scatter(y=line.y, showlegend=bool(line.name) and line.name not in named, **shared, **look)
-            named.add(line.name)
-        drawn.update_xaxes(title=chart.x_title, range=across)
-        ends = [math.log10(end) for end in up] if chart.logarithmic else up
-        kind = "log" if chart.logarithmic else "linear"
-        drawn.update_yaxes(title=chart.y_title, type=kind, range=ends, exponentformat="power")
-        options = {"full_html": False, "include_plotlyjs": number == 0, "div_id": f"f{number}", "config": offline}
-        parts.append(drawn.to_html(**options))
-    if figure.ramp:
-        block = '<i style="background:{};display:inline-block;width:.6em;height:1em"></i>'
-        colours = "".join(block.format(colour) for colour in figure.ramp)
-        parts.append(f'<p style="font-family:sans-serif">{html.escape(figure.ramp_name)} {colours}</p>')
-    head = '<meta charset="utf-8"><title>Figures</title>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
+        marker = "o" if shown.sum() == 1 else ""
+        axes.plot(x[shown], y[shown], "--" if line.dashed else "-", marker=marker, markersize=4, **look)
+    if chart.x_range is not None and left < right:
+        axes.set_xlim(left, right)

@@ -9,7 +9,6 @@ import math
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import torch
 from steradian.files import remove_parts, write_atomically
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
-from steradian.lab.models import check_kind
+from steradian.lab.registry import METHODS, NETWORKS, SCHEDULES, plugin_of
 from steradian.lab.results import Claims, Result, Store, environment
 from steradian.lab.training import Execution, Training
 
@@ -49,9 +48,7 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
         return
     torch.backends.cudnn.benchmark = not exact
     torch.backends.cudnn.deterministic = exact
-    with warnings.catch_warnings():  # some versions of torch prefer another spelling of the same setting
-        warnings.simplefilter("ignore")
-        torch.backends.cudnn.allow_tf32 = not exact
+    torch.backends.cudnn.allow_tf32 = not exact
 
 
 class Progress:
@@ -90,7 +87,7 @@ class Fleet:
         size: how many trainings are in flight.
         execution: how they are run.
         every: seconds between checkpoints of a training, which are written when an epoch ends.
-        keep_weights: keep the weights of finished trainings; others can start from them.
+        keep_weights: keep the weights of finished trainings.
         progress: callbacks for the progress.
         make: makes a training; a subclass of `Training` may record more of it than its curves.
         clock: seconds, for tests.
@@ -121,16 +118,11 @@ class Fleet:
         Returns:
             Whether everything is finished.
         """
-        self.work = Path(self.work)
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
-        if seconds is not None and not seconds >= 0:
-            raise ValueError(f"seconds must be at least 0, got {seconds}")
         wanted = list(dict.fromkeys(configs))
         done = self.store.keys()
         waiting = [config for config in wanted if config.key not in done]
         self._check(waiting)
-        self.store.prepare()
+        self.store.path.parent.mkdir(parents=True, exist_ok=True)
         for config in wanted:
             if config.key in done:  # left behind by a process that was killed
                 self._checkpoint_path(config).unlink(missing_ok=True)
@@ -191,7 +183,8 @@ class Fleet:
                 training.end_epoch()
                 flight.evaluating = True
             return True
-        training.collect()
+        if not training.collect():
+            return True
         flight.evaluating = False
         self._account()
         self.progress.epoch(training.config, training.curves)
@@ -217,25 +210,18 @@ class Fleet:
         return self._deadline is not None and self.clock() + 1.2 * epoch >= self._deadline
 
     def _start(self, config: Config) -> "_Flight":
-        weights = None if config.start is None else read_state(self._weights_path(config.start))
-        training = self.make(config, self.data[config.data], execution=self.execution, weights=weights)
+        training = self.make(config, self.data[config.data], execution=self.execution)
         flight = _Flight(training, began=self.clock(), saved=self.clock())
         path = self._checkpoint_path(config)
         remove_parts(path)  # of a process that was killed while it wrote
         remove_parts(self._weights_path(config.key))
         if path.exists():
-            self._load(flight, path)
-        return flight
-
-    def _load(self, flight: "_Flight", path: Path) -> None:
-        training, state = flight.training, read_state(path)
-        if state.get("data", training.data.fingerprint) != training.data.fingerprint:
-            raise ValueError(f"{path} was started with other images of {training.data.name} than these; remove it")
-        try:
+            state, data = read_state(path), training.data
+            if state.get("data", data.fingerprint) != data.fingerprint:
+                raise ValueError(f"{path} was started with other images of {data.name} than these; remove it")
             training.load(state["training"])
-            flight.seconds = float(state["seconds"])
-        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-            raise ValueError(f"{path} does not fit ({error}); remove it to train from the start") from error
+            flight.seconds = state["seconds"]
+        return flight
 
     def _finish(self, flight: "_Flight") -> None:
         training = flight.training
@@ -260,18 +246,16 @@ class Fleet:
     # Files
 
     def _check(self, configs: Sequence[Config]) -> None:
-        missing = {config.data for config in configs} - set(self.data)
-        if missing:
-            raise ValueError(f"data must hold {', '.join(sorted(missing))}, got {', '.join(self.data) or 'nothing'}")
         for config in configs:
-            check_kind(config.model, config.norm)
+            for what, known in (("model", NETWORKS), ("method", METHODS), ("schedule", SCHEDULES)):
+                if (name := getattr(config, what)) not in known:
+                    raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}")
+            if config.plugin != (expected := plugin_of(config)):
+                raise ValueError(f"plugin must be {expected!r}, the hash of its source, got {config.plugin!r}")
             if config.batch_size > (count := self.data[config.data].counts["train"]):
                 raise ValueError(
                     f"batch_size must be at most the {count} training images of {config.data}, got {config.batch_size}"
                 )
-        for start in {config.start for config in configs if config.start is not None}:
-            if not self._weights_path(start).exists():
-                raise ValueError(f"no weights of {start} under {self.work}: train it first, with keep_weights=True")
 
     def _checkpoint_path(self, config: Config) -> Path:
         return self.work / "checkpoints" / f"{config.key}.pt"
@@ -282,25 +266,15 @@ class Fleet:
 
 @dataclass
 class _Flight:
-    """A training in flight.
-
-    Attributes:
-        training: the training.
-        began: when its epoch began.
-        saved: when its last checkpoint was written.
-        seconds: its share of the device's time.
-        evaluating: the end of the epoch is in the queue.
-        held: it waits at the end of an epoch, since the time is over.
-        pace: seconds of its shortest epoch; 0 after the first, which includes compiling and capturing.
-    """
+    """A training in flight."""
 
     training: Training
-    began: float
-    saved: float
-    seconds: float = 0.0
-    evaluating: bool = False
-    held: bool = False
-    pace: float | None = None
+    began: float  # its epoch
+    saved: float  # its last checkpoint
+    seconds: float = 0.0  # its share of the device's time
+    evaluating: bool = False  # the end of the epoch is in the queue
+    held: bool = False  # it waits at the end of an epoch, since the time is over
+    pace: float | None = None  # seconds of its shortest epoch; 0 after the first, which includes compiling
 
     def update_pace(self, now: float) -> float:
         """The pace, after an epoch that ends now."""
@@ -310,16 +284,14 @@ class _Flight:
 
 @contextmanager
 def _first_interruption(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop`, which is to end the work in good order, on the first interruption in this context.
+    """Call `stop`, which is to end the work in good order, on the first Ctrl-C, SIGTERM or SIGHUP in this context.
 
-    Interruptions are Ctrl-C, SIGTERM (sent by a cluster's scheduler before it kills) and SIGHUP (the terminal is
-    closed). The next one has its usual effect. A signal that is ignored, as under nohup, stays ignored, and outside of
-    the main thread nothing changes.
+    The next one has its usual effect. Ignored signals, as under nohup, stay ignored.
     """
-    main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    before = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if threading.current_thread() is not threading.main_thread():  # no other thread may handle signals
+        numbers = []
+    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -338,18 +310,11 @@ def _first_interruption(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def read_state(path: Path) -> Any:
-    """Load a file of tensors and plain containers, without running code from it.
-
-    Raises:
-        ValueError: it is damaged, or holds something else.
-    """
+    """Load a file of tensors and plain containers, without running code from it."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # its own message may suggest to allow the code in the file
-        raise ValueError(
-            f"{path} cannot be read: it is damaged, or contains more than tensors and plain containers; remove it to "
-            "train this one from its start"
-        ) from error
+        raise ValueError(f"{path} cannot be read, it may be damaged; remove it to train from the start") from error
 
 
 def _write(path: Path, content: Any) -> None:

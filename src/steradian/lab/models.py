@@ -18,14 +18,13 @@ from steradian.discovery import find_groups
 from steradian.groups import Groups
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
+from steradian.lab.registry import NETWORKS, register_network
 
 __all__ = [
-    "MODELS",
     "NORMS",
     "Convolution",
     "WeightNormConv2d",
     "build",
-    "check_kind",
     "network",
     "resnet18",
     "resnet20",
@@ -232,69 +231,45 @@ def vgg16(*, norm: str = "bn", channels: int = 3, classes: int = 10, size: int =
     return model
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"ResNet20": resnet20, "ResNet18": resnet18, "VGG16": vgg16}
-"""The builders by the paper's names."""
+register_network("ResNet20", resnet20)
+register_network("ResNet18", resnet18)
+register_network("VGG16", vgg16)
 
 
-def build(
-    name: str,
-    *,
-    norm: str = "bn",
-    channels: int = 3,
-    classes: int = 10,
-    size: int = 32,
-    width: int | None = None,
-    released: bool = False,
-) -> nn.Module:
-    """One of `MODELS` by its name.
+def build(name: str, *, released: bool = False, **kind: Any) -> nn.Module:
+    """A registered network by its name.
 
     Args:
-        name: its name in the paper.
-        norm: one of `NORMS`; this and the following as for `resnet20`.
-        channels: of the images.
-        classes: outputs.
-        size: height and width of the images.
-        width: channels of the first stage; None: the paper's.
+        name: one of `registry.NETWORKS`.
         released: as in the paper's released code: ResNet20 projects its shortcuts, and convolutions are initialized as
             torch does, with rows about 2.4 times shorter than He's if the number of channels is kept.
-
-    Raises:
-        ValueError: there is no such network or normalization.
+        **kind: channels, classes and size of the images; for the paper's networks also norm and width, as for
+            `resnet20`.
 
     >>> type(build("ResNet20", norm="wn").conv1).__name__
     'WeightNormConv2d'
     """
-    check_kind(name, norm)
-    options: dict[str, int] = {} if width is None else {"width": width}
     if released and name == "ResNet20":
-        options["project"] = True
-    model = MODELS[name](norm=norm, channels=channels, classes=classes, size=size, **options)
+        kind["project"] = True
+    model = NETWORKS[name](**kind)
     for layer in model.modules():
         if released and isinstance(layer, nn.Conv2d) and layer.bias is None:
             layer.reset_parameters()
     return model
 
 
-def check_kind(name: str, norm: str) -> None:
-    """Raise a ValueError if there is no such network or normalization."""
-    if name not in MODELS:
-        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
-
-
 def network(config: Config, data: Resident) -> tuple[nn.Module, Groups]:
     """The network of a training as its seed makes it, and its rows."""
-    kind: dict[str, Any] = {"norm": config.norm, "channels": data.channels, "classes": data.classes, "size": data.size}
-    kind |= {"width": config.width, "released": config.released}
+    kind: dict[str, Any] = {"channels": data.channels, "classes": data.classes, "size": data.size}
+    kind |= {name: getattr(config, name) for name in ("norm", "width", "released") if getattr(config, name)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         made = build(config.model, **kind)
-    return made, replace(_rows(config.model, **kind), params=dict(made.named_parameters()))
+    return made, replace(_rows(config.model, config.plugin, **kind), params=dict(made.named_parameters()))
 
 
 @lru_cache(maxsize=32)
-def _rows(model: str, **kind: Any) -> Groups:
+def _rows(model: str, plugin: str, **kind: Any) -> Groups:
     """The rows of a kind of network, found once."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

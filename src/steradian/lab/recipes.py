@@ -1,34 +1,39 @@
-"""The trainings behind each table and figure of the paper, as functions that return them.
+"""Trainings as lists of configurations: those behind each table and figure of the paper, and comparisons of one's own.
 
-Each can be scaled down: with fewer epochs milestones scale, and seeds, columns and methods can be chosen. On digits the
-same networks are narrow and take 8 × 8 images, for a CPU. Methods and columns are found by their letters and digits:
-"adamw" is AdamW†.
+The paper's can be scaled down: with fewer epochs milestones scale, and seeds, columns and methods can be chosen. On
+digits the same networks are narrow and take 8 × 8 images, for a CPU. Methods and columns are found by their letters and
+digits: "adamw" is AdamW†.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 from steradian.lab import paper
 from steradian.lab.config import Config, match_name, match_names
+from steradian.lab.models import NORMS
+from steradian.lab.registry import METHODS, NETWORKS, SCHEDULES, plugin_of
 
 __all__ = [
     "RECIPES",
     "TABLE_METHODS",
     "accuracy_tables",
+    "by_method",
     "columns_of",
+    "comparison",
     "grid",
     "hypotheses",
     "phenomena",
     "pretraining",
     "trajectories",
+    "tuning",
 ]
 
 TABLE_METHODS = tuple(paper.ACCURACY["bn"])
 """Rows of our tables: the paper's six and SGD-M."""
-
-_DIGITS = {"width": 8, "batch_size": 64, "precision": "float32"}
+_NETWORKS = ("ResNet20", "ResNet18", "VGG16")
 
 
 def columns_of(data: str | None = None, columns: Sequence[str] | None = None) -> list[tuple[str, str]]:
@@ -41,18 +46,13 @@ def columns_of(data: str | None = None, columns: Sequence[str] | None = None) ->
     >>> columns_of("cifar10", ["ResNet20"]), columns_of("digits")
     ([('ResNet20', 'cifar10')], [('ResNet20', 'digits'), ('ResNet18', 'digits'), ('VGG16', 'digits')])
     """
-    every = list(paper.COLUMNS)
-    if data is not None and data not in {name for _, name in every}:
-        every = [(model, data) for model in ("ResNet20", "ResNet18", "VGG16")]
-    elif data is not None:
-        every = [column for column in every if column[1] == data]
-    if not columns:
-        return every
-    given = [columns] if isinstance(columns, str) else columns
-    found = {name: [c for c in every if match_name(name, (c[0], " ".join(c)))] for name in given}
-    if unknown := [name for name in given if not found[name]]:
+    every = [column for column in paper.COLUMNS if data in (None, column[1])]
+    if not every:
+        every = [(model, str(data)) for model in _NETWORKS]
+    found = {name: [c for c in every if match_name(name, (c[0], " ".join(c)))] for name in columns or ()}
+    if unknown := [name for name, matches in found.items() if not matches]:
         raise ValueError(f"columns must be among {', '.join(' '.join(c) for c in every)}, got {', '.join(unknown)}")
-    return [column for column in every if any(column in each for each in found.values())]
+    return [column for column in every if not columns or any(column in each for each in found.values())]
 
 
 def accuracy_tables(
@@ -64,7 +64,7 @@ def accuracy_tables(
     epochs: int = 405,
     seeds: int = 5,
     settings: str = "printed",
-    released: bool = False,
+    built_as: str = "paper",
 ) -> list[Config]:
     """tab:results (norm "bn") and tab:results2 ("bn-no-affine"): every method at its best hyper-parameters.
 
@@ -78,17 +78,18 @@ def accuracy_tables(
         epochs: of each training; milestones scale.
         seeds: number of seeds.
         settings: hyper-parameters as the paper prints them, or those of its released code: one of `paper.SETTINGS`.
-        released: use the networks of that code.
+        built_as: the networks, "paper" or "released" as in that code.
     """
     taken = match_names("methods", methods, TABLE_METHODS)
     if settings not in paper.SETTINGS:
         raise ValueError(f"settings must be one of {', '.join(paper.SETTINGS)}, got {settings!r}")
-    made = []
+    if built_as not in ("paper", "released"):
+        raise ValueError(f"built_as must be paper or released, got {built_as!r}")
     # Seeds come first, so that an early stop leaves a whole table with fewer seeds.
-    for seed, column, method in product(_seeds(seeds), columns_of(data, columns), taken):
-        config = _best(column, method, settings, norm=norm, seed=seed, released=released)
-        made.append(config.scaled(epochs))
-    return made
+    return [
+        _best(column, method, settings, norm=norm, seed=seed, released=built_as == "released").scaled(epochs)
+        for seed, column, method in product(range(seeds), columns_of(data, columns), taken)
+    ]
 
 
 def hypotheses(
@@ -101,48 +102,47 @@ def hypotheses(
 ) -> list[Config]:
     """The figures on H1, H2 and fig:taylor: trainings to be tracked, with SGD-M, Adam and SGD."""
     taken = match_names("methods", methods, ("SGD-M", "Adam", "SGD"))
-    made = []
-    for seed, column, method in product(_seeds(seeds), columns_of(data, columns or ["ResNet20"]), taken):
-        config = _best(column, "SGD-M" if method == "SGD" else method, seed=seed)
-        made.append(replace(config, method=method).scaled(epochs))
-    return made
+    return [
+        replace(_best(column, "SGD-M" if method == "SGD" else method, seed=seed), method=method).scaled(epochs)
+        for seed, column, method in product(range(seeds), columns_of(data, columns or ["ResNet20"]), taken)
+    ]
 
 
 def phenomena(
-    *, columns: Sequence[str] | None = None, methods: Sequence[str] | None = None, **scale: Any
+    *,
+    data: str = "cifar10",
+    columns: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    epochs: int = 405,
+    seeds: int = 1,
 ) -> list[Config]:
     """Section 4.1, measured: trainings to be tracked; by default Adam's of ResNet20 on CIFAR-10, with one seed."""
-    wanted: dict[str, Any] = {"data": "cifar10", "seeds": 1} | scale
-    return accuracy_tables(columns=columns or ["ResNet20"], methods=methods or ["Adam"], **wanted)
+    scale: dict[str, Any] = {"data": data, "epochs": epochs, "seeds": seeds}
+    return accuracy_tables(columns=columns or ["ResNet20"], methods=methods or ["Adam"], **scale)
 
 
 def pretraining(
-    *,
-    data: str | None = "cifar10",
-    columns: Sequence[str] | None = None,
-    norms: Sequence[str] = ("bn", "bn-no-affine", "wn"),
-    epochs: int = 200,
-    seeds: int = 1,
+    *, data: str | None = "cifar10", columns: Sequence[str] | None = None, epochs: int = 200, seeds: int = 1
 ) -> list[Config]:
     """App. C.1.6: the networks that the trajectories start from, trained by SGD with momentum."""
     made = []
-    for seed, column, norm in product(_seeds(seeds), columns_of(data, columns or ["ResNet20"]), norms):
+    norms = ("bn", "bn-no-affine", "wn")
+    for seed, column, norm in product(range(seeds), columns_of(data, columns or ["ResNet20"]), norms):
         config = replace(_config(column, "SGD-M", 0.1, norm=norm, seed=seed), weight_decay=1e-4)
         made.append(replace(config, epochs=200, milestones=(80, 120, 160)).scaled(epochs))
     return made
 
 
-def trajectories(starts: Iterable[Config], *, epochs: int = 1, methods: Sequence[str] | None = None) -> list[Config]:
+def trajectories(starts: Iterable[Config], *, epochs: int = 1) -> list[Config]:
     """fig:track_adamgradg_sgd: SGD, AdaGradG and AdaGrad from each trained network, over the same batches.
 
     SGD has rate 1e-2 and L2 1e-3, AdaGradG what Theorem 4 makes of it, AdaGrad (Adam without momentum) rate 1e-3;
     parameters without rows get SGD in all three. In float32, since trajectories are compared.
     """
-    rates = {"SGD": 1e-2, "AdaGradG": 1e-2, "AdaGrad": 1e-3}
     made = []
-    for start, method in product(starts, match_names("methods", methods, tuple(rates))):
+    for start, (method, lr) in product(starts, {"SGD": 1e-2, "AdaGradG": 1e-2, "AdaGrad": 1e-3}.items()):
         kept = replace(start, method=method, start=start.key, precision="float32", epochs=epochs, milestones=())
-        made.append(replace(kept, lr=rates[method], rest_lr=1e-2, weight_decay=1e-3, betas=(0.9, 0.999)))
+        made.append(replace(kept, lr=lr, rest_lr=1e-2, weight_decay=1e-3, betas=(0.9, 0.999)))
     return made
 
 
@@ -153,36 +153,27 @@ def grid(
     methods: Sequence[str] | None = None,
     epochs: int = 405,
     seeds: int = 1,
-    rates: Sequence[float] | None = None,
-    decays: Sequence[float] | None = None,
-    beta2s: Sequence[float] | None = None,
+    lr: Sequence[float] | None = None,
+    weight_decay: Sequence[float] | None = None,
+    beta2: Sequence[float] | None = None,
 ) -> list[Config]:
     """The grid search of App. D.3: learning rate × weight decay × β2, for each method and column.
 
-    Args:
-        data: the data set.
-        columns: networks, or network and data; None: all.
-        methods: None: all.
-        epochs: of each training; milestones scale.
-        seeds: number of seeds.
-        rates: η; None: the paper's four.
-        decays: λ; None: the paper's eight.
-        beta2s: β2, for all methods but SGD-M; None: the paper's three.
+    By default the paper's four rates, eight λ and, for all methods but SGD-M, three β2; the rest as for
+    `accuracy_tables`.
     """
     taken, made = match_names("methods", methods, TABLE_METHODS), []
-    if beta2s and set(taken) == {"SGD-M"}:
-        raise ValueError(f"beta2s are for the Adam variants, and SGD-M has none, got {', '.join(map(str, beta2s))}")
-    for seed, column, method in product(_seeds(seeds), columns_of(data, columns), taken):
-        tried = (0.99,) if method == "SGD-M" else beta2s or paper.GRID["beta2"]
-        for lr, decay, beta2 in product(rates or paper.GRID["lr"], decays or paper.GRID["weight_decay"], tried):
-            config = replace(_config(column, method, lr, seed=seed), weight_decay=decay, betas=(0.9, beta2))
+    for seed, column, method in product(range(seeds), columns_of(data, columns), taken):
+        tried = (0.99,) if method == "SGD-M" else beta2 or paper.GRID["beta2"]
+        for rate, decay, second in product(lr or paper.GRID["lr"], weight_decay or paper.GRID["weight_decay"], tried):
+            config = replace(_config(column, method, rate, seed=seed), weight_decay=decay, betas=(0.9, second))
             made.append(config.scaled(epochs))
     return made
 
 
 RECIPES: dict[str, Callable[..., list[Config]]] = {
     "tables": accuracy_tables,
-    "tables-no-affine": lambda **options: accuracy_tables(norm="bn-no-affine", **options),
+    "tables-no-affine": partial(accuracy_tables, norm="bn-no-affine"),
     "curves": accuracy_tables,  # fig:loss_comparison, fig:acc_comparison and those of App. D.4
     "hypotheses": hypotheses,
     "phenomena": phenomena,
@@ -192,21 +183,106 @@ RECIPES: dict[str, Callable[..., list[Config]]] = {
 """Recipes by name."""
 
 
+# Comparisons of one's own
+
+
+def comparison(
+    *,
+    methods: Sequence[str],
+    network: str,
+    data: str,
+    epochs: int = 60,
+    seeds: int = 3,
+    lr: Mapping[str, float] | None = None,
+    weight_decay: Mapping[str, float] | None = None,
+    norm: str | None = None,
+    schedule: str = "cosine",
+    warmup: int = 0,
+    **settings: Any,
+) -> list[Config]:
+    """Any registered methods on one network and data set, over seeds.
+
+    The paper's methods have its best settings for this network on this data, or on CIFAR-10; others need a rate.
+
+    Args:
+        methods: names of registered methods.
+        network: a registered network.
+        data: a data set.
+        epochs: of each training.
+        seeds: number of seeds.
+        lr: rates by method; needed for methods that the paper does not have.
+        weight_decay: λ by method; 0 for methods that the paper does not have.
+        norm: of the paper's networks; None: "bn".
+        schedule: a registered schedule; the milestones of "steps" scale with the epochs.
+        warmup: epochs in which the rate rises.
+        **settings: other fields of `Config`: batch_size, precision, momentum, betas, …
+    """
+    taken, [model] = match_names("methods", methods, METHODS), match_names("network", [network], NETWORKS)
+    [schedule] = match_names("schedule", [schedule], SCHEDULES)
+    own = model not in _NETWORKS
+    norm = norm or ("" if own else "bn")
+    if not own:
+        [norm] = match_names("norm", [norm], NORMS)
+    given = {"lr": by_method("lr", lr), "weight_decay": by_method("weight_decay", weight_decay)}
+    if unknown := [method for method in taken if method not in paper.LEARNING_RATE and method not in given["lr"]]:
+        raise ValueError(f"lr must be given for {', '.join(unknown)}, such as {unknown[0]}=0.01")
+    made = []
+    for seed, method in product(range(seeds), taken):
+        if method in paper.LEARNING_RATE:
+            config = _best((model, data), method, norm=norm, seed=seed)
+        else:
+            config = _config((model, data), method, 1.0, norm=norm, seed=seed)
+        if own:
+            config = replace(config, width=None)
+        changes = {name: values[method] for name, values in given.items() if method in values} | settings
+        config = replace(config.scaled(epochs), schedule=schedule, warmup=warmup, **changes)
+        made.append(replace(config, plugin=plugin_of(config)))
+    return made
+
+
+def tuning(
+    configs: Iterable[Config],
+    *,
+    points: int = 6,
+    rates: Mapping[str, Sequence[float]] | None = None,
+    decays: Mapping[str, Sequence[float]] | None = None,
+) -> list[Config]:
+    """The grid of each training: every method gets the same number of points.
+
+    Args:
+        configs: one training of each method, with the rate in the middle of its grid.
+        points: rates to try, a factor √10 apart.
+        rates: by method, the rates to try instead.
+        decays: by method, the λ to try with each rate; others keep theirs.
+
+    Raises:
+        ValueError: the numbers of points differ.
+    """
+    made: dict[str, list[Config]] = {}
+    for config in configs:
+        spread = [float(f"{config.lr * 10 ** (0.5 * (k - (points - 1) // 2)):.3g}") for k in range(points)]
+        tried = (rates or {}).get(config.method, spread), (decays or {}).get(config.method, [config.weight_decay])
+        made[config.method] = [replace(config, lr=lr, weight_decay=decay) for lr, decay in product(*tried)]
+    if len({len(each) for each in made.values()}) > 1:
+        counts = ", ".join(f"{method} {len(each)}" for method, each in made.items())
+        raise ValueError(f"every method must have the same number of points, got {counts}")
+    return [config for each in made.values() for config in each]
+
+
+def by_method(what: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The same values under the registered names of the methods."""
+    return {match_names(what, [name], METHODS)[0]: value for name, value in (values or {}).items()}
+
+
 def _config(column: tuple[str, str], method: str, lr: float, **more: object) -> Config:
     model, data = column
-    sized = _DIGITS if data == "digits" else {}
+    sized = {"width": 8, "batch_size": 64, "precision": "float32"} if data == "digits" else {}
     return Config(model=model, data=data, method=method, lr=lr, **sized, **more)  # type: ignore[arg-type]
 
 
 def _best(column: tuple[str, str], method: str, settings: str = "printed", **more: object) -> Config:
-    """A training with the best hyper-parameters of its column, or of CIFAR-10 for data that the paper does not have."""
-    known = column if column in paper.COLUMNS else (column[0], "cifar10")
-    best = paper.SETTINGS[settings][method][known]
+    """A training with the best hyper-parameters of its column, or of CIFAR-10 for columns that the paper lacks."""
+    like = (column, (column[0], "cifar10"), paper.COLUMNS[0])
+    best = next(paper.SETTINGS[settings][method][each] for each in like if each in paper.COLUMNS)
     config = _config(column, method, paper.LEARNING_RATE[method], **more)
     return replace(config, weight_decay=best.weight_decay, betas=(0.9, best.beta2))
-
-
-def _seeds(count: int) -> range:
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"seeds must be a number of at least 1, got {count!r}")
-    return range(count)

@@ -1,6 +1,5 @@
 """What a study stores: results in one JSON file, recorded steps in one Parquet file, shared by processes with locks."""
 
-import errno
 import fcntl
 import io
 import json
@@ -30,8 +29,6 @@ PARTS = ("train", "validation", "test")
 CURVES = tuple(f"{part}_{what}" for part in PARTS for what in ("loss", "accuracy"))
 """One number per epoch: mean loss and accuracy in percent. Training's are over its augmented batches."""
 
-_FACTS = ("diverged", "collapsed", "seconds", "environment")
-_SHOWN = ("train_loss", "validation_accuracy", "test_accuracy")  # by tables and figures
 _ABOUT = b"steradian"  # key of the metadata of a file of records
 
 
@@ -98,13 +95,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ValueError: something is missing, or not what `to_dict` writes.
-        """
-        if missing := [name for name in ("config", *_FACTS, "curves") if name not in values]:
-            raise ValueError(f"it has no {', '.join(missing)}")
+        """The inverse of `to_dict`."""
         config = Config.from_dict(values["config"])
         if values.get("key", config.key) != config.key:
             raise ValueError(f"{values['key']} is not the key of its configuration, which is {config.key}")
@@ -112,10 +103,7 @@ class Result:
             name: [math.nan if value is None else float(value) for value in curve]
             for name, curve in values["curves"].items()
         }
-        lengths = {len(curves.get(name, [])) for name in (*_SHOWN, *curves)}
-        if len(lengths) > 1 or 0 in lengths:
-            raise ValueError(f"its curves must be {', '.join(_SHOWN)} and others, with one number for each epoch")
-        return cls(config, curves, *(values[name] for name in _FACTS))
+        return cls(config, curves, *(values[name] for name in ("diverged", "collapsed", "seconds", "environment")))
 
 
 def _rounded(value: float) -> float | None:
@@ -138,54 +126,37 @@ class Store:
 
     def results(self) -> list[Result]:
         """Everything stored, ordered by key."""
-        found = [self._read(number, row) for number, row in enumerate(self._rows())]
+        found = []
+        for row in self._rows():
+            try:
+                found.append(Result.from_dict(row))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{self.path}, run {row.get('key')}: {error}") from error
         return list({result.config.key: result for result in found}.values())  # files may have been merged by hand
 
     def keys(self) -> set[str]:
         """Keys of all finished trainings, without parsing their results."""
-        return {self._key(number, row) for number, row in enumerate(self._rows())}
-
-    def _key(self, number: int, row: Mapping[str, Any]) -> str:
-        return str(row["key"]) if "key" in row else self._read(number, row).config.key
+        return {_key(row) for row in self._rows()}
 
     def _rows(self) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError, IsADirectoryError) as error:
+            rows = json.loads(self.path.read_text(encoding="utf-8"))["runs"]
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is not a file of results: {error}") from error
-        rows = content.get("runs") if isinstance(content, dict) else None
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError(f"{self.path} is not a file of results: it has no list of runs")
-        return rows
-
-    def _read(self, number: int, row: Mapping[str, Any]) -> Result:
-        try:
-            return Result.from_dict(row)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{self.path}, run {row.get('key', number)}: {error}") from error
+        return list(rows)
 
     def add(self, results: Iterable[Result]) -> None:
         """Add results and replace those of the same trainings; other processes may do so at the same time."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.path):
             # Stored rows are copied as they are, without being parsed into results.
-            merged = {self._key(k, row): row for k, row in enumerate(self._rows())}
+            merged = {_key(row): row for row in self._rows()}
             merged |= {result.config.key: result.to_dict() for result in results}
             lines = [json.dumps(merged[key], ensure_ascii=False) for key in sorted(merged)]
             text = '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
             write_atomically(self.path, text.encode())
-
-    def prepare(self) -> None:
-        """Make the folder.
-
-        Raises:
-            OSError: results cannot be written there, which is checked before a training rather than after it.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(self.path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "results cannot be written here", str(self.path.parent))
 
     def elsewhere(self, keys: Iterable[str]) -> list[Result]:
         """Results of these trainings that other studies in the same folder hold and this one does not, by key."""
@@ -195,6 +166,10 @@ class Store:
             with suppress(ValueError):  # not a file of results
                 found |= {r.config.key: r for r in Store(path).results() if r.config.key in missing}
         return [found[key] for key in sorted(found)]
+
+
+def _key(row: Mapping[str, Any]) -> str:
+    return str(row["key"]) if "key" in row else Config.from_dict(row["config"]).key
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -238,8 +213,7 @@ class Tracks:
 
         if not self.path.exists():
             return pd.DataFrame(columns=list(COLUMNS))
-        with self._named():
-            return pd.read_parquet(self.path, columns=list(COLUMNS))
+        return pd.read_parquet(self.path, columns=list(COLUMNS))
 
     def about(self) -> dict[str, dict[str, Any]]:
         """Metadata of each run, by its key."""
@@ -247,20 +221,8 @@ class Tracks:
 
         if not self.path.exists():
             return {}
-        with self._named():
-            about: dict[str, dict[str, Any]] = json.loads(parquet.read_schema(self.path).metadata[_ABOUT])
-            for facts in about.values():
-                Config.from_dict(facts["config"])  # raises if another version wrote it
-                facts["steps"] = int(facts["steps"])
+        about: dict[str, dict[str, Any]] = json.loads(parquet.read_schema(self.path).metadata[_ABOUT])
         return about
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Name the file in every error."""
-        try:
-            yield
-        except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
-            raise ValueError(f"{self.path} is not a file of records: {error}") from error
 
     def add(self, config: Config, added: "pd.DataFrame", **about: Any) -> None:
         """Add the table of a run, or replace it; other processes may do so at the same time."""
@@ -282,9 +244,6 @@ class Tracks:
                 joined.replace_schema_metadata({_ABOUT: json.dumps(runs, ensure_ascii=False).encode()}),
                 buffer,
                 compression="zstd",
-                compression_level=9,
-                use_dictionary=[name for name in COLUMNS if name != "value"],
-                use_byte_stream_split=["value"],
             )
             write_atomically(self.path, buffer.getvalue())
 

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from steradian.lab.training import Execution, Training
 __all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name", "sweep"]
 
 RESULTS, RUNS = Path("results"), Path("runs")
-_PATIENCE = 10.0  # seconds for a cluster to answer
 _RETRIES = 3  # of a fleet whose worker died
 
 
@@ -30,15 +28,9 @@ def pick_device(name: str | None = None) -> torch.device:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name} is not available: torch finds {torch.cuda.device_count()} GPUs here")
-    return device
+    return torch.device(name)
 
 
 def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "printed") -> str:
@@ -81,9 +73,7 @@ class Study:
     runs: Path = RUNS
 
     def __post_init__(self) -> None:
-        for name in ("results", "runs"):
-            object.__setattr__(self, name, Path(getattr(self, name)))
-        if not self.name or self.name.startswith(".") or re.search(r"[/\\\0]", self.name):
+        if not self.name or Path(self.name).name != self.name:
             raise ValueError(f"study must be the name of a file without its folder, got {self.name!r}")
 
     @property
@@ -110,6 +100,8 @@ class Study:
         seconds: float | None = None,
         keep_weights: bool = False,
         make: Callable[..., Training] = Training,
+        size: int | None = None,
+        compiled: bool | None = None,
         **options: Any,
     ) -> bool:
         """Train what is not finished yet, on one device; returns whether everything is.
@@ -123,7 +115,9 @@ class Study:
             seconds: stop, with checkpoints, when this time is over.
             keep_weights: keep the weights of finished trainings.
             make: makes a training, as for `Fleet`.
-            **options: of `Fleet`: size (40 on a GPU, 1 on a CPU), execution (compiled on a GPU), every, progress.
+            size: trainings in flight; None: 40 on a GPU, 1 on a CPU.
+            compiled: compile the networks; None: on a GPU.
+            **options: of `Fleet`: every, progress.
         """
         device = device if isinstance(device, torch.device) else pick_device(device)
         prepare_device(device, exact=any(config.precision == "float32" for config in configs))
@@ -137,10 +131,9 @@ class Study:
         self._check_images(known, {name: resident.fingerprint for name, resident in data.items()})
         if other:
             self.store.add(other)
-        chosen: dict[str, Any] = {"size": 40 if gpu else 1, "execution": Execution(compiled=gpu)}
-        chosen |= {name: value for name, value in options.items() if value is not None}
-        fleet = Fleet(data, self.store, self.work, keep_weights=keep_weights, make=make, **chosen)
-        return fleet.run(configs, seconds=seconds)
+        execution = Execution(compiled=gpu if compiled is None else compiled)
+        options |= {"size": size or (40 if gpu else 1), "execution": execution, "keep_weights": keep_weights}
+        return Fleet(data, self.store, self.work, make=make, **options).run(configs, seconds=seconds)
 
     def _check_images(self, known: Sequence[Result], data: Mapping[str, str]) -> None:
         """Raise if data, given by fingerprints, has the name but not the images that results were made from."""
@@ -183,26 +176,23 @@ def sweep(
         progress: callbacks for the progress; only finished trainings are reported.
     """
     ray, progress = _ray(), progress or Progress()
-    if address is not None and address not in ("auto", "local"):
-        _check_address(address)
     started = not ray.is_initialized()
     if started:
         quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
         ray.init(address=address, **({} if address else quiet))
     try:
         trainings = {config.key: config for config in configs}
-        if other := study.store.elsewhere(trainings):
-            study.store.add(other)
+        study.store.add(study.store.elsewhere(trainings))
         known = [result for result in study.store.results() if result.config.key in trainings]
         done = {result.config.key for result in known}
         needs = {"num_gpus": 1} if ray.cluster_resources().get("GPU", 0) else {"num_cpus": 1}
         # Ray itself repeats a task whose worker died; an error in the task is an error of the study.
         work = ray.remote(**needs, max_retries=_RETRIES)(_run_fleet)
         # Workers have another working directory and may be on other machines.
-        folders = {name: str(Path(root).absolute()) for name, root in (roots or {}).items()}
-        usual = {name: str(usual_root(name).absolute()) for name in {c.data for c in configs} - set(folders)}
+        usual = {config.data: usual_root(config.data) for config in configs if usual_root(config.data).is_dir()}
+        folders = {name: str(Path(root).absolute()) for name, root in (usual | dict(roots or {})).items()}
         waiting = [
-            work.remote(left, str(_fleet_folder(study, unit)), folders, usual, every)
+            work.remote(left, str(_fleet_folder(study, unit)), folders, every)
             # Fleets are cut from all trainings, finished or not, so that each keeps its folder.
             for unit in _units(list(trainings.values()), size)
             if (left := [config.to_dict() for config in unit if config.key not in done])
@@ -210,16 +200,16 @@ def sweep(
         with progress:
             progress.begin(len(trainings), len(done))
             while waiting:
-                ready, waiting = ray.wait(waiting, num_returns=1)
-                for arrived in ([Result.from_dict(values) for values in unit] for unit in _get(ray, ready)):
-                    for result in arrived:
-                        if images := result.environment.get("data"):  # other machines may have other images
-                            study._check_images(known, {result.config.data: images})
-                    study.store.add(arrived)
-                    known += arrived
-                    for result in arrived:
-                        if result.config.key not in done:  # a fleet also returns results that it had already
-                            progress.finished(result.config, result.curves)
+                [ready], waiting = ray.wait(waiting, num_returns=1)
+                arrived = [Result.from_dict(values) for values in ray.get(ready)]
+                for result in arrived:
+                    if images := result.environment.get("data"):  # other machines may have other images
+                        study._check_images(known, {result.config.data: images})
+                study.store.add(arrived)
+                known += arrived
+                for result in arrived:
+                    if result.config.key not in done:  # a fleet also returns results that it had already
+                        progress.finished(result.config, result.curves)
     finally:
         if started:
             ray.shutdown()
@@ -233,35 +223,10 @@ def _units(configs: Sequence[Config], size: int) -> list[list[Config]]:
     >>> [[config.model for config in unit] for unit in _units(made, 2)]
     [['VGG16', 'VGG16'], ['ResNet20']]
     """
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
     kinds: dict[tuple[str, str, str, bool], list[Config]] = {}
     for config in configs:
         kinds.setdefault((config.model, config.norm, config.data, config.released), []).append(config)
     return [kind[k : k + size] for kind in kinds.values() for k in range(0, len(kind), size)]
-
-
-def _check_address(address: str) -> None:
-    """Check that a cluster answers at this address: Ray itself takes minutes to fail, with a long message."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"address must be HOST:PORT, ray://HOST:PORT or auto, got {address!r}")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
-    except (OSError, OverflowError) as error:
-        raise ConnectionError(f"no Ray cluster answers at {address}: {error}") from error
-
-
-def _get(ray: Any, ready: Sequence[Any]) -> list[list[dict[str, Any]]]:
-    """The results of fleets; an error in one of them is raised unchanged."""
-    try:
-        return list(ray.get(ready))
-    except ray.exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error))) from None
-    except ray.exceptions.RayError as error:
-        raise RuntimeError(
-            f"a fleet was lost ({error}); results that have arrived are stored; run it again to continue"
-        ) from error
 
 
 def _fleet_folder(study: Study, unit: Sequence[Config]) -> Path:
@@ -270,17 +235,14 @@ def _fleet_folder(study: Study, unit: Sequence[Config]) -> Path:
     return study.work.absolute() / f"fleet-{name}"
 
 
-def _run_fleet(
-    configs: list[dict[str, Any]], folder: str, roots: dict[str, str], usual: dict[str, str], every: float
-) -> list[dict[str, Any]]:
+def _run_fleet(configs: list[dict[str, Any]], folder: str, roots: dict[str, str], every: float) -> list[dict[str, Any]]:
     """The task of a worker: a fleet with its own store, which is found again after a restart."""
     unit, work = [Config.from_dict(values) for values in configs], Path(folder)
     study = Study(work.name, work.parent, work.parent)
     study.work.mkdir(parents=True, exist_ok=True)
     (study.work / "worker").write_text(str(os.getpid()))
-    paths = {key: Path(root) for key, root in usual.items() if Path(root).is_dir()}
-    paths |= {key: Path(root) for key, root in roots.items()}
-    study.run(unit, roots=paths, device=pick_device(), size=len(unit), every=every)
+    paths = {key: Path(root) for key, root in roots.items()}
+    study.run(unit, roots=paths, size=len(unit), every=every)
     return [result.to_dict() for result in study.store.results()]
 
 

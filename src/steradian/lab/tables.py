@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from steradian.lab import paper
-from steradian.lab.config import METHODS, Config
+from steradian.lab.config import Config
+from steradian.lab.registry import METHODS
 from steradian.lab.results import Result
 
 __all__ = [
-    "BEST",
     "LEVEL",
-    "RULE",
     "Best",
     "Cell",
     "Column",
@@ -30,8 +29,10 @@ __all__ = [
     "grid_rows",
     "is_grid",
     "markdown_table",
+    "method_order",
     "plain_loops",
     "point_rows",
+    "rule_of",
     "search",
     "time_rows",
 ]
@@ -41,16 +42,25 @@ Rows = tuple[list[str], list[list[str]]]
 
 LEVEL = 0.05
 """Below this p a difference of means is not called noise."""
-BEST = "Adam w/o (ab)"
-"""The Adam variant that the paper finds best."""
+_BEST = "Adam w/o (ab)"  # the Adam variant that the paper finds best
 _PAPERS_SEEDS = 5
 _HOURS = 120  # seconds from which on a total is given in hours
 
-RULE = (
+_RULE = (
     "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. “Within the "
-    f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}. SGD-M is "
-    "not in the paper's tables: its figure is from the authors' read-me."
+    f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}."
 )
+_READ_ME = " SGD-M is not in the paper's tables: its figure is from the authors' read-me."
+
+
+def rule_of(columns: "Iterable[Column]") -> str:
+    """What is below tables."""
+    return _RULE + ("" if any(column.own for column in columns) else _READ_ME)
+
+
+def method_order(method: str) -> tuple[int, str]:
+    """Sort key of a method: as registered, then those whose plugin is not loaded."""
+    return _index(list(METHODS), method), method
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,7 @@ class Column:
     def name(self) -> str:
         """Network, normalization and data in words."""
         norm, data = paper.NORM_NAMES.get(self.norm, self.norm), paper.DATA_NAMES.get(self.data, self.data)
-        return f"{self.model} {norm}, {data}"
+        return f"{self.model} {norm}".strip() + f", {data}"
 
     @property
     def every(self) -> list[Result]:
@@ -139,32 +149,34 @@ class Column:
         return {method: Cell.of(result.accuracy for result in found) for method, found in self.results.items()}
 
     @property
+    def own(self) -> bool:
+        """It is a comparison of one's own, whose methods or schedules are not the paper's."""
+        return any(result.config.plugin or result.config.schedule != "steps" for result in self.every)
+
+    @property
     def papers(self) -> dict[str, Cell]:
         """The paper's, if it has this column; SGD-M's comes from the authors' read-me."""
-        column, table = (self.model, self.data), paper.ACCURACY.get(self.norm, {})
+        column, table = (self.model, self.data), {} if self.own else paper.ACCURACY.get(self.norm, {})
         printed = {method: row[column] for method, row in table.items() if column in row}
         return {method: Cell(found.mean, found.spread, _PAPERS_SEEDS) for method, found in printed.items()}
 
     def rows(self, *, seeds: bool = False) -> Rows:
-        """The table, optionally with the accuracy of every seed."""
+        """The table, optionally with the accuracy of every seed; beside the paper's, or beside the best method's."""
         numbers = sorted({result.config.seed for result in self.every})
         heads = ["method", *(f"seed {k}" for k in numbers if seeds), "ours", "seeds"]
-        papers = self.papers
-        heads += ["paper", "ours − paper", "that is"] if papers else []
+        cells, papers = self.cells, self.papers
+        heads += ["paper", "ours − paper", "that is"] if papers else ["ours − best", "that is"] if self.own else []
+        best = max(cells.values(), key=lambda cell: cell.mean if cell.seeds else -math.inf)
         lines = []
-        for method, cell in self.cells.items():
+        for method, cell in cells.items():
             single = {result.config.seed: _percent(result.accuracy) for result in self.results[method]}
             line = [method, *(single.get(k, "") for k in numbers if seeds), str(cell), cell.count]
-            lines.append(line + (_beside(cell, papers.get(method)) if papers else []))
+            if papers:
+                line += ["" if method not in papers else str(papers[method]), *_beside(cell, papers.get(method))]
+            elif self.own:
+                line += _beside(cell, None if cell is best else best)
+            lines.append(line)
         return heads, lines
-
-    def singles(self) -> Rows:
-        """A table of the accuracy of every seed, for a narrow page."""
-        lines = []
-        for method, found in self.results.items():
-            single = (f"{result.config.seed}:\u00a0{_percent(result.accuracy)}" for result in found)
-            lines.append([method, ", ".join(single)])
-        return ["method", "accuracy"], lines
 
     def statements(self) -> list[str]:
         """Cautions and conclusions, a sentence each."""
@@ -198,28 +210,33 @@ class Column:
         return any((config.lr, config.weight_decay, config.betas[1]) != printed for config in configs)
 
     def claim(self) -> str:
-        """Whether (ab) is best among the Adam variants, as the paper says, and which differences are noise."""
-        variants = self._variants()
-        if len(variants) < 2:
+        """Which method is best and which differences are noise; whether (ab) is best, as the paper says.
+
+        Among all methods in a comparison of one's own, otherwise among the Adam variants.
+        """
+        cells = {method: cell for method, cell in self.cells.items() if cell.seeds}
+        if not self.own:
+            cells = self._variants()
+        if len(cells) < 2:
             return ""
-        best = max(variants, key=lambda method: variants[method].mean)
-        text = f"{best} has the best mean of the Adam variants, {variants[best]}"
-        if any(cell.seeds < 2 for cell in variants.values()):
+        best = max(cells, key=lambda method: cells[method].mean)
+        text = f"{best} has the best mean{'' if self.own else ' of the Adam variants'}, {cells[best]}"
+        if any(cell.seeds < 2 for cell in cells.values()):
             return f"{text}; one seed says nothing about the order."
         near: list[str] = []
         beaten: list[str] = []
-        for method, cell in variants.items():
-            p = cell.p(variants[best])
+        for method, cell in cells.items():
+            p = cell.p(cells[best])
             if method != best and p is not None:
-                difference = _signed(cell.mean - variants[best].mean)
+                difference = _signed(cell.mean - cells[best].mean)
                 (near if p >= LEVEL else beaten).append(f"{method} ({difference}, p = {p:.2g})")
         text += f"; within the noise of it: {', '.join(near) or 'none'}"
         text += f"; beyond the noise: {', '.join(beaten) or 'none'}."
-        if BEST not in variants:
+        if self.own or _BEST not in cells:
             return text
-        rank = sorted(variants, key=lambda method: -variants[method].mean).index(BEST) + 1
-        verdict = "first" if rank == 1 else f"number {rank} of {len(variants)}"
-        return f"{text} The paper's best, {BEST}, is {verdict}{self._papers_lead()}."
+        rank = sorted(cells, key=lambda method: -cells[method].mean).index(_BEST) + 1
+        verdict = "first" if rank == 1 else f"number {rank} of {len(cells)}"
+        return f"{text} The paper's best, {_BEST}, is {verdict}{self._papers_lead()}."
 
     def _variants(self) -> dict[str, Cell]:
         """The Adam variants that did not always diverge."""
@@ -228,7 +245,7 @@ class Column:
     def _papers_lead(self) -> str:
         """The lead of the paper's best variant over the second, and its p."""
         own = {method: cell for method, cell in self.papers.items() if method.startswith("Adam")}
-        if len(own) < 2:
+        if not own:
             return ""
         first, second = sorted(own, key=lambda method: -own[method].mean)[:2]
         p, lead = own[first].p(own[second]), own[first].mean - own[second].mean
@@ -237,7 +254,7 @@ class Column:
     def against_sgd(self) -> str:
         """The best Adam variant against SGD with momentum, which is not in the paper's table."""
         sgd, variants = self.cells.get("SGD-M"), self._variants()
-        if sgd is None or not sgd.seeds or not variants:
+        if sgd is None or not sgd.seeds or not variants or self.own:
             return ""
         best = max(variants, key=lambda method: variants[method].mean)
         p, lead = sgd.p(variants[best]), sgd.mean - variants[best].mean
@@ -257,10 +274,6 @@ class Column:
         took = f"{seconds / 3600:.2f} hours" if seconds >= _HOURS else duration(seconds)
         return f"{_counted(len(self.every), 'training')} took {took} of {', '.join(devices)}."
 
-    def markdown(self) -> str:
-        """The table for a document, with its statements below."""
-        return "\n".join([markdown_table(*self.rows()), "", RULE, "", *(f"- {text}" for text in self.statements())])
-
 
 def accuracy_columns(results: Iterable[Result]) -> list[Column]:
     """Tables from stored results, in the paper's order, one for each number of epochs; fine-tuning is left out.
@@ -269,7 +282,7 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
         ValueError: results of one method and column were trained differently, so that they have no common mean.
     """
     grouped: dict[tuple[str, str, str, int], dict[str, list[Result]]] = {}
-    for result in sorted(results, key=lambda r: (METHODS.index(r.config.method), r.config.seed)):
+    for result in sorted(results, key=lambda r: (method_order(r.config.method), r.config.seed)):
         config = result.config
         if config.start is None:
             column = grouped.setdefault((config.norm, config.model, config.data, config.epochs), {})
@@ -319,13 +332,13 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _beside(ours: Cell, papers: Cell | None) -> list[str]:
-    """The paper's accuracy, the difference to it, and whether it is noise."""
-    if papers is None or not ours.seeds:
-        return ["" if papers is None else str(papers), "", ""]
-    p = ours.p(papers)
+def _beside(ours: Cell, other: Cell | None) -> list[str]:
+    """The difference to another accuracy, and whether it is noise."""
+    if other is None or not ours.seeds:
+        return ["", ""]
+    p = ours.p(other)
     verdict = "" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"
-    return [str(papers), _signed(ours.mean - papers.mean), verdict]
+    return [_signed(ours.mean - other.mean), verdict]
 
 
 def _counted(count: int, name: str) -> str:
@@ -349,17 +362,13 @@ class Best:
 
     Attributes:
         config: the best setting, with its first seed; any setting if all diverged.
-        validation: its mean best validation accuracy over seeds, in percent; NaN if all diverged.
-        accuracy: its mean test accuracy at those epochs.
-        seeds: its number of seeds.
+        runs: its trainings that did not diverge.
         points: number of settings that were tried.
         diverged: number of settings that diverged with every seed.
     """
 
     config: Config
-    validation: float
-    accuracy: float
-    seeds: int
+    runs: Sequence[Result]
     points: int
     diverged: int
 
@@ -370,29 +379,23 @@ def is_grid(results: Iterable[Result]) -> bool:
 
 
 def search(results: Iterable[Result]) -> list[Best]:
-    """The best setting of each method in each column and length, chosen without the test set."""
+    """The best setting of each method in each column and length, by mean validation accuracy, without the test set."""
     found = []
     for settings in _searches(results):
-        kept = {key: [r for r in runs if not r.diverged] for key, runs in settings.items()}
-        alive = {key: runs for key, runs in kept.items() if runs}
-        lost = len(settings) - len(alive)
-        if not alive:
-            [[first, *_], *_] = settings.values()
-            found.append(Best(first.config, math.nan, math.nan, 0, len(settings), lost))
-            continue
-        best = max(alive.values(), key=_validation)
-        accuracy = float(np.mean([result.accuracy for result in best]))
-        found.append(Best(best[0].config, _validation(best), accuracy, len(best), len(settings), lost))
-    return sorted(found, key=lambda best: (_where(best.config), METHODS.index(best.config.method), best.config.epochs))
+        alive = [kept for runs in settings.values() if (kept := [run for run in runs if not run.diverged])]
+        best = max(alive, key=_validation, default=[])
+        [[first, *_], *_] = [best] if best else settings.values()
+        found.append(Best(first.config, best, len(settings), len(settings) - len(alive)))
+    return sorted(found, key=lambda best: (_where(best.config), method_order(best.config.method), best.config.epochs))
 
 
 def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
     """Results that may be compared, by setting: one method in one column, with one network and equally long."""
-    kinds: dict[tuple[str, str, bool, str, int], dict[str, list[Result]]] = {}
+    kinds: dict[tuple[object, ...], dict[str, list[Result]]] = {}
     for result in results:
-        config = result.config
-        kind = kinds.setdefault((config.column, config.norm, config.released, config.method, config.epochs), {})
-        kind.setdefault(config.setting, []).append(result)
+        c = result.config
+        kind = kinds.setdefault((c.column, c.norm, c.released, c.method, c.epochs, c.schedule, c.plugin), {})
+        kind.setdefault(c.setting, []).append(result)
     return list(kinds.values())
 
 
@@ -401,12 +404,12 @@ def grid_rows(results: Iterable[Result]) -> Rows:
     heads = ["column", "method", "epochs", "best: η, λ, β2", "paper: η, λ, β2", "validation", "test", "seeds", "points"]
     lines = []
     for best in search(results):
-        config = best.config
+        c, runs = best.config, best.runs
         lost = f" ({best.diverged} diverged)" if best.diverged else ""
-        ours = _setting(config.method, config.lr, config.weight_decay, config.betas[1]) if best.seeds else ""
-        figures = [_percent(best.validation), _percent(best.accuracy), str(best.seeds), f"{best.points}{lost}"]
-        where = [_where(config), config.method, str(config.epochs)]
-        lines.append([*where, ours, _papers(config), *figures])
+        ours = _setting(c.method, c.lr, c.weight_decay, c.betas[1]) if runs else ""
+        test = float(np.mean([run.accuracy for run in runs])) if runs else math.nan
+        figures = [_percent(_validation(runs)), _percent(test), str(len(runs)), f"{best.points}{lost}"]
+        lines.append([_where(c), c.method, str(c.epochs), ours, _papers(c), *figures])
     return heads, lines
 
 
@@ -415,7 +418,7 @@ def point_rows(results: Iterable[Result]) -> Rows:
     settings: dict[tuple[object, ...], list[Result]] = {}
     for result in results:
         c = result.config
-        kind = (c.column, c.norm, c.released, METHODS.index(c.method), c.lr, c.weight_decay, c.betas[1], c.epochs)
+        kind = (c.column, c.norm, c.released, method_order(c.method), c.lr, c.weight_decay, c.betas[1], c.epochs)
         settings.setdefault(kind, []).append(result)
     heads = ["column", "method", "η", "λ", "β₂", "epochs", "validation", "test", "seeds", "paper"]
     lines = []
@@ -423,7 +426,7 @@ def point_rows(results: Iterable[Result]) -> Rows:
         c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
         kept = [result for result in runs if not result.diverged]
         numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]
-        reached = [f"{_validation(kept):.2f}" if kept else "", str(test), test.count]
+        reached = [_percent(_validation(kept)) if kept else "", str(test), test.count]
         papers = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
         printed = "" if papers is None else f"{papers.mean:.2f}"
         lines.append([_where(c), c.method, *numbers, str(c.epochs), *reached, printed])
@@ -431,7 +434,8 @@ def point_rows(results: Iterable[Result]) -> Rows:
 
 
 def _validation(results: Sequence[Result]) -> float:
-    return float(np.mean([max(result.curves["validation_accuracy"]) for result in results]))
+    best = [max(result.curves["validation_accuracy"]) for result in results]
+    return float(np.mean(best)) if best else math.nan
 
 
 def _where(config: Config) -> str:
@@ -461,13 +465,9 @@ def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
     """By network, milliseconds per step of the plain loop that `benchmarks/fleet.py` measured, and the device."""
     if not bench.exists():
         return {}
-    try:
-        content: dict[str, Any] = json.loads(bench.read_text(encoding="utf-8"))
-        device = str(content["environment"]["device"])
-        plain = [row for row in content["rows"] if str(row["way"]).startswith("plain")]
-        return {str(row["network"]): (float(row["ms per run and step"]), device) for row in plain}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{bench} is not what benchmarks/fleet.py writes ({error!r}): run it again") from error
+    content: dict[str, Any] = json.loads(bench.read_text(encoding="utf-8"))
+    plain = [row for row in content["rows"] if row["way"].startswith("plain")]
+    return {row["network"]: (row["ms per run and step"], content["environment"]["device"]) for row in plain}
 
 
 def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) -> Rows:

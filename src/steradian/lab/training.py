@@ -8,8 +8,9 @@ ends. On a CPU the same code runs as a plain loop.
 import gc
 import importlib.util
 import math
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,18 +21,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from steradian import geometry, optim
-from steradian.groups import Groups, Layout
+from steradian import geometry
+from steradian.groups import Layout
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
 from steradian.lab.models import VGG, Convolution, ResNet, network
+from steradian.lab.registry import METHODS
 from steradian.lab.results import CURVES, PARTS, has_diverged
 from steradian.optim import RowOptimizer
 
-__all__ = ["Execution", "Queue", "Training", "optimizers"]
+__all__ = ["Execution", "Queue", "Training", "copied"]
 
 _CHUNK = 500  # images that are evaluated at once
 _LANES = 8  # input channels that a GPU's matrix units take at once
+_ALIKE = 0.01  # share of a move by which replayed steps of an unknown optimizer may differ from plain ones
 
 
 @dataclass(frozen=True)
@@ -41,23 +44,18 @@ class Execution:
     Attributes:
         captured: replay the step as a CUDA graph; None: on a GPU.
         compiled: compile the network, and steps that have no fused form, with torch.compile.
-        fused: use the fused optimizer steps; None: on a GPU.
-        joined: run networks with BN in bf16 by the kernels of `lab.kernels` (a wide network only if it is compiled, and
-            only its first convolution); None: on a GPU.
+        joined: run networks with BN in bf16 as `lab.kernels.joining` does (a wide network only if it is compiled);
+            None: on a GPU.
     """
 
     captured: bool | None = None
     compiled: bool = False
-    fused: bool | None = None
     joined: bool | None = None
 
     def on(self, device: torch.device) -> "Execution":
         """The same with None replaced by the default of a device."""
         gpu = device.type == "cuda"
-        if self.captured and not gpu:
-            raise ValueError("captured must be None or False on a CPU, got True")
-        names = [name for name in ("captured", "fused", "joined") if getattr(self, name) is None]
-        return replace(self, **dict.fromkeys(names, gpu))
+        return replace(self, **{name: gpu for name in ("captured", "joined") if getattr(self, name) is None})
 
 
 @lru_cache(maxsize=16)
@@ -65,74 +63,6 @@ def compiled(work: Callable[..., Any]) -> Callable[..., Any]:
     """A function compiled for the shapes that it is called with, shared by all trainings."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(work, dynamic=False)
-
-
-# The methods of the paper's experiments as optimizers
-
-
-def optimizers(config: Config, groups: Groups, execution: Execution) -> list[Optimizer]:
-    """The optimizers of a training, each for its own parameters.
-
-    Parameters without rows are trained by plain Adam with the same rate and L2 (`rest_lr` for AdamG), so that only
-    what happens on the rows differs. AdaGrad is Adam without momentum; with it and with AdaGradG the rest gets SGD.
-
-    Args:
-        config: the training.
-        groups: the rows of its network.
-        execution: how it is run. Captured: rates are tensors on the device. Compiled: so are steps on rows that have
-            no fused form, which takes a few kernels per parameter instead of forty.
-    """
-    made = _build(config, groups, bool(execution.captured), bool(execution.fused))
-    for optimizer in made:
-        if execution.compiled and isinstance(optimizer, RowOptimizer):
-            optimizer.update = compiled(type(optimizer).update)  # type: ignore[method-assign]
-        for group in optimizer.param_groups:
-            group["initial_lr"] = float(group["lr"])
-            if execution.captured:
-                group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
-    return made
-
-
-def _set_rates(made: Sequence[Optimizer], factor: float) -> None:
-    """Set every rate to its initial value times a factor, in place if it is a tensor."""
-    for optimizer in made:
-        for group in optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(group["initial_lr"] * factor)
-            else:
-                group["lr"] = group["initial_lr"] * factor
-
-
-def _build(config: Config, groups: Groups, captured: bool, fused: bool) -> list[Optimizer]:
-    lr, decay = config.lr, config.weight_decay
-    made = groups.param_groups()
-    plain: dict[str, Any] = {"fused": True} if captured else {}
-    adam: dict[str, Any] = {"lr": lr, "betas": config.betas, "weight_decay": decay, "capturable": captured}
-    match config.method:
-        case "SGD-M":
-            return [torch.optim.SGD(made, lr, config.momentum, weight_decay=decay, **plain)]
-        case "SGD":
-            return [torch.optim.SGD(made, lr, weight_decay=decay, **plain)]
-        case "Adam":
-            return [torch.optim.Adam(made, **adam, **plain)]
-        case "AdamW†":
-            for group in made:
-                group["decoupled_weight_decay"] = group.get("rows") is not None
-            return [optim.Adam(made, **adam)]
-        case "AdamG†":
-            return [optim.AdamG(made, **adam, rest_lr=1e-3 if config.rest_lr is None else config.rest_lr)]
-        case "AdaGradG":
-            return [optim.AdaGradG.from_sgd(made, lr, decay)]
-        case "AdaGrad":
-            rows, rest = [g for g in made if g.get("rows") is not None], [g for g in made if g.get("rows") is None]
-            rest_lr = lr if config.rest_lr is None else config.rest_lr
-            return [
-                torch.optim.Adam(rows, **{**adam, "betas": (0.0, config.betas[1])}, **plain),
-                torch.optim.SGD(rest, rest_lr, weight_decay=decay, **plain),
-            ]
-        case _:
-            letters = config.method.removeprefix("Adam w/o (").removesuffix(")")
-            return [optim.Adam(made, **adam, without=letters, fused=fused or None)]
 
 
 class Queue:
@@ -180,8 +110,10 @@ class Queue:
             with torch.cuda.stream(self.stream):
                 # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
                 graph.capture_begin(capture_error_mode="thread_local")
-                work()
-                graph.capture_end()
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
         finally:
             if collecting:
                 gc.enable()
@@ -217,7 +149,7 @@ class Training:
         self.steps = data.counts["train"] // config.batch_size
         self.queue = Queue(data.device)
         self._launch: dict[str, Callable[[], None]] = {}
-        self._taken, self._begun = 0, False
+        self._taken, self._begun, self._tested = 0, False, False
         self._half = config.precision == "bf16"
         self._loss = compiled(_loss) if self.execution.compiled else _loss
         self._score = compiled(_score) if self.execution.compiled else _score
@@ -239,7 +171,7 @@ class Training:
             _join(model, compiled=self.execution.compiled)
         self.model = model
         self.groups = replace(groups, params=dict(model.named_parameters()))
-        self.optimizers = optimizers(self.config, self.groups, self.execution)
+        self.optimizers = self._make_optimizers()
         plan, totals, pinned = (self.steps, self.config.batch_size), (len(PARTS), 2), bool(self.execution.captured)
         self._codes = torch.zeros(plan, dtype=torch.int64, device=device)
         self._at, self._chunk_at, self._chunk_end = torch.zeros(3, 1, dtype=torch.int64, device=device).unbind()
@@ -247,6 +179,30 @@ class Training:
         self._scored = torch.zeros(totals[1:], dtype=torch.float64, device=device)
         self._plan_host = torch.zeros(plan, dtype=torch.int64, pin_memory=pinned)
         self._totals_host = torch.zeros(totals, dtype=torch.float64, pin_memory=pinned)
+
+    def _make_optimizers(self) -> list[Optimizer]:
+        """The optimizers of the method, prepared for compiling and capturing."""
+        made = METHODS[self.config.method](self.groups, self.config)
+        made = [made] if isinstance(made, Optimizer) else list(made)
+        for optimizer in made:
+            if self.execution.compiled and isinstance(optimizer, RowOptimizer):
+                # Steps without a fused form take a few kernels per parameter instead of forty.
+                optimizer.update = compiled(type(optimizer).update)  # type: ignore[method-assign]
+            for group in optimizer.param_groups:
+                group["initial_lr"] = float(group["lr"])
+                if self.execution.captured:
+                    group["lr"] = torch.tensor(float(group["lr"]), device=self.data.device)
+                    known = isinstance(optimizer, torch.optim.SGD | torch.optim.Adam)
+                    group |= {name: True for name in ("capturable", *(["fused"] if known else [])) if name in group}
+        return made
+
+    def _set_rates(self, factor: float) -> None:
+        """Set every rate to its initial value times a factor, in place if it is a tensor."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(group["initial_lr"] * factor)
+            else:
+                group["lr"] = group["initial_lr"] * factor
 
     # The work of a step and of an evaluation, as it is captured
 
@@ -273,7 +229,7 @@ class Training:
         with self.queue.here():
             self._plan_host.copy_(torch.from_numpy(plan))
             self._codes.copy_(self._plan_host, non_blocking=True)
-            _set_rates(self.optimizers, self.config.rate_factor(self.epoch))
+            self._set_rates(self.config.rate_factor(self.epoch))
             self._at.zero_()
             self._totals.zero_()
         self._taken, self._begun = 0, True
@@ -309,42 +265,56 @@ class Training:
         return self.left
 
     def end_epoch(self) -> None:
-        """Enqueue the evaluation."""
+        """Enqueue the evaluation on the validation images and, after the last epoch, on the test images."""
+        self._enqueue_evaluation("validation")
+        if self.epoch + 1 == self.config.epochs:
+            self._enqueue_evaluation("test")
+
+    def _enqueue_evaluation(self, part: str) -> None:
+        start, end = self.data.spans[part]
         self.model.eval()
-        for part in PARTS[1:]:
-            start, end = self.data.spans[part]
-            with self.queue.here():
-                self._chunk_at.fill_(start)
-                self._chunk_end.fill_(end)
-                evaluate, length = self._evaluator(end - start)
-                self._scored.zero_()
-                for _ in range(math.ceil((end - start) / length)):
-                    evaluate()
-                self._totals[PARTS.index(part)] = self._scored
-        self.model.train()
         with self.queue.here():
+            self._chunk_at.fill_(start)
+            self._chunk_end.fill_(end)
+            evaluate, length = self._evaluator(end - start)
+            self._scored.zero_()
+            for _ in range(math.ceil((end - start) / length)):
+                evaluate()
+            self._totals[PARTS.index(part)] = self._scored
             self._totals_host.copy_(self._totals, non_blocking=True)
+        self.model.train()
+        self._tested = part == "test"
         self.queue.mark()
 
-    def collect(self) -> None:
-        """Wait for the end of the epoch and read its figures."""
+    def collect(self) -> bool:
+        """Wait for the evaluation and read the figures of the epoch; returns whether it is over.
+
+        If the validation accuracy has improved, the test images are evaluated first; NaN stands for other epochs.
+        """
         self.queue.wait()
+        best = max(self.curves["validation_accuracy"], default=-1.0)
+        if not self._tested and 100 * self._totals_host[1, 1].item() / self.data.counts["validation"] > best:
+            self._enqueue_evaluation("test")
+            return False
         images = [self.steps * self.config.batch_size, *(self.data.counts[part] for part in PARTS[1:])]
         # The training loss is a sum over batches, the others are sums over images.
         terms = [self.steps, *images[1:]]
         if not self.diverged:
             for part, (loss, hits), term, count in zip(PARTS, self._totals_host.tolist(), terms, images, strict=True):
-                self.curves[f"{part}_loss"].append(loss / term)
-                self.curves[f"{part}_accuracy"].append(100 * hits / count)
+                known = part != "test" or self._tested
+                self.curves[f"{part}_loss"].append(loss / term if known else math.nan)
+                self.curves[f"{part}_accuracy"].append(100 * hits / count if known else math.nan)
         self.epoch += 1
         self._begun = False
+        return True
 
     def run_epoch(self) -> None:
         """Run a whole epoch and wait for it."""
         while self.take(self.steps):
             continue
         self.end_epoch()
-        self.collect()
+        while not self.collect():
+            continue
 
     @property
     def diverged(self) -> bool:
@@ -368,8 +338,8 @@ class Training:
 
     def _prepare(self) -> int:
         """Make the function that runs a step; returns how many steps were taken meanwhile."""
+        self._launch["step"] = self._step
         if not self.execution.captured:
-            self._launch["step"] = self._step
             return 0
         with self.queue.here():
             # Compiling, choosing algorithms and allocating buffers happen in steps that are undone afterwards.
@@ -378,20 +348,55 @@ class Training:
                 self._step()
                 self._at.copy_(at)
             restore()
+            if self.config.plugin and (reason := self._replays_differ(restore, at)):
+                warnings.warn(f"steps of {self.config.method} are not replayed as a CUDA graph: {reason}", stacklevel=2)
+                self.execution = replace(self.execution, captured=False)
+                self.optimizers = self._make_optimizers()
+                restore()
+                self._set_rates(self.config.rate_factor(self.epoch))
+                return 0
             # The training's own first step: the optimizers make their state and tables, which a capture must find.
             self._step()
         self._launch["step"] = self.queue.capture(self._step)
         return 1
 
+    def _replays_differ(self, restore: Callable[[], None], at: Tensor) -> str:
+        """Why the steps of an unknown optimizer must not be replayed, "" if they may: three steps both ways."""
+        weights = [torch.cat([param.detach().flatten() for param in self.model.parameters()])]
+        reason, gpu, steps = "", self.data.device.type == "cuda", min(3, self.steps - int(at))
+        for replayed in (False, True):
+            step: Callable[[], None] = self._step
+            try:
+                if gpu and not replayed:  # what waits for the device cannot be captured
+                    torch.cuda.set_sync_debug_mode("error")
+                for number in range(steps):
+                    if replayed and number == 1:
+                        step = self.queue.capture(self._step)
+                    step()
+            except Exception as error:
+                reason = str(error.__context__ or error).splitlines()[0]
+            finally:
+                if gpu:
+                    torch.cuda.set_sync_debug_mode("default")
+            weights.append(torch.cat([param.detach().flatten() for param in self.model.parameters()]))
+            restore()
+            self._at.copy_(at)
+            if reason:
+                return reason
+        before, plain, replays = weights
+        # Numbers that the optimizer computes on the host, such as a bias correction, are frozen in a graph.
+        alike = (plain - replays).norm() <= _ALIKE * (plain - before).norm()
+        return "" if alike else "replayed steps differ from plain ones"
+
     def _snapshot(self) -> Callable[[], None]:
         """Copy what a step changes, except the counter of batches; returns a function that restores it in place."""
         model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        states = [_copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
+        states = [copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
         totals = self._totals.clone()
 
         def restore() -> None:
             _fill(self.model, model)
-            _load_states(self.optimizers, states)
+            self._load_states(states)
             self._totals.copy_(totals)
 
         return restore
@@ -416,14 +421,14 @@ class Training:
         return {
             "config": self.config.to_dict(),
             "epoch": self.epoch,
-            "curves": _copied(self.curves),
+            "curves": copied(self.curves),
             "model": self.weights(),
-            "optimizers": [_copied(optimizer.state_dict()["state"], device="cpu") for optimizer in self.optimizers],
+            "optimizers": [copied(optimizer.state_dict()["state"], device="cpu") for optimizer in self.optimizers],
         }
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, on the CPU."""
-        return _copied(self.model.state_dict(), device="cpu")
+        return copied(self.model.state_dict(), device="cpu")
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a state, before the first step."""
@@ -431,15 +436,26 @@ class Training:
             raise ValueError(f"the state belongs to another training than {self.config.key}")
         with self.queue.here():
             _fill(self.model, state["model"])
-            _load_states(self.optimizers, state["optimizers"])
-        self.epoch, self.curves = state["epoch"], _copied(state["curves"])
+            self._load_states(state["optimizers"])
+        self.epoch, self.curves = state["epoch"], copied(state["curves"])
         self._begun = False
 
+    def _load_states(self, states: list[Mapping[Any, Any]]) -> None:
+        """Load the states of the optimizers, without their settings, in the memory format of the parameters."""
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": copied(state), "param_groups": groups})
+            for param, values in optimizer.state.items():
+                for name, value in values.items():
+                    # Fused steps read parameter and state in one order.
+                    if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                        values[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
-def _copied(state: Any, *, device: str | None = None) -> Any:
+
+def copied(state: Any, *, device: str | None = None) -> Any:
     """A nested state that shares no memory with the original."""
     if isinstance(state, Mapping):
-        return {key: _copied(value, device=device) for key, value in state.items()}
+        return {key: copied(value, device=device) for key, value in state.items()}
     if isinstance(state, list):
         return list(state)
     return state.detach().to(device or state.device, copy=True) if isinstance(state, Tensor) else state
@@ -454,18 +470,6 @@ def _fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the weights must be those of this network; they differ in {names}")
     for name, tensor in own.items():
         tensor.copy_(weights[name])
-
-
-def _load_states(made: Sequence[Optimizer], states: Sequence[Mapping[Any, Any]]) -> None:
-    """Load the states of optimizers, without their settings, in the memory format of the parameters."""
-    for optimizer, state in zip(made, states, strict=True):
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": _copied(state), "param_groups": groups})
-        for param, values in optimizer.state.items():
-            for name, value in values.items():
-                # Fused steps read parameter and state in one order.
-                if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
-                    values[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
 def _join(model: nn.Module, *, compiled: bool) -> None:

@@ -5,8 +5,21 @@ from steradian.optim.adagradg import AdaGradG
 from steradian.optim.adam import Adam, AdamS, AdamSRT
 from steradian.optim.adamg import AdamG
 from steradian.optim.adamp import AdamP
+from steradian.optim.angular import Angular
 from steradian.optim.base import RowOptimizer
 from steradian.optim.sgd import SGD
 from steradian.optim.telemetry import TELEMETRY, Telemetry
 
-__all__ = ["SGD", "TELEMETRY", "AdaGradG", "Adam", "AdamG", "AdamP", "AdamS", "AdamSRT", "RowOptimizer", "Telemetry"]
+__all__ = [
+    "SGD",
+    "TELEMETRY",
+    "AdaGradG",
+    "Adam",
+    "AdamG",
+    "AdamP",
+    "AdamS",
+    "AdamSRT",
+    "Angular",
+    "RowOptimizer",
+    "Telemetry",
+]

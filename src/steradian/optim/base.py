@@ -145,12 +145,18 @@ class RowOptimizer(Optimizer, ABC):
             return
         for group, params, states in classic:
             self._step_classic(params, states, group)
+        for group, sets in work:
+            self._step_rows(sets, group)
+
+    def _step_rows(self, sets: list[RowSet], group: Options) -> None:
+        """The row update of a group's sets; under a gradient scaler its numbers are read on the device."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         # An update that replaces the class's own, such as a compiled one, takes row sets one by one.
         alone = self.update is not type(self).update
-        for group, sets in work:
-            for rows in sets if alone else together(sets):
+        for rows in sets if alone else together(sets):
+            with rows.scaled(scale, found):
                 self.update(rows, group)
-                rows.finish()
+            rows.finish()
 
     @untraced
     def _collect(self) -> tuple[Classic, Work]:

@@ -16,7 +16,9 @@ from steradian.optim.adagradg import AdaGradG
 from steradian.optim.adam import Adam
 from steradian.optim.adamg import AdamG
 from steradian.optim.adamp import AdamP
-from steradian.optim.rows import rate_of
+from steradian.optim.angular import Angular
+from steradian.optim.reference import orthogonalized
+from steradian.optim.rows import RowSet, rate_of
 from steradian.optim.sgd import SGD
 from steradian.optim.transport import Motion
 from steradian.scheme import Step, Taken, UnreadableOptimizerError, register
@@ -94,6 +96,37 @@ def read_adagradg(taken: Taken) -> Step:
     a = _rows(taken, taken.gradient())
     v = (taken.need("sum").unsqueeze(1) - geometry.dot(r * a, r * a)) / taken.group["beta"]
     return Step(_restore(taken, a), _restore(taken, (v.sqrt() / r**2).expand_as(a)), taken.setting("lr"))
+
+
+@register(Angular)
+def read_angular(taken: Taken) -> Step:
+    """Angular: a = d/r and b = η‖d‖/(r² tan θ), with d before the step; it lands on the ray of x', not at radius r.
+
+    d is tangent, so the effective rate is tan θ/‖d‖. A row that did not turn has a = 0.
+    """
+    group = taken.group
+    if not _radial(taken):
+        if group["rest"] == "sgd":
+            return _classic(taken, scheme.read_sgd, dampening=0.0)
+        betas = group["momentum"], group["beta2"]
+        return _classic(taken, scheme.read_adam, betas=betas, eps=1e-8, amsgrad=False, decoupled_weight_decay=True)
+    before = _before(taken)
+    r, u = geometry.split(_rows(taken, before), check=False)
+    _, p = geometry.split(_rows(taken, taken.param), check=False)
+    n = geometry.transport(_rows(taken, taken.need("momentum_buffer")), p, u)
+    if group["nesterov"]:
+        n = group["momentum"] * n + r * geometry.tangent(_rows(taken, taken.gradient()), u)
+    if group["direction"] == "adam":
+        v = _rows(taken, taken.need("exp_avg_sq")) / (1 - group["beta2"] ** taken.need("step").to(n))
+        n = torch.where(v > 0, n / v.sqrt(), 0)
+    if group["direction"] == "muon":
+        rows = RowSet(_layout(taken), [before.contiguous()], [{}])
+        n = rows.from_matrices(orthogonalized(rows.matrices(n)))
+    d, slope = geometry.tangent(n, u), geometry.angle(u, p).tan()
+    lr, turned = taken.setting("lr"), (slope > 0) & (r > 0)
+    a, b = d / r, lr * geometry.norm(d) / (r**2 * slope)
+    a, b = torch.where(turned, a, 0), torch.where(turned, b, 1)
+    return Step(_restore(taken, a), _restore(taken, b.expand_as(a)), lr, beta=taken.setting("momentum"))
 
 
 def _classic(taken: Taken, reader: Any, state: dict[str, Tensor] | None = None, **settings: Any) -> Step:

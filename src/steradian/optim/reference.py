@@ -6,6 +6,7 @@ device.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -280,3 +281,159 @@ def adamp(rows: RowSet, group: Options) -> None:
         if rows.telemetry is not None:
             emit(rows, piece, x, y, g, pace=(1 - beta1) * pace / _mean_square(divisor).sqrt_(), start=kept)
         x.copy_(y)
+
+
+# Angular ----------------------------------------------------------------------------------------------------
+
+
+def angular(rows: RowSet, group: Options) -> None:
+    """Angular: a row turns by a given angle θ along −d and keeps its radius; h = r∇L(x)^⊥ is the gradient at u.
+
+    m ← β m + h;  n = m, with Nesterov h + β m;  d = n, or (n ⊘ √(V/(1−β2^t)))^⊥ with V ← β2 V + (1−β2) h²
+    element-wise (0/0 = 0), or NS(n)^⊥ of matrices (`angular_by_matrix`);  θ = lr, or min(lr ‖d‖/√(v/(1−β2^t)), ½) with
+    v ← β2 v + (1−β2)‖d‖²;  x' = r Exp_u(−θ d/‖d‖);  m ← Γ(m) from u to u'.
+
+    A row whose h is 0, up to the rounding of a radial gradient, does not turn. A row whose ‖h‖² is not finite takes no
+    step.
+    """
+    if group["direction"] == "muon":
+        angular_by_matrix([rows], group)
+        return
+    root = _root_of_bias(rows, group)
+    names = ("exp_avg_sq",) if group["direction"] == "adam" else ()
+    for piece, (x, gradient, m, *second) in rows.pieces("param", "grad", "momentum_buffer", *names):
+        r, u, h, *moving = _pushed(x, gradient, m, group)
+        n = h.add(m, alpha=group["momentum"]) if group["nesterov"] else m
+        if second:
+            v, largest = second[0], torch.finfo(h.dtype).max
+            v.lerp_(h.square().clamp_(max=largest), _share(group, moving[1], v.dtype))
+            n = (n / (v.sqrt() / root)).masked_fill_(v == 0, 0)
+        _turn(rows, piece, (x, gradient, m), group, (r, u), n, moving, root)
+    if group["spread"] == "rms":
+        rows.share("norm_sq")
+
+
+def angular_by_matrix(sets: list[RowSet], group: Options) -> None:
+    """`angular` along NS(n)^⊥: the momenta of all matrices first, then those of one shape together, then the turns."""
+    sets = [rows for rows in sets if rows.d and (rows.n or rows.sharded)]
+    names = ("param", "grad", "momentum_buffer")
+    matrices = []
+    for rows in sets:
+        # m is computed again in the turn: kept until then it would take memory, and its rounding in half precision.
+        pieces: list[Tensor] = []
+        for _, (x, gradient, m) in rows.pieces(*names, write=False):
+            n = m.clone()
+            _, _, h, _, stays = _pushed(x, gradient, n, group)
+            n = h.add_(n, alpha=group["momentum"]) if group["nesterov"] else n
+            pieces += zeroed(stays, n)
+        # A rank without rows takes part in the gathering.
+        empty = rows.params[0].new_empty(0, rows.d, dtype=rows.dtype)
+        matrices.append(rows.matrices(torch.cat(pieces) if pieces else empty))
+    found = iter(orthogonalized([stack for of_set in matrices for stack in of_set]))
+    for rows, of_set in zip(sets, matrices, strict=True):
+        along, root = rows.from_matrices([next(found) for _ in of_set]), _root_of_bias(rows, group)
+        for piece, (x, gradient, m) in rows.pieces(*names):
+            r, u, _, *moving = _pushed(x, gradient, m, group)
+            _turn(rows, piece, (x, gradient, m), group, (r, u), along[piece], moving, root)
+        if group["spread"] == "rms":
+            rows.share("norm_sq")
+
+
+def _root_of_bias(rows: RowSet, group: Options) -> float | Tensor:
+    """√(1−β2^t) of this step, which is counted."""
+    root: float | Tensor = (1 - group["beta2"] ** rows.advance()) ** 0.5
+    return root
+
+
+# Numbers in matrices that are multiplied at once: enough to fill a GPU, few enough for its memory.
+_MATRICES = 2**27
+
+
+def orthogonalized(stacks: list[Tensor]) -> list[Tensor]:
+    """The five Newton–Schulz steps of `torch.optim.Muon` on stacks of matrices, (k, a, b) each; 0 stays 0.
+
+    X ← n/‖n‖;  five times G = XXᵀ, X ← aX + (bG + cG²)X. Matrices of one shape are multiplied together, in bfloat16 on
+    an accelerator, in float32 on a CPU, and float64 stays float64.
+    """
+    wide = [stack.mT if stack.shape[1] > stack.shape[2] else stack for stack in stacks]
+    alike: dict[object, list[int]] = {}
+    counts: dict[object, int] = {}
+    for place, stack in enumerate(wide):
+        kind = (stack.shape[1:], stack.dtype, stack.device)
+        counts[kind] = counts.get(kind, 0) + stack.numel()
+        alike.setdefault((kind, counts[kind] // _MATRICES), []).append(place)
+    found = list(stacks)
+    for places in alike.values():
+        x = torch.cat([wide[place] for place in places])
+        size = norm(x.flatten(1)).unsqueeze(2)
+        x = x / size.masked_fill(size == 0, 1)
+        if x.device.type != "cpu" and x.dtype != torch.float64:
+            x = x.bfloat16()
+        for _ in range(5):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        for place, part in zip(places, x.split([len(wide[place]) for place in places]), strict=True):
+            tall = wide[place] is not stacks[place]
+            found[place] = (part.mT if tall else part).to(stacks[place].dtype)
+    return found
+
+
+def _pushed(
+    x: Tensor, gradient: Tensor, m: Tensor, group: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """m ← β m + h in place; returns r, u, h, the rows that turn, and those that take no step (None: no row)."""
+    r, u = _direction(x)
+    r, along = -r if group["maximize"] else r, dot(u, gradient)
+    h = torch.addcmul(gradient, u, along, value=-1).mul_(r)
+    slope = norm(h)
+    stays = failing(torch.isfinite(slope.square()))
+    # The tangent part of a radial gradient is rounding, which is no direction to turn in.
+    moves = slope > 16 * torch.finfo(h.dtype).eps * (along * r).abs_()
+    kept = group["momentum"]
+    if stays is not None:
+        moves, kept = moves & ~stays, torch.where(stays, torch.ones_like(r), kept)
+    (h,) = zeroed(failing(moves), h)
+    m.mul_(kept).add_(h)
+    return r.abs_(), u, h, moves, stays
+
+
+def _share(group: Options, stays: Tensor | None, dtype: torch.dtype) -> float | Tensor:
+    """1 − β2, and 0 for rows that take no step."""
+    share: float = 1 - group["beta2"]
+    return share if stays is None else (~stays).to(dtype) * share
+
+
+def _turn(
+    rows: RowSet,
+    piece: slice,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    group: Options,
+    split: tuple[Tensor, Tensor],
+    n: Tensor,
+    moving: list[Any],
+    root: float | Tensor,
+) -> None:
+    """Turn x along −n^⊥ by its angle, and transport m: Γ(m) = m^⊥ + ⟨m,e⟩((cos θ − 1)e + sin θ u), e = d/‖d‖."""
+    (x, gradient, m), (r, u), (moves, stays) = tensors, split, moving
+    radial = dot(u, n)
+    d = torch.addcmul(n, u, radial, value=-1)
+    length = norm(d)
+    theta = (moves & (length > 0)).to(x.dtype) * rate_of(group)
+    if group["spread"] == "rms":
+        v = rows.number("norm_sq")[piece]
+        v.lerp_(length.square().clamp_(max=torch.finfo(v.dtype).max), _share(group, stays, v.dtype))
+        theta = (theta * length / (v.sqrt() / root)).masked_fill_(v == 0, 0).clamp_(max=0.5)
+    sine, cosine, reach = theta.sin(), theta.cos(), length.masked_fill(length == 0, 1)
+    e = d.div_(reach)
+    y = rows.kept((x * cosine).addcmul_(e, r * sine, value=-1))
+    if n is m:
+        radial = radial if stays is None else radial.masked_fill(stays, 0)
+        m.mul_(cosine).addcmul_(u, length * sine - radial * cosine)
+    else:
+        radial, along = dot(u, m), dot(e, m)
+        radial = radial if stays is None else radial.masked_fill(stays, 0)
+        m.addcmul_(u, along * sine - radial).addcmul_(e, along * (theta / 2).sin().square_().mul_(-2))
+    if rows.telemetry is not None:
+        pace = theta.tan() / reach * dot(x, y)
+        emit(rows, piece, x, y, gradient, pace=pace, inward=torch.zeros_like(theta))
+    x.copy_(y)

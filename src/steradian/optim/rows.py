@@ -118,8 +118,10 @@ class RowSet:
         """All rows, as a piece."""
         return slice(0, self.n)
 
-    def pieces(self, *names: str) -> Iterator[tuple[slice, list[Tensor]]]:
+    def pieces(self, *names: str, write: bool = True) -> Iterator[tuple[slice, list[Tensor]]]:
         """Ranges of rows, each with these rows of some quantities, to be changed in place (gradients may not be).
+
+        If they are only read, `write=False` saves writing copies back.
 
         On a CPU a piece is what its cache holds, elsewhere it is all rows at once.
         """
@@ -127,7 +129,7 @@ class RowSet:
             tensors = [self.read(name, piece) for name in names]
             yield piece, tensors
             for name, rows in zip(names, tensors, strict=True):
-                if name != "grad":
+                if write and name != "grad":
                     self._write(name, piece, rows)
 
     def _ranges(self) -> Iterator[slice]:
@@ -156,6 +158,39 @@ class RowSet:
             if joint or tensor.dtype != self.dtype or not cut.is_view(tensor):
                 place = cut.blocks(tensor, piece)
                 place.copy_(_clamp_to(tensor.dtype, part).reshape(place.shape))
+
+    def kept(self, rows: Tensor) -> Tensor:
+        """Rows as the parameters will hold them: rounded where they are of half precision."""
+        if all(param.dtype == self.dtype for param in self.params):
+            return rows
+        parts = zip(torch.split(rows, [cut.d for cut in self._cuts], dim=1), self.params, strict=True)
+        return torch.cat([_clamp_to(param.dtype, part).to(param.dtype).to(self.dtype) for part, param in parts], dim=1)
+
+    def matrices(self, rows: Tensor) -> list[Tensor]:
+        """Rows as stacks of matrices, (k, a, b): all rows as one, or each block of each tensor if rows are blocks."""
+        if self._are_slices():
+            return [self._gathered(rows).unsqueeze(0)]
+        parts = torch.split(rows, [cut.d for cut in self._cuts], dim=1)
+        return [cut.matrices(part) for cut, part in zip(self._cuts, parts, strict=True)]
+
+    def from_matrices(self, stacks: list[Tensor]) -> Tensor:
+        """The inverse of `matrices`."""
+        if self._are_slices():
+            return self._own(stacks[0][0])
+        return torch.cat([cut.from_matrices(stack) for cut, stack in zip(self._cuts, stacks, strict=True)], dim=1)
+
+    def _are_slices(self) -> bool:
+        """Whether rows are single slices of a dimension, as filters are, and not blocks of several, as heads are."""
+        shape = self.owners[0].shape  # on a rank with one row of several, its part is one block
+        return any(count == size > 1 for count, size in zip(self.layout.blocks(shape), shape, strict=True))
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks."""
+        return rows
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """Those of this rank."""
+        return rows
 
     def is_dense(self) -> bool:
         """One parameter whose rows lie behind each other in memory."""
@@ -269,6 +304,22 @@ class _Cut:
         """Whether the rows of a tensor of this shape lie behind each other in memory, without gaps."""
         run = [*self.outer, *self.inner]
         return self._is_one(tensor, run) and (not run or self._stride(tensor, run[-1]) == 1)
+
+    def matrices(self, rows: Tensor) -> Tensor:
+        """Each row as a matrix, whose first dimension is the tensor's: (n, a, b)."""
+        if 1 not in self.inner:
+            return rows.unsqueeze(1)
+        first = 1 + self.inner.index(1)
+        sizes = [self.shape[k] for k in self.inner]
+        return rows.reshape(-1, *sizes).movedim(first, 1).reshape(len(rows), self.shape[1], -1)
+
+    def from_matrices(self, stack: Tensor) -> Tensor:
+        """The inverse of `matrices`."""
+        if 1 not in self.inner:
+            return stack.flatten(1)
+        first = 1 + self.inner.index(1)
+        others = [self.shape[k] for k in self.inner if k != 1]
+        return stack.reshape(len(stack), self.shape[1], *others).movedim(1, first).reshape(len(stack), self.d)
 
     def _is_plain(self) -> bool:
         """Whether rows are slices of dimension 0, in the logical order of their entries."""

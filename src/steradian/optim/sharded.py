@@ -2,7 +2,8 @@
 
 `fully_shard` cuts dimension 0, so rows that are slices of it are whole on one rank: each rank steps its own, and
 nothing is communicated. Rows that are spread over several ranks are gathered, every rank takes the same step, and keeps
-its part.
+its part. Angular's direction "muon" needs whole matrices: where each rank steps its own rows, the momentum of every
+matrix is gathered for it.
 """
 
 from collections.abc import Sequence
@@ -47,9 +48,14 @@ def count_rows(params: list[DTensor], layout: Layout) -> int:
 
 def keep(sharded: DTensor, full: Tensor) -> None:
     """Copy this rank's part of a whole tensor, which every rank has, into a sharded one."""
+    sharded.to_local().copy_(_part_of(sharded, full))
+
+
+def _part_of(sharded: DTensor, full: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank holds if it is sharded like another."""
     mesh = sharded.device_mesh
     replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    sharded.to_local().copy_(replicated.redistribute(placements=sharded.placements).to_local())
+    return replicated.redistribute(placements=sharded.placements).to_local()
 
 
 class ShardedRowSet(RowSet):
@@ -96,6 +102,21 @@ class ShardedRowSet(RowSet):
             for name, value in state.items():
                 if isinstance(value, DTensor):
                     keep(value, whole[name])
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks."""
+        if not self.in_place:
+            return rows
+        owner = self.owners[0]
+        shape = torch.Size((self.layout.size(owner.shape)[0], self.d))
+        whole = DTensor.from_local(
+            rows, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=(self.d, 1)
+        )
+        return whole.full_tensor()
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """Those of this rank."""
+        return _part_of(self.owners[0], rows.contiguous()) if self.in_place else rows
 
     def _here(self, tensor: DTensor) -> Tensor:
         """The part on this rank, which shares the memory, or a copy of the whole tensor."""

@@ -1,67 +1,73 @@
 """What a page draws: runs read and reduced in time, histograms, trajectories, and all numbers packed in one text."""
 
 import base64
+import gzip
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from steradian.reporting.lines import Lines, aggregate, coarsen
+from steradian.reporting.lines import Lines, aggregate, coarsen, points_for
 from steradian.reporting.rows import cosines, histograms, spheres, trajectories
-from steradian.watching.records import QUANTITIES, STATISTICS, read_run
+from steradian.watching.records import QUANTITIES, STATISTICS, labels, read_run
 from steradian.watching.verdict import Sentence, verdict
 
-__all__ = ["BUDGET", "Pack", "PageRun", "load", "page_data", "unpack"]
+__all__ = ["Pack", "PageRun", "compressed", "find_runs", "load", "page_data", "unpack"]
 
-POINTS = 480
-FEWEST_POINTS = 48
-BUDGET = 1_250_000  # numbers in all lines, four characters each
+MANY = 300_000  # numbers in a pack
+MANY_LAYERS = 24
 HYPOTHESES = ("radial", "velocity", "taylor")
 
 
 class Pack:
-    """Arrays concatenated in one text; each is found by its offset and its length.
+    """Arrays concatenated in one compressed text; each is found by its offset and its length.
 
-    A number is the upper 24 bits of its float32, rounded: 16 binary digits, a relative error of at most 2^-16.
-    Three bytes are four characters of base64, so number i is at the characters 4i to 4i + 4, and the browser
-    decodes only what it draws. A number that is not finite is a gap, NaN.
+    A number is the upper 24 bits of its float32, rounded to 16 binary digits, or to 11 if there are more than
+    `MANY` numbers. All third bytes come first, then all second and all first ones, which compresses best. A number
+    that is not finite is a gap, NaN.
 
     >>> pack = Pack()
     >>> pack.add([1.0, 2.0]), pack.add([0.1])
     (0, 2)
-    >>> unpack(pack.text(), 2, 1)
-    array([0.10000038], dtype=float32)
+    >>> unpack(pack.text())
+    array([1.        , 2.        , 0.10000038], dtype=float32)
     """
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._parts: list[NDArray[np.float32]] = []
         self.length = 0
 
     def add(self, values: ArrayLike) -> int:
         """Append an array, flattened; its offset in numbers."""
-        array = np.array(values, dtype=np.float32).ravel()
-        array[~np.isfinite(array)] = np.nan
-        bits = (array.view(np.uint32) + np.uint32(0x80)) >> np.uint32(8)
-        three = np.ascontiguousarray(bits.astype("<u4")).view(np.uint8).reshape(-1, 4)[:, :3]
-        self._parts.append(three.tobytes())
+        self._parts.append(np.asarray(values, dtype=np.float32).ravel())
         offset = self.length
-        self.length += array.size
+        self.length += self._parts[-1].size
         return offset
 
     def text(self) -> str:
         """Everything added so far."""
-        return base64.b64encode(b"".join(self._parts)).decode("ascii")
+        array = np.concatenate([np.zeros(0, np.float32), *self._parts])
+        array[~np.isfinite(array)] = np.nan
+        dropped = 8 if self.length <= MANY else 13
+        bits = (array.view(np.uint32) + np.uint32(1 << (dropped - 1))) >> np.uint32(dropped) << np.uint32(dropped)
+        return compressed(np.ascontiguousarray(bits.astype("<u4").view(np.uint8).reshape(-1, 4)[:, 1:].T).tobytes())
 
 
-def unpack(text: str, offset: int, length: int) -> np.ndarray:
-    """The numbers that `Pack.add` packed, decoded as the page's script does."""
-    three = np.frombuffer(base64.b64decode(text[4 * offset : 4 * (offset + length)]), np.uint8).reshape(-1, 3)
-    four = np.concatenate([np.zeros((len(three), 1), np.uint8), three], axis=1)
-    return np.ascontiguousarray(four).view("<f4").ravel()
+def compressed(content: bytes) -> str:
+    """Bytes as text that the browser can unpack."""
+    return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
+
+
+def unpack(text: str) -> np.ndarray:
+    """All numbers that a `Pack` holds, decoded as the page's script does."""
+    three = np.frombuffer(gzip.decompress(base64.b64decode(text)), np.uint8).reshape(3, -1)
+    return np.ascontiguousarray(np.pad(three, ((1, 0), (0, 0))).T).view("<f4").ravel()
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class PageRun:
         rows: single rows, `records.ROW_COLUMNS`.
         paths: directions, `records.PATH_COLUMNS`.
         alerts: `records.ALERT_COLUMNS`.
+        observed: how many steps were observed, of how many.
+        labels: "invariant", "not invariant" or "untested" for each group.
         extremes: the largest value of each quantity that a hypothesis bounds.
         not_finite: quantities that are not finite in some group at the end of the run.
         verdict: what the run says first, in words.
@@ -96,21 +104,50 @@ class PageRun:
     rows: pd.DataFrame
     paths: pd.DataFrame
     alerts: pd.DataFrame
-    extremes: dict[str, Extreme] = field(default_factory=dict)
-    not_finite: set[str] = field(default_factory=set)
-    verdict: list[Sentence] = field(default_factory=list)
+    observed: tuple[int, int]
+    labels: Mapping[str, str]
+    extremes: dict[str, Extreme]
+    not_finite: set[str]
+    verdict: list[Sentence]
 
     @property
     def quantities(self) -> set[str]:
         """Quantities recorded for at least one group."""
         return {name for name, groups in self.lines.values.items() if set(groups) - {""}}
 
+    @cached_property
+    def recorded(self) -> set[str]:
+        """What a figure may need: quantities, "rows", "paths", "whole", and "*", which every run has."""
+        whole = any("" in of for of in self.lines.values.values())
+        there = {"*": True, "rows": not self.rows.empty, "paths": bool(trajectories([self.paths])), "whole": whole}
+        return self.quantities | {name for name, known in there.items() if known}
+
     @property
+    def vectors(self) -> list[str]:
+        """Groups that are no matrices or filters, such as biases and gains, if there are others."""
+        known: Sequence[Mapping[str, Any]] = self.about.get("groups") or []
+        flat = [
+            str(group["name"])
+            for group in known
+            if (group.get("rows") or 0) <= 1 and all(len(shape) <= 1 for shape in group.get("shapes") or ())
+        ]
+        return flat if len(flat) < len(known) else []
+
+    @cached_property
     def groups(self) -> list[str]:
         """Its groups, in the order of run.json, which is the model's."""
         named = [str(group.get("name")) for group in self.about.get("groups") or []]
         recorded = {group for groups in self.lines.values.values() for group in groups} - {""}
         return [name for name in named if name in recorded] + sorted(recorded - set(named))
+
+
+def find_runs(paths: Sequence[str | Path]) -> list[Path]:
+    """The runs that these folders are, or that they contain."""
+    found = []
+    for path in map(Path, paths):
+        inside = [] if (path / "run.json").is_file() else sorted(file.parent for file in path.rglob("run.json"))
+        found += inside or [path]
+    return found
 
 
 def load(paths: Sequence[str | Path]) -> list[PageRun]:
@@ -121,13 +158,14 @@ def load(paths: Sequence[str | Path]) -> list[PageRun]:
     """
     if not paths:
         raise ValueError("a page needs at least one run: give the folder that watch(optimizer, to=…) wrote")
+    paths = find_runs(paths)
     folders = [Path(path).resolve() for path in paths]
     for path, folder in zip(paths, folders, strict=True):
         if folders.count(folder) > 1:
             raise ValueError(f"the run {path} is given twice")
     runs = [_load(path) for path in paths]
     names = distinct_names([run.name for run in runs], folders)
-    return [PageRun(**{**vars(run), "name": name}) for run, name in zip(runs, names, strict=True)]
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def _load(path: str | Path) -> PageRun:
@@ -136,16 +174,26 @@ def _load(path: str | Path) -> PageRun:
         raise ValueError(f"the run {path} has no record yet: watch writes the first part at its first flush")
     found = {name: _extreme(run.table, name) for name in HYPOTHESES}
     extremes = {name: of for name, of in found.items() if of is not None}
-    lines = aggregate(run.table, points=POINTS)
-    not_finite = _not_finite(run.table)
-    return PageRun(run.name, run.about, lines, run.rows, run.paths, run.alerts, extremes, not_finite, verdict(run))
+    steps = np.asarray(pd.unique(run.table["step"][run.table["group"] != ""]))
+    return PageRun(
+        run.name,
+        run.about,
+        aggregate(run.table),
+        run.rows,
+        run.paths,
+        run.alerts,
+        (len(steps), int(run.table["step"].max() - run.table["step"].min()) + 1),
+        labels(run),
+        extremes,
+        _not_finite(run.table, steps.max(initial=0)),
+        verdict(run),
+    )
 
 
-def page_data(runs: Sequence[PageRun]) -> dict[str, Any]:
-    """Everything that the page's script draws, as JSON data."""
+def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
+    """Everything that the page's script draws: JSON data, and the `Pack` that its offsets point into."""
     pack = Pack()
-    count = sum(run.lines.count() for run in runs)
-    points = max(FEWEST_POINTS, min(POINTS, BUDGET // max(count, 1)))
+    points = points_for(sum(len(run.lines.keys) for run in runs))
     groups = list(dict.fromkeys(group for run in runs for group in run.groups))
     found = trajectories([run.paths for run in runs])
     balls = spheres(found)
@@ -153,6 +201,8 @@ def page_data(runs: Sequence[PageRun]) -> dict[str, Any]:
     data: dict[str, Any] = {
         "statistics": list(STATISTICS),
         "groups": groups,
+        "grid": grid(groups),
+        "vectors": sorted({name for run in runs for name in run.vectors}),
         "quantities": _quantities(runs),
         "whole": sorted({name for run in runs for name, of in run.lines.values.items() if "" in of}),
         "runs": [_run(run, coarsen(run.lines, points), pack) for run in runs],
@@ -195,8 +245,24 @@ def page_data(runs: Sequence[PageRun]) -> dict[str, Any]:
             for pair, (steps, cosine) in cosines(found[group, row]).items()
         ],
     }
-    data["pack"] = pack.text()
-    return data
+    return data, pack.text()
+
+
+def grid(groups: Sequence[str]) -> dict[str, Any] | None:
+    """Blocks, roles and the place of each group, where many layers repeat in blocks; None if they do not.
+
+    >>> names = [f"layers.{k}.{role}.weight" for k in range(16) for role in ("up", "down")]
+    >>> found = grid(["embed.weight", *names])
+    >>> found["roles"], found["blocks"][:2], found["places"]["layers.15.down.weight"]
+    (['up', 'down'], ['layers.0', 'layers.1'], [15, 1])
+    """
+    split = {name: re.fullmatch(r"(.*?\b\d+)\.(.+?)(\.weight)?", name) for name in groups}
+    inside = {name: (found[1], found[2]) for name, found in split.items() if found}
+    blocks, roles = (list(dict.fromkeys(part)) for part in zip(*inside.values(), strict=True)) if inside else ([], [])
+    if len(groups) < MANY_LAYERS or len(blocks) < 4 or not 2 <= len(roles) <= 24:
+        return None
+    places = {name: [blocks.index(block), roles.index(role)] for name, (block, role) in inside.items()}
+    return {"blocks": blocks, "roles": roles, "places": places}
 
 
 def _quantities(runs: Sequence[PageRun]) -> dict[str, dict[str, str]]:
@@ -263,8 +329,7 @@ def _extreme(table: pd.DataFrame, quantity: str) -> Extreme | None:
     return Extreme(float(value[at]), int(part["step"].iloc[at]), str(part["group"].iloc[at]), not_finite)
 
 
-def _not_finite(table: pd.DataFrame) -> set[str]:
-    """Quantities that are not finite in some group at the end."""
-    part = table[table["statistic"].isin(["median", "mean"]) & (table["group"] != "")]
-    last = part.drop_duplicates(["group", "quantity", "statistic"], keep="last")
-    return {str(name) for name in last["quantity"][~np.isfinite(last["value"].to_numpy(float))]}
+def _not_finite(table: pd.DataFrame, last: int) -> set[str]:
+    """Quantities that are not finite in some group at the last observed step."""
+    part = table[(table["step"] == last) & (table["group"] != "") & ~np.isfinite(table["value"])]
+    return {str(name) for name in part["quantity"][part["statistic"].isin(["median", "mean"])]}

@@ -1,27 +1,29 @@
 """Lines over time: a table of any length reduced to a few hundred points that keep extremes and sharp drops."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from steradian.watching.records import STATISTICS
-
-__all__ = ["Drop", "Lines", "aggregate", "buckets", "coarsen", "reduce_lines", "schedule"]
+__all__ = ["Drop", "Lines", "aggregate", "buckets", "coarsen", "points_for", "schedule"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
 
-SHARP = 1.25  # a rate that changes by more than this factor in one step is a drop (or a restart), not a slope
+SHARP = 1.25  # a rate that changes by less than this factor has no drop
+ALONE = 4.0  # a drop is this many times steeper than the schedule before and after it
 MOST_DROPS = 24
+POINTS, FEWEST_POINTS = 480, 40
+BUDGET = 1_250_000  # numbers in all lines of a page, about two characters each
 
 
 @dataclass(frozen=True)
 class Drop:
-    """A sudden change of the nominal rate: the first step with the new rate, and new over old."""
+    """A sudden change of the nominal rate: the first observed step with the new rate, and new over old."""
 
     step: int
     factor: float
@@ -33,32 +35,53 @@ class Lines:
 
     Attributes:
         steps: the middle step of each bucket, (B,).
-        values: quantity → group → statistic → (B,), NaN where nothing was recorded. Quantities of the run as a
-            whole have the group "": their "min" and "max" are over the bucket.
+        keys: quantity, group and statistic of each line. Quantities of the run as a whole have the group "": their
+            "min" and "max" are over the bucket.
+        table: (lines, B), NaN where nothing was recorded.
         drops: sudden changes of the nominal rate.
         last_step: the last recorded step.
     """
 
     steps: Integers
-    values: dict[str, dict[str, dict[str, Floats]]]
+    keys: list[tuple[str, str, str]]
+    table: Floats
     drops: list[Drop] = field(default_factory=list)
     last_step: int = 0
 
-    def count(self) -> int:
-        """How many lines there are."""
-        return sum(len(lines) for groups in self.values.values() for lines in groups.values())
+    @cached_property
+    def values(self) -> dict[str, dict[str, dict[str, Floats]]]:
+        """Quantity → group → statistic → line."""
+        found: dict[str, dict[str, dict[str, Floats]]] = {}
+        for (quantity, group, statistic), line in zip(self.keys, self.table, strict=True):
+            found.setdefault(quantity, {}).setdefault(group, {})[statistic] = line
+        return found
 
 
 def schedule(steps: Integers, rate: Floats) -> list[Drop]:
-    """The sudden changes in a nominal rate, the largest ones if there are many, in order.
+    """The isolated jumps of a nominal rate, the largest ones if there are many, in order.
+
+    Between observed steps a smooth schedule may change a lot. A jump is steeper than the schedule on both sides of it,
+    in the rate and in its logarithm: a warm-up is even in the first, an exponential decay in the second.
+
+    Args:
+        steps: observed steps.
+        rate: at these.
 
     >>> schedule(np.arange(4), np.array([1.0, 1.0, 0.1, 0.1]))
     [Drop(step=2, factor=0.1)]
+    >>> schedule(np.array([0, 10, 500, 1000]), np.array([0.01, 0.1, 1.0, 1.0]))
+    []
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         factor = rate[1:] / rate[:-1]
         size = np.abs(np.log(factor))
-    found = np.flatnonzero(np.isfinite(size) & (size > np.log(SHARP)))
+        alone = np.isfinite(size) & (size > np.log(SHARP))
+        for change in (np.diff(rate), np.log(factor)):
+            slope = np.abs(change) / np.diff(steps)
+            # Without a neighbour, nobody knows.
+            beside = np.pad(np.nan_to_num(slope, nan=0.0, posinf=np.inf), 1, constant_values=np.inf)
+            alone &= slope > ALONE * np.maximum(beside[:-2], beside[2:])
+    found = np.flatnonzero(alone)
     found = np.sort(found[np.argsort(-size[found], kind="stable")[:MOST_DROPS]])
     return [Drop(int(steps[i + 1]), round(float(factor[i]), 4)) for i in found]
 
@@ -81,67 +104,60 @@ def buckets(steps: Integers, points: int, edges: Sequence[int] = ()) -> Integers
     return np.unique(starts[starts < n]).astype(np.int64)
 
 
-def aggregate(table: pd.DataFrame, *, points: int = 480) -> Lines:
+def points_for(lines: int) -> int:
+    """How many points each of this many lines may have."""
+    return max(FEWEST_POINTS, min(POINTS, BUDGET // lines))
+
+
+def aggregate(table: pd.DataFrame, *, points: int | None = None) -> Lines:
     """Reduce a table of records in time: minimum of minima, maximum of maxima, average of everything else.
 
     Args:
         table: records of one run, with the columns `records.COLUMNS`.
-        points: about how many points a line may have.
+        points: about how many points a line may have. None: as `points_for`.
     """
-    codes = {name: table[name].astype("category").cat for name in ("group", "quantity", "statistic")}
-    code = {name: np.asarray(column.codes) for name, column in codes.items()}
-    labels = {name: [str(label) for label in column.categories] for name, column in codes.items()}
+    columns = [table[name].astype("category").cat for name in ("quantity", "group", "statistic")]
+    quantities, groups, statistics = ([str(word) for word in column.categories] for column in columns)
+    shape = len(quantities), len(groups), len(statistics)
+    codes = tuple(column.codes.to_numpy(np.int64) for column in columns)
+    line, distinct = pd.factorize(np.ravel_multi_index(codes, shape))
+    places = zip(*np.unravel_index(distinct, shape), strict=True)
+    keys = [(quantities[q], groups[g], statistics[s]) for q, g, s in places]
     step, value = table["step"].to_numpy(np.int64), table["value"].to_numpy(np.float64)
-    steps = np.sort(pd.unique(step))
-    masks = {name: code["quantity"] == i for i, name in enumerate(labels["quantity"])}
-    drops = _drops(step, value, masks.get("lr"), code["group"])
-    starts = buckets(steps, points, [drop.step for drop in drops])
-    middle = _middle(steps, starts)
-    lines: dict[str, dict[str, dict[str, Floats]]] = {}
-    for quantity, mask in masks.items():
-        if mask.any():
-            where = (code["group"][mask].astype(np.int64), code["statistic"][mask].astype(np.int64))
-            dense, own, keys = _dense(step[mask], value[mask], where)
-            named = [(labels["group"][g], labels["statistic"][s]) for g, s in keys]
-            bucket = np.searchsorted(starts, np.searchsorted(steps, own), side="right") - 1
-            lines[quantity] = _named(named, dense, bucket, len(starts))
-    return Lines(middle, lines, drops, int(steps[-1]))
+    position, found = pd.factorize(step)
+    order = np.argsort(found)
+    steps = found[order]
+    rated = next((k for k, (quantity, *_) in enumerate(keys) if quantity == "lr"), -1)
+    own = np.flatnonzero(line == rated)
+    own = own[np.argsort(step[own], kind="stable")]
+    drops = schedule(step[own], value[own])
+    starts = buckets(steps, points or points_for(len(keys)), [drop.step for drop in drops])
+    bucket = _bucket(starts, np.argsort(order))[position]
+    parts = [_reduce(line, bucket, value, keys, len(starts))]
+    for k, (quantity, group, statistic) in enumerate(list(keys)):
+        if not group and statistic == "mean":  # one number per step: a band shows the range within a bucket
+            own = np.flatnonzero(line == k)
+            both = [(quantity, "", "min"), (quantity, "", "max")]
+            twice = np.repeat([0, 1], len(own)), np.tile(bucket[own], 2), np.tile(value[own], 2)
+            parts.append(_reduce(*twice, both, len(starts)))
+            keys += both
+    return Lines(_middle(steps, starts), keys, np.concatenate(parts), drops, int(steps[-1]))
 
 
 def coarsen(lines: Lines, points: int) -> Lines:
     """The same lines with about `points` points, by the same rules."""
     starts = buckets(lines.steps, points, [drop.step for drop in lines.drops])
-    if len(starts) >= len(lines.steps):
+    count, length = lines.table.shape
+    if len(starts) >= length:
         return lines
-    bucket = np.searchsorted(starts, np.arange(len(lines.steps)), side="right") - 1
-    values = {
-        quantity: {
-            group: {
-                statistic: reduce_lines(line[None], bucket, len(starts), statistic)[0] for statistic, line in of.items()
-            }
-            for group, of in groups.items()
-        }
-        for quantity, groups in lines.values.items()
-    }
-    return Lines(_middle(lines.steps, starts), values, lines.drops, lines.last_step)
+    bucket = np.tile(_bucket(starts, np.arange(length)), count)
+    line = np.repeat(np.arange(count), length)
+    table = _reduce(line, bucket, lines.table.ravel(), lines.keys, len(starts))
+    return replace(lines, steps=_middle(lines.steps, starts), table=table)
 
 
-def reduce_lines(dense: Floats, bucket: Integers, count: int, statistic: str) -> Floats:
-    """Reduce the columns of `dense` (lines, steps) that share a bucket; NaN where nothing was recorded.
-
-    >>> reduce_lines(np.array([[1.0, np.nan, 4.0]]), np.array([0, 0, 2]), 3, "max")
-    array([[ 1., nan,  4.]])
-    """
-    result = np.full((len(dense), count), np.nan)
-    own, first = np.unique(bucket, return_index=True)
-    if statistic in ("min", "max"):
-        result[:, own] = (np.fmin if statistic == "min" else np.fmax).reduceat(dense, first, axis=1)
-        return result
-    known = np.isfinite(dense)
-    total = np.add.reduceat(np.where(known, dense, 0.0), first, axis=1)
-    number = np.add.reduceat(known.astype(np.int64), first, axis=1)
-    result[:, own] = np.where(number > 0, total / np.maximum(number, 1), np.nan)
-    return result
+def _bucket(starts: Integers, position: Integers) -> Integers:
+    return np.searchsorted(starts, position, side="right") - 1
 
 
 def _middle(steps: Integers, starts: Integers) -> Integers:
@@ -149,47 +165,19 @@ def _middle(steps: Integers, starts: Integers) -> Integers:
     return (steps[starts] + steps[ends]) // 2
 
 
-def _drops(step: Integers, value: Floats, mask: NDArray[np.bool_] | None, group: NDArray[np.int_]) -> list[Drop]:
-    """Drops of the rate, read from the first group that has one."""
-    if mask is None or not mask.any():
-        return []
-    chosen = mask & (group == group[mask][0])
-    order = np.argsort(step[chosen], kind="stable")
-    return schedule(step[chosen][order], value[chosen][order])
-
-
-def _dense(
-    step: Integers, value: Floats, where: tuple[Integers, Integers]
-) -> tuple[Floats, Integers, list[tuple[int, int]]]:
-    """One line per (group, statistic) over the steps that this quantity has."""
-    own = np.sort(pd.unique(step))
-    key = where[0] * (1 + int(where[1].max())) + where[1]
-    line, position = _inverse(key)
-    dense = np.full((len(position), len(own)), np.nan)
-    dense[line, np.searchsorted(own, step)] = np.where(np.isfinite(value), value, np.nan)
-    return dense, own, [(int(where[0][i]), int(where[1][i])) for i in position]
-
-
-def _inverse(key: Integers) -> tuple[Integers, Integers]:
-    """The number of each key among the distinct ones, and where each distinct one occurs first."""
-    line, distinct = pd.factorize(key)
-    position = np.full(len(distinct), len(key), np.int64)
-    np.minimum.at(position, line, np.arange(len(key)))
-    return line.astype(np.int64), position
-
-
-def _named(
-    named: Sequence[tuple[str, str]], dense: Floats, bucket: Integers, count: int
-) -> dict[str, dict[str, Floats]]:
-    found: dict[str, dict[str, Floats]] = {}
-    for statistic in dict.fromkeys(s for _, s in named):
-        chosen = [i for i, (_, s) in enumerate(named) if s == statistic]
-        for i, line in zip(chosen, reduce_lines(dense[chosen], bucket, count, statistic), strict=True):
-            found.setdefault(named[i][0], {})[statistic] = line
-    run = found.get("", {})
-    if set(run) == {"mean"}:  # one number per step: a band shows the range within a bucket
-        whole = dense[[i for i, (g, _) in enumerate(named) if g == ""]]
-        run["min"] = reduce_lines(whole, bucket, count, "min")[0]
-        run["max"] = reduce_lines(whole, bucket, count, "max")[0]
-    order: Mapping[str, int] = {name: i for i, name in enumerate(STATISTICS)}
-    return {g: dict(sorted(of.items(), key=lambda item: order.get(item[0], 9))) for g, of in found.items()}
+def _reduce(
+    line: Integers, bucket: Integers, value: Floats, keys: Sequence[tuple[str, str, str]], count: int
+) -> Floats:
+    """Lines (keys, count) from single values, by each line's statistic; NaN where no value is finite."""
+    known = np.isfinite(value)
+    line, value, cell = line[known], value[known], (line * count + bucket)[known]
+    size = len(keys) * count
+    number = np.bincount(cell, minlength=size)
+    with np.errstate(invalid="ignore"):
+        flat = np.bincount(cell, value, minlength=size) / number
+    for statistic, extreme in (("min", np.fmin), ("max", np.fmax)):
+        rows = np.array([key[2] == statistic for key in keys])
+        flat[np.repeat(rows, count)] = np.nan
+        chosen = rows[line]
+        extreme.at(flat, cell[chosen], value[chosen])
+    return flat.reshape(len(keys), count)

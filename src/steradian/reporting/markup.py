@@ -1,26 +1,30 @@
-"""The HTML of the page: runs, alerts, the table of groups, sections, and what a run did not record. Escaped."""
+"""The HTML of the page: verdict, runs, alerts, the table of groups, sections, and what is left out. Escaped."""
 
 import html
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from steradian.reporting.data import PageRun
-from steradian.reporting.rows import has_trajectory
+from steradian.reporting.data import PageRun, grid
 from steradian.reporting.sections import SECTIONS, Figure, Section
 from steradian.watching.records import QUANTITIES, alerts_of, causes
 from steradian.watching.verdict import Sentence
 
-__all__ = ["alerts", "contents", "groups", "paper_index", "run_cards", "sections", "verdict"]
+__all__ = [
+    "alerts",
+    "contents",
+    "groups",
+    "left_out",
+    "paper_index",
+    "run_cards",
+    "sections",
+    "shown_sections",
+    "verdict",
+]
 
-_LISTED = {
-    "rows": "single rows; watch records them at some steps",
-    "paths": "trajectories of two points or more; watch records them for chosen rows",
-    "whole": "a quantity of the whole run, such as a loss",
-    "pairs": "trajectories of the same row in two runs",
-}
 _CONTROLS = {
     "quantity": "Quantity",
     "statistic": "Over the rows",
@@ -28,6 +32,7 @@ _CONTROLS = {
     "row-quantity": "Quantity",
     "row-group": "Layer",
     "row-step": "Step",
+    "block-step": "Step",
     "sphere-row": "Row",
     "sphere-step": "Up to step",
     "reference": "Reference",
@@ -39,32 +44,59 @@ def escape(text: Any) -> str:
     return html.escape(str(text))
 
 
+# Runs, verdict, alerts, groups
+
+Entries = dict[str, dict[str, str]]
+"""Kind → name → value of what a card may show."""
+
+
 def run_cards(runs: Sequence[PageRun]) -> str:
-    """One card per run: its optimizer, settings and last numbers."""
-    return "\n".join(_card(i, run) for i, run in enumerate(runs))
-
-
-def _card(i: int, run: PageRun) -> str:
-    optimizer: Mapping[str, Any] = run.about.get("optimizer") or {}
-    known = settings(optimizer.get("groups") or [])
-    chips = "".join(f"<li><span>{escape(key)}</span> {escape(value)}</li>" for key, value in known.items())
-    often = int(run.about.get("every") or 1)
-    facts = {
-        "Last step": number(run.lines.last_step),
-        "Recorded": "every step" if often == 1 else f"every {often} steps",
+    """One card per run; of several runs, each with what differs, and one line with what is the same in all."""
+    entries = [_entries(run) for run in runs]
+    same = {
+        kind: {
+            name: of[name] for name in of if len(runs) > 1 and all(each[kind].get(name) == of[name] for each in entries)
+        }
+        for kind, of in entries[0].items()
     }
-    facts |= _ends(run)
+    cards = []
+    for i, (run, each) in enumerate(zip(runs, entries, strict=True)):
+        own = {kind: {name: of[name] for name in of if name not in same[kind]} for kind, of in each.items()}
+        cards.append(_card(i, run, own))
+    common = {name: value for of in same.values() for name, value in of.items()}
+    listed = f'<details class="same"><summary>The same in all runs</summary>{_list(common)}</details>' if common else ""
+    return f'<div class="runs">{"".join(cards)}</div>{listed}'
+
+
+def _entries(run: PageRun) -> Entries:
+    optimizer: Mapping[str, Any] = run.about.get("optimizer") or {}
+    observed, steps = run.observed
+    return {
+        "Optimizer": {"Optimizer": str(optimizer.get("name") or "not named")},
+        "Settings": settings(optimizer.get("groups") or []),
+        "Facts": {
+            "Last step": f"{run.lines.last_step:,}",
+            "Recorded": "every step" if observed == steps else f"{observed:,} of {steps:,} steps",
+            **_ends(run),
+        },
+        "Configuration": _flat(run.about.get("config")),
+        "Environment": _flat(run.about.get("environment")),
+    }
+
+
+def _card(i: int, run: PageRun, own: Entries) -> str:
+    optimizer = "".join(f'<p class="optimizer">{escape(name)}</p>' for name in own["Optimizer"].values())
+    chips = "".join(f"<li><span>{escape(key)}</span> {escape(value)}</li>" for key, value in own["Settings"].items())
     folded = "".join(
-        f"<details><summary>{label}</summary>{_list(_flat(run.about.get(key)))}</details>"
-        for label, key in (("Configuration", "config"), ("Environment", "environment"))
-        if run.about.get(key)
+        f"<details><summary>{kind}</summary>{_list(own[kind])}</details>"
+        for kind in ("Configuration", "Environment")
+        if own[kind]
     )
     started = run.about.get("started")
     when = f'<p class="when">started {escape(str(started).replace("T", " ")[:16])}</p>' if started else ""
-    name = escape(optimizer.get("name") or "optimizer not named")
     return (
         f'<article class="card run" style="--run: var(--run-{i % 7})"><h3>{escape(run.name)}</h3>'
-        f'<p class="optimizer">{name}</p><ul class="chips">{chips}</ul>{_list(facts)}{folded}{when}</article>'
+        f'{optimizer}<ul class="chips">{chips}</ul>{_list(own["Facts"])}{folded}{when}</article>'
     )
 
 
@@ -88,37 +120,36 @@ def _ends(run: PageRun) -> dict[str, str]:
     return result
 
 
-def _flat(value: Any) -> dict[str, str]:
-    if isinstance(value, Mapping):
-        return {str(key): number(of) for key, of in value.items()}
-    return {"": number(value)}
+def _flat(value: Mapping[str, Any] | None) -> dict[str, str]:
+    return {str(key): number(of) for key, of in (value or {}).items()}
 
 
 def _list(items: Mapping[str, str]) -> str:
     return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in items.items()) + "</dl>"
 
 
-def verdict(runs: Sequence[PageRun]) -> str:
+def verdict(runs: Sequence[PageRun], shown: Sequence[Section]) -> str:
     """What each run says first, in words, with links to the charts."""
     parts = []
     for i, run in enumerate(runs):
         name = f'<h3 style="color: var(--run-{i % 7})">{escape(run.name)}</h3>' if len(runs) > 1 else ""
         lines = [
             f'<li class="{"healthy" if sentence.kind == "healthy" else sentence.severity}">'
-            f"{escape(sentence.text)}{_link(sentence)}</li>"
+            f"{escape(sentence.text)}{_link(sentence, shown)}</li>"
             for sentence in run.verdict
         ]
         parts.append(f'{name}<ul class="findings">{"".join(lines)}</ul>' if lines else "")
     return "".join(parts) or '<p class="calm">No layer was observed.</p>'
 
 
-def _link(sentence: Sentence) -> str:
-    """A link to the figure that shows a sentence's quantity; any quantity can be chosen in the last one."""
+def _link(sentence: Sentence, shown: Sequence[Section]) -> str:
+    """A link to the figure of a sentence's quantity, which selects its layer; the last figure shows any quantity."""
     if not sentence.quantity:
         return ""
-    figures = [figure for section in SECTIONS for figure in section.figures]
-    shown = next((each for each in figures if sentence.quantity in each.needs), figures[-1])
-    return f' <a href="#{shown.id}">{QUANTITIES[sentence.quantity].title}</a>'
+    figures = [figure for section in shown for figure in section.figures]
+    figure = next((each for each in figures if sentence.quantity in each.needs), figures[-1])
+    select = f'data-layer="{escape(sentence.group)}" data-quantity="{sentence.quantity}"'
+    return f' <a href="#{figure.id}" {select}>{QUANTITIES[sentence.quantity].title}</a>'
 
 
 def alerts(runs: Sequence[PageRun]) -> str:
@@ -133,78 +164,123 @@ def alerts(runs: Sequence[PageRun]) -> str:
                 f"<span>{escape(' · '.join(filter(None, where)))}</span></li>"
             )
     if not lines:
-        return '<p class="calm">No alert was raised.</p>'
+        return ""
     heading = "1 alert" if len(lines) == 1 else f"{len(lines)} alerts"
-    listed = "".join(lines)
-    return f'<div class="alerts" role="status"><h3>{heading}</h3><ul>{listed}</ul></div>'
+    return f'<div class="alerts" role="status"><h3>{heading}</h3><ul>{"".join(lines)}</ul></div>'
 
 
 def groups(runs: Sequence[PageRun]) -> str:
     """The table of groups, once for all runs that share it."""
     tables: dict[str, list[str]] = {}
     for run in runs:
-        tables.setdefault(_groups(run.about), []).append(run.name)
+        tables.setdefault(_groups(run), []).append(run.name)
     if len(tables) == 1:
         return next(iter(tables))
     return "".join(f"<h4>{escape(', '.join(names))}</h4>{table}" for table, names in tables.items())
 
 
-def _groups(about: Mapping[str, Any]) -> str:
-    known: Iterable[Mapping[str, Any]] = about.get("groups") or []
+def _groups(run: PageRun) -> str:
     lines = []
-    for group in known:
+    for group in run.about.get("groups") or []:
         n, d, defect = group.get("rows"), group.get("size"), group.get("defect")
         joint = [str(name) for name in group.get("names") or []]
-        name = " + ".join(joint) if len(joint) > 1 else str(group.get("name"))
-        shown = "" if defect is None else number(float(f"{defect:.2g}"))
-        size = f"{n} × {d}" if n is not None and d is not None else ""
         lines.append(
-            f'<tr><th scope="row">{escape(name)}</th><td>{escape(number(group.get("layout")))}</td>'
-            f'<td class="number">{escape(size)}</td><td class="number">{shown}</td>'
-            f"<td>{escape(group.get('reason') or '')}</td></tr>"
+            {
+                "Parameter": " + ".join(joint) if len(joint) > 1 else str(group.get("name")),
+                "Label": run.labels[str(group.get("name"))],
+                "Spec": number(group.get("layout")),
+                "Rows × d": f"{n} × {d}" if n is not None and d is not None else "",
+                "Defect": "" if defect is None else number(float(f"{defect:.2g}")),
+                "Because of": str(group.get("reason") or ""),
+            }
         )
-    rest = [str(name) for name in about.get("rest") or []]
+    rest = [str(name) for name in run.about.get("rest") or []]
     summary = "1 other parameter is" if len(rest) == 1 else f"{len(rest)} other parameters are"
-    listed = f"<details><summary>{summary} not on a sphere</summary><p>{escape(', '.join(rest))}</p></details>"
+    listed = f"<details><summary>{summary} not watched</summary><p>{escape(', '.join(rest))}</p></details>"
     also = listed if rest else ""
     if not lines:
-        return '<p class="calm">The run does not say which rows are on spheres.</p>' + also
-    return (
-        '<div class="scroll" tabindex="0"><table><thead><tr><th>Parameter</th><th>Layout</th>'
-        '<th class="number">Rows × d</th><th class="number">Defect</th><th>Because of</th></tr></thead><tbody>'
-        + "".join(lines)
-        + f"</tbody></table></div>{also}"
-    )
+        return '<p class="calm">The run does not name its groups.</p>' + also
+    columns = [name for name in lines[0] if any(line[name] for line in lines)]
+
+    def row(tag: str, texts: Mapping[str, str]) -> str:
+        right = {"Rows × d": ' class="number"', "Defect": ' class="number"'}
+        return "<tr>" + "".join(f"<{tag}{right.get(k, '')}>{escape(texts[k])}</{tag}>" for k in columns) + "</tr>"
+
+    head, body = row("th", {name: name for name in columns}), "".join(row("td", line) for line in lines)
+    table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll" tabindex="0">{table}</div>{also}'
 
 
-def contents(shown: Sequence[Section] = SECTIONS) -> str:
+# Sections
+
+
+def shown_sections(runs: Sequence[PageRun]) -> list[Section]:
+    """The sections with the figures that some run has records for; where layers repeat in blocks, their maps first."""
+    blocks = grid([group for run in runs for group in run.groups]) is not None
+    found = []
+    for section in SECTIONS:
+        figures = tuple(
+            figure
+            for figure in section.figures
+            if any(_lacks(figure, run, runs) is None for run in runs) and (figure.kind != "blocks" or blocks)
+        )
+        if figures:
+            found.append(replace(section, figures=figures))
+    # The figure of the effective rate shows the schedule, too, and for invariant rows it says more than the update.
+    less = ["schedule"] if any("effective_lr" in run.recorded for run in runs) else []
+    less += ["update", "radial-share"] if any("invariant" in run.labels.values() for run in runs) else []
+    found = [replace(each, figures=tuple(f for f in each.figures if f.id not in less)) for each in found]
+    order = ["run", "heat"] if blocks else []
+    return sorted(found, key=lambda section: order.index(section.id) if section.id in order else len(order))
+
+
+def left_out(runs: Sequence[PageRun], shown: Sequence[Section]) -> str:
+    """One line that names the figures without records, with the reasons folded."""
+    there = {figure.id for section in shown for figure in section.figures}
+    reasons: dict[str, list[str]] = {}
+    for section in SECTIONS:
+        for figure in section.figures:
+            why = _lacks(figure, runs[0], runs)
+            if figure.id not in there and why:
+                reasons.setdefault(why, []).append(figure.title or section.title)
+    if not reasons:
+        return ""
+    count = sum(map(len, reasons.values()))
+    lines = "".join(f"<li>{'; '.join(titles)}: {escape(why)}</li>" for why, titles in reasons.items())
+    figures = "1 figure is" if count == 1 else f"{count} figures are"
+    summary = f"{figures} left out: nothing was recorded for {'it' if count == 1 else 'them'}"
+    return f'<details class="card missing"><summary>{summary}</summary><ul>{lines}</ul></details>'
+
+
+def contents(shown: Sequence[Section]) -> str:
     """The table of contents."""
-    return "".join(f'<li><a href="#{s.id}">{_short(s.title)}</a></li>' for s in shown)
+    return "".join(f'<li><a href="#{s.id}">{s.title.split(":")[0]}</a></li>' for s in shown)
 
 
-def _short(title: str) -> str:
-    return title.split(":")[0]
-
-
-def paper_index(shown: Sequence[Section] = SECTIONS) -> str:
+def paper_index(shown: Sequence[Section]) -> str:
     """Where a reader of the paper finds its figures."""
-    items = "".join(
-        f'<li><a href="#{figure.id}">{figure.paper}</a></li>'
-        for section in shown
-        for figure in section.figures
-        if figure.paper
-    )
-    return f"<ul>{items}</ul>"
+    figures = [figure for section in shown for figure in section.figures if figure.paper]
+    return "<ul>" + "".join(f'<li><a href="#{each.id}">{each.paper}</a></li>' for each in figures) + "</ul>"
 
 
-def sections(runs: Sequence[PageRun]) -> str:
-    """All sections; a figure without records says so instead of being empty."""
-    return "\n".join(_section(section, runs) for section in SECTIONS)
+def sections(shown: Sequence[Section], runs: Sequence[PageRun]) -> str:
+    """All sections that have figures."""
+    return "\n".join(_section(section, runs) for section in shown)
 
 
 def _section(section: Section, runs: Sequence[PageRun]) -> str:
     paper = f'<span class="paper">Paper: {escape(section.paper)}</span>' if section.paper else ""
     body = "\n".join(_figure(figure, runs) for figure in section.figures)
+    bounds = [line for figure in section.figures for line in _bounds(figure, runs)]
+    if bounds and all(mark == "held" for mark, *_ in bounds):
+        largest = ", ".join(
+            f"{figure.title.split(':')[0]} {_rounded(max(value for *_, value in _bounds(figure, runs)))}"
+            for figure in section.figures
+        )
+        body = (
+            f'<details class="fold"><summary><span class="held"></span> All hold at every recorded step; largest '
+            f"values {largest}</summary>{body}</details>"
+        )
     return (
         f'<section class="card" id="{section.id}"><h2>{escape(section.title)}</h2>{paper}'
         f"<p>{section.text}</p>{body}</section>"
@@ -212,21 +288,23 @@ def _section(section: Section, runs: Sequence[PageRun]) -> str:
 
 
 def _figure(figure: Figure, runs: Sequence[PageRun]) -> str:
-    lacks = [_lacks(figure, run, runs) for run in runs]
+    lacks: dict[str, list[str]] = {}
+    for run in runs:
+        why = _lacks(figure, run, runs)
+        if why:
+            lacks.setdefault(why, []).append(run.name)
+    notes = "; ".join(f"{', '.join(names)} ({why})" for why, names in lacks.items())
+    note = f'<p class="missing">Not recorded in {escape(notes)}</p>' if notes else ""
     title = f"<h3>{figure.title}</h3>" if figure.title else ""
-    notes = "".join(
-        f"<li><b>{escape(run.name)}</b>: {escape(why)}</li>" for run, why in zip(runs, lacks, strict=True) if why
-    )
-    note = f'<div class="missing"><p>Not recorded</p><ul>{notes}</ul></div>' if notes else ""
-    if all(lacks):
-        return f'<div class="figure absent" id="{figure.id}">{title}{note}</div>'
     controls = "".join(map(_control, figure.controls))
     bound = f' data-bound="{figure.bound[0]}" data-bound-name="{escape(figure.bound[1])}"' if figure.bound else ""
+    bounds = "".join(f'<li class="{mark}">{text}</li>' for mark, text, _ in _bounds(figure, runs))
+    held = f'<ul class="verdict">{bounds}</ul>' if bounds else ""
     needs = " ".join(figure.needs)
     label = re.sub("<.*?>", "", figure.title or figure.paper or figure.id)
     return (
         f'<figure class="figure" id="{figure.id}" data-kind="{figure.kind}" data-needs="{needs}"{bound}>'
-        f'<div class="figure-head">{title}<div class="controls">{controls}</div></div>{_verdict(figure, runs)}'
+        f'<div class="figure-head">{title}<div class="controls">{controls}</div></div>{held}'
         f'<div class="plot" role="img" aria-label="{label}"></div><div class="legend"></div><p class="note"></p>'
         f"<figcaption>{figure.caption}</figcaption>{note}</figure>"
     )
@@ -243,49 +321,30 @@ def _control(name: str) -> str:
 
 
 def _lacks(figure: Figure, run: PageRun, runs: Sequence[PageRun]) -> str | None:
-    """What this run lacks for a figure, and why; None if it has everything."""
-    need = figure.needs[0]
-    if need == "*":
+    """Why a run cannot be in a figure; None if it can."""
+    if figure.needs == ("pairs",):
+        return None if len(runs) > 1 and "paths" in run.recorded else "it takes several runs that follow the same rows"
+    absent = [need for need in figure.needs if need not in run.recorded]
+    if not absent or (figure.kind == "phenomena" and len(absent) < len(figure.needs)):
         return None
-    if need in _LISTED:
-        there = {
-            "rows": not run.rows.empty,
-            "paths": has_trajectory(run.paths),
-            "whole": any("" in of for of in run.lines.values.values()),
-            "pairs": len(runs) > 1 and has_trajectory(run.paths),
-        }[need]
-        if not there and need == "pairs" and len(runs) == 1:
-            return "there is nothing to compare it with; give several runs that follow the same rows"
-        return None if there else _LISTED[need]
-    reasons: dict[str, list[str]] = {}
-    for quantity in figure.needs:
-        why = missing(run.about, run.quantities, quantity)
-        if why:
-            reasons.setdefault(why, []).append(quantity)
-    return "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items()) or None
+    reasons: Mapping[str, Any] = run.about.get("missing") or {}
+    return "; ".join(dict.fromkeys(str(reasons.get(need, "not recorded")) for need in absent))
 
 
-def _verdict(figure: Figure, runs: Sequence[PageRun]) -> str:
-    """In words, whether a bound held at all recorded rows and steps, not only at those that are drawn."""
-    if figure.bound is None:
-        return ""
-    lines = []
-    for run in runs:
+def _bounds(figure: Figure, runs: Sequence[PageRun]) -> Iterator[tuple[str, str, float]]:
+    """A mark, words, and the largest value: whether a bound held at all recorded rows and steps, drawn or not."""
+    for run in runs if figure.bound else ():
         worst = run.extremes.get(figure.needs[0])
-        if worst is not None:
-            held = worst.value < figure.bound[0]
-            word = "below the bound throughout" if held else "above the bound"
-            mark = "held" if held else "failed"
-            if worst.not_finite:
-                steps = "1 step" if worst.not_finite == 1 else f"{worst.not_finite} steps"
-                unknown = f"not a finite number at {steps}"
-                word = f"{unknown}, below the bound otherwise" if held else f"{word}, and {unknown}"
-                mark = "unsure" if held else mark
-            lines.append(
-                f'<li class="{mark}"><b>{escape(run.name)}</b>: {word}; largest '
-                f"{number(float(f'{worst.value:.3g}'))} at step {worst.step} in {escape(worst.group)}</li>"
-            )
-    return f'<ul class="verdict">{"".join(lines)}</ul>' if lines else ""
+        if worst is None or figure.bound is None:
+            continue
+        held = worst.value < figure.bound[0]
+        mark, word = ("held", "below the bound throughout") if held else ("failed", "above the bound")
+        if worst.not_finite:
+            unknown = f"not a finite number at {worst.not_finite} step{'s' * (worst.not_finite > 1)}"
+            word = f"{unknown}, below the bound otherwise" if held else f"{word}, and {unknown}"
+            mark = "unsure" if held else mark
+        where = f"{_rounded(worst.value)} at step {worst.step} in {escape(worst.group)}"
+        yield mark, f"<b>{escape(run.name)}</b>: {word}; largest {where}", worst.value
 
 
 # Numbers and settings in words
@@ -310,21 +369,23 @@ def number(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
+def _rounded(value: float) -> str:
+    return number(float(f"{value:.3g}"))
+
+
 def settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The settings of an optimizer's param groups: each once, or its distinct values if the groups differ.
 
-    >>> settings([{"lr": 0.1, "rows": "filter"}, {"lr": 0.1}])
+    Settings that are off everywhere are left out. A rate is the one before the schedule.
+
+    >>> settings([{"lr": 0.1, "rows": "filter", "foreach": None}, {"lr": 0.1}])
     {'lr': '0.1'}
     """
     result = {}
+    groups = [{**group, "lr": group.get("initial_lr", group.get("lr")), "initial_lr": None} for group in groups]
     for key in dict.fromkeys(key for group in groups for key in group):
-        if key not in ("params", "rows", "joint", "names", "param_names"):  # the table of groups has these
-            result[key] = " / ".join(dict.fromkeys(number(group[key]) for group in groups if key in group))
+        values = [group[key] for group in groups if key in group]
+        off = all(value is None or value is False for value in values)
+        if not off and key not in ("params", "rows", "joint", "names", "param_names"):  # the table of groups has these
+            result[key] = " / ".join(dict.fromkeys(map(number, values)))
     return result
-
-
-def missing(about: Mapping[str, Any], recorded: set[str], quantity: str) -> str | None:
-    """Why a run does not have a quantity; None if it has it."""
-    if quantity in recorded:
-        return None
-    return str((about.get("missing") or {}).get(quantity) or "this run does not record it")

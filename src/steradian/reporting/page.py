@@ -3,6 +3,7 @@
 import html
 import json
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -11,9 +12,9 @@ from plotly.offline import get_plotlyjs
 
 from steradian.files import write_atomically
 from steradian.reporting import markup
-from steradian.reporting.data import PageRun, load, page_data
+from steradian.reporting.data import PageRun, compressed, load, page_data
 
-__all__ = ["report"]
+__all__ = ["document", "report", "title_of"]
 
 _NAMED = 5  # runs in the heading
 SCRIPTS = ("base.js", "panels.js", "lines.js", "fields.js", "sphere.js", "main.js")
@@ -25,7 +26,7 @@ def report(runs: Sequence[str | Path], out: str | Path, *, title: str | None = N
     An existing page is replaced only when the new one is complete.
 
     Args:
-        runs: folders that `watch` wrote, one per run.
+        runs: folders that `watch` wrote, or folders that contain such folders.
         out: the HTML file; its folder is made.
         title: the page's heading. None: the names of the runs, of the first ones if there are many.
 
@@ -45,36 +46,46 @@ def report(runs: Sequence[str | Path], out: str | Path, *, title: str | None = N
     if out.exists() and not out.is_file():
         raise ValueError(f"out must be a file such as page.html, and {out} is not a file")
     loaded = load(runs)
-    text = document(loaded, title or _title([run.name for run in loaded]))
+    text = document(loaded, title or title_of(loaded))
     write_atomically(out, text.encode())
     return out
 
 
-def document(runs: Sequence[PageRun], title: str) -> str:
-    """The page's text."""
-    # "</" would end the script element early, and "<!--" would begin a comment in it.
-    data = json.dumps(page_data(runs), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
+    """The page's text. `live`: the state of the runs that it shows; the page follows them."""
+    shown = markup.shown_sections(runs)
+    data, numbers = page_data(runs)
     return Template(_asset("page.html")).substitute(
         title=html.escape(title),
+        live=live,
         style=_asset("page.css"),
         runs=markup.run_cards(runs),
-        verdict=markup.verdict(runs),
+        verdict=markup.verdict(runs, shown),
         alerts=markup.alerts(runs),
         groups=markup.groups(runs),
-        contents=markup.contents(),
-        paper=markup.paper_index(),
-        sections=markup.sections(runs),
-        data=data,
-        plotly=get_plotlyjs(),
+        contents=markup.contents(shown),
+        paper=markup.paper_index(shown),
+        sections=markup.sections(shown, runs),
+        missing=markup.left_out(runs, shown),
+        data=compressed(json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()),
+        numbers=numbers,
+        plotly=_plotly(),
         script="\n".join(map(_asset, SCRIPTS)),
     )
+
+
+@cache
+def _plotly() -> str:
+    return compressed(get_plotlyjs().encode())
 
 
 def _asset(name: str) -> str:
     return (files("steradian.reporting") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _title(names: Sequence[str]) -> str:
+def title_of(runs: Sequence[PageRun]) -> str:
+    """The names of the runs, of the first ones if there are many."""
+    names = [run.name for run in runs]
     if len(names) > _NAMED + 1:
         return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

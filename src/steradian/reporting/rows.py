@@ -15,7 +15,6 @@ __all__ = [
     "Sphere",
     "Trajectory",
     "cosines",
-    "has_trajectory",
     "histograms",
     "principal_directions",
     "spheres",
@@ -28,7 +27,8 @@ Integers: TypeAlias = NDArray[np.int64]
 
 BINS, FEWEST_BINS = 80, 16
 MOST_STEPS, FEWEST_STEPS = 24, 2
-HISTOGRAM_BUDGET = 900_000  # numbers in all histograms, counts and edges, four characters each
+HISTOGRAM_BUDGET = 400_000  # numbers in all histograms, counts and edges
+SHOWN = ("effective_lr", "angle", "radius", "update", "gradient_norm", "defect")
 MOST_POINTS = 300
 MOST_ROWS = 4  # of a group
 MOST_SPHERES = 40
@@ -76,13 +76,14 @@ def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
 
 
 def histograms(runs: Sequence[pd.DataFrame]) -> list[Histogram]:
-    """Histograms of every quantity and group of which more than one row was recorded.
+    """Histograms of the quantities in `SHOWN` for every group of which more than one row was recorded.
 
     Args:
         runs: each run's rows, with the columns `records.ROW_COLUMNS`.
     """
     found: dict[tuple[str, str], dict[int, tuple[list[int], list[Floats]]]] = {}
-    parts = [rows.groupby(["quantity", "group"], observed=True, sort=False) for rows in runs]
+    chosen = [rows[rows["quantity"].isin(SHOWN)] for rows in runs]
+    parts = [rows.groupby(["quantity", "group"], observed=True, sort=False) for rows in chosen]
     number_of = sum(each.ngroups for each in parts)
     each_has = HISTOGRAM_BUDGET // max(number_of, 1)
     most = max(FEWEST_STEPS, min(MOST_STEPS, each_has // BINS - 1))
@@ -192,11 +193,6 @@ def trajectories(runs: Sequence[pd.DataFrame]) -> dict[tuple[str, int], list[Tra
                 steps = kept["step"].to_numpy(np.int64)[good]
                 found.setdefault((str(group), row), []).append(Trajectory(number, steps, directions[good]))
     return found
-
-
-def has_trajectory(paths: pd.DataFrame) -> bool:
-    """Whether a run has a trajectory of at least two finite points."""
-    return bool(trajectories([paths]))
 
 
 def _thin(count: int) -> Integers:

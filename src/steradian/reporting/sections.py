@@ -12,8 +12,8 @@ class Figure:
     Attributes:
         id: of its element.
         kind: the function in assets/ that draws it.
-        needs: the quantities it draws; it is shown if a run has one of them. "rows", "paths" and "whole" stand for
-            single rows, trajectories, and quantities of the whole run.
+        needs: the quantities it draws; it is left out if no run has them. "rows", "paths", "pairs" and "whole" stand
+            for single rows, trajectories, trajectories in several runs, and quantities of the whole run.
         title: its heading.
         caption: what the figure shows, HTML.
         controls: names of its own selectors.
@@ -60,13 +60,14 @@ SECTIONS = (
         "depends on the filter's radius and, for Adam, on its second moment. Layers whose effective rates are far "
         "apart do not learn at the same speed, whatever the settings say.",
         (
+            Figure("schedule", "lines", ("lr",), "Nominal rate η", "The rate in the settings. Dotted lines: jumps."),
             Figure(
                 "effective-rate",
                 "lines",
                 ("effective_lr",),
                 "Effective rate η<sup>e</sup>",
-                "η<sup>e</sup> = A/(1 − A⟨c,u⟩) with A = η/(r²b̄): the step size on the sphere. Dashed: the nominal "
-                "rate η of the settings. Dotted verticals: drops of the schedule.",
+                "η<sup>e</sup> = A/(1 − A⟨c,u⟩) with A = η/(r²b̄): the step size on the sphere. Thin and dashed: the "
+                "nominal rate η of the settings. Dotted verticals: jumps of the schedule.",
                 ("statistic",),
                 "Effective learning rate: Table 1",
             ),
@@ -80,21 +81,47 @@ SECTIONS = (
                 ("statistic",),
                 "Image step on the sphere: Figure 1, Theorem 1",
             ),
+            Figure(
+                "update",
+                "lines",
+                ("update",),
+                "Relative update ‖Δx‖/r",
+                "The length of the step relative to the row's norm; equal to the angle if a small step only turns it.",
+                ("statistic",),
+            ),
+            Figure(
+                "radial-share",
+                "lines",
+                ("radial_share",),
+                "Radial share |⟨Δx,u⟩|/‖Δx‖",
+                "The share of the step along the row, which changes its norm and does not turn it: weight decay, and "
+                "gradients that are not orthogonal to the row.",
+                ("statistic",),
+            ),
         ),
     ),
     Section(
         "heat",
         "All layers at once",
         "",
-        "Each line of the map is a layer, from the first at the top to the last at the bottom; time runs to the right. "
-        "An even colour from top to bottom means that all layers move alike. Click a layer to see it alone.",
+        "An even colour means that all layers move alike. Click a layer to see it alone in all figures.",
         (
+            Figure(
+                "blocks",
+                "blocks",
+                ("*",),
+                "Block × role",
+                "Each cell is a layer at the chosen step: blocks from left to right, roles in a block from top to "
+                "bottom. In the other figures of all layers, a line is the median over the blocks.",
+                ("quantity", "statistic", "block-step"),
+            ),
             Figure(
                 "heat-map",
                 "heat",
                 ("*",),
                 "Layer × time",
-                "Colours are logarithmic where the quantity is positive and shared by all runs.",
+                "Each line of the map is a layer, the first at the top, the last at the bottom; time runs to the "
+                "right. Colours are logarithmic where the quantity is positive and shared by all runs.",
                 ("quantity", "statistic"),
             ),
         ),

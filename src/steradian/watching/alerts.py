@@ -9,19 +9,13 @@ from steradian.watching.records import STATISTICS, Alert, Block
 
 __all__ = ["Alerts"]
 
-_TIMES = 3.0
-"""An equilibrium counts as reached after this many times 1/(ηλ) steps, which leave 5 % of the way."""
-_OUT = 2.0
-"""The angle is out of its equilibrium beyond this factor."""
-_APART = 100.0
-"""Groups are far apart if their angles differ by this factor."""
+_TIMES = 3.0  # an equilibrium counts as reached after this many times 1/(ηλ) steps, which leave 5 % of the way
+_OUT = 2.0  # the angle is out of its equilibrium beyond this factor
+_APART = 100.0  # groups are far apart if their angles differ by this factor
 _LARGE_DEFECT = 0.1
-_FIRST = 10
-"""Observed steps whose defects tell whether rows were ever invariant."""
-_NEGLIGIBLE = 10.0
-"""Weight decay has no effect yet if it balances at this many times the present radius."""
-_EARLY = 50
-"""Observations before which groups are not compared, nor weight decay judged."""
+_FIRST = 10  # observed steps whose defects tell whether rows were ever invariant
+_NEGLIGIBLE = 10.0  # weight decay has no effect yet if it balances at this many times the present radius
+_EARLY = 50  # observations before which groups are not compared, nor weight decay judged
 
 Numbers = NDArray[np.float64]
 
@@ -32,30 +26,28 @@ class Alerts:
     Args:
         decays: weight decay of each group that has one; 0 if it has no effect on the rows.
         invariant: names of the groups that are invariant; most alerts are about these.
-
-    Attributes:
-        raised: all alerts so far.
     """
 
     def __init__(self, decays: Mapping[str, float], invariant: Set[str]) -> None:
         self.decays, self.invariant = decays, invariant
         self.raised: list[Alert] = []
         self.observed = 0
-        self.first: int | None = None
+        self.first = 0  # the number of the first observed step
         self._early_defects: dict[str, list[float]] = {}
 
     def check(self, block: Block) -> list[Alert]:
         """New alerts in a block."""
         if not len(block.steps):
             return []
-        if self.first is None:
-            self.first = int(block.steps[0])
+        self.first = self.first if self.observed else int(block.steps[0])
         known = {(alert.kind, alert.group) for alert in self.raised}
         new = []
-        for check in (_not_finite, _h1, _h2, _collapsed, self._defect, self._equilibrium, self._no_effect, self._apart):
-            for alert in check(block):
+        checks = [_not_finite, _hypotheses, self._defect, self._equilibrium]
+        checks += [self._no_effect, self._apart] if self.observed >= _EARLY else []
+        with np.errstate(divide="ignore", invalid="ignore"):
+            for alert in (alert for check in checks for alert in check(block)):
                 # A bias that starts at 0 has no direction, and a row that is not invariant has a radial gradient.
-                applies = alert.group in self.invariant or check is _not_finite
+                applies = alert.group in self.invariant or alert.kind == "not finite"
                 if applies and (alert.kind, alert.group) not in known:
                     known.add((alert.kind, alert.group))
                     new.append(alert)
@@ -65,10 +57,7 @@ class Alerts:
 
     def _defect(self, block: Block) -> Iterator[Alert]:
         """The gradient is not orthogonal to the rows."""
-        if not _has(block, "defect"):
-            return
-        assert self.first is not None
-        defect = _get(block, "defect", "median")
+        defect = _get(block, "defect")
         for g, group in enumerate(block.groups):
             early = self._early_defects.setdefault(group, [])
             early += defect[block.active[:, g], g][: _FIRST - len(early)].tolist()
@@ -76,27 +65,18 @@ class Alerts:
         for k, g, group in _where(block, large & (large.sum(axis=0) > len(large) / 2)):
             # ε matters only once a radius has become small, so not in the first steps of a training.
             always = self.first < _EARLY and np.median(self._early_defects[group]) > _LARGE_DEFECT
-            why = (
-                "this from the first steps on, so they are not invariant"
-                if always
-                else "the ε of its normalization matters, or the gradient is so small that it is rounding"
-            )
-            text = (
-                f"the gradient is not orthogonal to the rows (|cos(x, ∇L)| = {defect[k, g]:.2g} in the median): {why}"
-            )
+            why = "the ε of its normalization matters, or the gradient is so small that it is rounding"
+            why = "this from the first steps on, so they are not invariant" if always else why
+            cosine = f"|cos(x, ∇L)| = {defect[k, g]:.2g} in the median"
+            text = f"the gradient is not orthogonal to the rows ({cosine}): {why}"
             yield Alert(int(block.steps[k]), group, "defect", text)
 
     def _equilibrium(self, block: Block) -> Iterator[Alert]:
         """The angle is not that of the equilibrium, although there was time to reach it."""
-        if not _has(block, "angle", "equilibrium_angle", "lr"):
-            return
-        angle, expected = _get(block, "angle", "median"), _get(block, "equilibrium_angle", "median")
-        rates = _get(block, "lr", "mean")
+        angle, expected = _get(block, "angle"), _get(block, "equilibrium_angle")
         decays = np.array([self.decays.get(group, 0.0) for group in block.groups])
-        assert self.first is not None
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = angle / expected
-            reached = (block.steps - self.first)[:, None] * rates * decays > _TIMES
+        ratio = angle / expected
+        reached = (block.steps - self.first)[:, None] * _get(block, "lr", "mean") * decays > _TIMES
         out = reached & block.active & (ratio > 0) & ((ratio > _OUT) | (ratio < 1 / _OUT))
         # Angles vary too much between steps to judge a single one.
         for g in np.flatnonzero(out.sum(0) > len(out) / 2):
@@ -110,75 +90,57 @@ class Alerts:
 
     def _no_effect(self, block: Block) -> Iterator[Alert]:
         """Weight decay would balance only at a far larger radius, or the radius is fixed."""
-        if self.observed < _EARLY:
-            return
         for group, decay in self.decays.items():
             if decay == 0 and group in block.groups:
                 text = "its weight decay has no effect: this optimizer keeps the radius fixed"
                 yield Alert(int(block.steps[-1]), group, "weight decay", text)
-        if not _has(block, "radius", "equilibrium_radius", "lr"):
-            return
-        radius, expected = _get(block, "radius", "median"), _get(block, "equilibrium_radius", "median")
-        rates = _get(block, "lr", "mean")
-        for k, g, group in _where(block, expected > _NEGLIGIBLE * radius):
+        ratio, rates = _get(block, "equilibrium_radius") / _get(block, "radius"), _get(block, "lr", "mean")
+        for k, g, group in _where(block, ratio > _NEGLIGIBLE):
             time = 1 / max(rates[k, g] * self.decays.get(group, 0.0), 1e-300)
             text = (
-                f"its weight decay has no effect yet: it would balance at a radius {expected[k, g] / radius[k, g]:.2g} "
-                f"times the present one, which takes about {time:.1g} steps"
+                f"its weight decay has no effect yet: it would balance at a radius {ratio[k, g]:.2g} times the present "
+                f"one, which takes about {time:.1g} steps"
             )
             yield Alert(int(block.steps[k]), group, "weight decay", text)
 
     def _apart(self, block: Block) -> Iterator[Alert]:
         """Some layers turn much faster than others."""
-        if self.observed < _EARLY or len(block.groups) < 2 or not _has(block, "angle"):
-            return
-        invariant = np.array([group in self.invariant for group in block.groups])
-        angle = np.where(block.active & invariant, _get(block, "angle", "median"), np.nan)[-1]
-        if not (angle > 0).sum() > 1:
-            return
-        angle = np.where(angle > 0, angle, np.nan)
-        high, low = int(np.nanargmax(angle)), int(np.nanargmin(angle))
-        if angle[high] > _APART * angle[low]:
-            text = (
-                f"it turns {angle[high] / angle[low]:.2g} times as far per step as {block.groups[low]} "
-                f"({angle[high]:.2g} and {angle[low]:.2g} rad): the effective rates of the layers are far apart"
-            )
-            yield Alert(int(block.steps[-1]), block.groups[high], "apart", text)
+        angle = _get(block, "angle")[-1]
+        invariant = [group in self.invariant for group in block.groups]
+        turning = np.flatnonzero((angle > 0) & block.active[-1] & invariant)
+        if len(turning):
+            low, high = turning[np.argmin(angle[turning])], turning[np.argmax(angle[turning])]
+            if angle[high] > _APART * angle[low]:
+                text = (
+                    f"it turns {angle[high] / angle[low]:.2g} times as far per step as {block.groups[low]} "
+                    f"({angle[high]:.2g} and {angle[low]:.2g} rad): the effective rates of the layers are far apart"
+                )
+                yield Alert(int(block.steps[-1]), block.groups[high], "apart", text)
 
 
-def _h1(block: Block) -> Iterator[Alert]:
-    yield from _above(
-        block, "radial", "max", 1.0, "H1", "H1 is violated: a step crossed the origin (A⟨c,u⟩ = {0:.3g}, not below 1)"
-    )
-
-
-def _h2(block: Block) -> Iterator[Alert]:
-    yield from _above(block, "velocity", "max", np.pi, "H2", "H2 is violated: z = {0:.3g} is not below π")
-
-
-def _collapsed(block: Block) -> Iterator[Alert]:
-    text = "{1} of its rows collapsed: their radius is too small for a direction to exist"
-    yield from _above(block, "collapsed", "mean", np.nextafter(0, 1), "collapsed", text)
+def _hypotheses(block: Block) -> Iterator[Alert]:
+    """H1, H2, and a radius."""
+    crossed = "H1 is violated: a step crossed the origin (A⟨c,u⟩ = {0:.3g}, not below 1)"
+    collapsed = "{1:.3g} % of its rows collapsed: their radius is too small for a direction to exist"
+    for kind, quantity, statistic, bound, text in (
+        ("H1", "radial", "max", 1.0, crossed),
+        ("H2", "velocity", "max", np.pi, "H2 is violated: z = {0:.3g} is not below π"),
+        ("collapsed", "collapsed", "mean", np.nextafter(0, 1), collapsed),
+    ):
+        values = _get(block, quantity, statistic)
+        for k, g, group in _where(block, values >= bound):
+            yield Alert(int(block.steps[k]), group, kind, text.format(values[k, g], 100 * values[k, g]))
 
 
 def _not_finite(block: Block) -> Iterator[Alert]:
     found = [
         Alert(int(block.steps[k]), group, "not finite", f"its {what} NaN or infinite numbers")
         for quantity, what in (("radius", "weights hold"), ("gradient_norm", "gradient holds"))
-        if _has(block, quantity)
+        if quantity in block.quantities
         for k, _, group in _where(block, ~np.isfinite(_get(block, quantity, "mean")))
     ]
     # Of both, the first is reported. A step may skip a row whose gradient is not finite, so both are checked.
     yield from sorted(found, key=lambda alert: alert.step)
-
-
-def _above(block: Block, quantity: str, statistic: str, bound: float, kind: str, text: str) -> Iterator[Alert]:
-    if not _has(block, quantity):
-        return
-    values = _get(block, quantity, statistic)
-    for k, g, group in _where(block, values >= bound):
-        value = values[k, g]
-        yield Alert(int(block.steps[k]), group, kind, text.format(value, f"{100 * value:.3g} %"))
 
 
 def _where(block: Block, bad: NDArray[np.bool_]) -> Iterator[tuple[int, int, str]]:
@@ -188,10 +150,9 @@ def _where(block: Block, bad: NDArray[np.bool_]) -> Iterator[tuple[int, int, str
         yield int(bad[:, g].argmax()), int(g), block.groups[g]
 
 
-def _has(block: Block, *quantities: str) -> bool:
-    return all(quantity in block.quantities for quantity in quantities)
-
-
-def _get(block: Block, quantity: str, statistic: str) -> Numbers:
+def _get(block: Block, quantity: str, statistic: str = "median") -> Numbers:
+    """(steps, groups); NaN if the quantity is not recorded."""
+    if quantity not in block.quantities:
+        return np.full(block.active.shape, np.nan)
     values: Numbers = block.values[:, block.quantities.index(quantity), :, STATISTICS.index(statistic)]
     return values.astype(np.float64)

@@ -1,11 +1,13 @@
 """Observed steps of the rows of one source: their numbers, until a flush reduces them on their device."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,16 +22,14 @@ from steradian.watching.sources.phenomena import PhenomenaSource
 from steradian.watching.sources.telemetry import TelemetrySource
 from steradian.watching.statistics import Statistics
 
-__all__ = ["ON_INVARIANT", "SINGLE", "Buffer", "sources_of"]
+__all__ = ["ON_INVARIANT", "Buffer", "evenly", "sources_of"]
 
-_SHARE, _NUMBERS = 16, 2**16
-"""A buffer has at most one number for this many of the watched weights, or as many as these."""
-_STEPS = 256
-"""The most steps in a buffer."""
-_ALIGNED = 4
-"""An observation begins at a multiple of this many numbers: 16 bytes, as a kernel that writes to it may expect."""
-_FADING = 0.99
-"""By which the mean of ‖∇L(u)‖² forgets, per observation."""
+_SHARE, _NUMBERS = 16, 2**16  # a buffer has one number for this many of the watched weights, or as many as these
+_STEPS = 256  # the most steps in a buffer
+_BYTES, _LEAST = 220, 2**22  # of a flush per row and step; together at most the largest parameter, or this many
+_ALIGNED = 4  # an observation begins at a multiple of 4 numbers: 16 bytes, as a kernel that writes to it may expect
+_FADING = 0.99  # by which the mean of ‖∇L(u)‖² forgets, per observation
+_SINGLE = 64  # single rows of a group that are recorded now and then
 _BALANCING = ("weight_decay", "betas", "momentum")
 """Settings that an equilibrium depends on and that schedules change."""
 _SETTINGS = ("lr", "wd_ratio", "decoupled_weight_decay", *_BALANCING)
@@ -39,10 +39,13 @@ _IMAGE = ("radius", "angle", "effective_lr", "velocity", "taylor", "radial", "di
 _OF_ALL = {"radius", "angle", "update", "radial_share", "effective_lr", "defect", "gradient_norm", "collapsed", "lr"}
 """Quantities that mean something on every row; the others are recorded on invariant rows alone."""
 ON_INVARIANT = ("velocity", "taylor", "radial", "direction_norm", "nu", "equilibrium_radius", "equilibrium_angle")
-SINGLE = 64
-"""Single rows of a group that are recorded now and then, evenly spaced."""
 
 Balancing = tuple[dict[str, Any], ...]
+
+
+def evenly(n_rows: int) -> NDArray[np.int64]:
+    """Numbers of the rows of a group that are recorded now and then, evenly spaced."""
+    return np.linspace(0, n_rows - 1, min(n_rows, _SINGLE)).round().astype(np.int64)
 
 
 def sources_of(optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenomena: bool) -> list[Source]:
@@ -79,20 +82,7 @@ def _has_telemetry(watched: WatchedGroup) -> bool:
 
 
 class Buffer:
-    """The numbers of some observed steps, and the settings that these steps used.
-
-    Args:
-        source: what writes the numbers.
-        optimizer: the optimizer whose steps they are.
-        every_step: every step is observed.
-
-    Attributes:
-        watched: the groups in the order of their places.
-        steps: how many observed steps it holds.
-        skipped: how many steps a gradient scaler skipped, on the device.
-        may_skip: whether there is a gradient scaler that can skip steps.
-        single: places of the rows that are recorded by themselves now and then, on the device.
-    """
+    """The numbers of some observed steps of the groups of a source, and the settings that these steps used."""
 
     def __init__(self, source: Source, optimizer: Optimizer, *, every_step: bool = False) -> None:
         self.source, self.optimizer = source, optimizer
@@ -103,7 +93,8 @@ class Buffer:
         # All ranks must flush at the same steps, whatever number of rows each of them has.
         total = sum(group.total_rows for group in watched)
         most = max(_NUMBERS, sum(group.total_rows * group.size for group in watched) // _SHARE)
-        self.steps = max(1, min(_STEPS, most // max(1, total * width)))
+        largest = max(group.total_rows * group.size * group.dtype.itemsize for group in watched)
+        self.steps = max(1, min(_STEPS, most // max(1, total * width), max(_LEAST, largest) // max(1, total * _BYTES)))
         numbers = self.n_rows * width
         aligned = torch.zeros(self.steps, -(-numbers // _ALIGNED) * _ALIGNED, dtype=dtype, device=self.device)
         self.values = aligned[:, :numbers].unflatten(1, (self.n_rows, width))
@@ -115,39 +106,38 @@ class Buffer:
         # Rate and decoupled decay of each param group at each observed step; rates on the device in a tensor.
         self.param_groups = list({id(group.settings): group.settings for group in watched}.values())
         index = {id(settings): k for k, settings in enumerate(self.param_groups)}
-        self._places = [index[id(group.settings)] for group in watched]
+        self.places = [index[id(group.settings)] for group in watched]
         self.rates = torch.zeros(self.steps, len(self.param_groups), dtype=dtype, device=self.device)
         self._setting: list[tuple[float, float]] = [(0.0, 0.0)] * len(self.param_groups)
         self._settings = [self._setting] * self.steps
         self._known: list[object] = []
         # For each row, its param group and its group.
-        counts = torch.tensor([group.n_rows for group in watched], device="cpu")
-        self._column = torch.repeat_interleave(torch.tensor(self._places, device="cpu"), counts).to(self.device)
-        self._group = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts).to(self.device)
-        self._equilibria = None
-        if any(group.label == INVARIANT for group in watched):
-            self._equilibria = Equilibria(optimizer, watched, self._places, self.param_groups, self._group, self.steps)
-        self.may_skip = False
+        counts = [group.n_rows for group in watched]
+        self._column = torch.from_numpy(np.repeat(self.places, counts)).to(self.device)
+        self.group = torch.from_numpy(np.repeat(np.arange(len(watched)), counts)).to(self.device)
+        invariant = any(group.label == INVARIANT for group in watched)
+        self._equilibria = Equilibria(self) if invariant else None
+        self.may_skip = False  # whether there is a gradient scaler that can skip steps
         self.skips = torch.zeros(self.steps, 2, device=self.device)
-        self.skipped = torch.zeros((), device=self.device)
+        self.skipped = torch.zeros((), device=self.device)  # steps that were skipped so far
         self.statistics = Statistics([group.span for group in watched], device=self.device)
         self.statistics(self.values[0, :, 0][None].to(dtype_of(watched)))  # compiles its kernels
-        chosen = [torch.linspace(0, g.n_rows - 1, min(g.n_rows, SINGLE), device="cpu").round().long() for g in watched]
-        self.single_rows = [rows.numpy() for rows in chosen]
-        starts = zip(watched, chosen, strict=True)
-        self.single = torch.cat([group.start + rows for group, rows in starts]).to(self.device)
+        # The rows that are recorded by themselves now and then.
+        single = np.concatenate([group.start + evenly(group.n_rows) for group in watched])
+        self.single = torch.from_numpy(single).to(self.device)
 
     def nbytes(self) -> int:
         """Memory on the device for observed steps."""
         return self.values.nbytes + self.scratch.nbytes + self.source.nbytes()
 
-    def records(self, quantity: str) -> list[bool]:
-        """Whether a quantity is recorded, for each group."""
-        return [quantity in _OF_ALL or group.label == INVARIANT for group in self.watched]
+    def recorded(self, quantities: Sequence[str]) -> NDArray[np.bool_]:
+        """(quantities, groups): whether a quantity is recorded of a group."""
+        invariant = np.array([group.label == INVARIANT for group in self.watched])
+        return invariant | np.array([[name in _OF_ALL] for name in quantities])
 
     def update_settings(self) -> None:
         """Take over the param groups of the watched groups, which `Membership.update` changed."""
-        for place, group in zip(self._places, self.watched, strict=True):
+        for place, group in zip(self.places, self.watched, strict=True):
             self.param_groups[place] = group.settings
 
     def missing(self) -> dict[str, str]:
@@ -210,7 +200,7 @@ class Buffer:
         image, found = self.source.numbers(self.values[:count], rates[:, self._column], decays)
         of_image: Quantities = {name: value for name in _IMAGE if (value := getattr(image, name)) is not None}
         found = {**of_image, "collapsed": image.collapsed.to(image.radius), **found}
-        there = _send(active, self.device)[:, self._group] if not bool(active.all()) else None
+        there = _send(active, self.device)[:, self.group] if not bool(active.all()) else None
         if self.may_skip:
             taken = (self.skips[:count, 0] == 0)[:, None].expand(count, self.n_rows)
             there = taken if there is None else there & taken
@@ -223,41 +213,25 @@ class Buffer:
 
 
 class Equilibria:
-    """Radius and angle of all rows in equilibrium, under the settings of each observed step.
+    """Radius and angle of all rows of a buffer in equilibrium, under the settings of each observed step."""
 
-    Args:
-        optimizer: the optimizer.
-        watched: groups on one device.
-        places: the param group of each, by its place in `param_groups`.
-        param_groups: the settings, kept up to date by the buffer.
-        group: the group of each row, on the device.
-        steps: how many observed steps there may be.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        watched: Sequence[WatchedGroup],
-        places: Sequence[int],
-        param_groups: Sequence[Mapping[str, Any]],
-        group: Tensor,
-        steps: int,
-    ) -> None:
-        self.optimizer, self.watched, self.param_groups = optimizer, watched, param_groups
-        self._places, self._group = places, group
-        self._dtype = dtype_of(watched)
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer, self._dtype = buffer, dtype_of(buffer.watched)
+        self._key: list[list[Any]] = []
         self._setting: Balancing = ()
         self.read_settings()
-        self._settings: list[Balancing] = [self._setting] * steps
+        self._settings: list[Balancing] = [self._setting] * buffer.steps
         self._balances = self._balances_under(self._setting)
         # Sums of ‖∇L(u)‖² and of weights over past observations, for each row.
-        self._slopes = torch.zeros(2, len(group), dtype=self._dtype, device=group.device)
+        self._slopes = torch.zeros(2, buffer.n_rows, dtype=self._dtype, device=buffer.device)
 
     def read_settings(self) -> None:
         """Read the settings that equilibria depend on; they stay the same object if nothing changed."""
-        now = tuple({name: group[name] for name in _BALANCING if name in group} for group in self.param_groups)
-        if len(now) != len(self._setting) or not all(map(_same, now, self._setting)):
-            self._setting = now
+        now = tuple({name: group[name] for name in _BALANCING if name in group} for group in self.buffer.param_groups)
+        # Tensors are compared by identity, so that nothing is read from a device.
+        key = [[id(value) if isinstance(value, Tensor) else value for value in each.values()] for each in now]
+        if key != self._key:
+            self._key, self._setting = key, now
 
     def observe(self, slot: int) -> None:
         """Note the settings of the step that was just taken."""
@@ -294,13 +268,13 @@ class Equilibria:
         return {"equilibrium_radius": reason, "equilibrium_angle": reason}
 
     def _balances_under(self, settings: Balancing) -> list[Balance | str]:
-        """The equilibrium of each group under these settings."""
+        """The equilibrium of each group under these settings, or the reason why there is none."""
         known: dict[tuple[int, int], Balance | str] = {}
-        for place, group in zip(self._places, self.watched, strict=True):
-            if (place, group.size) not in known:
-                options = {**group.settings, **settings[place]}
-                known[place, group.size] = balance_of(self.optimizer, options, group.size)
-        return [known[place, group.size] for place, group in zip(self._places, self.watched, strict=True)]
+        keys = [(place, group.size) for place, group in zip(self.buffer.places, self.buffer.watched, strict=True)]
+        for place, size in dict.fromkeys(keys):
+            options = {**self.buffer.param_groups[place], **settings[place]}
+            known[place, size] = balance_of(self.buffer.optimizer, options, size)
+        return [known[key] for key in keys]
 
     def _balance(self, count: int) -> Balance | None:
         """One balance for all rows under the settings of each observation, (steps, rows); NaN for a group without one.
@@ -308,20 +282,18 @@ class Equilibria:
         None if no group has one.
         """
         distinct = {id(setting): setting for setting in self._settings[:count]}
-        balances = [self._balances_under(setting) for setting in distinct.values()]
-        self._balances = balances[-1]
-        # One line for all steps if the settings are the same at all of them.
-        order = {key: k for k, key in enumerate(distinct)}
-        steps = [order[id(setting)] for setting in self._settings[: count if len(distinct) > 1 else 1]]
-        known = [[balance if isinstance(balance, Balance) else None for balance in under] for under in balances]
-        if not any(any(under) for under in known):
+        balances = {key: self._balances_under(setting) for key, setting in distinct.items()}
+        self._balances = balances[id(self._settings[count - 1])]
+        if not any(isinstance(balance, Balance) for under in balances.values() for balance in under):
             return None
+        # One line for all steps if the settings are the same at all of them.
+        lines = [balances[id(setting)] for setting in self._settings[: count if len(distinct) > 1 else 1]]
 
         def column(name: str) -> Tensor:
             missing, dtype = (False, torch.bool) if name == "free" else (math.nan, self._dtype)
-            lines = [[missing if each is None else getattr(each, name) for each in under] for under in known]
-            values = torch.tensor([lines[k] for k in steps], dtype=dtype, device="cpu")
-            return _send(values, self._group.device)[:, self._group]
+            # A reason has no such attribute.
+            values = [[getattr(balance, name, missing) for balance in line] for line in lines]
+            return _send(torch.tensor(values, dtype=dtype, device="cpu"), self.buffer.device)[:, self.buffer.group]
 
         return Balance(*(column(name) for name in ("gain", "power", "root", "pace", "free")))
 
@@ -329,12 +301,3 @@ class Equilibria:
 def _send(values: Tensor, device: torch.device) -> Tensor:
     """Copy to a device; the host does not wait for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
-def _same(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether settings are the same; a tensor only if it is the same object, so that nothing is read from a device."""
-    return some.keys() == others.keys() and all(
-        value is others[name]
-        or (not (isinstance(value, Tensor) or isinstance(others[name], Tensor)) and value == others[name])
-        for name, value in some.items()
-    )

@@ -9,15 +9,11 @@ import torch
 
 __all__ = ["Cost"]
 
-_FIRST = 20
-"""Steps that are all observed, from the first one on."""
+_FIRST = 20  # steps that are all observed, from the first one on
 _INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-_EARLY = 1000
-"""Steps before which the interval may be as short as 10; later it is at least 50: 300 of the first 10,000 steps."""
-_WARM_UP = 3
-"""Observed steps whose cost is not counted: kernels are compiled and memory is allocated."""
-_MARGIN = 2.0
-"""What is measured leaves out how much the threads of one process disturb each other: about as much again."""
+_EARLY = 1000  # steps before which the interval may be 10; later it is at least 50: 300 of the first 10,000 steps
+_WARM_UP = 3  # observed steps whose cost is not counted: kernels are compiled and memory is allocated
+_MARGIN = 2.0  # threads of one process disturb each other, which is not measured: about as much again
 
 
 class Cost:
@@ -27,16 +23,12 @@ class Cost:
         every: observe multiples of this; None: as often as `share` allows.
         share: of the training's time.
         device: a GPU whose time is measured too; None: the host's time alone.
-
-    Attributes:
-        interval: steps that are multiples of it are observed.
-        observed: steps observed so far.
     """
 
     def __init__(self, every: int | None, share: float, device: torch.device | None) -> None:
         self.every, self.share, self.device = every, share, device
-        self.interval = every or _INTERVALS[0]
-        self.observed = 0
+        self.interval = every or _INTERVALS[0]  # steps that are multiples of it are observed
+        self.observed = 0  # steps so far
         self._first: int | None = None
         self._began: float | None = None  # when the measured time began
         self._last = 0.0  # when the last step was taken
@@ -89,11 +81,7 @@ class Cost:
             self._host += time.perf_counter() - began
 
     def choose(self, writing: float = 0.0) -> None:
-        """Choose the interval from what was measured so far.
-
-        Args:
-            writing: seconds that writing files took so far, in a thread of its own.
-        """
+        """Choose the interval from what was measured so far; `writing` are seconds of the thread that writes files."""
         self._writing = writing
         done = [pair for pair in self._events if pair[1].query()]
         self._events = self._events[len(done) :]

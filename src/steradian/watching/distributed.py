@@ -18,11 +18,7 @@ Merged = tuple[NDArray[Any], NDArray[np.bool_], dict[str, NDArray[Any]]]
 
 
 class Merge:
-    """Gathers the rows of all ranks; every rank must call it equally often.
-
-    Args:
-        watched: this rank's groups, in the order of their places.
-    """
+    """Gathers the rows of all ranks; every rank must call it equally often."""
 
     def __init__(self, watched: Sequence[WatchedGroup]) -> None:
         self.watched = watched
@@ -31,11 +27,8 @@ class Merge:
     def __call__(self, rows: NDArray[Any], active: NDArray[np.bool_], *, together: bool) -> Merged | None:
         """Statistics, activity and all rows by group, on rank 0; None on other ranks.
 
-        Args:
-            rows: (steps, quantities, n), this rank's.
-            active: (steps, groups).
-            together: all ranks take part. Otherwise rank 0 has only its own rows, and groups with rows on other ranks
-                are left out, since statistics of a part are not those of the whole.
+        Takes this rank's rows, (steps, quantities, n), and activity, (steps, groups). If not all ranks are `together`,
+        groups with rows on other ranks are left out: statistics of a part are not those of the whole.
         """
         mine = [
             rows[:, :, group.span] if own else rows[:, :, :0]

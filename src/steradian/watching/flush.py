@@ -1,9 +1,9 @@
 """From the buffers to the sinks: observed steps are reduced, copied to the host without waiting, and handed on."""
 
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import attrgetter, is_not, methodcaller
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from steradian.watching.alerts import Alerts
-from steradian.watching.buffer import SINGLE, Buffer
+from steradian.watching.buffer import Buffer, evenly
 from steradian.watching.paths import Paths
-from steradian.watching.records import COLUMNS, STATISTICS, Block, cause_of, causes, read_run
-from steradian.watching.sinks import Folder, Sink
+from steradian.watching.records import STATISTICS, Block, cause_of, causes
+from steradian.watching.sinks import Folder, Memory, Sink
 from steradian.watching.verdict import History
 
 if TYPE_CHECKING:
@@ -29,66 +30,52 @@ if TYPE_CHECKING:
 __all__ = ["Flush", "Output"]
 
 Array = NDArray[Any]
-Fail = Callable[[Exception], None]
+_Part = tuple[tuple[str, ...], Tensor, Tensor, dict[str, Tensor], Tensor]
+"""Of some observed steps: quantities, statistics, some rows, all rows of chosen groups, and the skipped steps."""
 logger = logging.getLogger("steradian")
-
 _GRAD = attrgetter("grad")
-_MOST = 2**25
-"""Numbers that are kept in memory if there is no folder."""
-_UNREAD = 2**20
-"""Numbers of blocks that wait until a verdict needs them."""
+_STEPS, _NUMBERS = 64, 2**22
+"""Reduced steps, or numbers of groups whose rows are recorded, that are copied to the host together."""
 
 
 class _Copy:
-    """Tensors on their way to the host: one asynchronous copy for each device and dtype."""
+    """Nested lists and dicts whose tensors are on their way to the host: one asynchronous copy per device and dtype."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.shapes = [tensor.shape for tensor in tensors]
+    def __init__(self, content: Any) -> None:
+        self._leaves, self._form = tree_flatten(content)
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for k, tensor in enumerate(tensors):
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(k)
-        self.copies: list[tuple[list[int], Tensor, Any]] = []
-        for (device, _), chosen in kinds.items():
-            flat = torch.cat([tensors[k].detach().reshape(-1) for k in chosen])
-            if device.type != "cuda":
-                self.copies.append((chosen, flat.cpu(), None))
-                continue
-            with torch.cuda.device(device):
-                host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-                host.copy_(flat, non_blocking=True)
-                done = torch.cuda.Event()
-                done.record()
-            self.copies.append((chosen, host, done))
+        for k, leaf in enumerate(self._leaves):
+            if isinstance(leaf, Tensor):
+                kinds.setdefault((leaf.device, leaf.dtype), []).append(k)
+        self._copies: list[tuple[list[int], Tensor, Any]] = []
+        for (device, _), places in kinds.items():
+            flat, done = torch.cat([self._leaves[k].detach().reshape(-1) for k in places]), None
+            host = flat
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+                    host.copy_(flat, non_blocking=True)
+                    done = torch.cuda.Event()
+                    done.record()
+            self._copies.append((places, host.cpu(), done))
+            for k in places:
+                self._leaves[k] = self._leaves[k].shape
 
     def ready(self) -> bool:
         """Whether everything has arrived."""
-        return all(done is None or done.query() for _, _, done in self.copies)
+        return all(done is None or done.query() for _, _, done in self._copies)
 
-    def arrays(self) -> Iterator[Array]:
-        """The tensors as arrays, in their order; waits for what has not arrived."""
-        found: dict[int, Array] = {}
-        for chosen, host, done in self.copies:
+    def content(self) -> Any:
+        """The content with arrays for tensors; waits for what has not arrived."""
+        for places, host, done in self._copies:
             if done is not None:
                 done.synchronize()
             array, start = host.numpy() if host.dtype != torch.bfloat16 else host.float().numpy(), 0
-            for k in chosen:
-                size = int(np.prod(self.shapes[k], dtype=np.int64))
-                found[k] = array[start : start + size].reshape(self.shapes[k])
+            for k in places:
+                size = self._leaves[k].numel()
+                self._leaves[k] = array[start : start + size].reshape(self._leaves[k])
                 start += size
-        return (found[k] for k in range(len(self.shapes)))
-
-
-@dataclass(eq=False)
-class _Sent:
-    """Observed steps whose numbers are on their way to the host."""
-
-    copy: _Copy
-    steps: NDArray[np.int64]
-    active: NDArray[np.bool_]
-    quantities: list[tuple[str, ...]]
-    whole: list[int]
-    logged: list[tuple[int, str, float | None, bool]]
-    paths: list[int]
+        return tree_unflatten(self._leaves, self._form)
 
 
 class Flush:
@@ -96,14 +83,11 @@ class Flush:
 
     Args:
         run: the run's name.
-        buffers: one for each device.
+        buffers: one for each source.
         record_rows: names of groups whose rows are recorded at every observation.
         rows_every: some rows of all groups are recorded once in this many observations; 0: never.
         merges: for each buffer, what gathers its rows from several ranks; None if no row is sharded.
         paths: rows whose directions are recorded.
-
-    Attributes:
-        complete: no watched group is gone.
     """
 
     def __init__(
@@ -116,23 +100,22 @@ class Flush:
         merges: "Sequence[Merge] | None",
         paths: Paths,
     ) -> None:
-        self.run = run
-        self.buffers = buffers
-        self.watched = [group for buffer in buffers for group in buffer.watched]
-        self.names = tuple(group.name for group in self.watched)
+        self.run, self.buffers, self.merges, self.paths = run, buffers, merges, paths
         self.record_rows, self.rows_every = record_rows, rows_every
-        self.merges = merges
-        self.paths = paths
+        self.names = tuple(group.name for buffer in buffers for group in buffer.watched)
         self.observations = 0
-        self.complete = True
-        starts = accumulate((len(buffer.watched) for buffer in buffers), initial=0)
-        self._places = {id(buffer): start for buffer, start in zip(buffers, starts, strict=False)}
-        self._params = {id(buffer): [p for group in buffer.watched for p in group.params] for buffer in buffers}
+        self.complete = True  # no watched group is gone
+        ends = list(accumulate(len(buffer.watched) for buffer in buffers))
+        # The places of each buffer's groups among all.
+        self._spans = [slice(end - len(buffer.watched), end) for buffer, end in zip(buffers, ends, strict=True)]
+        self._params = [[param for group in buffer.watched for param in group.params] for buffer in buffers]
         self._room = min((buffer.steps for buffer in buffers), default=1)
         self._steps: list[int] = []
         self._active: list[list[bool]] = []
-        self._logged: list[tuple[int, str, float | Tensor, Tensor | None]] = []
-        self._sent: deque[_Sent] = deque()
+        self._logged: list[tuple[int, str, float | Tensor, int | Tensor]] = []
+        # Steps, active groups, steps whose rows are recorded and, for each buffer, what is recorded of it.
+        self._reduced: list[tuple[list[int], Array, list[int], list[_Part]]] = []
+        self._sent: deque[_Copy] = deque()
 
     # At every step
 
@@ -141,23 +124,22 @@ class Flush:
         """Write what this optimizer did in the step with this number to its buffers."""
         if not self._steps or self._steps[-1] != step:
             self._steps.append(step)
-            self._active.append([False] * len(self.watched))
+            self._active.append([False] * len(self.names))
             self.observations += 1
-            self.paths.observe(len(self._steps) - 1, self.observations)
-        slot, active = len(self._steps) - 1, self._active[-1]
-        for buffer in self.buffers:
+            self.paths.observe(self._n_reduced + len(self._steps) - 1, self.observations)
+        for buffer, span, params in zip(self.buffers, self._spans, self._params, strict=True):
             if buffer.optimizer is optimizer:
-                buffer.observe(slot)
+                buffer.observe(len(self._steps) - 1)
                 # This may run at every step, so there is no Python loop over parameters.
-                usual = self.complete and all(map(is_not, map(_GRAD, self._params[id(buffer)]), repeat(None)))
-                start, count = self._places[id(buffer)], len(buffer.watched)
-                active[start : start + count] = [True] * count if usual else [g.active() for g in buffer.watched]
-                for group in buffer.watched:
+                usual = self.complete and all(map(is_not, map(_GRAD, params), repeat(None)))
+                groups = buffer.watched
+                self._active[-1][span] = [True] * len(groups) if usual else [group.active() for group in groups]
+                for group in groups:
                     group.held = None
 
     def log(self, step: int, name: str, value: float | Tensor) -> None:
         """Add a number of the run as a whole."""
-        skipped = next((buffer.skipped.clone() for buffer in self.buffers if buffer.may_skip), None)
+        skipped = next((buffer.skipped.clone() for buffer in self.buffers if buffer.may_skip), 0)
         self._logged.append((step, name, value, skipped))
 
     @property
@@ -168,50 +150,56 @@ class Flush:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not self._steps and not self._logged
+        return not self._steps and not self._reduced and not self._logged
 
     @property
     def pending(self) -> bool:
         """Whether something was sent from which no block was made yet."""
         return bool(self._sent)
 
-    # On the devices
+    @property
+    def _n_reduced(self) -> int:
+        return sum(len(steps) for steps, *_ in self._reduced)
 
-    def send(self) -> None:
-        """Reduce the numbers in the buffers, and start to copy the result to the host."""
-        if self.empty:
+    def send(self, *, everything: bool = True) -> None:
+        """Reduce the numbers in the buffers on their devices, and start to copy the results to the host.
+
+        Args:
+            everything: copy even a few steps; otherwise they may wait for more, since a block has a price of its own.
+        """
+        if self._steps:
+            self._reduce()
+        of_chosen = [rows for *_, parts in self._reduced for part in parts for rows in part[3].values()]
+        many = self._n_reduced >= _STEPS or sum(rows.numel() for rows in of_chosen) >= _NUMBERS
+        enough = many or self.merges is not None
+        if self.empty or not (everything or enough):
             return
-        count = len(self._steps)
-        active = np.array(self._active, dtype=bool).reshape(count, len(self.watched))
+        n_groups = len(self.names)
+        steps = np.array([step for steps, *_ in self._reduced for step in steps], dtype=np.int64)
+        active = np.concatenate([active for _, active, *_ in self._reduced] or [np.zeros((0, n_groups), dtype=bool)])
+        whole = [k for _, _, whole, _ in self._reduced for k in whole]
+        parts = [_joined(each) for each in zip(*(parts for *_, parts in self._reduced), strict=True)]
+        self._sent.append(_Copy((steps, active, whole, parts, self._logged, self.paths.take())))
+        self._reduced, self._logged = [], []
+
+    def _reduce(self) -> None:
+        """Reduce what is in the buffers, on their devices."""
+        count, start = len(self._steps), self._n_reduced
+        active = np.array(self._active, dtype=bool)
         first = self.observations - count
         whole = [k for k in range(count) if self.rows_every > 0 and (first + k) % self.rows_every == 0]
-        tensors, quantities = self._reduce(active, whole) if count else ([], [])
-        tensors += [t for _, _, value, skipped in self._logged for t in (value, skipped) if isinstance(t, Tensor)]
-        paths, points = self.paths.take()
-        logged = [
-            (step, name, None if isinstance(value, Tensor) else float(value), skipped is not None)
-            for step, name, value, skipped in self._logged
-        ]
-        steps = np.array(self._steps, dtype=np.int64)
-        self._sent.append(_Sent(_Copy(tensors + points), steps, active, quantities, whole, logged, paths))
-        self._steps, self._active, self._logged = [], [], []
-
-    def _reduce(self, active: NDArray[np.bool_], whole: list[int]) -> tuple[list[Tensor], list[tuple[str, ...]]]:
-        """For each buffer its statistics, rows and skipped steps, then the rows of each group in `record_rows`."""
-        tensors: list[Tensor] = []
-        quantities = []
-        start, count = 0, len(active)
-        for buffer in self.buffers:
-            mine = torch.from_numpy(active[:, start : start + len(buffer.watched)].copy())
-            start += len(buffer.watched)
-            names, statistics, rows = buffer.reduce(count, mine)
-            quantities.append(names)
+        parts: list[_Part] = []
+        for buffer, span in zip(self.buffers, self._spans, strict=True):
+            names, statistics, rows = buffer.reduce(count, torch.from_numpy(active[:, span].copy()))
             # A slice, because indices in a list would be copied to the device and waited for.
-            some = rows[slice(whole[0], None, self.rows_every)][:, :, buffer.single] if whole else rows[:0]
-            tensors += [statistics, some if self.merges is None else rows]
-            tensors.append(buffer.skips[:count].clone() if buffer.may_skip else buffer.skips[:0])
-            tensors += [rows[:, :, group.span] for group in buffer.watched if group.name in self.record_rows]
-        return tensors, quantities
+            some = rows[slice(whole[0], None, self.rows_every) if whole else slice(0)][:, :, buffer.single]
+            chosen = {
+                group.name: rows[:, :, group.span].clone() for group in buffer.watched if group.name in self.record_rows
+            }
+            rows_of = (some, chosen) if self.merges is None else (rows, {})
+            parts.append((names, statistics, *rows_of, buffer.skips[:count].clone()))
+        self._reduced.append((self._steps, active, [start + k for k in whole], parts))
+        self._steps, self._active = [], []
 
     # On the host
 
@@ -222,93 +210,88 @@ class Flush:
             wait: for what has not arrived.
             together: if rows are merged, all ranks take part.
         """
-        while self._sent and (wait or self._sent[0].copy.ready()):
-            block = self._block(self._sent.popleft(), together=together)
+        while self._sent and (wait or self._sent[0].ready()):
+            block = self._block(*self._sent.popleft().content(), together=together)
             if block is not None:
                 yield block
 
-    def _block(self, sent: _Sent, *, together: bool) -> Block | None:
-        arrays = sent.copy.arrays()
-        union = tuple(dict.fromkeys(name for names in sent.quantities for name in names))
-        count = len(sent.steps)
-        steps, taken, active = sent.steps, np.ones(count, dtype=bool), sent.active.copy()
-        parts: list[Array] = []
-        defined: list[NDArray[np.bool_]] = []
+    def _block(
+        self, steps: Array, active: Array, whole: Any, parts: Any, logged: Any, paths: Any, *, together: bool
+    ) -> Block | None:
+        """What `send` has sent as a block; None on other ranks than 0."""
+        quantities = tuple(dict.fromkeys(name for names, *_ in parts for name in names))
+        shape = (len(steps), len(quantities), len(self.names), len(STATISTICS))
+        dtype = np.result_type(np.float32, *(statistics for _, statistics, *_ in parts))
+        values, defined = np.full(shape, np.nan, dtype), np.zeros(shape[1:3], dtype=bool)
+        taken, late, active = np.ones(len(steps), dtype=bool), np.zeros(len(steps), dtype=np.int64), active.copy()
         rows: list[tuple[int, str, Array, Array]] = []
-        elsewhere = False  # rank 0 makes the block
-        # Without observed steps there are only logged numbers.
-        for k, (buffer, names) in enumerate(zip(self.buffers if count else (), sent.quantities, strict=True)):
-            statistics, some, skips = next(arrays), next(arrays), next(arrays)
-            parts.append(_spread(statistics, names, union))
-            defined.append(_defined(buffer, names, union))
-            if len(skips):
-                taken &= skips[:, 0] == 0
-                steps = sent.steps - skips[:, 1].astype(np.int64)
-            chosen = {group.name: next(arrays) for group in buffer.watched if group.name in self.record_rows}
+        elsewhere = False
+        for k, (names, statistics, some, chosen, skips) in enumerate(parts):
+            span, at = self._spans[k], [quantities.index(name) for name in names]
+            taken, late = taken & (skips[:, 0] == 0), np.maximum(late, skips[:, 1].astype(np.int64))
             if self.merges is not None:
-                first = self._places[id(buffer)]
-                mine = slice(first, first + len(buffer.watched))
-                merged = self.merges[k](some, active[:, mine], together=together)
+                merged = self.merges[k](some, active[:, span], together=together)
                 if merged is None:
                     elsewhere = True
                     continue
-                statistics, active[:, mine], by_group = merged
-                parts[-1] = _spread(statistics, names, union)
-                by_group = {name: _spread(each, names, union) for name, each in by_group.items()}
-                for name, values in by_group.items():
-                    everything = name in self.record_rows
-                    most = values.shape[2] if everything else min(values.shape[2], SINGLE)
-                    numbers = np.linspace(0, values.shape[2] - 1, most).round().astype(int)
-                    at = range(count) if everything else sent.whole
-                    rows += [(i, name, numbers, values[i][:, numbers]) for i in at]
-                continue
+                statistics, active[:, span], chosen = merged
+            values[:, at, span] = statistics
+            defined[at, span] = self.buffers[k].recorded(names)
             start = 0
-            for group, single in zip(buffer.watched, buffer.single_rows, strict=True):
-                everything = group.name in chosen
-                values = chosen[group.name] if everything else some[:, :, start : start + len(single)]
-                start += len(single)
-                numbers, at = (np.arange(group.n_rows), range(count)) if everything else (single, sent.whole)
-                rows += [(i, group.name, numbers, of) for i, of in zip(at, _spread(values, names, union), strict=True)]
+            for group in self.buffers[k].watched:
+                every = group.name in self.record_rows
+                mine = range(len(steps)) if every else whole
+                if every or self.merges is not None:
+                    found = chosen[group.name]
+                    numbers = np.arange(found.shape[2]) if every else evenly(found.shape[2])
+                    found = found[mine][:, :, numbers]
+                else:
+                    numbers = evenly(group.n_rows)
+                    found = some[:, :, start : start + len(numbers)]
+                    start += len(numbers)
+                for i, each in zip(mine, found, strict=True):
+                    spread = np.full((len(quantities), len(numbers)), np.nan, dtype)
+                    spread[at] = each
+                    rows.append((i, group.name, numbers, spread))
         if elsewhere:
             return None
-        logged = []
-        for step, name, value, may_skip in sent.logged:
-            value = float(next(arrays)) if value is None else value
-            logged.append((max(0, step - int(next(arrays)) if may_skip else step), name, value))
-        paths: list[tuple[int, str, int, Array]] = []
-        if sent.paths:
-            points = [(group.name, row, _directions(next(arrays))) for group, row in self.paths.chosen]
-            paths = [(k, group, row, u[i]) for i, k in enumerate(sent.paths) for group, row, u in points]
-        shape = (0, len(union), len(self.names), len(STATISTICS))
-        values = np.concatenate(parts, axis=2) if parts else np.zeros(shape)
-        place = {name: k for k, name in enumerate(self.names)}
+        slots, points = paths
+        chosen_rows = zip(self.paths.chosen, points, strict=False)
+        directions = [(group.name, row, _directions(of)) for (group, row), of in chosen_rows]
+        step_of = (steps - late).tolist()
         return Block(
             run=self.run,
-            steps=steps[taken],
+            steps=(steps - late)[taken],
             groups=self.names,
-            quantities=union,
+            quantities=quantities,
             values=values[taken],
             active=active[taken],
-            defined=np.concatenate(defined, axis=1) if defined else np.zeros((0, len(self.names)), dtype=bool),
-            logged=logged,
-            rows=[(int(steps[k]), name, n, v) for k, name, n, v in rows if taken[k] and active[k, place[name]]],
-            paths=[(int(steps[k]), group, row, direction) for k, group, row, direction in paths if taken[k]],
+            defined=defined,
+            logged=[(max(0, step - int(skipped)), name, float(value)) for step, name, value, skipped in logged],
+            rows=[(step_of[k], n, r, v) for k, n, r, v in rows if taken[k] and active[k, self.names.index(n)]],
+            paths=[
+                (step_of[k], name, row, u[i]) for i, k in enumerate(slots) for name, row, u in directions if taken[k]
+            ],
         )
 
 
-def _defined(buffer: Buffer, names: Sequence[str], union: Sequence[str]) -> NDArray[np.bool_]:
-    """(quantities, groups): what is recorded of each group of a buffer."""
-    absent = [False] * len(buffer.watched)
-    return np.array([buffer.records(name) if name in names else absent for name in union], dtype=bool)
+def _joined(parts: Sequence[_Part]) -> _Part:
+    """What was recorded of one buffer, from several reductions; NaN for quantities that one of them did not have."""
+    names = tuple(dict.fromkeys(name for part in parts for name in part[0]))
 
+    def cat(tensors: Iterable[Tensor]) -> Tensor:
+        wide = []
+        for (own, *_), tensor in zip(parts, tensors, strict=True):
+            if own != names:
+                full = tensor.new_full((len(tensor), len(names), *tensor.shape[2:]), math.nan)
+                full[:, [names.index(name) for name in own]] = tensor
+                tensor = full
+            wide.append(tensor)
+        return torch.cat(wide)
 
-def _spread(values: Array, names: Sequence[str], union: Sequence[str]) -> Array:
-    """Values of some quantities, on dimension 1, among those of all; NaN for the others."""
-    if tuple(names) == tuple(union):
-        return values
-    found = np.full((values.shape[0], len(union), *values.shape[2:]), np.nan, dtype=values.dtype)
-    found[:, [union.index(name) for name in names]] = values
-    return found
+    _, statistics, some, chosen, skips = zip(*parts, strict=True)
+    groups = {name: cat(each[name] for each in chosen) for name in chosen[0]}
+    return names, cat(statistics), cat(some), groups, torch.cat(skips)
 
 
 def _directions(rows: Array) -> Array:
@@ -319,36 +302,21 @@ def _directions(rows: Array) -> Array:
 
 
 class Output:
-    """Hands every block to every sink and raises alerts; without a folder, it keeps the blocks in memory.
+    """Hands every block to every sink, keeps what a verdict needs, and raises alerts.
 
     Args:
         sinks: where blocks go.
         alerts: what checks them.
         fail: called with an exception of a sink, so that the other sinks still get theirs.
-
-    Attributes:
-        last: the last block with a step.
-        folder: the sink that keeps everything on disk, if there is one.
-        defects: the median |cos(x, ∇L)| of each group at the last observed steps.
     """
 
-    def __init__(self, sinks: Sequence[Sink], alerts: Alerts, fail: Fail) -> None:
-        self.sinks = sinks
-        self.alerts = alerts
-        self.last: Block | None = None
+    def __init__(self, sinks: Sequence[Sink], alerts: Alerts, fail: Callable[[Exception], None]) -> None:
+        self.sinks, self.alerts, self._fail = sinks, alerts, fail
+        self.last: Block | None = None  # the last block with a step
+        self.history = History()
         self.folder = next((sink for sink in sinks if isinstance(sink, Folder)), None)
-        self._fail = fail
-        self.defects: dict[str, deque[float]] = {}
-        self._history: History | None = None
-        self._unread: list[Block] = []  # blocks that are not in the history yet
-        self._blocks: list[Block] = []
-        self._dropped = False
+        self._memory = Memory()  # unless there is a folder
         self._logged: set[str] = set()  # causes of alerts
-
-    @property
-    def seconds(self) -> float:
-        """Time that writing files took so far, in a thread of its own."""
-        return self.folder.seconds if self.folder is not None else 0.0
 
     def open(self, about: Mapping[str, Any]) -> None:
         """Open all sinks, or none."""
@@ -362,17 +330,11 @@ class Output:
 
     def write(self, block: Block) -> None:
         """Hand on one block."""
-        self.last = block if len(block.steps) else self.last
         if len(block.steps):
-            self._unread.append(replace(block, rows=[], paths=[]))
-            if sum(each.values.size for each in self._unread) > _UNREAD:
-                self.history()
+            self.last = block
+            self.history.add(block)
         if self.folder is None:
-            self._keep(block)
-        if "defect" in block.quantities:
-            medians = block.values[:, block.quantities.index("defect"), :, STATISTICS.index("median")]
-            for name, values, active in zip(block.groups, medians.T, block.active.T, strict=True):
-                self.defects.setdefault(name, deque(maxlen=64)).extend(map(float, values[active]))
+            self._memory.write(block)
         self._each(methodcaller("write", block))
         alerts = self.alerts.check(block)
         if alerts:
@@ -381,23 +343,6 @@ class Output:
             self._logged.update(map(cause_of, alerts))
         for alert in alerts:
             self._each(methodcaller("alert", alert))
-
-    def history(self) -> History:
-        """What a verdict is made from."""
-        self._history = self._history or History()
-        for block in self._unread:
-            self._history.add(block)
-        self._unread = []
-        return self._history
-
-    def _keep(self, block: Block) -> None:
-        """Keep a block in memory; if there are too many numbers, every second observed step is dropped."""
-        self._blocks.append(replace(block, rows=[], paths=[]))
-        if sum(kept.values.size for kept in self._blocks) > _MOST:
-            if not self._dropped:
-                logger.warning("%s: every second step is dropped from memory: pass to= to keep all of them", block.run)
-            self._dropped = True
-            self._blocks = [kept.thinned() for kept in self._blocks]
 
     def close(self) -> None:
         """Close all sinks."""
@@ -410,19 +355,11 @@ class Output:
             except Exception as error:
                 self._fail(error)
 
+    @property
+    def seconds(self) -> float:
+        """Time that writing files took so far, in a thread of its own."""
+        return self.folder.seconds if self.folder is not None else 0.0
+
     def table(self) -> "pd.DataFrame":
         """Everything that was written: run, step, group, quantity, statistic, value."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ImportError("records() needs pandas: pip install 'steradian[lab]'; latest() does not") from error
-
-        if self.folder is not None:
-            self.folder.drain()
-            if self.folder.files.exist():
-                return read_run(self.folder.files.folder).table
-        tables = [block.table() for block in self._blocks]
-        if not tables:
-            return pd.DataFrame({name: [] for name in COLUMNS})
-        table = pd.concat([table.astype({"quantity": str}) for table in tables], ignore_index=True)
-        return table.astype({"quantity": "category"})
+        return self._memory.table() if self.folder is None else self.folder.table()

@@ -10,22 +10,17 @@ from steradian.watching.rows import INVARIANT, WatchedGroup
 
 __all__ = ["Paths"]
 
-_POINTS = 128
-"""Points after which every second observation is left out, and again after each further half of them."""
-_LONGEST = 2**10
-"""Rows that are longer are not chosen unless the user names them."""
+_POINTS = 128  # points after which every second observation is left out, and again after each further half of them
+_LONGEST = 2**10  # rows that are longer are not chosen unless the user names them
 
 
 class Paths:
-    """Rows whose directions are recorded.
+    """Rows whose directions are recorded, each as its group and its number in the group.
 
     Args:
         watched: all watched groups.
         chosen: {group: [row, …]}. None: the first row of the first, the middle and the last group.
         rank: rank 0 records its rows; other ranks only help to gather rows that span several ranks.
-
-    Attributes:
-        chosen: the rows, each as its group and its number in the group.
     """
 
     chosen: list[tuple[WatchedGroup, int]]
@@ -34,12 +29,10 @@ class Paths:
         self, watched: Sequence[WatchedGroup], chosen: Mapping[str, Sequence[int]] | None, *, rank: int = 0
     ) -> None:
         self.stride, self.points = 1, 0
-        self._orders: dict[str, list[int]] = {}
         self._kept: list[tuple[int, list[Tensor]]] = []
         if chosen is None:
             # Only on rank 0, which cannot make the other ranks gather rows.
-            usual = [group for group in watched if group.n_rows and group.size <= _LONGEST]
-            usual = [group for group in usual if not group.gathered]
+            usual = [group for group in watched if group.n_rows and group.size <= _LONGEST and not group.gathered]
             usual = [group for group in usual if group.label == INVARIANT] or [g for g in usual if g.n_rows > 1]
             places = {0, len(usual) // 2, len(usual) - 1} if usual else set()
             self.chosen = [(usual[k], 0) for k in sorted(places)]
@@ -54,16 +47,11 @@ class Paths:
         self.chosen = [(by_name[name], int(row)) for name, rows in chosen.items() for row in rows]
 
     def observe(self, slot: int, number: int) -> None:
-        """Copy the rows after an observed step, unless it is left out.
-
-        Args:
-            slot: the observation among those that are not flushed yet.
-            number: the observation among all.
-        """
+        """Copy the rows after an observed step, unless it is left out; `number` counts all, `slot` since a flush."""
         if not self.chosen or number % self.stride:
             return
         with torch.no_grad():
-            here = [self._row(group, row) for group, row in self.chosen]
+            here = [group.row(row) for group, row in self.chosen]
             copies = [torch.empty_like(x, dtype=torch.float32) for x in here]
             torch._foreach_copy_(copies, here)  # one launch for all
         self._kept.append((slot, copies))
@@ -76,16 +64,3 @@ class Paths:
         kept, self._kept = self._kept, []
         points = [torch.stack(each) for each in zip(*(copies for _, copies in kept), strict=True)]
         return [slot for slot, _ in kept], points
-
-    def _row(self, group: WatchedGroup, row: int) -> Tensor:
-        """One row as a vector.
-
-        The entries of a slice of dimension 0 are in the order of memory, so that it is a view; the order is that of the
-        first call, so that a path keeps its coordinates if the memory format changes.
-        """
-        if len(group.params) > 1 or group.layout.spec != "filter" or not group.params[0].ndim:
-            return group.cut(group.params)[row]
-        here = group.local(group.params[0])[row]
-        if group.name not in self._orders:
-            self._orders[group.name] = sorted(range(here.ndim), key=here.stride().__getitem__, reverse=True)
-        return here.permute(self._orders[group.name]).reshape(-1)

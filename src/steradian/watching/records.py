@@ -19,7 +19,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +37,6 @@ __all__ = [
     "Cause",
     "Quantity",
     "RecordedRun",
-    "Words",
     "alerts_of",
     "cause_of",
     "causes",
@@ -54,19 +52,10 @@ PATH_COLUMNS = ("run", "step", "group", "row", "direction")
 ALERT_COLUMNS = ("step", "group", "kind", "text")
 STATISTICS = ("min", "q10", "median", "q90", "max", "mean")
 """Over the rows of a group."""
-_MEAN = STATISTICS.index("mean")
-_ENTRIES = {"groups": list, "optimizer": dict, "missing": dict, "config": dict, "environment": dict}
-"""Entries of run.json and their types."""
 
 
 class Quantity(NamedTuple):
-    """Name and meaning of a recorded quantity.
-
-    Attributes:
-        title: for headings.
-        symbol: in the paper's letters; empty if it has none.
-        meaning: in words.
-    """
+    """A recorded quantity: its title, its symbol in the paper's letters ("" if it has none), its meaning in words."""
 
     title: str
     symbol: str
@@ -108,28 +97,13 @@ ONE_NUMBER = frozenset({"lr"})
 # Blocks
 
 
-class Words(NamedTuple):
-    """A column of words: codes, and the word for each code."""
-
-    codes: NDArray[Any]
-    names: list[str]
-
-
-Columns = dict[str, NDArray[Any] | Words | list[NDArray[Any]]]
-Point = tuple[int, str, int, NDArray[Any]]
-"""The direction of a row after a step: step, group, row, direction."""
+Columns = dict[str, Any]
+"""Columns of a table: arrays, or categories for words."""
 
 
 @dataclass(frozen=True)
 class Alert:
-    """A message for the user, raised once.
-
-    Attributes:
-        step: when it was noticed.
-        group: the group's name; "" for the run as a whole.
-        kind: one word for it.
-        text: in words.
-    """
+    """A message for the user, raised once: when, about which group ("" for the run as a whole), its kind, in words."""
 
     step: int
     group: str
@@ -166,81 +140,70 @@ class Block:
     defined: NDArray[np.bool_]
     logged: list[tuple[int, str, float]] = field(default_factory=list)
     rows: list[tuple[int, str, NDArray[Any], NDArray[Any]]] = field(default_factory=list)
-    paths: list[Point] = field(default_factory=list)
+    paths: list[tuple[int, str, int, NDArray[Any]]] = field(default_factory=list)
 
     def columns(self) -> Columns:
         """The columns run, step, group, quantity, statistic, value."""
-        names = list(dict.fromkeys(name for _, name, _ in self.logged))
-        code = {name: len(self.quantities) + k for k, name in enumerate(names)}
-        extra = len(self.logged)
-        places = _places(self.values.shape, tuple(name in ONE_NUMBER for name in self.quantities))
-        if not (self.active.all() and self.defined.all()):
-            places = places.where(self.active[places.step, places.group] & self.defined[places.quantity, places.group])
-
-        def words(codes: NDArray[Any], more: list[int], names: list[str]) -> Words:
-            return Words(np.append(codes, np.array(more, dtype=codes.dtype)), names)
-
+        there = np.broadcast_to((self.active[:, None] & self.defined)[..., None], self.values.shape).copy()
+        there[:, [name in ONE_NUMBER for name in self.quantities]] &= np.array(STATISTICS) == "mean"
+        step, quantity, group, statistic = np.nonzero(there)
+        steps, names, values = zip(*self.logged, strict=True) if self.logged else ((), (), ())
+        logged = {name: f"{name} (logged)" if name in self.quantities else name for name in names}
+        quantities = list(dict.fromkeys([*self.quantities, *logged.values()]))
+        codes = [quantities.index(logged[name]) for name in names]
+        count = len(names)
         return {
-            "run": Words(np.zeros(len(places.flat) + extra, dtype=np.int16), [self.run]),
-            "step": np.append(self.steps[places.step], np.array([step for step, *_ in self.logged], dtype=np.int64)),
-            "group": words(places.group, [len(self.groups)] * extra, [*self.groups, ""]),
-            "quantity": words(
-                places.quantity, [code[name] for _, name, _ in self.logged], _distinct([*self.quantities, *names])
-            ),
-            "statistic": words(places.statistic, [_MEAN] * extra, list(STATISTICS)),
-            "value": np.append(
-                self.values.reshape(-1)[places.flat].astype(float), np.array([v for *_, v in self.logged], float)
-            ),
+            "run": _words(np.zeros(len(step) + count), [self.run]),
+            "step": np.append(self.steps[step], np.array(steps, dtype=np.int64)),
+            "group": _words(np.append(group, [len(self.groups)] * count), [*self.groups, ""]),
+            "quantity": _words(np.append(quantity, codes), quantities),
+            "statistic": _words(np.append(statistic, [STATISTICS.index("mean")] * count), STATISTICS),
+            "value": np.append(self.values[there].astype(float), values),
         }
 
     def row_columns(self) -> Columns:
         """The columns run, step, group, quantity, row, value of single rows."""
-        groups = list(dict.fromkeys(group for _, group, *_ in self.rows))
         parts: list[tuple[NDArray[Any], ...]] = []
-        for at, group, numbers, values in self.rows:
-            chosen = np.flatnonzero(self.defined[:, self.groups.index(group)])
-            where = np.full((2, len(chosen) * len(numbers)), [[at], [groups.index(group)]])
-            which = np.repeat(chosen, len(numbers)), np.tile(numbers, len(chosen))
-            parts.append((*where, *which, values[chosen].reshape(-1)))
-        step, code, quantity, row, value = (np.concatenate(each) for each in zip(*parts, strict=True))
+        for at, name, numbers, values in self.rows:
+            g = self.groups.index(name)
+            chosen = np.flatnonzero(self.defined[:, g])
+            where = np.full((2, len(chosen) * len(numbers)), [[at], [g]])
+            parts.append(
+                (*where, np.repeat(chosen, len(numbers)), np.tile(numbers, len(chosen)), values[chosen].ravel())
+            )
+        step, group, quantity, row, value = (np.concatenate(each) for each in zip(*parts, strict=True))
         return {
-            "run": Words(np.zeros(len(step), dtype=np.int16), [self.run]),
-            "step": step.astype(np.int64),
-            "group": Words(code.astype(np.int16), groups),
-            "quantity": Words(quantity.astype(np.int16), list(self.quantities)),
+            "run": _words(np.zeros(len(step)), [self.run]),
+            "step": step,
+            "group": _words(group, self.groups),
+            "quantity": _words(quantity, self.quantities),
             "row": row.astype(np.int32),
             "value": value.astype(float),
         }
 
+    def path_columns(self) -> Columns:
+        """The columns run, step, group, row, direction: directions of rows, one list of numbers each."""
+        steps, groups, rows, directions = zip(*self.paths, strict=True)
+        return {
+            "run": _words(np.zeros(len(steps)), [self.run]),
+            "step": np.array(steps, dtype=np.int64),
+            "group": _words([self.groups.index(group) for group in groups], self.groups),
+            "row": np.array(rows, dtype=np.int32),
+            "direction": [direction.astype(np.float32) for direction in directions],
+        }
+
     def thinned(self) -> "Block":
         """Every second step of this block; what was logged is kept."""
-        return replace(
-            self, steps=self.steps[::2], values=self.values[::2].copy(), active=self.active[::2], rows=[], paths=[]
-        )
-
-    def table(self) -> "pd.DataFrame":
-        """The table of this block, with the columns `COLUMNS`."""
-        import pandas as pd
-
-        made = {
-            name: pd.Categorical.from_codes(column.codes, pd.Index(column.names))
-            if isinstance(column, Words)
-            else column
-            for name, column in self.columns().items()
-        }
-        return pd.DataFrame(made)
+        return replace(self, steps=self.steps[::2], values=self.values[::2].copy(), active=self.active[::2])
 
     def scalars(self, k: int, statistics: Sequence[str]) -> dict[str, float]:
         """The k-th step as a flat dict for loggers, such as {"radius/conv1.weight/median": 1.0}; finite values only."""
         found = {}
         for q, quantity in enumerate(self.quantities):
             for g in np.flatnonzero(self.active[k] & self.defined[q]):
-                name = f"{quantity}/{self.groups[g]}"
-                if quantity in ONE_NUMBER:
-                    found[name] = float(self.values[k, q, g, _MEAN])
-                    continue
-                for statistic in statistics:
-                    found[f"{name}/{statistic}"] = float(self.values[k, q, g, STATISTICS.index(statistic)])
+                for statistic in ("mean",) if quantity in ONE_NUMBER else statistics:
+                    name = f"{quantity}/{self.groups[g]}" + ("" if quantity in ONE_NUMBER else f"/{statistic}")
+                    found[name] = float(self.values[k, q, g, STATISTICS.index(statistic)])
         return {name: value for name, value in found.items() if np.isfinite(value)}
 
     def at(self, k: int) -> dict[str, dict[str, dict[str, float]]]:
@@ -255,52 +218,11 @@ class Block:
         }
 
 
-class _Places(NamedTuple):
-    """Places of numbers in a block's values: in the flattened array, and along each dimension."""
+def _words(codes: Any, names: Sequence[str]) -> Any:
+    """A column of words, by the place of each among the names."""
+    import pandas as pd
 
-    flat: NDArray[Any]
-    step: NDArray[Any]
-    quantity: NDArray[Any]
-    group: NDArray[Any]
-    statistic: NDArray[Any]
-
-    def where(self, chosen: NDArray[np.bool_]) -> "_Places":
-        """Some of them."""
-        return _Places(*(each[chosen] for each in self))
-
-
-@lru_cache(maxsize=2)
-def _places(shape: tuple[int, ...], single: tuple[bool, ...]) -> _Places:
-    """All places in a block of this shape; only the mean of quantities that are one number.
-
-    Cached, because all blocks of a run but the last have one shape, and this takes longer than the rest of `columns`.
-    """
-    there = np.ones(shape, dtype=bool)
-    there[:, np.array(single, dtype=bool)] = np.arange(shape[3]) == _MEAN
-    step, *codes = np.nonzero(there)
-    return _Places(np.flatnonzero(there), step.astype(np.int32), *(code.astype(np.int16) for code in codes))
-
-
-def path_columns(run: str, paths: Sequence[Point]) -> Columns:
-    """The columns run, step, group, row, direction: directions of rows, one list of numbers each."""
-    code = {group: k for k, group in enumerate(dict.fromkeys(group for _, group, *_ in paths))}
-    return {
-        "run": Words(np.zeros(len(paths), dtype=np.int16), [run]),
-        "step": np.array([step for step, *_ in paths], dtype=np.int64),
-        "group": Words(np.array([code[group] for _, group, *_ in paths], dtype=np.int16), list(code)),
-        "row": np.array([row for _, _, row, _ in paths], dtype=np.int32),
-        "direction": [direction.astype(np.float32) for *_, direction in paths],
-    }
-
-
-def _distinct(names: list[str]) -> list[str]:
-    """The names, changed so that all differ: a logged quantity may have the name of a recorded one."""
-    found: list[str] = []
-    for name in names:
-        while name in found:
-            name += " (logged)"
-        found.append(name)
-    return found
+    return pd.Categorical.from_codes(np.asarray(codes, dtype=np.int32), pd.Index(names))
 
 
 # Alerts
@@ -317,15 +239,7 @@ _PLURALS = {
 
 
 class Cause(NamedTuple):
-    """Alerts that have one cause.
-
-    Attributes:
-        kind: of the alerts.
-        step: the first one.
-        groups: the groups that they are about, in the order of the alerts.
-        what: in words, without step and groups.
-        text: one line for all of them.
-    """
+    """Alerts of one cause: their kind, first step and groups; what it is, without these; one line with all of it."""
 
     kind: str
     step: int
@@ -388,15 +302,13 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 # Labels
 
-_REFUTED = 0.01
-"""|cos(x, ∇L)| above which rows are not invariant: chance alone gives less in rows of more than 10,000 numbers."""
-_ENOUGH = 5
-"""Observed steps that a gradient must have refuted invariance in."""
+_REFUTED = 0.01  # |cos(x, ∇L)| of rows that are not invariant: chance gives less in more than 10,000 numbers
+_ENOUGH = 5  # observed steps that a gradient must have refuted invariance in
 
 
-def refuted(defects: Iterable[float]) -> bool:
+def refuted(defects: NDArray[Any]) -> bool:
     """Whether the gradient refutes the invariance of a group, from the median |cos(x, ∇L)| at each observed step."""
-    finite = np.array([value for value in defects if np.isfinite(value)])
+    finite = defects[np.isfinite(defects)]
     return len(finite) >= _ENOUGH and float(np.median(finite)) > _REFUTED
 
 
@@ -411,12 +323,10 @@ def labels(run: "RecordedRun") -> dict[str, str]:
     found = {}
     for group in run.about.get("groups") or ():
         label = str(group.get("label", "invariant"))  # 0.1 watched only invariant rows
-        against = label == "untested" and refuted(by_group.get(group["name"], ()))
+        against = label == "untested" and refuted(by_group.get(group["name"], np.zeros(0)))
         found[str(group["name"])] = "not invariant" if against else label
     return found
 
-
-# Summary
 
 _SUMMARY = (
     ("rate", "lr", "mean"),
@@ -433,37 +343,22 @@ _SUMMARY = (
 """Title, quantity and statistic of each column."""
 
 
-def summary(
-    run: str, block: Block | None, names: Mapping[str, str], alerts: Sequence[Alert], missing: Mapping[str, str]
-) -> str:
-    """A table of the last step of a block, then alerts and what is missing.
-
-    Args:
-        run: the run's name.
-        block: with the last step.
-        names: the groups in the order of the table, with their labels.
-        alerts: raised so far.
-        missing: quantities that are not recorded, with the reason.
-    """
+def last_step(run: str, block: Block | None, labels: Mapping[str, str]) -> str:
+    """A table of the last step of a block: one line for each group, in the order of the labels."""
     if block is None or not len(block.steps):
         return f"{run}: nothing observed yet"
     last = block.at(-1)
     columns = [column for column in _SUMMARY if column[1] in block.quantities]
     lines = [["group", *(title for title, _, _ in columns), "label"]]
-    for group in (name for name in names if name in last):
+    for group in (name for name in labels if name in last):
         found = last[group]
         numbers = [f"{found[of][statistic]:.3g}" if of in found else "" for _, of, statistic in columns]
-        lines.append([group, *numbers, names[group]])
-    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+        lines.append([group, *numbers, labels[group]])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [f"{run}, step {int(block.steps[-1])}"]
     for name, *cells in lines:
         padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    text += [f"alert: {cause.text}" for cause in causes(alerts)]
-    by_reason: dict[str, list[str]] = {}
-    for name, why in missing.items():
-        by_reason.setdefault(why, []).append(name)
-    text += [f"not recorded: {', '.join(names)}: {why}" for why, names in by_reason.items()]
     return "\n".join(text)
 
 
@@ -521,16 +416,14 @@ def read_run(path: str | Path) -> RecordedRun:
 
 
 def _read_about(file: Path) -> dict[str, Any]:
-    """run.json, if its entries have the types that `watch` writes."""
+    """run.json, if `watch` wrote it."""
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error}): the run's folder is damaged, or is not a run") from error
-    known = isinstance(about, dict) and isinstance(about.get("run"), str)
-    known = known and all(isinstance(about.get(name) or kind(), kind) for name, kind in _ENTRIES.items())
-    if not known or not all(isinstance(group, dict) for group in about.get("groups") or ()):
+    if not isinstance(about, dict) or not isinstance(about.get("run"), str):
         raise ValueError(f"{file} does not describe a recorded run: watch(optimizer, to=…) writes one")
-    return dict(about)
+    return about
 
 
 def numbered_parts(folder: Path, kind: str) -> dict[int, Path]:
@@ -551,18 +444,12 @@ def _read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFr
     for _, file in sorted(numbered_parts(folder, kind).items(), reverse=True):
         try:
             table = parquet.read_table(file, columns=list(columns), read_dictionary=words)
-            for name, right in (("step", pa.types.is_integer), ("value", pa.types.is_floating)):
-                if name in columns and not right(table.schema.field(name).type):
-                    raise pa.ArrowTypeError(f"{name} is {table.schema.field(name).type}")
         except PermissionError:  # the part itself is fine
             raise
         except (pa.ArrowException, OSError) as error:
             why = str(error).splitlines()[0]
             raise ValueError(f"{file} is not a part of a run; remove it to read the others ({why})") from error
-        if begun is not None:
-            table = table.filter(compute.less(table["step"], begun))
-        if table.num_rows:
-            tables.append(table)
+        tables.append(table if begun is None else table.filter(compute.less(table["step"], begun)))
         # Logged numbers come after their step, and may be in a later part than the records of the step.
         first = compute.min(table.filter(compute.not_equal(table["group"].cast("string"), ""))["step"]).as_py()
         if first is not None:

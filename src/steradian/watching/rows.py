@@ -1,10 +1,11 @@
 """Which rows are watched: every parameter that an optimizer steps, cut into rows, with its name, label and settings."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from numbers import Real
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from steradian.groups import Group, Groups, Layout, is_flattened, is_sharded
 from steradian.optim.state import sharding
+from steradian.watching.records import listed
 
 __all__ = [
     "INVARIANT",
@@ -31,9 +33,8 @@ Model = nn.Module | Sequence[nn.Module] | Groups | None
 """Where names come from: a model, its parts, what `find_groups` found, or the optimizer's own names (None)."""
 
 INVARIANT, NOT_INVARIANT, UNTESTED = "invariant", "not invariant", "untested"
-_PIECE = 2**16
-"""Numbers that are computed with at once, so that temporaries stay small."""
-_SHAPE, _DTYPE, _DEVICE = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+_PIECE = 2**16  # numbers that are computed with at once, so that temporaries stay small
+_FORM = attrgetter("shape", "dtype", "device")
 
 
 class WatchedGroup:
@@ -45,18 +46,6 @@ class WatchedGroup:
         optimizer: what steps them.
         settings: the param group of the first of them.
         label: "invariant", "not invariant" or "untested".
-
-    Attributes:
-        name: the parameter's name; of a joint set, all names joined by " + ".
-        layout: how the parameters are cut.
-        size: numbers in a row.
-        n_rows: rows on this rank.
-        total_rows: rows on all ranks.
-        gathered: its rows span several ranks, and every rank gathers all of them.
-        start: where its rows begin among all rows of its source, which sets it with `place`.
-        span: the places of its rows.
-        gone: the optimizer no longer steps it, or not as it did when the watch began.
-        held: its gradients before the step, if someone else may take them away before the watch reads them.
     """
 
     def __init__(
@@ -68,11 +57,11 @@ class WatchedGroup:
         self.device, self.dtype = params[0].device, params[0].dtype
         self.sharded = any(map(is_sharded, params))
         self.total_rows = self.layout.size(params[0].shape)[0]
-        self.n_rows = self.layout.size(self.local(params[0]).shape)[0]
-        self.gathered = self.sharded and self.n_rows == self.total_rows
-        self.start, self.span = 0, slice(0, self.n_rows)
-        self.gone = False
-        self.held: list[Tensor] | None = None
+        self.n_rows = self.layout.size(self.local(params[0]).shape)[0]  # on this rank
+        self.gathered = self.sharded and self.n_rows == self.total_rows  # rows span ranks, and each rank gathers them
+        self.start, self.span = 0, slice(0, self.n_rows)  # its place among the rows of its source, set by `place`
+        self.gone = False  # the optimizer no longer steps it, or not as it did when the watch began
+        self.held: list[Tensor] | None = None  # gradients before the step, if someone may take them away
 
     def active(self) -> bool:
         """Whether all of its parameters have a gradient, so that the step moves it."""
@@ -97,53 +86,50 @@ class WatchedGroup:
         tensor = tensor.detach()
         return sharding().part(tensor, self.layout) if self.sharded and is_sharded(tensor) else tensor
 
-    def pieces(self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor]) -> Iterator["Piece"]:
-        """Its rows after a step in pieces of bounded size: some rows, or entries of one long row.
+    def pieces(
+        self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor], *, at_once: int = _PIECE
+    ) -> Iterator["Piece"]:
+        """Its rows after a step in pieces of at most so many numbers: some rows, or entries of one long row.
 
-        Args:
-            points: the parameters before the step, if they were copied.
-            gradients: of the step.
+        `points` are the parameters before the step, if they were copied.
         """
-        rows, columns = max(1, _PIECE // self.size), min(_PIECE, self.size)
+        now, gradients, state = list(map(self.local, self.params)), list(map(self.local, gradients)), self._state()
+        rows, columns = max(1, at_once // self.size), min(at_once, self.size)
         for row in range(0, self.n_rows, rows):
             for column in range(0, self.size, columns):
                 at = slice(row, min(row + rows, self.n_rows)), slice(column, column + columns)
+                here = {
+                    name: self.cut(value, at) if isinstance(value, list) else value[at[0]] if value.ndim else value
+                    for name, value in state.items()
+                }
                 before = None if points is None else self.cut(points, at)
-                yield Piece(at[0], before, self.cut(self.params, at), self.cut(gradients, at), self._state(at))
+                yield Piece(at[0], before, self.cut(now, at), self.cut(gradients, at), here)
 
-    def whole(self, points: Sequence[Tensor], gradients: Sequence[Tensor]) -> "Piece":
-        """All rows, as one piece."""
-        rows, columns = slice(0, self.n_rows), slice(0, self.size)
-        before, now, gradient = (self.cut(tensors) for tensors in (points, self.params, gradients))
-        return Piece(rows, before, now, gradient, self._state((rows, columns)))
-
-    def cut(self, tensors: Sequence[Tensor], at: tuple[slice, slice] | None = None) -> Tensor:
-        """Tensors in the shapes of the parameters as (n, d) rows, those of this rank, or a part of them."""
-        parts = [self.local(tensor) for tensor in tensors]
-        if at is None:
-            return self.layout.join(parts)
+    def cut(self, parts: Sequence[Tensor], at: tuple[slice, slice]) -> Tensor:
+        """Some rows and columns of tensors in the shapes of the parameters, those of this rank."""
         rows, columns = at
         if len(parts) == 1 and self.layout.spec in ("filter", "tensor"):  # without copying the other rows
-            [part] = parts
-            part = part[rows] if self.layout.spec == "filter" and part.ndim else part
+            part = parts[0][rows] if self.layout.spec == "filter" and parts[0].ndim else parts[0]
             return part.reshape(rows.stop - rows.start, self.size)[:, columns]
         return self.layout.join(parts)[rows, columns]
 
-    def _state(self, at: tuple[slice, slice]) -> dict[str, Tensor]:
-        """The optimizer's state of a piece: entries like the parameters, one number per row, or one for all."""
+    def row(self, number: int) -> Tensor:
+        """One row as a vector."""
+        return self.cut(list(map(self.local, self.params)), (slice(number, number + 1), slice(0, self.size)))[0]
+
+    def _state(self) -> dict[str, list[Tensor] | Tensor]:
+        """The optimizer's state: tensors like the parameters, one with a number per row, or one number for all."""
         states = [self.optimizer.state.get(param, {}) for param in self.params]
         shape, per_row = self.params[0].shape, getattr(self.optimizer, "row_state", ())
-        found: dict[str, Tensor] = {}
+        found: dict[str, list[Tensor] | Tensor] = {}
         for name, value in states[0].items():
             if isinstance(value, Real):
                 found[name] = torch.tensor(float(value), device="cpu")
-            elif not isinstance(value, Tensor):
-                continue
-            elif name in per_row and value.shape != shape:
-                found[name] = self.local(value)[at[0]]
-            elif value.shape == shape:
-                found[name] = self.cut([state[name] for state in states], at)
-            elif value.numel() == 1:
+            elif isinstance(value, Tensor) and name in per_row and value.shape != shape:
+                found[name] = self.local(value)
+            elif isinstance(value, Tensor) and value.shape == shape:
+                found[name] = [self.local(state[name]) for state in states]
+            elif isinstance(value, Tensor) and value.numel() == 1:
                 found[name] = value.reshape(())
         return found
 
@@ -155,15 +141,7 @@ class WatchedGroup:
 
 
 class Piece(NamedTuple):
-    """Some rows of a group after a step.
-
-    Attributes:
-        rows: which of the group's rows.
-        before: the rows before the step, if they were copied.
-        now: the rows after it.
-        gradient: their gradient.
-        state: their state in the optimizer.
-    """
+    """Some rows of a group: which, before the step (if they were copied) and after it, their gradient, their state."""
 
     rows: slice
     before: Tensor | None
@@ -178,15 +156,7 @@ def watched_groups(
     """Every parameter that the optimizers step, as groups of rows, and sentences about what is left out.
 
     Rows are those that `find_groups` proved or that a param group declares; else the slices of dimension 0 of a matrix
-    or filter, and everything smaller as a whole.
-
-    Args:
-        optimizers: they step the parameters.
-        model: where names come from.
-        only: glob patterns of parameter names.
-
-    Raises:
-        ValueError: no name matches a pattern of `only`.
+    or filter, and everything smaller as a whole. `only` are glob patterns of parameter names.
     """
     found: list[WatchedGroup] = []
     notes: list[str] = []
@@ -194,7 +164,7 @@ def watched_groups(
     if only is not None:
         unmatched = [pattern for pattern in only if not any(fnmatchcase(name, pattern) for name in names.values())]
         if unmatched:
-            raise ValueError(f"only: no name matches {unmatched}; the parameters are {_some(list(names.values()))}")
+            raise ValueError(f"only: no name matches {unmatched}; the parameters are {listed(list(names.values()), 6)}")
     for optimizer in optimizers:
         owner = {id(param): settings for settings in optimizer.param_groups for param in settings["params"]}
         taken: set[int] = set()
@@ -208,9 +178,10 @@ def watched_groups(
                 notes.append(f"{' + '.join(group.names)} are rows only together, but are on several devices")
                 continue
             taken.update(ids)
-            why = _why_not(params)
-            if why:
-                notes.append(f"{group.names[0]} {why}")
+            if not all(param.is_floating_point() for param in params):
+                notes.append(f"{group.names[0]} holds {params[0].dtype}, and rows are real vectors")
+            elif any(map(is_flattened, params)):
+                notes.append(f"{group.names[0]} was flattened by FullyShardedDataParallel and has no rows any more")
             elif group.size and group.n_rows and all(param.requires_grad for param in params):
                 found.append(WatchedGroup(group, params, optimizer, owner[ids[0]], label))
     place_of = {key: k for k, key in enumerate(_of_model(model))}
@@ -277,25 +248,10 @@ def _of_model(model: Model) -> dict[int, str]:
     if isinstance(model, Groups):
         return {id(param): name for name, param in model.params.items()}
     parts = [model] if isinstance(model, nn.Module) else list(model or ())
-    return {id(param): _plain(name) for part in parts for name, param in part.named_parameters()}
-
-
-def _plain(name: str) -> str:
-    """A name without the prefixes of `torch.compile` and activation checkpointing."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-
-
-def _why_not(params: Sequence[Tensor]) -> str:
-    """Why parameters cannot be watched; empty if they can."""
-    if not all(param.is_floating_point() for param in params):
-        return f"holds {params[0].dtype}, and rows are real vectors"
-    if any(map(is_flattened, params)):
-        return "was flattened by FullyShardedDataParallel and has no rows any more"
-    return ""
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    found = {id(param): name for part in parts for name, param in part.named_parameters()}
+    # Without the prefixes of `torch.compile` and activation checkpointing.
+    wrappers = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+    return {key: wrappers.sub("", name) for key, name in found.items()}
 
 
 # Order and settings
@@ -337,53 +293,41 @@ class Membership:
 
     `load_state_dict` replaces param groups: watched groups get the new settings. A group is gone if a parameter left
     its param group, or changed its shape, dtype or device: it does not move any more, or is cut into other rows.
-
-    Args:
-        watched: the watched groups.
     """
 
     def __init__(self, watched: Sequence[WatchedGroup]) -> None:
         self.watched = watched
-        self.optimizers = list({id(group.optimizer): group.optimizer for group in watched}.values())
+        self._optimizers = list({id(group.optimizer): group.optimizer for group in watched}.values())
         self._params = [param for group in watched for param in group.params]
-        self._forms = self._present_forms()
-        self._members = self._present()
+        self._known = self._members(), list(map(_FORM, self._params))
 
-    def _present(self) -> list[tuple[Settings, list[Tensor]]]:
-        return [(group, list(group["params"])) for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def _present_forms(self) -> list[list[Any]]:
-        return [list(map(of, self._params)) for of in (_SHAPE, _DTYPE, _DEVICE)]
+    def _members(self) -> list[tuple[int, ...]]:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return [(id(group), *map(id, group["params"])) for group in groups]
 
     def changed(self) -> bool:
-        """Whether param groups or their parameters are others than at the last call of `update`."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        same = len(groups) == len(self._members) and all(
-            group is known and len(group["params"]) == len(params) and all(map(is_, group["params"], params))
-            for group, (known, params) in zip(groups, self._members, strict=True)
-        )
-        return not same or self._present_forms() != self._forms
+        """Whether param groups or parameters are others than at the last call of `update`."""
+        members, forms = self._known
+        return members != self._members() or forms != list(map(_FORM, self._params))
 
     def update(self) -> list[str]:
         """Adopt the present param groups; returns the names of groups that are gone since the last call."""
-        before = list(zip(*self._forms, strict=True))
-        self._members, self._forms = self._present(), self._present_forms()
-        now = zip(self._params, before, zip(*self._forms, strict=True), strict=True)
-        reshaped = {id(param) for param, old, new in now if old != new}
-        present = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        forms = dict(zip(map(id, self._params), self._known[1], strict=True))
+        self._known = self._members(), list(map(_FORM, self._params))
+        present = [settings for optimizer in self._optimizers for settings in optimizer.param_groups]
         owner = {id(param): settings for settings in present for param in settings["params"]}
-        lost: list[str] = []
-        for old in list({id(watched.settings): watched.settings for watched in self.watched}.values()):
-            members = [watched for watched in self.watched if watched.settings is old]
-            owners = (owner.get(id(watched.params[0])) for watched in members)
-            kept = any(settings is old for settings in present)
-            new = old if kept else next((settings for settings in owners if settings is not None), old)
-            for watched in members:
-                watched.settings = new
-                # A joint set has the settings of its first parameter; the others may be in other param groups.
-                first, *others = (owner.get(id(param)) for param in watched.params)
-                left = first is not new or any(other is None for other in others)
-                if not watched.gone and (left or any(id(param) in reshaped for param in watched.params)):
-                    watched.gone = True
-                    lost.append(watched.name)
+        # The settings that stand for those of before: the same, or those that now have the first of their parameters.
+        now = {id(settings): settings for settings in present}
+        for group in self.watched:
+            if id(group.params[0]) in owner:
+                now.setdefault(id(group.settings), owner[id(group.params[0])])
+        lost = []
+        for group in self.watched:
+            group.settings = now.get(id(group.settings), group.settings)
+            # A joint set has the settings of its first parameter; the others may be in other param groups.
+            first, *others = (owner.get(id(param)) for param in group.params)
+            left = first is not group.settings or any(other is None for other in others)
+            if not group.gone and (left or any(forms[id(param)] != _FORM(param) for param in group.params)):
+                group.gone = True
+                lost.append(group.name)
         return lost

@@ -10,35 +10,40 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from steradian.files import write_atomically
 from steradian.watching.records import (
+    COLUMNS,
+    ONE_NUMBER,
+    QUANTITIES,
     STATISTICS,
     Alert,
     Block,
     Columns,
-    Words,
     numbered_parts,
-    path_columns,
     read_alerts,
+    read_run,
 )
 
-__all__ = ["Calls", "Folder", "MLflow", "RunFiles", "Sink", "TensorBoard", "WandB", "sinks_of"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Calls", "Folder", "MLflow", "Memory", "RunFiles", "Sink", "TensorBoard", "WandB", "sinks_of"]
 
 logger = logging.getLogger("steradian")
 
-_WAITING = 256
-"""Parts that wait in memory while the disk is full."""
-_METRICS = 1000
-"""Metrics that MLflow takes in one call."""
-_FORBIDDEN = re.compile(r"[^-/\w. :]+")
-"""Characters that MLflow does not allow in the name of a metric."""
-_IN_USE: set[Path] = set()
-"""Folders that a watch of this process writes to."""
+_WAITING = 256  # parts that wait in memory while the disk is full
+_MOST = 2**25  # numbers that are kept in memory
+_METRICS = 1000  # metrics that MLflow takes in one call
+_FORBIDDEN = re.compile(r"[^-/\w. :]+")  # characters that MLflow does not allow in the name of a metric
+_IN_USE: set[Path] = set()  # folders that a watch of this process writes to
+_ORDER = list(dict.fromkeys(["effective_lr", "angle", *QUANTITIES]))  # of charts in TensorBoard and W&B
 
 
 class Sink(Protocol):
@@ -58,15 +63,7 @@ class Sink(Protocol):
 
 
 class RunFiles:
-    """Writes the files of one run. A run that is already there is continued: new parts get the next numbers.
-
-    Args:
-        folder: made with the first file.
-
-    Raises:
-        ImportError: pandas or pyarrow is missing.
-        ValueError: it is a file.
-    """
+    """Writes the files of one run. A run that is already there is continued: new parts get the next numbers."""
 
     def __init__(self, folder: str | Path) -> None:
         try:
@@ -74,37 +71,32 @@ class RunFiles:
             import pandas  # noqa: F401
             import pyarrow.parquet  # noqa: F401
         except ImportError as error:
-            raise ImportError(
-                "recording to a folder needs pyarrow and pandas: pip install 'steradian[lab]'; "
-                "a callable log(dict, step) needs neither"
-            ) from error
+            needed = "pip install 'steradian[lab]'; a callable log(dict, step) needs neither"
+            raise ImportError(f"recording to a folder needs pyarrow and pandas: {needed}") from error
         self.folder = Path(folder)
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"to must be a folder, and {self.folder} is a file")
 
-    def exist(self) -> bool:
-        """Whether there is something to read."""
-        return (self.folder / "run.json").is_file()
-
     def add(self, kind: str, columns: Columns) -> None:
         """Write one part of a kind ("part", "rows" or "path"), with the next number."""
+        import pandas as pd
         import pyarrow as pa
         from pyarrow import parquet
 
         arrays = {
-            name: pa.DictionaryArray.from_arrays(column.codes, column.names)
-            if isinstance(column, Words)
+            name: pa.DictionaryArray.from_arrays(column.codes, list(column.categories))
+            if isinstance(column, pd.Categorical)
             else pa.array(column)
             for name, column in columns.items()
         }
         number = max(numbered_parts(self.folder, kind), default=-1) + 1
         content = io.BytesIO()
         # Most values were computed in float32: half of their bytes are 0 and, split into streams, take no space.
-        split = [name for name in columns if name == "value"]
-        words = [name for name in columns if name != "value"]
-        parquet.write_table(
-            pa.table(arrays), content, compression="zstd", use_dictionary=words, use_byte_stream_split=split
-        )
+        split = {
+            "use_dictionary": [name for name in columns if name != "value"],
+            "use_byte_stream_split": [name for name in columns if name == "value"],
+        }
+        parquet.write_table(pa.table(arrays), content, compression="zstd", **split)
         write_atomically(self.folder / f"{kind}-{number:05d}.parquet", content.getvalue())
 
     def describe(self, about: Mapping[str, Any]) -> None:
@@ -147,58 +139,53 @@ class Folder:
 
     When the disk fails, training goes on: one warning is logged, and what could not be written is kept and tried again
     with the next part, up to 256 parts. A folder that is deleted is made again.
-
-    Attributes:
-        seconds: time that its thread spent.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.files = RunFiles(path)
+        self.seconds = 0.0  # time that its thread spent
         self._tasks: queue.SimpleQueue[Callable[[], None] | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._unwritten: list[Callable[[], None]] = []
         self._lost = 0
-        self._failed = False
-        self._begun = False
-        self._about: Mapping[str, Any] = {}
-        self.seconds = 0.0
+        self._failed = self._begun = False
 
     def open(self, about: Mapping[str, Any]) -> None:
-        """Start the thread, and write run.json.
-
-        Raises:
-            ValueError: another watch of this process writes to the folder.
-        """
         folder = self.files.folder.resolve()
         if folder in _IN_USE:
             raise ValueError(f"to must be a separate folder for each watch, but another one writes to {folder}")
         _IN_USE.add(folder)
         self._begun = False
-        self._about = about
         self._thread = threading.Thread(target=self._work, name="steradian-watch", daemon=True)
         self._thread.start()
-        self._tasks.put(lambda: self.files.describe(about))
+        self.describe(about)
         self.drain()
 
     def write(self, block: Block) -> None:
-        """Queue a block for the thread."""
         if len(block.steps) and not self._begun:
-            first, self._begun = int(block.steps[0]), True
-            self._tasks.put(lambda: self.files.drop_alerts(first))
+            self._begun = True
+            self._tasks.put(partial(self.files.drop_alerts, int(block.steps[0])))
         self._tasks.put(lambda: self.files.add("part", block.columns()))
         if block.rows:
             self._tasks.put(lambda: self.files.add("rows", block.row_columns()))
         if block.paths:
-            self._tasks.put(lambda: self.files.add("path", path_columns(block.run, block.paths)))
+            self._tasks.put(lambda: self.files.add("path", block.path_columns()))
 
     def alert(self, alert: Alert) -> None:
-        """Queue an alert for the thread."""
-        self._tasks.put(lambda: self.files.alert(vars(alert)))
+        self._tasks.put(partial(self.files.alert, vars(alert)))
 
     def describe(self, about: Mapping[str, Any]) -> None:
-        """Queue run.json for the thread: it has changed."""
+        """Write run.json: it has changed."""
         self._about = about
-        self._tasks.put(lambda: self.files.describe(about))
+        self._tasks.put(partial(self.files.describe, about))
+
+    def table(self) -> "pd.DataFrame":
+        """Everything that was written so far."""
+        import pandas as pd
+
+        self.drain()
+        there = (self.files.folder / "run.json").is_file()
+        return read_run(self.files.folder).table if there else pd.DataFrame({name: [] for name in COLUMNS})
 
     def drain(self) -> None:
         """Wait until everything queued so far is written, or failed to be."""
@@ -209,7 +196,6 @@ class Folder:
             done.wait()
 
     def close(self) -> None:
-        """Wait until everything is written."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join()
@@ -241,16 +227,40 @@ class Folder:
             except OSError as error:
                 if not self._failed:
                     self._failed = True
-                    logger.warning(
-                        "cannot write to %s (%s): training goes on, and what is recorded is kept to be written later",
-                        self.files.folder,
-                        error,
-                    )
+                    text = "cannot write to %s (%s): training goes on, and what is recorded is kept to be written later"
+                    logger.warning(text, self.files.folder, error)
                 return
             except Exception:
                 logger.exception("%s: a part was lost", self.files.folder)
                 self._lost += 1
             self._unwritten.pop(0)
+
+
+class Memory:
+    """Everything in memory; if there are too many numbers, every second observed step is dropped."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Block] = []
+        self._dropped = False
+
+    def write(self, block: Block) -> None:
+        self._blocks.append(replace(block, rows=[], paths=[]))
+        if sum(kept.values.size for kept in self._blocks) > _MOST:
+            if not self._dropped:
+                logger.warning("%s: every second step is dropped from memory: pass to= to keep all of them", block.run)
+            self._dropped = True
+            self._blocks = [kept.thinned() for kept in self._blocks]
+
+    def table(self) -> "pd.DataFrame":
+        """Everything that was written so far."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError("records() needs pandas: pip install 'steradian[lab]'; latest() does not") from error
+
+        tables = [pd.DataFrame(block.columns()).astype({"quantity": str}) for block in self._blocks]
+        table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame({name: [] for name in COLUMNS})
+        return table.astype({"quantity": "category"})
 
 
 class Calls:
@@ -267,14 +277,11 @@ class Calls:
         unknown = sorted(set(statistics) - set(STATISTICS))
         if unknown:
             raise ValueError(f"statistics must be out of {STATISTICS}, got {unknown}")
-        self.log = log
-        self.statistics = tuple(statistics)
+        self.log, self.statistics = log, tuple(statistics)
 
-    def open(self, about: Mapping[str, Any]) -> None:
-        """Nothing to prepare."""
+    def open(self, about: Mapping[str, Any]) -> None: ...
 
     def write(self, block: Block) -> None:
-        """One call per step."""
         logged: dict[int, dict[str, float]] = {}
         for step, name, value in block.logged:
             logged.setdefault(step, {})[name] = value
@@ -283,11 +290,15 @@ class Calls:
         for step, values in logged.items():
             self.log(values, step)
 
-    def alert(self, alert: Alert) -> None:
-        """Alerts are not numbers, and are left out."""
+    def alert(self, alert: Alert) -> None: ...
 
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...
+
+
+def _numbered(name: str) -> str:
+    """A name with the number of its quantity, since TensorBoard and W&B sort: effective rate and angle come first."""
+    quantity, _, group = name.partition("/")
+    return f"{_ORDER.index(quantity) + 1:02d}_{name}" if group and quantity in QUANTITIES else name
 
 
 class WandB(Calls):
@@ -306,16 +317,16 @@ class WandB(Calls):
         self.run = run
 
     def open(self, about: Mapping[str, Any]) -> None:
-        """Name the axis, and add the configuration."""
         self.run.define_metric("steradian/step")
         self.run.define_metric("steradian/*", step_metric="steradian/step")
         self.run.config.update({"steradian": {"optimizer": about["optimizer"], "every": about["every"]}})
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        self.run.log({"steradian/step": step, **{f"steradian/{name}": value for name, value in values.items()}})
+        self.run.log(
+            {"steradian/step": step, **{f"steradian/{_numbered(name)}": value for name, value in values.items()}}
+        )
 
     def alert(self, alert: Alert) -> None:
-        """As an alert of W&B."""
         self.run.alert(title=f"{alert.kind}: {alert.group}", text=str(alert))
 
 
@@ -333,7 +344,6 @@ class MLflow(Calls):
         self._metrics: list[Any] = []
 
     def open(self, about: Mapping[str, Any]) -> None:
-        """Find the active run."""
         import mlflow
 
         if self.run_id is None:
@@ -349,7 +359,6 @@ class MLflow(Calls):
         self._metrics += [Metric(_FORBIDDEN.sub("_", name), value, now, step) for name, value in values.items()]
 
     def write(self, block: Block) -> None:
-        """All steps of the block in as few calls as MLflow takes."""
         import mlflow
 
         self._metrics = []
@@ -358,7 +367,6 @@ class MLflow(Calls):
             mlflow.MlflowClient().log_batch(self.run_id, self._metrics[start : start + _METRICS])
 
     def alert(self, alert: Alert) -> None:
-        """As a tag of the run."""
         import mlflow
 
         assert self.run_id is not None
@@ -384,35 +392,27 @@ class TensorBoard(Calls):
 
     def _log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
+            self.writer.add_scalar(_numbered(name), value, step)
 
     def write(self, block: Block) -> None:
-        """Scalars, then histograms."""
         super().write(block)
         for step, group, _, values in block.rows:
             for quantity, row in zip(block.quantities, values, strict=True):
                 finite = row[np.isfinite(row)]
-                if finite.size > 1 and quantity != "lr":
-                    self.writer.add_histogram(f"{quantity}/{group}", finite, step)
+                if finite.size > 1 and quantity not in ONE_NUMBER:
+                    self.writer.add_histogram(_numbered(f"{quantity}/{group}"), finite, step)
 
     def alert(self, alert: Alert) -> None:
-        """As a text."""
         self.writer.add_text(f"alerts/{alert.kind}", str(alert), alert.step)
 
     def close(self) -> None:
-        """Flush the writer; close it if it was made here."""
         self.writer.flush()
         if self.owned:
             self.writer.close()
 
 
 def sinks_of(to: Any) -> list[Sink]:
-    """The sinks for `to`: a path, a sink, a SummaryWriter, a W&B or MLflow run, a callable, or several of them.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: the path is empty.
-    """
+    """The sinks for `to`: a path, a sink, a SummaryWriter, a W&B or MLflow run, a callable, or several of them."""
     if to is None:
         return []
     if isinstance(to, str) and not to:
@@ -431,7 +431,5 @@ def sinks_of(to: Any) -> list[Sink]:
         return [Calls(to)]
     if isinstance(to, Iterable):
         return [sink for one in to for sink in sinks_of(one)]
-    raise TypeError(
-        f"to must be a folder, a callable log(dict, step), a SummaryWriter, a W&B or MLflow run, a sink, or several of "
-        f"them, got {type(to).__name__}"
-    )
+    kinds = "a folder, a callable log(dict, step), a SummaryWriter, a W&B or MLflow run, a sink, or several of them"
+    raise TypeError(f"to must be {kinds}, got {type(to).__name__}")

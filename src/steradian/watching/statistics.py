@@ -11,11 +11,9 @@ from steradian.optim.fused.decide import runs_kernels
 
 __all__ = ["Statistics"]
 
-_AT_ONCE = 2**23
-"""Numbers that are padded and sorted at once."""
+_AT_ONCE = 2**23  # numbers that are padded and sorted at once
 _LEVELS = (0.0, 0.1, 0.5, 0.9, 1.0)
-_LENGTHS = (64, 256, 1024, 4096)
-"""Group lengths that the kernel is compiled for; longer groups are sorted."""
+_LENGTHS = (64, 256, 1024, 4096)  # that the kernel is compiled for; it reads longer groups in blocks of the last
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +33,7 @@ class Statistics:
     """Minimum, quantiles, maximum and mean over the rows of each group, in the order of `records.STATISTICS`.
 
     Quantiles are interpolated linearly, as in numpy. All statistics of a group with a NaN, or without rows, are NaN.
-    On a GPU one launch computes them for all groups of about one length; elsewhere, and for very long groups, the rows
-    are padded and sorted.
+    On a GPU one launch computes them for all groups of about one length; elsewhere the rows are padded and sorted.
 
     Args:
         spans: the places of the rows of each group.
@@ -50,9 +47,10 @@ class Statistics:
         self.groups = len(spans)
         by_kernel: dict[int, list[int]] = {}
         by_sorting: dict[int, list[int]] = {}
-        lengths = _LENGTHS if runs_kernels(torch.device(device)) else ()
+        kernels = runs_kernels(torch.device(device))
         for k, rows in enumerate(span.stop - span.start for span in spans):
-            if rows and (length := next((length for length in lengths if rows <= length), None)):
+            if rows and kernels:
+                length = next((length for length in _LENGTHS if rows <= length), _LENGTHS[-1])
                 by_kernel.setdefault(length, []).append(k)
             elif rows:
                 by_sorting.setdefault(1 << (rows - 1).bit_length(), []).append(k)

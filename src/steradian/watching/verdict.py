@@ -20,44 +20,32 @@ if TYPE_CHECKING:
 __all__ = ["SEVERITIES", "History", "Sentence", "judge", "verdict"]
 
 Numbers = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 SEVERITIES = ("bad", "warning", "note")
 """From the most severe one: "bad" stops or spoils the training, "warning" needs a look, "note" is for information."""
-_MOST = 7
-"""Sentences of a verdict."""
-_FEWEST_STEPS = 5
-"""Observed steps that the end of a run has, and below which nothing is judged."""
-_APART = 3.0
-"""A layer turns faster or slower than others if its angle differs from the median layer's by more than this factor."""
-_OUT = 2.0
-"""An angle is far from its equilibrium beyond this factor; `alerts` uses the same."""
-_BALANCED = 1.25
-"""Weight decay is in balance if the radius is within this factor of its equilibrium."""
-_TIMES = 3.0
-"""An equilibrium should be reached after this many times 1/(ηλ) steps."""
-_STILL = 1e-7
-"""Radians: what the rounding of float32 numbers alone may turn a row by."""
-_FELL, _ROSE = 2.0, 1.25
-"""The rate fell, or the angle rose, if it did so by more than this factor."""
-_COLLAPSING = 100.0
-"""A layer is collapsing if its radius fell by this factor."""
-_KEPT = 2**22
-"""Numbers that a history keeps: 16 MB."""
-_COVERED = {"not finite", "collapsed", "equilibrium", "apart", "weight decay"}
-"""Kinds of alerts that a sentence of its own is about."""
-
-_PAIRS = (
-    ("angle", "median"),
-    ("radius", "median"),
-    ("radius", "max"),
-    ("gradient_norm", "min"),
-    ("gradient_norm", "q10"),
-    ("gradient_norm", "max"),
-    ("collapsed", "mean"),
-    ("lr", "mean"),
-    ("equilibrium_angle", "median"),
-    ("equilibrium_radius", "median"),
-)
+_MOST = 7  # sentences of a verdict
+_FEWEST_STEPS = 5  # observed steps that the end of a run has, and below which nothing is judged
+_APART = 3.0  # a layer is fast or slow if its angle differs from the median layer's by more than this factor
+_OUT = 2.0  # an angle is far from its equilibrium beyond this factor; `alerts` uses the same
+_TIMES = 3.0  # an equilibrium should be reached after this many times 1/(ηλ) steps
+_BALANCED = 1.25  # weight decay is in balance if the radius is within this factor of its equilibrium
+_STILL = 1e-7  # radians: what the rounding of float32 numbers alone may turn a row by
+_FELL, _ROSE = 2.0, 1.25  # the rate fell, or the angle rose, if it did so by more than this factor
+_COLLAPSING = 100.0  # a layer is collapsing if its radius fell by this factor
+_KEPT = 2**22  # numbers that a history keeps: 16 MB
+_OF_ALERTS = {"H1": "radial", "H2": "velocity", "defect": "defect"}
+"""The quantities of alerts that no other sentence is about, by their kind."""
+_STATISTICS = {
+    **{
+        "angle": ("median",),
+        "radius": ("median", "max"),
+        "gradient_norm": ("min", "q10", "max"),
+        "defect": ("median",),
+    },
+    **{"lr": ("mean",), "collapsed": ("mean",), "equilibrium_angle": ("median",), "equilibrium_radius": ("median",)},
+}
+_PAIRS = [(quantity, statistic) for quantity, of in _STATISTICS.items() for statistic in of]
 """Quantities and statistics that a verdict is made from."""
 
 
@@ -91,170 +79,8 @@ def verdict(run: RecordedRun) -> list[Sentence]:
     return judge(History.of_table(run.table), run.about, labels(run), alerts_of(run.alerts))
 
 
-# The numbers
-
-
-class History:
-    """The recorded numbers that a verdict needs: for each pair of `_PAIRS` an array (steps, groups).
-
-    NaN stands for a number that was not recorded, infinity for one that is not finite.
-    """
-
-    def __init__(
-        self,
-        steps: NDArray[np.int64] | None = None,
-        groups: Sequence[str] = (),
-        values: NDArray[np.float32] | None = None,
-    ) -> None:
-        self.steps = np.zeros(0, np.int64) if steps is None else steps
-        self.groups = list(groups)
-        self.values = np.zeros((0, len(_PAIRS), len(self.groups)), np.float32) if values is None else values
-        self._observed, self._stride = 0, 1
-
-    @classmethod
-    def of_table(cls, table: "pd.DataFrame") -> "History":
-        """From a run's table."""
-        words = {name: table[name].astype("category").cat for name in ("group", "quantity", "statistic")}
-        names = {name: [str(word) for word in column.categories] for name, column in words.items()}
-        codes = {name: column.codes.to_numpy() for name, column in words.items()}
-        all_steps, numbers = table["step"].to_numpy(), table["value"].to_numpy(float)
-        groups = [name for name in names["group"] if name]
-        place = np.array([groups.index(name) if name else -1 for name in names["group"]], dtype=np.int64)
-        chosen = []
-        for k, (quantity, statistic) in enumerate(_PAIRS):
-            if quantity in names["quantity"] and statistic in names["statistic"]:
-                is_quantity = codes["quantity"] == names["quantity"].index(quantity)
-                found = np.flatnonzero(is_quantity & (codes["statistic"] == names["statistic"].index(statistic)))
-                chosen.append((k, found[place[codes["group"][found]] >= 0]))
-        steps = np.unique(np.concatenate([all_steps[found] for _, found in chosen])) if chosen else np.array([], int)
-        values = np.full((len(steps), len(_PAIRS), len(groups)), np.nan, dtype=np.float32)
-        for k, found in chosen:
-            at = np.searchsorted(steps, all_steps[found]), k, place[codes["group"][found]]
-            values[at] = _or_infinite(numbers[found])
-        return cls(steps.astype(np.int64), groups, values)
-
-    @classmethod
-    def of_block(cls, block: Block) -> "History":
-        """From some observed steps, as the watch hands them on."""
-        values = np.full((len(block.steps), len(_PAIRS), len(block.groups)), np.nan, dtype=np.float32)
-        for k, (quantity, statistic) in enumerate(_PAIRS):
-            if quantity in block.quantities:
-                q = block.quantities.index(quantity)
-                known = block.active & block.defined[q]
-                values[:, k] = np.where(known, _or_infinite(block.values[:, q, :, STATISTICS.index(statistic)]), np.nan)
-        return cls(block.steps, block.groups, values)
-
-    def add(self, block: Block) -> None:
-        """Append some observed steps; if there are too many numbers, every second step of all is dropped."""
-        more = History.of_block(block)
-        if not self.groups:
-            self.groups, self.values = more.groups, more.values[:0]
-        kept = slice(-self._observed % self._stride, None, self._stride)
-        self._observed += len(more.steps)
-        self.steps = np.concatenate([self.steps, more.steps[kept]])
-        self.values = np.concatenate([self.values, more.values[kept]])
-        while self.values.size > _KEPT and len(self.steps) > 1:
-            self.steps, self.values = self.steps[::2], self.values[::2].copy()
-            self._stride *= 2
-
-    def get(self, quantity: str, statistic: str = "median", *, group: int | None = None) -> Numbers:
-        """(steps, groups), or (steps,) of one group."""
-        values = self.values[:, _PAIRS.index((quantity, statistic))]
-        return (values if group is None else values[:, group]).astype(np.float64)
-
-
-def _or_infinite(values: NDArray[Any]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):
-        return np.where(np.isfinite(values), values, np.inf).astype(np.float32)
-
-
-def _median(values: Numbers) -> Numbers:
-    """Over the first dimension, of the finite numbers alone; NaN if there is none."""
-    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)
-    count = np.isfinite(ordered).sum(axis=0, keepdims=True)
-    if not len(ordered):
-        return np.full(values.shape[1:], np.nan)
-    # NaN comes last, so without a finite number the entry at 0 is NaN.
-    middle = [np.take_along_axis(ordered, np.maximum(k, 0), axis=0) for k in ((count - 1) // 2, count // 2)]
-    found: Numbers = (middle[0] + middle[1])[0] / 2
-    return found
-
-
-class _Run:
-    """A history, its groups in the order of run.json, with what run.json says of them.
-
-    Attributes:
-        end: the last observed steps, which a verdict is about.
-        layers: (groups,), whether a group is a matrix or filters.
-        invariant: (groups,), whether a group is invariant and its gradient does not contradict it.
-    """
-
-    def __init__(
-        self, history: History, about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
-    ) -> None:
-        entries = {str(entry.get("name")): entry for entry in about.get("groups") or ()}
-        known_order = {name: k for k, name in enumerate(entries)}
-        order = sorted(range(len(history.groups)), key=lambda g: known_order.get(history.groups[g], len(known_order)))
-        history = History(history.steps, [history.groups[g] for g in order], history.values[:, :, order])
-        self.history, self.about, self.alerts = history, about, alerts
-        self.steps, self.groups = history.steps, history.groups
-        self.entries = [entries.get(name, {}) for name in self.groups]
-        layers = np.array([_is_layer(entry) for entry in self.entries], dtype=bool)
-        self.layers = layers if layers.any() else ~layers
-        refuted = {alert.group for alert in alerts if "not invariant" in alert.text}
-        self.invariant = np.array([labels.get(n) == "invariant" and n not in refuted for n in self.groups], dtype=bool)
-        self.count = max(_FEWEST_STEPS, len(self.steps) // 10)
-        self.end = slice(-self.count, None)
-        self.angle = _median(history.get("angle")[self.end])
-        self.rate = _median(history.get("lr", "mean")[self.end])
-        self.not_finite = np.isinf(history.get("radius", "max")) | np.isinf(history.get("gradient_norm", "max"))
-        gradient = history.get("gradient_norm", "max")[self.end]
-        known = ~np.isnan(gradient)
-        self.dead = self.layers & known.any(axis=0) & ~(gradient > 0).any(axis=0)
-        self.still = self._still()
-        lost = np.isinf(history.get("radius", "max")[self.end]).any(axis=0)
-        self.moving = (self.angle > 0) & ~self.dead & ~self.still & ~lost
-
-    def _still(self) -> NDArray[np.bool_]:
-        """(groups,): it does not turn, although it has a gradient and others turn, or it turned before."""
-        others = float(_median(self.angle[(self.angle > _STILL) & self.layers]))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            speed = self.history.get("angle") / self.history.get("lr", "mean")
-            turned = np.where(np.isfinite(speed), speed, 0).max(axis=0) > 100 * self.angle / self.rate
-        gradient = self.history.get("gradient_norm", "max")
-        # At a minimum of the loss gradients vanish, and then it is right that nothing turns.
-        pulled = _median(gradient[self.end]) > 0.01 * _median(gradient)
-        return (self.angle <= _STILL) & ((turned & pulled) | (others > 100 * self.angle)) & ~self.dead
-
-    def since(self, now: NDArray[np.bool_]) -> int | None:
-        """The observed step from which on a condition holds to the end; None: the first one.
-
-        The condition must be true where nothing was recorded.
-        """
-        ends = np.flatnonzero(~now)
-        # The end as a whole was judged, so a single step in it does not matter.
-        first = max(0, len(self.steps) - self.count)
-        return None if not len(ends) else int(self.steps[min(ends[-1] + 1, first)])
-
-    def names(self, chosen: NDArray[Any], most: int = 3) -> str:
-        return listed([self.groups[g] for g in chosen], most)
-
-    def settings(self, g: int) -> Mapping[str, Any]:
-        """The settings of the param group that a group is in."""
-        name = (self.entries[g].get("names") or [self.groups[g]])[0]
-        known: Sequence[Mapping[str, Any]] = (self.about.get("optimizer") or {}).get("groups") or ()
-        return next((each for each in known if name in (each.get("params") or ())), {})
-
-
-def _is_layer(entry: Mapping[str, Any]) -> bool:
-    return (entry.get("rows") or 0) > 1 or any(len(shape) > 1 for shape in entry.get("shapes") or ())
-
-
-# The sentences
-
-
 def judge(
-    history: History, about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
+    history: "History", about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
 ) -> list[Sentence]:
     """The verdict from its parts, without pandas.
 
@@ -264,15 +90,15 @@ def judge(
         labels: of each group: "invariant", "not invariant" or "untested".
         alerts: raised in the run.
     """
-    if not len(history.steps):
+    if not len(history.numbers[0]):
         return []
     run = _Run(history, about, labels, alerts)
-    found = list(_broken(run))
     if len(run.steps) < _FEWEST_STEPS:
         steps = "step was" if len(run.steps) == 1 else "steps were"
-        return [*found, Sentence("early", f"Only {len(run.steps)} {steps} observed: too early to judge the layers.")]
-    for sentences in (_dead, _collapsed, _pace, _rate, _equilibrium, _of_alerts, _balance, _share):
-        found += sentences(run)
+        early = Sentence("early", f"Only {len(run.steps)} {steps} observed: too early to judge the layers.")
+        return [*_not_finite(run), early]
+    kinds = (_not_finite, _frozen, _dead, _collapsed, _pace, _rate, _equilibrium, _of_alerts, _balance, _share)
+    found = [sentence for kind in kinds for sentence in kind(run)]
     found.sort(key=lambda sentence: SEVERITIES.index(sentence.severity))
     if all(sentence.severity == "note" for sentence in found):
         found.insert(0, _healthy(run))
@@ -285,60 +111,209 @@ def judge(
     return found[:_MOST]
 
 
-def _broken(run: _Run) -> Iterator[Sentence]:
-    """NaN or infinite numbers, and weights that no longer turn."""
-    weights = np.isinf(run.history.get("radius", "max"))
-    gradients = np.isinf(run.history.get("gradient_norm", "max"))
+# The numbers
+
+
+class History:
+    """The recorded numbers that a verdict needs, (steps, `_PAIRS`, groups).
+
+    NaN stands for a number that was not recorded, infinity for one that is not finite.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[str] = []
+        self._parts: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []  # steps and values
+        self._observed, self._size, self._stride = 0, 0, 1
+
+    @classmethod
+    def of_table(cls, table: "pd.DataFrame") -> "History":
+        """From a run's table."""
+        import pandas as pd
+
+        made = cls()
+        table = table[table["quantity"].isin({quantity for quantity, _ in _PAIRS}) & (table["group"] != "")]
+        steps, groups = np.sort(table["step"].unique()).astype(np.int64), pd.Index(table["group"].unique(), dtype=str)
+        values = np.full((len(steps), len(_PAIRS), len(groups)), np.nan, dtype=np.float32)
+        for pair, chosen in table.groupby(["quantity", "statistic"], observed=True):
+            if pair in _PAIRS:
+                step, group = np.searchsorted(steps, chosen["step"]), groups.get_indexer(pd.Index(chosen["group"]))
+                values[step, _PAIRS.index(pair), group] = _or_infinite(chosen["value"].to_numpy(float))
+        made.groups, made._parts = groups.tolist(), [(steps, values)]
+        return made
+
+    @property
+    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Steps and values."""
+        if not self._parts:
+            return np.zeros(0, np.int64), np.zeros((0, len(_PAIRS), 0), np.float32)
+        steps, values = (np.concatenate(each) for each in zip(*self._parts, strict=True))
+        self._parts = [(steps, values)]
+        return steps, values
+
+    def add(self, block: Block) -> None:
+        """Append some observed steps; if there are too many numbers, every second step of all is dropped."""
+        kept = slice(-self._observed % self._stride, None, self._stride)
+        steps, active = block.steps[kept], block.active[kept]
+        values = np.full((len(steps), len(_PAIRS), len(block.groups)), np.nan, dtype=np.float32)
+        for k, (quantity, statistic) in enumerate(_PAIRS):
+            if quantity in block.quantities:
+                q = block.quantities.index(quantity)
+                found = _or_infinite(block.values[kept, q, :, STATISTICS.index(statistic)])
+                values[:, k] = np.where(active & block.defined[q], found, np.nan)
+        self._parts.append((steps, values))
+        self._observed, self._size = self._observed + len(block.steps), self._size + values.size
+        self.groups = list(block.groups)
+        while self._size > _KEPT and len(self.numbers[0]) > 1:
+            steps, values = self.numbers
+            self._parts = [(steps[::2], values[::2].copy())]
+            self._size, self._stride = values[::2].size, 2 * self._stride
+
+    def defects(self) -> dict[str, NDArray[np.float32]]:
+        """The median |cos(x, ∇L)| of each group at the observed steps."""
+        return dict(zip(self.groups, self.numbers[1][:, _PAIRS.index(("defect", "median"))].T, strict=True))
+
+
+def _or_infinite(values: NDArray[Any]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        return np.where(np.isfinite(values), values, np.inf).astype(np.float32)
+
+
+def _median(values: Numbers) -> Numbers:
+    """Over the first dimension, of the finite numbers alone; NaN if there is none."""
+    found: Numbers = np.ma.filled(np.ma.median(np.ma.masked_invalid(values), axis=0), np.nan)
+    return found
+
+
+def _ratio(one: Any, other: Any) -> Numbers:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.divide(one, other)
+
+
+class _Run:
+    """A history, its groups in the order of run.json, with what run.json says of them.
+
+    Attributes:
+        end: the last observed steps, which a verdict is about.
+        layers: (groups,), whether a group is a matrix or filters.
+        invariant: whether a group is invariant and its gradient does not contradict it.
+        dead: its gradient is exactly 0.
+        still: it does not turn, although it has a gradient and others turn, or it turned before.
+        moving: it is neither, and its weights are finite.
+    """
+
+    def __init__(
+        self, history: History, about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
+    ) -> None:
+        self.about, self.alerts = about, alerts
+        self.steps, values = history.numbers
+        entries = {str(entry.get("name")): entry for entry in about.get("groups") or ()}
+        place = {name: k for k, name in enumerate(entries)}
+        order = sorted(range(len(history.groups)), key=lambda g: place.get(history.groups[g], len(place)))
+        self.groups = [history.groups[g] for g in order]
+        self._values = values[:, :, order]
+        self.entries = [entries.get(name, {}) for name in self.groups]
+        known: Sequence[Mapping[str, Any]] = (about.get("optimizer") or {}).get("groups") or ()
+        owner = {name: settings for settings in known for name in settings.get("params") or ()}
+        firsts = [(entry.get("names") or [name])[0] for entry, name in zip(self.entries, self.groups, strict=True)]
+        self.settings = [owner.get(name, {}) for name in firsts]
+        refuted = {alert.group for alert in alerts if "not invariant" in alert.text}
+        self.invariant = np.array([labels.get(n) == "invariant" and n not in refuted for n in self.groups], dtype=bool)
+        shapes = [(entry.get("rows") or 0, entry.get("shapes") or ()) for entry in self.entries]
+        layers = np.array([rows > 1 or any(len(shape) > 1 for shape in of) for rows, of in shapes], dtype=bool)
+        self.layers = layers if layers.any() else ~layers
+        self.count = max(_FEWEST_STEPS, len(self.steps) // 10)
+        self.end = slice(-self.count, None)
+        self.angle, self.rate = self.now("angle"), self.now("lr", "mean")
+        radius, gradient = self.get("radius", "max"), self.get("gradient_norm", "max")
+        self.not_finite = np.isinf(radius) | np.isinf(gradient)
+        measured, pulls = ~np.isnan(gradient[self.end]), gradient[self.end] > 0
+        self.dead = self.layers & measured.any(axis=0) & ~pulls.any(axis=0)
+        speed = _ratio(self.get("angle"), self.get("lr", "mean"))
+        turned = np.where(np.isfinite(speed), speed, 0).max(axis=0) > 100 * _ratio(self.angle, self.rate)
+        # At a minimum of the loss gradients vanish, and then it is right that nothing turns.
+        pulled = _median(gradient[self.end]) > 0.01 * _median(gradient)
+        others = _median(self.angle[(self.angle > _STILL) & self.layers]) > 100 * self.angle
+        self.still = (self.angle <= _STILL) & ((turned & pulled) | others) & ~self.dead
+        self.moving = (self.angle > 0) & ~self.dead & ~self.still & ~np.isinf(radius[self.end]).any(axis=0)
+
+    def get(self, quantity: str, statistic: str = "median") -> Numbers:
+        """(steps, groups)."""
+        return self._values[:, _PAIRS.index((quantity, statistic))].astype(np.float64)
+
+    def now(self, quantity: str, statistic: str = "median") -> Numbers:
+        """(groups,): the median over the end."""
+        return _median(self.get(quantity, statistic)[self.end])
+
+    def start(self, now: Mask) -> int:
+        """The place of the observed step from which on a condition, true where nothing is known, holds to the end."""
+        ends = np.flatnonzero(~now)
+        # The end as a whole was judged, so a single step in it does not matter.
+        return min(int(ends[-1]) + 1, max(0, len(self.steps) - self.count)) if len(ends) else 0
+
+    def since(self, now: Mask) -> str:
+        start = self.start(now)
+        return f"since step {self.steps[start]:,}" if start else "since the first observed step"
+
+    def names(self, chosen: NDArray[Any], most: int = 3) -> str:
+        return listed([self.groups[g] for g in chosen], most)
+
+
+# The sentences, one function for each kind
+
+
+def _not_finite(run: _Run) -> Iterator[Sentence]:
+    """NaN or infinite numbers, unless an optimizer that froze is said to have done so after them."""
+    if not run.not_finite.any():
+        return
+    first = int(run.not_finite.any(axis=1).argmax())
+    weights, gradients = (np.isinf(run.get(quantity, "max")) for quantity in ("radius", "gradient_norm"))
     lost = np.flatnonzero(weights[run.end].any(axis=0))
-    first = int(run.not_finite.any(axis=1).argmax()) if run.not_finite.any() else None
-    turns = (run.angle >= 0) & ~run.dead & (run.rate != 0)
-    frozen = np.flatnonzero(run.still & (run.rate != 0))
-    whole = len(frozen) > 0 and len(frozen) >= 0.9 * turns.sum() and len(run.steps) >= _FEWEST_STEPS
     if len(lost):
         began = int(weights[:, lost].any(axis=1).argmax())
-        what = "weights" if first == began and not gradients[began].any() else "gradient"
-        at = np.flatnonzero((gradients if what == "gradient" else weights)[first if first is not None else began])
-        source = f"; it was first seen in the {what} of {run.names(at, 1)}" if len(at) else ""
+        what, where = ("gradient", gradients[first]) if gradients[first].any() else ("weights", weights[first])
         text = (
             f"The weights of {_count(len(lost), 'group')} are NaN or infinite from step {run.steps[began]:,} on, and "
-            f"the training cannot recover from this{source}{_at(run, first)}."
+            f"the training cannot recover from this; it was first seen in the {what} of "
+            f"{run.names(np.flatnonzero(where), 1)} at step {run.steps[first]:,}."
         )
         yield Sentence("not finite", text, run.groups[lost[0]], "radius", "bad")
-    when = run.since(~(_median(run.history.get("angle")[:, frozen].T) > _STILL)) if whole else None
-    froze_at = 0 if when is None else int(np.searchsorted(run.steps, when))
-    by_nan = whole and first is not None and 0 <= froze_at - first <= 2
-    if not len(lost) and first is not None and not by_nan:
+    elif not any("after NaN" in sentence.text for sentence in _frozen(run)):
         groups = np.flatnonzero(run.not_finite.any(axis=0))
-        steps = int(run.not_finite.any(axis=1).sum())
         what = "gradient of 1 group was" if len(groups) == 1 else f"gradients of {len(groups):,} groups were"
         text = (
-            f"The {what} NaN or infinite at {_count(steps, 'observed step')}, first at step {run.steps[first]:,} in "
-            f"{run.names(np.flatnonzero(run.not_finite[first]), 1)}; the weights are finite."
+            f"The {what} NaN or infinite at {_count(int(run.not_finite.any(axis=1).sum()), 'observed step')}, first at "
+            f"step {run.steps[first]:,} in {run.names(np.flatnonzero(run.not_finite[first]), 1)}; the weights are "
+            "finite."
         )
         severity = "bad" if run.not_finite[-1].any() else "warning"
         yield Sentence("not finite", text, run.groups[groups[0]], "gradient_norm", severity)
-    if len(run.steps) < _FEWEST_STEPS or not run.still.any():
-        return
-    if whole:
-        cause = "from the first step on" if when is None else f"at step {when:,}"
-        cause = f"after NaN or infinite gradients at step {run.steps[first]:,}" if by_nan else cause
+
+
+def _frozen(run: _Run) -> Iterator[Sentence]:
+    """All weights, or some layers, no longer turn."""
+    angles = run.get("angle")
+    frozen = np.flatnonzero(run.still & (run.rate != 0))
+    turning = (run.angle >= 0) & ~run.dead & (run.rate != 0)
+    layers = np.flatnonzero(run.still & run.layers)
+    if len(run.steps) >= _FEWEST_STEPS and len(frozen) and len(frozen) >= 0.9 * turning.sum():
+        start, first = run.start(~(_median(angles[:, frozen].T) > _STILL)), int(run.not_finite.any(axis=1).argmax())
+        cause = f"at step {run.steps[start]:,}" if start else "from the first step on"
+        if run.not_finite.any() and 0 <= start - first <= 2:
+            cause = f"after NaN or infinite gradients at step {run.steps[first]:,}"
         text = (
             f"The optimizer froze {cause}: {len(frozen)} of {_count(len(run.groups), 'group')} no longer turn (at "
             f"most {_n(run.angle[frozen].max())} rad per step), although they have a rate and a gradient. A NaN in its "
             "state does this."
         )
         yield Sentence("frozen", text, run.groups[frozen[0]], "angle", "bad")
-        return
-    still = np.flatnonzero(run.still & run.layers)
-    if len(still):
-        g = int(still[0])
-        when = run.since(~(run.history.get("angle", group=g) > _STILL))
-        its = "its" if len(still) == 1 else "their"
+    elif len(layers):
+        g = int(layers[0])
+        its = "its" if len(layers) == 1 else "their"
         why = f"{its} rate is 0" if run.rate[g] == 0 else f"{its} updates are smaller than the rounding of the weights"
-        others = float(_median(run.angle[run.layers & run.moving]))
         text = (
-            f"{_of(still, run.layers, 'layer')} {_is(len(still))} frozen while the median layer "
-            f"turns {_n(others)} rad per step: {run.names(still)}, {_since(when)}; {why}."
+            f"{_of(layers, run.layers, 'layer', 'is')} frozen while the median layer turns "
+            f"{_n(float(_median(run.angle[run.layers & run.moving])))} rad per step: {run.names(layers)}, "
+            f"{run.since(~(angles[:, g] > _STILL))}; {why}."
         )
         yield Sentence("frozen", text, run.groups[g], "angle", "warning")
 
@@ -346,63 +321,52 @@ def _broken(run: _Run) -> Iterator[Sentence]:
 def _dead(run: _Run) -> Iterator[Sentence]:
     """Layers and rows whose gradient is exactly 0."""
     dead = np.flatnonzero(run.dead)
-    gradient = run.history.get("gradient_norm", "max")
     if len(dead):
-        when = run.since(~(gradient[:, dead[0]] > 0))
-        text = (
-            f"{_of(dead, run.layers, 'layer')} {_is(len(dead))} dead, with a gradient of exactly 0 "
-            f"{_since(when)}: {run.names(dead)}."
-        )
+        since = run.since(~(run.get("gradient_norm", "max")[:, dead[0]] > 0))
+        who = _of(dead, run.layers, "layer", "is")
+        text = f"{who} dead, with a gradient of exactly 0 {since}: {run.names(dead)}."
         yield Sentence("dead", text, run.groups[dead[0]], "gradient_norm", "bad")
-    smallest = run.history.get("gradient_norm", "min")
+    smallest = run.get("gradient_norm", "min")
     known = ~np.isnan(smallest[run.end])
     idle = known.any(axis=0) & (np.where(known, smallest[run.end], 0) == 0).all(axis=0) & run.layers & ~run.dead
-    died: list[tuple[int, int | None]] = []
-    unused: list[tuple[int, int | None]] = []
+    died: list[tuple[int, str]] = []
+    unused: list[tuple[int, str]] = []
     for g in np.flatnonzero(idle).tolist():
         zero = ~(smallest[:, g] > 0)
-        when = run.since(zero)
-        earlier = zero if when is None else zero[run.steps < when]
         # Entries that few batches use, such as rare tokens, have no gradient at many steps before, too.
-        (died if earlier.mean() < 0.1 else unused).append((g, when))
-    for rows, severity in ((died, "warning"), (unused, "note")):
-        if rows:
-            g, when = rows[0]
-            many = _median(run.history.get("gradient_norm", "q10")[run.end][:, [g]])[0] == 0
-            whose = f"{'At least a tenth of the rows' if many else 'At least one row'} of {run.groups[g]}"
-            whose += f" (and of {_count(len(rows) - 1, 'more layer')})" if len(rows) > 1 else ""
-            if severity == "warning":
-                text = f"{whose} died: the gradient is exactly 0 {_since(when)}."
-            else:
-                last = f"at each of the last {min(run.count, len(run.steps))} observed steps"
-                text = (
-                    f"{whose} had no gradient {last}: dead units, or entries that no batch used, such as rare tokens."
-                )
-            yield Sentence("dead", text, run.groups[g], "gradient_norm", severity)
+        earlier = zero[: run.start(zero) or None]
+        (died if earlier.mean() < 0.1 else unused).append((g, run.since(zero)))
+    for rows in filter(None, (died, unused)):
+        g, since = rows[0]
+        many = run.now("gradient_norm", "q10")[g] == 0
+        whose = f"{'At least a tenth of the rows' if many else 'At least one row'} of {run.groups[g]}"
+        whose += f" (and of {_count(len(rows) - 1, 'more layer')})" if len(rows) > 1 else ""
+        last = f"at each of the last {min(run.count, len(run.steps))} observed steps"
+        what = f"had no gradient {last}: dead units, or entries that no batch used, such as rare tokens."
+        text = f"{whose} died: the gradient is exactly 0 {since}." if rows is died else f"{whose} {what}"
+        yield Sentence("dead", text, run.groups[g], "gradient_norm", "warning" if rows is died else "note")
 
 
 def _collapsed(run: _Run) -> Iterator[Sentence]:
     """Rows that have lost their radius, or are about to."""
-    share = _median(run.history.get("collapsed", "mean")[run.end])
+    share = run.now("collapsed", "mean")
     gone = np.flatnonzero(run.layers & (share > 0))
     if len(gone):
         g = int(gone[np.argmax(share[gone])])
-        when = run.since(~(run.history.get("collapsed", "mean", group=g) <= 0))
+        since = run.since(~(run.get("collapsed", "mean")[:, g] <= 0))
         text = (
             f"Rows of {_count(len(gone), 'layer')} have collapsed: {100 * share[g]:.2g} % of {run.groups[g]} "
-            f"{_has(when)} a radius too small for a direction {_since(when)}."
+            f"have had a radius too small for a direction {since}."
         )
         yield Sentence("collapsed", text, run.groups[g], "collapsed", "warning")
-    radius = run.history.get("radius")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        fell = np.where(run.layers, _median(radius[: run.count]) / _median(radius[run.end]), np.nan)
+    radius = run.now("radius")
+    fell = np.where(run.layers, _ratio(_median(run.get("radius")[: run.count]), radius), np.nan)
     falling = np.setdiff1d(np.flatnonzero((fell > _COLLAPSING) & np.isfinite(fell)), gone)
     if len(falling):
         g = int(falling[np.argmax(fell[falling])])
         text = (
-            f"{_of(falling, run.layers, 'layer')} {_is(len(falling))} collapsing: the radius of "
-            f"{run.groups[g]} fell {_n(fell[g])} × since the first observed steps, to "
-            f"{_n(_median(radius[run.end])[g])}."
+            f"{_of(falling, run.layers, 'layer', 'is')} collapsing: the radius of {run.groups[g]} fell "
+            f"{_n(fell[g])} × since the first observed steps, to {_n(radius[g])}."
         )
         yield Sentence("collapsed", text, run.groups[g], "radius", "warning")
 
@@ -410,48 +374,51 @@ def _collapsed(run: _Run) -> Iterator[Sentence]:
 def _pace(run: _Run) -> Iterator[Sentence]:
     """Layers that turn much faster or slower than the median layer."""
     chosen = run.layers & run.moving
-    middle = float(_median(run.angle[chosen]))
-    ratio = np.where(chosen, run.angle / middle, 1.0) if middle > 0 else np.ones(len(run.groups))
-    angles = run.history.get("angle")
-    medians = _median(np.where(chosen, angles, np.nan).T)
-    usual = float(_median(run.rate[chosen]))
-    for kind, word, factor in (("fast", "faster", ratio), ("slow", "slower", 1 / ratio)):
+    if not chosen.any():
+        return
+    middle, usual = float(_median(run.angle[chosen])), float(_median(run.rate[chosen]))
+    ratio = np.where(chosen, run.angle / middle, 1.0)
+    course = _ratio(run.get("angle").T, _median(np.where(chosen, run.get("angle"), np.nan).T))
+    for kind, word, factor, sign in (("fast", "faster", ratio, 1), ("slow", "slower", 1 / ratio, -1)):
         out = np.flatnonzero(factor > _APART)
-        if not len(out):
-            continue
         out = out[np.argsort(-factor[out])]
         parts = []
         for g in out[:3]:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                course = _smooth(angles[:, g] / medians) ** (1 if kind == "fast" else -1)
             rates = run.rate[g] / usual if usual > 0 else 1.0
             own = f", at {_n(rates)} × the usual rate" if not 0.67 < rates < 1.5 else ""
-            when = run.since(~(course <= _APART))
-            parts.append(f"{run.groups[g]} {_n(factor[g])} × ({_n(run.angle[g])} rad, {_since(when)}{own})")
-        more = f", and {len(out) - 3} more" if len(out) > 3 else ""
-        text = (
-            f"{_of(out, chosen, 'layer')} {_turn(len(out))} more than {_APART:g} × {word} than the "
-            f"median layer ({_n(middle)} rad per step): {', '.join(parts)}{more}."
-        )
-        yield Sentence(kind, text, run.groups[out[0]], "angle", "warning")
+            since = run.since(~(_smooth(course[g] ** sign) <= _APART))
+            parts.append(f"{run.groups[g]} {_n(factor[g])} × ({_n(run.angle[g])} rad, {since}{own})")
+        if parts:
+            more = f", and {len(out) - 3} more" if len(out) > 3 else ""
+            text = (
+                f"{_of(out, chosen, 'layer', 'turns')} more than {_APART:g} × {word} than the median layer "
+                f"({_n(middle)} rad per step): {', '.join(parts)}{more}."
+            )
+            yield Sentence(kind, text, run.groups[out[0]], "angle", "warning")
+
+
+def _smooth(values: Numbers) -> Numbers:
+    """The median over each step and its neighbours."""
+    half = _FEWEST_STEPS // 2
+    padded = np.pad(values, half, mode="edge")
+    return _median(np.lib.stride_tricks.sliding_window_view(padded, _FEWEST_STEPS).T)
 
 
 def _rate(run: _Run) -> Iterator[Sentence]:
     """The rate fell, but the angle rose."""
-    rates, angles = run.history.get("lr", "mean"), run.history.get("angle")
+    rates = run.get("lr", "mean")
     finite = np.where(np.isfinite(rates), rates, -1.0)
     high = finite >= 0.9 * finite.max(axis=0)
-    peak, before = _median(np.where(high, rates, np.nan)), _median(np.where(high, angles, np.nan))
+    peak, before = (_median(np.where(high, values, np.nan)) for values in (rates, run.get("angle")))
     chosen = run.layers & run.moving & (before > 0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        fell, rose = peak / run.rate, run.angle / before
+    fell, rose = _ratio(peak, run.rate), _ratio(run.angle, before)
     out = np.flatnonzero(chosen & (run.rate > 0) & (fell > _FELL) & (rose > _ROSE))
     if len(out):
         g = int(out[np.argmax(rose[out])])
         last = int(np.flatnonzero(high[:, g])[-1])
         text = (
-            f"The rate fell {_n(fell[g])} × since step {run.steps[last]:,}, but {_of(out, chosen, 'layer')} "
-            f"{_turn(len(out))} further per step than before, {run.groups[g]} {_n(rose[g])} × "
+            f"The rate fell {_n(fell[g])} × since step {run.steps[last]:,}, but "
+            f"{_of(out, chosen, 'layer', 'turns')} further per step than before, {run.groups[g]} {_n(rose[g])} × "
             f"({_n(before[g])} to {_n(run.angle[g])} rad)."
         )
         yield Sentence("rate", text, run.groups[g], "angle", "warning")
@@ -459,50 +426,50 @@ def _rate(run: _Run) -> Iterator[Sentence]:
 
 def _equilibrium(run: _Run) -> Iterator[Sentence]:
     """The angle is far above or below its equilibrium."""
-    expected = _median(run.history.get("equilibrium_angle")[run.end])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = run.angle / expected
+    expected = run.now("equilibrium_angle")
+    ratio = _ratio(run.angle, expected)
     known = run.invariant & run.moving & np.isfinite(ratio) & (ratio > 0)
+    pull = np.nan_to_num(_pull(run), posinf=0.0)
+    # The observed time in units of the time that an equilibrium takes: the sum of ηλ.
+    elapsed = np.diff(run.steps) @ ((pull[1:] + pull[:-1]) / 2)
     for word, factor in (("above", ratio), ("below", 1 / np.where(known, ratio, 1.0))):
         out = np.flatnonzero(known & (factor > _OUT))
-        if not len(out):
-            continue
-        g = int(out[np.argmax(factor[out])])
-        late = [g for g in out if _elapsed(run, int(g)) > _TIMES]
-        why = "" if late else " (weight decay has not had the time to lead there)"
-        text = (
-            f"{_of(out, known, 'invariant layer')} {_turn(len(out))} far {word} "
-            f"{'its' if len(out) == 1 else 'their'} own equilibrium, by {_n(float(np.median(factor[out])))} × in the "
-            f"median and most in {run.groups[g]}, {_n(run.angle[g])} instead of {_n(expected[g])} rad per step{why}."
-        )
-        yield Sentence("equilibrium", text, run.groups[g], "equilibrium_angle", "warning" if late else "note")
+        if len(out):
+            g = int(out[np.argmax(factor[out])])
+            late = (elapsed[out] > _TIMES).any()
+            why = "" if late else " (weight decay has not had the time to lead there)"
+            text = (
+                f"{_of(out, known, 'invariant layer', 'turns')} far {word} {'its' if len(out) == 1 else 'their'} "
+                f"own equilibrium, by {_n(float(np.median(factor[out])))} × in the median and most in {run.groups[g]}, "
+                f"{_n(run.angle[g])} instead of {_n(expected[g])} rad per step{why}."
+            )
+            yield Sentence("equilibrium", text, run.groups[g], "equilibrium_angle", "warning" if late else "note")
 
 
-def _pull(run: _Run, g: int) -> Numbers:
-    """How much of a group's radius the decay takes per step in equilibrium: θ*²/2 · (1+β)/(1−β), which is ηλ for AdamW.
+def _pull(run: _Run) -> Numbers:
+    """How much of a radius the decay takes per step in equilibrium: θ*²/2 · (1+β)/(1−β), which is ηλ for AdamW.
 
     It equals half of the growth of r² per step; see `balance` for θ* and for the role of β.
     """
-    settings = run.settings(g)
-    betas = settings.get("betas") or (settings.get("momentum") or 0.0,)
-    beta = 0.0 if "b" in str(settings.get("without") or "") else float(betas[0])
-    return run.history.get("equilibrium_angle", group=g) ** 2 / 2 * (1 + beta) / (1 - beta)
+    gains = []
+    for settings in run.settings:
+        betas = settings.get("betas") or (settings.get("momentum") or 0.0,)
+        beta = 0.0 if "b" in str(settings.get("without") or "") else float(betas[0])
+        gains.append((1 + beta) / (1 - beta))
+    return run.get("equilibrium_angle") ** 2 / 2 * np.array(gains)
 
 
-def _elapsed(run: _Run, g: int) -> float:
-    """The observed time in units of the time that an equilibrium takes: the sum of ηλ."""
-    pull = _pull(run, g)
-    pull = np.where(np.isfinite(pull), pull, 0.0)
-    return float(np.sum(np.diff(run.steps) * (pull[1:] + pull[:-1]) / 2))
+def _of_alerts(run: _Run) -> Iterator[Sentence]:
+    """Alerts that no other sentence is about, one for each cause."""
+    for cause in causes([alert for alert in run.alerts if alert.kind in _OF_ALERTS]):
+        text = f"{cause.text[:1].upper()}{cause.text[1:]}."
+        yield Sentence(cause.kind, text, cause.groups[0], _OF_ALERTS[cause.kind], "warning")
 
 
 def _balance(run: _Run) -> Iterator[Sentence]:
     """Steps until weight decay is in balance with growth, at the present rate."""
-    radius = _median(run.history.get("radius")[run.end])
-    expected = _median(run.history.get("equilibrium_radius")[run.end])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = radius / expected
-        turns = run.angle / _median(run.history.get("equilibrium_angle")[run.end])
+    radius, expected = run.now("radius"), run.now("equilibrium_radius")
+    ratio, turns = _ratio(radius, expected), _ratio(run.angle, run.now("equilibrium_angle"))
     known = run.invariant & ~run.dead & ~run.still & np.isfinite(ratio) & (ratio > 0)
     # The angle in equilibrium is known better than the radius, which depends on how noisy the gradients are. A row that
     # is too short turns too far.
@@ -513,30 +480,27 @@ def _balance(run: _Run) -> Iterator[Sentence]:
         return
     # r^p approaches its equilibrium exponentially, with p times the pull: p = 4 for SGD, whose growth is ∝ 1/r³.
     power = 4 if "SGD" in str((run.about.get("optimizer") or {}).get("name")) else 2
-    needed, left = np.zeros(len(away)), np.zeros(len(away))
-    for k, g in enumerate(away.tolist()):
-        pull = float(_median(_pull(run, g)[run.end][:, None])[0])
-        distance = abs(ratio[g] ** power - 1) / abs(_BALANCED ** (power if ratio[g] > 1 else -power) - 1)
-        needed[k] = max(1.0, math.log(max(distance, 1.0)) / (power * pull)) if pull > 0 else math.inf
-        left[k] = _steps_left(run, g)
-    worst = int(np.argmax(needed))
-    g = int(away[worst])
+    edge = np.where(ratio > 1, _BALANCED, 1 / _BALANCED)
+    distance = np.abs(ratio**power - 1) / np.abs(edge**power - 1)
+    pull = np.nan_to_num(_median(_pull(run)[run.end]))
+    needed = np.maximum(1.0, _ratio(np.log(np.maximum(distance, 1.0)), power * pull))
+    needed[pull == 0] = math.inf
+    g = int(away[np.argmax(needed[away])])
+    left = _steps_left(run, g)
     place = f"{run.groups[g]} (radius {_n(radius[g])}, in balance {_n(expected[g])})"
-    head = f"Weight decay is not in balance yet in {_of(away, known, 'invariant layer')}"
-    if not math.isfinite(needed[worst]) or needed[worst] > left[worst] / 2:
-        rate = (
-            f"the rate reaches 0 in about {_about(left[worst])} steps" if left[worst] >= 1 else "the rate is almost 0"
-        )
-        need = f", and {place} needs about {_about(needed[worst])} at this rate" if math.isfinite(needed[worst]) else ""
-        text = f"{head}, and never will be under this schedule: {rate}{need}."
+    text = f"Weight decay is not in balance yet in {len(away):,} of {_count(int(known.sum()), 'invariant layer')}"
+    if not math.isfinite(needed[g]) or needed[g] > left / 2:
+        rate = f"the rate reaches 0 in about {_about(left)} steps" if left >= 1 else "the rate is almost 0"
+        need = f", and {place} needs about {_about(needed[g])} at this rate" if math.isfinite(needed[g]) else ""
+        text += f", and never will be under this schedule: {rate}{need}."
     else:
-        text = f"{head}: {place} needs about {_about(needed[worst])} more steps at this rate."
+        text += f": {place} needs about {_about(needed[g])} more steps at this rate."
     yield Sentence("balance", text, run.groups[g], "equilibrium_radius")
 
 
 def _steps_left(run: _Run, g: int) -> float:
     """Steps until the rate is 0, if it falls smoothly at the end of the run and goes on in a line; else infinity."""
-    rates = run.history.get("lr", "mean", group=g)[run.end]
+    rates = run.get("lr", "mean")[run.end, g]
     steps, rates = run.steps[run.end][np.isfinite(rates)], rates[np.isfinite(rates)]
     if len(rates) and rates[-1] == 0:
         return 0.0
@@ -550,48 +514,28 @@ def _share(run: _Run) -> Iterator[Sentence]:
     sizes = np.array([float((each.get("rows") or 0) * (each.get("size") or 0)) for each in run.entries])
     part, whole = sizes[run.invariant].sum(), sizes.sum()
     if part:
-        decays = any(run.settings(int(g)).get("weight_decay") for g in np.flatnonzero(run.invariant))
+        decays = any(run.settings[g].get("weight_decay") for g in np.flatnonzero(run.invariant))
         knob = "weight decay sets their angle per step and does not regularize"
         knob = knob if decays else "weight decay, which is 0, would set their angle per step and not regularize"
         share = f"{100 * part / whole:.3g} % of the watched weights ({part:,.0f} of {whole:,.0f})"
-        text = f"{share} are invariant: {knob}."
-        yield Sentence("share", text, "", "equilibrium_radius")
-
-
-_OF_ALERTS = {"H1": "radial", "H2": "velocity", "defect": "defect"}
-
-
-def _of_alerts(run: _Run) -> Iterator[Sentence]:
-    """Alerts that no other sentence is about, one for each cause."""
-    for cause in causes([alert for alert in run.alerts if alert.kind not in _COVERED]):
-        text = f"{cause.text[:1].upper()}{cause.text[1:]}."
-        yield Sentence(cause.kind, text, cause.groups[0], _OF_ALERTS.get(cause.kind, ""), "warning")
+        yield Sentence("share", f"{share} are invariant: {knob}.", "", "equilibrium_radius")
 
 
 def _healthy(run: _Run) -> Sentence:
     chosen = np.flatnonzero(run.layers & run.moving)
     share = (run.about.get("cost") or {}).get("share")
-    took = f"the watch took {_n(100 * share)} % of the training's time" if share else ""
-    cost = took or "the watch's cost is not known yet"
-    if not len(chosen):
-        return Sentence(
-            "healthy", f"No layer turns at step {run.steps[-1]:,}, and nothing is wrong; {cost}.", "", "angle"
-        )
-    low, high = chosen[np.argmin(run.angle[chosen])], chosen[np.argmax(run.angle[chosen])]
-    spread = f"{_n(run.angle[low])} ({run.groups[low]}) to {_n(run.angle[high])} ({run.groups[high]})"
-    middle = _n(float(_median(run.angle[chosen])))
-    text = (
-        f"Nothing is wrong up to step {run.steps[-1]:,}: the median layer turns {middle} rad per step, "
-        f"the {_count(len(chosen), 'layer')} from {spread}, and {cost}."
+    cost = (
+        f"the watch took {_n(100 * share)} % of the training's time" if share else "the watch's cost is not known yet"
     )
+    text = f"No layer turns at step {run.steps[-1]:,}, and nothing is wrong; {cost}."
+    if len(chosen):
+        low, high = chosen[np.argmin(run.angle[chosen])], chosen[np.argmax(run.angle[chosen])]
+        text = (
+            f"Nothing is wrong up to step {run.steps[-1]:,}: the median layer turns "
+            f"{_n(float(_median(run.angle[chosen])))} rad per step, the {_count(len(chosen), 'layer')} from "
+            f"{_n(run.angle[low])} ({run.groups[low]}) to {_n(run.angle[high])} ({run.groups[high]}), and {cost}."
+        )
     return Sentence("healthy", text, "", "angle")
-
-
-def _smooth(values: Numbers) -> Numbers:
-    """The median over each step and its neighbours."""
-    width = min(_FEWEST_STEPS, len(values))
-    padded = np.pad(values, (width // 2, width - 1 - width // 2), mode="edge")
-    return _median(np.lib.stride_tricks.sliding_window_view(padded, width).T)
 
 
 # Words
@@ -618,25 +562,7 @@ def _count(number: int, word: str) -> str:
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
-def _of(some: NDArray[Any], all_of: NDArray[np.bool_], word: str) -> str:
-    return f"{len(some):,} of {_count(int(all_of.sum()), word)}"
-
-
-def _is(number: int) -> str:
-    return "is" if number == 1 else "are"
-
-
-def _turn(number: int) -> str:
-    return "turns" if number == 1 else "turn"
-
-
-def _has(when: int | None) -> str:
-    return "have had" if when is None else "have"
-
-
-def _since(when: int | None) -> str:
-    return "since the first observed step" if when is None else f"since step {when:,}"
-
-
-def _at(run: _Run, k: int | None) -> str:
-    return "" if k is None else f" at step {run.steps[k]:,}"
+def _of(some: NDArray[Any], all_of: Mask, word: str, verb: str) -> str:
+    """Such as "1 of 5 layers turns"."""
+    verb = verb if len(some) == 1 else {"is": "are", "turns": "turn"}[verb]
+    return f"{len(some):,} of {_count(int(all_of.sum()), word)} {verb}"

@@ -1,17 +1,18 @@
 """`st.watch`: follows any torch optimizer through its hooks and records how far every weight turns."""
 
 import atexit
-import json
 import logging
 import math
 import os
 import platform
+import shutil
 import sys
+import textwrap
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -31,16 +32,8 @@ from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
 from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
 from steradian.watching.paths import Paths
-from steradian.watching.records import Alert, read_run, refuted, summary
-from steradian.watching.rows import (
-    INVARIANT,
-    NOT_INVARIANT,
-    UNTESTED,
-    Membership,
-    Model,
-    WatchedGroup,
-    watched_groups,
-)
+from steradian.watching.records import Alert, causes, last_step, read_run, refuted
+from steradian.watching.rows import INVARIANT, NOT_INVARIANT, UNTESTED, Membership, Model, WatchedGroup, watched_groups
 from steradian.watching.sinks import sinks_of
 from steradian.watching.sources import UNMEASURED
 from steradian.watching.verdict import Sentence, judge
@@ -50,17 +43,14 @@ if TYPE_CHECKING:
 
     from steradian.watching.distributed import Merge
 
-__all__ = ["Watch", "check_options", "counted_steps", "watch"]
+__all__ = ["Watch", "check_options", "counted_steps", "inner_optimizers", "watch"]
 
 logger = logging.getLogger("steradian")
 
-_SECONDS = 30.0
-"""Observed steps are flushed at least this often."""
-_STEPS = {Optimizer.profile_hook_step(lambda _: None).__code__}
-"""The code of torch's wrapper around `step`, which calls the hooks."""
+_SECONDS = 30.0  # observed steps are flushed at least this often
+_STEP = Optimizer.profile_hook_step(lambda _: None).__code__  # torch's wrapper around `step`, which calls the hooks
+_OURS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # post-hooks of watches, which do not change the weights
 _NONE_PROVED = "no watched weight is known to be invariant: pass what find_groups returns instead of the model"
-_OURS: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Post-hooks of watches, which do not change the weights."""
 
 
 def watch(
@@ -153,14 +143,16 @@ class Watch:
         config: Mapping[str, Any] | None = None,
         step: int | None = None,
     ) -> None:
-        self.optimizers = _optimizers(optimizer)
-        _check_model(model_or_groups)
+        self.optimizers = inner_optimizers(optimizer)
+        parts = model_or_groups if isinstance(model_or_groups, list | tuple) else [model_or_groups]
+        if not isinstance(model_or_groups, Groups | None) and not all(isinstance(part, nn.Module) for part in parts):
+            kinds = "a model, a list of its parts, or what find_groups returned"
+            raise TypeError(f"the second argument must be {kinds}, got {type(model_or_groups).__name__}")
         options = {"record_rows": record_rows, "rows_every": rows_every, "paths": paths, "run": run}
         check_options(every=every, cost=cost, only=only, config=config, step=step, **options)
         every = 1 if phenomena and every is None else every
         self.config = dict(config or {})
-        patterns = [only] if isinstance(only, str) else only
-        watched, notes = watched_groups(self.optimizers, model_or_groups, patterns)
+        watched, notes = watched_groups(self.optimizers, model_or_groups, [only] if isinstance(only, str) else only)
         self._order = tuple(group.name for group in watched)
         rank = _rank()
         self.sharded = any(group.sharded for group in watched)
@@ -171,12 +163,12 @@ class Watch:
         if rank == 0 and not watched:
             why = "; ".join(notes) or "no optimizer steps a trainable parameter"
             warnings.warn(f"there is nothing to watch: {why}", stacklevel=4)
-        if watched:
-            _check_names("record_rows", record_rows, self._order)
-            _check_names("paths", paths or (), self._order)
+        for argument, names in (("record_rows", record_rows), ("paths", paths or ())):
+            unknown = [name for name in names if name not in self._order]
+            if unknown and watched:
+                raise ValueError(f"{argument} names {unknown}, but the watched groups are {list(self._order)}")
         invariant = {group.name for group in watched if group.label == INVARIANT}
-        alerts = Alerts(_decays(watched), invariant)
-        self._output = Output(self.sinks, alerts, partial(self._fail, fatal=False))
+        self._output = Output(self.sinks, Alerts(_decays(watched), invariant), partial(self._fail, fatal=False))
         folder = self._output.folder
         kinds = " + ".join(dict.fromkeys(type(each).__name__ for each in self.optimizers))
         self.run = run or (folder.files.folder.resolve().name if folder is not None else kinds)
@@ -202,7 +194,6 @@ class Watch:
             self._param_names |= {id(p): name for name, p in model_or_groups.params.items()}
         gpu = next((buffer.device for buffer in self.buffers if buffer.device.type == "cuda"), None)
         self._cost = Cost(None if every is None else int(every), float(cost), gpu)
-        self._cuda = gpu is not None
         self._first = step if step is None else int(step)
         self._step: int | None = None  # the number of the step that is being taken, or that comes next
         self._stepped: set[int] = set()  # the optimizers that have taken it
@@ -210,8 +201,7 @@ class Watch:
         self._nested: list[int] = []  # the optimizers whose step was called by their step
         self._observing = False
         self._flushed_at = time.monotonic()
-        # A notebook may call `records()` while another thread trains.
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # a notebook may call `records()` while another thread trains
         self.running = self._stopped = self._failed = False
         self.error: Exception | None = None
         self._hooks: list[Any] = []
@@ -223,9 +213,8 @@ class Watch:
         """Start to watch; `with watch(…)` does it for you."""
         if self.running:
             raise RuntimeError("this watch is already running")
-        self._stopped = False
+        self.running, self._stopped = self._idle, False
         if self._idle:
-            self.running = True
             return self
         self._about = self.about()
         self._output.open(self._about)
@@ -237,8 +226,8 @@ class Watch:
         self._stepped, self._begun, self._nested = set(), set(), []
         for optimizer in self.optimizers if not self._hooks else ():
             # Dynamo must not trace into the hooks of a compiled step.
-            before = torch.compiler.disable(partial(self._before_hook, optimizer))
-            after = torch.compiler.disable(partial(self._after_hook, optimizer))
+            before = torch.compiler.disable(partial(self._hook, self._before, optimizer))
+            after = torch.compiler.disable(partial(self._hook, self._after, optimizer))
             self._hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
             _OURS.add(after)
             self._last_hooks[id(optimizer)] = self._hooks[-1].id
@@ -308,19 +297,9 @@ class Watch:
 
     # At every step
 
-    def _before_hook(self, optimizer: Optimizer, *_: Any) -> None:
-        try:
-            with self._lock:
-                self._before(optimizer)
-        except Exception as error:
-            self._fail(error)
-
-    def _after_hook(self, optimizer: Optimizer, *_: Any) -> None:
-        try:
-            with self._lock:
-                self._after(optimizer)
-        except Exception as error:
-            self._fail(error)
+    def _hook(self, call: Callable[[Optimizer], None], optimizer: Optimizer, *_: Any) -> None:
+        with self._guard(), self._lock:
+            call(optimizer)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -332,10 +311,10 @@ class Watch:
             yield
             return
         for optimizer in self.optimizers:
-            self._before_hook(optimizer)
+            self._hook(self._before, optimizer)
         yield
         for optimizer in self.optimizers:
-            self._after_hook(optimizer)
+            self._hook(self._after, optimizer)
 
     def _before(self, optimizer: Optimizer) -> None:
         if not self.running or self._failed or self._capturing():
@@ -402,10 +381,12 @@ class Watch:
         self._stepped = set()
         self._cost.count(observed=self._observing)
         late = not self.sharded and time.monotonic() - self._flushed_at > _SECONDS
-        if self._flush.full or (self._observing and self._cost.first_choice) or (late and not self._flush.empty):
-            self._flushed_at = time.monotonic()
+        everything = (self._observing and self._cost.first_choice) or (late and not self._flush.empty)
+        if self._flush.full or everything:
+            if everything:
+                self._flushed_at = time.monotonic()
             with self._cost.measured():
-                self._flush.send()
+                self._flush.send(everything=everything)
             self._cost.choose(self._output.seconds)
             if self.sharded and self._cost.every is None:
                 self._cost.interval = _from_rank_0(self._cost.interval)
@@ -414,7 +395,7 @@ class Watch:
                 self._write(wait=self.sharded and self._flush.empty)
 
     def _capturing(self) -> bool:
-        return self._cuda and torch.cuda.is_current_stream_capturing()
+        return self._cost.device is not None and torch.cuda.is_current_stream_capturing()
 
     def _check_membership(self) -> None:
         if not self._membership.changed():
@@ -457,9 +438,10 @@ class Watch:
 
     def flush(self) -> None:
         """Record everything observed so far; waits for it. Under FSDP2 all ranks must call it together."""
-        with self._lock:
-            self._flush.send()
-            self._write(wait=True)
+        if self.running:
+            with self._lock:
+                self._flush.send()
+                self._write(wait=True)
 
     def _write(self, *, wait: bool = False, together: bool = True) -> None:
         for block in self._flush.blocks(wait=wait, together=together):
@@ -469,14 +451,12 @@ class Watch:
 
     def records(self) -> "pd.DataFrame":
         """Everything recorded so far: run, step, group, quantity, statistic, value."""
-        if self.running:
-            self.flush()
+        self.flush()
         return self._output.table()
 
     def latest(self) -> dict[str, dict[str, dict[str, float]]]:
         """The last observed step: group → quantity → statistic → value."""
-        if self.running:
-            self.flush()
+        self.flush()
         last = self._output.last
         found = last.at(-1) if last is not None else {}
         return {name: found[name] for name in self._order if name in found}
@@ -485,34 +465,39 @@ class Watch:
         """A verdict in words, the last observed step, the alerts, and what the watch cost, for a person."""
         if not self._order:
             return f"{self.run}: there is nothing to watch"
-        if self.running:
-            self.flush()
-        # The verdict says how to prove rows, and phenomena are for those who ask.
-        missing = {name: why for name, why in self.missing.items() if why not in (UNMEASURED, _NONE_PROVED)}
-        text = summary(self.run, self._output.last, self.labels(), self.alerts, missing)
-        sentences = [f"- {sentence.text}" for sentence in self.verdict()]
-        text = "\n".join([f"{self.run}, verdict", *sentences, "", text]) if sentences else text
+        self.flush()
+        verdict = [f"- {sentence.text}" for sentence in self.verdict()]
+        lines = [f"{self.run}, verdict", *map(_wrapped, verdict), ""] if verdict else []
+        lines.append(last_step(self.run, self._output.last, self.labels()))
+        lines += [_wrapped(f"alert: {cause.text}") for cause in causes(self.alerts)]
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.missing.items():
+            # The verdict says how to prove rows, and phenomena are for those who ask.
+            if self._output.last is not None and why not in (UNMEASURED, _NONE_PROVED):
+                reasons.setdefault(why, []).append(name)
+        lines += [_wrapped(f"not recorded: {', '.join(names)}: {why}") for why, names in reasons.items()]
         share, seconds, memory = self._cost.share_of_time, self._cost.seconds_per_observation, self._nbytes() / 2**20
-        if math.isnan(share):
-            return text
-        return (
-            f"{text}\nthe watch took {100 * share:.1f} % of the training's time ({1000 * seconds:.2g} ms for each of "
-            f"{self._cost.observed} observed steps) and {memory:.3g} MB"
-        )
+        if not math.isnan(share):
+            lines.append(
+                f"the watch took {100 * share:.1f} % of the training's time ({1000 * seconds:.2g} ms for each of "
+                f"{self._cost.observed} observed steps) and {memory:.3g} MB"
+            )
+        return "\n".join(lines)
 
     def verdict(self) -> list[Sentence]:
         """What the steps observed so far say about the training: at most seven sentences, the most severe first."""
         known = self.labels()
         with self._lock:
-            return judge(self._output.history(), self.about(), known, self.alerts)
+            return judge(self._output.history, self.about(), known, self.alerts)
 
     def labels(self) -> dict[str, str]:
         """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
-        if self.running:
-            self.flush()
+        self.flush()
         found = {group.name: group.label for group in self.watched}
-        for name in (name for name, label in found.items() if label == UNTESTED):
-            if refuted(self._output.defects.get(name, ())):
+        with self._lock:
+            medians = self._output.history.defects()
+        for name, defects in medians.items():
+            if found[name] == UNTESTED and refuted(defects):
                 found[name] = NOT_INVARIANT
         return {name: found[name] for name in self._order}
 
@@ -579,35 +564,32 @@ class Watch:
         return {name: None if math.isnan(number) else number for name, number in numbers.items()}
 
     def _settings(self) -> list[dict[str, Any]]:
-        """The settings of every param group with the names of its parameters, as far as JSON can represent them."""
-        found = []
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            settings: dict[str, Any] = {"params": [self._param_names.get(id(param), "?") for param in group["params"]]}
-            for key, value in group.items():
-                if key in ("params", "param_names"):
-                    continue
-                value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-                try:
-                    json.dumps(value)
-                except TypeError:
-                    value = str(value)
-                settings[key] = value
-            found.append(settings)
-        return found
+        """The settings of every param group with the names of its parameters."""
+        return [
+            {"params": [self._param_names.get(id(param), "?") for param in group["params"]]}
+            | {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it."""
+    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return value if value is None or isinstance(value, str | int | float | list | tuple) else str(value)
 
 
 # Arguments
 
 
-def _optimizers(given: Any) -> list[Optimizer]:
+def inner_optimizers(given: Any) -> list[Optimizer]:
     """The optimizers whose hooks are called: one, several, those in a container, or the inner ones of wrappers."""
     inner = getattr(given, "optimizers", None)
     several = inner if isinstance(inner, list | tuple) and inner else given
     found = list(several) if isinstance(several, list | tuple) else [several]
     if not found:
         raise ValueError("optimizer must be a torch optimizer or a list of them, got an empty list")
-    if not all(isinstance(each, Optimizer) for each in found):
-        wrong = next((each for each in found if not isinstance(each, Optimizer)), given)
+    for wrong in (each for each in found if not isinstance(each, Optimizer)):
         raise TypeError(f"optimizer must be a torch optimizer or a list of them, got {type(wrong).__name__}")
     return list({id(each): each for each in map(_with_hooks, found)}.values())
 
@@ -620,15 +602,6 @@ def _with_hooks(optimizer: Optimizer) -> Optimizer:
             raise TypeError(f"optimizer must have a torch optimizer's hooks, and {type(optimizer).__name__} has none")
         optimizer = inner
     return optimizer
-
-
-def _check_model(model: Any) -> None:
-    parts = model if isinstance(model, list | tuple) else [model]
-    if not all(isinstance(part, nn.Module) for part in parts) and not isinstance(model, Groups | None):
-        raise TypeError(
-            "the second argument must be a model, a list of its parts, or what find_groups returned, got "
-            f"{type(model).__name__}"
-        )
 
 
 def check_options(
@@ -645,50 +618,42 @@ def check_options(
     step: Any = None,
 ) -> None:
     """Raise a ValueError or TypeError for options of `Watch` that make no sense, whatever the model."""
-    if every is not None and (not isinstance(every, Integral) or every < 1):
-        raise ValueError(f"every must be None or an integer ≥ 1, got {every!r}")
-    if not isinstance(cost, Real) or not float(cost) > 0:
-        raise ValueError(f"cost must be a share of the training's time, such as 0.02, got {cost!r}")
-    patterns = [only] if isinstance(only, str) else only
-    if patterns is not None and (
-        not isinstance(patterns, Sequence) or not patterns or not all(isinstance(each, str) for each in patterns)
+    patterns = [only] if isinstance(only, str) or not isinstance(only, Sequence) else only
+    whole = isinstance(paths, Mapping) and all(isinstance(of, Sequence) for of in paths.values())
+    for name, right, must, given in (
+        ("every", every is None or _at_least(1, every), "None or an integer ≥ 1", every),
+        ("cost", isinstance(cost, Real) and float(cost) > 0, "a share of the training's time, such as 0.02", cost),
+        ("rows_every", _at_least(0, rows_every), "an integer ≥ 0 (0: never)", rows_every),
+        ("step", step is None or _at_least(0, step), "None or an integer ≥ 0", step),
     ):
+        if not right:
+            raise ValueError(f"{name} must be {must}, got {given!r}")
+    if only is not None and (not patterns or not all(isinstance(each, str) for each in patterns)):
         raise TypeError(f"only must be a glob pattern of names, or a list of them, got {only!r}")
     if isinstance(record_rows, str):
         raise TypeError(f"record_rows must be a list of names, got {record_rows!r}: write [{record_rows!r}]")
-    if not isinstance(rows_every, Integral) or rows_every < 0:
-        raise ValueError(f"rows_every must be an integer ≥ 0 (0: never), got {rows_every!r}")
-    if step is not None and (not isinstance(step, Integral) or step < 0):
-        raise ValueError(f"step must be None or an integer ≥ 0, got {step!r}")
     if run is not None and not isinstance(run, str):
         raise TypeError(f"run must be a name, got {run!r}: write {str(run)!r}")
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"config must be a dict, got {type(config).__name__}")
-    if paths is not None:
-        whole = isinstance(paths, Mapping) and all(isinstance(of, Sequence | range) for of in paths.values())
-        if not whole:
-            raise TypeError(f"paths must be {{group: [row, …]}}, got {paths!r}")
+    if paths is not None and not whole:
+        raise TypeError(f"paths must be {{group: [row, …]}}, got {paths!r}")
 
 
-def _check_names(argument: str, names: Sequence[str] | Mapping[str, Any], watched: Sequence[str]) -> None:
-    unknown = [name for name in names if name not in watched]
-    if unknown:
-        raise ValueError(f"{argument} names {unknown}, but the watched groups are {list(watched)}")
+def _at_least(least: int, value: Any) -> bool:
+    return isinstance(value, Integral) and int(value) >= least
 
 
-def _one_number(name: str, value: float | Tensor) -> float | Tensor:
+def _one_number(name: str, value: Any) -> float | Tensor:
     """A logged value; a tensor as a copy that is not waited for."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
-        if value.is_complex():
-            raise TypeError(f"{name} must be one number, got a tensor of type {value.dtype}")
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+    if isinstance(value, Tensor) and not value.is_complex():
         return value.detach().reshape(()).clone()
-    if isinstance(value, np.ndarray | np.bool_) and value.size == 1 and value.dtype.kind in "biuf":
-        return float(value.item())
-    if not isinstance(value, Real):
+    one = isinstance(value, np.ndarray | np.bool_) and value.size == 1 and value.dtype.kind in "biuf"
+    if not one and not isinstance(value, Real):
         raise TypeError(f"{name} must be one number, got {value!r}")
-    return float(value)
+    return float(value.item() if one else value)
 
 
 # The optimizer and the process
@@ -705,14 +670,9 @@ def counted_steps(optimizers: Sequence[Optimizer]) -> int | None:
 
 def _decays(watched: Sequence[WatchedGroup]) -> dict[str, float]:
     """Weight decay of the groups that have one; 0 if the optimizer keeps the radius fixed."""
-    found = {}
-    for group in watched:
-        decay = group.settings.get("weight_decay", 0)
-        decay = decay.item() if isinstance(decay, Tensor) else float(decay or 0)
-        if decay:
-            fixed = isinstance(group.optimizer, optim.AdamG) and group.settings.get("rows") is not None
-            found[group.name] = 0.0 if fixed else decay
-    return found
+    found = {group.name: float(group.settings.get("weight_decay") or 0) for group in watched}
+    fixed = {g.name for g in watched if isinstance(g.optimizer, optim.AdamG) and g.settings.get("rows") is not None}
+    return {name: 0.0 if name in fixed else decay for name, decay in found.items() if decay}
 
 
 def _steps_in_progress(optimizer: Optimizer | None = None) -> int:
@@ -720,7 +680,7 @@ def _steps_in_progress(optimizer: Optimizer | None = None) -> int:
     frame: FrameType | None = sys._getframe()
     found = 0
     while frame is not None:
-        if frame.f_code in _STEPS and (optimizer is None or frame.f_locals.get("self") is optimizer):
+        if frame.f_code is _STEP and (optimizer is None or frame.f_locals.get("self") is optimizer):
             found += 1
         frame = frame.f_back
     return found
@@ -750,6 +710,12 @@ def _from_rank_0(number: int) -> int:
 def _rank() -> int:
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _wrapped(line: str) -> str:
+    """A sentence in lines of the terminal's width."""
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _device_name(device: torch.device) -> str:

@@ -8,31 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from steradian.lab.data.images import DataSet, Images
+from steradian.lab.data.packed import DataSet, Images
 
-__all__ = ["AUGMENT", "Resident", "epoch_plan"]
+__all__ = ["AUGMENT", "Resident"]
 
 AUGMENT: dict[str, tuple[int, bool]] = {"digits": (1, False), "svhn": (4, False)}
 """Padding of the random crop, and whether to flip. Digits are not flipped, since that would change them."""
 _USUAL = (4, True)
-
-
-def epoch_plan(seed: int, epoch: int, *, images: int, batch: int, views: int) -> NDArray[np.int64]:
-    """The images of every batch of an epoch and their views, as codes image·views + view, (steps, batch).
-
-    The numbers come from Philox with the key (seed, epoch). Images that do not fill a batch are
-    left out, others in each epoch.
-
-    >>> epoch_plan(0, 3, images=10, batch=4, views=1).shape
-    (2, 4)
-    """
-    if not 1 <= batch <= images:
-        raise ValueError(f"batch must be at least 1 and at most the {images} images available, got {batch}")
-    random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
-    steps = images // batch
-    order = random.permutation(images)[: steps * batch]
-    codes = order * views + random.integers(views, size=steps * batch)
-    return codes.reshape(steps, batch).astype(np.int64)
 
 
 class Resident:
@@ -66,10 +48,6 @@ class Resident:
         self.pad = usual[0] if pad is None else pad
         self.flip = usual[1] if flip is None else flip
         self.size, self.channels, self.classes = data.train.size, data.train.channels, len(data.classes)
-        if self.pad < 0:
-            raise ValueError(f"pad must be at least 0, got {pad}")
-        if not 0 < validation < 1:
-            raise ValueError(f"validation must be a share in (0, 1), got {validation}")
         if len(data.train) < 2 or not len(data.test):
             raise ValueError(
                 f"{data.name} must have 2 training images, one of them for validation, and a test image, "
@@ -92,8 +70,16 @@ class Resident:
         self.views = len(self.windows)
 
     def plan(self, seed: int, epoch: int, batch: int) -> NDArray[np.int64]:
-        """`epoch_plan` of the training images."""
-        return epoch_plan(seed, epoch, images=self.counts["train"], batch=batch, views=self.views)
+        """The images of every batch of an epoch and their views, as codes image·views + view, (steps, batch).
+
+        The numbers come from Philox with the key (seed, epoch). Images that do not fill a batch are left out, others in
+        each epoch.
+        """
+        random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+        steps = self.counts["train"] // batch
+        order = random.permutation(self.counts["train"])[: steps * batch]
+        codes = order * self.views + random.integers(self.views, size=steps * batch)
+        return codes.reshape(steps, batch).astype(np.int64)
 
     def batch(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Images (B, C, S, S), channels last in memory, and labels (B,), of one line of a plan."""

@@ -1,7 +1,11 @@
-"""Where data comes from: scikit-learn's digits, a folder in one of three forms, or the hub."""
+"""Where data comes from: scikit-learn's digits, a folder in one of three forms, the hub, or a plugin."""
 
-import warnings
+import hashlib
+import pickle
+import tarfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +14,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from steradian.lab.data.archives import find_archive, read_archive
-from steradian.lab.data.images import DataSet, Images
-from steradian.lab.data.packed import read_packed
+from steradian.lab.data.packed import DataSet, Images, read_packed
+from steradian.lab.registry import DATA, register_data
 
-__all__ = ["NAMES", "Split", "digits", "load", "usual_root"]
+__all__ = ["Split", "digits", "load", "read_archive", "usual_root"]
 
-NAMES = ("digits", "cifar10", "cifar100", "svhn")
-"""The known data sets; any other name is an image folder."""
-
+CHECKSUMS = {
+    "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
+    "cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85",
+    "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
+    "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
+}
+"""MD5 of each file of CIFAR and SVHN, as its authors publish it."""
+_FILES = {
+    "cifar10": ("cifar-10-python.tar.gz",),
+    "cifar100": ("cifar-100-python.tar.gz",),
+    "svhn": ("train_32x32.mat", "test_32x32.mat"),
+}
 _HUB = {
     "cifar10": ("uoft-cs/cifar10", "plain_text", "img", "label"),
     "cifar100": ("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
@@ -33,7 +45,7 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     """A data set as arrays.
 
     Args:
-        name: one of `NAMES`, or any name for a folder of images.
+        name: of a registered data set (digits, cifar10, cifar100, svhn, or a plugin's), or any name for a folder.
         root: a folder with the packed form, with the original archives, or with images as
             train/CLASS/FILE and test/CLASS/FILE, in folders within CLASS too, names that begin with a dot left out.
             None: data/NAME if that exists; otherwise digits come with scikit-learn and the others from the hub,
@@ -43,24 +55,15 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     >>> data.train.pixels.shape, len(data.test)
     ((1438, 8, 8, 1), 359)
     """
-    folder = Path(root) if root is not None else usual_root(name)
-    if folder.is_dir():
-        found = _from_folder(name, folder)
-        shape = (len(found.classes), found.train.size)
-        if shape != _SHAPES.get(name, shape):
-            classes, size = _SHAPES[name]
-            raise ValueError(
-                f"{name} has {classes} classes of {size} × {size} pixels, and {folder} has {shape[0]} of {shape[1]} × "
-                f"{shape[1]}: give it another name"
-            )
-        return found
-    if root is not None:
+    folder = None if root is None else Path(root)
+    if folder is not None and not folder.is_dir():
         raise ValueError(f"root must be a folder, got {str(root)!r}")
-    if name == "digits":
-        return _digits()
-    if name in _HUB:
-        return _from_hub(name)
-    raise ValueError(f"data must be one of {', '.join(NAMES)}, or come with the folder of its images, got {name!r}")
+    found = DATA[name](folder) if name in DATA else _from_folder(name, folder or usual_root(name))
+    if isinstance(found, DataSet):
+        return found
+    images, labels, test_images, test_labels = map(np.asarray, found)
+    classes = tuple(map(str, range(1 + int(max(labels.max(), test_labels.max())))))
+    return DataSet(name, Images(images, labels), Images(test_images, test_labels), classes)
 
 
 def usual_root(name: str) -> Path:
@@ -68,17 +71,86 @@ def usual_root(name: str) -> Path:
     return Path("data") / name
 
 
+def _known(name: str, root: Path | None) -> DataSet:
+    """One of the known data sets, from a folder or from where it is published."""
+    if root is None and not usual_root(name).is_dir():
+        return _digits() if name == "digits" else _from_hub(name)
+    root = root or usual_root(name)
+    found, (classes, size) = _from_folder(name, root), _SHAPES[name]
+    if (len(found.classes), found.train.size) != (classes, size):
+        raise ValueError(f"{name} has {classes} classes of {size} × {size} pixels, and {root} has other data")
+    return found
+
+
+for _name in _SHAPES:
+    register_data(_name, partial(_known, _name))
+
+
 def _from_folder(name: str, root: Path) -> DataSet:
     if (root / "meta.json").is_file():
         data = read_packed(root)
-        if name in NAMES and data.name != name:
+        if name in _SHAPES and data.name != name:
             raise ValueError(f"{root} holds {data.name}, not {name}")
         return replace(data, name=name)  # the name decides how it is augmented
-    if find_archive(name, root):
+    if name in _FILES and (root / _FILES[name][0]).is_file():
         return read_archive(name, root)
     if (root / "train").is_dir() and (root / "test").is_dir():
         return _from_images(name, root)
-    raise ValueError(f"{root} has neither meta.json, nor the archives of {name}, nor the folders train and test")
+    known = f"data must be one of {', '.join(DATA)}, or come with the folder of its images"
+    raise ValueError(
+        f"{known}: {root} has neither meta.json, nor the archives of {name}, nor the folders train and test"
+    )
+
+
+def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] = CHECKSUMS) -> DataSet:
+    """CIFAR-10, CIFAR-100 or SVHN from the files that their authors distribute.
+
+    Args:
+        name: "cifar10", "cifar100" or "svhn".
+        root: the folder that holds them.
+        checksums: MD5 of each file.
+    """
+    for file in _FILES[name]:  # the pickles inside could run any code: only the original ones are read
+        with (root / file).open("rb") as content:
+            found = hashlib.file_digest(content, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        if found != checksums[file]:
+            raise ValueError(f"{root / file} is damaged or not the original: MD5 {found}, expected {checksums[file]}")
+    return _svhn(root) if name == "svhn" else _cifar(name, root / _FILES[name][0])
+
+
+def _cifar(name: str, path: Path) -> DataSet:
+    if name == "cifar10":
+        folder, parts, test = "cifar-10-batches-py", [f"data_batch_{k}" for k in range(1, 6)], "test_batch"
+        meta, classes, label = "batches.meta", b"label_names", b"labels"
+    else:
+        folder, parts, test = "cifar-100-python", ["train"], "test"
+        meta, classes, label = "meta", b"fine_label_names", b"fine_labels"
+    with tarfile.open(path) as archive:
+
+        def member(file: str) -> dict[bytes, Any]:
+            content = archive.extractfile(f"{folder}/{file}")
+            assert content is not None, f"{file} is a file"
+            made: dict[bytes, Any] = pickle.load(content, encoding="bytes")
+            return made
+
+        splits = []
+        for files in (parts, [test]):
+            batches = [member(file) for file in files]
+            pixels = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+            labels = np.concatenate([np.asarray(batch[label], dtype=np.int64) for batch in batches])
+            splits.append(Images(np.ascontiguousarray(pixels), labels))
+        return DataSet(name, splits[0], splits[1], tuple(word.decode() for word in member(meta)[classes]))
+
+
+def _svhn(root: Path) -> DataSet:
+    from scipy.io import loadmat
+
+    splits = []
+    for file in _FILES["svhn"]:
+        content = loadmat(root / file)
+        pixels = np.ascontiguousarray(content["X"].transpose(3, 0, 1, 2))
+        splits.append(Images(pixels, content["y"].reshape(-1).astype(np.int64) % 10))  # the digit 0 is labelled 10
+    return DataSet("svhn", splits[0], splits[1], tuple(map(str, range(10))))
 
 
 def _digits() -> DataSet:
@@ -93,41 +165,20 @@ def _digits() -> DataSet:
 
 
 def _from_images(name: str, root: Path) -> DataSet:
-    classes = _folders(root / "train")
-    if not classes:
-        raise ValueError(f"{root / 'train'} must have one folder for each class")
-    if empty := [name for name in classes if not _files(root / "train" / name)]:
-        raise ValueError(f"every class must have images under {root / 'train'}; none in {', '.join(empty)}")
-    return DataSet(name, _read_pictures(root / "train", classes), _read_pictures(root / "test", classes), classes)
-
-
-def _read_pictures(root: Path, classes: list[str]) -> Images:
-    unknown = [name for name in _folders(root) if name not in classes]
-    if unknown:
-        raise ValueError(f"{root} has classes that train does not have: {', '.join(unknown)}")
-    pixels: list[NDArray[np.uint8]] = []
-    labels: list[int] = []
-    for label, each in enumerate(classes):
-        for path in _files(root / each):
-            array = _picture(path)
-            if array.shape[0] != array.shape[1] or (pixels and array.shape != pixels[0].shape):
-                others = f", after {pixels[0].shape[:2]} in others" if pixels else ""
-                raise ValueError(f"images must be square and of one size, got {array.shape[:2]} in {path}{others}")
-            pixels.append(array)
-            labels.append(label)
-    if not pixels:
-        raise ValueError(f"no images under {root}")
-    return Images(np.stack(pixels), np.asarray(labels, dtype=np.int64))
-
-
-def _folders(root: Path) -> list[str]:
-    """Names of the classes; hidden folders are left out."""
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    folders = (path for path in (root / "train").iterdir() if path.is_dir() and not path.name.startswith("."))
+    classes, splits = sorted(path.name for path in folders), []
+    for part in ("train", "test"):
+        found = [(path, label) for label, each in enumerate(classes) for path in _files(root / part / each)]
+        pixels = [_picture(path) for path, _ in found]
+        if len({array.shape for array in pixels}) != 1 or pixels[0].shape[0] != pixels[0].shape[1]:
+            raise ValueError(f"images under {root / part} must be square and of one size, and there must be some")
+        splits.append(Images(np.stack(pixels), np.asarray([label for _, label in found], dtype=np.int64)))
+    return DataSet(name, splits[0], splits[1], classes)
 
 
 def _files(root: Path) -> list[Path]:
-    """The images of a class, also in subfolders; none if it has no folder."""
-    images = (path for path in root.rglob("*") if path.suffix.lower() in _PICTURES and not path.is_dir())
+    """The images of a class, also in subfolders; hidden ones are left out."""
+    images = (path for path in root.rglob("*") if path.suffix.lower() in _PICTURES and path.is_file())
     return sorted(path for path in images if not any(part.startswith(".") for part in path.relative_to(root).parts))
 
 
@@ -136,12 +187,11 @@ def _picture(path: Path) -> NDArray[np.uint8]:
     from PIL import Image
 
     try:
-        with warnings.catch_warnings(), Image.open(path) as picture:
-            warnings.simplefilter("ignore")  # about transparency and large images
+        with Image.open(path) as picture:
             if picture.mode.startswith(("I", "F")):  # more than eight bits, or no fixed range
                 raise ValueError(f"it must have 8 bits per channel, got the mode {picture.mode}")
             return np.asarray(picture.convert("RGB"))
-    except Exception as error:  # damaged files raise many kinds of errors
+    except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read as an image: {error}") from error
 
 

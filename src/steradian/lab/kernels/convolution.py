@@ -36,19 +36,11 @@ def convolve(x: Tensor, weight: Tensor, *, stride: int = 1, sums: bool = True) -
 
     Args:
         x: (batch, channels, height, width); products are taken in its dtype.
-        weight: (filters, channels, 3, 3).
+        weight: (filters, channels, 3, 3), with one of `FILTERS`; of channels, too, if x needs a gradient.
         stride: 1, or 2 if height and width are even.
         sums: add up y and y².
     """
-    filters, channels = weight.shape[:2]
-    if filters not in FILTERS or weight.shape[2:] != (3, 3):
-        raise ValueError(f"weight must hold {FILTERS} filters of 3 × 3, got {tuple(weight.shape)}")
-    if x.shape[1] != channels:
-        raise ValueError(f"x must hold {channels} channels, got {tuple(x.shape)}")
-    if x.requires_grad and channels not in FILTERS:
-        raise ValueError(f"channels must be one of {FILTERS} if x needs a gradient, got {channels}")
-    if stride not in (1, 2) or (stride == 2 and (x.shape[2] % 2 or x.shape[3] % 2)):
-        raise ValueError(f"stride must be 1, or 2 if height and width are even, got {stride} of {tuple(x.shape)}")
+    assert len(weight) in FILTERS, "the plans are for these"
     last = torch.channels_last
     x, weight = x.contiguous(memory_format=last), weight.contiguous(memory_format=last)
     return Convolved(*_Convolution.apply(x, weight, stride, sums))
@@ -61,7 +53,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
         """Convolve."""
         size = (x.shape[2] // stride, x.shape[3] // stride)
-        plan = _forward_plan(stride, x.shape[1], len(weight))
+        plan = _FORWARD[stride][len(weight)]
         y, parts = _forward(x, weight, stride, plan.parts(len(x), *size) if sums else 0)
         ctx.save_for_backward(x, weight, y if sums else None)
         ctx.stride = stride
@@ -78,10 +70,8 @@ class _Convolution(torch.autograd.Function):
             dy = (dy.float() + first + 2 * second * y.float()).to(x.dtype)
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = _input_gradient(dy, weight, x, ctx.stride) if ctx.needs_input_grad[0] else None
-        plan = _weight_gradient_plan(ctx.stride, x.shape[1], dy.shape[1])
-        # A `_Corner` counts pixels in rows of x and columns of y.
-        height = dy.shape[2] if isinstance(plan, _Tile) else x.shape[2]
-        parts = _weight_gradient(x, dy, ctx.stride, plan.parts(len(x), height, dy.shape[3]))
+        plan = _WEIGHT_GRADIENT[ctx.stride][dy.shape[1]]
+        parts = _weight_gradient(x, dy, ctx.stride, plan.parts(len(x), x.shape[2], dy.shape[3]))
         return dx, parts.sum(dim=0).permute(0, 3, 1, 2).to(weight.dtype), None, None
 
 
@@ -91,11 +81,10 @@ def by_channel(term: Tensor) -> Tensor:
 
 
 class _Tile(NamedTuple):
-    """Pixels at a time, how many times, taps at a time (9: all of them), warps, and loads ahead."""
+    """Pixels at a time, how many times, warps, and loads ahead."""
 
     block: int
     tiles: int
-    taps: int
     warps: int = 4
     stages: int = 1
 
@@ -132,7 +121,7 @@ class _Corner(NamedTuple):
     stages: int = 1
 
     def parts(self, images: int, height: int, width: int) -> int:
-        """Number of programs for each share of the taps."""
+        """Number of programs for each share of the taps; pixels are rows of x and columns of y."""
         return -(-images * height * width // (self.block * self.tiles))
 
     @property
@@ -144,31 +133,17 @@ class _Corner(NamedTuple):
 # By stride and number of filters, or of channels for the gradient to x, from benchmarks/convolution.py --tune.
 _Plan = _Tile | _Strip
 _FORWARD: dict[int, dict[int, _Plan]] = {
-    1: {16: _Strip(128, 16, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1, 4, 1)},
-    2: {16: _Tile(128, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)},
+    1: {16: _Strip(128, 16, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 4, 1)},
+    2: {16: _Tile(128, 4), 32: _Tile(256, 1, 8), 64: _Tile(128, 1)},
 }
 _INPUT_GRADIENT: dict[int, dict[int, _Plan]] = {
-    1: {16: _Strip(128, 8, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 1, 4, 1)},
-    2: {16: _Tile(256, 4, 1), 32: _Tile(256, 1, 1, 8), 64: _Tile(128, 1, 1)},
+    1: {16: _Strip(128, 8, 4, 3), 32: _Strip(64, 8, 4, 2), 64: _Tile(128, 1, 4, 1)},
+    2: {16: _Tile(256, 4), 32: _Tile(256, 1, 8), 64: _Tile(128, 1)},
 }
 _WEIGHT_GRADIENT: dict[int, dict[int, _Corner]] = {
     1: {16: _Corner(64, 16, 4, 4, 4, 2), 32: _Corner(64, 16, 4, 1, 4, 2), 64: _Corner(64, 16, 1, 1, 4, 3)},
     2: {16: _Corner(64, 32, 4, 4), 32: _Corner(64, 16, 4, 4, 8), 64: _Corner(64, 16, 4, 1, 8, 2)},
 }
-# The same for images, which have few channels: all taps of all channels fit into one product.
-_STEM_FORWARD: dict[int, dict[int, _Plan]] = {1: {64: _Tile(64, 4, 9)}, 2: {}}
-_STEM_WEIGHT_GRADIENT: dict[int, dict[int, _Tile]] = {1: {64: _Tile(128, 4, 9, 4, 2)}, 2: {}}
-_FEW = 8  # channels
-
-
-def _forward_plan(stride: int, channels: int, filters: int) -> _Plan:
-    stems = _STEM_FORWARD[stride] if channels <= _FEW else {}
-    return stems.get(filters) or _FORWARD[stride][filters]
-
-
-def _weight_gradient_plan(stride: int, channels: int, filters: int) -> _Corner | _Tile:
-    stems = _STEM_WEIGHT_GRADIENT[stride] if channels <= _FEW else {}
-    return stems.get(filters) or _WEIGHT_GRADIENT[stride][filters]
 
 
 # The launches as operators that are opaque to a compiler. Shapes of their results depend only on their arguments, since
@@ -195,17 +170,14 @@ def _launch(plan: _Plan, x: Tensor, weight: Tensor, y: Tensor, parts: Tensor, st
             *tensors, KI=_pad(channels), HEIGHT=height, WIDTH=width, ROWS=plan.rows, **shape
         )
     else:
-        each = channels if plan.taps > 1 else _pad(channels)
-        triton_kernels.convolve_kernel[(plan.parts(images, *size),)](
-            *tensors, KI=each, HI=height, WI=width, HO=size[0], WO=size[1], STRIDE=stride, TILES=plan.tiles,
-            TAPS=plan.taps, PLACES=_pad(plan.taps * each), **shape,
-        )  # fmt: skip
+        shape |= {"HI": height, "WI": width, "HO": size[0], "WO": size[1], "STRIDE": stride, "TILES": plan.tiles}
+        triton_kernels.convolve_kernel[(plan.parts(images, *size),)](*tensors, KI=_pad(channels), **shape)
 
 
 @torch.library.custom_op("steradian::convolve", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, stride: int, parts: int) -> tuple[Tensor, Tensor]:
     y, sums = _like_forward(x, weight, stride, parts)
-    _launch(_forward_plan(stride, x.shape[1], y.shape[1]), x, weight, y, sums, stride, back=False)
+    _launch(_FORWARD[stride][y.shape[1]], x, weight, y, sums, stride, back=False)
     return y, sums
 
 
@@ -233,16 +205,13 @@ def _like_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, stride: int) -> 
 def _weight_gradient(x: Tensor, dy: Tensor, stride: int, parts: int) -> Tensor:
     out = _like_weight_gradient(x, dy, stride, parts)
     channels, filters = x.shape[1], dy.shape[1]
-    plan = _weight_gradient_plan(stride, channels, filters)
+    plan = _WEIGHT_GRADIENT[stride][filters]
     tensors = (x, dy, out, len(x))
     shape = {"CI": channels, "CO": filters, "HI": x.shape[2], "WI": x.shape[3], "HO": dy.shape[2], "WO": dy.shape[3]}
     shape |= {"STRIDE": stride, "TILES": plan.tiles} | _options(plan, x)
-    if isinstance(plan, _Tile):
-        triton_kernels.whole_weight_gradient_kernel[(parts,)](*tensors, PLACES=_pad(9 * channels), **shape)
-    else:
-        triton_kernels.weight_gradient_kernel[(parts, plan.shares)](
-            *tensors, KI=_pad(channels), DOWN=plan.down, ACROSS=plan.across, **shape
-        )
+    triton_kernels.weight_gradient_kernel[(parts, plan.shares)](
+        *tensors, KI=_pad(channels), DOWN=plan.down, ACROSS=plan.across, **shape
+    )
     return out
 
 

@@ -1,8 +1,7 @@
 """Networks with BN run by fewer, joint kernels: our own convolutions, and passes that a compiler joins.
 
 The same network with the same parameters and buffers, up to rounding: in half precision activations are rounded where
-they are stored, and fewer of them are. In a narrow network all 3 × 3 convolutions are ours. In a wide network only the
-first is, since torch's are not made for its few channels.
+they are stored, and fewer of them are. In a narrow network all 3 × 3 convolutions are ours, in a wide one none.
 """
 
 from typing import Any
@@ -17,7 +16,6 @@ from steradian.lab.models import VGG, Block, ResNet
 __all__ = ["can_join", "forward", "is_narrow"]
 
 _LANES = 8  # channels that are loaded at once
-_STEM_LANES = 4  # the same for the first convolution of a wide network, which takes all taps at once
 
 
 def can_join(model: nn.Module) -> bool:
@@ -26,22 +24,16 @@ def can_join(model: nn.Module) -> bool:
         return False
     layers = _convolutions(model)
     norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
-    if len(norms) != len(layers) or any(layer.bias is not None for layer in layers):
-        return False
-    return _is_ours(layers[0])
+    return len(norms) == len(layers) and all(layer.bias is None for layer in layers)
 
 
 def is_narrow(model: nn.Module) -> bool:
     """Whether our kernels support all of its 3 × 3 convolutions."""
-    return all(_is_ours(layer) for layer in _convolutions(model) if layer.kernel_size != (1, 1))
+    return all(layer.out_channels in FILTERS for layer in _convolutions(model) if layer.kernel_size == (3, 3))
 
 
 def _convolutions(model: nn.Module) -> list[nn.Conv2d]:
     return [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
-
-
-def _is_ours(layer: nn.Conv2d) -> bool:
-    return layer.kernel_size == (3, 3) and layer.out_channels in FILTERS
 
 
 def forward(model: ResNet | VGG, images: Tensor) -> Tensor:
@@ -54,11 +46,11 @@ def forward(model: ResNet | VGG, images: Tensor) -> Tensor:
     kind = images.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else images.dtype
     narrow = is_narrow(model)
-    lanes = _LANES if narrow else _STEM_LANES
-    a = functional.pad(images, (0, 0, 0, 0, 0, -images.shape[1] % lanes)).to(dtype)
+    missing = -images.shape[1] % _LANES if narrow else 0
+    a = functional.pad(images, (0, 0, 0, 0, 0, missing)).to(dtype)
     if isinstance(model, VGG):
         return _vgg(model, a, narrow)
-    a = _activated(model.conv1, model.norm1, a, ours=True)
+    a = _activated(model.conv1, model.norm1, a, ours=narrow)
     for layer in model.stages.modules():
         if isinstance(layer, Block):
             a = _block(layer, a, narrow)
@@ -66,12 +58,11 @@ def forward(model: ResNet | VGG, images: Tensor) -> Tensor:
 
 
 def _vgg(model: VGG, a: Tensor, narrow: bool) -> Tensor:
-    ours = True
     for stage in model:
         layers = iter(stage if isinstance(stage, nn.Sequential) else [stage])
         for layer in layers:
             if isinstance(layer, nn.Conv2d):
-                a, ours = _activated(layer, next(layers), a, ours=ours), narrow
+                a = _activated(layer, next(layers), a, ours=narrow)
             elif not isinstance(layer, nn.ReLU):
                 a = layer(a)
     return a

@@ -8,7 +8,7 @@ pixel and tap says whether it is inside the image, so that loads cost few instru
 import triton
 import triton.language as tl
 
-__all__ = ["convolve_kernel", "rolling_kernel", "weight_gradient_kernel", "whole_weight_gradient_kernel"]
+__all__ = ["convolve_kernel", "rolling_kernel", "weight_gradient_kernel"]
 
 
 @triton.jit
@@ -39,17 +39,17 @@ def _behind(image, row, column, there, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
-def _taps(
-    weight, tap, channel, real, filters,
+def _tap(
+    weight, channel, filters, tap: tl.constexpr,
     CI: tl.constexpr, CO: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Some taps of every filter, (places, filters); with BACK filters and channels are exchanged."""
+    """One tap of every filter; with BACK filters and channels are exchanged, and with stride 1 the taps reversed."""
     if BACK:
-        turned = tap if STRIDE == 2 else 8 - tap
+        turned: tl.constexpr = tap if STRIDE == 2 else 8 - tap
         of = (channel * 9 + turned)[:, None] * CO + filters[None, :]
     else:
-        of = (filters[None, :] * 9 + tap[:, None]) * CI + channel[:, None]
-    return tl.load(weight + of, mask=real[:, None], other=0.0).to(KIND)
+        of = (filters[None, :] * 9 + tap) * CI + channel[:, None]
+    return tl.load(weight + of, mask=(channel < CI)[:, None], other=0.0).to(KIND)
 
 
 @triton.jit
@@ -57,20 +57,12 @@ def convolve_kernel(
     x, weight, y, sums, images,
     CI: tl.constexpr, CO: tl.constexpr, KI: tl.constexpr, HI: tl.constexpr, WI: tl.constexpr,
     HO: tl.constexpr, WO: tl.constexpr, STRIDE: tl.constexpr, BACK: tl.constexpr, SUMS: tl.constexpr,
-    BLOCK: tl.constexpr, TILES: tl.constexpr, TAPS: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y = x ∗ weight, and the sums of y and y² over this program's pixels; with BACK x is dy and y is dx.
-
-    A product takes TAPS taps of KI channels, which are the first of its PLACES.
-    """
+    """y = x ∗ weight, and the sums of y and y² over this program's pixels; with BACK x is dy and y is dx."""
     part = tl.program_id(0)
-    filters, place = tl.arange(0, CO), tl.arange(0, PLACES)
-    channel = place % KI
+    filters, channel = tl.arange(0, CO), tl.arange(0, KI)
     kind: tl.constexpr = x.dtype.element_ty
-    groups: tl.constexpr = (9 + TAPS - 1) // TAPS
-    mine = (channel < CI) & (place < TAPS * KI)
-    if groups == 1:
-        taps = _taps(weight, place // KI, channel, mine & (place < 9 * KI), filters, CI, CO, STRIDE, BACK, kind)
     first = tl.zeros([BLOCK, CO], tl.float32)
     second = tl.zeros([BLOCK, CO], tl.float32)
     for k in range(TILES):
@@ -81,21 +73,18 @@ def convolve_kernel(
             middle, inside = _behind(image, row, column, there, HI, WI)
         else:
             middle, inside = _around(image, row, column, there, HI, WI, 1 if BACK else STRIDE)
-        middle = middle * CI
+        at = (middle * CI)[:, None] + channel[None, :]
         total = tl.zeros([BLOCK, CO], tl.float32)
-        for group in tl.static_range(groups):
-            tap = group * TAPS + place // KI
+        for tap in tl.static_range(9):
             if BACK and STRIDE == 2:
-                far = tl.where(tap < 3, WI, 0) + tl.where(tap % 3 == 0, 1, 0)
+                far = (WI if tap < 3 else 0) + (1 if tap % 3 == 0 else 0)
             else:
                 far = (tap // 3 - 1) * WI + tap % 3 - 1
-            mask = ((inside[:, None] >> tap[None, :]) & 1) != 0
-            if PLACES > TAPS * CI:
-                mask = mask & mine[None, :]
-            at = middle[:, None] + (far * CI + channel)[None, :]
-            value = tl.load(x + at, mask=mask, other=0.0)
-            if groups > 1:
-                taps = _taps(weight, tap, channel, mine & (tap < 9), filters, CI, CO, STRIDE, BACK, kind)
+            mask = (((inside >> tap) & 1) != 0)[:, None]
+            if KI > CI:
+                mask = mask & (channel < CI)[None, :]
+            value = tl.load(x + at + far * CI, mask=mask, other=0.0)
+            taps = _tap(weight, channel, filters, tap, CI, CO, STRIDE, BACK, kind)
             total = tl.dot(value, taps, total, input_precision=PRECISION)
         kept = total.to(y.dtype.element_ty)
         to = (pixel * CO)[:, None] + filters[None, :]
@@ -111,19 +100,6 @@ def convolve_kernel(
 
 
 @triton.jit
-def _tap(
-    weight, channel, filters, tap: tl.constexpr,
-    CI: tl.constexpr, CO: tl.constexpr, BACK: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """One tap of every filter; with BACK filters and channels are exchanged, and the taps are reversed."""
-    if BACK:
-        of = (channel * 9 + 8 - tap)[:, None] * CO + filters[None, :]
-    else:
-        of = (filters[None, :] * 9 + tap) * CI + channel[:, None]
-    return tl.load(weight + of, mask=(channel < CI)[:, None], other=0.0).to(KIND)
-
-
-@triton.jit
 def rolling_kernel(
     x, weight, y, sums, images,
     CI: tl.constexpr, CO: tl.constexpr, KI: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
@@ -136,15 +112,15 @@ def rolling_kernel(
     part, strip = tl.program_id(0), tl.program_id(1)
     channel, filters = tl.arange(0, KI), tl.arange(0, CO)
     kind: tl.constexpr = x.dtype.element_ty
-    w0 = _tap(weight, channel, filters, 0, CI, CO, BACK, kind)
-    w1 = _tap(weight, channel, filters, 1, CI, CO, BACK, kind)
-    w2 = _tap(weight, channel, filters, 2, CI, CO, BACK, kind)
-    w3 = _tap(weight, channel, filters, 3, CI, CO, BACK, kind)
-    w4 = _tap(weight, channel, filters, 4, CI, CO, BACK, kind)
-    w5 = _tap(weight, channel, filters, 5, CI, CO, BACK, kind)
-    w6 = _tap(weight, channel, filters, 6, CI, CO, BACK, kind)
-    w7 = _tap(weight, channel, filters, 7, CI, CO, BACK, kind)
-    w8 = _tap(weight, channel, filters, 8, CI, CO, BACK, kind)
+    w0 = _tap(weight, channel, filters, 0, CI, CO, 1, BACK, kind)
+    w1 = _tap(weight, channel, filters, 1, CI, CO, 1, BACK, kind)
+    w2 = _tap(weight, channel, filters, 2, CI, CO, 1, BACK, kind)
+    w3 = _tap(weight, channel, filters, 3, CI, CO, 1, BACK, kind)
+    w4 = _tap(weight, channel, filters, 4, CI, CO, 1, BACK, kind)
+    w5 = _tap(weight, channel, filters, 5, CI, CO, 1, BACK, kind)
+    w6 = _tap(weight, channel, filters, 6, CI, CO, 1, BACK, kind)
+    w7 = _tap(weight, channel, filters, 7, CI, CO, 1, BACK, kind)
+    w8 = _tap(weight, channel, filters, 8, CI, CO, 1, BACK, kind)
     place = part * BLOCK + tl.arange(0, BLOCK)
     image, column = place // WIDTH, place % WIDTH
     there, real = image < images, (channel < CI)[None, :]
@@ -232,30 +208,3 @@ def weight_gradient_kernel(
         total = tl.dot(tl.trans(back), value, total, input_precision=PRECISION)
     to = ((part * CO + filters) * 9 + down * 3)[:, None] * CI + (across * CI + channel)[None, :]
     tl.store(out + to, total, mask=(down < 3)[:, None] & ((across < 3) & (channel < CI))[None, :])
-
-
-@triton.jit
-def whole_weight_gradient_kernel(
-    x, dy, out, images,
-    CI: tl.constexpr, CO: tl.constexpr, HI: tl.constexpr, WI: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
-    STRIDE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The same with all taps of few channels, the first of PLACES, in one product: dy is loaded once."""
-    part = tl.program_id(0)
-    filters, place = tl.arange(0, CO), tl.arange(0, PLACES)
-    tap = place // CI
-    far = ((tap // 3 - 1) * WI + tap % 3 - 1) * CI + place % CI
-    total = tl.zeros([CO, PLACES], tl.float32)
-    for k in range(TILES):
-        pixel = (part * TILES + k) * BLOCK + tl.arange(0, BLOCK)
-        there = pixel < images * HO * WO
-        image, row, column = pixel // (HO * WO), pixel // WO % HO, pixel % WO
-        middle, inside = _around(image, row, column, there, HI, WI, STRIDE)
-        at = middle * CI
-        mask = ((inside[:, None] >> tap[None, :]) & 1) != 0
-        value = tl.load(x + at[:, None] + far[None, :], mask=mask, other=0.0)
-        behind = pixel * CO
-        back = tl.load(dy + behind[:, None] + filters[None, :], mask=there[:, None], other=0.0)
-        total = tl.dot(tl.trans(back), value, total, input_precision=PRECISION)
-    to = (part * CO + filters)[:, None] * (9 * CI) + place[None, :]
-    tl.store(out + to, total, mask=(place < 9 * CI)[None, :])

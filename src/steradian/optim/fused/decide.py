@@ -155,10 +155,7 @@ class FusedStep:
             for group, params, states in self.classic:
                 optimizer._step_classic(params, states, group)
             for group, sets in self.plain:
-                for rows in sets:
-                    with rows.scaled(scale, found):
-                        optimizer.update(rows, group)
-                    rows.finish()
+                optimizer._step_rows(sets, group)
 
 
 def _buffer(telemetry: "Telemetry | None", entries: list[tuple[Options, list[RowSet]]]) -> Tensor | None:

@@ -177,17 +177,31 @@ def emit(telemetry, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace
 
 
 @triton.jit
-def _add4(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
+def _add2(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
-def _sums(a, b, c, d):
-    """The sums over the rows of four tiles, in one reduction."""
+def _add3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _sums2(a, b):
+    """The sums over the rows of two tiles, in one reduction."""
     if _INTERPRETED:  # there a reduction by a function goes entry by entry
-        return tl.sum(a, axis=1), tl.sum(b, axis=1), tl.sum(c, axis=1), tl.sum(d, axis=1)
+        return tl.sum(a, axis=1), tl.sum(b, axis=1)
     else:
-        return tl.reduce((a, b, c, d), 1, _add4)
+        return tl.reduce((a, b), 1, _add2)
+
+
+@triton.jit
+def _sums3(a, b, c):
+    """The sums over the rows of three tiles, in one reduction."""
+    if _INTERPRETED:
+        return tl.sum(a, axis=1), tl.sum(b, axis=1), tl.sum(c, axis=1)
+    else:
+        return tl.reduce((a, b, c), 1, _add3)
 
 
 @triton.jit
@@ -226,23 +240,23 @@ def _tile(
     factor = sign_and_scale(flags, grad_scale, SCALED, C)
     largest, _smallest, _steepest = limits(C)
 
-    squares = tl.zeros([R, S], dtype=C)
+    squares, axx, moments = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), ()
     for k in tl.static_range(K):
         g = gs[k] * factor + l2 * xs[k]
         squares += g * g
-    gg = tl.sum(squares, axis=1)
+        axx += xs[k] * xs[k]
+        moments = moments + (lerp(ms[k], gs[k] * factor + inside * xs[k], share1),)
+    gg, xx = _sums2(squares, axx)
     usable = gg <= largest
+    stored = alive & usable  # a row that takes no step stays in memory as it is
     start = tl.where(decoupled & usable, 1.0 - rate * decay, 1.0).to(C)
     if EMIT:
-        ahh, axh = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        ahh, axh, steps = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), ()
         for k in tl.static_range(K):
             ahh += (gs[k] * factor) * (gs[k] * factor)
             axh += xs[k] * (gs[k] * factor)
-        hh, xh = tl.sum(ahh, axis=1), tl.sum(axh, axis=1)
-    moments = ()
-    for k in tl.static_range(K):
-        target = gs[k] * factor + inside * xs[k]
-        moments = moments + (tl.where(usable[:, None], lerp(ms[k], target, share1), ms[k]),)
+            steps = steps + (tl.where(usable[:, None], moments[k], 0.0),)
+        hh, xh, moments = tl.sum(ahh, axis=1), tl.sum(axh, axis=1), steps
 
     ys, vs = (), ()
     if ELEMENTWISE:
@@ -270,18 +284,17 @@ def _tile(
         for k in tl.static_range(K):
             ys = ys + ((start - s * outside)[:, None] * xs[k] - s[:, None] * moments[k],)
 
-    axx, ayy = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
-    axy, along = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+    ayy, axy, along = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
     for k in tl.static_range(K):
-        axx += xs[k] * xs[k]
+        # Written before the sums are known: its registers are free during the reduction.
+        mask = stored[:, None] & (k * S + cols[None, :] < d)
+        tl.store(x_at + at + k * S, kept_in(ys[k], P), mask=mask, eviction_policy=WRITTEN)
         ayy += ys[k] * ys[k]
         axy += xs[k] * ys[k]
         along += moments[k] * (xs[k] if ELEMENTWISE else ys[k])
-    xx, yy, xy, mxy = _sums(axx, ayy, axy, along)  # ⟨m,x⟩ where v is element-wise, else ⟨m,y⟩
+    yy, xy, mxy = _sums3(ayy, axy, along)  # ⟨m,x⟩ where v is element-wise, else ⟨m,y⟩
     shrink, there = motion(xx, yy, top, flags, C)
-    moves = there & usable
-    shrink = tl.where(moves, shrink, 1.0)
-    growth = tl.where((flags & WITHOUT_C) != 0, shrink, 1.0)
+    growth = tl.where(usable & ((flags & WITHOUT_C) != 0), shrink, 1.0)
     if ELEMENTWISE:
         # The step is not along m: the general isometry, m^⊥ − 2⟨m^⊥,w⟩/⟨w,w⟩·w with w = u + u'. From w's entries, since
         # ⟨w,w⟩ = 2(1 + ⟨u,u'⟩) has no digits near the antipode.
@@ -295,20 +308,19 @@ def _tile(
         mw, ww = tl.sum(amw, axis=1), tl.sum(aww, axis=1)
         turn = 2.0 * mw / tl.where(ww > 0, ww, 1.0)
         kept = tl.sqrt(growth)
-        turned = transported & moves & (tl.abs(turn) <= largest)
+        turned = transported & there & (tl.abs(turn) <= largest)
         by_x = tl.where(turned, kept * (inward + turn / r), 0.0)[:, None]
         by_y = tl.where(turned, kept * turn / q, 0.0)[:, None]
     else:
-        kept, removed = carried_in_plane(xx, yy, xy, mxy, shrink, moves, flags, C)
+        kept, removed = carried_in_plane(xx, yy, xy, mxy, shrink, there, flags, C)
         by_x = removed[:, None]
         tl.store(v_at + rows, top * growth, mask=alive)
     for k in tl.static_range(K):
-        mask = alive[:, None] & (k * S + cols[None, :] < d)
+        mask = stored[:, None] & (k * S + cols[None, :] < d)
         m = kept[:, None] * moments[k] - by_x * xs[k]
         if ELEMENTWISE:
             m -= by_y * ys[k]
             tl.store(v_at + at + k * S, kept_in(vs[k] * growth[:, None], P), mask=mask)
-        tl.store(x_at + at + k * S, kept_in(ys[k], P), mask=mask, eviction_policy=WRITTEN)
         tl.store(m_at + at + k * S, kept_in(m, P), mask=mask, eviction_policy=WRITTEN)
 
     if EMIT:

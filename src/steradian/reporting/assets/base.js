@@ -1,18 +1,18 @@
 // The data, what all figures share, colours.
-const data = JSON.parse(document.getElementById("data").textContent);
-const every = (selector, within = document) => [...within.querySelectorAll(selector)];
-const state = { runs: data.runs.map(() => true), layer: "" };
-
-// Numbers of three bytes, the upper ones of a float32: number i of the pack is at the characters 4i to 4i + 4.
-function numbers(offset, length) {
-  const bytes = atob(data.pack.slice(4 * offset, 4 * (offset + length)));
-  const words = new Uint32Array(length);
-  for (let i = 0, k = 0; i < length; i += 1, k += 3)
-    words[i] = (bytes.charCodeAt(k) << 8) | (bytes.charCodeAt(k + 1) << 16) | (bytes.charCodeAt(k + 2) << 24);
-  return new Float32Array(words.buffer);
+async function unpacked(id) {
+  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (sign) => sign.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
 }
+const plotly = unpacked("plotly"), numbersOf = unpacked("numbers");
+const data = JSON.parse(new TextDecoder().decode(await unpacked("data")));
+// Numbers of three bytes, the upper ones of a float32: all lowest bytes come first, then the next ones.
+const bytes = new Uint8Array(await numbersOf), count = bytes.length / 3, words = new Uint32Array(count);
+for (let i = 0; i < count; i += 1) words[i] = (bytes[i] << 8) | (bytes[count + i] << 16) | (bytes[2 * count + i] << 24);
+const pack = new Float32Array(words.buffer);
+const numbers = (offset, length) => pack.subarray(offset, offset + length);
 
-const decoded = new Map();
+const every = (selector, within = document) => [...within.querySelectorAll(selector)];
+const state = { runs: data.runs.map(() => true), layer: "", vectors: false, smoothing: 0 };
 
 // One line of a run over its steps, or null if it was not recorded.
 function line(run, quantity, group, statistic) {
@@ -20,8 +20,7 @@ function line(run, quantity, group, statistic) {
   if (at === undefined || at === null) return null;
   const length = data.runs[run].steps.length;
   if (Array.isArray(at)) return new Float32Array(length).fill(at[0]);
-  if (!decoded.has(at)) decoded.set(at, numbers(at, length));
-  return decoded.get(at);
+  return numbers(at, length);
 }
 
 // "max-abs" is the larger of |min| and |max|, as the paper plots it; a missing statistic falls back to the mean.
@@ -33,8 +32,22 @@ function lineOf(run, quantity, group, statistic) {
   return high.map((value, i) => Math.max(Math.abs(value), Math.abs(low[i])));
 }
 
+// The mean over some points to both sides; gaps stay gaps.
+function smooth(values) {
+  const reach = state.smoothing && 2 ** (state.smoothing - 1);
+  if (!reach) return values;
+  return Array.from(values, (value, i) => {
+    if (!Number.isFinite(value)) return value;
+    const near = values.slice(Math.max(i - reach, 0), i + reach + 1).filter(Number.isFinite);
+    return near.reduce((sum, each) => sum + each, 0) / near.length;
+  });
+}
+
 const shownRuns = () => data.runs.map((_, i) => i).filter((i) => state.runs[i]);
-const shownGroups = (run) => data.runs[run].groups.filter((group) => !state.layer || group === state.layer);
+// Biases and gains are not in figures of all layers, unless they are asked for.
+const visible = (groups) => (state.vectors ? groups : groups.filter((group) => !data.vectors.includes(group)));
+const shownGroups = (run) => (state.layer ? data.runs[run].groups.filter((group) => group === state.layer) : visible(data.runs[run].groups));
+const isOverlay = () => Boolean(state.layer) || visible(data.groups).length === 1;
 const hasQuantity = (run, quantity) => Object.keys(data.runs[run].series[quantity] ?? {}).some((group) => group);
 const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -58,10 +71,33 @@ function depth(t) {
   return viridis(low + (high - low) * t);
 }
 // Few layers are named below a figure, each in its colour; with many, colours run from the first to the last of each run.
+// Where layers repeat in blocks, a figure of all has a line for each role, and one for each layer outside the blocks.
 const FEW_LAYERS = 10;
-function layerColour(group, run) {
-  const groups = data.groups.length > FEW_LAYERS ? data.runs[run].groups : data.groups;
-  return depth(groups.length > 1 ? groups.indexOf(group) / (groups.length - 1) : 0.4);
+function families() {
+  const groups = visible(data.groups), roleOf = (group) => data.grid.roles[data.grid.places[group]?.[1]];
+  return data.grid ? [...new Set(groups.map(roleOf).filter(Boolean)), ...groups.filter((group) => !roleOf(group))] : groups;
+}
+const isNamed = () => families().length <= FEW_LAYERS || data.grid;
+function colourOf(name, run) {
+  if (data.grid) return css(`--run-${families().indexOf(name) % 7}`);
+  const names = isNamed() ? families() : visible(data.runs[run].groups);
+  return depth(names.length > 1 ? names.indexOf(name) / (names.length - 1) : 0.4);
+}
+const dashOf = (name) => (data.grid ? runDash(families().indexOf(name)) : "solid");
+
+// The lines of a run, one for each layer, or the median (or an extreme) over the blocks.
+function linesOf(run, values, statistic) {
+  const one = (group) => ({ run, name: group, layer: group, values: values(group) });
+  const over = (lines) => lines[0].map((_, k) => {
+    const known = lines.map((values) => values[k]).filter(Number.isFinite).sort((a, b) => a - b);
+    return (statistic.startsWith("max") ? known.at(-1) : statistic === "min" ? known[0] : known[known.length >> 1]) ?? NaN;
+  });
+  const groups = shownGroups(run), single = (group) => !data.grid || state.layer || !data.grid.places[group];
+  const roles = !data.grid || state.layer ? [] : data.grid.roles.map((role, r) => {
+    const lines = groups.filter((group) => data.grid.places[group]?.[1] === r).map(values).filter(Boolean);
+    return { run, name: role, values: lines.length ? over(lines) : null };
+  });
+  return [...roles, ...groups.filter(single).map(one)].filter((each) => each.values);
 }
 // A mixture of two colours, opaque, so that pieces of a line may overlap.
 function mixed(colour, ground, share) {
@@ -75,10 +111,8 @@ function faded(colour, alpha) {
 
 // Short names of layers: without an ending that all have in common, and with the part that distinguishes them.
 const common = data.groups.length > 1 && data.groups.every((group) => group.endsWith(".weight")) ? ".weight".length : 0;
-function label(group, most) {
-  const name = common ? group.slice(0, -common) : group;
-  return name.length > most ? `…${name.slice(1 - most)}` : name;
-}
+const shortened = (name, most) => (name.length > most ? `…${name.slice(1 - most)}` : name);
+const label = (group, most) => shortened(common ? group.slice(0, -common) : group, most);
 const cut = (text, most) => (text.length > most ? `${text.slice(0, Math.max(most - 1, 3))}…` : text);
 
 // For text only, not for attributes: Plotly shows &quot; literally.

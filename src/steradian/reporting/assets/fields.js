@@ -1,52 +1,99 @@
-// Layer × time, histograms over rows, cosines between runs.
+// Block × role, layer × time, histograms over rows, cosines between runs.
+
+// How the values of maps become colours, the same in all panels; null if no value is finite.
+function shading(quantity, values, layout) {
+  let low = Infinity, high = -Infinity, least = Infinity;
+  for (const value of values)
+    if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); if (value > 0) least = Math.min(least, value); }
+  if (low > high) return null;
+  const log = low >= 0 && high > 0, bottom = log ? Math.max(Math.log10(least), Math.log10(high) - 8) : low;
+  const top = log ? Math.log10(high) : high, long = Math.min(300, layout.height - 60), found = log ? decades(bottom, top) : [];
+  const every = Math.ceil((20 * found.length) / long), ticks = found.filter((_, k) => k % every === 0);
+  const trace = {
+    type: "heatmap", colorscale: VIRIDIS.map((colour, k) => [k / (VIRIDIS.length - 1), colour]), zmin: bottom, zmax: top === bottom ? top + 1 : top, hoverongaps: false,
+    colorbar: { title: { text: plain(symbolOf(quantity) || titleOf(quantity)), side: "top", font: { size: 12.5 } }, thickness: 12, outlinewidth: 0, x: 1.01, xpad: 4,
+                lenmode: "pixels", len: long, y: 1, yanchor: "top", tickfont: { size: 11.5 },
+                ...(log ? { tickvals: ticks, ticktext: ticks.map((tick) => short(10 ** tick)) } : {}) },
+  };
+  const shown = (value) => (log ? value > 0 : Number.isFinite(value));
+  return { trace, shown, shade: (value) => (!shown(value) ? null : log ? Math.log10(value) : value) };
+}
+
+const meaning = (quantity) => (data.quantities[quantity]?.meaning ? `${titleOf(quantity)}: ${data.quantities[quantity].meaning}.` : "");
+const names = { type: "category", autorange: "reversed", tickangle: 0, tickfont: { size: 11.5 }, nticks: 0, title: { text: "" }, showgrid: false };
+function mapFrame(place, runs, labels, height, options) {
+  const layout = frame(place, runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) })), { columns: 1, together: false, height: isNarrow(place) && runs.length > 1 ? height / 0.7 : height, ...options });
+  layout.margin.l = 14 + 7 * Math.max(...labels.map((text) => text.length));
+  layout.margin.r = isNarrow(place) ? 60 : 78;
+  return layout;
+}
+
+drawings.blocks = (figure, { quantity, statistic, "block-step": step }) => {
+  const place = figure.querySelector(".plot"), runs = shownRuns().filter((run) => hasQuantity(run, quantity)), { blocks, places } = data.grid;
+  const roles = families().filter((name) => data.grid.roles.includes(name));
+  if (!runs.length) return empty(figure, "Nothing to draw for the runs chosen.");
+  const most = isNarrow(place) ? 16 : 32, labels = roles.map((role) => shortened(role, most)), outside = [];
+  const fields = runs.map((run) => {
+    const values = roles.map(() => blocks.map(() => NaN)), groups = roles.map(() => blocks.map(() => "")), { steps } = data.runs[run];
+    for (const group of visible(data.runs[run].groups)) {
+      const own = lineOf(run, quantity, group, statistic);
+      // The last finite number up to the step: not all layers are observed at all steps.
+      let at = own ? nearest(steps, step) : -1;
+      while (at > 0 && !Number.isFinite(own[at])) at -= 1;
+      if (!own) continue;
+      if (!places[group]) { outside.push(`${group} ${short(own[at])}`); continue; }
+      const [b] = places[group], r = roles.indexOf(data.grid.roles[places[group][1]]);
+      values[r][b] = own[at];
+      groups[r][b] = group;
+    }
+    return { values, groups };
+  });
+  const layout = mapFrame(place, runs, labels, Math.max(90, 24 * roles.length), { xtitle: "block" });
+  const shades = shading(quantity, fields.flatMap(({ values }) => values.flat()), layout);
+  if (!shades) return empty(figure, `${titleOf(quantity)}: ${BLANK} in the runs chosen.`);
+  const head = blocks[0].replace(/\d+$/, ""), alike = blocks.every((block) => block.replace(/\d+$/, "") === head);
+  const ticks = blocks.map((block) => (alike ? block.slice(head.length) : block)), wide = place.clientWidth - layout.margin.l - layout.margin.r;
+  const every = Math.ceil((blocks.length * (8 + 7 * Math.max(...ticks.map((text) => text.length)))) / wide);
+  const traces = fields.map(({ values, groups }, i) => {
+    const n = i ? i + 1 : "", kept = blocks.map((_, k) => k).filter((k) => k % every === 0);
+    Object.assign(layout[`yaxis${n}`], { ...names, tickvals: roles, ticktext: labels });
+    Object.assign(layout[`xaxis${n}`], { tickvals: kept, ticktext: kept.map((k) => ticks[k]), tickangle: 0 });
+    return { ...shades.trace, ...axes(i), x: blocks.map((_, k) => k), y: roles, z: values.map((row) => row.map(shades.shade)), customdata: values, text: groups, showscale: i === 0, xgap: 1, ygap: 1,
+             hovertemplate: `<b>%{text}</b><br>%{customdata:.3~g}<extra>${escapeHtml(data.runs[runs[i]].name)}</extra>` };
+  });
+  note(figure, `${meaning(quantity)}${outside.length ? ` Outside the blocks: ${outside.join(", ")}.` : ""}`);
+  show(figure, traces, layout, { overTime: false });
+};
+
 drawings.heat = (figure, { quantity, statistic }) => {
   const place = figure.querySelector(".plot"), runs = shownRuns().filter((run) => hasQuantity(run, quantity));
   if (!runs.length) return empty(figure, "Nothing to draw for the runs chosen.");
   const fields = runs.map((run) => {
-    const groups = data.runs[run].groups.filter((group) => lineOf(run, quantity, group, statistic));
+    const groups = visible(data.runs[run].groups).filter((group) => lineOf(run, quantity, group, statistic));
     const lines = groups.map((group) => lineOf(run, quantity, group, statistic)), { steps } = data.runs[run];
     // Logged quantities have steps at which layers, observed more rarely, were not recorded.
     const known = steps.map((_, k) => k).filter((k) => lines.some((row) => Number.isFinite(row[k])));
     return { run, groups, steps: known.map((k) => steps[k]), values: lines.map((row) => known.map((k) => row[k])) };
   });
-  let low = Infinity, high = -Infinity, least = Infinity;
-  for (const { values } of fields) for (const row of values) for (const value of row)
-    if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); if (value > 0) least = Math.min(least, value); }
-  if (low > high) return empty(figure, `${titleOf(quantity)}: ${BLANK} in the runs chosen.`);
-  const log = low >= 0 && high > 0, deepest = log ? Math.max(Math.log10(least), Math.log10(high) - 8) : low;
-  const tall = Math.max(...fields.map(({ groups }) => groups.length));
-  const panels = runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
-  const narrow = place.clientWidth < 560, most = narrow ? 14 : 32;
-  const height = Math.min(Math.max(90, 17 * tall), 520);
-  const layout = frame(place, panels, { columns: 1, together: false, height });
-  layout.margin.l = 14 + 7 * Math.max(...data.groups.map((group) => label(group, most).length));
-  layout.margin.r = narrow ? 60 : 78;
-  const top = log ? Math.log10(high) : high, ticks = log ? decades(deepest, top) : undefined;
+  const tall = Math.max(...fields.map(({ groups }) => groups.length)), most = isNarrow(place) ? 14 : 32;
+  const height = Math.min(Math.max(90, 17 * tall), 520), layout = mapFrame(place, runs, visible(data.groups).map((group) => label(group, most)), height);
+  const shades = shading(quantity, fields.flatMap(({ values }) => values.flat()), layout);
+  if (!shades) return empty(figure, `${titleOf(quantity)}: ${BLANK} in the runs chosen.`);
   const traces = fields.map(({ run, groups, steps, values }, i) => {
     const n = i ? i + 1 : "", every = Math.ceil((16 * groups.length) / height);
     if (steps.length < 5 && steps.at(-1) - steps[0] < 5) layout[`xaxis${n}`].dtick = 1;  // no ticks at half steps
+    layout[`xaxis${n}`].range = [steps[0] - 0.5, steps.at(-1) + 0.5];  // cells reach to the middle between steps
     // As many names as there is room for.
-    const named = groups.filter((_, k) => k % every === 0);
-    if (!values.some((row) => row.some((value) => (log ? value > 0 : Number.isFinite(value))))) {
-      const zero = values.some((row) => row.some(Number.isFinite));
-      Object.assign(layout[`yaxis${n}`], { showticklabels: false });
-      Object.assign(layout[`xaxis${n}`], { showticklabels: false });
-      say(layout, i, zero ? "0 throughout" : BLANK);
+    const kept = groups.filter((_, k) => k % every === 0);
+    Object.assign(layout[`yaxis${n}`], { ...names, tickvals: kept, ticktext: kept.map((group) => label(group, most)) });
+    if (!values.some((row) => row.some(shades.shown))) {
+      layout[`xaxis${n}`].showticklabels = layout[`yaxis${n}`].showticklabels = false;
+      say(layout, i, values.some((row) => row.some(Number.isFinite)) ? "0 throughout" : BLANK);
     }
-    Object.assign(layout[`yaxis${n}`], { type: "category", autorange: "reversed", tickvals: named, ticktext: named.map((group) => label(group, most)),
-                                         tickangle: 0, tickfont: { size: 11.5 }, nticks: 0, title: { text: "" }, showgrid: false });
-    return {
-      type: "heatmap", x: steps, y: groups, ...axes(i), colorscale: VIRIDIS.map((colour, k) => [k / (VIRIDIS.length - 1), colour]),
-      z: values.map((row) => row.map((value) => (log ? (value > 0 ? Math.log10(value) : null) : value))),
-      customdata: values, zmin: deepest, zmax: top === deepest ? top + 1 : top, showscale: i === 0,
-      colorbar: { title: { text: plain(symbolOf(quantity) || titleOf(quantity)), side: "top", font: { size: 12.5 } }, thickness: 12, outlinewidth: 0, x: 1.01, xpad: 4,
-                  lenmode: "pixels", len: Math.min(300, layout.height - 60), y: 1, yanchor: "top", tickfont: { size: 11.5 },
-                  ...(ticks ? { tickvals: ticks, ticktext: ticks.map((tick) => short(10 ** tick)) } : {}) },
-      hovertemplate: `<b>%{y}</b><br>step %{x}: %{customdata:.3~g}<extra>${escapeHtml(data.runs[run].name)}</extra>`,
-      hoverongaps: false,
-    };
+    return { ...shades.trace, ...axes(i), x: steps, y: groups, z: values.map((row) => row.map(shades.shade)), customdata: values, showscale: i === 0,
+             hovertemplate: `<b>%{y}</b><br>step %{x}: %{customdata:.3~g}<extra>${escapeHtml(data.runs[run].name)}</extra>` };
   });
-  note(figure, data.quantities[quantity]?.meaning ? `${titleOf(quantity)}: ${data.quantities[quantity].meaning}.` : "");
+  note(figure, meaning(quantity));
   show(figure, traces, layout, { overTime: false });
 };
 

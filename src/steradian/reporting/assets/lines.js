@@ -1,24 +1,23 @@
 // Figures over time.
 const LINEAR = new Set(["collapsed", "radial"]);
 
-// The lines to draw, one per run and layer; lines of zeros, which a log scale cannot show, and lines without a finite number apart.
+// The lines to draw; lines of zeros, which a log scale cannot show, and lines without a finite number apart.
 function gather(quantity, statistic, log) {
   const found = [], zero = [], blank = [];
   for (const run of shownRuns())
-    for (const group of shownGroups(run)) {
-      const values = lineOf(run, quantity, group, statistic);
-      if (!values) continue;
-      if (!values.some(Number.isFinite)) blank.push({ run, group });
-      else if (log && !values.some((value) => value > 0)) zero.push({ run, group });
-      else found.push({ run, group, values });
+    for (const each of linesOf(run, (group) => lineOf(run, quantity, group, statistic), statistic)) {
+      if (!each.values.some(Number.isFinite)) blank.push(each);
+      else if (log && !each.values.some((value) => value > 0)) zero.push(each);
+      else found.push(each);
     }
   return { found, note: [told(zero, "Zero throughout, so not on this logarithmic scale"), told(blank, "Not a finite number in any step")].filter(Boolean).join(" ") };
 }
 
 function told(lines, what) {
   const by = new Map();
-  for (const { run, group } of lines) by.set(run, [...(by.get(run) ?? []), group]);
-  const said = [...by].map(([run, groups]) => data.runs[run].name + (groups.length === shownGroups(run).length ? "" : ` (${groups.join(", ")})`));
+  for (const { run, name } of lines) by.set(run, [...(by.get(run) ?? []), name]);
+  const all = (run) => (state.layer ? 1 : data.grid ? families().length : shownGroups(run).length);
+  const said = [...by].map(([run, names]) => data.runs[run].name + (names.length === all(run) ? "" : ` (${names.join(", ")})`));
   return said.length ? `${what}: ${said.join("; ")}.` : "";
 }
 
@@ -34,28 +33,32 @@ function drawLines(figure, { quantity, statistic = "band", scale = "", bound } =
   const log = scaleOf(quantity, scale, statistic), { found, note: unseen } = gather(quantity, statistic, log);
   const runs = [...new Set(found.map(({ run }) => run))];
   if (!found.length) return empty(figure, unseen || "Nothing to draw for the runs and the layer chosen.");
-  const overlay = Boolean(state.layer) || data.groups.length === 1;
-  const few = overlay || data.groups.length <= 4;
+  const overlay = isOverlay();
+  const few = overlay || visible(data.groups).length <= 4;
   const panels = overlay ? [{ title: "" }] : runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
   const layout = frame(place, panels, { log, ytitle: axisTitle(quantity), height: overlay ? 320 : 250 });
   const traces = [], rate = quantity === "effective_lr", drawn = new Set();
-  for (const { run, group, values } of found) {
+  for (const { run, name: own, layer = "", values } of found) {
     const panel = overlay ? 0 : runs.indexOf(run), steps = data.runs[run].steps;
-    const colour = overlay ? runColour(run) : layerColour(group, run);
+    const colour = overlay ? runColour(run) : colourOf(own, run);
     if (statistic === "band" && few) {
-      const low = line(run, quantity, group, "q10"), high = line(run, quantity, group, "q90");
+      const low = line(run, quantity, layer, "q10"), high = line(run, quantity, layer, "q90");
       if (low && high) traces.push(...band(steps, low, high, { panel, colour, log, alpha: veil(overlay ? runs.length : 1) }));
     }
-    const name = overlay ? data.runs[run].name : group;
-    traces.push(curve(steps, values, { panel, colour, log, name, extra: overlay ? group : data.runs[run].name, width: few ? 2 : 1.4, dash: overlay ? runDash(run) : "solid" }));
-    const nominal = rate && line(run, "lr", group, "mean"), known = nominal && `${panel} ${overlay ? run : ""} ${nominal}`;
-    if (nominal && !drawn.has(known)) {
+    const name = overlay ? data.runs[run].name : own;
+    traces.push(curve(steps, values, { panel, colour, log, name, extra: overlay ? own : data.runs[run].name, width: few ? 2 : 1.4, dash: overlay ? runDash(run) : dashOf(own), raw: Boolean(bound) }));
+    for (const group of rate ? (layer ? [layer] : shownGroups(run)) : []) {
+      const nominal = line(run, "lr", group, "mean"), known = nominal && `${panel} ${overlay ? run : ""} ${nominal}`;
+      if (!nominal || drawn.has(known)) continue;
       drawn.add(known);
-      traces.push(curve(steps, nominal, { panel, colour: overlay ? colour : css("--ink"), log, name: "nominal rate", extra: data.runs[run].name, dash: "dash", width: 1.4, shape: "hv" }));
+      // Constant between jumps, or a smooth schedule.
+      const steady = new Set(nominal).size <= data.runs[run].drops.length + 1;
+      traces.push(curve(steps, nominal, { panel, colour: overlay ? colour : css("--ink"), log, name: "nominal rate", extra: data.runs[run].name, dash: "dash", width: 1, shape: steady ? "hv" : "linear", raw: true }));
     }
   }
+  const label = rate || quantity === "lr";
   for (const run of runs)
-    markDrops(layout, run, overlay ? 0 : runs.indexOf(run), { colour: overlay ? runColour(run) : css("--soft"), label: rate && (!overlay || run === runs[0]) });
+    markDrops(layout, run, overlay ? 0 : runs.indexOf(run), { colour: overlay ? runColour(run) : css("--soft"), label: label && (!overlay || run === runs[0]) });
   if (bound) panels.forEach((_, i) => markBound(layout, i, bound.value, i ? "" : bound.name, log));
   const keys = overlay ? runKeys(runs) : layerKeys();
   if (statistic === "band" && few) keys.push({ text: "10th to 90th percentile of rows", colour: css("--soft"), kind: "band" });
@@ -80,7 +83,7 @@ const drawings = {
 
   equilibrium(figure) {
     const [measured, predicted] = figure.dataset.needs.split(" ");
-    const place = figure.querySelector(".plot"), overlay = Boolean(state.layer) || data.groups.length === 1;
+    const place = figure.querySelector(".plot"), overlay = isOverlay();
     const all = shownRuns().filter((run) => hasQuantity(run, measured));
     const runs = overlay ? all : all.filter((run) => hasQuantity(run, predicted));
     if (!runs.length)
@@ -90,13 +93,16 @@ const drawings = {
     const layout = frame(place, panels, { log: true, ytitle, height: overlay ? 320 : 250 }), traces = [];
     runs.forEach((run, i) => {
       const steps = data.runs[run].steps;
-      for (const group of shownGroups(run)) {
+      const ratio = (group) => {
+        const ideal = lineOf(run, predicted, group, "band");
+        return ideal && line(run, measured, group, "median")?.map((value, k) => value / ideal[k]);
+      };
+      if (!overlay)
+        for (const { name, values } of linesOf(run, ratio, "median"))
+          traces.push(curve(steps, values, { panel: i, colour: colourOf(name, run), log: true, name, extra: data.runs[run].name, width: 1.5, dash: dashOf(name) }));
+      for (const group of overlay ? shownGroups(run) : []) {
         const values = line(run, measured, group, "median"), ideal = lineOf(run, predicted, group, "band");
         if (!values) continue;
-        if (!overlay) {
-          if (ideal) traces.push(curve(steps, values.map((value, k) => value / ideal[k]), { panel: i, colour: layerColour(group, run), log: true, name: group, extra: data.runs[run].name, width: 1.5 }));
-          continue;
-        }
         const colour = runColour(run), low = line(run, measured, group, "q10"), high = line(run, measured, group, "q90");
         if (low && high) traces.push(...band(steps, low, high, { colour, log: true, alpha: veil(runs.length) }));
         traces.push(curve(steps, values, { colour, log: true, name: data.runs[run].name, extra: "measured", width: 2, dash: runDash(run) }));
@@ -116,7 +122,7 @@ const drawings = {
   },
 
   phenomena(figure) {
-    const place = figure.querySelector(".plot"), overlay = Boolean(state.layer) || data.groups.length === 1;
+    const place = figure.querySelector(".plot"), overlay = isOverlay();
     const names = figure.dataset.needs.split(" ").filter((name) => shownRuns().some((run) => hasQuantity(run, name)));
     const runs = shownRuns().filter((run) => names.some((name) => hasQuantity(run, name)));
     if (!runs.length) return empty(figure, "Nothing to draw for the runs chosen.");
@@ -134,14 +140,12 @@ const drawings = {
     if (columned) layout.margin.l += 14;  // for a title of two lines
     cells.forEach(({ name, run }, i) => {
       for (const own of run === null ? runs : [run])
-        for (const group of shownGroups(own)) {
-          const values = line(own, name, group, "median");
-          if (!values) continue;
-          if (!values.some((value) => value > 0)) { if (values.some(Number.isFinite)) zero.push({ name, run: own, group }); continue; }
-          const colour = overlay ? runColour(own) : layerColour(group, own), steps = data.runs[own].steps;
-          const low = line(own, name, group, "q10"), high = line(own, name, group, "q90");
+        for (const { name: group, layer, values } of linesOf(own, (group) => line(own, name, group, "median"), "median")) {
+          if (!values.some((value) => value > 0)) { if (values.some(Number.isFinite)) zero.push({ name, run: own }); continue; }
+          const colour = overlay ? runColour(own) : colourOf(group, own), steps = data.runs[own].steps;
+          const low = line(own, name, layer, "q10"), high = line(own, name, layer, "q90");
           if (overlay && low && high) traces.push(...band(steps, low, high, { panel: i, colour, log: true, alpha: veil(runs.length) }));
-          traces.push(curve(steps, values, { panel: i, colour, log: true, width: overlay ? 1.8 : 1.3, dash: overlay ? runDash(own) : "solid", name: overlay ? data.runs[own].name : group, extra: titleOf(name) }));
+          traces.push(curve(steps, values, { panel: i, colour, log: true, width: overlay ? 1.8 : 1.3, dash: overlay ? runDash(own) : dashOf(group), name: overlay ? data.runs[own].name : group, extra: titleOf(name) }));
         }
       if (!traces.some((each) => each.xaxis === axes(i).xaxis))
         say(layout, i, zero.some((each) => each.name === name && (run === null || each.run === run)) ? "0 throughout" : (run === null ? runs : [run]).some((own) => shownGroups(own).some((group) => line(own, name, group, "median"))) ? BLANK : "not recorded");

@@ -16,6 +16,7 @@ const stepsOf = {
     const found = histogramOf(control(figure, "row-quantity").value, control(figure, "row-group").value);
     return distinct((found?.counts ?? []).flatMap(({ steps }) => steps)).sort((a, b) => a - b);
   },
+  "block-step": () => distinct(data.runs.flatMap(({ steps }) => steps)).sort((a, b) => a - b),
   "sphere-step": (figure) => distinct(data.spheres[Number(control(figure, "sphere-row").value)].paths.flatMap(({ steps }) => steps)).sort((a, b) => a - b),
 };
 
@@ -33,16 +34,17 @@ const rowsOf = (quantity) => distinct(data.histograms.filter((each) => each.quan
 const setUp = {
   quantity(select, figure) {
     const names = Object.keys(data.quantities);
-    fill(select, names.map((name) => [name, titleOf(name)]), figure.id === "any" ? "radius" : "effective_lr");
+    fill(select, names.map((name) => [name, titleOf(name)]), figure.id === "any" ? "radius" : "angle");
     if (!select.value) [select.value] = names;
   },
-  statistic: (select, figure) => fill(select, figure.dataset.kind === "heat" ? [["median", "median"], ...STATISTICS.slice(1)] : STATISTICS, figure.id === "defect" ? "max" : undefined),
+  statistic: (select, figure) => fill(select, ["heat", "blocks"].includes(figure.dataset.kind) ? [["median", "median"], ...STATISTICS.slice(1)] : STATISTICS, figure.id === "defect" ? "max" : undefined),
   scale: (select) => fill(select, [["", "as fits"], ["log", "logarithmic"], ["linear", "linear"]]),
   "row-quantity": (select) => fill(select, distinct(data.histograms.map((each) => each.quantity)).map((name) => [name, titleOf(name)]), "effective_lr"),
   "row-group": (select, figure) => fill(select, rowsOf(control(figure, "row-quantity").value).map((name) => [name, name]), state.layer || select.value),
   "row-step": (_, figure) => setSlider(figure, "row-step"),
   "sphere-row": (select) => fill(select, data.spheres.map(({ group, row, paths }, i) => [String(i), `${group}, row ${row}${data.runs.length > 1 ? ` (${paths.length} of ${data.runs.length} runs)` : ""}`])),
   "sphere-step": (_, figure) => setSlider(figure, "sphere-step"),
+  "block-step": (_, figure) => setSlider(figure, "block-step"),
   reference: (select) => fill(select, distinct(data.cosines.flatMap(({ runs }) => runs)).sort((a, b) => a - b).map((run) => [String(run), data.runs[run].name])),
 };
 
@@ -57,25 +59,29 @@ function chosen(figure) {
   return Object.fromEntries(every("[data-control]", figure).map((each) => [each.dataset.control, each.steps ? each.steps[Number(each.value)] : each.value]));
 }
 
-function redraw(figure, unseen) {
-  if (!figure.seen && unseen !== "unseen") { figure.stale = true; return; }
-  figure.stale = false;
-  drawings[figure.dataset.kind](figure, chosen(figure));
-  figure.dataset.drawn = "yes";
+// Draws a figure in sight; of others, all but the plot, so that links find their headings where they will be.
+function redraw(figure) {
   const place = figure.querySelector(".plot");
+  if (!place.clientWidth) return;  // in a folded part
+  drawings[figure.dataset.kind](figure, chosen(figure));
   if (place.on && !place.linked) {
     place.linked = true;
-    place.on("plotly_click", ({ points: [point] }) => {
-      const layer = figure.dataset.kind === "heat" ? point.y : point.data.meta;
+    place.on("plotly_click", ({ points, event }) => {
+      const away = ({ y, yaxis }) => Math.abs(yaxis.d2p(y) + yaxis._offset - (event.clientY - place.getBoundingClientRect().top));
+      const [point] = points.toSorted((one, two) => away(one) - away(two));
+      const layer = { heat: point.y, blocks: point.text }[figure.dataset.kind] ?? point.data.meta;
       if (!state.layer && data.groups.includes(layer)) chooseLayer(layer);
     });
   }
 }
 
-const redrawAll = (unseen) => figures.forEach((figure) => redraw(figure, unseen));
+const redrawAll = () => figures.forEach(redraw);
+// For changes that leave every height as it is.
+const redrawSeen = () => figures.forEach((figure) => { if (figure.seen) redraw(figure); else figure.stale = true; });
 
 function chooseLayer(layer) {
-  state.layer = layer;
+  state.vectors = layer === "*";
+  state.layer = state.vectors ? "" : layer;
   document.getElementById("layer").value = layer;
   for (const figure of figures) {
     const rows = control(figure, "row-group");
@@ -98,7 +104,7 @@ for (const figure of figures)
   }
 
 const layerSelect = document.getElementById("layer");
-fill(layerSelect, [["", "all layers"], ...data.groups.map((group) => [group, group])], "");
+fill(layerSelect, [["", "all layers"], ...(data.vectors.length ? [["*", "all, with biases and gains"]] : []), ...data.groups.map((group) => [group, group])], "");
 layerSelect.addEventListener("change", () => chooseLayer(layerSelect.value));
 
 const toggles = document.querySelector(".run-toggles");
@@ -121,22 +127,23 @@ data.runs.forEach((run, i) => {
 const bar = document.querySelector(".bar");
 new ResizeObserver(() => document.documentElement.style.setProperty("--bar", `${bar.offsetHeight}px`)).observe(bar);
 
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-dark.addEventListener("change", () => redrawAll());
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawSeen);
 document.getElementById("theme").addEventListener("click", () => {
   const theme = isDark() ? "light" : "dark";
   document.documentElement.dataset.theme = theme;
   try { localStorage.setItem("steradian-theme", theme); } catch { /* a file: page may have no storage */ }
-  redrawAll();
+  redrawSeen();
 });
+
+const smoothing = document.getElementById("smoothing");
+smoothing.addEventListener("input", () => { state.smoothing = Number(smoothing.value); redrawSeen(); });
 
 const sight = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
     target.seen = isIntersecting;
-    if (isIntersecting && target.stale !== false) redraw(target);
+    if (isIntersecting && target.stale) redraw(target);
   }
 }, { rootMargin: "400px 0px" });
-figures.forEach((figure) => sight.observe(figure));
 
 let width = window.innerWidth, waiting = 0;
 window.addEventListener("resize", () => {
@@ -150,12 +157,13 @@ window.addEventListener("beforeprint", () => {
   shade = document.documentElement.dataset.theme;
   document.documentElement.dataset.theme = "light";
   document.documentElement.classList.add("on-paper");
-  redrawAll("unseen");
+  every("details.fold").forEach((each) => { each.open = true; });
+  figures.forEach((figure) => { figure.seen = true; });
+  redrawAll();
 });
 window.addEventListener("afterprint", () => {
   document.documentElement.classList.remove("on-paper");
-  if (shade) document.documentElement.dataset.theme = shade;
-  else delete document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = shade;
   redrawAll();
 });
 
@@ -169,3 +177,51 @@ const reading = new IntersectionObserver((entries) => {
     }
 }, { rootMargin: "-20% 0px -70% 0px" });
 every("main > section").forEach((section) => reading.observe(section));
+
+// A link opens what is folded, and selects the layer and the quantity that it is about.
+function reveal(target) {
+  const folded = target?.closest("details.fold");
+  if (folded && !folded.open) { folded.open = true; redrawAll(); }
+}
+every("details.fold").forEach((each) => each.addEventListener("toggle", () => { if (each.open) redrawAll(); }));
+document.addEventListener("click", (event) => {
+  const link = event.target.closest('main a[href^="#"]'), target = link && document.querySelector(link.hash);
+  if (!target) return;
+  reveal(target);
+  const { layer, quantity } = link.dataset, select = control(target, "quantity");
+  if (select && quantity) select.value = quantity;
+  if (layer !== undefined) chooseLayer(data.groups.includes(layer) ? layer : "");
+});
+
+// A served page loads again when its runs have changed and it is not in use; what was chosen stays.
+const { live } = document.documentElement.dataset;
+if (live) {
+  const mark = document.querySelector(".live"), kept = JSON.parse(sessionStorage.getItem("steradian-live") ?? "null");
+  let used = 0;
+  for (const kind of ["pointermove", "pointerdown", "keydown", "wheel"]) addEventListener(kind, () => { used = performance.now(); });
+  mark.textContent = `live, step ${Math.max(...data.runs.map(({ last }) => last))}`;
+  setInterval(async () => {
+    const now = await fetch("state").then((answer) => answer.text()).catch(() => "");
+    mark.classList.toggle("gone", !now);
+    if (!now || now === live || document.hidden || performance.now() - used < 2000) return;
+    sessionStorage.setItem("steradian-live", JSON.stringify({ ...state, layer: layerSelect.value, y: scrollY }));
+    location.reload();
+  }, 2000);
+  if (kept) {
+    history.scrollRestoration = "manual";
+    state.runs = data.runs.map((_, i) => kept.runs[i] ?? true);
+    every("button", toggles).forEach((button, i) => button.setAttribute("aria-pressed", String(state.runs[i])));
+    smoothing.value = state.smoothing = kept.smoothing;
+    chooseLayer(["*", ...data.groups].includes(kept.layer) ? kept.layer : "");
+    scrollTo(0, kept.y);
+  }
+}
+
+redrawAll();
+const wanted = location.hash && document.querySelector(location.hash);
+if (wanted && !live) { reveal(wanted); wanted.scrollIntoView(); }
+figures.forEach((figure) => sight.observe(figure));
+const code = document.createElement("script");
+code.textContent = new TextDecoder().decode(await plotly);
+document.head.append(code);
+redrawSeen();

@@ -6,12 +6,14 @@ const CONFIG = {
   toImageButtonOptions: { scale: 2 },
 };
 
+const isNarrow = (place) => place.clientWidth < 560;
 function columnsFor(place, count, least = 290) {
   return Math.max(1, Math.min(count, Math.floor((place.clientWidth - 60) / least)));
 }
 
 // panels: [{ title, colour, xtitle, ytitle }]; together: one scale for all.
-function frame(place, panels, { columns, height = 250, log = false, together = true, xtitle = "step", ytitle = "" } = {}) {
+function frame(place, panels, { columns, height: wanted = 250, log = false, together = true, xtitle = "step", ytitle = "" } = {}) {
+  const height = isNarrow(place) && panels.length > 1 ? 0.7 * wanted : wanted;  // a phone shows panels below each other
   const across = columns ?? columnsFor(place, panels.length);
   const down = Math.ceil(panels.length / across);
   const headed = panels.some((panel) => panel.title);
@@ -24,7 +26,7 @@ function frame(place, panels, { columns, height = 250, log = false, together = t
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: FONT, size: 13, color: css("--soft") },
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { family: FONT, color: css("--ink") }, align: "left" },
     modebar: { bgcolor: css("--card"), color: css("--soft"), activecolor: css("--ink") },
-    hovermode: "closest", dragmode: window.matchMedia("(pointer: coarse)").matches ? false : "zoom",  // a finger scrolls
+    hoverdistance: -1, dragmode: window.matchMedia("(pointer: coarse)").matches ? false : "zoom",  // a finger scrolls
   };
   panels.forEach((panel, i) => {
     const row = Math.floor(i / across), column = i % across, n = i ? i + 1 : "";
@@ -60,28 +62,42 @@ function points(steps, values, log, other) {
   return { x, y, z };
 }
 
-function curve(steps, values, { panel = 0, colour, width = 1.7, dash = "solid", name = "", extra = "", log = false, shape = "linear", skip = false }) {
-  const { x, y } = points(steps, values, log);
-  return { x, y, name, mode: x.length === 1 ? "markers" : "lines", line: { color: colour, width, dash, shape }, ...axes(panel),
-           type: "scatter", meta: name, ...(skip ? { hoverinfo: "skip" } : { hovertemplate: `<b>${escapeHtml(name)}</b><br>step %{x}: %{y:.3~g}<extra>${escapeHtml(extra)}</extra>` }) };
+const FEW_POINTS = 60;  // up to which each is marked
+function curve(steps, values, { panel = 0, colour, width = 1.7, dash = "solid", name = "", extra = "", log = false, shape = "linear", raw = false }) {
+  const { x, y } = points(steps, raw ? values : smooth(values), log);
+  return { x, y, name, extra, mode: x.length > FEW_POINTS ? "lines" : "lines+markers", marker: { color: colour, size: 4 }, line: { color: colour, width, dash, shape }, ...axes(panel), type: "scatter", meta: name };
+}
+
+// The pointer shows all lines of a panel at its step, or the nearest one if there are too many for a list.
+const MOST_LISTED = 24;
+function hover(traces, layout) {
+  const own = traces.filter(({ extra }) => extra !== undefined), beside = (one) => own.filter(({ yaxis }) => yaxis === one.yaxis);
+  const listed = own.every((each) => beside(each).length <= MOST_LISTED);
+  layout.hovermode = listed ? "x unified" : "closest";
+  for (const each of own) {
+    const twins = beside(each).filter(({ name }) => name === each.name).length > 1;
+    const name = escapeHtml(listed && twins ? `${each.name}, ${each.extra}` : each.name);
+    each.hovertemplate = listed ? `%{y:.3~g}<extra>${name}</extra>` : `<b>${name}</b><br>step %{x}: %{y:.3~g}<extra>${escapeHtml(each.extra)}</extra>`;
+  }
+  for (const axis of axisNames(layout, "x")) layout[axis].unifiedhovertitle = { text: "step %{x}" };
 }
 
 // Bands of several runs overlap.
 const veil = (runs) => Math.min(0.17, 0.85 / runs);
 function band(steps, low, high, { panel = 0, colour, alpha = veil(1), log = false }) {
-  const { x, y, z } = points(steps, low, log, high);
+  const { x, y, z } = points(steps, smooth(low), log, smooth(high));
   const edge = { x, mode: "lines", line: { width: 0, color: colour }, hoverinfo: "skip", type: "scatter", ...axes(panel) };
   return [{ ...edge, y }, { ...edge, y: z, fill: "tonexty", fillcolor: faded(colour, alpha) }];
 }
 
-// Vertical lines at drops of the nominal rate.
+// Vertical lines at jumps of the nominal rate.
 function markDrops(layout, run, panel, { colour, label = false }) {
   const { xaxis, yaxis } = axes(panel);
   for (const drop of data.runs[run].drops) {
     layout.shapes.push({ type: "line", xref: xaxis, yref: `${yaxis} domain`, x0: drop.step, x1: drop.step, y0: 0, y1: 1,
                          line: { color: colour, width: 1, dash: "dot" }, opacity: 0.6, layer: "below" });
     if (label)
-      layout.annotations.push({ xref: xaxis, yref: `${yaxis} domain`, x: drop.step, y: 1, yanchor: "top", xanchor: "left",
+      layout.annotations.push({ jump: xaxis, xref: xaxis, yref: `${yaxis} domain`, x: drop.step, y: 1, yanchor: "top", xanchor: "left",
                                 text: `η×${short(drop.factor)}`, showarrow: false, xshift: 1, font: { size: 11, color: css("--soft") } });
   }
 }
@@ -110,6 +126,8 @@ function logTicks(low, high, most = 7) {
   return { tickmode: "array", tickvals, ticktext };
 }
 
+const LABEL = 54;  // pixels that the label of a jump takes
+
 // All panels over the same steps; logarithmic ranges leave out the last percent that runs off towards zero.
 function fit(traces, layout, bounds) {
   let first = Infinity, last = -Infinity;
@@ -119,6 +137,15 @@ function fit(traces, layout, bounds) {
   for (const name of axisNames(layout, "x")) {
     layout[name].range = [first - 0.004 * (last - first), last + 0.012 * (last - first)];
     if (last - first < 5) layout[name].dtick = 1;  // no ticks at half steps
+    // Only labels of jumps that have room for them.
+    const { domain, range } = layout[name], wide = (domain[1] - domain[0]) * (layout.width - layout.margin.l - layout.margin.r);
+    let free = -Infinity;
+    layout.annotations = layout.annotations.filter((each) => {
+      if (each.jump !== name.replace("axis", "")) return true;
+      const at = ((each.x - range[0]) / (range[1] - range[0])) * wide, fits = at >= free && at + LABEL <= wide;
+      if (fits) free = at + LABEL;
+      return fits;
+    });
   }
   const shared = layout.yaxis2?.matches;
   for (const name of axisNames(layout, "y")) {
@@ -126,7 +153,7 @@ function fit(traces, layout, bounds) {
     if (axis.type !== "log") continue;
     const values = own.flatMap((each) => each.y).sort((a, b) => a - b);
     if (!values.length) continue;
-    const lowest = Math.max(values[0], values[Math.floor(0.01 * values.length)] / 4);
+    const lowest = Math.max(values[0], values[Math.floor(0.01 * values.length)] / 30);
     const low = Math.log10(Math.min(lowest, ...bounds)), high = Math.log10(Math.max(values.at(-1), ...bounds));
     const room = Math.max(0.05 * (high - low), 0.03);
     axis.range = [low - room, high + room];
@@ -152,21 +179,26 @@ function freeTicks(place) {
   });
 }
 
+// Reserves the height of a figure; it is drawn when it is in sight.
 function show(figure, traces, layout, { overTime = true, bounds = [] } = {}) {
   const place = figure.querySelector(".plot");
-  place.style.minHeight = "";
   if (overTime && !traces.some(({ x }) => x.length) && !layout.annotations.some(({ said }) => said !== undefined))
     return empty(figure, "No finite number in the runs and the layer chosen.");
-  if (overTime) fit(traces, layout, bounds);
+  place.style.minHeight = `${layout.height}px`;
+  figure.stale = !figure.seen || !window.Plotly;
+  if (figure.stale) return;
+  if (overTime) { fit(traces, layout, bounds); hover(traces, layout); }
   const config = { ...CONFIG, toImageButtonOptions: { ...CONFIG.toImageButtonOptions, filename: figure.id } };
   Plotly.react(place, traces, layout, config);
+  figure.dataset.drawn = "yes";
   freeTicks(place);
 }
 
 function empty(figure, why) {
   const place = figure.querySelector(".plot");
-  Plotly.purge(place);
+  window.Plotly?.purge(place);
   place.style.minHeight = "0";
+  figure.dataset.drawn = "yes";
   figure.querySelector(".legend").replaceChildren();
   figure.querySelector(".note").textContent = why;
 }
@@ -187,10 +219,10 @@ function legend(figure, keys) {
 }
 
 function layerKeys() {
-  if (data.groups.length <= FEW_LAYERS) return data.groups.map((group) => ({ text: group, colour: layerColour(group), layer: group }));
+  if (isNamed()) return families().map((name) => ({ text: name, colour: colourOf(name), kind: dashOf(name), layer: data.groups.includes(name) && name }));
   const ramp = Array.from({ length: 9 }, (_, i) => depth(i / 8));
-  const alike = data.runs.every(({ groups }) => groups.join() === data.groups.join());
-  const ends = alike ? `${data.groups[0]} … ${data.groups.at(-1)}` : "first … last layer of each run";
+  const alike = data.runs.every(({ groups }) => groups.join() === data.groups.join()), all = visible(data.groups);
+  const ends = alike ? `${all[0]} … ${all.at(-1)}` : "first … last layer of each run";
   return [{ text: `${ends}: hover a line for its layer, click to see it alone`, ramp, colour: "" }];
 }
 

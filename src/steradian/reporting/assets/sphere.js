@@ -92,6 +92,8 @@ drawings.sphere = (figure, { "sphere-row": chosen, "sphere-step": until }) => {
     return { run, steps, turned, travelled, colour: runColour(run), xyz: steps.map((_, i) => [flat[3 * i], flat[3 * i + 1], flat[3 * i + 2]]) };
   });
   place.style.minHeight = "";
+  figure.stale = false;
+  figure.dataset.drawn = "yes";
   if (!paths.length) { place.replaceChildren(); return note(figure, "None of the chosen runs followed this row."); }
   if (view.key !== chosen) { view.key = chosen; face(paths); }
   let svg = place.querySelector("svg");

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from steradian.groups import Groups
-from steradian.watching.watch import check_options
+from steradian.watching.watch import Watch, check_options
 
-__all__ = ["GroupsOf", "check_arguments", "groups_of", "training_goes_on", "unwrapped"]
+__all__ = ["GroupsOf", "Watching"]
 
 logger = logging.getLogger("steradian")
 
@@ -19,36 +19,44 @@ GroupsOf = Groups | Callable[[Any], Groups] | None
 """What `find_groups` found, a function of the model that finds it, or None."""
 
 
-def check_arguments(groups: GroupsOf, options: Mapping[str, Any]) -> None:
-    """Raise a TypeError or ValueError for what makes no sense, before the training."""
-    check_options(**options)
-    if groups is not None and not isinstance(groups, Groups) and not callable(groups):
-        raise TypeError(f"groups must be what find_groups returned, or a function of it, got {type(groups).__name__}")
+class Watching:
+    """The watch of a callback: an error in it is logged, and does not end the training.
 
+    Attributes:
+        watch: that of the last training; None before the first.
+    """
 
-def groups_of(groups: GroupsOf, model: nn.Module) -> Groups | nn.Module:
-    """What to watch: the groups, or the model if there are none."""
-    if groups is None or isinstance(groups, Groups):
-        return model if groups is None else groups
-    found = groups(model)
-    if not isinstance(found, Groups):
-        raise TypeError(f"groups must return what find_groups returns, got {type(found).__name__}")
-    return found
+    def __init__(self, groups: GroupsOf, to: Any, options: Mapping[str, Any]) -> None:
+        check_options(**options)
+        if groups is not None and not isinstance(groups, Groups) and not callable(groups):
+            kinds = "what find_groups returned, or a function of it"
+            raise TypeError(f"groups must be {kinds}, got {type(groups).__name__}")
+        self.groups, self.to, self.options = groups, to, options
+        self.watch: Watch | None = None
 
+    def begin(self, optimizers: list[Optimizer], model: nn.Module, to: Any, **defaults: Any) -> None:
+        """Start to watch, with the user's options before these."""
+        found = self.groups(model) if callable(self.groups) else self.groups
+        if not isinstance(found, Groups | None):
+            raise TypeError(f"groups must return what find_groups returns, got {type(found).__name__}")
+        self.watch = Watch(optimizers, model if found is None else found, to=to, **{**defaults, **self.options}).start()
 
-def unwrapped(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside a library's wrapper, whose hooks are called."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"the trainer's optimizer must be a torch optimizer, got {type(optimizer).__name__}")
-    return optimizer
+    def record(self, values: Mapping[str, Any]) -> None:
+        """Log numbers at the last step."""
+        if self.watch is not None and self.watch.running:
+            with self.training_goes_on():
+                self.watch.log(values)
 
+    def end(self, error: BaseException | None = None) -> None:
+        """Stop; everything observed is recorded."""
+        if self.watch is not None:
+            with self.training_goes_on():
+                self.watch.__exit__(None if error is None else type(error), error, None)
 
-@contextmanager
-def training_goes_on() -> Iterator[None]:
-    """An error of the callback is logged, and does not end the training."""
-    try:
-        yield
-    except Exception:
-        logger.exception("the callback failed: the training goes on and is not watched")
+    @contextmanager
+    def training_goes_on(self) -> Iterator[None]:
+        """Log an error."""
+        try:
+            yield
+        except Exception:
+            logger.exception("the callback failed: the training goes on and is not watched")

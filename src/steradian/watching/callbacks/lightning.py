@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from steradian.watching.callbacks import GroupsOf, check_arguments, groups_of, training_goes_on, unwrapped
-from steradian.watching.watch import Watch, counted_steps
+from steradian.watching.callbacks import GroupsOf, Watching
+from steradian.watching.watch import counted_steps, inner_optimizers
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -20,7 +20,7 @@ else:
 __all__ = ["WatchCallback"]
 
 
-class WatchCallback(Callback):
+class WatchCallback(Watching, Callback):
     """Watches all optimizers of the trainer from the start of a fit to its end, also if an exception ends it.
 
     The loss of each step is recorded with the run and, after each epoch, what the module logged. A fit that resumes
@@ -40,26 +40,19 @@ class WatchCallback(Callback):
     """
 
     def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
-        super().__init__()
-        check_arguments(groups, options)
-        self.groups = groups
-        self.to = to
-        self.options = options
-        self.watch: Watch | None = None
+        Watching.__init__(self, groups, to, options)
         self._next_step: int | None = None
         self._logged_at = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start, after checkpoints are restored and the sanity check is over."""
-        with training_goes_on():
+        with self.training_goes_on():
             self._stop()
-            self.watch = None
-            self._logged_at = trainer.global_step
-            optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
+            self.watch, self._logged_at = None, trainer.global_step
+            optimizers = inner_optimizers(trainer.optimizers)
             first = self._next_step if counted_steps(optimizers) is None else None
-            options = {"step": first, "config": dict(getattr(pl_module, "hparams", {})), **self.options}
-            to = _sinks(self.to, trainer)
-            self.watch = Watch(optimizers, groups_of(self.groups, pl_module), to=to, **options).start()
+            config = dict(getattr(pl_module, "hparams", {}))
+            self.begin(optimizers, pl_module, _sinks(self.to, trainer), step=first, config=config)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -68,18 +61,13 @@ class WatchCallback(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1 and trainer.global_step != self._logged_at:
             self._logged_at = trainer.global_step
-            self._log({"loss": loss})
+            self.record({"loss": loss})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record what the module logged, such as a validation accuracy; the loss of the step is recorded already."""
         metrics = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         metrics.pop("loss", None)
-        self._log(metrics)
-
-    def _log(self, values: Mapping[str, Tensor]) -> None:
-        if self.watch is not None:
-            with training_goes_on():
-                self.watch.log(values)
+        self.record(metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop; the loggers are still open."""
@@ -98,11 +86,9 @@ class WatchCallback(Callback):
         self._next_step = state_dict.get("next_step")
 
     def _stop(self, error: BaseException | None = None) -> None:
-        if self.watch is not None:
-            with training_goes_on():
-                self.watch.__exit__(None if error is None else type(error), error, None)
-                if error is None:
-                    self._next_step = self.watch.next_step
+        self.end(error)
+        if self.watch is not None and error is None:
+            self._next_step = self.watch.next_step
 
 
 def _sinks(to: Any, trainer: Trainer) -> Any:

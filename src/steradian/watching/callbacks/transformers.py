@@ -5,13 +5,13 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from steradian.watching.callbacks import GroupsOf, check_arguments, groups_of, training_goes_on, unwrapped
-from steradian.watching.watch import Watch, counted_steps
+from steradian.watching.callbacks import GroupsOf, Watching
+from steradian.watching.watch import counted_steps, inner_optimizers
 
 __all__ = ["WatchCallback"]
 
 
-class WatchCallback(TrainerCallback):
+class WatchCallback(Watching, TrainerCallback):
     """Watches the optimizer from the start of a training to its end.
 
     What the trainer logs (loss, gradient norm, evaluations) is recorded with the run. A training that resumes from a
@@ -33,23 +33,18 @@ class WatchCallback(TrainerCallback):
     """
 
     def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
-        check_arguments(groups, options)
-        self.groups = groups
-        self.to = to
-        self.options = options
-        self.watch: Watch | None = None
+        Watching.__init__(self, groups, to, options)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any
     ) -> None:
         """Start, after a checkpoint is restored."""
-        with training_goes_on():
+        with self.training_goes_on():
             self.stop()
             self.watch = None
-            optimizer = unwrapped(found["optimizer"])
-            first = state.global_step if state.global_step and counted_steps([optimizer]) is None else None
-            options = {"step": first, "config": args.to_sanitized_dict(), **self.options}
-            self.watch = Watch(optimizer, groups_of(self.groups, found["model"]), to=self.to, **options).start()
+            optimizers = inner_optimizers(found["optimizer"])
+            first = state.global_step if state.global_step and counted_steps(optimizers) is None else None
+            self.begin(optimizers, found["model"], self.to, step=first, config=args.to_sanitized_dict())
 
     def on_log(
         self,
@@ -60,9 +55,7 @@ class WatchCallback(TrainerCallback):
         **found: Any,
     ) -> None:
         """Record the numbers that the trainer logs."""
-        if self.watch is not None and self.watch.running:
-            with training_goes_on():
-                self.watch.log({name: value for name, value in (logs or {}).items() if isinstance(value, int | float)})
+        self.record({name: value for name, value in (logs or {}).items() if isinstance(value, int | float)})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any) -> None:
         """Stop."""
@@ -70,6 +63,4 @@ class WatchCallback(TrainerCallback):
 
     def stop(self) -> None:
         """Stop now; everything observed is recorded."""
-        if self.watch is not None:
-            with training_goes_on():
-                self.watch.stop()
+        self.end()

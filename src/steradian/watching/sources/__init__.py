@@ -15,34 +15,21 @@ from steradian.watching.rows import WatchedGroup
 
 __all__ = ["PHENOMENA", "UNMEASURED", "Quantities", "Source"]
 
-PHENOMENA = ("deformation", "gradient_memory", "l2_memory", "radius_ratio")
-"""(a), (b1), (b2) and (c)."""
-
+PHENOMENA = ("deformation", "gradient_memory", "l2_memory", "radius_ratio")  # (a), (b1), (b2) and (c)
 UNMEASURED = "it needs every step and five tensors of the size of the weights: pass phenomena=True"
-
 Quantities = dict[str, Tensor]
 
 
 class Source(ABC):
-    """Numbers per row for each observed step of rows on one device.
+    """Numbers per row for each observed step of rows on one device."""
 
-    Attributes:
-        watched: the groups, in the order of their places.
-        columns: the names of the numbers.
-        missing: quantities that this source cannot give, with the reason.
-        each_step: `before` and `after` must be called at every step, also at those that are not recorded.
-        beforehand: `before` must be called at an observed step.
-        ahead: `expect` may be called with the place of the next observation.
-        dtype: of the numbers.
-    """
-
-    watched: Sequence[WatchedGroup]
-    columns: tuple[str, ...]
-    missing: dict[str, str]
-    dtype: torch.dtype
-    each_step: bool = False
-    beforehand: bool = True
-    ahead: bool = False
+    watched: Sequence[WatchedGroup]  # in the order of their places
+    columns: tuple[str, ...]  # the names of the numbers
+    dtype: torch.dtype  # of the numbers
+    missing: dict[str, str]  # quantities that this source cannot give, with the reason
+    each_step: bool = False  # `before` and `after` must be called at every step, also at those that are not recorded
+    beforehand: bool = True  # `before` must be called at an observed step
+    ahead: bool = False  # `expect` may be called with the place of the next observation
 
     def open(self) -> None:  # noqa: B027
         """Called when the watch starts."""
@@ -61,10 +48,7 @@ class Source(ABC):
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
         """The images of many steps, (steps, n), and further quantities, from the numbers (steps, n, columns).
 
-        Args:
-            values: the numbers.
-            rates: the rate of each row in each step.
-            decays: its decoupled decay.
+        `rates` and `decays` are the rate and the decoupled decay of each row in each step.
         """
 
     def distrust_state(self) -> None:  # noqa: B027

@@ -8,6 +8,7 @@ state says: they are always observed from two points.
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, Optimizer
@@ -26,9 +27,7 @@ SUMS = ("xx", "qx", "qq", "gg", "gx", "gq", "bb")
 
 From two points, x is the point before and q = x − x'. From the state, x stands for the point after, and q = a ⊘ b.
 """
-_AGREES = 1e-2
-"""A reader that is known by its class's name must predict the displacement to this share of it."""
-
+_AGREES = 1e-2  # a reader that is known by its class's name must predict the displacement to this share of it
 _ROUNDING = 1e-6
 
 logger = logging.getLogger("steradian")
@@ -44,12 +43,7 @@ def tells_step(group: WatchedGroup) -> bool:
 
 
 class ObservedSource(Source):
-    """Sums over the rows of groups on one device, piece by piece.
-
-    Args:
-        optimizer: the optimizer.
-        watched: its groups; `tells_step` is the same for all.
-    """
+    """Sums over the rows of an optimizer's groups on one device, piece by piece; `tells_step` is the same for all."""
 
     columns: tuple[str, ...] = (*SUMS, "rate", "kept")
 
@@ -60,17 +54,14 @@ class ObservedSource(Source):
         self.device, self.row_dtype = watched[0].device, dtype_of(watched)
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self.missing = dict.fromkeys(PHENOMENA, UNMEASURED)
-        self._checked = False
         # Torch's step over lists adds Nesterov's momentum to p.grad, schedule-free steps divide it.
         named = type(optimizer).__name__.endswith("ScheduleFree")
         foreign = not isinstance(optimizer, RowOptimizer)
         self._overwrites = named or (foreign and any(group.settings.get("nesterov") for group in watched))
         self._points: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
-        sizes = [
-            torch.full((group.n_rows,), float(group.size), dtype=self.dtype, device="cpu") for group in self.watched
-        ]
-        self._sizes = torch.cat(sizes).to(self.device)
+        sizes = np.repeat([float(group.size) for group in self.watched], [group.n_rows for group in self.watched])
+        self._sizes = torch.from_numpy(sizes).to(self.dtype).to(self.device)
         self.reader: Reader | None = None
         try:
             self.reader = reader_of(optimizer)
@@ -93,6 +84,9 @@ class ObservedSource(Source):
         self._reads_displacement = False
         for group in self.watched:
             group.held = group.gradients() if group.active() else None
+
+    def open(self) -> None:
+        self._checked = False  # whether the reader agrees with two points
 
     @torch.no_grad()
     def before(self) -> None:
@@ -119,15 +113,18 @@ class ObservedSource(Source):
 
     def _add_sums(self, group: WatchedGroup, piece: Piece, out: Tensor) -> None:
         """Add the sums over a piece to `out`, and write the rate η of the step and 1 − ηδ."""
-        step = self._read(group, piece)
-        g, y = self._unscaled(piece.gradient).to(self.dtype), piece.now.to(self.dtype)
+        gradient = self._unscaled(piece.gradient)
+        step = self._read(group, piece, gradient)
+        g, y = gradient.to(self.dtype), piece.now.to(self.dtype)
         x = y if piece.before is None else piece.before.to(self.dtype)
         b = x.new_zeros(()) if step is None else step.b.to(self.dtype)
         q = x - y if step is None else step.a.to(self.dtype) / b
         rate, kept = (nominal_rate(group.settings), 1.0) if step is None else (step.lr, 1 - step.lr * step.decay)
         if piece.before is not None and step is not None:
             # The displacement that was read is exact where the weights are rounded; see `_reads_displacement`.
-            q = (1 - kept) * x + rate * q if self._reads_displacement else x - y
+            moved, q = x - y, (1 - kept) * x + rate * q
+            # An optimizer may not move by a momentum that is NaN, as Lion, which takes its sign.
+            q = q.where(q.isfinite(), moved) if self._reads_displacement else moved
         for k, (one, other) in enumerate([(x, x), (q, x), (q, q), (g, g), (g, x), (g, q), (b, b)]):
             out[:, k] += torch.linalg.vecdot(one, other) if one.ndim else 0
         # 1 − ηδ is rounded as the step rounds it if the rate is a tensor.
@@ -139,12 +136,12 @@ class ObservedSource(Source):
         scale = getattr(self.optimizer, "grad_scale", None)
         return gradient if scale is None or not isinstance(self.optimizer, RowOptimizer) else gradient / scale
 
-    def _read(self, group: WatchedGroup, piece: Piece) -> Step | None:
+    def _read(self, group: WatchedGroup, piece: Piece, gradient: Tensor) -> Step | None:
         """The step that the reader sees on rows, as if they were a parameter; None if the optimizer cannot be read."""
         if self.reader is None:
             return None
         param = _computed(piece.now).detach()
-        param.grad = self._unscaled(piece.gradient).to(param.dtype)
+        param.grad = gradient.to(param.dtype)
         settings = {**group.settings, "rows": None if group.settings.get("rows") is None else "filter", "joint": False}
         before = None if piece.before is None else _computed(piece.before)
         try:
@@ -177,6 +174,8 @@ class ObservedSource(Source):
             moved, along = qq, qx  # of x − x' = ηδx + ηq
         else:  # x = (x' + ηq)/(1 − ηδ)
             xx = (xx + 2 * rates * qx + rates**2 * qq) / kept**2
+            # Weights may be finite although the momentum is not: then x' stands for x.
+            xx = xx.where(xx.isfinite(), sums["xx"])
             # A row that was 0, such as a bias at first, is only rounding after the step is taken back.
             xx = xx.masked_fill(xx < _ROUNDING**2 * rates**2 * qq, 0)
             qx, gx = (qx + rates * qq) / kept, (gx + rates * sums["gq"]) / kept

@@ -16,21 +16,14 @@ from steradian.watching.sources.observed import ObservedSource
 
 __all__ = ["PhenomenaSource"]
 
+# Phenomena are recorded once the momentum holds less than this share of gradients from before the watch: older ones are
+# turned further, so that a small share already matters.
 _UNKNOWN = 1e-3
-"""Phenomena are recorded once the momentum holds less than this share of gradients from before the watch.
-
-Older gradients are turned further, so that a small share already matters.
-"""
 _NO_STATE = object()
 
 
 class PhenomenaSource(ObservedSource):
-    """The sums of `ObservedSource`, and the angle by which each phenomenon turns the direction of a row.
-
-    Args:
-        optimizer: one that can be read.
-        watched: its groups on one device.
-    """
+    """The sums of `ObservedSource`, and the angle by which each phenomenon turns the direction of a row."""
 
     columns = (*ObservedSource.columns, *PHENOMENA)
     each_step = True
@@ -48,6 +41,7 @@ class PhenomenaSource(ObservedSource):
         self._unknown: dict[int, float] = {}
 
     def open(self) -> None:
+        super().open()
         # Steps may have been taken since the watch was stopped.
         self._states = {}
 
@@ -70,16 +64,17 @@ class PhenomenaSource(ObservedSource):
         for group in self.watched:
             if self.reader is not None and id(group) in points and group.active() and group.n_rows:
                 raw = gradients.get(id(group)) or group.gradients()
-                found = self._measure(group, group.whole(points[id(group)], raw))
+                [piece] = group.pieces(points[id(group)], raw, at_once=group.n_rows * group.size)
+                found = self._measure(group, piece)
                 for k, name in enumerate(PHENOMENA, len(ObservedSource.columns)):
                     out[group.span, k] = found.get(name, math.nan)
 
     def _measure(self, group: WatchedGroup, piece: Piece) -> Quantities:
-        step = self._read(group, piece)
+        raw = self._unscaled(piece.gradient)
+        step = self._read(group, piece, raw)
         if step is None or piece.before is None:
             return {}
-        points = geometry.as_float(piece.before, "x")
-        gradient = geometry.as_float(self._unscaled(piece.gradient), "gradient")
+        points, gradient = geometry.as_float(piece.before, "x"), geometry.as_float(raw, "gradient")
         found = {"deformation": _deformation(image_of_rows(points, step, check=False), step.a)}
         if not self._remembers:
             return found

@@ -19,12 +19,7 @@ _LISTENERS: WeakKeyDictionary[RowOptimizer, tuple[int, bool]] = WeakKeyDictionar
 
 
 class TelemetrySource(Source):
-    """One copy of the telemetry per observed step, or none where a fused step writes it to the buffer itself.
-
-    Args:
-        optimizer: one of ours.
-        watched: groups on one device that it knows as rows.
-    """
+    """One copy of the telemetry per observed step, or none where a fused step writes it to the buffer itself."""
 
     columns = TELEMETRY
     beforehand = False

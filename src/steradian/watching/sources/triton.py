@@ -19,7 +19,8 @@ __all__ = ["TritonSource", "supports"]
 
 _LONGEST = 2**14
 """Entries of a row that one program adds up."""
-_WARPS = 8
+_ROWS, _LANES, _WARPS = 4, 128, 4
+"""Rows of a program, entries of each that it reads at once, and warps: one per row, so that sums stay within a warp."""
 _GRAD = attrgetter("grad")
 _ENTRIES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -76,18 +77,20 @@ class TritonSource(ObservedSource):
         self._items, self._owner = self._programs()
 
     def _programs(self) -> tuple[Tensor, Tensor | None]:
-        """Which program reads which piece of which row, and the row of each piece unless every row is one piece."""
-        counts = torch.tensor([group.n_rows for group in self.watched], device="cpu")
-        line = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
-        row = torch.cat([torch.arange(group.n_rows, device="cpu") for group in self.watched])
-        size = torch.tensor([group.size for group in self.watched], device="cpu")[line]
-        pieces = -(-size // _LONGEST)
-        owner = torch.repeat_interleave(torch.arange(len(row), device="cpu"), pieces)
-        ends = pieces.cumsum(0)
-        start = (torch.arange(len(owner), device="cpu") - (ends - pieces)[owner]) * _LONGEST
-        entries = (size[owner] - start).clamp(max=_LONGEST)
-        items = torch.stack([line[owner], row[owner], start, entries, torch.arange(len(owner), device="cpu")], dim=1)
-        return items.to(self.device), None if len(owner) == len(row) else owner.to(self.device)
+        """Which program reads which rows or piece of a row, and the row of each piece unless every row is one piece."""
+        items, owner, start = [], [], 0
+        for line, group in enumerate(self.watched):
+            pieces = -(-group.size // _LONGEST)
+            at_once = _ROWS if pieces == 1 else 1
+            first = torch.arange(0, group.n_rows, at_once, device="cpu").repeat_interleave(pieces)
+            entry = torch.arange(pieces, device="cpu").repeat(-(-group.n_rows // at_once)) * _LONGEST
+            rows, entries = (group.n_rows - first).clamp(max=at_once), (group.size - entry).clamp(max=_LONGEST)
+            place = start + (first if pieces == 1 else torch.arange(len(first), device="cpu"))
+            items.append(torch.stack([torch.full_like(first, line), first, rows, entry, entries, place], dim=1))
+            owner.append((group.start + torch.arange(group.n_rows, device="cpu")).repeat_interleave(pieces))
+            start += group.n_rows * pieces
+        whole = start == sum(group.n_rows for group in self.watched)
+        return torch.cat(items).to(self.device), None if whole else torch.cat(owner).to(self.device)
 
     @torch.no_grad()
     def before(self) -> None:
@@ -101,11 +104,11 @@ class TritonSource(ObservedSource):
         if self.two_points and not self._copies:
             return
         self._refresh()
-        target = out if self._owner is None else out.new_empty(len(self._items), out.shape[1])
+        target = out if self._owner is None else out.new_empty(len(self._owner), out.shape[1])
         with torch.cuda.device_of(out):
             sum_rows[(len(self._items),)](
                 *(self._items, self._table, self._setting_table, target),
-                *(self.adam, self.sgd, self.two_points, _ENTRIES[self.watched[0].dtype]),
+                *(self.adam, self.sgd, self.two_points, _ENTRIES[self.watched[0].dtype], _ROWS, _LANES),
                 num_warps=_WARPS,
             )
         if self._owner is not None:

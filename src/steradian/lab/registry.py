@@ -1,0 +1,183 @@
+"""What the lab can train, by name: methods, networks, data sets and schedules, the paper's and those of plugins.
+
+A plugin is a Python file that calls the `register_` functions. The hash of its source is part of the key of every
+training that uses it, so that an edited optimizer is not taken for the old one.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from steradian import optim
+from steradian.groups import Groups
+
+if TYPE_CHECKING:
+    from steradian.lab.config import Config
+
+__all__ = [
+    "DATA",
+    "METHODS",
+    "NETWORKS",
+    "SCHEDULES",
+    "load_plugin",
+    "plugin_of",
+    "register_data",
+    "register_method",
+    "register_network",
+    "register_schedule",
+]
+
+MakeMethod = Callable[[Groups, "Config"], Optimizer | list[Optimizer]]
+METHODS: dict[str, MakeMethod] = {}
+NETWORKS: dict[str, Callable[..., nn.Module]] = {}
+DATA: dict[str, Callable[[Path | None], Any]] = {}
+SCHEDULES: dict[str, Callable[["Config", int], float]] = {}
+_KNOWN: dict[str, dict[str, Any]] = {"method": METHODS, "network": NETWORKS, "data": DATA, "schedule": SCHEDULES}
+_sources: dict[tuple[str, str], str] = {}  # hash of the source of what a plugin registered, by kind and name
+_loading = ""  # hash of the plugin that is being loaded
+
+
+def register_method(name: str, make: MakeMethod) -> None:
+    """Register an optimizer under a name.
+
+    Args:
+        name: of the method in commands and tables.
+        make: called as make(groups, config), where `groups.param_groups()` are the parameters, with their rows marked,
+            and `config.lr`, `config.weight_decay`, `config.momentum`, `config.betas` are the settings; returns an
+            optimizer, or a list of optimizers that share the parameters.
+
+    >>> register_method("Plain", lambda groups, config: torch.optim.SGD(groups.param_groups(), config.lr))
+    """
+    _register("method", name, make)
+
+
+def register_network(name: str, make: Callable[..., nn.Module]) -> None:
+    """Register a network, made by make(channels=, classes=, size=) for square images."""
+    _register("network", name, make)
+
+
+def register_data(name: str, load: Callable[[Path | None], Any]) -> None:
+    """Register a data set: load(root) returns images, labels, test images and test labels.
+
+    Images are uint8 (N, S, S, C) with C = 1 or 3, labels whole numbers from 0. `root` is the folder given by --root.
+    """
+    _register("data", name, load)
+
+
+def register_schedule(name: str, factor: Callable[["Config", int], float]) -> None:
+    """Register a schedule: factor(config, epoch) multiplies the rates in this epoch, counted from 0."""
+    _register("schedule", name, factor)
+
+
+def load_plugin(path: Path) -> None:
+    """Run a file that registers methods, networks, data sets or schedules."""
+    global _loading
+    folder = str(path.absolute().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # for what it imports
+    spec = importlib.util.spec_from_file_location(f"steradian plugin {path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"plugin must be a Python file, got {str(path)!r}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # where classes look for their module
+    _loading = _hash(path.read_bytes())
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _loading = ""
+
+
+def plugin_of(config: "Config") -> str:
+    """The hash of the plugins that a training uses, "" if none."""
+    used = {"method": config.method, "network": config.model, "data": config.data, "schedule": config.schedule}
+    return "-".join(sorted({_sources.get(each, "") for each in used.items()} - {""}))
+
+
+def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
+    function = getattr(make, "func", make)  # of a partial
+    known, own = _KNOWN[kind], not _loading and function.__module__.startswith("steradian.lab.")
+    if name in known and (kind, name) not in _sources:
+        raise ValueError(f"name must not be that of a {kind} of the lab, {', '.join(known)}; got {name!r}")
+    known[name] = make
+    if not own:
+        _sources[kind, name] = _loading or _hash(_source(function))
+
+
+def _source(make: Callable[..., Any]) -> bytes:
+    """The file that a function is defined in, or its own text in a notebook."""
+    file = Path(inspect.getsourcefile(make) or "")
+    return file.read_bytes() if file.is_file() else inspect.getsource(make).encode()
+
+
+def _hash(source: bytes) -> str:
+    return hashlib.sha256(source).hexdigest()[:12]
+
+
+# Schedules
+
+
+def _warm(factor: Callable[["Config", float], float]) -> Callable[["Config", int], float]:
+    """A schedule of the share of the epochs after the warm-up that are over; in the warm-up the rate rises linearly."""
+
+    def scheduled(config: "Config", epoch: int) -> float:
+        if epoch < config.warmup:
+            return (epoch + 1) / (config.warmup + 1)
+        return factor(config, (epoch - config.warmup) / (config.epochs - config.warmup))
+
+    return scheduled
+
+
+register_schedule("steps", lambda config, epoch: config.gamma ** sum(epoch >= m for m in config.milestones))
+register_schedule("cosine", _warm(lambda _, passed: 0.5 + 0.5 * math.cos(math.pi * passed)))
+register_schedule("linear", _warm(lambda _, passed: 1 - passed))
+register_schedule("constant", _warm(lambda _, passed: 1.0))
+
+
+# The methods of the paper's experiments. Parameters without rows are trained by plain Adam with the same rate and L2
+# (`rest_lr` for AdamG), so that only what happens on the rows differs; with AdaGrad and AdaGradG they get SGD.
+
+
+def _sgd(groups: Groups, config: "Config", momentum: float = 0.0) -> Optimizer:
+    return torch.optim.SGD(groups.param_groups(), config.lr, momentum, weight_decay=config.weight_decay)
+
+
+def _adam(groups: Groups, config: "Config", make: Callable[..., Optimizer] = optim.Adam, **more: Any) -> Optimizer:
+    return make(groups.param_groups(), config.lr, betas=config.betas, weight_decay=config.weight_decay, **more)
+
+
+def _adam_w(groups: Groups, config: "Config") -> Optimizer:
+    made = groups.param_groups()
+    for group in made:
+        group["decoupled_weight_decay"] = group.get("rows") is not None
+    return optim.Adam(made, config.lr, config.betas, weight_decay=config.weight_decay)
+
+
+def _ada_grad(groups: Groups, config: "Config") -> list[Optimizer]:
+    """Adam without momentum on the rows."""
+    rows, rest = ([g for g in groups.param_groups() if (g.get("rows") is None) == without] for without in (False, True))
+    decay, betas = config.weight_decay, (0.0, config.betas[1])
+    return [
+        torch.optim.Adam(rows, config.lr, betas, weight_decay=decay),
+        torch.optim.SGD(rest, config.rest_lr or config.lr, weight_decay=decay),
+    ]
+
+
+register_method("SGD-M", lambda groups, config: _sgd(groups, config, config.momentum))
+register_method("Adam", lambda groups, config: _adam(groups, config, torch.optim.Adam))
+register_method("AdamW†", _adam_w)
+register_method("AdamG†", lambda groups, config: _adam(groups, config, optim.AdamG, rest_lr=config.rest_lr or 1e-3))
+for _letters in ("a", "ab", "abc"):
+    register_method(f"Adam w/o ({_letters})", partial(_adam, without=_letters))
+register_method("SGD", _sgd)
+register_method("AdaGradG", lambda groups, c: optim.AdaGradG.from_sgd(groups.param_groups(), c.lr, c.weight_decay))
+register_method("AdaGrad", _ada_grad)

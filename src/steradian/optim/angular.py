@@ -1,0 +1,154 @@
+"""Angular: the rate is the angle by which a radially invariant row turns in a step."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from steradian.groups import Layout
+from steradian.optim import reference, torch_updates
+from steradian.optim.base import Options, Params, RowOptimizer
+from steradian.optim.checks import check, check_numbers, check_rate, is_number
+from steradian.optim.rows import RowSet
+from steradian.optim.state import per_row, step_count
+
+__all__ = ["Angular"]
+
+_REST_RATES = {"sgd": 0.1, "adamw": 1e-3}
+
+
+class Angular(RowOptimizer):
+    """Every row turns by `lr` radians per step and keeps its radius; SGD or AdamW on the other parameters.
+
+    On a row x = r u with h = r∇L(x)^⊥, which is ∇L(u): m ← β m + h;  n = m, with Nesterov n = h + β m;
+    u' = Exp_u(−θ d/‖d‖);  x' = r u';  m is transported from u to u' (the general isometry). The scale of the loss, the
+    radius of the row and weight decay have no effect on the directions.
+
+    | direction | d |
+    |---|---|
+    | "gradient" | n |
+    | "adam" | (n ⊘ √(V/(1−β2^t)))^⊥ with V ← β2 V + (1−β2) h² element-wise, 0/0 = 0 |
+    | "muon" | NS(n)^⊥: the five Newton–Schulz steps of `torch.optim.Muon` |
+
+    | spread | θ |
+    |---|---|
+    | "equal" | lr |
+    | "rms" | min(lr ‖d‖/√(v/(1−β2^t)), ½) with v ← β2 v + (1−β2)‖d‖²: lr in the root mean square over time |
+
+    Newton–Schulz takes the matrix of all rows of a parameter, or each block as a matrix of its own where rows are
+    blocks, such as heads. It computes in bfloat16 on an accelerator, in float32 on a CPU, and in float64 for float64
+    parameters. If parameters are sharded (FSDP2), "muon" gathers the momentum of each matrix in every step; the other
+    directions communicate nothing.
+
+    A row whose h is 0, up to the rounding of a radial gradient, does not turn, and m ← β m (dead filters, idle
+    experts). A row without a direction does not turn either. A row whose ‖h‖² is not finite takes no step.
+
+    Args:
+        params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).
+        lr: the angle in radians, 0 ≤ lr ≤ 0.5, a number or a tensor.
+        momentum: β, also of the parameters without rows (β1 of AdamW).
+        beta2: β2 of V and v, and of AdamW.
+        direction: "gradient", "adam" or "muon".
+        spread: "equal" or "rms".
+        nesterov: Nesterov's momentum, also in SGD of the parameters without rows.
+        weight_decay: λ of the parameters without rows; rows have none.
+        rest: the update of the parameters without rows, "sgd" (with momentum) or "adamw".
+        rest_lr: rate of param groups without rows that give none; None for 0.1 (sgd) or 1e-3 (adamw).
+        maximize: ascend.
+        capturable: keep the step count on the device, for graphs.
+        fused: None for the fused step where there is an NVIDIA GPU that it runs on (direction "gradient"); False for
+            the plain step. True to have an error where it cannot be fused.
+
+    >>> weight = torch.nn.Parameter(torch.randn(8, 3))
+    >>> optimizer = Angular([{"params": [weight], "rows": "filter"}], lr=0.01)
+    """
+
+    update = staticmethod(reference.angular)
+    row_state = frozenset({"norm_sq"})
+    _marks = frozenset({"direction", "spread"})
+    _fixes_radius = True
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.01,
+        momentum: float = 0.9,
+        *,
+        beta2: float = 0.99,
+        direction: str = "gradient",
+        spread: str = "equal",
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        rest: str = "sgd",
+        rest_lr: float | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        check(rest in _REST_RATES, "rest", rest, '"sgd" or "adamw"')
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "beta2": beta2,
+            "direction": direction,
+            "spread": spread,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "rest": rest,
+            "rest_lr": _REST_RATES[rest] if rest_lr is None else rest_lr,
+            "maximize": maximize,
+            "capturable": capturable,
+            "fused": fused,
+        }
+        self._check({**defaults, "rows": "filter"})  # param groups without rows have `rest_lr` in the place of lr
+        super().__init__(params, defaults)
+
+    def _check(self, group: Options) -> None:
+        check_rate(group)
+        lr = group["lr"]
+        known = not isinstance(lr, Tensor) or lr.device.type == "cpu"
+        limit = math.inf if group.get("rows") is None else 0.5
+        check(not known or float(lr) <= limit, "lr", lr, "an angle of at most 0.5 radians on rows")
+        check_numbers(group, "weight_decay", "rest_lr")
+        for name in ("momentum", "beta2"):
+            check(is_number(group[name]) and 0 <= group[name] < 1, name, group[name], "a number in [0, 1)")
+        for name, values in (
+            ("direction", ("gradient", "adam", "muon")),
+            ("spread", ("equal", "rms")),
+            ("rest", tuple(_REST_RATES)),
+        ):
+            check(group[name] in values, name, group[name], " or ".join(f'"{value}"' for value in values))
+        fine = not group["nesterov"] or group["momentum"] > 0
+        check(fine, "nesterov", group["nesterov"], "False without momentum")
+
+    def _per_row(self, group: Options) -> frozenset[str]:
+        return super()._per_row(group) if group["spread"] == "rms" else frozenset()
+
+    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
+        if layout is None and group["rest"] == "sgd":
+            return {}
+        state = {"step": step_count(param, on_device=self._on_device(group))}
+        if layout is None:
+            return state | {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+        state["momentum_buffer"] = torch.zeros_like(param)
+        if group["direction"] == "adam":
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        if group["spread"] == "rms":
+            state["norm_sq"] = per_row(param, group, layout)
+        return state
+
+    def _step_rows(self, sets: list[RowSet], group: Options) -> None:
+        if group["direction"] != "muon" or self.update is not reference.angular:
+            super()._step_rows(sets, group)
+            return
+        reference.angular_by_matrix(sets, group)
+        for rows in sets:
+            rows.finish()
+
+    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+        if group["rest"] == "sgd":
+            torch_updates.sgd(params, states, {**group, "dampening": 0.0})
+        else:
+            betas = group["momentum"], group["beta2"]
+            settings = {**group, "betas": betas, "eps": 1e-8, "decoupled_weight_decay": True}
+            torch_updates.adam(params, states, settings)

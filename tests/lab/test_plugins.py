@@ -1,0 +1,291 @@
+"""A plugin's optimizer, network and data set run through compare and tune, are killed, continued, and end the same."""
+
+import io
+import math
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from steradian import lab
+from steradian.cli import main
+from steradian.lab import registry
+from steradian.lab.config import Config
+from steradian.lab.recipes import comparison, tuning
+from steradian.lab.results import CURVES, Result, Store
+from steradian.lab.tables import accuracy_columns
+from steradian.lab.training import Execution, Queue, Training
+
+from lab.studies import CONFIG, few, fleet
+
+PLUGIN = '''
+import numpy as np
+import torch
+from torch import nn
+from steradian import lab
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps by the sign of the momentum."""
+
+    def __init__(self, params, lr, weight_decay):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                m = state.setdefault("m", torch.zeros_like(p))
+                m.lerp_(p.grad, 0.1)
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(m.sign() * group["lr"])
+
+
+def network(*, channels, classes, size):
+    body = [nn.Conv2d(channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, classes))
+
+
+def stripes(root):
+    """Noisy stripes of two directions."""
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 2, 320)
+    images = random.integers(0, 200, (320, 8, 8, 1))
+    images[labels == 0, ::2] += 40
+    images[labels == 1, :, ::2] += 40
+    images = images.astype(np.uint8)
+    return images[:256], labels[:256], images[256:], labels[256:]
+
+
+lab.register_method("Signs", lambda groups, c: Signs(groups.param_groups(), c.lr, c.weight_decay))
+lab.register_network("Tiny", network)
+lab.register_data("stripes", stripes)
+lab.register_schedule("halves", lambda config, epoch: 0.5**epoch)
+'''
+OPTIONS = "--network Tiny --data stripes --plugin mine.py --methods Signs --methods sgd-m --lr Signs=0.003"
+OPTIONS += " --set batch_size=32 --set precision=float32 --device cpu"
+
+
+@pytest.fixture
+def known():
+    """Nothing registered in a test is left."""
+    before = {kind: dict(names) for kind, names in registry._KNOWN.items()}, dict(registry._sources)
+    yield
+    for kind, names in before[0].items():
+        registry._KNOWN[kind].clear()
+        registry._KNOWN[kind].update(names)
+    registry._sources.clear()
+    registry._sources.update(before[1])
+
+
+@pytest.fixture
+def call(monkeypatch, tmp_path, known):
+    """Run a command in a folder of its own that holds the plugin; returns what it prints."""
+
+    def run(command, folder):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        if not Path("mine.py").exists():
+            Path("mine.py").write_text(PLUGIN)
+        monkeypatch.setattr(sys, "argv", ["steradian", *command.split()])
+        with redirect_stdout(io.StringIO()) as output, pytest.raises(SystemExit) as done:
+            main()
+        assert done.value.code == 0
+        return output.getvalue()
+
+    return run
+
+
+def tables(output):
+    """Without the times, which differ."""
+    return [line for line in output.splitlines() if line[:1] in "┃│" or " has the best mean" in line]
+
+
+def test_compare_killed_and_continued_ends_in_the_same_table(call, tmp_path):
+    command = f"compare {OPTIONS} --epochs 12 --seeds 2"
+    whole = call(command, "whole")
+    assert re.search(r"│ Signs +│ [\d.]+ +│ [\d.]+ +│ [\d.]+ ± [\d.]+ │ 2 ", whole)
+    assert "Tiny, stripes, 12 epochs" in whole
+    assert re.search(r"(Signs|SGD-M) has the best mean, .*; (within|beyond) the noise", whole)
+    page = (tmp_path / "whole" / "results" / "compare-tiny-stripes.html").read_text()
+    assert "<td>Signs" in page
+    assert page.count("<svg") == 2
+
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "mine.py").write_text(PLUGIN)
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "steradian", *command.split()],
+        cwd=tmp_path / "killed",
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert any(line.startswith("1 of 4") for line in killed.stdout)
+    killed.kill()
+    killed.communicate()
+    store = Store(tmp_path / "killed" / "results" / "compare-tiny-stripes.json")
+    before = len(store.results())
+    assert before >= 1
+    for _ in range(100):  # stopped by the clock in the middle of trainings, too
+        output = call(f"{command} --seconds 0.3", "killed")
+        if "Time is up" not in output:
+            break
+    assert tables(output) == tables(whole)
+
+    # Half of the trainings use the edited plugin's optimizer, and all of them its network.
+    plugin = tmp_path / "killed" / "mine.py"
+    plugin.write_text(PLUGIN.replace("lerp_(p.grad, 0.1)", "lerp_(p.grad, 0.2)"))
+    assert "0 of 4 trainings were finished before" in call(command, "killed")
+    assert len(store.results()) == 8
+
+
+def test_tune_gives_every_method_the_same_number_of_points(call, tmp_path):
+    command = f"tune {OPTIONS} --epochs 3 --seeds 2 --points 2 --weight-decay SGD-M=0,1e-3 --weight-decay Signs=0,1"
+    outputs = [call(f"{command} --seconds {seconds}", "one") for seconds in (0, 0.2, 600)]
+    assert "Time is up" in outputs[0]
+    assert tables(outputs[-1]) == tables(call(command, "two"))
+    tried = Store(tmp_path / "two" / "results" / "tune-tiny-stripes-grid.json").results()
+    points = {(r.config.method, r.config.lr, r.config.weight_decay) for r in tried}
+    assert len(points) == len(tried) == 8
+    assert {point[1:] for point in points if point[0] == "Signs"} == {
+        (lr, decay) for lr in (0.003, 0.00949) for decay in (0, 1)
+    }
+    winners = Store(tmp_path / "two" / "results" / "tune-tiny-stripes.json").results()
+    assert {(r.config.method, r.config.seed) for r in winners} == {(m, s) for m in ("Signs", "SGD-M") for s in (1, 2)}
+    for method in ("Signs", "SGD-M"):
+        best = max((r for r in tried if r.config.method == method), key=lambda r: max(r.curves["validation_accuracy"]))
+        assert {r.config.setting for r in winners if r.config.method == method} == {best.config.setting}
+
+
+def test_only_trainings_that_use_a_plugin_have_its_hash(known, tmp_path):
+    plugin, wanted = tmp_path / "mine.py", {"methods": ["Signs", "SGD-M"], "lr": {"signs": 0.1}, "seeds": 1}
+    found = []
+    for source in (PLUGIN, PLUGIN + "# edited\n"):
+        plugin.write_text(source)
+        lab.load_plugin(plugin)
+        found.append(comparison(network="ResNet20", data="cifar10", **wanted))
+    assert found[0][0].key != found[1][0].key
+    assert found[0][1].key == found[1][1].key
+    assert (found[0][1].plugin, found[0][1].norm) == ("", "bn")
+    [own] = comparison(network="Tiny", data="cifar10", methods=["Adam"], seeds=1, schedule="halves")
+    assert (own.plugin, own.norm, own.width) == (found[1][0].plugin, "", None)
+    with pytest.raises(ValueError, match="plugin must be"):
+        fleet(tmp_path, few()).run([replace(CONFIG, method="Signs")])
+    with pytest.raises(ValueError, match="name must not be that of a method of the lab"):
+        lab.register_method("Adam", lambda groups, config: None)
+
+
+def test_schedules_by_name_and_by_function(known):
+    config = Config(model="ResNet20", data="cifar10", method="Adam", lr=0.1, epochs=10, warmup=2, schedule="cosine")
+    factors = [config.rate_factor(epoch) for epoch in range(10)]
+    warm = [1 / 3, 2 / 3]
+    np.testing.assert_allclose(factors, [*warm, *(0.5 + 0.5 * math.cos(math.pi * k / 8) for k in range(8))])
+    linear = replace(config, schedule="linear")
+    np.testing.assert_allclose([linear.rate_factor(k) for k in range(10)], [*warm, *(1 - k / 8 for k in range(8))])
+    lab.register_schedule("mine", lambda config, epoch: 0.5**epoch)
+    made = comparison(network="ResNet20", data="cifar10", methods=["SGD-M"], schedule="mine", epochs=4)
+    assert [made[0].rate_factor(epoch) for epoch in range(4)] == [1, 0.5, 0.25, 0.125]
+    assert made[0].plugin
+
+
+def test_every_method_must_have_as_many_points():
+    configs = comparison(network="ResNet20", data="cifar10", methods=["SGD-M", "Adam"], seeds=1)
+    assert [c.lr for c in tuning(configs, points=3)] == [0.0316, 0.1, 0.316, 0.000316, 0.001, 0.00316]
+    with pytest.raises(ValueError, match="every method must have the same number of points, got SGD-M 1, Adam 6"):
+        tuning(configs, rates={"SGD-M": [0.1]})
+
+
+def test_results_of_a_loop_of_ones_own_have_a_table(tmp_path):
+    """Without a registered method, network or data set: results alone."""
+    store = Store(tmp_path / "mine.json")
+    for method, reached in (("Mine", 61.0), ("Theirs", 60.0)):
+        for seed in range(3):
+            config = Config(
+                model="GPT", norm="", data="bytes", method=method, lr=0.1, seed=seed, epochs=1, schedule="own"
+            )
+            store.add([Result(config, {name: [reached + 0.1 * seed] for name in CURVES})])
+    [column] = accuracy_columns(store.results())
+    assert column.name == "GPT, bytes"
+    lines = column.rows()[1]
+    assert [line[0] for line in lines] == ["Mine", "Theirs"]
+    assert lines[1][-1].startswith("beyond the noise")
+
+
+def test_the_test_images_are_evaluated_when_validation_improves_and_at_the_end():
+    training = Training(replace(CONFIG, epochs=8, lr=1e-2), few())
+    while not training.finished:
+        training.run_epoch()
+    validation, test = training.curves["validation_accuracy"], training.curves["test_accuracy"]
+    improved = [value > max(validation[:k], default=-1) for k, value in enumerate(validation)]
+    assert [not math.isnan(value) for value in test] == [*improved[:-1], True]
+    assert not all(improved)
+    result = Result(training.config, training.curves)
+    assert result.accuracy == test[validation.index(max(validation))]
+    assert result.final_accuracy == test[-1]
+
+
+class Frozen(torch.optim.SGD):
+    """Its rate depends on a count that the host keeps, which a graph would freeze."""
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                with torch.no_grad():
+                    p.sub_(p.grad * group["lr"] / self.state[p]["count"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["captured", "frozen", "item"])
+def test_on_a_gpu_steps_that_cannot_be_replayed_run_plainly(known, kind):
+    def make(groups, config):
+        optimizer = (Frozen if kind == "frozen" else torch.optim.SGD)(groups.param_groups(), config.lr)
+        if kind == "item":
+            optimizer.register_step_pre_hook(lambda *_: groups.params[groups.rest[0]].sum().item())
+        return optimizer
+
+    lab.register_method("Odd", make)
+    data = few("cuda", train=400, test=100)
+    config = replace(CONFIG, method="Odd", lr=0.05)
+    config = replace(config, plugin=registry.plugin_of(config))
+    expected = Training(config, data, execution=Execution(captured=False))
+    expected.run_epoch()
+    training = Training(config, data)
+    if kind == "captured":
+        training.run_epoch()
+    else:
+        with pytest.warns(UserWarning, match="steps of Odd are not replayed as a CUDA graph"):
+            training.run_epoch()
+    assert training.execution.captured == (kind == "captured")
+    np.testing.assert_allclose(training.curves["train_loss"], expected.curves["train_loss"], rtol=1e-3)
+
+
+def test_steps_that_a_graph_would_freeze_are_found(known, monkeypatch):
+    """A capture that freezes what the host computes, without a graph."""
+
+    def freeze(self, work):
+        def replay():
+            [optimizer] = training.optimizers
+            counts = {p: state["count"] for p, state in optimizer.state.items()}
+            work()
+            for p, count in counts.items():
+                optimizer.state[p]["count"] = count
+
+        return replay
+
+    monkeypatch.setattr(Queue, "capture", freeze)
+    lab.register_method("Frozen", lambda groups, config: Frozen(groups.param_groups(), config.lr))
+    config = replace(CONFIG, method="Frozen", lr=0.05)
+    config = replace(config, plugin=registry.plugin_of(config))
+    data = few()
+    plain, training = Training(config, data), Training(config, data)
+    training.execution = replace(training.execution, captured=True)
+    plain.run_epoch()
+    with pytest.warns(UserWarning, match="not replayed as a CUDA graph: replayed steps differ from plain ones"):
+        training.run_epoch()
+    assert training.curves["train_loss"] == plain.curves["train_loss"]
