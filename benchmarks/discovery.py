@@ -1,18 +1,21 @@
 """What find_groups costs: its time in training steps of the same model on the same batch, its memory in passes.
 
-Prints a table and writes results/discovery.json. One training step is forward, backward and SGD in the model's
-own float32; the probes run in float64, which a CPU computes several times slower. Memory is the peak of a process
-above what it has when the model is made, beside that of one forward and backward pass of a float64 copy.
+    python benchmarks/discovery.py            # results/discovery.json
+    python benchmarks/discovery.py --memory   # results/discovery-memory.json, Linux only
+
+One training step is forward, backward and SGD in the model's own float32; the probes run in float64, which a CPU
+computes several times slower. Memory is the peak of a process above what it has when the model is made, compared with
+that of one forward and backward pass of a float64 copy of the model.
 """
 
 import copy
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +40,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet18 8x3x32x32": (resnet18, (8, 3, 32, 32)),
     "mlp bn 64x256": (mlp, (64, 256)),
     "pre-norm transformer 8x32x128": (transformer, (8, 32, 128)),
+}
+LARGE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet18 32x3x32x32": (resnet18, (32, 3, 32, 32)),
     "vit, 8 blocks of 512, 4x3x224x224": (partial(vit, 512, 8, 8), (4, 3, 224, 224)),
     "vit-b/16 4x3x224x224": (vit, (4, 3, 224, 224)),
 }
+"""Models whose weights and activations are larger than what libraries load with their first use."""
 
 
 def step_seconds(model: nn.Module, inputs: Tensor, *, repeats: int = 7) -> float:
@@ -54,52 +61,58 @@ def step_seconds(model: nn.Module, inputs: Tensor, *, repeats: int = 7) -> float
     return statistics.median(times[2:])
 
 
-def peak(name: str, what: str) -> float:
-    """Megabytes that find_groups or one pass of a float64 copy adds, beside the model, in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, name, what], check=True, capture_output=True, text=True)
-    return float(done.stdout)
+def megabytes(field: str) -> float:
+    """Memory of this process: "VmRSS" now, "VmHWM" at its peak."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return float(line.split()[1]) * 1024 / 1e6
 
 
-def measure_peak(name: str, what: str) -> None:
-    """The same in this process, printed."""
-    build, shape = MODELS[name]
+def print_peak(name: str, what: str) -> None:
+    """Print what find_groups or one float64 pass adds to the memory of this process."""
+    build, shape = LARGE[name]
     model, inputs = build(), torch.randn(shape)
-    with open("/proc/self/statm") as file:
-        before = int(file.read().split()[1]) * resource.getpagesize()
+    before = megabytes("VmRSS")
     if what == "find_groups":
         find_groups(model, inputs)
     else:
         copy.deepcopy(model).double()(inputs.double()).square().mean().backward()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 1e6)
+    print(megabytes("VmHWM") - before)
+
+
+def measure_memory() -> None:
+    table = harness.Table("model", "find_groups (MB)", "float64 pass (MB)", "find_groups / pass")
+    for name in LARGE:
+        peaks = []
+        for what in ("find_groups", "pass"):  # each in a process of its own
+            done = subprocess.run([sys.executable, __file__, name, what], check=True, capture_output=True, text=True)
+            peaks.append(float(done.stdout))
+        table.add(name, *peaks, peaks[0] / peaks[1])
+    harness.write("discovery-memory", table)
 
 
 def main() -> None:
     table = harness.Table(
-        "model",
-        "forward passes",
-        "backward passes",
-        "seconds",
-        "one step (s)",
-        "steps it costs",
-        "rows",
-        "peak (MB)",
-        "float64 pass (MB)",
-        "peak / pass",
+        "model", "forward passes", "backward passes", "seconds", "one step (s)", "steps it costs", "rows"
     )
     for name, (build, shape) in MODELS.items():
-        memory = peak(name, "find_groups"), peak(name, "pass")
         torch.manual_seed(0)
         model, inputs = build(), torch.randn(shape)
         step = step_seconds(model, inputs)
         times = []
-        for _ in range(1 if step > 1 else 3):
+        for _ in range(3):
             started = time.perf_counter()
             groups = find_groups(model, inputs)
             times.append(time.perf_counter() - started)
         seconds, rows = statistics.median(times), sum(group.n_rows for group in groups.groups)
-        table.add(name, *groups.passes, seconds, step, seconds / step, rows, *memory, memory[0] / memory[1])
+        table.add(name, *groups.passes, seconds, step, seconds / step, rows)
     harness.write("discovery", table)
 
 
 if __name__ == "__main__":
-    measure_peak(*sys.argv[1:]) if len(sys.argv) > 1 else main()
+    match sys.argv[1:]:
+        case ["--memory"]:
+            measure_memory()
+        case [name, what]:
+            print_peak(name, what)
+        case _:
+            main()
