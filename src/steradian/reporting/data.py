@@ -209,9 +209,7 @@ def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
         "bins": len(spread[0].edges) - 1 if spread else 0,
         "histograms": [
             {
-                "quantity": each.quantity,
-                "group": each.group,
-                "log": each.log,
+                **vars(each),
                 "edges": pack.add(each.edges),
                 "counts": [
                     {"run": run, "steps": steps, "at": pack.add(counts)} for run, (steps, counts) in each.counts.items()
@@ -221,20 +219,9 @@ def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
         ],
         "spheres": [
             {
-                "group": each.group,
-                "row": each.row,
-                "size": each.size,
-                "kept": round(each.kept, 4),
-                "moved": round(each.moved, 4),
+                **vars(each),
                 "paths": [
-                    {
-                        "run": path.run,
-                        "steps": path.steps.tolist(),
-                        "at": pack.add(path.points),
-                        "turned": round(path.turned, 4),
-                        "travelled": round(path.travelled, 4),
-                    }
-                    for path in each.paths
+                    {**vars(path), "steps": path.steps.tolist(), "points": pack.add(path.points)} for path in each.paths
                 ],
             }
             for each in balls
@@ -249,24 +236,14 @@ def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
 
 
 def grid(runs: Sequence[PageRun]) -> dict[str, Any] | None:
-    """Blocks, roles and the place of each group of a page, if it has many layers and they repeat in blocks."""
-    names = list(dict.fromkeys(group for run in runs for group in run.groups))
+    """Blocks, roles and the place of each group, from their names, if there are many layers that repeat in blocks."""
     vectors = {name for run in runs for name in run.vectors}
-    return blocks_of(names) if len(set(names) - vectors) >= MANY_LAYERS else None
-
-
-def blocks_of(groups: Sequence[str]) -> dict[str, Any] | None:
-    """Blocks, roles and the place of each group, from their names; None if there are no four blocks with two roles.
-
-    >>> names = [f"layers.{k}.{role}.weight" for k in range(4) for role in ("up", "down")]
-    >>> found = blocks_of(["embed.weight", *names])
-    >>> found["roles"], found["blocks"][:2], found["places"]["layers.3.down.weight"]
-    (['up', 'down'], ['layers.0', 'layers.1'], [3, 1])
-    """
-    split = {name: re.fullmatch(r"(.*?\b\d+)\.(.+?)(\.weight)?", name) for name in groups}
+    names = list(dict.fromkeys(group for run in runs for group in run.groups))
+    split = {name: re.fullmatch(r"(.*?\b\d+)\.(.+?)(\.weight)?", name) for name in names}
     inside = {name: (found[1], found[2]) for name, found in split.items() if found}
-    blocks, roles = (list(dict.fromkeys(part)) for part in zip(*inside.values(), strict=True)) if inside else ([], [])
-    if len(blocks) < 4 or not 2 <= len(roles) <= 24:
+    blocks, roles = (list(dict.fromkeys(of[k] for of in inside.values())) for k in (0, 1))
+    kinds = {role for name, (_, role) in inside.items() if name not in vectors}
+    if len(set(names) - vectors) < MANY_LAYERS or len(blocks) < 4 or not 2 <= len(kinds) <= 24:
         return None
     places = {name: [blocks.index(block), roles.index(role)] for name, (block, role) in inside.items()}
     return {"blocks": blocks, "roles": roles, "places": places}

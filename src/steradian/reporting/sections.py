@@ -60,9 +60,7 @@ SECTIONS = (
         "depends on the filter's radius and, for Adam, on its second moment. Layers whose effective rates are far "
         "apart do not learn at the same speed, whatever the settings say.",
         (
-            Figure(
-                "schedule", "lines", ("lr",), "Nominal rate η", "The rate in the settings. Dotted verticals: jumps."
-            ),
+            Figure("schedule", "lines", ("lr",), "Nominal rate η", "The rate in the settings."),
             Figure(
                 "effective-rate",
                 "lines",
