@@ -126,7 +126,7 @@ function logTicks(low, high, most = 7) {
   return { tickmode: "array", tickvals, ticktext };
 }
 
-const LABEL = 54;  // pixels that the label of a jump takes
+const LABEL = 46;  // pixels that the label of a jump takes
 
 // All panels over the same steps; logarithmic ranges leave out the last percent that runs off towards zero.
 function fit(traces, layout, bounds) {
