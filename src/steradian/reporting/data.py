@@ -122,16 +122,16 @@ class PageRun:
         there = {"*": True, "rows": not self.rows.empty, "paths": bool(trajectories([self.paths])), "whole": whole}
         return self.quantities | {name for name, known in there.items() if known}
 
-    @property
-    def vectors(self) -> list[str]:
+    @cached_property
+    def vectors(self) -> set[str]:
         """Groups that are no matrices or filters, such as biases and gains, if there are others."""
         known: Sequence[Mapping[str, Any]] = self.about.get("groups") or []
-        flat = [
+        flat = {
             str(group["name"])
             for group in known
             if (group.get("rows") or 0) <= 1 and all(len(shape) <= 1 for shape in group.get("shapes") or ())
-        ]
-        return flat if len(flat) < len(known) else []
+        }
+        return flat if len(flat) < len(known) else set()
 
     @cached_property
     def groups(self) -> list[str]:
@@ -202,7 +202,7 @@ def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
         "statistics": list(STATISTICS),
         "groups": groups,
         "grid": grid(runs),
-        "vectors": sorted({name for run in runs for name in run.vectors}),
+        "vectors": sorted(set().union(*(run.vectors for run in runs))),
         "quantities": _quantities(runs),
         "whole": sorted({name for run in runs for name, of in run.lines.values.items() if "" in of}),
         "runs": [_run(run, coarsen(run.lines, points), pack) for run in runs],
@@ -237,7 +237,7 @@ def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
 
 def grid(runs: Sequence[PageRun]) -> dict[str, Any] | None:
     """Blocks, roles and the place of each group, from their names, if there are many layers that repeat in blocks."""
-    vectors = {name for run in runs for name in run.vectors}
+    vectors = set().union(*(run.vectors for run in runs))
     names = list(dict.fromkeys(group for run in runs for group in run.groups))
     split = {name: re.fullmatch(r"(.*?\b\d+)\.(.+?)(\.weight)?", name) for name in names}
     inside = {name: (found[1], found[2]) for name, found in split.items() if found}

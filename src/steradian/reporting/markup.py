@@ -112,7 +112,9 @@ def _ends(run: PageRun) -> dict[str, str]:
             result[label] = "not a finite number"
             continue
         of = run.lines.values.get(quantity, {})
-        lines = [line.get("median", line.get("mean")) for group, line in of.items() if group]
+        lines = [
+            line.get("median", line.get("mean")) for group, line in of.items() if group and group not in run.vectors
+        ]
         last = [line[np.isfinite(line)][-1] for line in lines if line is not None and np.isfinite(line).any()]
         if last:
             low, high = number(float(f"{min(last):.2g}")), number(float(f"{max(last):.2g}"))
