@@ -4,8 +4,9 @@
 
 On a GPU: eager and as a CUDA graph, milliseconds, bytes of traffic per parameter and share of the measured copy
 bandwidth; Angular's "muon" also over `torch.optim.Muon`. On a CPU: ResNet18's convolutions, in turns, beside torch's
-Adam of the same dtype, loop and fused; and the memory that a step of a 64 MB parameter takes beyond weights, gradients and state. Prints tables and writes
-results/bench-step-DEVICE.json. `adamp` and `geoopt` are measured where they are installed.
+Adam of the same dtype, loop and fused; and the memory that a step of a 64 MB parameter takes beyond weights, gradients
+and state. Prints tables and writes results/bench-step-DEVICE.json. `adamp` and `geoopt` are measured where they are
+installed.
 """
 
 import argparse
