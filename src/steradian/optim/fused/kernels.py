@@ -551,7 +551,7 @@ def _turn_tile(
             axn += xs[k] * ns[k]
             amn += moments[k] * ns[k]
         nn, xn, mn = _sums3(ann, axn, amn)
-    usable = hh <= largest
+    usable = hh * 1048576.0 <= largest  # with room for the squares of m
     # The tangent part of a radial gradient is rounding, which is no direction to turn in.
     moves = there & usable & (hh * steepest > 256.0 * xg * xg)
     counted = rows < tl.where((flags & RMS) != 0, low(first(item + 6)), 0)
@@ -642,7 +642,7 @@ def turn_long_rows(
         xx = tl.where(there, xx, 1.0)
         r, radial = tl.where(there, tl.sqrt(xx), 0.0), xg / xx
         hh = r * r * (gg - radial * xg)
-        usable = hh <= largest  # before the maximum, which drops NaN
+        usable = hh * 1048576.0 <= largest  # before the maximum, which drops NaN
         hh = tl.maximum(hh, 0.0)
         # In float32 the sums themselves are rounded: what is left of a radial gradient is larger than in a tile.
         moves = there & usable & (hh * tl.sqrt(steepest) > 16.0 * r * r * gg)
