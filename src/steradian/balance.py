@@ -35,7 +35,7 @@ Jaggi, *Rotational equilibrium* (2024), for the first two; the others follow in 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -287,36 +287,53 @@ def equilibrium(
     found = []
     for name, settings, size, now in _rows_of(optimizer, groups):
         gamma = slopes.get(name) if isinstance(slopes, Mapping) else slopes
-        start = radius.get(name, now) if isinstance(radius, Mapping) else now if radius is None else radius
-        found.append(_predicted(optimizer, name, settings, size, rates, gamma, start))
+        given = radius.get(name) if isinstance(radius, Mapping) else radius
+        # Where the number of entries in a row is not known, only what does not depend on it is said.
+        some, others = (
+            _predicted(optimizer, name, settings, d, rates, gamma, now * d**0.5 if given is None else given)
+            for d in ((1, 4) if size is None else (size, size))
+        )
+        angle, reached = (_agreed(*pair) for pair in ((some.angle, others.angle), (some.radius, others.radius)))
+        unknown = bool(torch.as_tensor(angle).isnan().any() > torch.as_tensor(some.angle).isnan().any())
+        note = "; ".join(
+            filter(None, [some.note, "it depends on the size of a row, which groups have" if unknown else ""])
+        )
+        found.append(replace(some, angle=angle, radius=reached, steps=_agreed(some.steps, others.steps), note=note))
     return found
 
 
-def _rows_of(optimizer: Optimizer, groups: Groups | None) -> Iterator[tuple[str, Mapping[str, Any], int | None, float]]:
-    """Name, settings, size of a row (None: not known) and root mean square radius of each group.
+def _agreed(one: Any, other: Any) -> Any:
+    """NaN where two predictions differ."""
+    if isinstance(one, Tensor):
+        return torch.where((one - other).abs() <= 1e-9 * one.abs(), one, math.nan)
+    return one if one == other or abs(one - other) <= 1e-9 * abs(one) else math.nan
 
-    Without a size the radius is that of one entry.
-    """
+
+def _rows_of(optimizer: Optimizer, groups: Groups | None) -> Iterator[tuple[str, Mapping[str, Any], int | None, float]]:
+    """Name, settings, size of a row (None: not known, or not the same) and root mean square entry of each group."""
     if groups is None:
         for k, settings in enumerate(optimizer.param_groups):
             params = [param.detach() for param in settings["params"]]
             entries = sum(param.numel() for param in params)
             squares = sum(float(param.float().square().sum()) for param in params)
-            yield f"param group {k}", settings, None, (squares / max(entries, 1)) ** 0.5
+            spec = None if settings.get("joint") else settings.get("rows")
+            sizes = set() if spec is None else {Layout(spec).size(param.shape)[1] for param in params}
+            size = sizes.pop() if len(sizes) == 1 else None
+            yield f"param group {k}", settings, size, (squares / max(entries, 1)) ** 0.5
         return
     of_param = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     for group in groups.groups:
         params = [groups.params[name] for name in group.names]
         if id(params[0]) in of_param:
             rows = Layout(group.spec).join([param.detach().float() for param in params])
-            yield group.names[0], of_param[id(params[0])], group.size, float(rows.square().sum(1).mean().sqrt())
+            yield group.names[0], of_param[id(params[0])], group.size, float(rows.square().mean().sqrt())
 
 
 def _predicted(
     optimizer: Optimizer,
     name: str,
     settings: Mapping[str, Any],
-    size: int | None,
+    size: int,
     rates: Sequence[float] | Tensor | None,
     slopes: Any,
     start: float,
@@ -325,11 +342,11 @@ def _predicted(
     path = [present] if rates is None else [float(rate) for rate in rates]
     if not _by_angle.isdisjoint(type(optimizer).__mro__):
         turned = present if rates is None else torch.tensor(path, dtype=torch.float64)
-        return Equilibrium(name, turned, start if size else math.nan, 0.0, "rows turn by the rate")
+        return Equilibrium(name, turned, start, 0.0, "rows turn by the rate")
     known: dict[float, Balance | str] = {}
     for rate in path:
         if rate not in known:
-            known[rate] = balance_of(optimizer, {**settings, "lr": rate}, size or 1)
+            known[rate] = balance_of(optimizer, {**settings, "lr": rate}, size)
     first = known[path[0]]
     if isinstance(first, str):
         return Equilibrium(name, math.nan, math.nan, math.inf, first)
@@ -339,8 +356,6 @@ def _predicted(
         notes.append("the slopes ‖∇L(u)‖ are taken as constant, and the rows as in equilibrium at the first rate")
     if hidden and rates is not None:
         notes.append("the rows are taken as in equilibrium at the first rate")
-    if size is None and not first.power:
-        notes.append("the radius needs groups")
     series = slopes if isinstance(slopes, Sequence | Tensor) and not _is_single(slopes) else None
     if series is not None and len(series) != len(path):
         raise ValueError(f"slopes must have one number for each of the {len(path)} rates, got {len(series)}")
@@ -364,7 +379,7 @@ def _predicted(
         if r:
             growth = (target / r) ** float(balance.root) * longer**2
             r *= max(1 + shrink * (growth - (longer if coupled else 1.0)), 0.0) ** 0.5
-    unknown = hidden or (first.power and slopes is None) or (size is None and not first.power)
+    unknown = hidden or (first.power and slopes is None)
     if rates is None:
         return Equilibrium(name, angles[0], math.nan if unknown else radii[0], steps, "; ".join(notes))
     of_radii = [math.nan] * len(radii) if unknown else radii
