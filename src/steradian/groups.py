@@ -257,10 +257,19 @@ class Pair:
 
     def __str__(self) -> str:
         a, b = (
-            " + ".join(f"{name} {spec!r}" for name, spec in zip(names, specs, strict=True))
+            " + ".join(map(_cut_in_words, names, specs))
             for names, specs in ((self.a, self.a_specs), (self.b, self.b_specs))
         )
         return f"{a} against {b} ({plural(self.n, 'pair')}, {self.reason})"
+
+
+def _cut_in_words(name: str, spec: Spec) -> str:
+    """A parameter and its spec; of a fold, the range and, if entries are joined, the shape that joins them."""
+    if not (isinstance(spec, tuple) and spec[0] == "fold"):
+        return f"{name} {spec!r}"
+    k, start, *fold = map(int, spec[1:7])
+    stop, shape = start + math.prod(fold), f" as {tuple(fold)}" if fold[1] * fold[3] > 1 else ""
+    return f"{name}[{':, ' * k}{start}:{stop}]{shape}"
 
 
 def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
@@ -593,7 +602,7 @@ def _folded_pairs(pairs: Sequence[Pair]) -> list[str]:
         pair, (*names, reason) = pairs[members[0]], text.split("\t")
         split = len(pair.a)
         a, b = (
-            " + ".join(f"{name} {specs[of_name[0]]!r}" for name, of_name in fold(side, specs))
+            " + ".join(_cut_in_words(name, specs[of_name[0]]) for name, of_name in fold(side, specs))
             for side, specs in ((names[:split], pair.a_specs), (names[split:], pair.b_specs))
         )
         lines.append(f"{a} against {b} ({plural(pair.n, 'pair')}, {reason})")

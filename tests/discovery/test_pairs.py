@@ -129,3 +129,11 @@ def test_a_pair_is_plain_data_and_prints_full_names():
     assert pair == Pair(("0.weight", "0.bias"), ("2.weight",), ("filter", "filter"), (("axis", 1),), 5, pair.reason)
     assert json.loads(json.dumps(asdict(pair)))["b_specs"] == [["axis", 1]]
     assert all(name in str(pair) for name in ("0.weight", "0.bias", "2.weight"))
+
+
+def test_a_part_of_a_tensor_prints_as_a_slice():
+    torch.manual_seed(0)
+    pairs = find_groups(nn.MultiheadAttention(8, 2), *[torch.randn(5, 3, 8)] * 3).pairs
+    text = "\n".join(map(str, pairs))
+    assert "in_proj_weight[16:24] + in_proj_bias[16:24] against out_proj.weight ('axis', 1)" in text
+    assert "in_proj_weight[0:8]" in text

@@ -362,7 +362,8 @@ def to_spec(cut: Cut, shape: Sequence[int]) -> Spec:
 @cache
 def divisors(n: int) -> tuple[int, ...]:
     """In ascending order."""
-    return tuple(g for g in range(1, n + 1) if n % g == 0)
+    small = [g for g in range(1, math.isqrt(n) + 1) if n % g == 0]
+    return (*small, *(n // g for g in reversed(small) if g * g < n))
 
 
 def _most_blocks(shape: Sequence[int], dim: int, trial: Trial) -> int:

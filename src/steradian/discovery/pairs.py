@@ -7,7 +7,7 @@ whose totals agree are cut into sets as finely as the sums of these agree.
 """
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, permutations, product
@@ -49,11 +49,6 @@ class Side:
         """Σ g·x and Σ (g·x)² in the first probe."""
         radial, effect = self.sums[0].sum(1).tolist()
         return radial, effect
-
-    def may_agree(self, other: "Side") -> bool:
-        """Whether the totals nearly agree in the first probe; there may be many sides to compare."""
-        (radial, effect), (other_radial, other_effect) = self.total, other.total
-        return (radial - other_radial) ** 2 <= thresholds.NEARLY_AGREE**2 * (effect + other_effect)
 
     def piece(self, start: int, size: int) -> "Side":
         """A range of the slices of each block."""
@@ -115,6 +110,9 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
     unpaired: dict[frozenset[str], list[tuple[list[Side], int]]] = {}
     for a in sorted(sets - {()}, key=lambda s: (len(s), [order[name] for name in s])):
         b = names & frozenset[str]().union(*(reads[name] for name in a)) - set(a)
+        # Parts of a tensor are compared where few parameters are, not among all that write to a residual stream.
+        if len(a) + len(b) > thresholds.MOST_WITH_PARTS and not _near(search.total(a), search.total(b)):
+            continue
         sides = search.sides(a)
         left = search.pair_up(sides, search.sides(sorted(b, key=place))) if b else [(sides, 0)]
         if b and all(measured.prober.parameters[name].numel() == 1 for name in b):
@@ -122,7 +120,7 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
         unpaired.setdefault(b, []).extend(left)
     for left in unpaired.values():
         for (one, n), (other, m) in combinations(left, 2):
-            if one[0].may_agree(other[0]):
+            if _near(one[0].total, other[0].total):
                 search.pair(one, other, "multiplied with each other", more_than=min(n, m))
     return sorted((pair for _, _, pair in search.found), key=lambda pair: order[pair.a[0]])
 
@@ -133,6 +131,11 @@ class _Search:
         self.found: list[tuple[Side, Side, Pair]] = []
         exact = [measured.first, *(() if measured.late else measured.grown), measured.own]
         self.readings = [r for r in exact if r is not None and r.noise == measured.own.noise]
+
+    def total(self, names: Iterable[str]) -> tuple[float, float]:
+        """Σ g·x and Σ (g·x)² of some parameters in the first probe."""
+        first = self.readings[0]
+        return sum(first.radial[name] for name in names), sum(first.effect[name] ** 2 for name in names)
 
     def sides(self, names: Sequence[str]) -> list[Side]:
         """The ways to lay slices of these parameters beside each other, the whole parameters last."""
@@ -213,6 +216,11 @@ class _Search:
         """Whether ⟨∇L, a⟩ = ⟨∇L, b⟩ of every set in every reading, up to rounding."""
         allowed = self.measured.prober.precision.resolution * np.sqrt(sums_a[:, 1] + sums_b[:, 1]) + floor
         return bool((np.abs(sums_a[:, 0] - sums_b[:, 0]) <= allowed).all())
+
+
+def _near(total: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether two totals nearly agree in the first probe: most do not, and there may be many."""
+    return (total[0] - other[0]) ** 2 <= thresholds.NEARLY_AGREE**2 * (total[1] + other[1])
 
 
 def _follows(both: Sequence[Side], known: Sequence[Side]) -> bool:

@@ -92,6 +92,8 @@ INVARIANT_SIDE = 1e-3
 """Share of its effect up to which ⟨∇L, a⟩ of a side is what ε leaves of an invariance at some point."""
 NEARLY_AGREE = 1e-6
 """Share of their effects by which the totals of two sides may differ at first sight."""
+MOST_WITH_PARTS = 8
+"""Parameters of two sides up to which parts of one are compared with the other."""
 MOST_PARTS = 8
 """Equal parts of a tensor that are compared with another side one by one."""
 PAIR_FACTORS = 8
