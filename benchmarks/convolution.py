@@ -40,7 +40,7 @@ def arguments(channels: int, batch: int) -> dict[str, Tensor]:
 
 def ours(kind: str, t: dict[str, Tensor]) -> Callable[[], object]:
     if kind == "forward":
-        return lambda: convolution.convolve(t["x"], t["weight"]).sums
+        return lambda: convolution.convolve(t["x"], t["weight"])[1]
     if kind == "input gradient":
         return lambda: convolution._input_gradient(t["dy"], t["weight"], t["x"], 1)
     plan = convolution._WEIGHT_GRADIENT[1][t["dy"].shape[1]]

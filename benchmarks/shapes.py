@@ -52,6 +52,11 @@ def _vit_l() -> Shapes:
     return [(1024, 3, 16, 16)] + [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] * 24
 
 
+def _transformer() -> Shapes:
+    """0.5 B parameters in 24 layers of width 1280: queries, keys, values, output, up and down."""
+    return ([(1280, 1280)] * 4 + [(5120, 1280), (1280, 5120)]) * 24
+
+
 RESNET18 = _resnet18()
 SETS: dict[str, Shapes] = {
     "ResNet18": RESNET18,
@@ -59,5 +64,6 @@ SETS: dict[str, Shapes] = {
     "VGG16": _vgg16(),
     "ConvNeXt-B": _convnext_b(),
     "ViT-L": _vit_l(),
+    "0.5 B transformer": _transformer(),
     "1.07 B in rows of 4096": [(262144, 4096)],
 }

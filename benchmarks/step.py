@@ -3,9 +3,10 @@
     python benchmarks/step.py [--sets ResNet18 ...]
 
 On a GPU: eager and as a CUDA graph, milliseconds, bytes of traffic per parameter and share of the measured copy
-bandwidth. On a CPU: ResNet18's convolutions, in turns, beside torch's Adam of the same dtype, loop and fused; and the
-memory that a step of a 64 MB parameter takes beyond weights, gradients and state. Prints tables and writes
-results/bench-step-DEVICE.json. `adamp` and `geoopt` are measured where they are installed.
+bandwidth; Angular's "muon" also over `torch.optim.Muon`. On a CPU: ResNet18's convolutions, in turns, beside torch's
+Adam of the same dtype, loop and fused; and the memory that a step of a 64 MB parameter takes beyond weights, gradients
+and state. Prints tables and writes results/bench-step-DEVICE.json. `adamp` and `geoopt` are measured where they are
+installed.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from steradian.optim import Adam
+from steradian.optim import Adam, Angular
 
 from harness import Table, write
 from shapes import SETS
@@ -27,11 +28,27 @@ from shapes import SETS
 LOOP, FUSED = "torch.optim.Adam", "torch.optim.Adam(fused=True)"
 OPTIONS = {"lr": 1e-3, "weight_decay": 1e-4}
 # What one step has to move: gradient, x and m (and v) read, x and m (and v) written.
-TRAFFIC = {"one number per row": 20, "element-wise": 28}
+TRAFFIC = {"one number per row": 20, "element-wise": 28, "matrices": 20}
 
 
 def ours(params: list[torch.nn.Parameter], **more: object) -> torch.optim.Optimizer:
     return Adam([{"params": params, "rows": "filter"}], without="abc", **OPTIONS, **more)
+
+
+def angular(params: list[torch.nn.Parameter], **more: object) -> torch.optim.Optimizer:
+    return Angular([{"params": params, "rows": "filter"}], **more)
+
+
+def of_matrices(
+    make: Callable[..., torch.optim.Optimizer], params: list[torch.nn.Parameter], **more: object
+) -> torch.optim.Optimizer:
+    """On the same numbers as matrices, which is all that `torch.optim.Muon` takes."""
+    flat = []
+    for p in params:
+        assert p.grad is not None
+        flat.append(torch.nn.Parameter(p.detach().flatten(1)))
+        flat[-1].grad = p.grad.flatten(1)
+    return make(flat, **more)
 
 
 def riemannian(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -64,6 +81,14 @@ def methods() -> dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str,
     return {
         "torch.optim.Adam, fused": (torch_adam, {"fused": True, "capturable": True}, "element-wise", True),
         'Adam, without="abc", fused': (ours, {"fused": True, "capturable": True}, "one number per row", True),
+        "Angular, fused": (angular, {"fused": True, "capturable": True}, "one number per row", True),
+        "torch.optim.Muon": (partial(of_matrices, torch.optim.Muon), {"nesterov": False}, "matrices", False),
+        "Angular, muon": (
+            partial(of_matrices, angular),
+            {"direction": "muon", "capturable": True},
+            "matrices",
+            True,
+        ),
         "torch.optim.Adam, foreach": (torch_adam, {"foreach": True, "capturable": True}, "element-wise", True),
         "adamp.AdamP": (adamp, {}, "element-wise", False),
         "geoopt RiemannianAdam": (riemannian, {}, "one number per row", False),
@@ -121,12 +146,12 @@ def on_gpu(names: list[str]) -> None:
         "set", "method", "eager ms", "eager / fused Adam", "graph ms", "graph / fused Adam", "bytes", "share of copy"
     )
     for name in names:
-        base = (float("nan"), float("nan"))
+        base, muon = (float("nan"), float("nan")), float("nan")
         for method, (build, options, traffic, capture) in methods().items():
             torch.cuda.empty_cache()
             params = make(SETS[name], "cuda")
             size = sum(p.numel() for p in params)
-            if size > 5e8 and not capture:
+            if size > 5e8 and not capture and method != "torch.optim.Muon":
                 continue
             try:
                 optimizer = build(params, **options)
@@ -138,6 +163,10 @@ def on_gpu(names: list[str]) -> None:
                 continue
             if method.endswith("Adam, fused"):
                 base = (eager, replay)
+            if method == "torch.optim.Muon":
+                muon = eager
+            if method == "Angular, muon":
+                print(f"{name}: Angular, muon / torch.optim.Muon: eager {eager / muon:.3f}, graph {replay / muon:.3f}")
             moved = TRAFFIC[traffic]
             share = moved * size / (min(eager, replay if capture else eager) / 1e3) / bandwidth
             table.add(name, method, eager, eager / base[0], replay, replay / base[1], moved, share)
@@ -160,6 +189,8 @@ def cpu_methods() -> dict[str, tuple[torch.dtype, Callable[[list[torch.nn.Parame
         made[f'Adam, without="{letters}", bf16'] = (half, partial(adam, letters))
         made[f'Adam, without="{letters}", joint with biases'] = (single, partial(adam, letters, joint=True))
         made[f'Adam, without="{letters}", rows ("axis", 1)'] = (single, partial(adam, letters, rows=("axis", 1)))
+    for direction in ("gradient", "adam"):
+        made[f"Angular, {direction}"] = (single, partial(angular, direction=direction))
     made["adamp.AdamP"] = (single, adamp)
     made["geoopt RiemannianAdam"] = (single, riemannian)
     return made

@@ -28,6 +28,7 @@ def main(page: Path, section: str, out: Path, scheme: Literal["light", "dark"] =
         view.goto(page.resolve().as_uri())
         view.add_style_tag(content=".bar { position: static !important; }")  # or it lies over the picture
         part = view.locator(f"#{section}")
+        view.wait_for_function("window.Plotly")
         part.scroll_into_view_if_needed()
         view.wait_for_timeout(2000)
         part.screenshot(path=out)

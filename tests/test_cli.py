@@ -25,6 +25,7 @@ COMMANDS = [
     "table",
     "figure",
     "report",
+    "match",
     "write-up",
     "data",
     "data pack",
@@ -148,6 +149,18 @@ def test_inspect_saves_groups_for_a_training(call, tmp_path, qwen3):
     assert groups.params["lm_head.weight"] is qwen3.lm_head.weight
 
 
+def test_match_prints_settings_and_what_it_cannot_know(call):
+    sgd = "SGD(lr=0.1, momentum=0.9, weight_decay=5e-4)"
+    done = call("match", sgd, "--to", "torch.optim.AdamW(lr=1e-3, betas=(0.9, 0.95))")
+    assert "AdamW(lr=0.001, betas=(0.9, 0.95), weight_decay=0.5)" in done.out
+    assert f"{sgd} turns rows by 0.007255 rad" in done.out
+    assert "not invariant" in done.out
+    assert (
+        "Adam(lr=0.001, without='abc'"
+        in call("match", 0.007, "--to", "Adam(lr=1e-3, without='abc')", "--slope", 0.3, "--size", 144).out
+    )
+
+
 def test_inspect_names_the_missing_module(call, tmp_path):
     (tmp_path / "needs_more.py").write_text("import no_such_module.inside\n")
     done = call("inspect", "needs_more:model", "--input", "2x3")
@@ -224,7 +237,7 @@ def test_inspect_reports_why_an_import_failed(call, tmp_path, monkeypatch, name,
         ("tune --methods Adam --methods SGD-M --lr Adam=1,2", "the same number of points, got Adam 2, SGD-M 6"),
         ("table nothing", "no results of 'nothing'"),
         ("figure nothing loss -o x.svg", "no results of 'nothing'"),
-        ("figure nothing pie -o x.svg", "kind must be one of loss, accuracy"),
+        ("figure nothing pie -o x.svg", "kind must be among loss, accuracy"),
         ("figure nothing hypotheses -o x.svg", "no records of 'nothing' in results; there are none"),
         (
             "reproduce trajectories --methods Adam",
@@ -241,6 +254,10 @@ def test_inspect_reports_why_an_import_failed(call, tmp_path, monkeypatch, name,
         ("compare --methods Adam --set norm=batch", "norm must be among bn"),
         ("compare --methods Adam --study ../up", "study must be the name of a file"),
         ("reproduce tables --data digits --points 3", "tables has no option --points"),
+        ("match 0.01 --to AdamW", "one of lr and weight_decay must be given"),
+        ("match 0.01 --to AdamW(0.001)", "written like AdamW(lr=1e-3), got 'AdamW(0.001)'"),
+        ("match 0.01 --to AdamX(lr=0.1)", "no optimizer 'AdamX' in steradian.optim or torch.optim"),
+        ("match no/run --to Angular", "no/run is not a recorded run"),
         ("reproduce tables --data digits --settings guessed", "settings must be one of printed, released"),
         ("reproduce tables --data digits --built-as guessed", "built_as must be paper or released"),
         ("reproduce grid --data digits --settings released", "grid has no option --settings"),
@@ -379,7 +396,7 @@ def test_tracked_trainings_and_the_write_up(call, tmp_path):
     assert len(list((tmp_path / "pictures").glob("*.svg"))) == 2
     assert call("figure", "hypotheses-digits", "Phenomena", "-o", "p.html").code == 0
     other = call("figure", "hypotheses-digits", "trajectories", "-o", "t.svg")
-    assert other.err.endswith("has no trajectories to show; it has hypotheses, phenomena\n")
+    assert "there is nothing to show: no results of this kind" in other.err
 
 
 def test_data_are_packed_and_checked(call):

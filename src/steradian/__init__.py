@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from steradian import balance, equivalence, geometry, groups, image, optim, phenomena, scheme
+    from steradian.balance import equilibrium
     from steradian.discovery import find_groups
     from steradian.groups import Groups
     from steradian.reporting.page import report
+    from steradian.watching.match import match
     from steradian.watching.watch import watch
 
 __version__ = "0.2.0"
@@ -16,11 +18,13 @@ __all__ = [
     "Groups",
     "__version__",
     "balance",
+    "equilibrium",
     "equivalence",
     "find_groups",
     "geometry",
     "groups",
     "image",
+    "match",
     "optim",
     "phenomena",
     "report",
@@ -30,7 +34,9 @@ __all__ = [
 
 _WITHIN = {
     "Groups": "groups",
+    "equilibrium": "balance",
     "find_groups": "discovery",
+    "match": "watching.match",
     "report": "reporting.page",
     "watch": "watching.watch",
 }

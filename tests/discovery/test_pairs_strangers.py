@@ -594,6 +594,71 @@ def attention_with_relative_positions():
     return Net(run, r=nn.Parameter(torch.randn(5, 3)), **projections(1, 1, 3)), tokens()
 
 
+@case(
+    also=[
+        pair(
+            ("qkv.weight", lambda i: i.reshape(2, 3, 2, -1)[:, 0].flatten(0, 1)),
+            ("qkv.weight", lambda i: i.reshape(2, 3, 2, -1)[:, 1].flatten(0, 1)),
+        ),
+        pair(("qkv.weight", lambda i: i.reshape(2, 3, 2, -1)[:, 2].flatten(0, 1)), cols("o.weight")),
+    ],
+    false=[pair(part("qkv.weight", 8, 12), cols("o.weight"))],
+)
+def queries_keys_and_values_by_head():
+    """GPT-NeoX's order: q, k and v of the first head, then those of the second."""
+
+    def run(net, x):
+        q, k, v = net.qkv(x).unflatten(-1, (2, 6)).transpose(1, 2).chunk(3, -1)
+        return net.o(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    return Net(run, qkv=nn.Linear(4, 12, bias=False), o=nn.Linear(4, 4, bias=False)), tokens()
+
+
+@case(
+    also=[
+        pair(("kv.weight", lambda i: i.reshape(2, 5, -1)[:, :2].flatten(0, 1)), rows("q.weight")),
+        pair(("kv.weight", lambda i: i.reshape(2, 5, -1)[:, 2:].flatten(0, 1)), cols("o.weight")),
+    ],
+    false=[pair(part("kv.weight", 0, 4), rows("q.weight"))],
+)
+def keys_and_values_by_head():
+    """DeepSeek's order: two channels of k and three of v for each head."""
+
+    def run(net, x):
+        q = net.q(x).unflatten(-1, (2, 2)).transpose(1, 2)
+        k, v = net.kv(x).unflatten(-1, (2, 5)).transpose(1, 2).split([2, 3], -1)
+        return net.o(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    layers = {"q": nn.Linear(4, 4, bias=False), "kv": nn.Linear(4, 10, bias=False), "o": nn.Linear(6, 4, bias=False)}
+    return Net(run, **layers), tokens()
+
+
+@case(
+    also=[pair(part("p.weight", 2, 5), part("p.weight", 5, 8))],
+    false=[pair(part("p.weight", 0, 2), part("p.weight", 2, 4))],
+)
+def product_of_two_parts_of_a_layer():
+    """As B and C of a Mamba."""
+
+    def run(net, x):
+        step, b, c = net.p(x).split([2, 3, 3], -1)
+        return torch.tanh(step).sum(-1)[:, :, None] * (b @ c.transpose(1, 2))
+
+    return Net(run, p=nn.Linear(4, 8, bias=False)), tokens()
+
+
+@case(also=[pair(part("p.weight", 0, 3), rows("c.weight"))], false=[pair(part("p.weight", 3, 6), rows("c.weight"))])
+def part_of_a_layer_before_a_depthwise_convolution():
+    """As the input projection of a Mamba."""
+
+    def run(net, x):
+        h, gate = net.p(x).transpose(1, 2).chunk(2, 1)
+        return net.o((F.silu(net.c(h)[..., : x.shape[1]]) * F.silu(gate)).transpose(1, 2))
+
+    conv = nn.Conv1d(3, 3, 2, groups=3, padding=1)
+    return Net(run, p=nn.Linear(4, 6, bias=False), c=conv, o=nn.Linear(3, 4, bias=False)), tokens()
+
+
 # --- adapters -------------------------------------------------------------------------------------------------------
 
 

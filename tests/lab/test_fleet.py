@@ -19,10 +19,10 @@ from rich.console import Console
 from torch._dynamo.backends.debugging import aot_eager
 
 from steradian import find_groups
-from steradian.cli.progress import Shown
 from steradian.lab import training as lab_training
 from steradian.lab.fleet import Fleet
 from steradian.lab.models import small_cnn
+from steradian.lab.progress import Progress
 from steradian.lab.registry import METHODS
 from steradian.lab.results import Result, Store
 from steradian.lab.training import Execution, Queue, Training
@@ -220,7 +220,7 @@ def test_time_that_is_over_stops_at_a_checkpoint(tmp_path, data):
     assert curves(study.store) == curves(whole.store)
 
 
-class Interrupting(Shown):
+class Interrupting(Progress):
     """Presses Ctrl-C, or sends another signal, after the second epoch of a training, once or twice."""
 
     def __init__(self, times, number=signal.SIGINT):
@@ -306,7 +306,7 @@ def test_progress_shows_epoch_loss_accuracy_and_time_left(tmp_path, data):
     for live in (True, False):
         terminal = {"force_terminal": live, "_environ": {"TERM": "xterm"}}
         console = Console(file=io.StringIO(), width=160, **terminal)
-        progress = Shown(console, clock=lambda: 40.0 * next(clock))
+        progress = Progress(console, clock=lambda: 40.0 * next(clock))
         fleet(tmp_path / str(live), data, progress=progress).run(methods("Adam", "SGD-M", epochs=4))
         if live:
             first = Training(methods("Adam")[0], data)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from steradian.cli.progress import Shown
 from steradian.lab.data import DataSet, Images, Resident, load
 from steradian.lab.experiments import Tracked, track_study
+from steradian.lab.progress import Progress
 from steradian.lab.results import CURVES, Claims, Result, Store, has_diverged
 from steradian.lab.study import Study, study_name
 from steradian.lab.training import Training
@@ -71,7 +71,7 @@ def test_a_study_continues_if_its_folder_is_removed(tmp_path, data, monkeypatch)
 def test_trainings_of_other_processes_are_skipped_and_awaited(tmp_path, data, monkeypatch):
     configs = [replace(ONE, seed=seed) for seed in range(2)]
     output = io.StringIO()
-    here = fleet(tmp_path, data, progress=Shown(Console(file=output)))
+    here = fleet(tmp_path, data, progress=Progress(Console(file=output)))
     theirs = Claims(tmp_path / "work" / "claims")
     assert theirs.take(configs[0].key)
 
@@ -80,7 +80,7 @@ def test_trainings_of_other_processes_are_skipped_and_awaited(tmp_path, data, mo
         here.store.add([Result(configs[0], curves, environment={"device": "theirs"})])
         theirs.free(configs[0].key)
 
-    monkeypatch.setattr(here.progress, "waiting", lambda count: (Shown.waiting(here.progress, count), meanwhile()))
+    monkeypatch.setattr(here.progress, "waiting", lambda count: (Progress.waiting(here.progress, count), meanwhile()))
     monkeypatch.setattr("steradian.lab.fleet.POLL", 0.0)
     assert here.run(configs)
     made = {result.config.seed: result.environment["device"] for result in here.store.results()}

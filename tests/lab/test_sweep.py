@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from steradian.cli.progress import Shown
 from steradian.lab.data import DataSet, Images, pack
+from steradian.lab.progress import Progress
 from steradian.lab.recipes import accuracy_tables
 from steradian.lab.results import CURVES, Result, Store
 from steradian.lab.study import Study, _run_fleet, sweep
@@ -143,7 +143,7 @@ def test_workers_find_data_in_the_folder_of_the_driver(tmp_path, monkeypatch):
     [config] = accuracy_tables(data="mine", columns=["VGG16"], methods=["Adam"], epochs=1, seeds=1)
     small = replace(config, width=4, batch_size=8, precision="float32")
     output = io.StringIO()
-    assert sweep([small], Study("spread", Path("results"), Path("runs")), progress=Shown(Console(file=output)))
+    assert sweep([small], Study("spread", Path("results"), Path("runs")), progress=Progress(Console(file=output)))
     assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == [
         "0 of 1 trainings were finished before",
         "1 of 1",

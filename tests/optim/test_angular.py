@@ -242,22 +242,32 @@ def test_a_bias_that_is_part_of_its_rows_is_a_column_of_the_matrix() -> None:
     torch.testing.assert_close(found, alone.detach(), rtol=0, atol=1e-12)
 
 
-def test_parameters_of_one_shape_step_as_each_does_alone() -> None:
-    """Their matrices are multiplied together; tall ones with wide ones."""
-    shapes = [(6, 8), (8, 6), (6, 8), (5, 7)]
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("rows", ["filter", 2])
+def test_parameters_of_one_shape_step_as_each_does_alone(rows: Any, capturable: bool) -> None:
+    """Their matrices are multiplied together; one of them has no gradient in the first step."""
+    shapes = [(6, 8), (8, 6), (6, 8), (4, 7), (6, 8)]
     draw = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
     together, apart = ([nn.Parameter(t.clone()) for t in starts] for _ in range(2))
-    optimizers = [optim.Angular([{"params": together, "rows": "filter"}], direction="muon", nesterov=True)]
-    optimizers += [optim.Angular([{"params": [p], "rows": "filter"}], direction="muon", nesterov=True) for p in apart]
-    for _ in range(3):
+    settings: dict[str, Any] = {"direction": "muon", "spread": "rms", "nesterov": True, "capturable": capturable}
+    optimizers = [optim.Angular([{"params": together, "rows": rows}], **settings)]
+    optimizers += [optim.Angular([{"params": [p], "rows": rows}], **settings) for p in apart]
+    for optimizer in optimizers:
+        optimizer.emit()
+    for step in range(3):
         for p, q in zip(together, apart, strict=True):
             p.grad = torch.randn(p.shape, generator=draw, dtype=p.dtype)
             q.grad = p.grad.clone()
+        if step == 0:
+            together[2].grad = apart[2].grad = None
         for optimizer in optimizers:
             optimizer.step()
-    for p, q in zip(together, apart, strict=True):
+    for p, q, alone in zip(together, apart, optimizers[1:], strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(optimizers[0].telemetry[p], alone.telemetry[q], rtol=0, atol=1e-7)
+        for name, value in optimizers[0].state[p].items():
+            torch.testing.assert_close(value, alone.state[q][name], rtol=0, atol=1e-10)
 
 
 # The rest, settings, half precision -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from steradian.optim import Adam
+from steradian.optim import Adam, Angular
 from steradian.optim.fused import decide
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -571,3 +571,111 @@ def test_parameters_of_a_wrapping_class_get_the_plain_step(without):
         two.step()
     for found in (wrapped.a, wrapped.b, beside):
         close(found.detach(), plain.detach(), 3e-6, "param")
+
+
+# Angular ------------------------------------------------------------------------------------------------------------
+
+
+def pair_of_angles(shapes, *, dtype=torch.float32, rows="filter", **options):
+    made = []
+    for fused in (False, True):
+        params = [torch.nn.Parameter(3 * p.detach()) for p in parameters(shapes, dtype)]
+        optimizer = Angular([{"params": params, "rows": rows}], lr=0.02, fused=fused, **options)
+        optimizer.emit()
+        made.append((params, optimizer))
+    return made
+
+
+ANGLED = [(5, 3, 3, 3), (3, 64), (2, 64, 3, 3), (40, 5), (2, 6000)]
+
+
+@pytest.mark.parametrize(
+    ("spread", "nesterov", "dtype"),
+    [
+        ("equal", False, torch.float32),
+        ("equal", True, torch.float64),
+        ("rms", False, torch.float64),
+        ("rms", True, torch.float32),
+    ],
+)
+def test_angles_equal_the_reference(spread, nesterov, dtype):
+    """Rows of tiles and longer ones, telemetry too; rows that idle, or whose gradient is radial or not finite."""
+    made = pair_of_angles(ANGLED, dtype=dtype, spread=spread, nesterov=nesterov)
+    for k in range(3):
+        for params, optimizer in made:
+            for p, g in zip(params, gradients(params, 1 + k), strict=True):
+                p.grad = g
+            params[0].grad[1] = 0
+            params[2].grad[1] = params[2].detach()[1]
+            for p in (params[1], params[-1]):
+                p.grad[0, 3] = torch.nan if k == 1 else 1
+                p.grad[1] = 0
+            optimizer.step()
+    assert_alike(made, 3e-6 if dtype == torch.float32 else 1e-13)
+    for p, q in zip(made[0][0], made[1][0], strict=True):
+        one, two = made[0][1].telemetry[p], made[1][1].telemetry[q]
+        torch.testing.assert_close(two, one, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-5)
+    assert torch.equal(made[1][0][-1].detach()[1], 3 * parameters(ANGLED, dtype)[-1].detach()[1])
+
+
+@pytest.mark.parametrize("rows", ["tensor", 2, ("axis", 1)])
+def test_angles_of_other_layouts(rows):
+    made = pair_of_angles([(4, 2, 5), (2, 3, 3000)], rows=rows, spread="rms", maximize=True)
+    run(made, 2)
+    assert_alike(made, 3e-6)
+
+
+def test_half_precision_angles_are_those_of_the_rounded_weights():
+    made = pair_of_angles([(3, 64), (2, 6000)], dtype=torch.float16)
+    run(made, 2)
+    assert_alike(made, 2e-3)
+    for p, q in zip(made[0][0], made[1][0], strict=True):
+        torch.testing.assert_close(made[1][1].telemetry[q], made[0][1].telemetry[p], rtol=2e-2, atol=1e-4)
+
+
+def test_angles_go_on_from_a_state_of_the_plain_step_and_follow_the_rate():
+    made = pair_of_angles([(3, 64)], spread="rms")
+    run(made, 2)
+    made[1][1].load_state_dict(copy.deepcopy(made[0][1].state_dict()) | {})
+    with torch.no_grad():
+        made[1][0][0].copy_(made[0][0][0])
+    made[1][1].param_groups[0]["fused"] = True
+    for _, optimizer in made:
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.05, device=DEVICE)
+    run(made, 2, seed=7)
+    assert_alike(made, 3e-6)
+
+
+def test_other_directions_are_not_fused():
+    params = parameters([(3, 64)])
+    with pytest.raises(ValueError, match="fused must be None or False for the direction 'muon'"):
+        Angular([{"params": params, "rows": "filter"}], direction="muon", fused=True)
+    groups = [
+        {"params": [p], "rows": "filter", "direction": d}
+        for p, d in zip(parameters([(3, 8), (5, 7)]), ("gradient", "muon"), strict=True)
+    ]
+    optimizer = Angular(groups, lr=0.25)
+    optimizer.emit()
+    optimizer.param_groups[0]["fused"] = True
+    for group in optimizer.param_groups:
+        for p, g in zip(group["params"], gradients(group["params"], 3), strict=True):
+            p.grad = g
+    optimizer.step()
+    for told in optimizer.telemetry.values():
+        torch.testing.assert_close(told[:, 1], torch.full_like(told[:, 1], 0.25), rtol=1e-5, atol=0)
+
+
+# Corrected decay ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_corrected_decay_equals_the_reference(decoupled, on_device):
+    made = pair(
+        [(3, 64), (2, 6000)], without="abc", weight_decay=0.5, decoupled_weight_decay=decoupled, corrected_decay=True
+    )
+    for rate in (0.02, 0.01, 0.002):
+        for _, optimizer in made:
+            optimizer.param_groups[0]["lr"] = torch.tensor(rate, device=DEVICE) if on_device else rate
+        run(made, 1)
+    assert_alike(made, 3e-6)

@@ -1,8 +1,10 @@
 """The page in a real Chromium: it draws, its selectors change what is drawn, and it needs no network."""
 
+import re
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import simulate
 from browser import Visits, see, see_all
@@ -79,7 +81,7 @@ def test_every_figure_is_drawn_and_none_is_too_wide_for_a_window_that_became_nar
     assert tab.locator("#any[data-drawn]").count() == 0  # figures wait until they are in sight
     for section in SECTIONS:
         for figure in section.figures:
-            if figure.id in ("blocks", "update", "radial-share"):  # for other runs
+            if figure.id in ("blocks", "schedule", "update", "radial-share"):  # for other runs
                 assert tab.locator(f"#{figure.id}").count() == 0
                 continue
             see(tab, figure.id)
@@ -431,3 +433,69 @@ def test_names_are_text_and_nothing_else(visit, tmp_path):
     tab.select_option("#layer", evil)
     assert tab.locator("#evil").count() == 0
     assert tab.inner_text(".run h3") == evil
+
+
+def test_the_pointer_shows_all_lines_of_a_panel(tab):
+    see(tab, "angle")
+    box = tab.locator("#angle .plot .draglayer .xy").bounding_box()
+    tab.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.5 * box["height"])
+    tab.wait_for_selector("#angle .hoverlayer .legend")
+    said = tab.locator("#angle .hoverlayer .legend text").all_text_contents()
+    assert said[0].startswith("step ")
+    assert {text.split(" : ")[0] for text in said[1:]} == set(LAYERS)
+
+
+def test_smoothing_averages_neighbours_and_leaves_bounds_alone(tab, runs):
+    see(tab, "angle")
+    raw = np.array(recorded(runs[0], "angle", "conv1.weight", "median"))
+    tab.eval_on_selector("#smoothing", "(e) => { e.value = 2; e.dispatchEvent(new Event('input')); }")
+    smooth = next(line["y"] for line in lines(tab, "angle") if line["name"] == "conv1.weight")
+    assert smooth[10] == pytest.approx(raw[8:13].mean(), rel=1e-4)
+    assert smooth[0] == pytest.approx(raw[:3].mean(), rel=1e-4)
+    see(tab, "h2")
+    bound = next(line["y"] for line in lines(tab, "h2") if line["name"] == "conv1.weight")
+    assert max(bound) == pytest.approx(max(recorded(runs[0], "velocity", "conv1.weight", "max")), rel=2e-5)
+    tab.eval_on_selector("#smoothing", "(e) => { e.value = 0; e.dispatchEvent(new Event('input')); }")
+
+
+def test_a_click_chooses_the_nearest_line(tab):
+    see(tab, "angle")
+    box = tab.locator("#angle .plot .draglayer .xy").bounding_box()
+    x, y = tab.evaluate(
+        """() => {
+             const plot = document.querySelector("#angle .plot"), { xaxis, yaxis } = plot._fullLayout;
+             const line = plot.data.find(({ name, yaxis }) => name === "layer1.conv.weight" && yaxis === "y");
+             return [xaxis.d2p(line.x[40]), yaxis.d2p(line.y[40])];
+           }"""
+    )
+    tab.mouse.move(box["x"] + x, box["y"] + y)
+    tab.wait_for_selector("#angle .hoverlayer .legend")
+    tab.mouse.down()
+    tab.mouse.up()
+    tab.wait_for_function("document.getElementById('layer').value === 'layer1.conv.weight'")
+
+
+def test_the_first_and_the_last_layer_have_colours_that_can_be_seen(visit, page_file):
+    """A contrast of 3 with the ground in the dark, and of 2 in the light, where yellow is the last."""
+
+    def light(colour):
+        parts = [int(value) / 255 for value in colour]
+        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in parts]
+        return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+    for scheme, least in (("dark", 3), ("light", 2)):
+        tab = visit(page_file, color_scheme=scheme)
+        see(tab, "angle")
+        ground = tab.evaluate("getComputedStyle(document.querySelector('.card')).backgroundColor.match(/\\d+/g)")
+        for line in lines(tab, "angle"):
+            one, two = sorted((light(re.findall(r"\d+", line["colour"])), light(ground)))
+            assert (two + 0.05) / (one + 0.05) > least, (scheme, line["colour"])
+
+
+def test_cards_show_what_differs_between_runs(tab):
+    cards = tab.locator(".run").all_inner_texts()
+    assert all("torch.optim" in card or "steradian.optim" in card for card in cards)
+    assert not [card for card in cards if "betas" in card or "weight_decay" in card or "foreach" in card]
+    tab.click(".same summary")
+    assert "betas\n0.9, 0.99" in tab.inner_text(".same")
+    tab.click(".same summary")

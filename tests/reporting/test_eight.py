@@ -13,13 +13,13 @@ from steradian.watching.verdict import verdict
 
 OVERPRINTED = """() => {
   const found = [];
-  for (const svg of document.querySelectorAll(".plot .main-svg")) {
-    const texts = [...svg.querySelectorAll("text")].filter((text) => !text.closest(".hoverlayer"));
+  for (const plot of document.querySelectorAll(".plot")) {
+    const texts = [...plot.querySelectorAll(".main-svg text")].filter((text) => !text.closest(".hoverlayer"));
     const boxes = texts.map((text) => [text.textContent, text.getBoundingClientRect()]).filter(([, box]) => box.width);
     const meet = (a, b, from, to) => Math.min(a[to], b[to]) - Math.max(a[from], b[from]);
     boxes.forEach(([one, a], i) => boxes.slice(i + 1).forEach(([two, b]) => {
       const overprinted = meet(a, b, "left", "right") > 2 && meet(a, b, "top", "bottom") > 3;
-      if (overprinted) found.push(`${svg.closest("figure").id}: ${one} | ${two}`);
+      if (overprinted) found.push(`${plot.closest("figure").id}: ${one} | ${two}`);
     }));
   }
   return found;
@@ -153,7 +153,7 @@ def test_a_dead_layer_is_named(runs):
     )
 
 
-def test_one_of_197_layers_that_turns_faster_is_named(runs):
+def test_one_of_198_layers_that_turns_faster_is_named(runs):
     run, found, kinds = of(runs, "Qwen3")
     assert [sentence.kind for sentence in found] == ["fast", "find_groups"]
     assert kinds["fast"].group == "model.layers.17.mlp.up_proj.weight"

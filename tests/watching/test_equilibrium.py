@@ -31,6 +31,7 @@ SIMULATED = {
     "NAdam": in_rows(torch.optim.NAdam, lr=0.01, weight_decay=0.5, decoupled_weight_decay=True, momentum_decay=1.0),
     "Muon": in_rows(torch.optim.Muon, lr=0.01, weight_decay=0.5),
     "Muon without Nesterov": in_rows(torch.optim.Muon, lr=0.01, weight_decay=0.5, momentum=0.9, nesterov=False),
+    "Lion": lambda x: in_rows(pytest.importorskip("lion_pytorch").Lion, lr=0.003, weight_decay=1.0)(x),
     "Adam without 'a'": in_rows(optim.Adam, lr=0.02, weight_decay=0.1, betas=BETAS, without="a"),
     "Adam without 'ab'": in_rows(optim.Adam, lr=0.02, weight_decay=0.4, betas=BETAS, without="ab"),
     "Adam without 'abc'": in_rows(optim.Adam, lr=0.02, weight_decay=0.4, betas=BETAS, without="abc"),
@@ -47,7 +48,17 @@ SIMULATED = {
 }
 
 
-ONE_OF_EACH = {"SGD-M", "SGD Nesterov", "AdamW", "Adam", "NAdam", "Muon", "Adam without 'abc'", "SGD without 'bc'"}
+ONE_OF_EACH = {
+    "SGD-M",
+    "SGD Nesterov",
+    "AdamW",
+    "Adam",
+    "NAdam",
+    "Muon",
+    "Lion",
+    "Adam without 'abc'",
+    "SGD without 'bc'",
+}
 
 
 def simulate(build, slopes, *, size=32, steps=1500):

@@ -1,9 +1,11 @@
-"""Commands that show stored results: table, figure, report and write-up."""
+"""Commands that show stored results: table, figure, report, match and write-up."""
 
+import ast
+import importlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +14,8 @@ from rich.table import Table
 from steradian.cli import app, screen
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from steradian.lab.results import Result
 
 GRID = "best of the grid, by validation accuracy"
@@ -48,32 +52,26 @@ def table(
 def figure(
     study: Annotated[str, typer.Argument(help="Name of a study in results/.")],
     kind: Annotated[str, typer.Argument(help="loss, accuracy, hypotheses, phenomena or trajectories.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="An .svg, or an .html that can be zoomed.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="An .svg or an .html.")],
     folder: Folder = Path("results"),
 ) -> None:
     """Draw a figure of the paper from a study.
 
     Example: steradian figure resnet20-cifar10 loss --out loss.svg
     """
-    from steradian.lab.config import match_name
+    from steradian.lab.config import match_names
     from steradian.lab.figures import FIGURES, TRACK_FIGURES, write_figure
     from steradian.lab.results import Tracks
 
-    kind = match_name(kind, [*FIGURES, *TRACK_FIGURES]) or kind
+    [kind] = match_names("kind", [kind], [*FIGURES, *TRACK_FIGURES])
     if kind in FIGURES:
         drawn = FIGURES[kind](_results(study, folder))
-    elif kind in TRACK_FIGURES:
+    else:
         tracks = Tracks(folder / f"{study}-tracks.parquet")
         if not tracks.path.exists():
             there = [path.name.removesuffix("-tracks.parquet") for path in sorted(folder.glob("*-tracks.parquet"))]
             raise ValueError(f"no records of {study!r} in {folder}; there are {', '.join(there) or 'none'}")
-        recorded = tracks.table(), tracks.about()
-        drawn = TRACK_FIGURES[kind](*recorded)
-        if drawn.empty:
-            shown = [name for name, draw in TRACK_FIGURES.items() if not draw(*recorded).empty]
-            raise ValueError(f"{tracks.path} has no {kind} to show; it has {', '.join(shown) or 'nothing'}")
-    else:
-        raise ValueError(f"kind must be one of {', '.join([*FIGURES, *TRACK_FIGURES])}, got {kind!r}")
+        drawn = TRACK_FIGURES[kind](tracks.table(), tracks.about())
     write_figure(drawn, out)
     screen().print(f"The figure: {out}", soft_wrap=True)
 
@@ -103,6 +101,70 @@ def report(
         return
     page.report(runs, out, title=title)
     screen().print(f"The page: {out}", soft_wrap=True)
+
+
+@app.command()
+def match(
+    source: Annotated[str, typer.Argument(help='A recorded run, an angle in radians, or "SGD(lr=0.1, …)".')],
+    to: Annotated[str, typer.Option(help='The optimizer, with what is given: "AdamW(lr=1e-3)".')],
+    only: Annotated[str | None, typer.Option(help="Of a run, the layers that match this glob pattern.")] = None,
+    slope: Annotated[float | None, typer.Option(help="‖∇L(u)‖, for Adam with coupled decay.")] = None,
+    size: Annotated[int | None, typer.Option(help="Numbers in a row, for Adam with coupled decay.")] = None,
+) -> None:
+    """Find settings with which an optimizer turns weights as far per step as another one, or as a recorded run.
+
+    Optimizers are written as in Python; those of other libraries with their module, lion_pytorch.Lion(lr=1e-4).
+
+    Example: steradian match demo/runs/SGD --to "AdamW(lr=1e-3)"
+    """
+    import torch
+
+    from steradian import optim
+    from steradian.watching.match import match as matched
+    from steradian.watching.match import unknown
+
+    origin: Optimizer | str | float = source
+    with suppress(ValueError):
+        origin = float(source)
+    if "(" in source and not Path(source).exists():
+        kind, settings = _optimizer(source)
+        origin = kind([{"params": [torch.nn.Parameter(torch.ones(1, 2))], "rows": "filter"}], **settings)
+    kind, settings = _optimizer(to)
+    layers: dict[str, Any] = {"only": only, "slope": slope, "size": size}
+    found = matched(origin, to=kind, **layers, **settings)
+    angle = matched(origin, to=optim.Angular, **layers)["lr"]
+    console = screen()
+    console.print(f"{source} turns rows by {angle:.4g} rad per step. The same angle:")
+    said = ", ".join(f"{name}={value!r}" for name, value in found.items())
+    console.print(f"\n    {kind.__name__}({said})\n")
+    for sentence in unknown(origin, only):
+        console.print(sentence, soft_wrap=True)
+
+
+def _optimizer(text: str) -> "tuple[type[Optimizer], dict[str, Any]]":
+    """Class and settings from "AdamW(lr=1e-3)", or "AdamW"; names without a module are ours, or else torch's.
+
+    >>> kind, settings = _optimizer("Adam(lr=1e-3, without='abc')")
+    >>> kind.__module__, settings
+    ('steradian.optim.adam', {'lr': 0.001, 'without': 'abc'})
+    """
+    import torch
+
+    from steradian import optim
+
+    try:
+        call = ast.parse(text, mode="eval").body
+        call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
+        if call.args:
+            raise ValueError("settings have names")
+        settings = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        module, _, name = ast.unparse(call.func).rpartition(".")
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"an optimizer must be written like AdamW(lr=1e-3), got {text!r}") from error
+    for place in [importlib.import_module(module)] if module else [optim, torch.optim]:
+        if hasattr(place, name):
+            return getattr(place, name), settings
+    raise ValueError(f"there is no optimizer {name!r} in {module or 'steradian.optim or torch.optim'}")
 
 
 @app.command("write-up")

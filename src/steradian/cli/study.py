@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from steradian.lab.config import Config
     from steradian.lab.study import Study
 
-Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, original archives, or images.")]
+Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, or original archives.")]
 Seconds = Annotated[
     float | None, typer.Option(min=0, help="Stop at a checkpoint when this time is over; run again to continue.")
 ]
@@ -38,7 +38,7 @@ def compare(
     context: typer.Context,
     methods: Annotated[list[str], typer.Option(help='e.g. "Adam w/o (ab)", or adam-wo-ab; once for each.')],
     network: Annotated[str, typer.Option(help="ResNet20, ResNet18, VGG16, or a plugin's.")] = "ResNet20",
-    data: Annotated[str, typer.Option(help="digits, cifar10, cifar100, svhn, a plugin's, or a folder's.")] = "digits",
+    data: Annotated[str, typer.Option(help="digits, cifar10, cifar100, svhn, a plugin's, or packed.")] = "digits",
     plugin: Annotated[list[Path] | None, typer.Option(help="A file that registers methods, networks or data.")] = None,
     root: Root = None,
     epochs: Annotated[int, typer.Option(min=1)] = 60,
@@ -95,7 +95,7 @@ def reproduce(
     recipe: Annotated[
         str, typer.Argument(help="tables, tables-no-affine, curves, hypotheses, phenomena, trajectories, grid.")
     ],
-    data: Annotated[str | None, typer.Option(help="digits, cifar10, cifar100, svhn, or a folder's name.")] = None,
+    data: Annotated[str | None, typer.Option(help="digits, cifar10, cifar100, svhn, or packed.")] = None,
     root: Root = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Fewer than the paper's; milestones scale.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many.")] = None,
@@ -183,14 +183,14 @@ def _study(name: str) -> "Study":
 
 def _run(work: Callable[..., bool], path: Path, configs: "Sequence[Config]" = (), *, page: bool = False) -> bool:
     """Run trainings with their progress on the screen; print their table and where they are; whether all are done."""
-    from steradian.cli.progress import Shown
     from steradian.lab.documents import write_page
+    from steradian.lab.progress import Progress
     from steradian.lab.results import Store
 
     console = screen()
     again = "run the same command again to continue"
     try:
-        finished = work(progress=Shown(console))
+        finished = work(progress=Progress(console))
     except KeyboardInterrupt:
         console.print(f"Stopped before the end: {again} from the last checkpoint.", soft_wrap=True)
         raise

@@ -20,6 +20,7 @@ from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
 from steradian.lab.tables import (
     Column,
+    Rows,
     accuracy_columns,
     markdown_table,
     method_order,
@@ -29,7 +30,7 @@ from steradian.lab.tables import (
     time_rows,
 )
 
-__all__ = ["KINDS", "command", "regions", "write_page", "write_up", "written"]
+__all__ = ["write_page", "write_up"]
 
 _REGION = re.compile(r"^<!-- begin (?P<name>.+?) -->\n(?P<body>.*?)^<!-- end (?P=name) -->$", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"^<!-- (?:begin|end) .+? -->$", re.MULTILINE)
@@ -212,17 +213,21 @@ def _machines(region: _Region) -> str:
 
 def _settings(region: _Region) -> str:
     """Hyper-parameters of the trainings of each method."""
+    return region.joined([markdown_table(*_setting_rows(region.every))] if region.every else [])
+
+
+def _setting_rows(results: Sequence[Result]) -> Rows:
     lines: dict[tuple[str, ...], None] = {}
-    for c in sorted((result.config for result in region.every), key=lambda config: method_order(config.method)):
-        momentum = {"SGD-M": f"β = {c.momentum:g}", "SGD": "none"}.get(c.method, f"β₁ = {c.betas[0]:g}")
-        second = "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"
+    for c in sorted((result.config for result in results), key=lambda config: method_order(config.method)):
+        adam = c.method.startswith("Ad")  # also AdaGrad
+        momentum = {"SGD-M": f"β = {c.momentum:g}", "SGD": "none"}.get(c.method, f"β₁ = {c.betas[0]:g}" if adam else "")
         epochs = f"{c.epochs}, rate × {c.gamma:g} at {', '.join(map(str, c.milestones))}"
         if c.schedule != "steps":
             epochs = f"{c.epochs}, {c.schedule}" + (f" after {c.warmup} of warm-up" if c.warmup else "")
-        rates = (f"{c.lr:g}", f"{c.weight_decay:g}")
+        rates, second = (f"{c.lr:g}", f"{c.weight_decay:g}"), f"{c.betas[1]:g}" if adam else ""
         lines[c.method, *rates, momentum, second, epochs, str(c.batch_size), c.precision] = None
     heads = ["method", "rate η", "L2 λ", "momentum", "β₂", "epochs", "batch", "precision"]
-    return region.joined([markdown_table(heads, [list(line) for line in lines])] if lines else [])
+    return heads, [list(line) for line in lines]
 
 
 KINDS: dict[str, Callable[[_Region], str]] = {
@@ -240,17 +245,20 @@ KINDS: dict[str, Callable[[_Region], str]] = {
 
 def write_page(results: Sequence[Result], path: Path) -> None:
     """Write the tables and curves of a comparison as one page, which opens without network."""
-    parts = ["<style>body{font:15px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}</style>"]
+    parts = [f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(path.stem)}</title>']
+    parts.append("<style>body{font:15px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}</style>")
     for column in accuracy_columns(results):
-        heads, lines = column.rows(seeds=True)
-        table = [[f"<th>{html.escape(head)}" for head in heads]]
-        table += [[f"<td>{html.escape(cell)}" for cell in line] for line in lines]
-        parts.append(f"<h1>{html.escape(column.name)}, {column.length}</h1>")
-        parts.append(f"<table>{''.join('<tr>' + ''.join(row) for row in table)}</table>")
+        parts += [f"<h1>{html.escape(column.name)}, {column.length}</h1>", _html_table(*column.rows(seeds=True))]
         parts += [f"<p>{html.escape(text)}</p>" for text in (*column.statements(), rule_of([column]))]
-    for make in FIGURES.values():
-        if not (figure := make(results)).empty:
+    parts.append(_html_table(*_setting_rows(results)))
+    for figure in (make(results) for make in FIGURES.values()):
+        if not figure.empty:
             svg = to_svg(figure)
             parts.append(f"<div>{svg[svg.index('<svg') :]}</div>")
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(path.stem)}</title>'
-    write_atomically(path, "\n".join([head, *parts]).encode())
+    write_atomically(path, "\n".join(parts).encode())
+
+
+def _html_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [f"<th>{'<th>'.join(map(html.escape, heads))}"]
+    rows += [f"<td>{'<td>'.join(map(html.escape, line))}" for line in lines]
+    return f"<table><tr>{'<tr>'.join(rows)}</table>"

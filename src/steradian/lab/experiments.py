@@ -23,7 +23,8 @@ from steradian.groups import Group, Groups, Layout
 from steradian.image import image_step
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
-from steradian.lab.fleet import Progress, prepare_device, read_state
+from steradian.lab.fleet import prepare_device, read_state
+from steradian.lab.progress import Progress
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import environment
 from steradian.lab.study import Study, pick_device
@@ -35,18 +36,7 @@ from steradian.watching.records import COLUMNS, STATISTICS
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "ALL",
-    "LIVING",
-    "PHENOMENA",
-    "RECORDED",
-    "Tracked",
-    "compare_trajectories",
-    "recorded_steps",
-    "statistics_table",
-    "track_study",
-    "trajectory_study",
-]
+__all__ = ["PHENOMENA", "RECORDED", "Tracked", "compare_trajectories", "track_study", "trajectory_study"]
 
 RECORDED = ("radial", "velocity", "radius", "effective_lr")
 """What every tracked training records of its rows: A⟨c,u⟩ (H1), z (H2, and z² is Theorem 4's variable), r and η^e."""
@@ -101,12 +91,13 @@ class Tracked(Training):
     """A training that records some of its steps; `Fleet` runs it like any other.
 
     Args:
-        config: what to train; this, `data` and **how as for `Training`.
+        config: what to train.
         data: its data.
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.
         deliver: called with this training when it is finished.
+        **how: `execution` and `weights`, as for `Training`.
     """
 
     def __init__(
@@ -322,14 +313,14 @@ def compare_trajectories(
         data: their data.
         weights: where all of them start.
         points: about how many steps to compare after; see `recorded_steps`.
-        progress: callbacks for the progress of the last scheme.
+        progress: shows the progress of the last scheme.
 
     Returns:
         A table of "cosine" and "angle" by number of steps, whose run is the key of the reference. Statistics over the
         filters of the group "METHOD: PARAMETER" and over those of the whole network, "METHOD: all filters"; for three
         filters of every block the cosine, in the group "METHOD: PARAMETER[FILTER]" with the statistic "mean".
     """
-    trainings = [Training(config, data, weights=weights) for config in configs]
+    trainings, progress = [Training(config, data, weights=weights) for config in configs], progress or Progress()
     reference, last, done = trainings[0], trainings[-1], 0
     wanted = [step + 1 for step in recorded_steps(configs[0].epochs * reference.steps, points)]
     found: list[NDArray[np.float64]] = []
@@ -346,10 +337,8 @@ def compare_trajectories(
         for training in trainings:
             while not training.collect():
                 continue
-        if progress is not None:
-            progress.epoch(last.config, last.curves)
-    if progress is not None:
-        progress.finished(last.config, last.curves)
+        progress.epoch(last.config, last.curves)
+    progress.finished(last.config, last.curves)
     return _comparison_table(configs, reference.groups, wanted[: len(found)], np.stack(found))
 
 
@@ -427,7 +416,7 @@ def trajectory_study(
         roots: folder of the data, by its name.
         device: where.
         seconds: stop when this time is over.
-        progress: callbacks for the progress.
+        progress: shows the progress.
         **options: of `Study.run`, which returns whether everything is finished.
     """
     where, began, progress, roots = pick_device(device), time.monotonic(), progress or Progress(), roots or {}

@@ -25,18 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure as Canvas
 
-__all__ = [
-    "FIGURES",
-    "SUMMARIES",
-    "TRACK_FIGURES",
-    "Chart",
-    "Figure",
-    "Line",
-    "draw",
-    "method_colour",
-    "to_svg",
-    "write_figure",
-]
+__all__ = ["FIGURES", "SUMMARIES", "TRACK_FIGURES", "Chart", "Figure", "Line", "write_figure"]
 
 About = Mapping[str, Mapping[str, Any]]
 """By run, as `Tracks.about` has it: "config" and "steps" in an epoch."""

@@ -13,18 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from steradian.files import remove_parts, write_atomically
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
+from steradian.lab.progress import Progress
 from steradian.lab.registry import METHODS, NETWORKS, SCHEDULES, plugin_of
 from steradian.lab.results import Claims, Result, Store, environment
 from steradian.lab.training import Execution, Training
 
-__all__ = ["CHECKPOINTS", "POLL", "Fleet", "Progress", "prepare_device", "read_state"]
+__all__ = ["Fleet", "prepare_device"]
 
 CHECKPOINTS = 120.0
 """Seconds between the checkpoints of a training: the most that is lost if the process is killed."""
@@ -51,31 +52,6 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
     torch.backends.cudnn.allow_tf32 = not exact
 
 
-class Progress:
-    """Callbacks for the progress of a fleet; this class ignores them, subclasses show the progress."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def begin(self, trainings: int, finished: int) -> None:
-        """A study begins; some of its trainings are finished already."""
-
-    def epoch(self, config: Config, curves: Mapping[str, Sequence[float]]) -> None:
-        """A training has finished an epoch."""
-
-    def finished(self, config: Config, curves: Mapping[str, Sequence[float]]) -> None:
-        """A training is finished."""
-
-    def waiting(self, trainings: int) -> None:
-        """Only trainings that other processes run are left; called repeatedly."""
-
-    def stopping(self) -> None:
-        """The fleet was interrupted and stops when the current epochs end."""
-
-
 @dataclass
 class Fleet:
     """A study on one device: trainings that are finished, running, and waiting.
@@ -88,7 +64,7 @@ class Fleet:
         execution: how they are run.
         every: seconds between checkpoints of a training, which are written when an epoch ends.
         keep_weights: keep the weights of finished trainings.
-        progress: callbacks for the progress.
+        progress: shows the progress.
         make: makes a training; a subclass of `Training` may record more of it than its curves.
         clock: seconds, for tests.
     """

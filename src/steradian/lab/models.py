@@ -20,17 +20,7 @@ from steradian.lab.config import Config
 from steradian.lab.data import Resident
 from steradian.lab.registry import NETWORKS, register_network
 
-__all__ = [
-    "NORMS",
-    "Convolution",
-    "WeightNormConv2d",
-    "build",
-    "network",
-    "resnet18",
-    "resnet20",
-    "small_cnn",
-    "vgg16",
-]
+__all__ = ["NORMS", "WeightNormConv2d", "build", "resnet18", "resnet20", "small_cnn", "vgg16"]
 
 NORMS = ("bn", "bn-no-affine", "wn", "gn", "ln", "in")
 """Normalizations that every network can have."""

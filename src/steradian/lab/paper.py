@@ -4,22 +4,9 @@ Names of methods and networks are the paper's. The figures of SGD-M are those of
 `RELEASED` are the hyper-parameters that come with it (docs/decisions/0011-which-hyper-parameters.md).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = [
-    "ACCURACY",
-    "BEST",
-    "COLUMNS",
-    "DATA_NAMES",
-    "EPOCHS",
-    "GRID",
-    "LEARNING_RATE",
-    "NORM_NAMES",
-    "RELEASED",
-    "SETTINGS",
-    "Accuracy",
-    "Setting",
-]
+__all__ = ["ACCURACY", "BEST", "COLUMNS", "GRID", "LEARNING_RATE", "RELEASED", "SETTINGS", "Accuracy", "Setting"]
 
 COLUMNS = (
     ("ResNet20", "cifar10"),
@@ -46,16 +33,14 @@ DATA_NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN"}
 """Names of the data sets."""
 
 
-@dataclass(frozen=True)
-class Accuracy:
+class Accuracy(NamedTuple):
     """Mean top-1 accuracy in percent and its standard deviation over five seeds."""
 
     mean: float
     spread: float
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """Best hyper-parameters: L2 coefficient λ and β2."""
 
     weight_decay: float

@@ -16,20 +16,7 @@ from steradian.lab.config import Config, match_name, match_names
 from steradian.lab.models import NORMS
 from steradian.lab.registry import METHODS, NETWORKS, SCHEDULES, plugin_of
 
-__all__ = [
-    "RECIPES",
-    "TABLE_METHODS",
-    "accuracy_tables",
-    "by_method",
-    "columns_of",
-    "comparison",
-    "grid",
-    "hypotheses",
-    "phenomena",
-    "pretraining",
-    "trajectories",
-    "tuning",
-]
+__all__ = ["RECIPES", "accuracy_tables", "comparison", "grid", "hypotheses", "pretraining", "trajectories", "tuning"]
 
 TABLE_METHODS = tuple(paper.ACCURACY["bn"])
 """Rows of our tables: the paper's six and SGD-M."""
@@ -108,19 +95,6 @@ def hypotheses(
     ]
 
 
-def phenomena(
-    *,
-    data: str = "cifar10",
-    columns: Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
-    epochs: int = 405,
-    seeds: int = 1,
-) -> list[Config]:
-    """Section 4.1, measured: trainings to be tracked; by default Adam's of ResNet20 on CIFAR-10, with one seed."""
-    scale: dict[str, Any] = {"data": data, "epochs": epochs, "seeds": seeds}
-    return accuracy_tables(columns=columns or ["ResNet20"], methods=methods or ["Adam"], **scale)
-
-
 def pretraining(
     *, data: str | None = "cifar10", columns: Sequence[str] | None = None, epochs: int = 200, seeds: int = 1
 ) -> list[Config]:
@@ -176,7 +150,8 @@ RECIPES: dict[str, Callable[..., list[Config]]] = {
     "tables-no-affine": partial(accuracy_tables, norm="bn-no-affine"),
     "curves": accuracy_tables,  # fig:loss_comparison, fig:acc_comparison and those of App. D.4
     "hypotheses": hypotheses,
-    "phenomena": phenomena,
+    # Section 4.1, measured
+    "phenomena": partial(accuracy_tables, data="cifar10", columns=["ResNet20"], methods=["Adam"], seeds=1),
     "trajectories": pretraining,  # of the networks that `trajectories` start from
     "grid": grid,
 }

@@ -23,7 +23,7 @@ from steradian.watching.records import COLUMNS
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CURVES", "PARTS", "Claims", "Result", "Store", "Tracks", "environment", "has_diverged"]
+__all__ = ["CURVES", "PARTS", "Result", "Store", "Tracks", "environment", "has_diverged"]
 
 PARTS = ("train", "validation", "test")
 CURVES = tuple(f"{part}_{what}" for part in PARTS for what in ("loss", "accuracy"))

@@ -1,6 +1,5 @@
 """A study: where its files are, and its trainings on one device or, by Ray, on many machines."""
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,8 @@ import torch
 
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load, usual_root
-from steradian.lab.fleet import CHECKPOINTS, Fleet, Progress, prepare_device
+from steradian.lab.fleet import CHECKPOINTS, Fleet, prepare_device
+from steradian.lab.progress import Progress
 from steradian.lab.results import Result, Store, Tracks
 from steradian.lab.training import Execution, Training
 
@@ -173,7 +173,7 @@ def sweep(
             the driver's folder first, if the workers see it.
         size: trainings in a fleet.
         every: seconds between checkpoints.
-        progress: callbacks for the progress; only finished trainings are reported.
+        progress: shows the progress, of finished trainings alone.
     """
     ray, progress = _ray(), progress or Progress()
     started = not ray.is_initialized()
@@ -191,12 +191,13 @@ def sweep(
         # Workers have another working directory and may be on other machines.
         usual = {config.data: usual_root(config.data) for config in configs if usual_root(config.data).is_dir()}
         folders = {name: str(Path(root).absolute()) for name, root in (usual | dict(roots or {})).items()}
-        waiting = [
-            work.remote(left, str(_fleet_folder(study, unit)), folders, every)
-            # Fleets are cut from all trainings, finished or not, so that each keeps its folder.
-            for unit in _units(list(trainings.values()), size)
-            if (left := [config.to_dict() for config in unit if config.key not in done])
-        ]
+        # Networks of one kind share compiled code. Finished trainings count, too, so that every fleet keeps its folder.
+        ordered = sorted(trainings.values(), key=lambda c: (c.model, c.norm, c.data, c.released))
+        waiting = []
+        for unit in (ordered[k : k + size] for k in range(0, len(ordered), size)):
+            if left := [config.to_dict() for config in unit if config.key not in done]:
+                folder = study.work.absolute() / f"fleet-{unit[0].key}"
+                waiting.append(work.remote(left, str(folder), folders, every))
         with progress:
             progress.begin(len(trainings), len(done))
             while waiting:
@@ -214,25 +215,6 @@ def sweep(
         if started:
             ray.shutdown()
     return trainings.keys() <= study.store.keys()
-
-
-def _units(configs: Sequence[Config], size: int) -> list[list[Config]]:
-    """The trainings cut into fleets: one network and data set in each, so that compiled code is shared.
-
-    >>> made = [Config(model=m, data="digits", method="Adam", lr=1e-3) for m in ("VGG16", "ResNet20", "VGG16")]
-    >>> [[config.model for config in unit] for unit in _units(made, 2)]
-    [['VGG16', 'VGG16'], ['ResNet20']]
-    """
-    kinds: dict[tuple[str, str, str, bool], list[Config]] = {}
-    for config in configs:
-        kinds.setdefault((config.model, config.norm, config.data, config.released), []).append(config)
-    return [kind[k : k + size] for kind in kinds.values() for k in range(0, len(kind), size)]
-
-
-def _fleet_folder(study: Study, unit: Sequence[Config]) -> Path:
-    """Where the worker of a fleet keeps its store and its checkpoints."""
-    name = hashlib.sha256("".join(sorted(config.key for config in unit)).encode()).hexdigest()[:12]
-    return study.work.absolute() / f"fleet-{name}"
 
 
 def _run_fleet(configs: list[dict[str, Any]], folder: str, roots: dict[str, str], every: float) -> list[dict[str, Any]]:

@@ -18,24 +18,7 @@ from steradian.lab.config import Config
 from steradian.lab.registry import METHODS
 from steradian.lab.results import Result
 
-__all__ = [
-    "LEVEL",
-    "Best",
-    "Cell",
-    "Column",
-    "Rows",
-    "accuracy_columns",
-    "duration",
-    "grid_rows",
-    "is_grid",
-    "markdown_table",
-    "method_order",
-    "plain_loops",
-    "point_rows",
-    "rule_of",
-    "search",
-    "time_rows",
-]
+__all__ = ["Best", "Cell", "Column", "accuracy_columns", "grid_rows", "is_grid", "point_rows", "search", "time_rows"]
 
 Rows = tuple[list[str], list[list[str]]]
 """Headings and lines of a table."""

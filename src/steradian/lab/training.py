@@ -30,7 +30,7 @@ from steradian.lab.registry import METHODS
 from steradian.lab.results import CURVES, PARTS, has_diverged
 from steradian.optim import RowOptimizer
 
-__all__ = ["Execution", "Queue", "Training", "copied"]
+__all__ = ["Execution", "Training"]
 
 _CHUNK = 500  # images that are evaluated at once
 _LANES = 8  # input channels that a GPU's matrix units take at once
@@ -342,12 +342,7 @@ class Training:
         if not self.execution.captured:
             return 0
         with self.queue.here():
-            # Compiling, choosing algorithms and allocating buffers happen in steps that are undone afterwards.
             restore, at = self._snapshot(), self._at.clone()
-            for _ in range(2):
-                self._step()
-                self._at.copy_(at)
-            restore()
             if self.config.plugin and (reason := self._replays_differ(restore, at)):
                 warnings.warn(f"steps of {self.config.method} are not replayed as a CUDA graph: {reason}", stacklevel=2)
                 self.execution = replace(self.execution, captured=False)
@@ -355,6 +350,11 @@ class Training:
                 restore()
                 self._set_rates(self.config.rate_factor(self.epoch))
                 return 0
+            # Compiling, choosing algorithms and allocating buffers happen in steps that are undone afterwards.
+            for _ in range(2):
+                self._step()
+                self._at.copy_(at)
+            restore()
             # The training's own first step: the optimizers make their state and tables, which a capture must find.
             self._step()
         self._launch["step"] = self.queue.capture(self._step)
@@ -362,15 +362,15 @@ class Training:
 
     def _replays_differ(self, restore: Callable[[], None], at: Tensor) -> str:
         """Why the steps of an unknown optimizer must not be replayed, "" if they may: three steps both ways."""
-        weights = [torch.cat([param.detach().flatten() for param in self.model.parameters()])]
-        reason, gpu, steps = "", self.data.device.type == "cuda", min(3, self.steps - int(at))
-        for replayed in (False, True):
+        gpu, steps, reason = self.data.device.type == "cuda", min(3, self.steps - int(at)), ""
+        found = [_flat(self.model)]
+        for kind in ("first", "plain", "replayed"):
             step: Callable[[], None] = self._step
             try:
-                if gpu and not replayed:  # what waits for the device cannot be captured
+                if gpu and kind == "plain":  # what waits for the device cannot be captured
                     torch.cuda.set_sync_debug_mode("error")
                 for number in range(steps):
-                    if replayed and number == 1:
+                    if kind == "replayed" and number == 1:
                         step = self.queue.capture(self._step)
                     step()
             except Exception as error:
@@ -378,12 +378,12 @@ class Training:
             finally:
                 if gpu:
                     torch.cuda.set_sync_debug_mode("default")
-            weights.append(torch.cat([param.detach().flatten() for param in self.model.parameters()]))
+            found.append(_flat(self.model))
             restore()
             self._at.copy_(at)
             if reason:
                 return reason
-        before, plain, replays = weights
+        before, _, plain, replays = found
         # Numbers that the optimizer computes on the host, such as a bias correction, are frozen in a graph.
         alike = (plain - replays).norm() <= _ALIKE * (plain - before).norm()
         return "" if alike else "replayed steps differ from plain ones"
@@ -459,6 +459,11 @@ def copied(state: Any, *, device: str | None = None) -> Any:
     if isinstance(state, list):
         return list(state)
     return state.detach().to(device or state.device, copy=True) if isinstance(state, Tensor) else state
+
+
+def _flat(model: nn.Module) -> Tensor:
+    """A copy of all parameters as one vector."""
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@ from torch import Tensor
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_betas, check_letters, check_numbers, check_rate
-from steradian.optim.rows import RowSet
+from steradian.optim.checks import check, check_betas, check_corrected, check_letters, check_numbers, check_rate
+from steradian.optim.rows import RowSet, peak_rate
 from steradian.optim.state import per_row, step_count
 
 __all__ = ["Adam", "AdamS", "AdamSRT"]
@@ -44,6 +44,9 @@ class Adam(RowOptimizer):
         weight_decay: λ.
         without: letters out of "abc", in any order; a param group may have its own.
         decoupled_weight_decay: x ← (1−ηλ)x instead of the L2 term.
+        corrected_decay: on rows, λη/η_max in the place of λ, so that a falling rate is not undone by shrinking radii
+            (SGDC, AdamC: Defazio, 2025). η_max is the group's "max_lr", or else "initial_lr", which torch's schedulers
+            set, or else the rate that it was made with.
         maximize: ascend.
         capturable: keep the step count on the device, for graphs.
         fused: None for the fused step (Triton kernels, and torch's for parameters without rows) where there is an
@@ -74,6 +77,7 @@ class Adam(RowOptimizer):
         *,
         without: str = "",
         decoupled_weight_decay: bool = False,
+        corrected_decay: bool = False,
         maximize: bool = False,
         capturable: bool = False,
         fused: bool | None = None,
@@ -87,6 +91,7 @@ class Adam(RowOptimizer):
             "weight_decay": weight_decay,
             "without": self._preset or without,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "corrected_decay": corrected_decay,
             "maximize": maximize,
             "capturable": capturable,
             "fused": fused,
@@ -103,9 +108,10 @@ class Adam(RowOptimizer):
         check_betas(group)
         check_numbers(group, "eps", "weight_decay")
         check_letters(group)
+        check_corrected(group)
 
     def _updates_rows(self, group: Options) -> bool:
-        return bool(group["without"])
+        return bool(group["without"]) or peak_rate(group) is not None
 
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if "a" in group["without"] else frozenset()

@@ -1,6 +1,7 @@
 """Angular: the rate is the angle by which a radially invariant row turns in a step."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer
 from steradian.optim.checks import check, check_numbers, check_rate, is_number
-from steradian.optim.rows import RowSet
+from steradian.optim.rows import RowSet, by_shape
 from steradian.optim.state import per_row, step_count
 
 __all__ = ["Angular"]
@@ -64,6 +65,7 @@ class Angular(RowOptimizer):
     """
 
     update = staticmethod(reference.angular)
+    _has_fused = True
     row_state = frozenset({"norm_sq"})
     _marks = frozenset({"direction", "spread"})
     _fixes_radius = True
@@ -118,8 +120,13 @@ class Angular(RowOptimizer):
             ("rest", tuple(_REST_RATES)),
         ):
             check(group[name] in values, name, group[name], " or ".join(f'"{value}"' for value in values))
+        fused = group["fused"] and group["direction"] != "gradient"
+        check(not fused, "fused", group["fused"], f"None or False for the direction {group['direction']!r}")
         fine = not group["nesterov"] or group["momentum"] > 0
         check(fine, "nesterov", group["nesterov"], "False without momentum")
+
+    def _is_fused(self, group: Options) -> bool:
+        return group["direction"] == "gradient" and super()._is_fused(group)
 
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if group["spread"] == "rms" else frozenset()
@@ -137,13 +144,8 @@ class Angular(RowOptimizer):
             state["norm_sq"] = per_row(param, group, layout)
         return state
 
-    def _step_rows(self, sets: list[RowSet], group: Options) -> None:
-        if group["direction"] != "muon" or self.update is not reference.angular:
-            super()._step_rows(sets, group)
-            return
-        reference.angular_by_matrix(sets, group)
-        for rows in sets:
-            rows.finish()
+    def _together(self, sets: list[RowSet], group: Options) -> Iterable[RowSet]:
+        return by_shape(sets) if group["direction"] == "muon" else super()._together(sets, group)
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
         if group["rest"] == "sgd":

@@ -103,6 +103,10 @@ class RowOptimizer(Optimizer, ABC):
         """How the rows of a group are cut for the row update; None if it gets the classic one."""
         return Layout(group["rows"]) if group.get("rows") is not None and self._updates_rows(group) else None
 
+    def _together(self, sets: list[RowSet], group: Options) -> Iterable[RowSet]:
+        """Row sets of a group that are updated together."""
+        return together(sets)
+
     # The step
 
     @overload
@@ -153,7 +157,7 @@ class RowOptimizer(Optimizer, ABC):
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         # An update that replaces the class's own, such as a compiled one, takes row sets one by one.
         alone = self.update is not type(self).update
-        for rows in sets if alone else together(sets):
+        for rows in sets if alone else self._together(sets, group):
             with rows.scaled(scale, found):
                 self.update(rows, group)
             rows.finish()

@@ -63,6 +63,14 @@ def check_letters(group: Options) -> None:
     group["without"] = "".join(sorted(without))
 
 
+def check_corrected(group: Options) -> None:
+    """`corrected_decay`: the rate at which the group was made is kept, as torch's schedulers do."""
+    corrected = group["corrected_decay"]
+    check(isinstance(corrected, bool), "corrected_decay", corrected, "True or False")
+    if corrected and group.get("rows") is not None:
+        group.setdefault("initial_lr", float(group["lr"]))
+
+
 def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
     """The layout of a group cuts its parameters, and rows of a fixed radius have at least two numbers."""
     params, joint = group["params"], group.get("joint")

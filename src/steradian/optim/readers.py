@@ -18,13 +18,19 @@ from steradian.optim.adamg import AdamG
 from steradian.optim.adamp import AdamP
 from steradian.optim.angular import Angular
 from steradian.optim.reference import orthogonalized
-from steradian.optim.rows import RowSet, rate_of
+from steradian.optim.rows import Options, RowSet, decay_of, rate_of
 from steradian.optim.sgd import SGD
 from steradian.optim.transport import Motion
 from steradian.scheme import Step, Taken, UnreadableOptimizerError, register
 
-balance.register(Adam)(balance.adam)
-balance.register(SGD)(balance.sgd)
+balance.register(Adam)(lambda settings, size: balance.adam(_corrected(settings), size))
+balance.register(SGD)(lambda settings, size: balance.sgd(_corrected(settings), size))
+balance.register_angle(Angular)
+
+
+def _corrected(settings: Options) -> Options:
+    """Settings with the weight decay of this step."""
+    return {**settings, "weight_decay": decay_of(settings)} if settings.get("corrected_decay") else settings
 
 
 @register(Adam)
@@ -121,7 +127,7 @@ def read_angular(taken: Taken) -> Step:
         n = torch.where(v > 0, n / v.sqrt(), 0)
     if group["direction"] == "muon":
         rows = RowSet(_layout(taken), [before.contiguous()], [{}])
-        n = rows.from_matrices(orthogonalized(rows.matrices(n)))
+        n = rows.from_matrices([orthogonalized(stack) for stack in rows.matrices(n)])
     d, slope = geometry.tangent(n, u), geometry.angle(u, p).tan()
     lr, turned = taken.setting("lr"), (slope > 0) & (r > 0)
     a, b = d / r, lr * geometry.norm(d) / (r**2 * slope)
@@ -131,9 +137,8 @@ def read_angular(taken: Taken) -> Step:
 
 def _classic(taken: Taken, reader: Any, state: dict[str, Tensor] | None = None, **settings: Any) -> Step:
     """Torch's reader of the same update, with settings that ours does not have."""
-    step: Step = reader(
-        replace(taken, group={**taken.group, **settings}, state={**taken.state, **(state or {})}),
-    )
+    group = {**_corrected(taken.group), **settings}
+    step: Step = reader(replace(taken, group=group, state={**taken.state, **(state or {})}))
     return step
 
 

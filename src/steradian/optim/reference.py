@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steradian import geometry
 from steradian.geometry import dot, failing, norm, square, zeroed
-from steradian.optim.rows import Options, RowSet, exact, rate_of
+from steradian.optim.rows import Options, RowSet, decay_of, exact, rate_of
 from steradian.optim.transport import Motion, carry, carry_in_plane, emit
 
 # Adam -------------------------------------------------------------------------------------------------------
@@ -53,10 +53,10 @@ def _adam(
 ) -> None:
     """One piece of `adam`, whose temporaries are freed before the next piece."""
     x, gradient, m, v = tensors
-    without, (beta1, beta2), decay = group["without"], group["betas"], group["weight_decay"]
-    decoupled = group["decoupled_weight_decay"]
+    without, (beta1, beta2), decay = group["without"], group["betas"], decay_of(group)
+    decays, decoupled = group["weight_decay"] != 0, group["decoupled_weight_decay"]
     gradient = -gradient if group["maximize"] else gradient
-    g = gradient if decoupled or not decay else gradient.add(x, alpha=decay)
+    g = _with_l2(gradient, x, decay) if decays and not decoupled else gradient
     gg, largest = square(g), torch.finfo(g.dtype).max
     usable = gg <= largest
     stays = failing(usable)
@@ -72,9 +72,11 @@ def _adam(
     if group["eps"] == 0:
         s.masked_fill_(divisor == 0, 0)
 
-    start = _left_by_decay(1 - rate_of(group) * decay, stays, x.dtype) if decoupled and decay else 1.0
-    outside = "b" in without and decay and not decoupled
-    y = _moved(x, torch.rsub(s, start, alpha=(1 - beta1) * decay) if outside else start, m, s)
+    start = _left_by_decay(1 - rate_of(group) * decay, stays, x.dtype) if decoupled and decays else 1.0
+    outside = "b" in without and decays and not decoupled
+    l2 = (1 - beta1) * decay
+    kept = start - s * l2 if isinstance(l2, Tensor) else torch.rsub(s, start, alpha=l2)
+    y = _moved(x, kept if outside else start, m, s)
     if "b" in without or "c" in without:
         motion = Motion.of(x, y, v if "c" in without else None, stays)
         if "b" in without:
@@ -96,6 +98,11 @@ def emit_adam(rows: RowSet, before: Tensor, group: Options) -> None:
     start = 1 - rate_of(group) * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
     x, gradient = rows.read("param", rows.whole), rows.read("grad", rows.whole)
     emit(rows, rows.whole, before, x, gradient, pace=pace, start=start)
+
+
+def _with_l2(gradient: Tensor, x: Tensor, decay: float | Tensor) -> Tensor:
+    """∇L(x) + λx."""
+    return gradient + x * decay if isinstance(decay, Tensor) else gradient.add(x, alpha=decay)
 
 
 def _left_by_decay(start: float | Tensor, stays: Tensor | None, dtype: torch.dtype) -> float | Tensor:
@@ -134,10 +141,10 @@ def sgd(rows: RowSet, group: Options) -> None:
 def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], group: Options) -> None:
     """One piece of `sgd`, whose temporaries are freed before the next piece."""
     x, gradient, m = tensors
-    without, lr, decay, momentum = group["without"], rate_of(group), group["weight_decay"], group["momentum"]
+    without, lr, decay, momentum = group["without"], rate_of(group), decay_of(group), group["momentum"]
     gradient = -gradient if group["maximize"] else gradient
     outside = decay if "b" in without else 0.0
-    g = gradient.add(x, alpha=decay) if decay and not outside else gradient
+    g = _with_l2(gradient, x, decay) if group["weight_decay"] and "b" not in without else gradient
     share = 1.0 if rows.fresh else 1 - group["dampening"]
     m.mul_(momentum).add_(g, alpha=share)
 
@@ -145,11 +152,10 @@ def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], gro
     if group["nesterov"]:
         direction, l2 = g.add(m, alpha=momentum), outside + momentum * l2
     y = _moved(x, 1 - lr * l2, direction, lr)
-    motion = Motion.of(x, y)
     if "b" in without:
-        (carry if group["nesterov"] else carry_in_plane)(m, x, y, motion, rescale="c" in without)
-    else:
-        m.mul_(motion.shrink.sqrt())
+        (carry if group["nesterov"] else carry_in_plane)(m, x, y, Motion.of(x, y), rescale="c" in without)
+    elif "c" in without:
+        m.mul_(Motion.of(x, y).shrink.sqrt())
     if rows.telemetry is not None:
         emit(rows, piece, x, y, gradient, pace=_sgd_pace(rows, group))
     x.copy_(y)
@@ -290,53 +296,51 @@ def angular(rows: RowSet, group: Options) -> None:
     """Angular: a row turns by a given angle θ along −d and keeps its radius; h = r∇L(x)^⊥ is the gradient at u.
 
     m ← β m + h;  n = m, with Nesterov h + β m;  d = n, or (n ⊘ √(V/(1−β2^t)))^⊥ with V ← β2 V + (1−β2) h²
-    element-wise (0/0 = 0), or NS(n)^⊥ of matrices (`angular_by_matrix`);  θ = lr, or min(lr ‖d‖/√(v/(1−β2^t)), ½) with
+    element-wise (0/0 = 0), or NS(n)^⊥ of matrices;  θ = lr, or min(lr ‖d‖/√(v/(1−β2^t)), ½) with
     v ← β2 v + (1−β2)‖d‖²;  x' = r Exp_u(−θ d/‖d‖);  m ← Γ(m) from u to u'.
 
     A row whose h is 0, up to the rounding of a radial gradient, does not turn. A row whose ‖h‖² is not finite takes no
     step.
     """
     if group["direction"] == "muon":
-        angular_by_matrix([rows], group)
-        return
+        if rows.d:
+            _angular_by_matrix(rows, group)
+    else:
+        _angular_by_row(rows, group)
+    if group["spread"] == "rms":
+        rows.share("norm_sq")
+
+
+def _angular_by_row(rows: RowSet, group: Options) -> None:
+    """`angular` along n or n ⊘ √V, in one pass."""
     root = _root_of_bias(rows, group)
     names = ("exp_avg_sq",) if group["direction"] == "adam" else ()
     for piece, (x, gradient, m, *second) in rows.pieces("param", "grad", "momentum_buffer", *names):
-        r, u, h, *moving = _pushed(x, gradient, m, group)
+        r, h, *moving = _pushed(x, gradient, m, group)
         n = h.add(m, alpha=group["momentum"]) if group["nesterov"] else m
         if second:
             v, largest = second[0], torch.finfo(h.dtype).max
             v.lerp_(h.square().clamp_(max=largest), _share(group, moving[1], v.dtype))
             n = (n / (v.sqrt() / root)).masked_fill_(v == 0, 0)
-        _turn(rows, piece, (x, gradient, m), group, (r, u), n, moving, root)
-    if group["spread"] == "rms":
-        rows.share("norm_sq")
+        _turn(rows, piece, (x, gradient, m), group, r, n, moving, root)
 
 
-def angular_by_matrix(sets: list[RowSet], group: Options) -> None:
-    """`angular` along NS(n)^⊥: the momenta of all matrices first, then those of one shape together, then the turns."""
-    sets = [rows for rows in sets if rows.d and (rows.n or rows.sharded)]
+def _angular_by_matrix(rows: RowSet, group: Options) -> None:
+    """`angular` along NS(n)^⊥: the momenta first, then their matrices, then the turns."""
     names = ("param", "grad", "momentum_buffer")
-    matrices = []
-    for rows in sets:
-        # m is computed again in the turn: kept until then it would take memory, and its rounding in half precision.
-        pieces: list[Tensor] = []
-        for _, (x, gradient, m) in rows.pieces(*names, write=False):
-            n = m.clone()
-            _, _, h, _, stays = _pushed(x, gradient, n, group)
-            n = h.add_(n, alpha=group["momentum"]) if group["nesterov"] else n
-            pieces += zeroed(stays, n)
-        # A rank without rows takes part in the gathering.
-        empty = rows.params[0].new_empty(0, rows.d, dtype=rows.dtype)
-        matrices.append(rows.matrices(torch.cat(pieces) if pieces else empty))
-    found = iter(orthogonalized([stack for of_set in matrices for stack in of_set]))
-    for rows, of_set in zip(sets, matrices, strict=True):
-        along, root = rows.from_matrices([next(found) for _ in of_set]), _root_of_bias(rows, group)
-        for piece, (x, gradient, m) in rows.pieces(*names):
-            r, u, _, *moving = _pushed(x, gradient, m, group)
-            _turn(rows, piece, (x, gradient, m), group, (r, u), along[piece], moving, root)
-        if group["spread"] == "rms":
-            rows.share("norm_sq")
+    # m is computed again in the turn: kept until then it would be rounded in half precision.
+    pieces = [rows.params[0].new_empty(0, rows.d, dtype=rows.dtype)]  # a rank without rows takes part in gathering
+    for _, (x, gradient, m) in rows.pieces(*names, write=False):
+        n = m.clone()
+        _, h, _, stays = _pushed(x, gradient, n, group)
+        n = h.add_(n, alpha=group["momentum"]) if group["nesterov"] else n
+        pieces += zeroed(stays, n)
+    along = rows.from_matrices([orthogonalized(stack) for stack in rows.matrices(torch.cat(pieces))])
+    root = _root_of_bias(rows, group)
+    for piece, (x, gradient, m) in rows.pieces(*names):
+        r, _, *moving = _pushed(x, gradient, m, group)
+        at = root[piece].to(rows.dtype) if isinstance(root, Tensor) and root.ndim else root
+        _turn(rows, piece, (x, gradient, m), group, r, along[piece], moving, at)
 
 
 def _root_of_bias(rows: RowSet, group: Options) -> float | Tensor:
@@ -345,56 +349,44 @@ def _root_of_bias(rows: RowSet, group: Options) -> float | Tensor:
     return root
 
 
-# Numbers in matrices that are multiplied at once: enough to fill a GPU, few enough for its memory.
-_MATRICES = 2**27
+def orthogonalized(stack: Tensor) -> Tensor:
+    """The five Newton–Schulz steps of `torch.optim.Muon` on matrices of one shape, (k, a, b); 0 stays 0.
 
-
-def orthogonalized(stacks: list[Tensor]) -> list[Tensor]:
-    """The five Newton–Schulz steps of `torch.optim.Muon` on stacks of matrices, (k, a, b) each; 0 stays 0.
-
-    X ← n/‖n‖;  five times G = XXᵀ, X ← aX + (bG + cG²)X. Matrices of one shape are multiplied together, in bfloat16 on
-    an accelerator, in float32 on a CPU, and float64 stays float64.
+    X ← n/‖n‖;  five times G = XXᵀ, X ← aX + (bG + cG²)X: in bfloat16 on an accelerator, in float32 on a CPU, and in
+    float64 for float64.
     """
-    wide = [stack.mT if stack.shape[1] > stack.shape[2] else stack for stack in stacks]
-    alike: dict[object, list[int]] = {}
-    counts: dict[object, int] = {}
-    for place, stack in enumerate(wide):
-        kind = (stack.shape[1:], stack.dtype, stack.device)
-        counts[kind] = counts.get(kind, 0) + stack.numel()
-        alike.setdefault((kind, counts[kind] // _MATRICES), []).append(place)
-    found = list(stacks)
-    for places in alike.values():
-        x = torch.cat([wide[place] for place in places])
-        size = norm(x.flatten(1)).unsqueeze(2)
-        x = x / size.masked_fill(size == 0, 1)
-        if x.device.type != "cpu" and x.dtype != torch.float64:
-            x = x.bfloat16()
-        for _ in range(5):
-            gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-        for place, part in zip(places, x.split([len(wide[place]) for place in places]), strict=True):
-            tall = wide[place] is not stacks[place]
-            found[place] = (part.mT if tall else part).to(stacks[place].dtype)
-    return found
+    x = stack.mT if stack.shape[1] > stack.shape[2] else stack
+    size = norm(x.flatten(1)).unsqueeze(2)
+    x = x / size.masked_fill_(size == 0, 1)
+    if x.device.type != "cpu" and x.dtype != torch.float64:
+        x = x.bfloat16()
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x.mT if stack.shape[1] > stack.shape[2] else x).to(stack.dtype)
 
 
-def _pushed(
-    x: Tensor, gradient: Tensor, m: Tensor, group: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """m ← β m + h in place; returns r, u, h, the rows that turn, and those that take no step (None: no row)."""
-    r, u = _direction(x)
-    r, along = -r if group["maximize"] else r, dot(u, gradient)
-    h = torch.addcmul(gradient, u, along, value=-1).mul_(r)
+def _pushed(x: Tensor, gradient: Tensor, m: Tensor, group: Options) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """m ← β m + h in place; returns r (1 without a direction), h, the rows that turn and those that take no step."""
+    r = norm(x)
+    gone = geometry.collapsed(r)
+    r = r.masked_fill_(gone, 1)
+    signed = -r if group["maximize"] else r
+    along = dot(x, gradient) / signed
+    h = (gradient * signed).addcmul_(x, along, value=-1)
     slope = norm(h)
-    stays = failing(torch.isfinite(slope.square()))
+    # The room above is for the squares of m.
+    stays = failing(torch.isfinite(slope.square() * 2**20))
     # The tangent part of a radial gradient is rounding, which is no direction to turn in.
-    moves = slope > 16 * torch.finfo(h.dtype).eps * (along * r).abs_()
-    kept = group["momentum"]
+    moves = (slope > 16 * torch.finfo(h.dtype).eps * (along * r).abs_()) & ~gone
     if stays is not None:
-        moves, kept = moves & ~stays, torch.where(stays, torch.ones_like(r), kept)
+        moves = moves & ~stays
     (h,) = zeroed(failing(moves), h)
-    m.mul_(kept).add_(h)
-    return r.abs_(), u, h, moves, stays
+    if stays is None:
+        torch.add(h, m, alpha=group["momentum"], out=m)
+    else:
+        m.copy_(torch.where(stays, m, torch.add(h, m, alpha=group["momentum"])))
+    return r, h, moves, stays
 
 
 def _share(group: Options, stays: Tensor | None, dtype: torch.dtype) -> float | Tensor:
@@ -408,32 +400,42 @@ def _turn(
     piece: slice,
     tensors: tuple[Tensor, Tensor, Tensor],
     group: Options,
-    split: tuple[Tensor, Tensor],
+    r: Tensor,
     n: Tensor,
     moving: list[Any],
     root: float | Tensor,
 ) -> None:
-    """Turn x along −n^⊥ by its angle, and transport m: Γ(m) = m^⊥ + ⟨m,e⟩((cos θ − 1)e + sin θ u), e = d/‖d‖."""
-    (x, gradient, m), (r, u), (moves, stays) = tensors, split, moving
-    radial = dot(u, n)
-    d = torch.addcmul(n, u, radial, value=-1)
-    length = norm(d)
+    """Turn x along −d by its angle and transport m, both as sums of x, n and m, with e = d/‖d‖ and d = n − ⟨n,u⟩u.
+
+    x' = r(cos θ u − sin θ e);  Γ(m) = m^⊥ + ⟨m,e⟩((cos θ − 1)e + sin θ u).
+    """
+    (x, gradient, m), (moves, stays) = tensors, moving
+    inward, whole = dot(x, n) / r, norm(n)
+    length = whole * (1 - (inward / whole.masked_fill(whole == 0, 1)).square_()).clamp_(min=0).sqrt_()
     theta = (moves & (length > 0)).to(x.dtype) * rate_of(group)
     if group["spread"] == "rms":
         v = rows.number("norm_sq")[piece]
         v.lerp_(length.square().clamp_(max=torch.finfo(v.dtype).max), _share(group, stays, v.dtype))
         theta = (theta * length / (v.sqrt() / root)).masked_fill_(v == 0, 0).clamp_(max=0.5)
-    sine, cosine, reach = theta.sin(), theta.cos(), length.masked_fill(length == 0, 1)
-    e = d.div_(reach)
-    y = rows.kept((x * cosine).addcmul_(e, r * sine, value=-1))
+    before = x if rows.telemetry is None else x.clone()
+    sine, lost = theta.sin(), (theta / 2).sin().square_().mul_(2)
+    reach = length.masked_fill(length == 0, 1)
+    k = r * sine / reach
+    kept = 1 - lost + k * inward / r
     if n is m:
-        radial = radial if stays is None else radial.masked_fill(stays, 0)
-        m.mul_(cosine).addcmul_(u, length * sine - radial * cosine)
+        radial = inward if stays is None else inward.masked_fill(stays, 0)
+        by_x = (length * sine - radial * (1 - lost)) / (r * kept)
+        x.mul_(kept).addcmul_(m, k, value=-1)
+        m.mul_(1 - lost + by_x * k).addcmul_(x, by_x)
     else:
-        radial, along = dot(u, m), dot(e, m)
+        radial = dot(x, m) / r
+        along = (dot(m, n) - radial * inward) / reach
         radial = radial if stays is None else radial.masked_fill(stays, 0)
-        m.addcmul_(u, along * sine - radial).addcmul_(e, along * (theta / 2).sin().square_().mul_(-2))
+        by_n = along * lost / reach
+        y = (x * kept).addcmul_(n, k, value=-1)
+        m.addcmul_(x, (along * sine + by_n * inward - radial) / r).addcmul_(n, by_n, value=-1)
+        x.copy_(y)
     if rows.telemetry is not None:
-        pace = theta.tan() / reach * dot(x, y)
-        emit(rows, piece, x, y, gradient, pace=pace, inward=torch.zeros_like(theta))
-    x.copy_(y)
+        x.copy_(rows.kept(x))
+        pace = theta.tan() / reach * dot(before, x)
+        emit(rows, piece, before, x, gradient, pace=pace, inward=torch.zeros_like(theta))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steradian.geometry import at_hand
+from steradian.geometry import at_hand, is_plain
 from steradian.groups import Layout
 
 Options = Mapping[str, Any]
@@ -43,6 +43,20 @@ def rate_of(group: Options) -> float | Tensor:
     """The learning rate: a number, or a tensor without dimensions that is never read back."""
     lr = group["lr"]
     return lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
+
+
+def peak_rate(group: Options) -> float | None:
+    """η_max of a group whose rows have a corrected decay: its "max_lr", or else "initial_lr"; None for other groups."""
+    if not group.get("corrected_decay") or group.get("rows") is None or not group["weight_decay"]:
+        return None
+    return float(group["max_lr"] if "max_lr" in group else group["initial_lr"]) or None
+
+
+def decay_of(group: Options) -> float | Tensor:
+    """λ; where it is corrected λη/η_max, so that a falling rate is not undone by shrinking radii (Defazio, 2025)."""
+    decay: float = group["weight_decay"]
+    peak = peak_rate(group)
+    return decay if peak is None else rate_of(group) * (decay / peak)
 
 
 def check_shape(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
@@ -427,3 +441,54 @@ class _Stack(RowSet):
             whole = self._stacked[name]
             if name != "grad":
                 torch._foreach_copy_(parts, [whole] * len(parts) if name == "step" else whole.split(self._counts))
+
+
+# Numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory.
+_MATRICES = 2**27
+
+
+def by_shape(sets: list[RowSet]) -> Iterable[RowSet]:
+    """Row sets whose matrices are computed together: parameters of one shape stacked, each with its own step count."""
+    alike: dict[object, list[RowSet]] = {}
+    counts: Counter[object] = Counter()
+    for place, rows in enumerate(sets):
+        param, gradient = rows.params[0], rows.params[0].grad
+        single = rows.sharded or rows.absent or not rows.n * rows.d or not rows.is_dense() or gradient is None
+        tensors = () if gradient is None else (param, gradient, rows.states[0]["momentum_buffer"])
+        single = single or not all(is_plain(t) and t.is_contiguous() and t.dtype == param.dtype for t in tensors)
+        kind: object = place if single else (param.shape, param.dtype, param.device)
+        counts[kind] += rows.n * rows.d
+        alike.setdefault((kind, counts[kind] // _MATRICES), []).append(rows)
+    return (_MatrixStack(same) if len(same) > 1 else same[0] for same in alike.values())
+
+
+class _MatrixStack(_Stack):
+    """A stack of parameters of one shape, whose matrices stay apart."""
+
+    def __init__(self, sets: list[RowSet]) -> None:
+        super().__init__(sets)
+        self._sets = sets
+        del self._parts["step"]  # each has its own, which a device need not tell
+
+    def advance(self) -> float | Tensor:
+        counts = [rows.advance() for rows in self._sets]
+        if not any(isinstance(count, Tensor) for count in counts) and len(set(counts)) == 1:
+            return counts[0]
+        shape, device = (self._sets[0].n, 1), self.params[0].device
+        # A number of the host is filled in, not copied: a copy would wait for the device.
+        each = [
+            count.expand(shape) if isinstance(count, Tensor) else
+            torch.full(shape, count, dtype=torch.float64, device=device)
+            for count in counts
+        ]  # fmt: skip
+        return torch.cat(each)
+
+    def matrices(self, rows: Tensor) -> list[Tensor]:
+        first = self._sets[0]
+        if first._are_slices():
+            return [rows.view(len(self._sets), first.n, first.d)]
+        return [first._cuts[0].matrices(rows)]
+
+    def from_matrices(self, stacks: list[Tensor]) -> Tensor:
+        first = self._sets[0]
+        return stacks[0].reshape(-1, first.d) if first._are_slices() else first._cuts[0].from_matrices(stacks[0])

@@ -6,8 +6,8 @@ from torch import Tensor
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_letters, check_numbers, check_rate
-from steradian.optim.rows import RowSet
+from steradian.optim.checks import check, check_corrected, check_letters, check_numbers, check_rate
+from steradian.optim.rows import RowSet, peak_rate
 
 __all__ = ["SGD"]
 
@@ -30,6 +30,9 @@ class SGD(RowOptimizer):
         weight_decay: λ, coupled.
         nesterov: Nesterov's momentum.
         without: letters out of "abc", in any order; a param group may have its own.
+        corrected_decay: on rows, λη/η_max in the place of λ, so that a falling rate is not undone by shrinking radii
+            (SGDC, AdamC: Defazio, 2025). η_max is the group's "max_lr", or else "initial_lr", which torch's schedulers
+            set, or else the rate that it was made with.
         maximize: ascend.
         fused: None or False; there is no fused SGD.
 
@@ -51,6 +54,7 @@ class SGD(RowOptimizer):
         nesterov: bool = False,
         *,
         without: str = "",
+        corrected_decay: bool = False,
         maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
@@ -61,6 +65,7 @@ class SGD(RowOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "without": without,
+            "corrected_decay": corrected_decay,
             "maximize": maximize,
             "fused": fused,
         }
@@ -72,9 +77,11 @@ class SGD(RowOptimizer):
         fine = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
         check(fine, "nesterov", group["nesterov"], "False without momentum or with dampening")
         check_letters(group)
+        check_corrected(group)
 
     def _updates_rows(self, group: Options) -> bool:
-        return bool(group["momentum"]) and ("b" in group["without"] or "c" in group["without"])
+        moves = bool(group["momentum"]) and ("b" in group["without"] or "c" in group["without"])
+        return moves or peak_rate(group) is not None
 
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         return {} if layout is None else {"momentum_buffer": torch.zeros_like(param)}

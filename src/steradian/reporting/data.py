@@ -122,16 +122,16 @@ class PageRun:
         there = {"*": True, "rows": not self.rows.empty, "paths": bool(trajectories([self.paths])), "whole": whole}
         return self.quantities | {name for name, known in there.items() if known}
 
-    @property
-    def vectors(self) -> list[str]:
+    @cached_property
+    def vectors(self) -> set[str]:
         """Groups that are no matrices or filters, such as biases and gains, if there are others."""
         known: Sequence[Mapping[str, Any]] = self.about.get("groups") or []
-        flat = [
+        flat = {
             str(group["name"])
             for group in known
             if (group.get("rows") or 0) <= 1 and all(len(shape) <= 1 for shape in group.get("shapes") or ())
-        ]
-        return flat if len(flat) < len(known) else []
+        }
+        return flat if len(flat) < len(known) else set()
 
     @cached_property
     def groups(self) -> list[str]:
@@ -201,17 +201,15 @@ def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
     data: dict[str, Any] = {
         "statistics": list(STATISTICS),
         "groups": groups,
-        "grid": grid(groups),
-        "vectors": sorted({name for run in runs for name in run.vectors}),
+        "grid": grid(runs),
+        "vectors": sorted(set().union(*(run.vectors for run in runs))),
         "quantities": _quantities(runs),
         "whole": sorted({name for run in runs for name, of in run.lines.values.items() if "" in of}),
         "runs": [_run(run, coarsen(run.lines, points), pack) for run in runs],
         "bins": len(spread[0].edges) - 1 if spread else 0,
         "histograms": [
             {
-                "quantity": each.quantity,
-                "group": each.group,
-                "log": each.log,
+                **vars(each),
                 "edges": pack.add(each.edges),
                 "counts": [
                     {"run": run, "steps": steps, "at": pack.add(counts)} for run, (steps, counts) in each.counts.items()
@@ -221,20 +219,9 @@ def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
         ],
         "spheres": [
             {
-                "group": each.group,
-                "row": each.row,
-                "size": each.size,
-                "kept": round(each.kept, 4),
-                "moved": round(each.moved, 4),
+                **vars(each),
                 "paths": [
-                    {
-                        "run": path.run,
-                        "steps": path.steps.tolist(),
-                        "at": pack.add(path.points),
-                        "turned": round(path.turned, 4),
-                        "travelled": round(path.travelled, 4),
-                    }
-                    for path in each.paths
+                    {**vars(path), "steps": path.steps.tolist(), "points": pack.add(path.points)} for path in each.paths
                 ],
             }
             for each in balls
@@ -248,18 +235,15 @@ def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
     return data, pack.text()
 
 
-def grid(groups: Sequence[str]) -> dict[str, Any] | None:
-    """Blocks, roles and the place of each group, where many layers repeat in blocks; None if they do not.
-
-    >>> names = [f"layers.{k}.{role}.weight" for k in range(16) for role in ("up", "down")]
-    >>> found = grid(["embed.weight", *names])
-    >>> found["roles"], found["blocks"][:2], found["places"]["layers.15.down.weight"]
-    (['up', 'down'], ['layers.0', 'layers.1'], [15, 1])
-    """
-    split = {name: re.fullmatch(r"(.*?\b\d+)\.(.+?)(\.weight)?", name) for name in groups}
+def grid(runs: Sequence[PageRun]) -> dict[str, Any] | None:
+    """Blocks, roles and the place of each group, from their names, if there are many layers that repeat in blocks."""
+    vectors = set().union(*(run.vectors for run in runs))
+    names = list(dict.fromkeys(group for run in runs for group in run.groups))
+    split = {name: re.fullmatch(r"(.*?\b\d+)\.(.+?)(\.weight)?", name) for name in names}
     inside = {name: (found[1], found[2]) for name, found in split.items() if found}
-    blocks, roles = (list(dict.fromkeys(part)) for part in zip(*inside.values(), strict=True)) if inside else ([], [])
-    if len(groups) < MANY_LAYERS or len(blocks) < 4 or not 2 <= len(roles) <= 24:
+    blocks, roles = (list(dict.fromkeys(of[k] for of in inside.values())) for k in (0, 1))
+    kinds = {role for name, (_, role) in inside.items() if name not in vectors}
+    if len(set(names) - vectors) < MANY_LAYERS or len(blocks) < 4 or not 2 <= len(kinds) <= 24:
         return None
     places = {name: [blocks.index(block), roles.index(role)] for name, (block, role) in inside.items()}
     return {"blocks": blocks, "roles": roles, "places": places}

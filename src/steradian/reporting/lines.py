@@ -17,8 +17,8 @@ Integers: TypeAlias = NDArray[np.int64]
 SHARP = 1.25  # a rate that changes by less than this factor has no drop
 ALONE = 4.0  # a drop is this many times steeper than the schedule before and after it
 MOST_DROPS = 24
-POINTS, FEWEST_POINTS = 480, 40
-BUDGET = 1_250_000  # numbers in all lines of a page, about two characters each
+POINTS, FEWEST_POINTS = 480, 32
+BUDGET = 1_100_000  # numbers in all lines of a page, about two characters each
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,16 @@ def aggregate(table: pd.DataFrame, *, points: int | None = None) -> Lines:
     columns = [table[name].astype("category").cat for name in ("quantity", "group", "statistic")]
     quantities, groups, statistics = ([str(word) for word in column.categories] for column in columns)
     shape = len(quantities), len(groups), len(statistics)
-    codes = tuple(column.codes.to_numpy(np.int64) for column in columns)
-    line, distinct = pd.factorize(np.ravel_multi_index(codes, shape))
-    places = zip(*np.unravel_index(distinct, shape), strict=True)
-    keys = [(quantities[q], groups[g], statistics[s]) for q, g, s in places]
+    q, g, s = (column.codes.to_numpy(np.int32) for column in columns)
+    code = (q * shape[1] + g) * shape[2] + s
+    found = np.flatnonzero(np.bincount(code))
+    line = np.searchsorted(found, np.arange(found[-1] + 1))[code]
+    places = zip(*np.unravel_index(found, shape), strict=True)
+    keys = [(quantities[i], groups[j], statistics[k]) for i, j, k in places]
     step, value = table["step"].to_numpy(np.int64), table["value"].to_numpy(np.float64)
-    position, found = pd.factorize(step)
-    order = np.argsort(found)
-    steps = found[order]
+    position, steps = pd.factorize(step)
+    order = np.argsort(steps)
+    steps = steps[order]
     rated = next((k for k, (quantity, *_) in enumerate(keys) if quantity == "lr"), -1)
     own = np.flatnonzero(line == rated)
     own = own[np.argsort(step[own], kind="stable")]
@@ -169,15 +171,14 @@ def _reduce(
     line: Integers, bucket: Integers, value: Floats, keys: Sequence[tuple[str, str, str]], count: int
 ) -> Floats:
     """Lines (keys, count) from single values, by each line's statistic; NaN where no value is finite."""
-    known = np.isfinite(value)
-    line, value, cell = line[known], value[known], (line * count + bucket)[known]
-    size = len(keys) * count
-    number = np.bincount(cell, minlength=size)
+    size, known = len(keys) * count, np.isfinite(value)
+    kinds = np.array([{"min": 1, "max": 2}.get(statistic, 0) for *_, statistic in keys], dtype=np.int8)
+    kind, cell = kinds[line], line * count + bucket
+    chosen = np.flatnonzero(known & (kind == 0))
     with np.errstate(invalid="ignore"):
-        flat = np.bincount(cell, value, minlength=size) / number
-    for statistic, extreme in (("min", np.fmin), ("max", np.fmax)):
-        rows = np.array([key[2] == statistic for key in keys])
-        flat[np.repeat(rows, count)] = np.nan
-        chosen = rows[line]
+        total = np.bincount(cell[chosen], value[chosen], minlength=size)
+        flat = total / np.bincount(cell[chosen], minlength=size)
+    for which, extreme in ((1, np.fmin), (2, np.fmax)):
+        chosen = np.flatnonzero(known & (kind == which))
         extreme.at(flat, cell[chosen], value[chosen])
     return flat.reshape(len(keys), count)

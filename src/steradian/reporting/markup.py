@@ -112,7 +112,9 @@ def _ends(run: PageRun) -> dict[str, str]:
             result[label] = "not a finite number"
             continue
         of = run.lines.values.get(quantity, {})
-        lines = [line.get("median", line.get("mean")) for group, line in of.items() if group]
+        lines = [
+            line.get("median", line.get("mean")) for group, line in of.items() if group and group not in run.vectors
+        ]
         last = [line[np.isfinite(line)][-1] for line in lines if line is not None and np.isfinite(line).any()]
         if last:
             low, high = number(float(f"{min(last):.2g}")), number(float(f"{max(last):.2g}"))
@@ -216,7 +218,7 @@ def _groups(run: PageRun) -> str:
 
 def shown_sections(runs: Sequence[PageRun]) -> list[Section]:
     """The sections with the figures that some run has records for; where layers repeat in blocks, their maps first."""
-    blocks = grid([group for run in runs for group in run.groups]) is not None
+    blocks = grid(runs) is not None
     found = []
     for section in SECTIONS:
         figures = tuple(
@@ -270,7 +272,7 @@ def sections(shown: Sequence[Section], runs: Sequence[PageRun]) -> str:
 
 def _section(section: Section, runs: Sequence[PageRun]) -> str:
     paper = f'<span class="paper">Paper: {escape(section.paper)}</span>' if section.paper else ""
-    body = "\n".join(_figure(figure, runs) for figure in section.figures)
+    body = f"<p>{section.text}</p>" + "\n".join(_figure(figure, runs) for figure in section.figures)
     bounds = [line for figure in section.figures for line in _bounds(figure, runs)]
     if bounds and all(mark == "held" for mark, *_ in bounds):
         largest = ", ".join(
@@ -281,10 +283,7 @@ def _section(section: Section, runs: Sequence[PageRun]) -> str:
             f'<details class="fold"><summary><span class="held"></span> All hold at every recorded step; largest '
             f"values {largest}</summary>{body}</details>"
         )
-    return (
-        f'<section class="card" id="{section.id}"><h2>{escape(section.title)}</h2>{paper}'
-        f"<p>{section.text}</p>{body}</section>"
-    )
+    return f'<section class="card" id="{section.id}"><h2>{escape(section.title)}</h2>{paper}{body}</section>'
 
 
 def _figure(figure: Figure, runs: Sequence[PageRun]) -> str:

@@ -60,7 +60,7 @@ SECTIONS = (
         "depends on the filter's radius and, for Adam, on its second moment. Layers whose effective rates are far "
         "apart do not learn at the same speed, whatever the settings say.",
         (
-            Figure("schedule", "lines", ("lr",), "Nominal rate η", "The rate in the settings. Dotted lines: jumps."),
+            Figure("schedule", "lines", ("lr",), "Nominal rate η", "The rate in the settings."),
             Figure(
                 "effective-rate",
                 "lines",
@@ -204,7 +204,7 @@ SECTIONS = (
                 "taylor",
                 "bound",
                 ("taylor",),
-                "Validity of the Taylor expansion",
+                "Taylor variable: small against 1",
                 "Maximum of the variable that Theorem 4 takes to be small against 1; in the paper it was about "
                 "10<sup>−2</sup>.",
                 paper="“Validity of Taylor expansion”: App. C.1.5",

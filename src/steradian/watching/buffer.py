@@ -122,9 +122,10 @@ class Buffer:
         self.skipped = torch.zeros((), device=self.device)  # steps that were skipped so far
         self.statistics = Statistics([group.span for group in watched], device=self.device)
         self.statistics(self.values[0, :, 0][None].to(dtype_of(watched)))  # compiles its kernels
-        # The rows that are recorded by themselves now and then.
-        single = np.concatenate([group.start + evenly(group.n_rows) for group in watched])
-        self.single = torch.from_numpy(single).to(self.device)
+        # The rows of each group that are recorded by themselves now and then, and their places among all.
+        self.single_rows = [evenly(group.n_rows) for group in watched]
+        places = [group.start + rows for group, rows in zip(watched, self.single_rows, strict=True)]
+        self.single = torch.from_numpy(np.concatenate(places)).to(self.device)
 
     def nbytes(self) -> int:
         """Memory on the device for observed steps."""

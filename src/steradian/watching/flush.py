@@ -148,11 +148,6 @@ class Flush:
         return len(self._steps) >= self._room
 
     @property
-    def empty(self) -> bool:
-        """Whether there is nothing to send."""
-        return not self._steps and not self._reduced and not self._logged
-
-    @property
     def pending(self) -> bool:
         """Whether something was sent from which no block was made yet."""
         return bool(self._sent)
@@ -172,7 +167,7 @@ class Flush:
         of_chosen = [rows for *_, parts in self._reduced for part in parts for rows in part[3].values()]
         many = self._n_reduced >= _STEPS or sum(rows.numel() for rows in of_chosen) >= _NUMBERS
         enough = many or self.merges is not None
-        if self.empty or not (everything or enough):
+        if not (self._reduced or self._logged) or not (everything or enough):
             return
         n_groups = len(self.names)
         steps = np.array([step for steps, *_ in self._reduced for step in steps], dtype=np.int64)
@@ -238,18 +233,15 @@ class Flush:
             values[:, at, span] = statistics
             defined[at, span] = self.buffers[k].recorded(names)
             start = 0
-            for group in self.buffers[k].watched:
-                every = group.name in self.record_rows
+            for group, numbers in zip(self.buffers[k].watched, self.buffers[k].single_rows, strict=True):
+                every, found = group.name in self.record_rows, some[:, :, start : start + len(numbers)]
+                start += len(numbers)
                 mine = range(len(steps)) if every else whole
-                if every or self.merges is not None:
-                    found = chosen[group.name]
+                if mine and (every or self.merges is not None):
+                    found = chosen[group.name][mine]
                     numbers = np.arange(found.shape[2]) if every else evenly(found.shape[2])
-                    found = found[mine][:, :, numbers]
-                else:
-                    numbers = evenly(group.n_rows)
-                    found = some[:, :, start : start + len(numbers)]
-                    start += len(numbers)
-                for i, each in zip(mine, found, strict=True):
+                    found = found[:, :, numbers]
+                for i, each in zip(mine, found, strict=False):
                     spread = np.full((len(quantities), len(numbers)), np.nan, dtype)
                     spread[at] = each
                     rows.append((i, group.name, numbers, spread))

@@ -381,7 +381,7 @@ class Watch:
         self._stepped = set()
         self._cost.count(observed=self._observing)
         late = not self.sharded and time.monotonic() - self._flushed_at > _SECONDS
-        everything = (self._observing and self._cost.first_choice) or (late and not self._flush.empty)
+        everything = (self._observing and self._cost.first_choice) or late
         if self._flush.full or everything:
             if everything:
                 self._flushed_at = time.monotonic()
@@ -392,7 +392,7 @@ class Watch:
                 self._cost.interval = _from_rank_0(self._cost.interval)
         if self._flush.pending:
             with self._cost.measured(device=False):
-                self._write(wait=self.sharded and self._flush.empty)
+                self._write(wait=self.sharded)
 
     def _capturing(self) -> bool:
         return self._cost.device is not None and torch.cuda.is_current_stream_capturing()

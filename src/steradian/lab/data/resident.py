@@ -24,8 +24,6 @@ class Resident:
         data: the data set.
         device: where to keep it.
         validation: share of the training images that is held out, the same ones for every seed.
-        pad: padding of the random crop; None: as usual for this data set.
-        flip: flip half of the images; None: as usual for this data set.
 
     Attributes:
         counts: number of images by part: "train", "validation", "test".
@@ -34,19 +32,9 @@ class Resident:
         fingerprint: a hash of all images and labels, whatever their source.
     """
 
-    def __init__(
-        self,
-        data: DataSet,
-        device: torch.device | str = "cpu",
-        *,
-        validation: float = 0.05,
-        pad: int | None = None,
-        flip: bool | None = None,
-    ) -> None:
-        usual = AUGMENT.get(data.name, _USUAL)
+    def __init__(self, data: DataSet, device: torch.device | str = "cpu", *, validation: float = 0.05) -> None:
+        self.pad, self.flip = AUGMENT.get(data.name, _USUAL)
         self.name, self.device, self.fingerprint = data.name, torch.device(device), data.fingerprint()
-        self.pad = usual[0] if pad is None else pad
-        self.flip = usual[1] if flip is None else flip
         self.size, self.channels, self.classes = data.train.size, data.train.channels, len(data.classes)
         if len(data.train) < 2 or not len(data.test):
             raise ValueError(

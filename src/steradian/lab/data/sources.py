@@ -1,4 +1,4 @@
-"""Where data comes from: scikit-learn's digits, a folder in one of three forms, the hub, or a plugin."""
+"""Where data comes from: scikit-learn's digits, a packed folder, original archives, the hub, or a plugin."""
 
 import hashlib
 import pickle
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from steradian.lab.data.packed import DataSet, Images, read_packed
@@ -38,18 +37,15 @@ _HUB = {
 }
 _SHAPES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32), "svhn": (10, 32)}
 """Classes and size of the known data sets, so that other data is not compared with the paper under their names."""
-_PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".pbm", ".pgm", ".ppm"}
 
 
 def load(name: str, root: Path | str | None = None) -> DataSet:
     """A data set as arrays.
 
     Args:
-        name: of a registered data set (digits, cifar10, cifar100, svhn, or a plugin's), or any name for a folder.
-        root: a folder with the packed form, with the original archives, or with images as
-            train/CLASS/FILE and test/CLASS/FILE, in folders within CLASS too, names that begin with a dot left out.
-            None: data/NAME if that exists; otherwise digits come with scikit-learn and the others from the hub,
-            through `datasets`.
+        name: of a registered data set (digits, cifar10, cifar100, svhn, or a plugin's), or any name for packed data.
+        root: a folder with the packed form or with the original archives. None: data/NAME if that exists; otherwise
+            digits come with scikit-learn and the others from the hub, through `datasets`.
 
     >>> data = load("digits")
     >>> data.train.pixels.shape, len(data.test)
@@ -94,12 +90,8 @@ def _from_folder(name: str, root: Path) -> DataSet:
         return replace(data, name=name)  # the name decides how it is augmented
     if name in _FILES and (root / _FILES[name][0]).is_file():
         return read_archive(name, root)
-    if (root / "train").is_dir() and (root / "test").is_dir():
-        return _from_images(name, root)
-    known = f"data must be one of {', '.join(DATA)}, or come with the folder of its images"
-    raise ValueError(
-        f"{known}: {root} has neither meta.json, nor the archives of {name}, nor the folders train and test"
-    )
+    known = f"data must be one of {', '.join(DATA)}, a plugin's, or packed in a folder"
+    raise ValueError(f"{known}: {root} has neither meta.json nor the archives of {name}")
 
 
 def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] = CHECKSUMS) -> DataSet:
@@ -162,37 +154,6 @@ def _digits() -> DataSet:
     kept = len(labels) * 4 // 5 + 1
     train, test = Images(pixels[:kept], labels[:kept]), Images(pixels[kept:], labels[kept:])
     return DataSet("digits", train, test, tuple(map(str, range(10))))
-
-
-def _from_images(name: str, root: Path) -> DataSet:
-    folders = (path for path in (root / "train").iterdir() if path.is_dir() and not path.name.startswith("."))
-    classes, splits = sorted(path.name for path in folders), []
-    for part in ("train", "test"):
-        found = [(path, label) for label, each in enumerate(classes) for path in _files(root / part / each)]
-        pixels = [_picture(path) for path, _ in found]
-        if len({array.shape for array in pixels}) != 1 or pixels[0].shape[0] != pixels[0].shape[1]:
-            raise ValueError(f"images under {root / part} must be square and of one size, and there must be some")
-        splits.append(Images(np.stack(pixels), np.asarray([label for _, label in found], dtype=np.int64)))
-    return DataSet(name, splits[0], splits[1], classes)
-
-
-def _files(root: Path) -> list[Path]:
-    """The images of a class, also in subfolders; hidden ones are left out."""
-    images = (path for path in root.rglob("*") if path.suffix.lower() in _PICTURES and path.is_file())
-    return sorted(path for path in images if not any(part.startswith(".") for part in path.relative_to(root).parts))
-
-
-def _picture(path: Path) -> NDArray[np.uint8]:
-    """An image as (H, W, 3); transparency is dropped."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as picture:
-            if picture.mode.startswith(("I", "F")):  # more than eight bits, or no fixed range
-                raise ValueError(f"it must have 8 bits per channel, got the mode {picture.mode}")
-            return np.asarray(picture.convert("RGB"))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
 
 
 def _from_hub(name: str) -> DataSet:

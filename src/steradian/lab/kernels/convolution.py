@@ -13,25 +13,13 @@ from torch import Tensor
 
 from steradian.lab.kernels import triton_kernels
 
-__all__ = ["FILTERS", "Convolved", "by_channel", "convolve"]
+__all__ = ["FILTERS", "by_channel", "convolve"]
 
 FILTERS = (16, 32, 64)
 """Numbers of filters that are supported; of channels, too, if x needs a gradient."""
 
 
-class Convolved(NamedTuple):
-    """What `convolve` returns.
-
-    Attributes:
-        y: the convolution, (batch, filters, height, width), channels last, in the dtype of x.
-        sums: Σy and Σy² over all pixels, (2, filters) in float32; empty if not wanted.
-    """
-
-    y: Tensor
-    sums: Tensor
-
-
-def convolve(x: Tensor, weight: Tensor, *, stride: int = 1, sums: bool = True) -> Convolved:
+def convolve(x: Tensor, weight: Tensor, *, stride: int = 1, sums: bool = True) -> tuple[Tensor, Tensor]:
     """x ∗ weight with padding 1, and its sums.
 
     Args:
@@ -39,11 +27,15 @@ def convolve(x: Tensor, weight: Tensor, *, stride: int = 1, sums: bool = True) -
         weight: (filters, channels, 3, 3), with one of `FILTERS`; of channels, too, if x needs a gradient.
         stride: 1, or 2 if height and width are even.
         sums: add up y and y².
+
+    Returns:
+        y (batch, filters, height, width), channels last, in the dtype of x; Σy and Σy² over all pixels, (2, filters) in
+        float32, empty if not wanted.
     """
     assert len(weight) in FILTERS, "the plans are for these"
     last = torch.channels_last
     x, weight = x.contiguous(memory_format=last), weight.contiguous(memory_format=last)
-    return Convolved(*_Convolution.apply(x, weight, stride, sums))
+    return _Convolution.apply(x, weight, stride, sums)
 
 
 class _Convolution(torch.autograd.Function):

@@ -1,1 +1,1 @@
-"""The fused Adam step for NVIDIA GPUs, in Triton."""
+"""The fused steps of Adam and Angular for NVIDIA GPUs, in Triton."""

@@ -1,4 +1,4 @@
-"""Which rows get the fused Adam step, and that step as a whole, which is kept between steps.
+"""Which rows get the fused step, and that step as a whole, which is kept between steps.
 
 All rows of all parameters of one dtype are stepped in one launch (`table`, `kernels`).
 """
@@ -26,7 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _GRAD = attrgetter("grad")
 _ALWAYS_A_TILE = 5 * 512
 # Settings that decide which rows are fused.
-_DECIDING = ("rows", "joint", "without", "fused")
+_DECIDING = ("rows", "joint", "without", "fused", "direction", "spread", "nesterov")
 
 
 def available(params: Sequence[Tensor]) -> bool:
@@ -62,19 +62,32 @@ def runs_kernels(device: torch.device) -> bool:
 def can_step(rows: RowSet, group: Options) -> bool:
     """Whether the fused step takes these rows: one dense parameter, cut along dimension 0 alone.
 
-    Element-wise second moments take the fused step only where a tile holds the row.
+    Element-wise second moments take the fused step only where a tile holds the row, and so does Angular in half
+    precision, whose telemetry is that of the rounded weights.
     """
     param, gradient, state = rows.params[0], rows.params[0].grad, rows.states[0]
+    kind, (momentum, second, _) = _kind(group)
     if group.get("joint") or gradient is None or param.dtype not in _DTYPES or not rows.n or not rows.d:
         return False
     if not rows.in_place or not (is_plain(param) and is_plain(gradient)):
         return False
-    if "a" in group["without"]:
-        rows.number("exp_avg_sq")  # raises if its shape is wrong, which the kernel would not notice
-    elif rows.d > _ALWAYS_A_TILE or state["exp_avg_sq"].stride() != param.stride():
+    if kind == 1:
+        if rows.d > _ALWAYS_A_TILE or state[second].stride() != param.stride():
+            return False
+    elif second != "step":
+        rows.number(second)  # raises if its shape is wrong, which the kernel would not notice
+    if kind > 1 and rows.d > _ALWAYS_A_TILE and param.dtype.itemsize < 4:
         return False
     together = gradient.dtype == param.dtype and gradient.device == param.device == state["step"].device
-    return together and rows.is_dense() and gradient.stride() == param.stride() == state["exp_avg"].stride()
+    return together and rows.is_dense() and gradient.stride() == param.stride() == state[momentum].stride()
+
+
+def _kind(group: Options) -> tuple[int, tuple[str, str, str]]:
+    """The kernels' KIND for a group, and the names of momentum, second moment and step count in its states."""
+    if "direction" in group:
+        second = "norm_sq" if group["spread"] == "rms" else "step"  # without v nothing is read there
+        return 3 if group["nesterov"] else 2, ("momentum_buffer", second, "step")
+    return 0 if "a" in group["without"] else 1, ("exp_avg", "exp_avg_sq", "step")
 
 
 class FusedStep:
@@ -91,20 +104,20 @@ class FusedStep:
         self.plain: Work = []
         self.setting = setting
         self.deciding = _deciding(optimizer)
-        chosen: dict[tuple[object, ...], list[tuple[Options, list[RowSet]]]] = {}
+        chosen: dict[Any, list[tuple[Options, list[RowSet]]]] = {}
         for group, sets in work:
-            by_kind: dict[tuple[object, ...], list[RowSet]] = {}
+            by_kind: dict[Any, list[RowSet]] = {}
             fused = optimizer._is_fused(group)
             for rows in sets:
-                kind: tuple[object, ...] = (rows.params[0].device, rows.params[0].dtype, "a" in group["without"])
-                by_kind.setdefault(kind if fused and can_step(rows, group) else (), []).append(rows)
+                alike = (*_kind(group), rows.params[0].device, rows.params[0].dtype)
+                by_kind.setdefault(alike if fused and can_step(rows, group) else (), []).append(rows)
             self.plain += [(group, by_kind.pop(()))] if () in by_kind else []
-            for kind, alike in by_kind.items():
-                chosen.setdefault(kind, []).append((group, alike))
+            for alike, chosen_sets in by_kind.items():
+                chosen.setdefault(alike, []).append((group, chosen_sets))
         kept, telemetry = optimizer._in_graphs, optimizer.telemetry
         self.plans = [
-            Plan(entries, elementwise=not kind[2], telemetry=_buffer(telemetry, entries), kept=kept)
-            for kind, entries in chosen.items()
+            Plan(entries, kind=kind, entries=names, telemetry=_buffer(telemetry, entries), kept=kept)
+            for (kind, names, *_), entries in chosen.items()
         ]
         stepped = sum(rows.n for plan in self.plans for _, rows in plan.sets)
         self.covers_telemetry = telemetry is not None and [len(buffer) for buffer in telemetry.buffers] == [stepped]

@@ -1,9 +1,9 @@
-"""The fused Adam step as Triton kernels: one program holds a tile of rows in registers, reads each entry once.
+"""The fused steps of Adam and Angular as Triton kernels: a program holds a tile of rows, reads each entry once.
 
 A row of d numbers is K ≤ 5 pieces of S lanes, so that rows of 2^k and of 9·2^k numbers, as 3 × 3 convolutions have
 them, waste few lanes; a program steps as many rows as fill LANES/4 lanes with one piece (LANES/8 for rows at odd
 addresses). Rows that no tile holds are cut into chunks of LANES: the first kernel leaves the sums of each chunk, the
-second adds them up and applies the step. Arithmetic is `reference.adam`'s, in float32 (float64 for float64).
+second adds them up and applies the step. Arithmetic is that of `reference`, in float32 (float64 for float64).
 
 Tables (see `table`): `lines` has one line of int64 per parameter (addresses of x, gradient, m, v and step count;
 d; n; settings line), `settings` one line of float64 per group, `rates` the address of each group's rate. `items` has
@@ -18,7 +18,8 @@ import triton.language as tl
 LANES = tl.constexpr(4096)
 
 WITHOUT_B, WITHOUT_C = tl.constexpr(2), tl.constexpr(4)
-DECOUPLED, MAXIMIZE = tl.constexpr(8), tl.constexpr(16)
+DECOUPLED, MAXIMIZE, CORRECTED = tl.constexpr(8), tl.constexpr(16), tl.constexpr(32)
+RMS = tl.constexpr(1)
 # What the cache does with gradients, which a step reads once, and with what it writes ("" for the ordinary).
 READ_ONCE, WRITTEN = tl.constexpr(""), tl.constexpr("")
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -26,14 +27,18 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def settings_of(settings, rates, line, C: tl.constexpr):
-    """ln β1, ln β2, 1−β1, 1−β2, ε, λ, flags and the rate of one group."""
+    """ln β1, ln β2, 1−β1, 1−β2, ε, λ, flags and the rate of one group; for Angular β in the place of ε.
+
+    Under a corrected decay the table has λ/η_max.
+    """
     at = settings + line * 8
     address, single = tl.load(rates + line), tl.load(at + 7) != 0.0
     rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=single, other=0.0).to(tl.float64)
     rate += tl.load(address.to(tl.pointer_type(tl.float64)), mask=single == 0, other=0.0)
     log_beta1, log_beta2 = tl.load(at).to(C), tl.load(at + 1).to(C)
     share1, share2 = tl.load(at + 2).to(C), tl.load(at + 3).to(C)
-    eps, decay, flags = tl.load(at + 4).to(C), tl.load(at + 5).to(C), tl.load(at + 6).to(tl.int32)
+    eps, decay, flags = tl.load(at + 4).to(C), tl.load(at + 5), tl.load(at + 6).to(tl.int32)
+    decay = tl.where((flags & CORRECTED) != 0, decay * rate, decay).to(C)
     return log_beta1, log_beta2, share1, share2, eps, decay, flags, rate.to(C)
 
 
@@ -453,6 +458,228 @@ def _added(sums, slot, chunks):
     return tl.sum(one, axis=0), tl.sum(other, axis=0)
 
 
+# Angular ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sine(theta):
+    """Sin θ by its series, to the last digits for angles up to 1.5."""
+    series = tl.zeros_like(theta)
+    for k in tl.static_range(9, 0, -1):
+        series = (1.0 - series) * (theta * theta / (2 * k * (2 * k + 1)))
+    return theta * (1.0 - series)
+
+
+@triton.jit
+def turn(xx, nn, xn, mn, xm, v, moves, usable, settings, rates, line, step, C: tl.constexpr):
+    """How a row turns along −n^⊥, from products of x, n and m: `reference._turn`.
+
+    Returns sin θ and cos θ, ‖d‖, the new v, and the factors of y = yx·x + yn·n and m' = m + mx·x + mn·n.
+    """
+    _log1, log_beta2, _share, share2, _beta, _decay, flags, rate = settings_of(settings, rates, line, C)
+    largest, _smallest, _steepest = limits(C)
+    r, inward = tl.sqrt(xx), xn / xx
+    length = tl.sqrt(tl.maximum(nn - xn * inward, 0.0))
+    moves = moves & (length > 0)
+    reach = tl.where(length > 0, length, 1.0)
+    theta = tl.where(moves, rate, 0.0).to(C)
+    if (flags & RMS) != 0:
+        v = tl.where(usable, lerp(v, tl.minimum(length * length, largest), share2), v).to(C)
+        root = tl.sqrt(v) / tl.sqrt(one_minus_power(log_beta2, step))
+        theta = tl.where(v > 0, tl.minimum(theta * length / tl.where(v > 0, root, 1.0), 0.5), 0.0).to(C)
+    s, half = sine(theta), sine(0.5 * theta)
+    lost = 2.0 * half * half  # 1 − cos θ
+    k, along = r * s / reach, (mn - xm * inward) / reach
+    turned = along * lost / reach
+    return s, 1.0 - lost, reach, v, 1.0 - lost + k * inward, -k, along * s / r - xm / xx + turned * inward, -turned
+
+
+@triton.jit
+def _turn_tile(
+    item, d, telemetry, also, settings, rates, grad_scale,
+    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, NESTEROV: tl.constexpr,
+    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """`_tile` for Angular along its momentum: h from the sums of x and g, the turn from those of m."""
+    if ALIGNED:
+        d = (d // 4) * 4
+    x_at = first(item).to(tl.pointer_type(P))
+    g_at = first(item + 1).to(tl.pointer_type(P))
+    m_at = first(item + 2).to(tl.pointer_type(P))
+    if ALIGNED:
+        x_at, g_at, m_at = tl.multiple_of(x_at, 16), tl.multiple_of(g_at, 16), tl.multiple_of(m_at, 16)
+    rows, cols = tl.arange(0, R), tl.arange(0, S)
+    alive = rows < low(first(item + 6))
+    at = rows[:, None] * d + cols[None, :]
+    xs, gs, ms = (), (), ()
+    for k in tl.static_range(K):
+        mask = alive[:, None] & (k * S + cols[None, :] < d)
+        xs = xs + (tl.load(x_at + at + k * S, mask=mask, other=0.0).to(C),)
+        gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0, eviction_policy=READ_ONCE).to(C),)
+        ms = ms + (tl.load(m_at + at + k * S, mask=mask, other=0.0).to(C),)
+
+    line = low(first(item + 7))
+    _log1, _log2, _share1, _share2, beta, _decay, flags, _rate = settings_of(settings, rates, line, C)
+    factor = sign_and_scale(flags, grad_scale, SCALED, C)
+    largest, smallest, steepest = limits(C)
+    axx, axg = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+    for k in tl.static_range(K):
+        axx += xs[k] * xs[k]
+        axg += xs[k] * (gs[k] * factor)
+    xx, xg = _sums2(axx, axg)
+    there = (xx >= smallest) & (xx <= largest)
+    xx = tl.where(there, xx, 1.0)
+    r = tl.where(there, tl.sqrt(xx), 0.0)[:, None]
+    radial = (xg / xx)[:, None]
+    ahh, amm, axm = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+    moments, ns = (), ()
+    for k in tl.static_range(K):
+        h = (gs[k] * factor - radial * xs[k]) * r
+        m = beta * ms[k] + h
+        ahh += h * h
+        amm += m * m
+        axm += xs[k] * m
+        moments = moments + (m,)
+        if NESTEROV:
+            ns = ns + (h + beta * m,)
+    hh, mm, xm = _sums3(ahh, amm, axm)
+    nn, xn, mn = mm, xm, mm
+    if NESTEROV:
+        ann, axn, amn = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        for k in tl.static_range(K):
+            ann += ns[k] * ns[k]
+            axn += xs[k] * ns[k]
+            amn += moments[k] * ns[k]
+        nn, xn, mn = _sums3(ann, axn, amn)
+    usable = hh * 1048576.0 <= largest  # with room for the squares of m
+    # The tangent part of a radial gradient is rounding, which is no direction to turn in.
+    moves = there & usable & (hh * steepest > 256.0 * xg * xg)
+    counted = rows < tl.where((flags & RMS) != 0, low(first(item + 6)), 0)
+    v_at = first(item + 3).to(tl.pointer_type(C)) + rows
+    step = tl.load(first(item + 4).to(tl.pointer_type(tl.float32))).to(C) + 1.0
+    v = tl.load(v_at, mask=counted, other=0.0)
+    s, cosine, length, v, yx, yn, mx, by_n = turn(xx, nn, xn, mn, xm, v, moves, usable, settings, rates, line, step, C)
+    tl.store(v_at, v, mask=counted)
+    stored = alive & usable
+    yx, yn, mx, by_n = yx[:, None], yn[:, None], mx[:, None], by_n[:, None]
+    if EMIT:
+        agg, ayy, axy = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+    ys = ()
+    for k in tl.static_range(K):
+        mask = stored[:, None] & (k * S + cols[None, :] < d)
+        n = ns[k] if NESTEROV else moments[k]
+        y = kept_in(yx * xs[k] + yn * n, P)
+        m = moments[k] + by_n * n + mx * xs[k] if NESTEROV else (1.0 + by_n) * n + mx * xs[k]
+        tl.store(x_at + at + k * S, y, mask=mask, eviction_policy=WRITTEN)
+        tl.store(m_at + at + k * S, kept_in(m, P), mask=mask, eviction_policy=WRITTEN)
+        if EMIT:  # of the weights as they are kept: half precision rounds the angle
+            y = tl.where(usable[:, None], y.to(C), xs[k])
+            ys = ys + (y,)
+            agg += (gs[k] * factor) * (gs[k] * factor)
+            ayy += y * y
+            axy += xs[k] * y
+    if EMIT:
+        gg, yy, xy = _sums3(agg, ayy, axy)
+        across = tl.zeros([R, S], dtype=C)
+        for k in tl.static_range(K):
+            part = ys[k] - (xy / xx)[:, None] * xs[k]
+            across += part * part
+        across = tl.sqrt(tl.sum(across, axis=1))
+        pace = s / (cosine * length) * xy
+        telemetry, also = telemetry + rows * 7, also + rows * 7
+        xx = tl.where(there, xx, 0.0)
+        emit(telemetry, also, alive, xx, yy, xy, gg, xg, across, tl.zeros_like(xx), there, pace, 1.0, C)
+
+
+@triton.jit
+def _leave_products(item, d, sums, settings, rates, grad_scale,
+                    SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """⟨x,x⟩, ⟨x,g⟩, ⟨g,g⟩, ⟨x,m⟩, ⟨m,m⟩ and ⟨g,m⟩ of one chunk of a long row, for Angular."""
+    chunk, last = high(first(item + 6)), first(item + 7)
+    _log1, _log2, _share1, _share2, _beta, _decay, flags, _rate = settings_of(settings, rates, low(last), C)
+    factor = sign_and_scale(flags, grad_scale, SCALED, C)
+    at = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
+    mask = at < d
+    x = tl.load(first(item).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
+    g = tl.load(first(item + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
+    m = tl.load(first(item + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
+    out = sums + (last >> 32) * 7
+    tl.store(out, tl.sum(x * x, axis=0).to(tl.float64))
+    tl.store(out + 1, tl.sum(x * g, axis=0).to(tl.float64))
+    tl.store(out + 2, tl.sum(g * g, axis=0).to(tl.float64))
+    tl.store(out + 3, tl.sum(x * m, axis=0).to(tl.float64))
+    tl.store(out + 4, tl.sum(m * m, axis=0).to(tl.float64))
+    tl.store(out + 5, tl.sum(g * m, axis=0).to(tl.float64))
+    if (flags & RMS) != 0:
+        tl.store(out + 6, tl.load(first(item + 3).to(tl.pointer_type(C))).to(tl.float64))
+
+
+@triton.jit
+def turn_long_rows(
+    items, lines, settings, rates, emitted, telemetry, sums, grad_scale, found_inf, also,
+    NESTEROV: tl.constexpr, EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """`apply_long_rows` for Angular: all products that the turn needs follow from those of x, g and m."""
+    item = items + tl.program_id(0).to(tl.int64) * 5
+    index, row, slot, chunks, chunk = (
+        tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4),
+    )  # fmt: skip
+    skipped = False
+    if SCALED:
+        skipped = tl.load(found_inf) != 0.0
+    if not skipped:
+        line = lines + index * 8
+        group = tl.load(line + 7)
+        xx, xg = _added(sums, slot, chunks)
+        gg, xm = _added(sums + 2, slot, chunks)
+        mm, gm = _added(sums + 4, slot, chunks)
+        v = tl.load(sums + slot.to(tl.int64) * 7 + 6)
+        wide: tl.constexpr = tl.float64
+        _log1, _log2, _share1, _share2, beta, _decay, flags, _rate = settings_of(settings, rates, group, wide)
+        step = tl.load(tl.load(line + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
+        largest, smallest, steepest = limits(C)
+        there = (xx >= smallest) & (xx <= largest)
+        xx = tl.where(there, xx, 1.0)
+        r, radial = tl.where(there, tl.sqrt(xx), 0.0), xg / xx
+        hh = r * r * (gg - radial * xg)
+        usable = hh * 1048576.0 <= largest  # before the maximum, which drops NaN
+        hh = tl.maximum(hh, 0.0)
+        # In float32 the sums themselves are rounded: what is left of a radial gradient is larger than in a tile.
+        moves = there & usable & (hh * tl.sqrt(steepest) > 16.0 * r * r * gg)
+        hm = r * (gm - radial * xm)
+        newest = beta * hm + hh  # ⟨h, m⟩ with the new m
+        xm, mm = beta * xm, beta * (beta * mm + hm) + newest
+        nn, xn, mn = mm, xm, mm
+        if NESTEROV:
+            nn, xn, mn = hh + 2.0 * beta * newest + beta * beta * mm, beta * xm, newest + beta * mm
+        s, cosine, length, v, yx, yn, mx, by_n = turn(
+            xx, nn, xn, mn, xm, v, moves, usable, settings, rates, group, step, wide
+        )
+        if chunk == 0:
+            if (flags & RMS) != 0:
+                tl.store(tl.load(line + 3).to(tl.pointer_type(C)) + row, v.to(C))
+            if EMIT:
+                place = tl.load(emitted + tl.program_id(0))
+                pace = s / length * xx
+                xx = tl.where(there, xx, 0.0)
+                emit(telemetry + place, also + place, row >= 0, xx, xx, xx * cosine, gg, xg, tl.sqrt(xx) * s,
+                     0.0 * xx, there, pace, 1.0, C)  # fmt: skip
+        factor = sign_and_scale(flags, grad_scale, SCALED, C)
+        d = tl.load(line + 5)
+        cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
+        at, mask = row.to(tl.int64) * d + cols, cols < tl.where(usable, d, 0)
+        x_at = tl.load(line).to(tl.pointer_type(P)) + at
+        m_at = tl.load(line + 2).to(tl.pointer_type(P)) + at
+        x = tl.load(x_at, mask=mask, other=0.0).to(C)
+        m = tl.load(m_at, mask=mask, other=0.0).to(C)
+        g = tl.load(tl.load(line + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
+        h = (g - radial.to(C) * x) * r.to(C)
+        m = beta.to(C) * m + h
+        n = h + beta.to(C) * m if NESTEROV else m
+        tl.store(x_at, kept_in(yx.to(C) * x + yn.to(C) * n, P), mask=mask)
+        tl.store(m_at, kept_in(m + by_n.to(C) * n + mx.to(C) * x, P), mask=mask)
+
+
 # All rows -----------------------------------------------------------------------------------------------------------
 
 
@@ -474,10 +701,12 @@ def _count(lines, entries, finished, N_PARAMS: tl.constexpr):
 @triton.jit
 def step_rows(
     items, lines, settings, rates, emitted, telemetry, sums, grad_scale, found_inf, also, finished, entries,
-    CLASSES: tl.constexpr, ELEMENTWISE: tl.constexpr, EMIT: tl.constexpr, SCALED: tl.constexpr,
+    CLASSES: tl.constexpr, KIND: tl.constexpr, EMIT: tl.constexpr, SCALED: tl.constexpr,
     P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One step of all rows that a tile holds, and the sums of the chunks of all longer ones.
+
+    KIND: 0 for Adam with a number per row, 1 with element-wise second moments, 2 for Angular, 3 with Nesterov.
 
     `items` has a line of eight int64 per program: what `lines` has, at the first row of the program; with d its
     class, with n (the rows that are left) the number of a chunk, with the settings line the slot of a chunk, in the
@@ -501,11 +730,18 @@ def step_rows(
                     place = tl.zeros([], dtype=tl.int64)
                     if EMIT:
                         place = tl.load(emitted + tl.program_id(0))
-                    _tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale, R, S,
-                          1 + (k // 2) % 5, k % 2 == 1, ELEMENTWISE, EMIT, SCALED, P, C)  # fmt: skip
+                    if KIND < 2:
+                        _tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale, R, S,
+                              1 + (k // 2) % 5, k % 2 == 1, KIND == 1, EMIT, SCALED, P, C)  # fmt: skip
+                    else:
+                        _turn_tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale,
+                                   R, S, 1 + (k // 2) % 5, k % 2 == 1, KIND == 3, EMIT, SCALED, P, C)  # fmt: skip
         if (CLASSES >> 60) & 1:
             if kind == 60:
-                _leave_sums(item, d, sums, settings, rates, grad_scale, EMIT, SCALED, P, C)
+                if KIND < 2:
+                    _leave_sums(item, d, sums, settings, rates, grad_scale, EMIT, SCALED, P, C)
+                else:
+                    _leave_products(item, d, sums, settings, rates, grad_scale, SCALED, P, C)
         _count(lines, entries, finished, 1024)
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from steradian.optim.fused import kernels
-from steradian.optim.rows import Options, RowSet, arithmetic
+from steradian.optim.rows import Options, RowSet, arithmetic, peak_rate
 from steradian.optim.telemetry import TELEMETRY
 
 LANES = int(kernels.LANES.value)
@@ -37,7 +37,7 @@ DTYPES = {
 _FLAGS = {"a": 1, "b": 2, "c": 4}
 _CHUNK = 60
 _CAPTURES = 8
-_ADDRESS, _STRIDE, _ENTRIES = Tensor.data_ptr, Tensor.stride, operator.itemgetter("exp_avg", "exp_avg_sq", "step")
+_ADDRESS, _STRIDE = Tensor.data_ptr, Tensor.stride
 _DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
 
 
@@ -81,7 +81,8 @@ class Plan:
 
     Args:
         work: param groups with the row sets that are to be stepped.
-        elementwise: the second moments are element-wise ("a" is not among the letters).
+        kind: 0 for Adam with a number per row, 1 with element-wise second moments, 2 for Angular, 3 with Nesterov.
+        entries: the names of momentum, second moment and step count in the states.
         telemetry: the tensor with the telemetry of these rows, and perhaps of others; None: telemetry is off.
         kept: a list for tensors that a graph refers to, so that they live as long as the optimizer.
     """
@@ -97,7 +98,8 @@ class Plan:
         self,
         work: Sequence[tuple[Options, Sequence[RowSet]]],
         *,
-        elementwise: bool,
+        kind: int,
+        entries: tuple[str, str, str],
         telemetry: Tensor | None,
         kept: list[object],
     ) -> None:
@@ -106,7 +108,7 @@ class Plan:
         self.params = [rows.params[0] for _, rows in self.sets]
         self.states = [rows.states[0] for _, rows in self.sets]
         self.device, self.dtype = self.params[0].device, self.params[0].dtype
-        self.elementwise = elementwise
+        self.kind, self.entries = kind, operator.itemgetter(*entries)
         self.kept = kept
         strides = [param.stride() for param in self.params]
         self.expected: list[object] = [*strides, *strides, *[self.dtype] * len(self.params)]
@@ -141,7 +143,7 @@ class Plan:
         params, count = self.params, len(self.params)
         gradients = list(map(_GRAD, params))
         try:
-            entries = itertools.chain.from_iterable(map(_ENTRIES, self.states))
+            entries = itertools.chain.from_iterable(map(self.entries, self.states))
             seen: list[Any] = [*map(_ADDRESS, params), *map(_ADDRESS, gradients), *map(_ADDRESS, entries)]
             seen += [*map(_STRIDE, params), *map(_STRIDE, gradients), *map(_DTYPE, gradients)]
         except (KeyError, TypeError, RuntimeError):  # one is not there, None, or sparse
@@ -201,22 +203,24 @@ class Plan:
     def _launches(self, scaled: bool) -> list[Launch]:
         entries, computed = DTYPES[self.dtype]
         tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
-        registers = None if self.elementwise or self.dtype == torch.float64 else _REGISTERS
-        constants = (self.emitting, scaled, entries, computed)
+        registers = None if self.kind in (1, 3) or self.dtype == torch.float64 else _REGISTERS
+        constants: tuple[Any, ...] = (self.emitting, scaled, entries, computed)
         made = [
             Launch(
                 kernels.step_rows,
                 len(self.items),
                 tables=(self.items, *tables, self.emitted, self.telemetry, self.sums),
                 more=(self.finished, len(self.sets)),
-                constants=(self.present, self.elementwise, *constants),
+                constants=(self.present, self.kind, *constants),
                 options={"num_warps": _WARPS, "maxnreg": registers},
             )
         ]
         if len(self.long_items):
             items = (self.long_items, *tables, self.emitted_of_long_rows, self.telemetry, self.sums)
             options = {"num_warps": _WARPS}
-            made.append(Launch(kernels.apply_long_rows, len(self.long_items), items, (), constants, options))
+            kernel = kernels.apply_long_rows if self.kind < 2 else kernels.turn_long_rows
+            constants = constants if self.kind < 2 else (self.kind == 3, *constants)
+            made.append(Launch(kernel, len(self.long_items), items, (), constants, options))
         return made
 
     # The table
@@ -252,12 +256,8 @@ class Plan:
             self.classes = classes
 
     def _set_settings(self) -> None:
-        lines, rates = [], []
-        for kind, rate, beta1, beta2, eps, decay, decoupled, maximize, without in self.settings:
-            logs = [math.log(beta) if beta else -math.inf for beta in (beta1, beta2)]
-            flags = sum(_FLAGS[letter] for letter in without) + 8 * bool(decoupled) + 16 * bool(maximize)
-            lines.append([*logs, 1 - beta1, 1 - beta2, eps, decay, flags, kind == "address"])
-            rates.append(rate if kind == "number" else 0.0)
+        lines = [[*_line(*line), kind == "address"] for kind, _, *line in self.settings]
+        rates = [rate if kind == "number" else 0.0 for kind, rate, *_ in self.settings]
         self.host_groups[: 8 * len(lines)] = np.array(lines, dtype=np.float64).ravel()
         self.host_rates[: len(rates)] = rates
         self.changed = True
@@ -311,7 +311,7 @@ class Plan:
         table = torch.cat(items)
         params, row, kinds, chunk, slots = table.unbind(1)
         across = torch.tensor([rows.d for _, rows in self.sets])[params] * row * self.dtype.itemsize
-        numbers = across if self.elementwise else row * arithmetic(self.dtype).itemsize
+        numbers = across if self.kind == 1 else row * arithmetic(self.dtype).itemsize
         nothing = torch.zeros_like(row)
         packed = [across, across, across, numbers, nothing, kinds << 32, (chunk << 32) - row, slots << 32]
         self.offsets = self._sent(torch.stack(packed, dim=1))
@@ -364,5 +364,16 @@ def setting(group: Options, device: torch.device) -> tuple[Any, ...]:
         kind, rate = "address", lr.data_ptr()
     else:
         kind, rate = "copied", 0.0
-    decay, decoupled = group["weight_decay"], group["decoupled_weight_decay"]
-    return (kind, rate, *group["betas"], group["eps"], decay, decoupled, group["maximize"], group["without"])
+    if "direction" in group:
+        return kind, rate, 0.0, group["beta2"], group["momentum"], 0.0, group["maximize"], group["spread"] == "rms"
+    decay, peak, (beta1, beta2) = group["weight_decay"], peak_rate(group), group["betas"]
+    flags = 8 * bool(group["decoupled_weight_decay"]) + sum(_FLAGS[letter] for letter in group["without"])
+    if peak is not None:
+        decay, flags = decay / peak, flags + 32
+    return kind, rate, beta1, beta2, group["eps"], decay, group["maximize"], flags
+
+
+def _line(beta1: float, beta2: float, eps: float, decay: float, maximize: bool, flags: int) -> list[float]:
+    """The settings as `kernels.settings_of` reads them."""
+    logs = [math.log(beta) if beta else -math.inf for beta in (beta1, beta2)]
+    return [*logs, 1 - beta1, 1 - beta2, eps, decay, flags + 16 * bool(maximize)]

@@ -112,7 +112,10 @@ function faded(colour, alpha) {
 // Short names of layers: without an ending that all have in common, and with the part that distinguishes them.
 const common = data.groups.length > 1 && data.groups.every((group) => group.endsWith(".weight")) ? ".weight".length : 0;
 const shortened = (name, most) => (name.length > most ? `…${name.slice(1 - most)}` : name);
-const label = (group, most) => shortened(common ? group.slice(0, -common) : group, most);
+function label(group, most) {
+  const place = data.grid?.places[group], name = common ? group.slice(0, -common) : group;
+  return shortened(place ? `${data.grid.blocks[place[0]].match(/\d+$/)}.${data.grid.roles[place[1]]}` : name, most);
+}
 const cut = (text, most) => (text.length > most ? `${text.slice(0, Math.max(most - 1, 3))}…` : text);
 
 // For text only, not for attributes: Plotly shows &quot; literally.

@@ -75,7 +75,7 @@ drawings.heat = (figure, { quantity, statistic }) => {
     const known = steps.map((_, k) => k).filter((k) => lines.some((row) => Number.isFinite(row[k])));
     return { run, groups, steps: known.map((k) => steps[k]), values: lines.map((row) => known.map((k) => row[k])) };
   });
-  const tall = Math.max(...fields.map(({ groups }) => groups.length)), most = isNarrow(place) ? 14 : 32;
+  const tall = Math.max(...fields.map(({ groups }) => groups.length)), most = isNarrow(place) ? 16 : 32;
   const height = Math.min(Math.max(90, 17 * tall), 520), layout = mapFrame(place, runs, visible(data.groups).map((group) => label(group, most)), height);
   const shades = shading(quantity, fields.flatMap(({ values }) => values.flat()), layout);
   if (!shades) return empty(figure, `${titleOf(quantity)}: ${BLANK} in the runs chosen.`);

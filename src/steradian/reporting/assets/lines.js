@@ -3,14 +3,15 @@ const LINEAR = new Set(["collapsed", "radial"]);
 
 // The lines to draw; lines of zeros, which a log scale cannot show, and lines without a finite number apart.
 function gather(quantity, statistic, log) {
-  const found = [], zero = [], blank = [];
+  const found = [], zero = [], ended = [], blank = [];
   for (const run of shownRuns())
     for (const each of linesOf(run, (group) => lineOf(run, quantity, group, statistic), statistic)) {
       if (!each.values.some(Number.isFinite)) blank.push(each);
       else if (log && !each.values.some((value) => value > 0)) zero.push(each);
       else found.push(each);
+      if (log && found.includes(each) && each.values.filter(Number.isFinite).at(-1) === 0) ended.push(each);
     }
-  return { found, note: [told(zero, "Zero throughout, so not on this logarithmic scale"), told(blank, "Not a finite number in any step")].filter(Boolean).join(" ") };
+  return { found, note: [told(zero, "Zero throughout, so not on this logarithmic scale"), told(ended, "Zero at the end, so not on this logarithmic scale there"), told(blank, "Not a finite number in any step")].filter(Boolean).join(" ") };
 }
 
 function told(lines, what) {

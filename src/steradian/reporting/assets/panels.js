@@ -35,7 +35,7 @@ function frame(place, panels, { columns, height: wanted = 250, log = false, toge
     const lines = { gridcolor: css("--grid"), linecolor: css("--line"), zeroline: false, showline: true, ticks: "outside",
                     tickcolor: css("--line"), ticklen: 4, automargin: false };
     const last = i + across >= panels.length;
-    layout[`xaxis${n}`] = { ...lines, domain: [left, left + wide / inner], anchor: `y${n}`, showgrid: false,
+    layout[`xaxis${n}`] = { ...lines, domain: [left, left + wide / inner], anchor: `y${n}`, showgrid: false, spikecolor: css("--soft"), spikethickness: -1,
                             title: { text: last ? panel.xtitle ?? xtitle : "", standoff: 6, font: { size: 12.5 } } };
     layout[`yaxis${n}`] = { ...lines, domain: [top - height / total, top], anchor: `x${n}`,
                             type: log ? "log" : "linear", exponentformat: "power", minexponent: 2,
@@ -65,7 +65,7 @@ function points(steps, values, log, other) {
 const FEW_POINTS = 60;  // up to which each is marked
 function curve(steps, values, { panel = 0, colour, width = 1.7, dash = "solid", name = "", extra = "", log = false, shape = "linear", raw = false }) {
   const { x, y } = points(steps, raw ? values : smooth(values), log);
-  return { x, y, name, extra, mode: x.length > FEW_POINTS ? "lines" : "lines+markers", marker: { color: colour, size: 4 }, line: { color: colour, width, dash, shape }, ...axes(panel), type: "scatter", meta: name };
+  return { x, y, name, extra, mode: x.length > FEW_POINTS || dash === "dash" ? "lines" : "lines+markers", marker: { color: colour, size: 4 }, line: { color: colour, width, dash, shape }, ...axes(panel), type: "scatter", meta: name };
 }
 
 // The pointer shows all lines of a panel at its step, or the nearest one if there are too many for a list.
@@ -115,7 +115,7 @@ const axisNames = (layout, letter) => Object.keys(layout).filter((key) => key.st
 
 // Ticks of a logarithmic axis: powers of ten, or 1, 2, 5 in between where the range is short.
 function logTicks(low, high, most = 7) {
-  if (high - low < 0.7) return {};
+  if (high - low < 0.7) return { tickformat: ".3~g" };
   const every = Math.max(1, Math.ceil((high - low) / 6)), parts = 3 * (high - low) < most ? [1, 2, 5] : [1], tickvals = [], ticktext = [];
   for (let power = Math.floor(low); power <= Math.ceil(high); power += 1)
     if (power % every === 0)
@@ -126,13 +126,12 @@ function logTicks(low, high, most = 7) {
   return { tickmode: "array", tickvals, ticktext };
 }
 
-const LABEL = 54;  // pixels that the label of a jump takes
+const LABEL = 46;  // pixels that the label of a jump takes
 
 // All panels over the same steps; logarithmic ranges leave out the last percent that runs off towards zero.
 function fit(traces, layout, bounds) {
-  let first = Infinity, last = -Infinity;
-  for (const { x } of traces) if (x.length) { first = Math.min(first, x[0]); last = Math.max(last, x.at(-1)); }
-  if (first > last) { first = 0; last = 1; }  // no panel has a point
+  const ends = shownRuns().map((run) => data.runs[run].steps);
+  let first = Math.min(...ends.map((steps) => steps[0])), last = Math.max(...ends.map((steps) => steps.at(-1)));
   if (first === last) { first -= 1; last += 1; }
   for (const name of axisNames(layout, "x")) {
     layout[name].range = [first - 0.004 * (last - first), last + 0.012 * (last - first)];

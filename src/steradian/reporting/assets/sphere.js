@@ -87,7 +87,7 @@ const degrees = (angle) => `${short((angle * 180) / Math.PI)}°`;
 
 drawings.sphere = (figure, { "sphere-row": chosen, "sphere-step": until }) => {
   const place = figure.querySelector(".plot"), sphere = data.spheres[Number(chosen)];
-  const paths = sphere.paths.filter(({ run }) => state.runs[run]).map(({ run, steps, at, turned, travelled }) => {
+  const paths = sphere.paths.filter(({ run }) => state.runs[run]).map(({ run, steps, points: at, turned, travelled }) => {
     const flat = numbers(at, 3 * steps.length);
     return { run, steps, turned, travelled, colour: runColour(run), xyz: steps.map((_, i) => [flat[3 * i], flat[3 * i + 1], flat[3 * i + 2]]) };
   });

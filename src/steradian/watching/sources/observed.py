@@ -122,9 +122,7 @@ class ObservedSource(Source):
         rate, kept = (nominal_rate(group.settings), 1.0) if step is None else (step.lr, 1 - step.lr * step.decay)
         if piece.before is not None and step is not None:
             # The displacement that was read is exact where the weights are rounded; see `_reads_displacement`.
-            moved, q = x - y, (1 - kept) * x + rate * q
-            # An optimizer may not move by a momentum that is NaN, as Lion, which takes its sign.
-            q = q.where(q.isfinite(), moved) if self._reads_displacement else moved
+            q = (1 - kept) * x + rate * q if self._reads_displacement else x - y
         for k, (one, other) in enumerate([(x, x), (q, x), (q, q), (g, g), (g, x), (g, q), (b, b)]):
             out[:, k] += torch.linalg.vecdot(one, other) if one.ndim else 0
         # 1 − ηδ is rounded as the step rounds it if the rate is a tensor.
@@ -174,8 +172,6 @@ class ObservedSource(Source):
             moved, along = qq, qx  # of x − x' = ηδx + ηq
         else:  # x = (x' + ηq)/(1 − ηδ)
             xx = (xx + 2 * rates * qx + rates**2 * qq) / kept**2
-            # Weights may be finite although the momentum is not: then x' stands for x.
-            xx = xx.where(xx.isfinite(), sums["xx"])
             # A row that was 0, such as a bias at first, is only rounding after the step is taken back.
             xx = xx.masked_fill(xx < _ROUNDING**2 * rates**2 * qq, 0)
             qx, gx = (qx + rates * qq) / kept, (gx + rates * sums["gq"]) / kept

@@ -10,34 +10,33 @@ from rich.table import Table
 from rich.text import Text
 
 from steradian.lab.config import Config
-from steradian.lab.fleet import Progress
 from steradian.lab.results import has_diverged
 from steradian.lab.tables import duration
 
-__all__ = ["Shown"]
+__all__ = ["Progress"]
 
 _ROWS = 40  # of the live table
 _INTERVAL = 30  # seconds between lines about trainings that are not finished
 _STOPPING = "stopping when the current epochs end; Ctrl-C again to stop now and lose work since the last checkpoint"
 
 
-class Shown(Progress):
+class Progress:
     """Epoch, loss, accuracy and time left of the trainings in flight.
 
     Args:
         console: where to; a terminal gets a live table, anything else a line for each finished training, and one about
-            the others every half a minute.
+            the others every half a minute; None: nowhere.
         clock: seconds, for tests.
     """
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console, self.clock = console, clock
-        self.live = console.is_terminal and not console.is_dumb_terminal
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.clock = console or Console(quiet=True), clock
+        self.live = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
         self._rows: dict[str, tuple[str, ...]] = {}
         self._first: dict[str, tuple[float, int]] = {}
         self._total = self._done = self._elsewhere = 0
         self._note, self._last = "", clock()
-        self._table = Live(console=console, get_renderable=self.render, refresh_per_second=2, transient=True)
+        self._table = Live(console=self.console, get_renderable=self.render, refresh_per_second=2, transient=True)
 
     def __enter__(self) -> Self:
         if self.live:
