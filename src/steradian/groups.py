@@ -602,7 +602,7 @@ def _folded_pairs(pairs: Sequence[Pair]) -> list[str]:
         pair, (*names, reason) = pairs[members[0]], text.split("\t")
         split = len(pair.a)
         a, b = (
-            " + ".join(f"{name} {specs[of_name[0]]!r}" for name, of_name in fold(side, specs))
+            " + ".join(_cut_in_words(name, specs[of_name[0]]) for name, of_name in fold(side, specs))
             for side, specs in ((names[:split], pair.a_specs), (names[split:], pair.b_specs))
         )
         lines.append(f"{a} against {b} ({plural(pair.n, 'pair')}, {reason})")

@@ -1,5 +1,7 @@
 """Every example as a user runs it: a process of its own in a folder of its own, and then what it left there."""
 
+import base64
+import gzip
 import json
 import os
 import re
@@ -100,7 +102,8 @@ def assert_learned(found, ratio=0.5):
 def assert_page(page, groups):
     """The page holds these runs, with lines of these groups: {run: groups}."""
     text = page.read_text(encoding="utf-8")
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
+    packed = re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1)
+    data = json.loads(gzip.decompress(base64.b64decode(packed)))
     assert {each["name"]: set(each["series"]["angle"]) for each in data["runs"]} == groups
 
 
