@@ -17,10 +17,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from steradian.files import write_atomically
-from steradian.names import bare, fold, plural
+from steradian.names import fold, plural
 
 __all__ = ["Group", "Groups", "Layout", "Pair", "Spec"]
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _FORMAT = 1
 """Of saved groups; a number that changes with the fields of `Groups`."""
 
@@ -545,6 +546,15 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def bare(name: str) -> str:
+    """A name without the parts that `torch.compile` and activation checkpointing add.
+
+    >>> bare("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,12 +1,11 @@
-"""Names of parameters for people to read: without wrappers, and with repetition folded. Needs no torch."""
+"""Names of parameters for people to read: with repetition folded. Needs no torch."""
 
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
 
-__all__ = ["bare", "fold", "plural", "ranges"]
+__all__ = ["fold", "plural", "ranges"]
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _NUMBER = re.compile(r"(?<!\w)(0|[1-9]\d*)(?!\w)")
 _BETWEEN = re.compile(r"[\s(){},]")
 _FEWEST = 3
@@ -17,15 +16,6 @@ Slot = tuple[int, int]
 Template = tuple[str | Slot, ...]
 Box = tuple[tuple[int, ...], ...]
 """The values of each of a template's numbers; it stands for all combinations of them."""
-
-
-def bare(name: str) -> str:
-    """A name without the parts that `torch.compile` and activation checkpointing add.
-
-    >>> bare("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
-    'layers.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def plural(number: int, noun: str) -> str:

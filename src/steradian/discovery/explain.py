@@ -7,8 +7,7 @@ from torch import nn
 
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
-from steradian.groups import Group, Groups, Pair
-from steradian.names import bare
+from steradian.groups import Group, Groups, Pair, bare
 
 UNKNOWN = "unknown"
 

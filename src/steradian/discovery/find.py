@@ -33,8 +33,8 @@ from steradian.discovery.probe import Prober, Reading
 from steradian.discovery.sandbox import name_inputs, tensors_in
 from steradian.discovery.schedule import Schedule
 from steradian.discovery.verify import verify, verify_pairs
-from steradian.groups import Groups, is_flattened, is_sharded, parameters_of, unwrap
-from steradian.names import bare, fold
+from steradian.groups import Groups, bare, is_flattened, is_sharded, parameters_of, unwrap
+from steradian.names import fold
 
 __all__ = ["find_groups"]
 

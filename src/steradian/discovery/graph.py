@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steradian.names import bare
+from steradian.groups import bare
 
 _KINDS = {
     # Not homogeneous: growing the input does not scale the output. Smooth activations become homogeneous as their

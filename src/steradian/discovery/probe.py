@@ -24,8 +24,7 @@ from steradian.discovery.graph import Call, Graph, graph_nodes, read_graph, reco
 from steradian.discovery.invariance import Key, Table, is_matrix
 from steradian.discovery.joint import pairs_to_align
 from steradian.discovery.sandbox import Leaves, as_dtype, floating, tensors_in
-from steradian.groups import parameters_of
-from steradian.names import bare
+from steradian.groups import bare, parameters_of
 
 Factors = Mapping[str, float | Tensor]
 
