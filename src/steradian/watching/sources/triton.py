@@ -68,6 +68,8 @@ class TritonSource(ObservedSource):
         self._copies: list[Tensor] = []
         self._kept: list[Tensor] = []  # copies whose addresses are in the table, until the launch
         self._known: list[Any] | None = None
+        self._moving: list[list[int]] = []
+        self._lines = torch.zeros(len(self.watched), 8, dtype=torch.int64, device="cpu")
         self._params = [group.params[0] for group in self.watched]
         self._sharded = any(group.sharded for group in self.watched)
         self._settings: list[tuple[float, ...]] = []
@@ -118,7 +120,7 @@ class TritonSource(ObservedSource):
     def _refresh(self) -> None:
         """Send addresses and settings that changed; from pinned memory, so that the host does not wait."""
         param_groups = list({id(group.settings): group.settings for group in self.watched}.values())
-        known = self._identity()
+        known, moving = self._identity()
         if known is None or known != self._known:
             place = {id(settings): k for k, settings in enumerate(param_groups)}
             points: Sequence[Tensor | None] = self._copies or [None] * len(self.watched)
@@ -126,24 +128,38 @@ class TritonSource(ObservedSource):
                 self._line(group, point, place[id(group.settings)])
                 for group, point in zip(self.watched, points, strict=True)
             ]
-            self._send(torch.tensor(lines, dtype=torch.int64, device="cpu"), self._table)
+            self._lines = torch.tensor(lines, dtype=torch.int64, device="cpu")
+            self._send(self._lines, self._table)
             self._known = None if self._kept else known
+        elif moving != self._moving:
+            gradients, counts = moving
+            self._lines[:, 1] = torch.tensor(gradients, device="cpu")
+            if counts:
+                self._lines[:, 4] = torch.tensor(counts, device="cpu")
+            self._send(self._lines, self._table)
+        self._moving = moving
         settings = [self._setting(group) for group in param_groups]
         if settings != self._settings:
             self._settings = settings
             sent = torch.tensor(settings, dtype=torch.float64, device="cpu")
             self._send(sent, self._setting_table[: len(settings)])
 
-    def _identity(self) -> list[Any] | None:
-        """What the table of addresses depends on, read without a Python loop; None if it is made anew at each step."""
+    def _identity(self) -> tuple[list[Any] | None, list[list[int]]]:
+        """What the table of addresses depends on, read without a Python loop; None if it is made anew at each step.
+
+        Then the addresses that change from step to step: torch frees gradients and counts steps on the host.
+        """
         gradients = list(map(_GRAD, self._params))
         states = list(map(self.optimizer.state.get, self._params))
         if self.two_points or self._sharded or any(map(is_, gradients, repeat(None))) or not all(states):
-            return None
-        if self.adam and any(state["step"].device != self.device for state in states[:1] if state):
-            return None
-        pointers = [list(map(Tensor.data_ptr, tensors)) for tensors in (self._params, gradients)]
-        return [*pointers, list(map(id, states)), [group.gone for group in self.watched]]
+            return None, []
+        steps = [state["step"] for state in states if state] if self.adam else []
+        on_host = bool(steps) and steps[0].device != self.device
+        fixed = [list(map(Tensor.data_ptr, self._params)), list(map(Tensor.stride, gradients)), list(map(id, states))]
+        return [*fixed, [group.gone for group in self.watched]], [
+            list(map(Tensor.data_ptr, gradients)),
+            list(map(self._count, steps)) if on_host else [],
+        ]
 
     def _line(self, group: WatchedGroup, point: Tensor | None, place: int) -> list[int]:
         """Addresses and numbers of one parameter; zeros if it took no step."""
@@ -168,7 +184,7 @@ class TritonSource(ObservedSource):
 
     def _address(self, tensor: Tensor, like: Tensor) -> int:
         """The address of a tensor, or of a copy that is laid out in memory as the weights are."""
-        aligned = tensor.stride() == like.stride() and tensor.dtype == like.dtype
+        aligned = tensor.dtype == like.dtype and (tensor.stride() == like.stride() or _order(tensor) == _order(like))
         if not aligned or self._sharded:  # of a sharded tensor this may be a part that was just gathered
             tensor = tensor if aligned else torch.empty_like(like).copy_(tensor)
             self._kept.append(tensor)
@@ -193,6 +209,11 @@ class TritonSource(ObservedSource):
 
     def close(self) -> None:
         self._copies = []
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Where entries lie in memory; the stride of a dimension of size 1 says nothing."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _here(group: WatchedGroup, tensor: Tensor) -> Tensor:
