@@ -91,6 +91,7 @@ def call(monkeypatch, tmp_path, known):
     def run(command, folder):
         (tmp_path / folder).mkdir(exist_ok=True)
         monkeypatch.chdir(tmp_path / folder)
+        monkeypatch.setenv("COLUMNS", "200")  # on narrow screens seeds are left out
         if not Path("mine.py").exists():
             Path("mine.py").write_text(PLUGIN)
         monkeypatch.setattr(sys, "argv", ["steradian", *command.split()])
