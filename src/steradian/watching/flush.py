@@ -4,7 +4,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, repeat
 from operator import attrgetter, is_not, methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from steradian.watching.alerts import Alerts
 from steradian.watching.buffer import Buffer, evenly
-from steradian.watching.imbalance import Imbalance
 from steradian.watching.paths import Paths
 from steradian.watching.records import STATISTICS, Block, cause_of, causes
 from steradian.watching.sinks import Folder, Memory, Sink
+from steradian.watching.statistics import Imbalance
 from steradian.watching.verdict import History
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Flush:
     ) -> None:
         self.run, self.buffers, self.merges, self.paths = run, buffers, merges, paths
         self.imbalance = imbalance
-        self._imbalances: dict[int, list[Tensor]] = {}  # by the place of the step among those that are sent together
+        self._imbalances: dict[int, dict[str, Tensor]] = {}  # by the number of observed steps that are sent before it
         self._last_step = -1  # the last observed one
         self.record_rows, self.rows_every = record_rows, rows_every
         self.names = tuple(group.name for buffer in buffers for group in buffer.watched)
@@ -229,16 +229,7 @@ class Flush:
                 yield block
 
     def _block(
-        self,
-        steps: Array,
-        active: Array,
-        whole: Any,
-        parts: Any,
-        logged: Any,
-        paths: Any,
-        imbalances: Any,
-        *,
-        together: bool,
+        self, steps: Any, active: Any, whole: Any, parts: Any, logged: Any, paths: Any, pairs: Any, *, together: bool
     ) -> Block | None:
         """What `send` has sent as a block; None on other ranks than 0."""
         quantities = tuple(dict.fromkeys(name for names, *_ in parts for name in names))
@@ -291,12 +282,7 @@ class Flush:
             paths=[
                 (step_of[k], name, row, u[i]) for i, k in enumerate(slots) for name, row, u in directions if taken[k]
             ],
-            pairs=[
-                (step_of[k], name, values)
-                for k, found in imbalances.items()
-                for name, values in zip(self.imbalance.names if self.imbalance else (), chain(*found), strict=True)
-                if taken[k]
-            ],
+            pairs=[(step_of[k], name, of) for k, found in pairs.items() if taken[k] for name, of in found.items()],
         )
 
 

@@ -158,10 +158,8 @@ class Block:
         ]
         more += [(at, name, IMBALANCE, k, float(value)) for at, name, of in self.pairs for k, value in enumerate(of)]
         steps, names, extra, statistics, values = zip(*more, strict=True) if more else ((), (), (), (), ())
-        groups, quantities = (
-            list(dict.fromkeys([*self.groups, "", *names])),
-            [*dict.fromkeys([*self.quantities, *extra])],
-        )
+        groups = list(dict.fromkeys([*self.groups, "", *names]))
+        quantities = list(dict.fromkeys([*self.quantities, *extra]))
         return {
             "run": _words(np.zeros(len(step) + len(more)), [self.run]),
             "step": np.append(self.steps[step], np.array(steps, dtype=np.int64)),
@@ -216,8 +214,7 @@ class Block:
                     found[name] = float(self.values[k, q, g, STATISTICS.index(statistic)])
         for step, pair, values in self.pairs:
             if step == self.steps[k]:
-                of_pair = dict(zip(STATISTICS, map(float, values), strict=True))
-                found |= {f"{IMBALANCE}/{pair}/{statistic}": of_pair[statistic] for statistic in statistics}
+                found |= {f"{IMBALANCE}/{pair}/{name}": float(values[STATISTICS.index(name)]) for name in statistics}
         return {name: value for name, value in found.items() if np.isfinite(value)}
 
     def at(self, k: int) -> dict[str, dict[str, dict[str, float]]]:

@@ -31,12 +31,12 @@ from steradian.watching.alerts import Alerts
 from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
 from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
-from steradian.watching.imbalance import Imbalance
 from steradian.watching.paths import Paths
 from steradian.watching.records import Alert, causes, last_step, read_run, refuted
 from steradian.watching.rows import INVARIANT, NOT_INVARIANT, UNTESTED, Membership, Model, WatchedGroup, watched_groups
 from steradian.watching.sinks import sinks_of
 from steradian.watching.sources import UNMEASURED
+from steradian.watching.statistics import Imbalance
 from steradian.watching.verdict import Sentence, judge
 
 if TYPE_CHECKING:
