@@ -15,6 +15,7 @@ import steradian as st
 from steradian import watch
 from steradian.watching.records import STATISTICS, read_run
 
+from cases.pairs import CASES
 from small import series
 
 PAIR = "mlp.up.weight / down.weight"
@@ -109,6 +110,24 @@ def test_a_logger_gets_the_median_of_convolutions():
     expected = ((first.square().sum((1, 2, 3)) + bias.square()) / second.square().sum((0, 2, 3))).sqrt()
     assert watcher.error is None
     assert logged[0]["imbalance/0.weight / 2.weight/median"] == pytest.approx(expected.quantile(0.5).item(), rel=1e-6)
+
+
+def test_parts_of_a_fused_tensor():
+    """Grouped queries: a channel of v goes with the columns of o that belong to both heads that share it."""
+    torch.manual_seed(0)
+    case = next(case for case in CASES if "qkv" in dict(case.build().named_children()))
+    model, (args, _) = case.build(), case.inputs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(optimizer, st.find_groups(model, *args)) as watcher:
+        model(*args).square().mean().backward()
+        optimizer.step()
+    table = watcher.records()
+    v = torch.cat([model.qkv.weight, model.qkv.bias[:, None]], 1).detach().double()[24:]
+    o = model.o.weight.detach().double().reshape(8, 2, 2, 4)
+    expected = v.norm(dim=1) / o.square().sum((0, 2)).sqrt().flatten()
+    found = [series(table, "imbalance", "qkv.weight / o.weight", name)[0] for name in STATISTICS]
+    assert found == pytest.approx(statistics(expected.numpy()), rel=1e-6)
+    assert "qkv.weight / qkv.weight" in set(table["group"])  # q with k
 
 
 def test_only_the_pairs_of_watched_weights():

@@ -105,6 +105,7 @@ class Flush:
     ) -> None:
         self.run, self.buffers, self.merges, self.paths = run, buffers, merges, paths
         self.imbalance = imbalance
+        self.wants_pairs = imbalance is not None  # pairs were not measured since the last steps were sent
         self._imbalances: dict[int, dict[str, Tensor]] = {}  # by the number of observed steps that are sent before it
         self._last_step = -1  # the last observed one
         self.record_rows, self.rows_every = record_rows, rows_every
@@ -144,16 +145,12 @@ class Flush:
                 for group in groups:
                     group.held = None
 
-    @property
-    def wants_pairs(self) -> bool:
-        """Whether there are pairs that were not measured since the last steps were sent."""
-        return self.imbalance is not None and not self._imbalances
-
     def measure_pairs(self, step: int) -> None:
         """Measure the imbalance of the pairs, if the step that was just taken is observed and not sent yet."""
         slot = self._n_reduced + len(self._steps) - 1
         if self.imbalance is not None and step == self._last_step and slot >= 0 and slot not in self._imbalances:
             self._imbalances[slot] = self.imbalance.measure()
+            self.wants_pairs = False
 
     def log(self, step: int, name: str, value: float | Tensor) -> None:
         """Add a number of the run as a whole."""
@@ -194,6 +191,7 @@ class Flush:
         parts = [_joined(each) for each in zip(*(parts for *_, parts in self._reduced), strict=True)]
         self._sent.append(_Copy((steps, active, whole, parts, self._logged, self.paths.take(), self._imbalances)))
         self._reduced, self._logged, self._imbalances = [], [], {}
+        self.wants_pairs = self.imbalance is not None
 
     def _reduce(self) -> None:
         """Reduce what is in the buffers, on their devices."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steradian.groups import Groups, Pair, is_flattened, is_sharded, set_numbers
+from steradian.groups import Groups, Pair, is_sharded, set_numbers
 from steradian.optim.fused.decide import runs_kernels
 from steradian.watching.records import listed
 
@@ -152,7 +152,7 @@ class Imbalance:
             device, dtype = params[0].device, torch.float32
             if not any(id(param) in watched for param in params):
                 continue
-            if any(is_sharded(param) or is_flattened(param) or param.device != device for param in params):
+            if any(param.device != device or is_sharded(param) for param in params):
                 left.append(_name(pair))
                 continue
             terms: list[_Term] = []
