@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from steradian.reporting.lines import Lines, aggregate, coarsen, points_for
 from steradian.reporting.rows import cosines, histograms, spheres, trajectories
-from steradian.watching.records import QUANTITIES, STATISTICS, labels, read_run
+from steradian.watching.records import IMBALANCE, QUANTITIES, STATISTICS, labels, read_run
 from steradian.watching.verdict import Sentence, verdict
 
 __all__ = ["Pack", "PageRun", "compressed", "find_runs", "load", "page_data", "unpack"]
@@ -172,6 +172,8 @@ def _load(path: str | Path) -> PageRun:
     run = read_run(path)
     if run.table.empty:
         raise ValueError(f"the run {path} has no record yet: watch writes the first part at its first flush")
+    table = run.table[(run.table["quantity"] != IMBALANCE) | (run.table["group"] == "")]  # a pair is not a layer
+    run = replace(run, table=table)
     found = {name: _extreme(run.table, name) for name in HYPOTHESES}
     extremes = {name: of for name, of in found.items() if of is not None}
     steps = np.asarray(pd.unique(run.table["step"][run.table["group"] != ""]))

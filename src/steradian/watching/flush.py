@@ -20,6 +20,7 @@ from steradian.watching.buffer import Buffer, evenly
 from steradian.watching.paths import Paths
 from steradian.watching.records import STATISTICS, Block, cause_of, causes
 from steradian.watching.sinks import Folder, Memory, Sink
+from steradian.watching.statistics import Imbalance
 from steradian.watching.verdict import History
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Flush:
         rows_every: some rows of all groups are recorded once in this many observations; 0: never.
         merges: for each buffer, what gathers its rows from several ranks; None if no row is sharded.
         paths: rows whose directions are recorded.
+        imbalance: of the pairs, if there are any.
     """
 
     def __init__(
@@ -99,8 +101,13 @@ class Flush:
         rows_every: int,
         merges: "Sequence[Merge] | None",
         paths: Paths,
+        imbalance: Imbalance | None = None,
     ) -> None:
         self.run, self.buffers, self.merges, self.paths = run, buffers, merges, paths
+        self.imbalance = imbalance
+        self.wants_pairs = imbalance is not None  # pairs were not measured since the last steps were sent
+        self._imbalances: dict[int, dict[str, Tensor]] = {}  # by the number of observed steps that are sent before it
+        self._last_step = -1  # the last observed one
         self.record_rows, self.rows_every = record_rows, rows_every
         self.names = tuple(group.name for buffer in buffers for group in buffer.watched)
         self.observations = 0
@@ -124,6 +131,7 @@ class Flush:
         """Write what this optimizer did in the step with this number to its buffers."""
         if not self._steps or self._steps[-1] != step:
             self._steps.append(step)
+            self._last_step = step
             self._active.append([False] * len(self.names))
             self.observations += 1
             self.paths.observe(self._n_reduced + len(self._steps) - 1, self.observations)
@@ -136,6 +144,13 @@ class Flush:
                 self._active[-1][span] = [True] * len(groups) if usual else [group.active() for group in groups]
                 for group in groups:
                     group.held = None
+
+    def measure_pairs(self, step: int) -> None:
+        """Measure the imbalance of the pairs, if the step that was just taken is observed and not sent yet."""
+        slot = self._n_reduced + len(self._steps) - 1
+        if self.imbalance is not None and step == self._last_step and slot >= 0 and slot not in self._imbalances:
+            self._imbalances[slot] = self.imbalance.measure()
+            self.wants_pairs = False
 
     def log(self, step: int, name: str, value: float | Tensor) -> None:
         """Add a number of the run as a whole."""
@@ -174,8 +189,9 @@ class Flush:
         active = np.concatenate([active for _, active, *_ in self._reduced] or [np.zeros((0, n_groups), dtype=bool)])
         whole = [k for _, _, whole, _ in self._reduced for k in whole]
         parts = [_joined(each) for each in zip(*(parts for *_, parts in self._reduced), strict=True)]
-        self._sent.append(_Copy((steps, active, whole, parts, self._logged, self.paths.take())))
-        self._reduced, self._logged = [], []
+        self._sent.append(_Copy((steps, active, whole, parts, self._logged, self.paths.take(), self._imbalances)))
+        self._reduced, self._logged, self._imbalances = [], [], {}
+        self.wants_pairs = self.imbalance is not None
 
     def _reduce(self) -> None:
         """Reduce what is in the buffers, on their devices."""
@@ -211,7 +227,7 @@ class Flush:
                 yield block
 
     def _block(
-        self, steps: Array, active: Array, whole: Any, parts: Any, logged: Any, paths: Any, *, together: bool
+        self, steps: Any, active: Any, whole: Any, parts: Any, logged: Any, paths: Any, pairs: Any, *, together: bool
     ) -> Block | None:
         """What `send` has sent as a block; None on other ranks than 0."""
         quantities = tuple(dict.fromkeys(name for names, *_ in parts for name in names))
@@ -264,6 +280,7 @@ class Flush:
             paths=[
                 (step_of[k], name, row, u[i]) for i, k in enumerate(slots) for name, row, u in directions if taken[k]
             ],
+            pairs=[(step_of[k], name, of) for k, found in pairs.items() if taken[k] for name, of in found.items()],
         )
 
 

@@ -90,6 +90,8 @@ QUANTITIES = {
 
 Quantities of the run as a whole, such as a loss, have the empty group and the statistic "mean".
 """
+IMBALANCE = "imbalance"
+"""‖a‖/‖b‖, with statistics over the sets of a pair; the group is a pair, such as "up.weight / down.weight"."""
 ONE_NUMBER = frozenset({"lr"})
 """Quantities that are the same in all rows of a group."""
 
@@ -129,6 +131,7 @@ class Block:
         defined: (quantities, groups), whether a quantity is recorded for a group.
         rows: (step, group, row numbers, (quantities, n)) single rows.
         paths: (step, group, row, direction).
+        pairs: (step, pair, statistics of its imbalance).
     """
 
     run: str
@@ -141,23 +144,28 @@ class Block:
     logged: list[tuple[int, str, float]] = field(default_factory=list)
     rows: list[tuple[int, str, NDArray[Any], NDArray[Any]]] = field(default_factory=list)
     paths: list[tuple[int, str, int, NDArray[Any]]] = field(default_factory=list)
+    pairs: list[tuple[int, str, NDArray[Any]]] = field(default_factory=list)
 
     def columns(self) -> Columns:
         """The columns run, step, group, quantity, statistic, value."""
         there = np.broadcast_to((self.active[:, None] & self.defined)[..., None], self.values.shape).copy()
         there[:, [name in ONE_NUMBER for name in self.quantities]] &= np.array(STATISTICS) == "mean"
         step, quantity, group, statistic = np.nonzero(there)
-        steps, names, values = zip(*self.logged, strict=True) if self.logged else ((), (), ())
-        logged = {name: f"{name} (logged)" if name in self.quantities else name for name in names}
-        quantities = list(dict.fromkeys([*self.quantities, *logged.values()]))
-        codes = [quantities.index(logged[name]) for name in names]
-        count = len(names)
+        mean = STATISTICS.index("mean")
+        more = [
+            (at, "", f"{name} (logged)" if name in self.quantities else name, mean, value)
+            for at, name, value in self.logged
+        ]
+        more += [(at, name, IMBALANCE, k, float(value)) for at, name, of in self.pairs for k, value in enumerate(of)]
+        steps, names, extra, statistics, values = zip(*more, strict=True) if more else ((), (), (), (), ())
+        groups = list(dict.fromkeys([*self.groups, "", *names]))
+        quantities = list(dict.fromkeys([*self.quantities, *extra]))
         return {
-            "run": _words(np.zeros(len(step) + count), [self.run]),
+            "run": _words(np.zeros(len(step) + len(more)), [self.run]),
             "step": np.append(self.steps[step], np.array(steps, dtype=np.int64)),
-            "group": _words(np.append(group, [len(self.groups)] * count), [*self.groups, ""]),
-            "quantity": _words(np.append(quantity, codes), quantities),
-            "statistic": _words(np.append(statistic, [STATISTICS.index("mean")] * count), STATISTICS),
+            "group": _words(np.append(group, [groups.index(name) for name in names]), groups),
+            "quantity": _words(np.append(quantity, [quantities.index(name) for name in extra]), quantities),
+            "statistic": _words(np.append(statistic, statistics), STATISTICS),
             "value": np.append(self.values[there].astype(float), values),
         }
 
@@ -204,6 +212,9 @@ class Block:
                 for statistic in ("mean",) if quantity in ONE_NUMBER else statistics:
                     name = f"{quantity}/{self.groups[g]}" + ("" if quantity in ONE_NUMBER else f"/{statistic}")
                     found[name] = float(self.values[k, q, g, STATISTICS.index(statistic)])
+        for step, pair, values in self.pairs:
+            if step == self.steps[k]:
+                found |= {f"{IMBALANCE}/{pair}/{name}": float(values[STATISTICS.index(name)]) for name in statistics}
         return {name: value for name, value in found.items() if np.isfinite(value)}
 
     def at(self, k: int) -> dict[str, dict[str, dict[str, float]]]:

@@ -1,16 +1,20 @@
-"""Statistics over the rows of each group, for many steps and quantities at once, on the device of the numbers."""
+"""Statistics over the rows of each group, for many steps and quantities at once, and over the sets of each pair."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from steradian.groups import Groups, Pair, is_sharded, set_numbers
 from steradian.optim.fused.decide import runs_kernels
+from steradian.watching.records import listed
 
-__all__ = ["Statistics"]
+__all__ = ["Imbalance", "Statistics"]
 
+logger = logging.getLogger("steradian")
 _AT_ONCE = 2**23  # numbers that are padded and sorted at once
 _LEVELS = (0.0, 0.1, 0.5, 0.9, 1.0)
 _LENGTHS = (64, 256, 1024, 4096)  # that the kernel is compiled for; it reads longer groups in blocks of the last
@@ -124,3 +128,68 @@ def _sort(values: Tensor, bucket: _Bucket) -> Tensor:
     # The difference of two equal infinities is NaN; if the share is 0 the upper value does not matter.
     quantiles = torch.where((share == 0) | (below == above), below, below + (above - below) * share)
     return torch.where(means.isnan()[..., None], means[..., None], torch.cat([quantiles, means[..., None]], dim=-1))
+
+
+# Pairs
+
+_Term = tuple[int, Tensor, list[int], Tensor]
+"""A side of a pair, a parameter of it, dimensions that lie within a set, and the sets along the others."""
+
+
+class Imbalance:
+    """√(Σ_a x² / Σ_b x²) for every set of every pair, reduced to statistics over the sets of each pair.
+
+    Args:
+        groups: whose pairs are measured, as far as each is on one device and not sharded.
+        watched: the ids of the watched parameters; pairs without any of them are left out.
+    """
+
+    def __init__(self, groups: Groups, watched: Collection[int]) -> None:
+        self._pairs: dict[str, tuple[list[_Term], Tensor, Statistics]] = {}  # with room for the sums
+        left = []
+        for pair in groups.pairs:
+            params = [groups.params[name] for name in (*pair.a, *pair.b)]
+            device, dtype = params[0].device, torch.float32
+            if not any(id(param) in watched for param in params):
+                continue
+            if any(param.device != device or is_sharded(param) for param in params):
+                left.append(_name(pair))
+                continue
+            terms: list[_Term] = []
+            for k, (param, spec) in enumerate(zip(params, (*pair.a_specs, *pair.b_specs), strict=True)):
+                numbers = set_numbers(spec, param.shape)
+                sets = torch.where(numbers < 0, pair.n, numbers).flatten().to(device)  # the last is what is in no set
+                summed = [i for i, size in enumerate(numbers.shape) if size == 1]
+                terms.append((int(k >= len(pair.a)), param, summed, sets))
+                dtype = torch.promote_types(dtype, param.dtype)
+            sums = torch.zeros(2, pair.n + 1, dtype=dtype, device=device)
+            same = sum(name.partition(" (")[0] == _name(pair) for name in self._pairs)
+            name = f"{_name(pair)} ({same + 1})" if same else _name(pair)
+            self._pairs[name] = terms, sums, Statistics([slice(0, pair.n)], device=device)
+        if left:
+            logger.warning("no imbalance is recorded of sharded pairs, or on several devices: %s", listed(left))
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, Tensor]:
+        """The statistics of the present weights for each pair, on its device; the host does not wait."""
+        found = {}
+        for name, (terms, sums, statistics) in self._pairs.items():
+            sums.zero_()
+            for side, param, summed, sets in terms:
+                norms = torch.linalg.vector_norm(param, dim=summed, dtype=sums.dtype) if summed else param.to(sums)
+                sums[side].index_add_(0, sets, norms.square().flatten())
+            found[name] = statistics((sums[0, :-1] / sums[1, :-1]).sqrt())[0]
+        return found
+
+
+def _name(pair: Pair) -> str:
+    """The first name of each side, the second without the modules that it shares with the first.
+
+    >>> _name(Pair(("mlp.up.weight", "mlp.up.bias"), ("mlp.down.weight",), ("filter",) * 2, (("axis", 1),), 8, ""))
+    'mlp.up.weight / down.weight'
+    """
+    a, b = pair.a[0].split("."), pair.b[0].split(".")
+    shared = 0
+    while shared < len(b) - 2 and a[: shared + 1] == b[: shared + 1]:
+        shared += 1
+    return f"{pair.a[0]} / {'.'.join(b[shared:])}"

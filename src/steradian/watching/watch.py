@@ -36,6 +36,7 @@ from steradian.watching.records import Alert, causes, last_step, read_run, refut
 from steradian.watching.rows import INVARIANT, NOT_INVARIANT, UNTESTED, Membership, Model, WatchedGroup, watched_groups
 from steradian.watching.sinks import sinks_of
 from steradian.watching.sources import UNMEASURED
+from steradian.watching.statistics import Imbalance
 from steradian.watching.verdict import Sentence, judge
 
 if TYPE_CHECKING:
@@ -180,6 +181,9 @@ class Watch:
             for source in sources_of(each, here, phenomena=phenomena)
         ]
         self.watched = [group for buffer in self.buffers for group in buffer.watched]
+        imbalance = None
+        if isinstance(model_or_groups, Groups) and model_or_groups.pairs and rank == 0:
+            imbalance = Imbalance(model_or_groups, {id(param) for group in watched for param in group.params})
         self._flush = Flush(
             self.run,
             self.buffers,
@@ -187,6 +191,7 @@ class Watch:
             rows_every=int(rows_every),
             merges=_merges(self.buffers) if self.sharded else None,
             paths=Paths(watched, paths if paths is not None or folder is not None else {}, rank=rank),
+            imbalance=imbalance,
         )
         self._membership = Membership(self.watched)
         self._param_names = {id(p): name for g in watched for name, p in zip(g.group.names, g.params, strict=True)}
@@ -254,7 +259,7 @@ class Watch:
         if not self._idle:
             atexit.unregister(self._at_exit)
             with self._guard(), self._lock:
-                self._flush.send()
+                self._send()
                 self._write(wait=True, together=together)
                 self._cost.choose(self._output.seconds)
             for buffer in self.buffers:
@@ -380,6 +385,9 @@ class Watch:
         self._step += 1
         self._stepped = set()
         self._cost.count(observed=self._observing)
+        if self._observing and self._flush.wants_pairs:
+            with self._cost.measured():
+                self._flush.measure_pairs(self._step - 1)
         late = not self.sharded and time.monotonic() - self._flushed_at > _SECONDS
         everything = (self._observing and self._cost.first_choice) or late
         if self._flush.full or everything:
@@ -440,8 +448,14 @@ class Watch:
         """Record everything observed so far; waits for it. Under FSDP2 all ranks must call it together."""
         if self.running:
             with self._lock:
-                self._flush.send()
+                self._send()
                 self._write(wait=True)
+
+    def _send(self) -> None:
+        """Send everything observed so far, with the imbalance of pairs unless other steps were taken since."""
+        if self._step is not None and not self._stepped:
+            self._flush.measure_pairs(self._step - 1)
+        self._flush.send()
 
     def _write(self, *, wait: bool = False, together: bool = True) -> None:
         for block in self._flush.blocks(wait=wait, together=together):
