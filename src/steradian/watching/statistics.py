@@ -176,8 +176,8 @@ class Imbalance:
         for name, (terms, sums, statistics) in self._pairs.items():
             sums.zero_()
             for side, param, summed, sets in terms:
-                norms = torch.linalg.vector_norm(param, dim=summed, dtype=sums.dtype) if summed else param.to(sums)
-                sums[side].index_add_(0, sets, norms.square().flatten())
+                squares = param.to(sums.dtype).square()
+                sums[side].index_add_(0, sets, (squares.sum(summed) if summed else squares).flatten())
             found[name] = statistics((sums[0, :-1] / sums[1, :-1]).sqrt())[0]
         return found
 
