@@ -88,10 +88,12 @@ QUANTITIES = {
 }
 """Every quantity that may be recorded for a group. "lr" is one number per group and step: its statistic is "mean".
 
-Quantities of the run as a whole, such as a loss, have the empty group and the statistic "mean".
+Quantities of the run as a whole, such as a loss, have the empty group and the statistic "mean"; so has `SECONDS`.
 """
 ONE_NUMBER = frozenset({"lr"})
 """Quantities that are the same in all rows of a group."""
+SECONDS = "seconds"
+"""Time since the start of the training at each observed step, without the time between a stop and a resumption."""
 
 
 # Blocks
@@ -127,6 +129,7 @@ class Block:
         active: (S, groups), whether a group was stepped.
         logged: (step, name, value) of the run as a whole.
         defined: (quantities, groups), whether a quantity is recorded for a group.
+        seconds: (S,) time since the start; empty if it is not known.
         rows: (step, group, row numbers, (quantities, n)) single rows.
         paths: (step, group, row, direction).
     """
@@ -138,6 +141,7 @@ class Block:
     values: NDArray[Any]
     active: NDArray[np.bool_]
     defined: NDArray[np.bool_]
+    seconds: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
     logged: list[tuple[int, str, float]] = field(default_factory=list)
     rows: list[tuple[int, str, NDArray[Any], NDArray[Any]]] = field(default_factory=list)
     paths: list[tuple[int, str, int, NDArray[Any]]] = field(default_factory=list)
@@ -147,10 +151,12 @@ class Block:
         there = np.broadcast_to((self.active[:, None] & self.defined)[..., None], self.values.shape).copy()
         there[:, [name in ONE_NUMBER for name in self.quantities]] &= np.array(STATISTICS) == "mean"
         step, quantity, group, statistic = np.nonzero(there)
-        steps, names, values = zip(*self.logged, strict=True) if self.logged else ((), (), ())
-        logged = {name: f"{name} (logged)" if name in self.quantities else name for name in names}
-        quantities = list(dict.fromkeys([*self.quantities, *logged.values()]))
-        codes = [quantities.index(logged[name]) for name in names]
+        own = {*self.quantities, SECONDS}
+        logged = [(at, f"{name} (logged)" if name in own else name, value) for at, name, value in self.logged]
+        logged += [(int(at), SECONDS, float(value)) for at, value in zip(self.steps, self.seconds, strict=False)]
+        steps, names, values = zip(*logged, strict=True) if logged else ((), (), ())
+        quantities = list(dict.fromkeys([*self.quantities, *names]))
+        codes = [quantities.index(name) for name in names]
         count = len(names)
         return {
             "run": _words(np.zeros(len(step) + count), [self.run]),
@@ -194,7 +200,8 @@ class Block:
 
     def thinned(self) -> "Block":
         """Every second step of this block; what was logged is kept."""
-        return replace(self, steps=self.steps[::2], values=self.values[::2].copy(), active=self.active[::2])
+        steps, seconds, active = self.steps[::2], self.seconds[::2], self.active[::2]
+        return replace(self, steps=steps, seconds=seconds, active=active, values=self.values[::2].copy())
 
     def scalars(self, k: int, statistics: Sequence[str]) -> dict[str, float]:
         """The k-th step as a flat dict for loggers, such as {"radius/conv1.weight/median": 1.0}; finite values only."""
@@ -457,6 +464,18 @@ def _read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFr
     if not tables:
         return pd.DataFrame({column: [] for column in columns})
     return pa.concat_tables(reversed(tables)).unify_dictionaries().to_pandas()
+
+
+def seconds_before(folder: Path, step: int) -> float:
+    """`SECONDS` at the last recorded step of a run before this one; 0 if there is none."""
+    from pyarrow import parquet
+
+    earlier = [("quantity", "==", SECONDS), ("step", "<", step)]
+    for _, file in sorted(numbered_parts(folder, "part").items(), reverse=True):
+        found = parquet.read_table(file, columns=["value"], filters=earlier)["value"].to_pylist()
+        if found:
+            return float(max(found))
+    return 0.0
 
 
 def read_alerts(file: Path) -> list[dict[str, Any]]:
