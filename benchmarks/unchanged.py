@@ -315,7 +315,7 @@ def watched(
             loss.backward()
             optimizer.step()
             watch.log(loss=loss.detach())
-    tables = [watch.records().assign(table="records")]
+    tables = [watch.records().query("quantity != 'seconds'").assign(table="records")]
     about = json.loads((Path(to) / "run.json").read_text()) if to else {}
     names = {"row": "statistic", "direction": "value"}
     rows, paths = (sorted(Path(to).glob(f"{kind}-*.parquet")) if to else [] for kind in ("rows", "path"))

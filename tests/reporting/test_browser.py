@@ -458,6 +458,53 @@ def test_smoothing_averages_neighbours_and_leaves_bounds_alone(tab, runs):
     tab.eval_on_selector("#smoothing", "(e) => { e.value = 0; e.dispatchEvent(new Event('input')); }")
 
 
+def timed(folder, kind, seconds):
+    """A run whose observed steps have times."""
+    run = simulate.write(folder, kind, layers=LAYERS, steps=len(seconds))
+    part = read_run(run).table.astype(str).astype({"step": int, "value": float})
+    times = simulate.whole(kind, "seconds", seconds)
+    RunFiles(run).add("part", {name: [*part[name], *times[name]] for name in part})
+    return run
+
+
+def test_time_may_be_on_the_axis(visit, tmp_path):
+    slow, fast = 5.0 * np.arange(STEPS), 100 + np.arange(STEPS)
+    pair = [timed(tmp_path / "slow", "SGD", slow), timed(tmp_path / "fast", "Adam", fast)]
+    tab = visit(report(pair, tmp_path / "page.html"))
+    see(tab, "whole")
+    assert tab.evaluate("document.querySelector('#whole .plot').layout.annotations.map(({ text }) => text)") == [
+        "<b>Loss</b>"  # and not the seconds
+    ]
+    title = "document.querySelector('#angle .plot').layout.xaxis.title.text"
+    tab.select_option("#layer", "conv1.weight")
+    see(tab, "angle")
+    assert tab.evaluate(title) == "step"
+    assert [line["x"] for line in lines(tab, "angle")] == [list(range(STEPS))] * 2
+    tab.select_option("#axis", "time")
+    assert tab.evaluate(title) == "minutes since the start"
+    assert [line["x"] for line in lines(tab, "angle")] == [pytest.approx(of / 60) for of in (slow, fast)]
+    drops = tab.evaluate("document.querySelector('#angle .plot').layout.shapes.map(({ x0 }) => x0)")
+    assert drops == pytest.approx([(49 * 5) / 60, (69 * 5) / 60, 149 / 60, 169 / 60])
+    box = tab.locator("#angle .plot .draglayer .xy").bounding_box()
+    tab.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.5 * box["height"])
+    tab.wait_for_selector("#angle .hoverlayer .legend")
+    said = tab.locator("#angle .hoverlayer .legend text").all_text_contents()
+    assert re.fullmatch(r"[\d.]+ minutes", said[0])
+    assert all(re.search(r"\(step \d+\)$", text) for text in said[1:])
+    see_all(tab)
+    tab.select_option("#axis", "")
+    see(tab, "angle")
+    tab.wait_for_function(f"{title} === 'step'")
+
+
+def test_a_run_without_times_has_steps_on_the_axis(tab, visit, runs, tmp_path):
+    assert not tab.is_visible("#axis")
+    both = visit(report([runs[0], timed(tmp_path / "new", "Adam", np.arange(10.0))], tmp_path / "page.html"))
+    assert not both.is_visible("#axis")
+    both.click(".run-toggles button:first-child")
+    assert both.is_visible("#axis")
+
+
 def test_a_click_chooses_the_nearest_line(tab):
     see(tab, "angle")
     box = tab.locator("#angle .plot .draglayer .xy").bounding_box()

@@ -1,5 +1,7 @@
 """The one table, and the folder that holds it, whole or not."""
 
+import time
+
 import pandas as pd
 import pandas.testing as pd_testing
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from steradian import watch
 from steradian.watching.records import COLUMNS, STATISTICS, read_run
 
-from small import pair, train
+from small import pair, series, train
 
 
 @pytest.fixture
@@ -27,6 +29,43 @@ def test_the_table_has_one_line_per_statistic(run):
     at = table[(table["step"] == 4) & (table["group"] == "w") & (table["quantity"] == "angle")]
     assert at["statistic"].tolist() == list(STATISTICS)
     assert table[(table["quantity"] == "lr") & (table["group"] == "w")]["statistic"].tolist() == ["mean"] * 4
+
+
+def test_every_observed_step_has_its_time_and_a_resumed_run_goes_on_from_the_last_one(tmp_path):
+    folder, began = tmp_path / "run", time.monotonic()
+    optimizer, params = pair("Adam")
+    with watch(optimizer, to=folder, every=2) as watcher:
+        train(optimizer, params, 5)
+        time.sleep(0.3)
+        watcher.log(seconds=7.0)
+        train(optimizer, params, 4)
+    first, ended = series(watcher.records(), "seconds", "", "mean"), time.monotonic()
+    assert list(first) == [0, 2, 4, 6, 8]
+    assert list(first.values()) == sorted(set(first.values()))
+    assert 0.3 <= first[6] - first[4] <= first[8] < ended - began
+    assert series(watcher.records(), "seconds (logged)", "", "mean") == {4: 7.0}
+    time.sleep(0.3)
+    began = time.monotonic()
+    with watch(optimizer, to=folder, every=2, step=6) as again:
+        train(optimizer, params, 4)
+    second = series(again.records(), "seconds", "", "mean")
+    assert {step: second[step] for step in (0, 2, 4)} == {step: first[step] for step in (0, 2, 4)}
+    assert list(second) == [0, 2, 4, 6, 8]
+    assert first[4] < second[6] < second[8] < first[4] + time.monotonic() - began
+
+
+def test_a_watch_that_is_started_again_does_not_count_the_time_between():
+    optimizer, params = pair("Adam")
+    watcher, watched = watch(optimizer), 0.0
+    for _ in range(2):
+        began = time.monotonic()
+        with watcher:
+            train(optimizer, params, 2)
+        watched += time.monotonic() - began
+        time.sleep(0.3)
+    seconds = list(series(watcher.records(), "seconds", "", "mean").values())
+    assert seconds == sorted(set(seconds))
+    assert seconds[-1] < watched
 
 
 @pytest.mark.parametrize("text", ["", '{"run":', "\xff", "[]", "{}", '{"run": 3}'])

@@ -24,7 +24,7 @@ def medians(table):
     """{quantity/group/median: {step: value}} of everything that a logger should get."""
     found = {}
     for group in ("w", "v"):
-        for quantity in set(table["quantity"]) - {"loss"}:
+        for quantity in set(table["quantity"]) - {"loss", "seconds"}:
             name = f"{quantity}/{group}" if quantity == "lr" else f"{quantity}/{group}/median"
             found[name] = series(table, quantity, group, "mean" if quantity == "lr" else "median")
     found["loss"] = series(table, "loss", "", "mean")

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from steradian.reporting.lines import Lines, aggregate, coarsen, points_for
 from steradian.reporting.rows import cosines, histograms, spheres, trajectories
-from steradian.watching.records import IMBALANCE, QUANTITIES, STATISTICS, labels, read_run
+from steradian.watching.records import IMBALANCE, QUANTITIES, SECONDS, STATISTICS, labels, read_run
 from steradian.watching.verdict import Sentence, verdict
 
 __all__ = ["Pack", "PageRun", "compressed", "find_runs", "load", "page_data", "unpack"]
@@ -88,6 +88,7 @@ class PageRun:
         name: the run's name, distinct from those of the other runs.
         about: the contents of run.json.
         lines: its table, reduced in time.
+        times: steps and the seconds since the start at them; None if not all observed steps have one.
         rows: single rows, `records.ROW_COLUMNS`.
         paths: directions, `records.PATH_COLUMNS`.
         alerts: `records.ALERT_COLUMNS`.
@@ -101,6 +102,7 @@ class PageRun:
     name: str
     about: Mapping[str, Any]
     lines: Lines
+    times: tuple[np.ndarray, np.ndarray] | None
     rows: pd.DataFrame
     paths: pd.DataFrame
     alerts: pd.DataFrame
@@ -177,10 +179,12 @@ def _load(path: str | Path) -> PageRun:
     found = {name: _extreme(run.table, name) for name in HYPOTHESES}
     extremes = {name: of for name, of in found.items() if of is not None}
     steps = np.asarray(pd.unique(run.table["step"][run.table["group"] != ""]))
+    is_time = (run.table["group"] == "") & (run.table["quantity"] == SECONDS)
     return PageRun(
         run.name,
         run.about,
-        aggregate(run.table),
+        aggregate(run.table[~is_time]),
+        _times(run.table[is_time], steps),
         run.rows,
         run.paths,
         run.alerts,
@@ -190,6 +194,16 @@ def _load(path: str | Path) -> PageRun:
         _not_finite(run.table, steps.max(initial=0)),
         verdict(run),
     )
+
+
+def _times(table: pd.DataFrame, observed: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Steps and seconds; after the last observed step, the run goes on at its mean pace."""
+    if len(table) < 2 or len(table) < len(observed):
+        return None
+    steps, seconds = table["step"].to_numpy(), table["value"].to_numpy(float)
+    pace = (seconds[-1] - seconds[0]) / (steps[-1] - steps[0])
+    more = 1_000_000
+    return np.append(steps, steps[-1] + more), np.append(seconds, seconds[-1] + more * pace)
 
 
 def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
@@ -271,6 +285,7 @@ def _run(run: PageRun, lines: Lines, pack: Pack) -> dict[str, Any]:
     return {
         "name": run.name,
         "steps": lines.steps.tolist(),
+        "times": None if run.times is None else np.interp(lines.steps, *run.times).round(4).tolist(),
         "last": lines.last_step,
         "drops": [asdict(drop) for drop in lines.drops],
         "groups": run.groups,

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, repeat
@@ -117,8 +118,11 @@ class Flush:
         self._spans = [slice(end - len(buffer.watched), end) for buffer, end in zip(buffers, ends, strict=True)]
         self._params = [[param for group in buffer.watched for param in group.params] for buffer in buffers]
         self._room = min((buffer.steps for buffer in buffers), default=1)
+        self.began = time.monotonic()  # when `seconds` is 0
+        self.seconds = 0.0  # at the last observed step
         self._steps: list[int] = []
         self._active: list[list[bool]] = []
+        self._seconds: list[float] = []  # at the observed steps that were not sent yet
         self._logged: list[tuple[int, str, float | Tensor, int | Tensor]] = []
         # Steps, active groups, steps whose rows are recorded and, for each buffer, what is recorded of it.
         self._reduced: list[tuple[list[int], Array, list[int], list[_Part]]] = []
@@ -133,6 +137,8 @@ class Flush:
             self._steps.append(step)
             self._last_step = step
             self._active.append([False] * len(self.names))
+            self.seconds = time.monotonic() - self.began
+            self._seconds.append(self.seconds)
             self.observations += 1
             self.paths.observe(self._n_reduced + len(self._steps) - 1, self.observations)
         for buffer, span, params in zip(self.buffers, self._spans, self._params, strict=True):
@@ -189,8 +195,9 @@ class Flush:
         active = np.concatenate([active for _, active, *_ in self._reduced] or [np.zeros((0, n_groups), dtype=bool)])
         whole = [k for _, _, whole, _ in self._reduced for k in whole]
         parts = [_joined(each) for each in zip(*(parts for *_, parts in self._reduced), strict=True)]
-        self._sent.append(_Copy((steps, active, whole, parts, self._logged, self.paths.take(), self._imbalances)))
-        self._reduced, self._logged, self._imbalances = [], [], {}
+        pairs, self._imbalances = self._imbalances, {}
+        self._sent.append(_Copy((steps, active, self._seconds, whole, parts, self._logged, self.paths.take(), pairs)))
+        self._reduced, self._logged, self._seconds = [], [], []
         self.wants_pairs = self.imbalance is not None
 
     def _reduce(self) -> None:
@@ -227,7 +234,17 @@ class Flush:
                 yield block
 
     def _block(
-        self, steps: Any, active: Any, whole: Any, parts: Any, logged: Any, paths: Any, pairs: Any, *, together: bool
+        self,
+        steps: Array,
+        active: Array,
+        seconds: list[float],
+        whole: Any,
+        parts: Any,
+        logged: Any,
+        paths: Any,
+        pairs: Any,
+        *,
+        together: bool,
     ) -> Block | None:
         """What `send` has sent as a block; None on other ranks than 0."""
         quantities = tuple(dict.fromkeys(name for names, *_ in parts for name in names))
@@ -275,6 +292,7 @@ class Flush:
             values=values[taken],
             active=active[taken],
             defined=defined,
+            seconds=np.array(seconds)[taken],
             logged=[(max(0, step - int(skipped)), name, float(value)) for step, name, value, skipped in logged],
             rows=[(step_of[k], n, r, v) for k, n, r, v in rows if taken[k] and active[k, self.names.index(n)]],
             paths=[

@@ -88,12 +88,14 @@ QUANTITIES = {
 }
 """Every quantity that may be recorded for a group. "lr" is one number per group and step: its statistic is "mean".
 
-Quantities of the run as a whole, such as a loss, have the empty group and the statistic "mean".
+Quantities of the run as a whole, such as a loss, have the empty group and the statistic "mean"; so has `SECONDS`.
 """
 IMBALANCE = "imbalance"
 """‖a‖/‖b‖, with statistics over the sets of a pair; the group is a pair, such as "up.weight / down.weight"."""
 ONE_NUMBER = frozenset({"lr"})
 """Quantities that are the same in all rows of a group."""
+SECONDS = "seconds"
+"""Time since the start of the training at each observed step, without the time between a stop and a resumption."""
 
 
 # Blocks
@@ -129,6 +131,7 @@ class Block:
         active: (S, groups), whether a group was stepped.
         logged: (step, name, value) of the run as a whole.
         defined: (quantities, groups), whether a quantity is recorded for a group.
+        seconds: (S,) time since the start; empty if it is not known.
         rows: (step, group, row numbers, (quantities, n)) single rows.
         paths: (step, group, row, direction).
         pairs: (step, pair, statistics of its imbalance).
@@ -141,6 +144,7 @@ class Block:
     values: NDArray[Any]
     active: NDArray[np.bool_]
     defined: NDArray[np.bool_]
+    seconds: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
     logged: list[tuple[int, str, float]] = field(default_factory=list)
     rows: list[tuple[int, str, NDArray[Any], NDArray[Any]]] = field(default_factory=list)
     paths: list[tuple[int, str, int, NDArray[Any]]] = field(default_factory=list)
@@ -151,11 +155,9 @@ class Block:
         there = np.broadcast_to((self.active[:, None] & self.defined)[..., None], self.values.shape).copy()
         there[:, [name in ONE_NUMBER for name in self.quantities]] &= np.array(STATISTICS) == "mean"
         step, quantity, group, statistic = np.nonzero(there)
-        mean = STATISTICS.index("mean")
-        more = [
-            (at, "", f"{name} (logged)" if name in self.quantities else name, mean, value)
-            for at, name, value in self.logged
-        ]
+        mean, own = STATISTICS.index("mean"), {*self.quantities, SECONDS}
+        more = [(at, "", f"{name} (logged)" if name in own else name, mean, value) for at, name, value in self.logged]
+        more += [(int(at), "", SECONDS, mean, float(of)) for at, of in zip(self.steps, self.seconds, strict=False)]
         more += [(at, name, IMBALANCE, k, float(value)) for at, name, of in self.pairs for k, value in enumerate(of)]
         steps, names, extra, statistics, values = zip(*more, strict=True) if more else ((), (), (), (), ())
         groups = list(dict.fromkeys([*self.groups, "", *names]))
@@ -202,7 +204,8 @@ class Block:
 
     def thinned(self) -> "Block":
         """Every second step of this block; what was logged is kept."""
-        return replace(self, steps=self.steps[::2], values=self.values[::2].copy(), active=self.active[::2])
+        steps, seconds, active = self.steps[::2], self.seconds[::2], self.active[::2]
+        return replace(self, steps=steps, seconds=seconds, active=active, values=self.values[::2].copy())
 
     def scalars(self, k: int, statistics: Sequence[str]) -> dict[str, float]:
         """The k-th step as a flat dict for loggers, such as {"radius/conv1.weight/median": 1.0}; finite values only."""
@@ -468,6 +471,18 @@ def _read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFr
     if not tables:
         return pd.DataFrame({column: [] for column in columns})
     return pa.concat_tables(reversed(tables)).unify_dictionaries().to_pandas()
+
+
+def seconds_before(folder: Path, step: int) -> float:
+    """`SECONDS` at the last recorded step of a run before this one; 0 if there is none."""
+    from pyarrow import parquet
+
+    earlier = [("quantity", "==", SECONDS), ("step", "<", step)]
+    for _, file in sorted(numbered_parts(folder, "part").items(), reverse=True):
+        found = parquet.read_table(file, columns=["value"], filters=earlier)["value"].to_pylist()
+        if found:
+            return float(max(found))
+    return 0.0
 
 
 def read_alerts(file: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
 from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
 from steradian.watching.paths import Paths
-from steradian.watching.records import Alert, causes, last_step, read_run, refuted
+from steradian.watching.records import Alert, causes, last_step, read_run, refuted, seconds_before
 from steradian.watching.rows import INVARIANT, NOT_INVARIANT, UNTESTED, Membership, Model, WatchedGroup, watched_groups
 from steradian.watching.sinks import sinks_of
 from steradian.watching.sources import UNMEASURED
@@ -223,6 +223,7 @@ class Watch:
             return self
         self._about = self.about()
         self._output.open(self._about)
+        self._flush.began = time.monotonic() - self._flush.seconds
         if self._step is not None:  # it was stopped before, and steps may have been taken since
             self._step = max(self._step, counted_steps(self.optimizers) or 0)
         for buffer in self.buffers:
@@ -334,6 +335,8 @@ class Watch:
             self._end_step()
         if self._step is None:
             self._step = self._first_step()
+            if self._output.folder is not None:
+                self._flush.began -= seconds_before(self._output.folder.files.folder, self._step)
         if not self._stepped:
             self._observing = self._cost.wants(self._step)
         self._begun.add(id(optimizer))

@@ -12,7 +12,7 @@ const pack = new Float32Array(words.buffer);
 const numbers = (offset, length) => pack.subarray(offset, offset + length);
 
 const every = (selector, within = document) => [...within.querySelectorAll(selector)];
-const state = { runs: data.runs.map(() => true), layer: "", vectors: false, smoothing: 0 };
+const state = { runs: data.runs.map(() => true), layer: "", vectors: false, smoothing: 0, time: false };
 
 // One line of a run over its steps, or null if it was not recorded.
 function line(run, quantity, group, statistic) {
@@ -44,6 +44,23 @@ function smooth(values) {
 }
 
 const shownRuns = () => data.runs.map((_, i) => i).filter((i) => state.runs[i]);
+// The axis of lines: the time since the start, if it is chosen and all runs shown have it, or steps.
+const haveTimes = () => shownRuns().every((run) => data.runs[run].times);
+const isTimed = () => state.time && haveTimes();
+function unitOfTime() {
+  const longest = Math.max(...shownRuns().map((run) => data.runs[run].times.at(-1)));
+  return [["hours", 3600], ["minutes", 60]].find(([, size]) => longest >= 2 * size) ?? ["seconds", 1];
+}
+// From the step of a run to its place on the axis.
+function onAxis(run) {
+  if (!isTimed()) return (step) => step;
+  const { steps, times } = data.runs[run], [, size] = unitOfTime();
+  return (step) => {
+    let low = 0, high = steps.length - 1;
+    while (high - low > 1) { const middle = (low + high) >> 1; if (steps[middle] <= step) low = middle; else high = middle; }
+    return (times[low] + ((times[high] - times[low]) * (step - steps[low])) / (steps[high] - steps[low])) / size;
+  };
+}
 // Biases and gains are not in figures of all layers, unless they are asked for.
 const visible = (groups) => (state.vectors ? groups : groups.filter((group) => !data.vectors.includes(group)));
 const shownGroups = (run) => (state.layer ? data.runs[run].groups.filter((group) => group === state.layer) : visible(data.runs[run].groups));

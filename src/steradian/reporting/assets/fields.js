@@ -144,7 +144,7 @@ drawings.cosine = (figure, { reference }) => {
     const other = runs[0] === base ? runs[1] : runs[0];
     if (!state.runs[other]) continue;
     seen.add(other);
-    traces.push({ ...curve(steps, numbers(at, steps.length), { colour: runColour(other), width: 1.3, name: `${group}, row ${row}`, extra: data.runs[other].name, dash: runDash(other) }), opacity: 0.75 });
+    traces.push({ ...curve(base, numbers(at, steps.length), { steps, colour: runColour(other), width: 1.3, name: `${group}, row ${row}`, extra: data.runs[other].name, dash: runDash(other) }), opacity: 0.75 });
   }
   if (!traces.length) return empty(figure, "No other run has the same rows at the same steps, for the runs and the layer chosen.");
   const low = Math.min(0.98, ...traces.flatMap((each) => each.y));

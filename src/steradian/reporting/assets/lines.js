@@ -40,21 +40,21 @@ function drawLines(figure, { quantity, statistic = "band", scale = "", bound } =
   const layout = frame(place, panels, { log, ytitle: axisTitle(quantity), height: overlay ? 320 : 250 });
   const traces = [], rate = quantity === "effective_lr", drawn = new Set();
   for (const { run, name: own, layer = "", values } of found) {
-    const panel = overlay ? 0 : runs.indexOf(run), steps = data.runs[run].steps;
+    const panel = overlay ? 0 : runs.indexOf(run);
     const colour = overlay ? runColour(run) : colourOf(own, run);
     if (statistic === "band" && few) {
       const low = line(run, quantity, layer, "q10"), high = line(run, quantity, layer, "q90");
-      if (low && high) traces.push(...band(steps, low, high, { panel, colour, log, alpha: veil(overlay ? runs.length : 1) }));
+      if (low && high) traces.push(...band(run, low, high, { panel, colour, log, alpha: veil(overlay ? runs.length : 1) }));
     }
     const name = overlay ? data.runs[run].name : own;
-    traces.push(curve(steps, values, { panel, colour, log, name, extra: overlay ? own : data.runs[run].name, width: few ? 2 : 1.4, dash: overlay ? runDash(run) : dashOf(own), raw: Boolean(bound) }));
+    traces.push(curve(run, values, { panel, colour, log, name, extra: overlay ? own : data.runs[run].name, width: few ? 2 : 1.4, dash: overlay ? runDash(run) : dashOf(own), raw: Boolean(bound) }));
     for (const group of rate ? (layer ? [layer] : shownGroups(run)) : []) {
       const nominal = line(run, "lr", group, "mean"), known = nominal && `${panel} ${overlay ? run : ""} ${nominal}`;
       if (!nominal || drawn.has(known)) continue;
       drawn.add(known);
       // Constant between jumps, or a smooth schedule.
       const steady = new Set(nominal).size <= data.runs[run].drops.length + 1;
-      traces.push(curve(steps, nominal, { panel, colour: overlay ? colour : css("--ink"), log, name: "nominal rate", extra: data.runs[run].name, dash: "dash", width: 1, shape: steady ? "hv" : "linear", raw: true }));
+      traces.push(curve(run, nominal, { panel, colour: overlay ? colour : css("--ink"), log, name: "nominal rate", extra: data.runs[run].name, dash: "dash", width: 1, shape: steady ? "hv" : "linear", raw: true }));
     }
   }
   const label = rate || quantity === "lr";
@@ -93,21 +93,20 @@ const drawings = {
     const ytitle = overlay ? axisTitle(measured) : "measured / predicted";
     const layout = frame(place, panels, { log: true, ytitle, height: overlay ? 320 : 250 }), traces = [];
     runs.forEach((run, i) => {
-      const steps = data.runs[run].steps;
       const ratio = (group) => {
         const ideal = lineOf(run, predicted, group, "band");
         return ideal && line(run, measured, group, "median")?.map((value, k) => value / ideal[k]);
       };
       if (!overlay)
         for (const { name, values } of linesOf(run, ratio, "median"))
-          traces.push(curve(steps, values, { panel: i, colour: colourOf(name, run), log: true, name, extra: data.runs[run].name, width: 1.5, dash: dashOf(name) }));
+          traces.push(curve(run, values, { panel: i, colour: colourOf(name, run), log: true, name, extra: data.runs[run].name, width: 1.5, dash: dashOf(name) }));
       for (const group of overlay ? shownGroups(run) : []) {
         const values = line(run, measured, group, "median"), ideal = lineOf(run, predicted, group, "band");
         if (!values) continue;
         const colour = runColour(run), low = line(run, measured, group, "q10"), high = line(run, measured, group, "q90");
-        if (low && high) traces.push(...band(steps, low, high, { colour, log: true, alpha: veil(runs.length) }));
-        traces.push(curve(steps, values, { colour, log: true, name: data.runs[run].name, extra: "measured", width: 2, dash: runDash(run) }));
-        if (ideal) traces.push({ ...curve(steps, ideal, { colour, log: true, name: data.runs[run].name, extra: "predicted", dash: "dash", width: 1.6 }), predicted: true });
+        if (low && high) traces.push(...band(run, low, high, { colour, log: true, alpha: veil(runs.length) }));
+        traces.push(curve(run, values, { colour, log: true, name: data.runs[run].name, extra: "measured", width: 2, dash: runDash(run) }));
+        if (ideal) traces.push({ ...curve(run, ideal, { colour, log: true, name: data.runs[run].name, extra: "predicted", dash: "dash", width: 1.6 }), predicted: true });
       }
       markDrops(layout, run, overlay ? 0 : i, { colour: overlay ? runColour(run) : css("--soft") });
       if (!overlay) layout.shapes.push({ type: "line", xref: `${axes(i).xaxis} domain`, yref: axes(i).yaxis, x0: 0, x1: 1, y0: 1, y1: 1,
@@ -143,10 +142,10 @@ const drawings = {
       for (const own of run === null ? runs : [run])
         for (const { name: group, layer, values } of linesOf(own, (group) => line(own, name, group, "median"), "median")) {
           if (!values.some((value) => value > 0)) { if (values.some(Number.isFinite)) zero.push({ name, run: own }); continue; }
-          const colour = overlay ? runColour(own) : colourOf(group, own), steps = data.runs[own].steps;
+          const colour = overlay ? runColour(own) : colourOf(group, own);
           const low = line(own, name, layer, "q10"), high = line(own, name, layer, "q90");
-          if (overlay && low && high) traces.push(...band(steps, low, high, { panel: i, colour, log: true, alpha: veil(runs.length) }));
-          traces.push(curve(steps, values, { panel: i, colour, log: true, width: overlay ? 1.8 : 1.3, dash: overlay ? runDash(own) : dashOf(group), name: overlay ? data.runs[own].name : group, extra: titleOf(name) }));
+          if (overlay && low && high) traces.push(...band(own, low, high, { panel: i, colour, log: true, alpha: veil(runs.length) }));
+          traces.push(curve(own, values, { panel: i, colour, log: true, width: overlay ? 1.8 : 1.3, dash: overlay ? runDash(own) : dashOf(group), name: overlay ? data.runs[own].name : group, extra: titleOf(name) }));
         }
       if (!traces.some((each) => each.xaxis === axes(i).xaxis))
         say(layout, i, zero.some((each) => each.name === name && (run === null || each.run === run)) ? "0 throughout" : (run === null ? runs : [run]).some((own) => shownGroups(own).some((group) => line(own, name, group, "median"))) ? BLANK : "not recorded");
@@ -172,10 +171,10 @@ const drawings = {
       layout[`yaxis${i ? i + 1 : ""}`].type = log ? "log" : "linear";
       runs.forEach((run, k) => {
         if (!lines[k]) return;
-        const steps = data.runs[run].steps, colour = runColour(run);
+        const colour = runColour(run);
         const under = line(run, name, "", "min"), over = line(run, name, "", "max");
-        if (under && over) traces.push(...band(steps, under, over, { panel: i, colour, log }));
-        traces.push(curve(steps, lines[k], { panel: i, colour, log, name: data.runs[run].name, extra: titleOf(name), dash: runDash(run) }));
+        if (under && over) traces.push(...band(run, under, over, { panel: i, colour, log }));
+        traces.push(curve(run, lines[k], { panel: i, colour, log, name: data.runs[run].name, extra: titleOf(name), dash: runDash(run) }));
         markDrops(layout, run, i, { colour });
       });
     });

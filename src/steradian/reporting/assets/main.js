@@ -75,7 +75,9 @@ function redraw(figure) {
   }
 }
 
-const redrawAll = () => figures.forEach(redraw);
+const axis = document.getElementById("axis");
+axis.addEventListener("change", () => { state.time = axis.value === "time"; redrawSeen(); });
+const redrawAll = () => { axis.parentElement.hidden = !haveTimes(); figures.forEach(redraw); };
 // For changes that leave every height as it is.
 const redrawSeen = () => figures.forEach((figure) => { if (figure.seen) redraw(figure); else figure.stale = true; });
 
@@ -212,6 +214,8 @@ if (live) {
     state.runs = data.runs.map((_, i) => kept.runs[i] ?? true);
     every("button", toggles).forEach((button, i) => button.setAttribute("aria-pressed", String(state.runs[i])));
     smoothing.value = state.smoothing = kept.smoothing;
+    state.time = kept.time;
+    axis.value = kept.time ? "time" : "";
     chooseLayer(["*", ...data.groups].includes(kept.layer) ? kept.layer : "");
     scrollTo(0, kept.y);
   }

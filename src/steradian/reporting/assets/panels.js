@@ -63,9 +63,9 @@ function points(steps, values, log, other) {
 }
 
 const FEW_POINTS = 60;  // up to which each is marked
-function curve(steps, values, { panel = 0, colour, width = 1.7, dash = "solid", name = "", extra = "", log = false, shape = "linear", raw = false }) {
+function curve(run, values, { steps = data.runs[run].steps, panel = 0, colour, width = 1.7, dash = "solid", name = "", extra = "", log = false, shape = "linear", raw = false }) {
   const { x, y } = points(steps, raw ? values : smooth(values), log);
-  return { x, y, name, extra, mode: x.length > FEW_POINTS || dash === "dash" ? "lines" : "lines+markers", marker: { color: colour, size: 4 }, line: { color: colour, width, dash, shape }, ...axes(panel), type: "scatter", meta: name };
+  return { run, x, y, name, extra, mode: x.length > FEW_POINTS || dash === "dash" ? "lines" : "lines+markers", marker: { color: colour, size: 4 }, line: { color: colour, width, dash, shape }, ...axes(panel), type: "scatter", meta: name };
 }
 
 // The pointer shows all lines of a panel at its step, or the nearest one if there are too many for a list.
@@ -73,20 +73,21 @@ const MOST_LISTED = 24;
 function hover(traces, layout) {
   const own = traces.filter(({ extra }) => extra !== undefined), beside = (one) => own.filter(({ yaxis }) => yaxis === one.yaxis);
   const listed = own.every((each) => beside(each).length <= MOST_LISTED);
+  const timed = isTimed(), step = timed ? " (step %{customdata})" : "", at = timed ? `%{x:.3~g} ${unitOfTime()[0]}` : "step %{x}";
   layout.hovermode = listed ? "x unified" : "closest";
   for (const each of own) {
     const twins = beside(each).filter(({ name }) => name === each.name).length > 1;
     const name = escapeHtml(listed && twins ? `${each.name}, ${each.extra}` : each.name);
-    each.hovertemplate = listed ? `%{y:.3~g}<extra>${name}</extra>` : `<b>${name}</b><br>step %{x}: %{y:.3~g}<extra>${escapeHtml(each.extra)}</extra>`;
+    each.hovertemplate = listed ? `%{y:.3~g}${step}<extra>${name}</extra>` : `<b>${name}</b><br>${at}${step}: %{y:.3~g}<extra>${escapeHtml(each.extra)}</extra>`;
   }
-  for (const axis of axisNames(layout, "x")) layout[axis].unifiedhovertitle = { text: "step %{x}" };
+  for (const axis of axisNames(layout, "x")) layout[axis].unifiedhovertitle = { text: at };
 }
 
 // Bands of several runs overlap.
 const veil = (runs) => Math.min(0.17, 0.85 / runs);
-function band(steps, low, high, { panel = 0, colour, alpha = veil(1), log = false }) {
-  const { x, y, z } = points(steps, smooth(low), log, smooth(high));
-  const edge = { x, mode: "lines", line: { width: 0, color: colour }, hoverinfo: "skip", type: "scatter", ...axes(panel) };
+function band(run, low, high, { panel = 0, colour, alpha = veil(1), log = false }) {
+  const { x, y, z } = points(data.runs[run].steps, smooth(low), log, smooth(high));
+  const edge = { run, x, mode: "lines", line: { width: 0, color: colour }, hoverinfo: "skip", type: "scatter", ...axes(panel) };
   return [{ ...edge, y }, { ...edge, y: z, fill: "tonexty", fillcolor: faded(colour, alpha) }];
 }
 
@@ -94,10 +95,11 @@ function band(steps, low, high, { panel = 0, colour, alpha = veil(1), log = fals
 function markDrops(layout, run, panel, { colour, label = false }) {
   const { xaxis, yaxis } = axes(panel);
   for (const drop of data.runs[run].drops) {
-    layout.shapes.push({ type: "line", xref: xaxis, yref: `${yaxis} domain`, x0: drop.step, x1: drop.step, y0: 0, y1: 1,
+    const x = onAxis(run)(drop.step);
+    layout.shapes.push({ type: "line", xref: xaxis, yref: `${yaxis} domain`, x0: x, x1: x, y0: 0, y1: 1,
                          line: { color: colour, width: 1, dash: "dot" }, opacity: 0.6, layer: "below" });
     if (label)
-      layout.annotations.push({ jump: xaxis, xref: xaxis, yref: `${yaxis} domain`, x: drop.step, y: 1, yanchor: "top", xanchor: "left",
+      layout.annotations.push({ jump: xaxis, xref: xaxis, yref: `${yaxis} domain`, x, y: 1, yanchor: "top", xanchor: "left",
                                 text: `η×${short(drop.factor)}`, showarrow: false, xshift: 1, font: { size: 11, color: css("--soft") } });
   }
 }
@@ -128,14 +130,16 @@ function logTicks(low, high, most = 7) {
 
 const LABEL = 46;  // pixels that the label of a jump takes
 
-// All panels over the same steps; logarithmic ranges leave out the last percent that runs off towards zero.
+// All panels over the same steps or the same time; logarithmic ranges leave out the last percent that runs off towards zero.
 function fit(traces, layout, bounds) {
-  const ends = shownRuns().map((run) => data.runs[run].steps);
-  let first = Math.min(...ends.map((steps) => steps[0])), last = Math.max(...ends.map((steps) => steps.at(-1)));
+  const timed = isTimed(), ends = (i) => shownRuns().map((run) => onAxis(run)(data.runs[run].steps.at(i)));
+  let first = Math.min(...ends(0)), last = Math.max(...ends(-1));
+  if (timed) traces.forEach((each) => { each.customdata = each.x; each.x = each.x.map(onAxis(each.run)); });
   if (first === last) { first -= 1; last += 1; }
   for (const name of axisNames(layout, "x")) {
     layout[name].range = [first - 0.004 * (last - first), last + 0.012 * (last - first)];
-    if (last - first < 5) layout[name].dtick = 1;  // no ticks at half steps
+    if (timed && layout[name].title.text) layout[name].title.text = `${unitOfTime()[0]} since the start`;
+    else if (last - first < 5) layout[name].dtick = 1;  // no ticks at half steps
     // Only labels of jumps that have room for them.
     const { domain, range } = layout[name], wide = (domain[1] - domain[0]) * (layout.width - layout.margin.l - layout.margin.r);
     let free = -Infinity;
