@@ -1,10 +1,12 @@
 """The one table, and the folder that holds it, whole or not."""
 
+import statistics
 import time
 
 import pandas as pd
 import pandas.testing as pd_testing
 import pytest
+import torch
 
 from steradian import watch
 from steradian.watching.records import COLUMNS, STATISTICS, read_run
@@ -121,3 +123,19 @@ def test_files_that_are_not_of_the_run_are_left_alone(run):
 def test_a_folder_of_runs_is_not_one_and_says_which_there_are(run):
     with pytest.raises(ValueError, match=r"there are runs in it: .*adam"):
         read_run(run.parent)
+
+
+def test_the_summary_of_a_deep_model_folds_its_layers():
+    layers = [torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)) for _ in range(12)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watch(optimizer, model, every=1) as watcher:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    lines = [line.split() for line in watcher.summary().splitlines()]
+    folded = {line[0]: line for line in lines if line and line[0].startswith("{0-11}")}
+    assert set(folded) == {f"{{0-11}}.{k}.{name}" for k in (0, 1) for name in ("weight", "bias")}
+    angles = [watcher.latest()[f"{k}.0.weight"]["angle"]["median"] for k in range(12)]
+    assert float(folded["{0-11}.0.weight"][3]) == pytest.approx(statistics.median(angles), rel=5e-3)

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from steradian.names import fold
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -355,21 +357,32 @@ _SUMMARY = (
     ("defect", "defect", "median"),
 )
 """Title, quantity and statistic of each column."""
+_LINES = 40
+"""Groups from which on layers that repeat are one line."""
 
 
 def last_step(run: str, block: Block | None, labels: Mapping[str, str]) -> str:
-    """A table of the last step of a block: one line for each group, in the order of the labels."""
+    """A table of the last step of a block: one line for each group, in the order of the labels.
+
+    If there are many, those whose names differ by numbers alone are one line, with medians ("largest": maxima).
+    """
     if block is None or not len(block.steps):
         return f"{run}: nothing observed yet"
     last = block.at(-1)
     columns = [column for column in _SUMMARY if column[1] in block.quantities]
     lines = [["group", *(title for title, _, _ in columns), "label"]]
-    for group in (name for name in labels if name in last):
-        found = last[group]
-        numbers = [f"{found[of][statistic]:.3g}" if of in found else "" for _, of, statistic in columns]
-        lines.append([group, *numbers, labels[group]])
+    names = [name for name in labels if name in last]
+    folds = len(names) > _LINES
+    kinds = fold(names, [labels[name] for name in names]) if folds else [(name, [k]) for k, name in enumerate(names)]
+    for shown, members in kinds:
+        cells = []
+        for _, of, statistic in columns:
+            values = [last[names[k]][of][statistic] for k in members if of in last[names[k]]]
+            middle = np.max if statistic == "max" else np.median
+            cells.append(f"{middle(values):.3g}" if values else "")
+        lines.append([shown, *cells, labels[names[members[0]]]])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [f"{run}, step {int(block.steps[-1])}"]
+    text = [f"{run}, step {int(block.steps[-1])}" + (", medians over layers" if folds else "")]
     for name, *cells in lines:
         padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
