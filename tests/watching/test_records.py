@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import OrderedDict
 
 import pandas as pd
 import pandas.testing as pd_testing
@@ -126,8 +127,8 @@ def test_a_folder_of_runs_is_not_one_and_says_which_there_are(run):
 
 
 def test_the_summary_of_a_deep_model_folds_its_layers():
-    layers = [torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)) for _ in range(12)]
-    model = torch.nn.Sequential(*layers)
+    layers = [{"up": torch.nn.Linear(4, 6), "down": torch.nn.Linear(6, 4)} for _ in range(12)]
+    model = torch.nn.Sequential(*(torch.nn.Sequential(OrderedDict(layer)) for layer in layers))
     optimizer = torch.optim.AdamW(model.parameters())
     with watch(optimizer, model, every=1) as watcher:
         for _ in range(3):
@@ -136,6 +137,6 @@ def test_the_summary_of_a_deep_model_folds_its_layers():
             optimizer.step()
     lines = [line.split() for line in watcher.summary().splitlines()]
     folded = {line[0]: line for line in lines if line and line[0].startswith("{0-11}")}
-    assert set(folded) == {f"{{0-11}}.{k}.{name}" for k in (0, 1) for name in ("weight", "bias")}
-    angles = [watcher.latest()[f"{k}.0.weight"]["angle"]["median"] for k in range(12)]
-    assert float(folded["{0-11}.0.weight"][3]) == pytest.approx(statistics.median(angles), rel=5e-3)
+    assert set(folded) == {f"{{0-11}}.{layer}.{name}" for layer in ("up", "down") for name in ("weight", "bias")}
+    angles = [watcher.latest()[f"{k}.up.weight"]["angle"]["median"] for k in range(12)]
+    assert float(folded["{0-11}.up.weight"][3]) == pytest.approx(statistics.median(angles), rel=5e-3)
