@@ -478,7 +478,9 @@ def _read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFr
             raise ValueError(f"{file} is not a part of a run; remove it to read the others ({why})") from error
         tables.append(table if begun is None else table.filter(compute.less(table["step"], begun)))
         # Logged numbers come after their step, and may be in a later part than the records of the step.
-        first = compute.min(table.filter(compute.not_equal(table["group"].cast("string"), ""))["step"]).as_py()
+        groups = table.unify_dictionaries()["group"].combine_chunks()
+        observed = compute.not_equal(groups.indices, compute.index(groups.dictionary, "").as_py())
+        first = compute.min(table["step"].filter(observed)).as_py()
         if first is not None:
             begun = first if begun is None else min(begun, first)
     if not tables:
