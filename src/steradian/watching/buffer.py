@@ -26,7 +26,7 @@ __all__ = ["ON_INVARIANT", "Buffer", "evenly", "sources_of"]
 
 _SHARE, _NUMBERS = 16, 2**16  # a buffer has one number for this many of the watched weights, or as many as these
 _STEPS = 256  # the most steps in a buffer
-_BYTES, _LEAST = 220, 2**22  # of a flush per row and step; together at most the largest parameter, or this many
+_BYTES, _LEAST = 160, 2**22  # of a flush per row and step; together at most the largest parameter, or this many
 _ALIGNED = 4  # an observation begins at a multiple of 4 numbers: 16 bytes, as a kernel that writes to it may expect
 _FADING = 0.99  # by which the mean of ‖∇L(u)‖² forgets, per observation
 _SINGLE = 64  # single rows of a group that are recorded now and then
@@ -197,9 +197,10 @@ class Buffer:
         settings = _send(torch.tensor(self._settings[:count], dtype=self.rates.dtype, device="cpu"), self.device)
         rates = self.rates[:count] + settings[..., 0]
         self.rates.zero_()  # a rate may be a tensor now and a number later
-        decays = settings[..., 1][:, self._column]
-        image, found = self.source.numbers(self.values[:count], rates[:, self._column], decays)
-        of_image: Quantities = {name: value for name in _IMAGE if (value := getattr(image, name)) is not None}
+        of_rows = self._column if len(self.param_groups) > 1 else slice(None)
+        image, found = self.source.numbers(self.values[:count], rates[:, of_rows], settings[..., 1][:, of_rows])
+        wanted = _IMAGE if self._equilibria is not None else [name for name in _IMAGE if name in _OF_ALL]
+        of_image: Quantities = {name: value for name in wanted if (value := getattr(image, name)) is not None}
         found = {**of_image, "collapsed": image.collapsed.to(image.radius), **found}
         there = _send(active, self.device)[:, self.group] if not bool(active.all()) else None
         if self.may_skip:
@@ -209,8 +210,11 @@ class Buffer:
             found |= self._equilibria(found, there)
         else:
             found = {name: value for name, value in found.items() if name in _OF_ALL}
-        rows = torch.stack(list(found.values()), dim=1)
-        return tuple(found), self.statistics(rows), rows
+        del image, of_image
+        names, rows = tuple(found), settings.new_empty(count, len(found), self.n_rows, dtype=found["radius"].dtype)
+        for k, name in enumerate(names):
+            rows[:, k] = found.pop(name)
+        return names, self.statistics(rows), rows
 
 
 class Equilibria:

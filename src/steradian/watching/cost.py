@@ -13,6 +13,7 @@ _FIRST = 20  # steps that are all observed, from the first one on
 _INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _EARLY = 1000  # steps before which the interval may be 10; later it is at least 50: 300 of the first 10,000 steps
 _WARM_UP = 3  # observed steps whose cost is not counted: kernels are compiled and memory is allocated
+_SAMPLED = 8  # with a given interval, one of so many observations is measured on the device: it costs host time
 _MARGIN = 2.0  # threads of one process disturb each other, which is not measured: about as much again
 
 
@@ -34,7 +35,7 @@ class Cost:
         self._last = 0.0  # when the last step was taken
         self._steps = self._counted = 0  # steps and observed steps in that time
         self._host = self._on_device = self._writing = 0.0
-        self._events: list[tuple[Any, Any]] = []
+        self._events: list[tuple[Any, Any, int]] = []  # begin, end, and how often it counts
         self._first_event: tuple[Any, int] | None = None  # on the device, and the number of steps before it
         self._device_step = 0.0  # seconds per step there
 
@@ -64,11 +65,18 @@ class Cost:
                 self._events, self._first_event = [], None
 
     @contextmanager
-    def measured(self, *, device: bool = True) -> Iterator[None]:
-        """Measure what is done here on the host and, as far as it is finished when it is read, on the device."""
+    def measured(self, *, device: bool = True, sampled: bool = False) -> Iterator[None]:
+        """Measure what is done here on the host and, as far as it is finished when it is read, on the device.
+
+        Args:
+            device: measure the device's time too.
+            sampled: not at every observation if their interval is given.
+        """
         began = time.perf_counter()
         events = None
-        if device and self.device is not None and not torch.cuda.is_current_stream_capturing():
+        weight = _SAMPLED if sampled and self.every is not None else 1
+        device = device and self.device is not None and self.observed % weight == 0
+        if device and not torch.cuda.is_current_stream_capturing():
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record(torch.cuda.current_stream(self.device))
             self._first_event = self._first_event or (events[0], self._steps)
@@ -77,7 +85,7 @@ class Cost:
         finally:
             if events is not None:
                 events[1].record(torch.cuda.current_stream(self.device))
-                self._events.append(events)
+                self._events.append((*events, weight))
             self._host += time.perf_counter() - began
 
     def choose(self, writing: float = 0.0) -> None:
@@ -85,7 +93,7 @@ class Cost:
         self._writing = writing
         done = [pair for pair in self._events if pair[1].query()]
         self._events = self._events[len(done) :]
-        self._on_device += sum(start.elapsed_time(end) for start, end in done) / 1000
+        self._on_device += sum(weight * start.elapsed_time(end) for start, end, weight in done) / 1000
         if done and self._first_event is not None:
             # The host may be many steps ahead of the device. The last event belongs to a step that is not counted yet.
             (first, before), last = self._first_event, done[-1][0]

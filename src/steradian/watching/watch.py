@@ -371,7 +371,7 @@ class Watch:
         for buffer in mine:
             buffer.count_skip()
         if self._observing:
-            with self._cost.measured():
+            with self._cost.measured(sampled=True):
                 self._check_membership()
                 self._flush.observe(self._step, optimizer)
         else:

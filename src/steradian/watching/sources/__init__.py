@@ -48,7 +48,7 @@ class Source(ABC):
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
         """The images of many steps, (steps, n), and further quantities, from the numbers (steps, n, columns).
 
-        `rates` and `decays` are the rate and the decoupled decay of each row in each step.
+        `rates` and `decays` are the rate and the decoupled decay of each row in each step, or (steps, 1) of all rows.
         """
 
     def distrust_state(self) -> None:  # noqa: B027

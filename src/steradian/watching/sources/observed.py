@@ -17,7 +17,7 @@ from steradian import geometry
 from steradian.image import ImageNumbers, invariance_defect
 from steradian.optim import RowOptimizer
 from steradian.scheme import Reader, Step, Taken, UnreadableOptimizerError, is_named, reader_of
-from steradian.watching.rows import Piece, WatchedGroup, dtype_of, nominal_rate, place
+from steradian.watching.rows import INVARIANT, Piece, WatchedGroup, dtype_of, nominal_rate, place
 from steradian.watching.sources import PHENOMENA, UNMEASURED, Quantities, Source
 
 __all__ = ["SUMS", "ObservedSource", "tells_step"]
@@ -58,6 +58,7 @@ class ObservedSource(Source):
         named = type(optimizer).__name__.endswith("ScheduleFree")
         foreign = not isinstance(optimizer, RowOptimizer)
         self._overwrites = named or (foreign and any(group.settings.get("nesterov") for group in watched))
+        self._invariant = any(group.label == INVARIANT for group in watched)
         self._points: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
         sizes = np.repeat([float(group.size) for group in self.watched], [group.n_rows for group in self.watched])
@@ -177,33 +178,30 @@ class ObservedSource(Source):
             qx, gx = (qx + rates * qq) / kept, (gx + rates * sums["gq"]) / kept
             along = lost * xx + rates * qx
             moved = lost**2 * xx + 2 * lost * rates * qx + rates**2 * qq
-        radius = xx.sqrt()
+        radius, length, update = xx.sqrt(), sums["gg"].sqrt(), _root(moved)
         safe = radius.masked_fill(radius == 0, 1)
         across = _root(moved - (along / safe) ** 2)  # η‖q^⊥‖
         inward = along / safe - lost * radius  # η⟨q,u⟩
-        start, scale = radius * kept, (sums["bb"] / self._sizes).sqrt()
-        readable = self.reader is not None
-        # The image of a step of rate 1, so that nothing is divided by a rate of 0.
-        image = ImageNumbers(
-            radius=radius.to(self.row_dtype),
-            start=start.to(self.row_dtype),
-            inward=inward.to(self.row_dtype),
-            across=across.to(self.row_dtype),
-            lr=1.0,
-            scale=(scale / rates).to(self.row_dtype) if readable else None,
-        )
-        length, update = sums["gg"].sqrt(), _root(moved)
+        start = radius * kept
         found = {
-            "update": (update / safe).masked_fill(radius == 0, 0),
-            "radial_share": (along.abs() / safe / update.masked_fill(update == 0, 1)).clamp(max=1),
+            "update": (update / safe).masked_fill_(radius == 0, 0),
+            "radial_share": (along.abs() / safe).div_(update.masked_fill_(update == 0, 1)).clamp_(max=1),
             "lr": rates,
         }
         if not self.searches:
             found |= {"defect": invariance_defect(gx / safe, length), "gradient_norm": length}
-        if readable:
+        del xx, gx, moved, along, update  # this may be most of the memory that the watch takes in a step
+        scale = None if self.reader is None else (sums["bb"] / self._sizes).sqrt_()
+        if scale is not None and self._invariant:
             found["nu"] = start * scale
             speed = across / rates.masked_fill(rates == 0, 1) if self.two_points else _root(qq - (qx / safe) ** 2)
             found["direction_norm"] = speed * found["nu"]
+        if scale is not None:
+            scale /= rates
+        # The image of a step of rate 1, so that nothing is divided by a rate of 0.
+        radius, start, inward, across = (part.to(self.row_dtype) for part in (radius, start, inward, across))
+        scale = None if scale is None else scale.to(self.row_dtype)
+        image = ImageNumbers(radius, start, inward, across, lr=1.0, scale=scale)
         return image, {name: value.to(self.row_dtype) for name, value in found.items()}
 
     def nbytes(self) -> int:
