@@ -21,13 +21,12 @@ def test_intervals_are_those_of_students_t():
     assert np.isnan(mean_interval([1.0])[1])
 
 
-def test_a_difference_has_welchs_interval():
+def test_a_difference_has_welchs_interval_and_p():
     a, b = np.random.default_rng(0).normal(0, [[1.0], [3.0]], (2, 6))
-    found = Difference.of(a, b)
-    variances = np.var(a, ddof=1) / 6, np.var(b, ddof=1) / 6
-    freedom = sum(variances) ** 2 / sum(v**2 / 5 for v in variances)
-    half = stats.t.ppf(0.975, freedom) * np.sqrt(sum(variances))
-    assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half))
+    found, test = Difference.of(a, b), stats.ttest_ind(a, b, equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    assert (found.low, found.high, found.p) == pytest.approx((low, high, test.pvalue))
+    assert Difference.of([1.0, 1.0], [2.0, 2.0]) == Difference(-1.0, -1.0, -1.0, 0.0)
 
 
 def test_no_difference_is_said_only_within_the_margin():
