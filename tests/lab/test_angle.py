@@ -140,13 +140,17 @@ def test_every_method_of_the_tuning_has_six_points_with_the_same_angles():
         lr, decay = TUNED["SGD-M"][k]
         theta = math.sqrt(2 * lr * decay / 1.9)
         assert TUNED["Angular, gradient"][k][0] == pytest.approx(theta, rel=5e-3)
-        lr, decay = TUNED["AdamW"][k]
+        lr, decay = TUNED["AdamW, decay on rows"][k]
         assert math.sqrt(2 * lr * decay * 0.1 / 1.9) == pytest.approx(theta, rel=1e-9)
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_study_that_is_stopped_and_continued_ends_in_the_same_table(part, tmp_path, monkeypatch):
-    few = {"crossed": list(CROSSED)[1:3], "matched": list(MATCHED)[2:6:3], "tuned": ["Rotational SGD (REQ)", "AdamW"]}
+    few = {
+        "crossed": list(CROSSED)[1:3],
+        "matched": list(MATCHED)[2:6:3],
+        "tuned": ["Rotational SGD (REQ)", "AdamW, decay on rows"],
+    }
     points = {"tuned": ({name: TUNED[name][2:4] for name in few["tuned"]}, 60)}
     monkeypatch.setattr(angle, "PARTS", PARTS | points)
     how = {"methods": few[part], "data": "digits", "epochs": 2, "seeds": 1, "points": 8, "device": "cpu"}

@@ -209,7 +209,7 @@ def _on_spheres(groups: Groups, config: Config, make: Callable[..., Optimizer], 
 
 register_method("SGD-M, Nesterov", partial(_sgd, nesterov=True))
 register_method("SGD-M, corrected decay", partial(_sgd, corrected_decay=True))
-register_method("AdamW", _adamw)
+register_method("AdamW, decay on rows", _adamw)
 for _kind in ("gradient", "adam", "muon"):
     register_method(f"Angular, {_kind}", partial(_on_spheres, make=optim.Angular, direction=_kind))
 register_method("Rotational SGD (REQ)", partial(_on_spheres, make=Rotational))
@@ -225,7 +225,7 @@ _SGD = [(0.1, decay) for decay in _DECAYS]
 _TURNS = [(angle, 5e-4) for angle in _ANGLES]
 TUNED = {
     **dict.fromkeys(("SGD-M", "SGD-M, Nesterov", "SGD-M, corrected decay"), _SGD),
-    "AdamW": [(1e-3, 1e3 * decay) for decay in _DECAYS],  # the same angles, √(2ηλ(1−β1)/(1+β1))
+    "AdamW, decay on rows": [(1e-3, 1e3 * decay) for decay in _DECAYS],  # the same angles, √(2ηλ(1−β1)/(1+β1))
     "Adam w/o (ab)": [(1e-3, 1e-3 / 2**k) for k in range(5, -1, -1)],  # the paper's grid
     **dict.fromkeys((f"Angular, {kind}" for kind in ("gradient", "adam", "muon")), _TURNS),
     "Rotational SGD (REQ)": _SGD,
