@@ -8,8 +8,9 @@ import torch
 
 from steradian import optim
 from steradian.lab import angle
-from steradian.lab.angle import CROSSED, MATCHED, PARTS, TUNED, AtAngle, angle_study, interval_rows
+from steradian.lab.angle import CROSSED, MATCHED, PARTS, TUNED, AtAngle, angle_study
 from steradian.lab.config import Config
+from steradian.lab.intervals import interval_rows
 from steradian.lab.registry import METHODS
 from steradian.lab.results import Result
 from steradian.lab.rivals import Hyperball

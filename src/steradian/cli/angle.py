@@ -33,7 +33,8 @@ def angle(
 
     Example: steradian angle matched --root data/cifar10 --device cuda --seconds 500
     """
-    from steradian.lab.angle import angle_study, interval_rows
+    from steradian.lab.angle import angle_study
+    from steradian.lab.intervals import interval_rows
     from steradian.lab.progress import Progress
     from steradian.lab.study import Study
 

@@ -24,22 +24,19 @@ from steradian.geometry import collapsed, dot, norm
 from steradian.groups import Groups, Layout
 from steradian.lab.config import Config, match_names
 from steradian.lab.experiments import RECORDED, Tracked
-from steradian.lab.intervals import compare
 from steradian.lab.registry import register_method
-from steradian.lab.results import Result, environment
+from steradian.lab.results import environment
 from steradian.lab.rivals import Hyperball, Rotational
 from steradian.lab.study import Study, pick_device
-from steradian.lab.tables import Rows, method_order, search
+from steradian.lab.tables import search
 from steradian.optim.rows import RowSet
 from steradian.watching.records import COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CROSSED", "MATCHED", "PARTS", "TUNED", "AtAngle", "angle_study", "interval_rows"]
+__all__ = ["CROSSED", "MATCHED", "PARTS", "TUNED", "AtAngle", "angle_study"]
 
-MARGIN = 0.3
-"""Points of accuracy: a difference whose 95 % interval lies within ± this is called none."""
 _REST_DECAY = 2.5e-4  # λ of parameters without rows where it is not the method's own
 
 
@@ -333,21 +330,3 @@ def angle_study(
         configs = [each.config for each in best if each.runs]
     first = 1 if part == "tuned" else 0
     return run([replace(c, seed=seed) for seed in range(first, first + seeds) for c in configs], study)
-
-
-def interval_rows(results: Sequence[Result]) -> Rows:
-    """Test accuracies with 95 % intervals, and their differences to the first method that is an SGD-M."""
-    heads = ["column", "method", "η, λ", "accuracy", "seeds", "− first", "95 % interval", "p (Holm)", "that is"]
-    lines = []
-    for kind in sorted({(r.config.column, r.config.epochs) for r in results}):
-        chosen: dict[str, list[Result]] = {}
-        for result in sorted(results, key=lambda r: method_order(r.config.method)):
-            if (result.config.column, result.config.epochs) == kind:
-                chosen.setdefault(result.config.method, []).append(result)
-        samples = {method: [r.accuracy for r in runs if not r.diverged] for method, runs in chosen.items()}
-        base = max(samples, key=lambda method: (method.startswith("SGD-M"), len(samples[method])))
-        for method in sorted(samples, key=lambda method: method != base):
-            config = chosen[method][0].config
-            row = compare(samples, base, margin=MARGIN)[method]
-            lines.append([f"{kind[0]}, {kind[1]} epochs", method, f"{config.lr:g}, {config.weight_decay:g}", *row])
-    return heads, lines

@@ -14,8 +14,9 @@ from functools import cached_property
 from pathlib import Path
 
 from steradian.files import write_atomically
-from steradian.lab import angle, language
 from steradian.lab.figures import FIGURES, SUMMARIES, TRACK_FIGURES, Figure, to_svg, write_figure
+from steradian.lab.intervals import interval_rows
+from steradian.lab.language import bits_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
@@ -180,7 +181,7 @@ def _times(region: _Region) -> str:
 
 def _intervals(region: _Region) -> str:
     """Means and differences with 95 % intervals, of accuracies or of bits per byte."""
-    rows = language.bits_rows if region.kind == "bits" else angle.interval_rows
+    rows = bits_rows if region.kind == "bits" else interval_rows
     return region.joined([markdown_table(*rows(region.every))] if region.every else [])
 
 

@@ -1,14 +1,19 @@
 """95 % intervals of means and of their differences, with Holm's correction within a family of comparisons."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from steradian.lab.tables import LEVEL
+from steradian.lab.results import Result
+from steradian.lab.tables import LEVEL, Rows, method_order
 
-__all__ = ["Difference", "compare", "holm", "mean_interval"]
+__all__ = ["Difference", "compare", "holm", "interval_rows", "mean_interval"]
+
+MARGIN = 0.3
+"""Points of accuracy: a difference whose 95 % interval lies within ± this is called none."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +119,44 @@ def compare(
             verdict = "better" if (each.mean > 0) == (better == "larger") else "worse"
         lines[name] = [*line, f"{signed(each.low)} to {signed(each.high)}", f"{adjusted[name]:.2g}", verdict]
     return lines
+
+
+def interval_rows(
+    results: Iterable[Result],
+    *,
+    value: Callable[[Result], float] = lambda result: result.accuracy,
+    what: str = "accuracy",
+    baseline: str = "SGD-M",
+    margin: float | None = MARGIN,
+    **how: Any,
+) -> Rows:
+    """A table of the methods of every column, compared with one of them.
+
+    Args:
+        results: stored results.
+        value: the figure of one.
+        what: its name.
+        baseline: how the name of the method that others are compared with begins; the one with the most seeds.
+        margin: as for `compare`.
+        **how: other arguments of `compare`.
+
+    Raises:
+        ValueError: results of one method and column were trained differently, so that they have no common mean.
+    """
+    heads = ["column", "method", "η, λ", what, "seeds", "− first", "95 % interval", "p (Holm)", "that is"]
+    columns: dict[str, dict[str, list[Result]]] = {}
+    for result in sorted(results, key=lambda result: method_order(result.config.method)):
+        c = result.config
+        column = columns.setdefault(f"{c.model} {c.norm}, {c.data}, {c.epochs} epochs", {})
+        column.setdefault(c.method, []).append(result)
+    lines = []
+    for name, methods in columns.items():
+        samples = {method: [value(run) for run in runs if not run.diverged] for method, runs in methods.items()}
+        base = max(samples, key=lambda method: (method.startswith(baseline), len(samples[method])))
+        compared = compare(samples, base, margin=margin, **how)
+        for method in sorted(compared, key=lambda method: method != base):
+            if len({run.config.setting for run in methods[method]}) > 1:
+                raise ValueError(f"{name} holds {method} with several settings: they have no common mean")
+            c = methods[method][0].config
+            lines.append([name, method, f"{c.lr:g}, {c.weight_decay:g}", *compared[method]])
+    return heads, lines

@@ -5,15 +5,12 @@ pre-norm transformer with QK-norm only those of queries and keys, head by head. 
 tuning. An *epoch* is 100 steps here; a step takes `batch_size` pieces of `Shape.length` bytes at random places.
 """
 
-import hashlib
-import json
-import lzma
 import math
-import sysconfig
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,20 +21,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from steradian import optim
 from steradian.discovery import find_groups
 from steradian.groups import Groups
 from steradian.lab.config import Config, match_names
-from steradian.lab.intervals import compare
+from steradian.lab.data.text import Corpus
+from steradian.lab.intervals import interval_rows
 from steradian.lab.results import Result, Store, environment
 from steradian.lab.rivals import Hyperball
 from steradian.lab.study import Study, pick_device
-from steradian.lab.tables import Rows, duration
+from steradian.lab.tables import duration
 from steradian.lab.training import compiled
 from steradian.watching.watch import watch
 
-__all__ = ["METHODS", "RATES", "Corpus", "LanguageModel", "Shape", "bits_rows", "build_corpus", "language_study"]
+__all__ = ["METHODS", "RATES", "LanguageModel", "Shape", "bits_rows", "language_study"]
 
 STEPS = 100
 """Steps of an epoch."""
@@ -147,59 +146,6 @@ class LanguageModel(nn.Module):
         return self.readout(self.norm(x))
 
 
-# The text
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Bytes to train on and to validate on, uint8."""
-
-    name: str
-    train: Tensor
-    val: Tensor
-    fingerprint: str
-
-    @classmethod
-    def read(cls, folder: Path) -> "Corpus":
-        """Read a folder that `build_corpus` wrote, and check its checksums."""
-        about, parts = json.loads((folder / "meta.json").read_text()), {}
-        for part in ("train", "val"):
-            text = lzma.decompress((folder / f"{part}.bin.xz").read_bytes())
-            if hashlib.sha256(text).hexdigest() != about["sha256"][part]:
-                raise ValueError(f"{folder / part}.bin.xz is damaged: its SHA-256 is not that of meta.json")
-            parts[part] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return cls(about["name"], parts["train"], parts["val"], about["sha256"]["train"][:12])
-
-
-def build_corpus(out: Path, source: Path | None = None, *, name: str = "python-source", most: int = 64_000_000) -> None:
-    """Write the Python files of an environment as one text.
-
-    All *.py of 501 to 199,999 bytes, one of each content, in the order of the SHA-1 of their relative path, joined by a
-    zero byte. The first 1 % of the files are for validation; of the others the first `most` bytes are for training.
-
-    Args:
-        out: folder to write.
-        source: folder of the files; None: the packages of this environment.
-        name: of the corpus.
-        most: bytes to train on.
-    """
-    source, files = source or Path(sysconfig.get_paths()["purelib"]), dict[bytes, bytes]()
-    paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.py") if path.is_file()}
-    for relative in sorted(paths, key=lambda each: hashlib.sha1(each.encode()).digest()):
-        if 500 < paths[relative].stat().st_size < 200_000:
-            files.setdefault(hashlib.sha256(text := paths[relative].read_bytes()).digest(), text)
-    texts, count = list(files.values()), max(1, len(files) // 100)
-    if len(texts) < 2:
-        raise ValueError(f"source must have at least two Python files of 501 to 199,999 bytes, got {source}")
-    parts = {"train": b"\0".join(texts[count:])[:most], "val": b"\0".join(texts[:count])}
-    out.mkdir(parents=True, exist_ok=True)
-    for part, text in parts.items():
-        (out / f"{part}.bin.xz").write_bytes(lzma.compress(text))
-    sums = {part: hashlib.sha256(text).hexdigest() for part, text in parts.items()}
-    sizes = {part: len(text) for part, text in parts.items()}
-    (out / "meta.json").write_text(json.dumps({"name": name, "bytes": sizes, "sha256": sums}, indent=1))
-
-
 # The methods: what steps the matrices of the blocks; AdamW steps embedding, readout and gains in all of them
 
 
@@ -249,31 +195,25 @@ METHODS = {
 
 
 def _loss(model: nn.Module, text: Tensor, starts: Tensor, length: int, half: bool) -> tuple[Tensor, Tensor]:
-    """Mean loss in nats, and number of bytes that were guessed."""
+    """Mean loss in nats, and the share of bytes that are guessed."""
     codes = text[starts[:, None] + torch.arange(length + 1, device=text.device)].long()
     with torch.autocast(text.device.type, torch.bfloat16, enabled=half):
         logits = model(codes[:, :-1])
     logits, wanted = logits.float().flatten(0, 1), codes[:, 1:].flatten()
-    return functional.cross_entropy(logits, wanted), (logits.argmax(dim=1) == wanted).sum()
+    return functional.cross_entropy(logits, wanted), (logits.argmax(dim=1) == wanted).float().mean()
 
 
-@dataclass
 class _Trainer:
     """Trains networks of one shape, one after the other, with one compiled step."""
 
-    shape: Shape
-    corpus: Corpus
-    device: torch.device
-    model: LanguageModel = field(init=False)
-    groups: Groups = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, shape: Shape, corpus: Corpus, device: torch.device) -> None:
+        self.shape, self.corpus, self.device = shape, corpus, device
         model = self._new(0)
-        found = find_groups(model, torch.randint(256, (2, min(16, self.shape.length))))
-        self.model = model.to(self.device)
-        self.groups = found.of(self.model)
-        self._text = {part: getattr(self.corpus, part).to(self.device) for part in ("train", "val")}
-        self._loss = compiled(_loss) if self.device.type == "cuda" else _loss
+        groups = find_groups(model, torch.randint(256, (2, min(16, shape.length))))
+        self.model = model.to(device)
+        self.groups = groups.of(self.model)
+        self._text = {part: getattr(corpus, part).to(device) for part in ("train", "val")}
+        self._loss = compiled(_loss) if device.type == "cuda" else _loss
 
     def _new(self, seed: int) -> LanguageModel:
         with torch.random.fork_rng(devices=[]):
@@ -282,59 +222,55 @@ class _Trainer:
 
     def run(self, config: Config, record: Path | None = None) -> Result:
         """Train once, with its steps recorded in a folder if one is given."""
-        began, length = time.monotonic(), self.shape.length
-        fresh = dict(self._new(config.seed).named_parameters())
+        began, fresh = time.monotonic(), dict(self._new(config.seed).named_parameters())
         with torch.no_grad():
             for name, param in self.model.named_parameters():
                 param.copy_(fresh[name])
                 param.grad = None
-        optimizers = _optimizers(config, self.groups, self.shape)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["initial_lr"] = group["lr"]
+        optimizers, total = _optimizers(config, self.groups, self.shape), config.epochs * STEPS
+        schedules = [LambdaLR(optimizer, partial(_factor, total=total)) for optimizer in optimizers]
         places = np.random.Generator(np.random.Philox(key=config.seed))
-        half, total = config.precision == "bf16", config.epochs * STEPS
-        curves: dict[str, list[float]] = {f"{part}_{what}": [] for part, what in _CURVES}
+        curves: dict[str, list[float]] = {name: [] for name in _CURVES}
+        if record is not None:
+            shutil.rmtree(record, ignore_errors=True)  # of a training that was killed
         with nullcontext() if record is None else watch(optimizers, self.groups, to=record):
             for epoch in range(config.epochs):
-                starts = places.integers(len(self.corpus.train) - length, size=(STEPS, config.batch_size))
-                sums, pieces = torch.zeros(2, device=self.device), torch.from_numpy(starts).to(self.device)
-                for step in range(epoch * STEPS, (epoch + 1) * STEPS):
-                    warm = min(1.0, (step + 1) / (_WARM_UP * total))
-                    factor = warm * (0.5 + 0.5 * math.cos(math.pi * step / total))
-                    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                        group["lr"] = group["initial_lr"] * factor
-                    loss, hits = self._loss(self.model, self._text["train"], pieces[step % STEPS], length, half)
+                starts = places.integers(len(self.corpus.train) - self.shape.length, size=(STEPS, config.batch_size))
+                sums = torch.zeros(2, device=self.device)
+                for pieces in torch.from_numpy(starts).to(self.device):
+                    loss, share = self._batch("train", pieces, config)
                     loss.backward()
-                    for optimizer in optimizers:
+                    for optimizer, schedule in zip(optimizers, schedules, strict=True):
                         optimizer.step()
                         optimizer.zero_grad()
-                    sums += torch.stack([loss.detach() / STEPS, hits / (STEPS * config.batch_size * length)])
-                last = epoch + 1 == config.epochs
-                figures = [*sums.tolist(), *self._validate(config.batch_size, half, None if last else _SOME)]
-                for (part, what), value in zip(_CURVES, [*figures, figures[-1]], strict=True):
-                    curves[f"{part}_{what}"].append(100 * value if what == "accuracy" else value)
+                        schedule.step()
+                    sums += torch.stack([loss.detach(), share]) / STEPS
+                figures = [*sums.tolist(), *self._validate(config, None if epoch + 1 == config.epochs else _SOME)]
+                for name, value in zip(_CURVES, [*figures, figures[-1]], strict=True):
+                    curves[name].append(100 * value if name.endswith("accuracy") else value)
                 if diverged := not all(map(math.isfinite, figures)):
                     break
-        seconds = time.monotonic() - began
         where = {**environment(self.device), "data": self.corpus.fingerprint}
-        return Result(config, curves, diverged, 0, seconds, where)
+        return Result(config, curves, diverged, 0, time.monotonic() - began, where)
+
+    def _batch(self, part: str, starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+        return self._loss(self.model, self._text[part], starts, self.shape.length, config.precision == "bf16")
 
     @torch.no_grad()
-    def _validate(self, batch: int, half: bool, batches: int | None) -> list[float]:
+    def _validate(self, config: Config, batches: int | None) -> list[float]:
         """Mean loss and share of guessed bytes, over all of the validation text or some batches."""
-        text, length = self._text["val"], self.shape.length
-        starts = torch.arange(0, len(text) - length, length, device=self.device)
+        starts = torch.arange(0, len(self.corpus.val) - self.shape.length, self.shape.length, device=self.device)
+        batch = min(config.batch_size, len(starts))
         parts = starts[: len(starts) // batch * batch].view(-1, batch)[:batches]
-        figures = torch.zeros(2, device=self.device)
-        for part in parts:
-            loss, hits = self._loss(self.model, text, part, length, half)
-            figures += torch.stack([loss, hits / (batch * length)])
-        return (figures / len(parts)).tolist()
+        return torch.stack([torch.stack(self._batch("val", part, config)) for part in parts]).mean(dim=0).tolist()
 
 
-_CURVES = (
-    ("train", "loss"), ("train", "accuracy"), ("validation", "loss"), ("validation", "accuracy"), ("test", "accuracy"),
-)  # fmt: skip
+def _factor(step: int, *, total: int) -> float:
+    """Of the rate: a linear rise, then a cosine."""
+    return min(1.0, (step + 1) / (_WARM_UP * total)) * (0.5 + 0.5 * math.cos(math.pi * step / total))
+
+
+_CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "test_accuracy")
 
 
 # The study
@@ -355,7 +291,6 @@ def language_study(
     device: str | None = None,
     seconds: float | None = None,
     study: Study | None = None,
-    record: bool = True,
     say: Callable[[str], None] = lambda _: None,
     **settings: Any,
 ) -> bool:
@@ -371,8 +306,7 @@ def language_study(
         seeds: trainings of each winner, with the seeds 1, 2, …; the tuning has seed 0.
         device: where.
         seconds: start no training that would not end in this time.
-        study: where the files go.
-        record: watch the first training of each winner; the run goes to `Study.work`.
+        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`.
         say: is told what is finished.
         **settings: fields of `Config`: epochs, batch_size, precision, …
 
@@ -388,23 +322,17 @@ def language_study(
     trainer: list[_Trainer] = []
 
     def train(configs: Sequence[Config], store: Store) -> bool:
-        for config in configs:
-            known = {result.config.key: result for result in store.results()}
-            if config.key in known:
-                continue
-            took = [
-                r.seconds for r in known.values() if r.config.model == config.model and r.config.norm == config.norm
-            ]
-            left = math.inf if seconds is None else seconds - (time.monotonic() - began)
-            if left < 1.3 * (median(took) if took else 0):
+        done = store.keys()
+        for config in (each for each in configs if each.key not in done):
+            like = [r for each in (grid, study.store) for r in each.results() if r.config.column == config.column]
+            expected = median(result.seconds for result in like) if like else 0.0
+            if seconds is not None and time.monotonic() - began + 1.3 * expected > seconds:
                 return False
             if not trainer:
                 trainer.append(_Trainer(shape, corpus, where))
-            folder = study.work / config.key if record and config.seed == 1 else None
-            store.add([result := trainer[0].run(config, folder)])
-            say(
-                f"{config.method}, lr {config.lr:g}, seed {config.seed}: {bits(result):.4f}, {duration(result.seconds)}"
-            )
+            store.add([result := trainer[0].run(config, study.work / config.key if config.seed == 1 else None)])
+            took = f"{bits(result):.4f} bits per byte, {duration(result.seconds)}"
+            say(f"{config.method}, lr {config.lr:g}, seed {config.seed}: {took}")
         return True
 
     points = [Config(method=method, lr=lr, **common) for lr in rates for method in taken]
@@ -419,28 +347,7 @@ def language_study(
     return train([replace(config, seed=seed) for seed in range(1, seeds + 1) for config in best], study.store)
 
 
-def bits_rows(results: Sequence[Result], *, baseline: str = "Muon") -> Rows:
-    """Bits per byte of each method, with 95 % intervals, and its difference to one of them."""
-    heads = [
-        "network",
-        "method",
-        "lr",
-        "bits per byte",
-        "seeds",
-        f"− {baseline}",
-        "95 % interval",
-        "p (Holm)",
-        "that is",
-    ]
-    lines = []
-    for kind in sorted({(r.config.model, r.config.norm, r.config.epochs) for r in results}, reverse=True):
-        chosen: dict[str, list[Result]] = {method: [] for method in METHODS}
-        for result in results:
-            if (result.config.model, result.config.norm, result.config.epochs) == kind:
-                chosen[result.config.method].append(result)
-        samples = {m: [bits(r) for r in runs if not r.diverged] for m, runs in chosen.items() if runs}
-        compared = compare(samples, baseline, digits=4, better="smaller")
-        for method, row in compared.items():
-            rate = f"{chosen[method][0].config.lr:g}"
-            lines.append([f"{kind[0]}, {kind[1]}", method, rate, *row])
-    return heads, lines
+bits_rows = partial(
+    interval_rows, value=bits, what="bits per byte", baseline="Muon", digits=4, better="smaller", margin=None
+)
+"""The table of a study: bits per byte of each method, and its difference to Muon's."""
