@@ -150,7 +150,7 @@ def test_a_study_that_is_stopped_and_continued_ends_in_the_same_table(part, tmp_
     few = {
         "crossed": list(CROSSED)[1:3],
         "matched": list(MATCHED)[2:6:3],
-        "tuned": ["Rotational SGD (REQ)", "AdamW, decay on rows"],
+        "tuned": ["Rotational SGD (REQ)"],
     }
     points = {"tuned": ({name: TUNED[name][2:4] for name in few["tuned"]}, 60)}
     monkeypatch.setattr(angle, "PARTS", PARTS | points)
