@@ -37,8 +37,8 @@ class Corpus:
 def build_corpus(out: Path, source: Path | None = None, *, name: str = "python-source", most: int = 64_000_000) -> None:
     """Write the Python files of an environment as one text.
 
-    All *.py of 501 to 199,999 bytes, one of each content, in the order of the SHA-1 of their relative path, joined by a
-    zero byte. The first 1 % of the files are for validation; of the others the first `most` bytes are for training.
+    All `*.py` of 501 to 199,999 bytes, one of each content, in the order of the SHA-1 of their relative path, joined by
+    a zero byte. The first 1 % of the files are for validation; of the others the first `most` bytes are for training.
 
     Args:
         out: folder to write.
