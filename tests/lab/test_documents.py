@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from steradian.lab.config import Config
 from steradian.lab.documents import KINDS, regions, write_up, written
-from steradian.lab.results import Store
+from steradian.lab.results import Result, Store
 from steradian.lab.tables import accuracy_columns, plain_loops, time_rows
 
 from lab.simulated import bench, column, compared, steps_of, tracked
@@ -28,7 +29,17 @@ NAMES = [
     "hypotheses hypotheses-cifar10",
     "phenomena phenomena-cifar10 hypotheses-cifar10",
     "trajectories trajectories-cifar10",
+    "intervals resnet20-cifar10",
+    "bits language",
 ]
+
+
+def trained(folder):
+    """A language model that reaches one bit per byte, with two seeds."""
+    kind = {"model": "bytes 8x512", "norm": "pre-norms", "data": "text", "method": "Muon", "lr": 0.01, "epochs": 1}
+    accuracies = {f"{part}_accuracy": [60.0] for part in ("validation", "test")}
+    curves = {"train_loss": [1.0], "validation_loss": [math.log(2)], **accuracies}
+    Store(folder / "language.json").add(Result(Config(**kind, seed=seed), curves) for seed in (1, 2))
 
 
 def document(path, names):
@@ -43,6 +54,7 @@ def test_every_kind_of_region_is_rewritten_and_the_rest_is_kept(tmp_path):
     tracked(tmp_path, epochs=20)
     compared(tmp_path)
     bench(tmp_path)
+    trained(tmp_path)
     made = document(tmp_path / "docs.md", NAMES)
     where = {"results": tmp_path, "figures": tmp_path / "pictures"}
     write_up([made], **where)
@@ -57,6 +69,10 @@ def test_every_kind_of_region_is_rewritten_and_the_rest_is_kept(tmp_path):
     assert all((tmp_path / link).read_text().startswith("<?xml") for link in links)
     assert "| AdamG† | 0.01 | 0.000125 | β₁ = 0.9 | 0.99 | 20, rate × 0.1 at 7, 11, 16 | 128 | bf16 |" in text
     assert re.search(r"^\| ResNet20 cifar10 bn \| AdamG† \| 0.01 \| 0.000125 \| 0.99 \| 20 \|", text, re.MULTILINE)
+    assert re.search(
+        r"^\| ResNet20 bn, cifar10, 20 epochs \| SGD-M \| 0.1, 0.00025 \| [\d.]+ ± [\d.]+ \| 2 \|", text, re.MULTILINE
+    )
+    assert "| bytes 8x512 pre-norms, text, 1 epochs | Muon | 0.01, 0 | 1.0000 ± 0.0000 | 2 |  |" in text
     [missing] = re.findall(r"^\*Not run yet.+$", text, re.MULTILINE)
     assert missing == "*Not run yet: `steradian reproduce tables --data cifar10 --columns ResNet18`.*"
     again = document(tmp_path / "again.md", ["table resnet20-cifar10", "trajectories trajectories-cifar10"])

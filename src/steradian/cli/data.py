@@ -47,3 +47,18 @@ def check(name: Name, root: Root = None) -> None:
     counts = f"{len(found.train)} training and {len(found.test)} test images of {size}"
     classes = f"{len(found.classes)} class{'' if len(found.classes) == 1 else 'es'}"
     typer.echo(f"{found.name}: {counts}, {classes}")
+
+
+@data.command()
+def corpus(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.")],
+    source: Annotated[Path | None, typer.Option(help="Folder of Python files; None: the installed packages.")] = None,
+) -> None:
+    """Write the Python files of an environment as one text, for a language model.
+
+    Example: steradian data corpus --out data/python-source
+    """
+    from steradian.lab.data.text import build_corpus
+
+    build_corpus(out, source)
+    screen().print(f"The text: {out}", soft_wrap=True)

@@ -191,19 +191,19 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
     from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, rule_of
 
     if is_grid(results):
-        _print(console, GRID, *grid_rows(results))
+        show_rows(console, GRID, *grid_rows(results))
         return
     for column in (columns := accuracy_columns(results)):
         title, whole = f"{column.name}, {column.length}", column.rows(seeds=True)
         width = sum(3 + max(len(line[k]) for line in [whole[0], *whole[1]]) for k in range(len(whole[0]))) + 1
-        _print(console, title, *(whole if width <= console.width else column.rows()))
+        show_rows(console, title, *(whole if width <= console.width else column.rows()))
         for text in column.statements():
             console.print(text, soft_wrap=True)
     if columns:
         console.print(rule_of(columns), soft_wrap=True)
 
 
-def _print(console: Console, title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+def show_rows(console: Console, title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """A table whose cells are wrapped on a narrow screen, and never cut off."""
     table = Table(title=title)
     for head in heads:

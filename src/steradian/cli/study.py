@@ -59,6 +59,7 @@ def compare(
 
     Example: steradian compare --methods SGD-M --methods Adam --epochs 3
     """
+    import steradian.lab.angle  # noqa: F401  # registers its methods
     from steradian.lab.recipes import by_method, comparison, tuning
     from steradian.lab.registry import load_plugin
     from steradian.lab.tables import search

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from steradian.files import write_atomically
 from steradian.lab.figures import FIGURES, SUMMARIES, TRACK_FIGURES, Figure, to_svg, write_figure
+from steradian.lab.intervals import interval_rows
+from steradian.lab.language import bits_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
@@ -136,10 +138,14 @@ def command(study: str) -> str:
     'steradian reproduce hypotheses --data cifar10'
     >>> command("resnet20-cifar10-released-settings")
     'steradian reproduce tables --data cifar10 --columns ResNet20 --settings released'
+    >>> command("angle-matched"), command("language")
+    ('steradian angle matched', 'steradian language')
     >>> command("mine")
     'steradian reproduce RECIPE --study mine'
     """
     name = study
+    if study == "language" or study.startswith("angle-"):
+        return f"steradian {study.replace('-', ' ')}"
     study, _, what = study.partition("-released-")
     flags = {"settings": "--settings", "network": "--built-as"}
     options = "".join(f" {flags[each]} released" for each in what.split("-") if each)
@@ -171,6 +177,12 @@ def _points(region: _Region) -> str:
 def _times(region: _Region) -> str:
     plain = plain_loops(region.results / "bench-fleet.json")
     return region.joined([markdown_table(*time_rows(region.columns, plain))] if region.columns else [])
+
+
+def _intervals(region: _Region) -> str:
+    """Means and differences with 95 % intervals, of accuracies or of bits per byte."""
+    rows = bits_rows if region.kind == "bits" else interval_rows
+    return region.joined([markdown_table(*rows(region.every))] if region.every else [])
 
 
 _CAPTIONS = {
@@ -235,6 +247,8 @@ KINDS: dict[str, Callable[[_Region], str]] = {
     "numbers": _table,
     "points": _points,
     "times": _times,
+    "intervals": _intervals,
+    "bits": _intervals,
     "machines": _machines,
     "settings": _settings,
     **dict.fromkeys(FIGURES, _curves),

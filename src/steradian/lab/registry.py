@@ -162,6 +162,11 @@ def _adam_w(groups: Groups, config: "Config") -> Optimizer:
     return optim.Adam(made, config.lr, config.betas, weight_decay=config.weight_decay)
 
 
+def _adamg_as_released(groups: Groups, config: "Config") -> Optimizer:
+    made = groups.param_groups(rest={"lr": config.rest_lr or 1e-3})
+    return torch.optim.Adam(made, config.lr, config.betas, weight_decay=config.weight_decay)
+
+
 def _ada_grad(groups: Groups, config: "Config") -> list[Optimizer]:
     """Adam without momentum on the rows."""
     rows, rest = ([g for g in groups.param_groups() if (g.get("rows") is None) == without] for without in (False, True))
@@ -181,3 +186,5 @@ for _letters in ("a", "ab", "abc"):
 register_method("SGD", _sgd)
 register_method("AdaGradG", lambda groups, c: optim.AdaGradG.from_sgd(groups.param_groups(), c.lr, c.weight_decay))
 register_method("AdaGrad", _ada_grad)
+# In the authors' released code the condition that selects Adam-G is inverted, so that filters get plain Adam.
+register_method("AdamG† as released", _adamg_as_released)

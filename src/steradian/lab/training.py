@@ -7,6 +7,7 @@ ends. On a CPU the same code runs as a plain loop.
 
 import gc
 import importlib.util
+import inspect
 import math
 import warnings
 from collections import deque
@@ -28,7 +29,6 @@ from steradian.lab.data import Resident
 from steradian.lab.models import VGG, Convolution, ResNet, network
 from steradian.lab.registry import METHODS
 from steradian.lab.results import CURVES, PARTS, has_diverged
-from steradian.optim import RowOptimizer
 
 __all__ = ["Execution", "Training"]
 
@@ -185,9 +185,9 @@ class Training:
         made = METHODS[self.config.method](self.groups, self.config)
         made = [made] if isinstance(made, Optimizer) else list(made)
         for optimizer in made:
-            if self.execution.compiled and isinstance(optimizer, RowOptimizer):
+            if self.execution.compiled and isinstance(inspect.getattr_static(optimizer, "update", None), staticmethod):
                 # Steps without a fused form take a few kernels per parameter instead of forty.
-                optimizer.update = compiled(type(optimizer).update)  # type: ignore[method-assign]
+                optimizer.update = compiled(type(optimizer).update)  # type: ignore[attr-defined]
             for group in optimizer.param_groups:
                 group["initial_lr"] = float(group["lr"])
                 if self.execution.captured:

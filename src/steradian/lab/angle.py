@@ -1,0 +1,332 @@
+"""Does the angle explain the table? Three studies of what is left of the differences between optimizers.
+
+- crossed: filters by SGD-M or Adam w/o (ab), the rest by SGD-M or Adam.
+- matched: every optimizer's direction at the angle that SGD-M had in each step and layer (`AtAngle`).
+- tuned: all methods tuned over six points each, which are the same six angles in equilibrium.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from steradian import optim
+from steradian.geometry import collapsed, dot, norm
+from steradian.groups import Groups, Layout
+from steradian.lab.config import Config, match_names
+from steradian.lab.experiments import RECORDED, Tracked
+from steradian.lab.registry import register_method
+from steradian.lab.results import environment
+from steradian.lab.rivals import Hyperball, Rotational
+from steradian.lab.study import Study, pick_device
+from steradian.lab.tables import search
+from steradian.optim.rows import RowSet
+from steradian.watching.records import COLUMNS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["CROSSED", "MATCHED", "PARTS", "TUNED", "AtAngle", "angle_study"]
+
+_REST_DECAY = 2.5e-4  # λ of parameters without rows where it is not the method's own
+
+
+# A given angle
+
+
+def _turned(x: Tensor, y: Tensor, theta: Tensor) -> Tensor:
+    """`AtAngle` on the rows x of a layer, which another optimizer has moved to y; a row that did not turn stays."""
+    r, moved = norm(x), y - x
+    r = r.masked_fill(gone := collapsed(r), 1)
+    across = moved - dot(moved, x) / r.square() * x
+    length = norm(across)
+    # The tangent part of a radial step is rounding.
+    still = gone | (length <= 16 * torch.finfo(x.dtype).eps * norm(moved))
+    shares = (length / r).masked_fill(still, 0)
+    mean = shares.square().mean().sqrt()
+    angle = shares * (theta / mean.masked_fill(mean == 0, 1))
+    landed = angle.cos() * x + angle.sin() * r / length.masked_fill(still, 1) * across
+    return torch.where(still, x, landed)
+
+
+class AtAngle(Optimizer):
+    """Another optimizer's directions on rows, at given angles: every layer turns by θ in the root mean square.
+
+    With the step Δ of the other optimizer on a row x = r u, and a = ‖Δ^⊥‖/r: x' = r Exp_u(α Δ^⊥/r), where α is one
+    factor for all rows of a layer, θ/√(mean a²). The radial part of Δ is dropped and the radius stays. Parameters of
+    the other optimizer that are not among `rows` are left to it.
+
+    Args:
+        inner: the other optimizer.
+        rows: param groups with "rows": its parameters that are turned. A parameter, or a joint set, is a layer.
+        angles: θ of each step and layer, (steps, layers); after the last step it stays.
+    """
+
+    update = staticmethod(_turned)
+
+    def __init__(self, inner: Optimizer, rows: Sequence[Mapping[str, Any]], angles: Tensor) -> None:
+        sets = [
+            (Layout(group["rows"]), params)
+            for group in rows
+            for params in ([list(group["params"])] if group.get("joint") else [[p] for p in group["params"]])
+        ]
+        device = sets[0][1][0].device
+        if angles.ndim != 2 or angles.shape[1] != len(sets) or not len(angles):
+            raise ValueError(f"angles must have the shape (steps, {len(sets)}), got {tuple(angles.shape)}")
+        self.inner, self._sets, self._angles = inner, sets, angles.to(device)
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)
+        super().__init__(inner.param_groups, {})
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step."""
+        sets = [RowSet(layout, params, [{} for _ in params]) for layout, params in self._sets]
+        before = [rows.read("param", rows.whole).clone() for rows in sets]
+        loss = self.inner.step(closure)
+        theta = self._angles.index_select(0, self._at.clamp(max=len(self._angles) - 1))
+        for k, (rows, x) in enumerate(zip(sets, before, strict=True)):
+            landed = self.update(x, rows.read("param", rows.whole), theta[0, k].to(x.dtype))
+            for piece, (y,) in rows.pieces("param"):
+                y.copy_(landed[piece])
+        self._at += 1
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The other optimizer's state, and the number of the next step."""
+        inner = self.inner.state_dict()
+        return {"state": {"inner": inner["state"], "at": self._at}, "param_groups": inner["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returns."""
+        state = state_dict["state"]
+        self.inner.load_state_dict({"state": state["inner"], "param_groups": state_dict["param_groups"]})
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._at.copy_(state["at"])
+
+
+# Methods
+
+
+def _split(groups: Groups) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Param groups with rows, and the others."""
+    made = groups.param_groups()
+    return [g for g in made if g.get("rows") is not None], [g for g in made if g.get("rows") is None]
+
+
+def _is_cuda(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(rows[0]["params"][0].is_cuda)
+
+
+def _tensors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same parameters with one row each."""
+    return [{"params": group["params"], "rows": "tensor"} for group in rows]
+
+
+def _inner(name: str, rows: list[dict[str, Any]], config: Config, decay: float) -> Optimizer:
+    """An optimizer of the rows alone."""
+    if name == "SGD-M":
+        return torch.optim.SGD(rows, config.lr, config.momentum, weight_decay=decay, fused=_is_cuda(rows))
+    if name == "Adam":
+        return torch.optim.Adam(rows, config.lr, config.betas, weight_decay=decay, fused=_is_cuda(rows))
+    if name == "Muon":  # Hyperball's step differs from Muon's by a factor and a radial part for each tensor
+        return Hyperball(_tensors(rows), 0.01, 0.95)
+    return optim.Adam(rows, config.lr, config.betas, weight_decay=decay, without=name.partition("(")[2].strip(")"))
+
+
+def _rest(name: str, rest: list[dict[str, Any]], config: Config) -> Optimizer:
+    """SGD-M or Adam on the parameters without rows."""
+    if name == "SGD-M":
+        return torch.optim.SGD(rest, config.rest_lr or 0.1, config.momentum, weight_decay=_REST_DECAY)
+    return torch.optim.Adam(rest, config.rest_lr or 1e-3, config.betas, weight_decay=_REST_DECAY)
+
+
+def _crossed(filters: str, others: str, groups: Groups, config: Config) -> list[Optimizer]:
+    rows, rest = _split(groups)
+    return [_inner(filters, rows, config, config.weight_decay), _rest(others, rest, config)]
+
+
+CROSSED = {
+    f"{filters}, rest {others}": (filters, others)
+    for filters, others in product(("SGD-M", "Adam w/o (ab)"), ("SGD-M", "Adam"))
+}
+"""By name: what steps the filters, and what the rest."""
+for _name, _pair in CROSSED.items():
+    register_method(_name, partial(_crossed, *_pair))
+
+_curves: dict[str, dict[str, NDArray[np.float64]]] = {}  # by column and layer, the angle that SGD-M had in each step
+
+
+def _matched(name: str, groups: Groups, config: Config) -> list[Optimizer]:
+    """A direction without L2, which only changes radii, at SGD-M's angle; SGD-M on the rest."""
+    if config.column not in _curves:
+        raise ValueError(f"no record of SGD-M's angles on {config.column}: steradian angle matched makes it")
+    (rows, rest), curves = _split(groups), _curves[config.column]
+    names = {id(param): name for name, param in groups.params.items()}
+    firsts = [p for group in rows for p in (group["params"][:1] if group.get("joint") else group["params"])]
+    angles = torch.from_numpy(np.stack([curves[names[id(param)]] for param in firsts], axis=1)).float()
+    return [AtAngle(_inner(name, rows, config, 0.0), rows, angles), _rest("SGD-M", rest, config)]
+
+
+MATCHED = {
+    f"{name} at SGD-M's angle": name
+    for name in ("SGD-M", "Adam", "Adam w/o (a)", "Adam w/o (ab)", "Adam w/o (abc)", "Muon")
+}
+"""By name: whose directions."""
+for _name, _direction in MATCHED.items():
+    register_method(_name, partial(_matched, _direction))
+
+
+def _sgd(groups: Groups, config: Config, **more: Any) -> Optimizer:
+    make: Callable[..., Optimizer] = optim.SGD if "corrected_decay" in more else torch.optim.SGD
+    return make(groups.param_groups(), config.lr, config.momentum, weight_decay=config.weight_decay, **more)
+
+
+def _adamw(groups: Groups, config: Config) -> Optimizer:
+    """Decay on the rows alone."""
+    made = groups.param_groups(weight_decay=config.weight_decay, rest={"weight_decay": 0.0})
+    return torch.optim.AdamW(made, config.lr, config.betas)
+
+
+def _on_spheres(groups: Groups, config: Config, make: Callable[..., Optimizer], **more: Any) -> Optimizer:
+    """Angles of config.lr on the rows, and SGD-M with L2 on the rest."""
+    rows, rest = _split(groups)
+    more |= {"weight_decay": config.weight_decay, "rest_lr": config.rest_lr or 0.1}
+    return make([*(_tensors(rows) if make is Hyperball else rows), *rest], config.lr, **more)
+
+
+register_method("SGD-M, Nesterov", partial(_sgd, nesterov=True))
+register_method("SGD-M, corrected decay", partial(_sgd, corrected_decay=True))
+register_method("AdamW, decay on rows", _adamw)
+for _kind in ("gradient", "adam", "muon"):
+    register_method(f"Angular, {_kind}", partial(_on_spheres, make=optim.Angular, direction=_kind))
+register_method("Rotational SGD (REQ)", partial(_on_spheres, make=Rotational))
+register_method("Hyperball, Muon", partial(_on_spheres, make=Hyperball))
+
+
+# Trainings
+
+_DECAYS = tuple(1e-4 * 2**k for k in range(6))
+_ANGLES = tuple(float(f"{math.sqrt(2 * 0.1 * decay / 1.9):.3g}") for decay in _DECAYS)  # of SGD-M at the rate 0.1
+
+_SGD = [(0.1, decay) for decay in _DECAYS]
+_TURNS = [(angle, 5e-4) for angle in _ANGLES]
+TUNED = {
+    **dict.fromkeys(("SGD-M", "SGD-M, Nesterov", "SGD-M, corrected decay"), _SGD),
+    "AdamW, decay on rows": [(1e-3, 1e3 * decay) for decay in _DECAYS],  # the same angles, √(2ηλ(1−β1)/(1+β1))
+    "Adam w/o (ab)": [(1e-3, 1e-3 / 2**k) for k in range(5, -1, -1)],  # the paper's grid
+    **dict.fromkeys((f"Angular, {kind}" for kind in ("gradient", "adam", "muon")), _TURNS),
+    "Rotational SGD (REQ)": _SGD,
+    "Hyperball, Muon": _TURNS,
+}
+"""By method, its six points: rate and λ."""
+
+_FIXED = {"SGD-M": (0.1, 2.5e-4), "Adam w/o (ab)": (1e-3, 1.25e-4)}  # the paper's
+PARTS: dict[str, tuple[dict[str, list[tuple[float, float]]], int]] = {
+    "crossed": ({name: [_FIXED[filters]] for name, (filters, _) in CROSSED.items()}, 135),
+    "matched": ({name: [(0.1 if of == "SGD-M" else 1e-3, 0.0)] for name, of in MATCHED.items()}, 135),
+    "tuned": (TUNED, 60),
+}
+"""By name of a study: the points of each method, and the epochs."""
+
+
+class _Recorded(Tracked):
+    """A training that records the root mean square of every layer's angle."""
+
+    def table(self) -> "pd.DataFrame":
+        """The angles at the recorded steps."""
+        import pandas as pd
+
+        angles = np.arctan(np.stack(self._values)[:, RECORDED.index("velocity")].astype(np.float64))
+        parts = []
+        for group, start, end in self._spans():
+            value = np.sqrt(np.nanmean(angles[:, start:end] ** 2, axis=1))
+            parts.append(pd.DataFrame({"step": self._recorded, "group": group.names[0], "value": value}))
+        found = pd.concat(parts).assign(run=self.config.key, quantity="angle", statistic="rms")
+        return found[list(COLUMNS)]
+
+
+def _angles(study: Study, config: Config) -> dict[str, NDArray[np.float64]]:
+    """By layer, the angle of every step; between recorded steps it is interpolated."""
+    table = study.tracks.table()
+    table = table[(table["run"] == config.key) & (table["statistic"] == "rms")]
+    steps = np.arange(table["step"].max() + 1)
+    layers = table.groupby("group", observed=True)
+    return {str(name): np.interp(steps, layer["step"], layer["value"]) for name, layer in layers}
+
+
+def angle_study(
+    part: str,
+    *,
+    data: str = "cifar10",
+    network: str = "ResNet20",
+    methods: Sequence[str] | None = None,
+    epochs: int | None = None,
+    seeds: int = 5,
+    points: int = 600,
+    study: Study | None = None,
+    device: str | None = None,
+    seconds: float | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> bool:
+    """Run one of the studies, from where it was stopped.
+
+    Args:
+        part: one of `PARTS`.
+        data: the data set.
+        network: the network.
+        methods: some of the methods; None: all.
+        epochs: of each training, with a cosine; None: 135, or 60 for "tuned".
+        seeds: number of seeds. The tuning has seed 0, and its winners have the seeds 1, 2, ….
+        points: steps of SGD-M that are recorded for "matched".
+        study: where the files go.
+        device: where.
+        seconds: stop, with checkpoints, when this time is over.
+        settings: other fields of `Config`.
+        **options: of `Study.run`: roots, size, progress, …
+
+    Returns:
+        Whether everything is finished.
+    """
+    [part] = match_names("part", [part], PARTS)
+    grid, usual = PARTS[part]
+    study, began, where = study or Study(f"angle-{part}"), time.monotonic(), pick_device(device)
+    common: dict[str, Any] = {"model": network, "data": data, "epochs": epochs or usual, "milestones": ()}
+    common |= {"schedule": "cosine", **(settings or {})}
+    taken = match_names("methods", methods, grid)
+    configs = [Config(method=m, lr=lr, weight_decay=decay, **common) for m in taken for lr, decay in grid[m]]
+
+    def run(wanted: Sequence[Config], to: Study, **more: Any) -> bool:
+        left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
+        return to.run(wanted, device=where, seconds=left, **options, **more)
+
+    if part == "matched":
+        reference = Config(method="SGD-M", lr=0.1, weight_decay=_REST_DECAY, **common)
+
+        def deliver(training: Tracked) -> None:
+            about = {"steps": training.steps, "environment": environment(where)}
+            study.tracks.add(training.config, training.table(), **about)
+
+        make, recorded = partial(_Recorded, points=points, deliver=deliver), study.tracks.about()
+        if reference.key not in recorded and not run([reference], study, make=make):
+            return False
+        _curves[reference.column] = _angles(study, reference)
+    if part == "tuned":
+        tuning = replace(study, name=f"{study.name}-grid")
+        if not run(configs, tuning):
+            return False
+        keys = {config.key for config in configs}
+        best = search(result for result in tuning.store.results() if result.config.key in keys)
+        configs = [each.config for each in best if each.runs]
+    first = 1 if part == "tuned" else 0
+    return run([replace(c, seed=seed) for seed in range(first, first + seeds) for c in configs], study)

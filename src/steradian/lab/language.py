@@ -1,0 +1,353 @@
+"""A byte-level language model, and the study of which of its weights may be kept on spheres.
+
+Optimizers that keep matrices on spheres choose them by their shape. `find_groups` knows which are invariant: in a
+pre-norm transformer with QK-norm only those of queries and keys, head by head. The study compares both, under the same
+tuning. An *epoch* is 100 steps here; a step takes `batch_size` pieces of `Shape.length` bytes at random places.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from steradian import optim
+from steradian.discovery import find_groups
+from steradian.groups import Groups
+from steradian.lab.config import Config, match_names
+from steradian.lab.data.text import Corpus
+from steradian.lab.intervals import interval_rows
+from steradian.lab.results import Result, Store, environment
+from steradian.lab.rivals import Hyperball
+from steradian.lab.study import Study, pick_device
+from steradian.lab.tables import duration
+from steradian.lab.training import compiled
+from steradian.watching.watch import watch
+
+__all__ = ["METHODS", "RATES", "LanguageModel", "Shape", "bits_rows", "language_study"]
+
+STEPS = 100
+"""Steps of an epoch."""
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+"""The points of the tuning, the same for every method; see `_optimizers`."""
+_WARM_UP = 0.05  # share of the steps in which the rate rises
+_SOME = 8  # batches of the validation text after each epoch; after the last one all of it is evaluated
+
+
+# The network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a language model; those of the study by default, 29 million parameters.
+
+    Attributes:
+        blocks: number of blocks.
+        width: of the residual stream.
+        heads: of the attention.
+        hidden: width of the gated layer.
+        length: bytes that it sees.
+        post_norms: normalize what a layer adds to the residual stream, too, as Gemma 3 does.
+    """
+
+    blocks: int = 8
+    width: int = 512
+    heads: int = 8
+    hidden: int = 1664
+    length: int = 512
+    post_norms: bool = False
+
+    @property
+    def name(self) -> str:
+        """The sizes as the name of a network."""
+        return "bytes " + "x".join(str(size) for name, size in asdict(self).items() if name != "post_norms")
+
+    @property
+    def norm(self) -> str:
+        """Where it normalizes, as `Config.norm`."""
+        return "post-norms" if self.post_norms else "pre-norms"
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the entries of a matrix at the start."""
+        return 0.5 / math.sqrt(self.width)
+
+
+class _Block(nn.Module):
+    """Causal attention with RoPE and QK-norm, then SwiGLU, each after an RMSNorm and, if asked for, before another."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, self.heads = shape.width, shape.heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, shape.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.hidden, width, bias=False)
+        self.norm1, self.norm2 = (nn.RMSNorm(width, eps=1e-6) for _ in range(2))
+        self.q_norm, self.k_norm = (nn.RMSNorm(width // shape.heads, eps=1e-6) for _ in range(2))
+        self.post1, self.post2 = (nn.RMSNorm(width, eps=1e-6) if shape.post_norms else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        split = (*x.shape[:2], self.heads, -1)
+        y = self.norm1(x)
+        q, k, v = (layer(y).view(split).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = _turned(self.q_norm(q), turns), _turned(self.k_norm(k), turns)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.post1(self.o(y.transpose(1, 2).reshape(x.shape)))
+        y = self.norm2(x)
+        return x + self.post2(self.down(functional.silu(self.gate(y)) * self.up(y)))
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    """RoPE: pairs of entries, half a head apart, turned by angles that grow with the place."""
+    (cos, sin), (a, b) = turns[:, : x.shape[-2]].to(x.dtype), x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class LanguageModel(nn.Module):
+    """Bytes to logits of the next byte.
+
+    >>> shape = Shape(blocks=1, width=16, heads=2, hidden=24, length=8)
+    >>> LanguageModel(shape)(torch.zeros(2, 8, dtype=torch.long)).shape
+    torch.Size([2, 8, 256])
+    """
+
+    turns: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, shape.width)
+        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.blocks))
+        self.norm = nn.RMSNorm(shape.width, eps=1e-6)
+        self.readout = nn.Linear(shape.width, 256, bias=False)
+        size = shape.width // shape.heads
+        angles = torch.arange(shape.length)[:, None] * 10_000 ** (-torch.arange(0, size, 2) / size)
+        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()]), persistent=False)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=shape.spread)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Logits of the byte after each, (batch, length, 256)."""
+        x = self.embedding(codes)
+        for block in self.blocks:
+            x = block(x, self.turns)
+        return self.readout(self.norm(x))
+
+
+# The methods: what steps the matrices of the blocks; AdamW steps embedding, readout and gains in all of them
+
+
+def _optimizers(config: Config, groups: Groups, shape: Shape) -> list[Optimizer]:
+    """The optimizers of a method.
+
+    The rate is AdamW's, whose step has a root mean square of about 0.2 lr per entry; Muon's is scaled to the same
+    (torch's "match_rms_adamw"), and what is on spheres turns by the angle of such a step at the start, 0.2 lr/σ.
+    """
+    matrices = {name: p for name, p in groups.params.items() if name.startswith("blocks.") and p.ndim == 2}
+    fused = next(iter(matrices.values())).is_cuda
+    adamw = partial(torch.optim.AdamW, betas=config.betas, fused=fused)
+    muon = partial(torch.optim.Muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
+    angle, momentum = 0.2 * config.lr / shape.spread, config.momentum
+    angular = partial(optim.Angular, lr=angle, momentum=momentum, nesterov=True, direction="muon")
+    if config.method == "AdamW, proved rows Angular":
+        angular = partial(optim.Angular, lr=angle, momentum=config.betas[0], beta2=config.betas[1], direction="adam")
+    on_spheres, others = METHODS[config.method]
+    made: list[Optimizer] = []
+    if on_spheres == "proved rows":
+        made.append(angular([group for group in groups.param_groups() if group.get("rows") is not None]))
+        matrices = {name: p for name, p in matrices.items() if name not in groups.layouts}
+    elif on_spheres == "all rows":
+        made.append(angular([{"params": list(matrices.values()), "rows": "filter"}]))
+    elif on_spheres == "all tensors":
+        made.append(Hyperball([{"params": list(matrices.values()), "rows": "tensor"}], lr=angle, momentum=momentum))
+    if others:
+        make: Callable[..., Optimizer] = adamw if others == "AdamW" else muon
+        made.append(make(list(matrices.values()), lr=config.lr, weight_decay=config.weight_decay))
+    stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
+    rest = [p for p in groups.params.values() if id(p) not in stepped]
+    return [*made, adamw(rest, lr=config.rest_lr or config.lr, weight_decay=0.0)]
+
+
+METHODS = {
+    "AdamW": ("", "AdamW"),
+    "Muon": ("", "Muon"),
+    "Muon, proved rows Angular": ("proved rows", "Muon"),
+    "AdamW, proved rows Angular": ("proved rows", "AdamW"),
+    "Angular on all rows": ("all rows", ""),
+    "Hyperball on all tensors": ("all tensors", ""),
+}
+"""By name: which matrices are on spheres, and what steps the others."""
+
+
+# A training
+
+
+def _loss(model: nn.Module, text: Tensor, starts: Tensor, length: int, half: bool) -> tuple[Tensor, Tensor]:
+    """Mean loss in nats, and the share of bytes that are guessed."""
+    codes = text[starts[:, None] + torch.arange(length + 1, device=text.device)].long()
+    with torch.autocast(text.device.type, torch.bfloat16, enabled=half):
+        logits = model(codes[:, :-1])
+    logits, wanted = logits.float().flatten(0, 1), codes[:, 1:].flatten()
+    return functional.cross_entropy(logits, wanted), (logits.argmax(dim=1) == wanted).float().mean()
+
+
+class _Trainer:
+    """Trains networks of one shape, one after the other, with one compiled step."""
+
+    def __init__(self, shape: Shape, corpus: Corpus, device: torch.device) -> None:
+        self.shape, self.corpus, self.device = shape, corpus, device
+        model = self._new(0)
+        groups = find_groups(model, torch.randint(256, (2, min(16, shape.length))))
+        self.model = model.to(device)
+        self.groups = groups.of(self.model)
+        self._text = {part: getattr(corpus, part).to(device) for part in ("train", "val")}
+        self._loss = compiled(_loss) if device.type == "cuda" else _loss
+
+    def _new(self, seed: int) -> LanguageModel:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return LanguageModel(self.shape)
+
+    def run(self, config: Config, record: Path | None = None) -> Result:
+        """Train once, with its steps recorded in a folder if one is given."""
+        began, fresh = time.monotonic(), dict(self._new(config.seed).named_parameters())
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                param.copy_(fresh[name])
+                param.grad = None
+        optimizers, total = _optimizers(config, self.groups, self.shape), config.epochs * STEPS
+        schedules = [LambdaLR(optimizer, partial(_factor, total=total)) for optimizer in optimizers]
+        places = np.random.Generator(np.random.Philox(key=config.seed))
+        curves: dict[str, list[float]] = {name: [] for name in _CURVES}
+        if record is not None:
+            shutil.rmtree(record, ignore_errors=True)  # of a training that was killed
+        with nullcontext() if record is None else watch(optimizers, self.groups, to=record):
+            for epoch in range(config.epochs):
+                starts = places.integers(len(self.corpus.train) - self.shape.length, size=(STEPS, config.batch_size))
+                sums = torch.zeros(2, device=self.device)
+                for pieces in torch.from_numpy(starts).to(self.device):
+                    loss, share = self._batch("train", pieces, config)
+                    loss.backward()
+                    for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        schedule.step()
+                    sums += torch.stack([loss.detach(), share]) / STEPS
+                figures = [*sums.tolist(), *self._validate(config, None if epoch + 1 == config.epochs else _SOME)]
+                for name, value in zip(_CURVES, [*figures, figures[-1]], strict=True):
+                    curves[name].append(100 * value if name.endswith("accuracy") else value)
+                if diverged := not all(map(math.isfinite, figures)):
+                    break
+        where = {**environment(self.device), "data": self.corpus.fingerprint}
+        return Result(config, curves, diverged, 0, time.monotonic() - began, where)
+
+    def _batch(self, part: str, starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+        return self._loss(self.model, self._text[part], starts, self.shape.length, config.precision == "bf16")
+
+    @torch.no_grad()
+    def _validate(self, config: Config, batches: int | None) -> list[float]:
+        """Mean loss and share of guessed bytes, over all of the validation text or some batches."""
+        starts = torch.arange(0, len(self.corpus.val) - self.shape.length, self.shape.length, device=self.device)
+        batch = min(config.batch_size, len(starts))
+        parts = starts[: len(starts) // batch * batch].view(-1, batch)[:batches]
+        return torch.stack([torch.stack(self._batch("val", part, config)) for part in parts]).mean(dim=0).tolist()
+
+
+def _factor(step: int, *, total: int) -> float:
+    """Of the rate: a linear rise, then a cosine."""
+    return min(1.0, (step + 1) / (_WARM_UP * total)) * (0.5 + 0.5 * math.cos(math.pi * step / total))
+
+
+_CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "test_accuracy")
+
+
+# The study
+
+
+def bits(result: Result) -> float:
+    """Bits per byte of the validation text at the end; NaN if it diverged."""
+    return math.nan if result.diverged else result.curves["validation_loss"][-1] / math.log(2)
+
+
+def language_study(
+    shape: Shape,
+    root: Path,
+    *,
+    methods: Sequence[str] | None = None,
+    rates: Sequence[float] = RATES,
+    seeds: int = 5,
+    device: str | None = None,
+    seconds: float | None = None,
+    study: Study | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    **settings: Any,
+) -> bool:
+    """Tune every method over the same rates, by its last validation loss, then train it with new seeds.
+
+    Finished trainings are stored at once and never repeated.
+
+    Args:
+        shape: the network.
+        root: folder of the corpus.
+        methods: names in `METHODS`; None: all.
+        rates: the points of the tuning.
+        seeds: trainings of each winner, with the seeds 1, 2, …; the tuning has seed 0.
+        device: where.
+        seconds: start no training that would not end in this time.
+        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`.
+        say: is told what is finished.
+        **settings: fields of `Config`: epochs, batch_size, precision, …
+
+    Returns:
+        Whether everything is finished.
+    """
+    began, where, study = time.monotonic(), pick_device(device), study or Study("language")
+    corpus, grid = Corpus.read(root), Store(study.results / f"{study.name}-grid.json")
+    common: dict[str, Any] = {"model": shape.name, "norm": shape.norm, "data": corpus.name, "schedule": "cosine"}
+    common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3}
+    common |= {"epochs": 8, "milestones": (), "batch_size": 64} | settings
+    taken = match_names("methods", methods, METHODS)
+    trainer: list[_Trainer] = []
+
+    def train(configs: Sequence[Config], store: Store) -> bool:
+        done = store.keys()
+        for config in (each for each in configs if each.key not in done):
+            like = [r for each in (grid, study.store) for r in each.results() if r.config.column == config.column]
+            expected = median(result.seconds for result in like) if like else 0.0
+            if seconds is not None and time.monotonic() - began + 1.3 * expected > seconds:
+                return False
+            if not trainer:
+                trainer.append(_Trainer(shape, corpus, where))
+            store.add([result := trainer[0].run(config, study.work / config.key if config.seed == 1 else None)])
+            took = f"{bits(result):.4f} bits per byte, {duration(result.seconds)}"
+            say(f"{config.method}, lr {config.lr:g}, seed {config.seed}: {took}")
+        return True
+
+    points = [Config(method=method, lr=lr, **common) for lr in rates for method in taken]
+    if not train(points, grid):
+        return False
+    tried = {result.config.key: result for result in grid.results()}
+    best = []
+    for method in taken:
+        of_method = [tried[point.key] for point in points if point.method == method]
+        if alive := [result for result in of_method if not result.diverged]:
+            best.append(min(alive, key=bits).config)
+    return train([replace(config, seed=seed) for seed in range(1, seeds + 1) for config in best], study.store)
+
+
+bits_rows = partial(
+    interval_rows, value=bits, what="bits per byte", baseline="Muon", digits=4, better="smaller", margin=None
+)
+"""The table of a study: bits per byte of each method, and its difference to Muon's."""

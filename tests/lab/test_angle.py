@@ -1,0 +1,190 @@
+"""A given angle on rows, and the studies of the angle in a tiny form."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from steradian import optim
+from steradian.lab import angle
+from steradian.lab.angle import CROSSED, MATCHED, PARTS, TUNED, AtAngle, angle_study
+from steradian.lab.config import Config
+from steradian.lab.intervals import interval_rows
+from steradian.lab.registry import METHODS
+from steradian.lab.results import Result
+from steradian.lab.rivals import Hyperball
+from steradian.lab.study import Study
+
+SETTINGS = {"width": 4, "batch_size": 64, "precision": "float32"}
+SHAPES = [(6, 3, 3, 3), (4, 10), (5, 7)]
+
+
+def params(dtype=torch.float64):
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
+
+
+def gradients(some, seed):
+    torch.manual_seed(seed + 1)
+    for param in some:
+        param.grad = torch.randn_like(param)
+
+
+def angles_between(before, after):
+    """By atan2 in float64: arccos has no digits near 0."""
+    a, b = before.double().flatten(1), after.double().flatten(1)
+    a, b = a / a.norm(dim=1, keepdim=True), b / b.norm(dim=1, keepdim=True)
+    return 2 * torch.atan2((a - b).norm(dim=1), (a + b).norm(dim=1))
+
+
+INNER = {
+    "SGD-M": lambda rows, rest: torch.optim.SGD([*rows, *rest], 0.1, 0.9, weight_decay=0.01),
+    "Adam": lambda rows, rest: torch.optim.Adam([*rows, *rest], 0.01, weight_decay=0.01),
+    "(ab)": lambda rows, rest: optim.Adam([*rows, *rest], 0.01, without="ab"),
+    "Muon": lambda rows, rest: Hyperball([{**group, "rows": "tensor"} for group in rows] + rest, 0.01),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_layers_turn_by_the_angle_and_radii_stay(name, dtype):
+    some, twins = params(dtype), params(dtype)
+    targets = torch.tensor([[0.01, 0.02], [0.03, 0.005], [0.002, 0.04]], dtype=torch.float64)
+
+    def split(each):
+        return [{"params": each[:2], "rows": "filter"}], [{"params": each[2:]}]
+
+    optimizer, plain = AtAngle(INNER[name](*split(some)), split(some)[0], targets), INNER[name](*split(twins))
+    for step in range(5):
+        before = [param.detach().clone() for param in some]
+        gradients([*some], step)
+        optimizer.step()
+        gradients([*twins], step)
+        plain.step()
+        for k in range(2):
+            rms = angles_between(before[k], some[k].detach()).square().mean().sqrt().item()
+            assert rms == pytest.approx(targets[min(step, 2), k].item(), abs=1e-6 if dtype == torch.float32 else 1e-14)
+            lengths = [each.detach().double().flatten(1).norm(dim=1) for each in (before[k], some[k])]
+            torch.testing.assert_close(*lengths, rtol=3e-7 if dtype == torch.float32 else 1e-14, atol=0)
+        assert torch.equal(some[2], twins[2])
+
+
+def test_one_factor_scales_a_layer_and_the_direction_is_the_others():
+    some = params()
+    rows = [{"params": some[:1], "rows": "filter"}]
+    optimizer = AtAngle(torch.optim.Adam(rows, 0.01), rows, torch.tensor([[0.01]]))
+    x = some[0].detach().clone().flatten(1).numpy()
+    gradients(some[:1], 1)
+    step = -0.01 * some[0].grad.sign().flatten(1).numpy()  # Adam's first
+    optimizer.step()
+    u = x / np.linalg.norm(x, axis=1, keepdims=True)
+    across = step - (step * u).sum(axis=1, keepdims=True) * u
+    turns = np.linalg.norm(across, axis=1) / np.linalg.norm(x, axis=1)
+    turns *= 0.01 / math.sqrt((turns**2).mean())
+    found = some[0].detach().flatten(1)
+    np.testing.assert_allclose(angles_between(torch.from_numpy(x), found), turns, rtol=1e-5)
+    moved = found.numpy() - x
+    moved -= (moved * u).sum(axis=1, keepdims=True) * u
+    cosine = (moved * across).sum(axis=1) / np.linalg.norm(moved, axis=1) / np.linalg.norm(across, axis=1)
+    np.testing.assert_allclose(cosine, 1, rtol=1e-9)
+
+
+def test_a_radial_step_does_not_turn_a_row():
+    some = params()
+    rows = [{"params": some[:1], "rows": "filter"}]
+    optimizer = AtAngle(torch.optim.SGD(rows, 0.1), rows, torch.tensor([[0.01]]))
+    before = some[0].detach().clone()
+    some[0].grad = before.clone()
+    some[0].grad[0] = torch.randn(3, 3, 3)
+    optimizer.step()
+    assert torch.equal(some[0][1:], before[1:])
+    turned = angles_between(before[:1], some[0].detach()[:1]).item()
+    assert turned == pytest.approx(0.01 * math.sqrt(6), rel=1e-6)
+
+
+def test_a_layer_without_gradient_stays_and_a_saved_state_continues():
+    targets = torch.linspace(0.01, 0.02, 6)[:, None].repeat(1, 2)
+
+    def fresh():
+        some = params()
+        rows = [{"params": some[:2], "rows": "filter"}]
+        return some, AtAngle(optim.Adam(rows, 0.01, without="ab"), rows, targets)
+
+    def run(some, optimizer, steps):
+        for step in steps:
+            gradients(some[:1], step)
+            optimizer.step()
+
+    whole, optimizer = fresh()
+    run(whole, optimizer, range(6))
+    assert torch.equal(whole[1], params()[1])
+    parts, first = fresh()
+    run(parts, first, range(3))
+    rows = [{"params": parts[:2], "rows": "filter"}]
+    second = AtAngle(optim.Adam(rows, 0.01, without="ab"), rows, targets)
+    second.load_state_dict(first.state_dict())
+    run(parts, second, range(3, 6))
+    assert torch.equal(parts[0], whole[0])
+
+
+def test_angles_must_be_those_of_the_layers():
+    rows = [{"params": params()[:2], "rows": "filter"}]
+    with pytest.raises(ValueError, match="angles must have the shape"):
+        AtAngle(torch.optim.SGD(rows, 0.1), rows, torch.zeros(3, 1))
+
+
+def test_every_method_of_the_tuning_has_six_points_with_the_same_angles():
+    assert {len(points) for points in TUNED.values()} == {6}
+    assert all(name in METHODS for points, _ in PARTS.values() for name in points)
+    for k in range(6):
+        lr, decay = TUNED["SGD-M"][k]
+        theta = math.sqrt(2 * lr * decay / 1.9)
+        assert TUNED["Angular, gradient"][k][0] == pytest.approx(theta, rel=5e-3)
+        lr, decay = TUNED["AdamW, decay on rows"][k]
+        assert math.sqrt(2 * lr * decay * 0.1 / 1.9) == pytest.approx(theta, rel=1e-9)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_study_that_is_stopped_and_continued_ends_in_the_same_table(part, tmp_path, monkeypatch):
+    few = {
+        "crossed": list(CROSSED)[1:3],
+        "matched": list(MATCHED)[2:6:3],
+        "tuned": ["Rotational SGD (REQ)"],
+    }
+    points = {"tuned": ({name: TUNED[name][2:4] for name in few["tuned"]}, 60)}
+    monkeypatch.setattr(angle, "PARTS", PARTS | points)
+    how = {"methods": few[part], "data": "digits", "epochs": 2, "seeds": 1, "points": 8, "device": "cpu"}
+    tables = []
+    for place, pauses in (("whole", 0), ("parts", 2)):
+        study = Study("angle", tmp_path / place, tmp_path / f"{place}-runs")
+        for _ in range(pauses):  # the first epoch that ends after the time is over is the last one
+            assert not angle_study(part, study=study, seconds=0.01, settings=SETTINGS, **how)
+        assert angle_study(part, study=study, settings=SETTINGS, **how)
+        tables.append(
+            ({r.config.key: str(r.curves) for r in study.store.results()}, interval_rows(study.store.results()))
+        )
+    assert tables[0] == tables[1]
+    if part == "matched":
+        about = study.tracks.about()
+        [record] = study.tracks.table().groupby("run", observed=True)
+        assert record[0] in about
+        assert (record[1]["value"] > 0).all()
+        assert set(record[1]["group"]) == set(angle._curves["ResNet20 digits"])
+
+
+def test_the_table_compares_with_sgd():
+    def result(method, seed, accuracy):
+        config = Config(model="ResNet20", data="cifar10", method=method, lr=0.1, seed=seed, epochs=1, schedule="cosine")
+        return Result(config, {"train_loss": [1.0], "validation_accuracy": [accuracy], "test_accuracy": [accuracy]})
+
+    noise = [0.0, 0.05, -0.05, 0.02]
+    found = [result("SGD-M, rest SGD-M", k, 92 + each) for k, each in enumerate(noise)]
+    found += [result("Adam w/o (ab), rest Adam", k, 91 + each) for k, each in enumerate(noise)]
+    found += [result("SGD-M, rest Adam", k, 92.02 + each) for k, each in enumerate(noise)]
+    _, lines = interval_rows(found)
+    assert [(line[1], line[-1]) for line in lines] == [
+        ("SGD-M, rest SGD-M", ""),
+        ("SGD-M, rest Adam", "no difference"),
+        ("Adam w/o (ab), rest Adam", "worse"),
+    ]
