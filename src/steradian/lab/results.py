@@ -90,7 +90,11 @@ class Result:
             "best_epoch": None if self.diverged else self.best_epoch,
             "seconds": self.seconds,
             "environment": dict(self.environment),
-            "curves": {name: [_rounded(value) for value in values] for name, values in self.curves.items()},
+            # Seven digits, more than a curve needs; JSON has no NaN.
+            "curves": {
+                name: [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
+                for name, values in self.curves.items()
+            },
         }
 
     @classmethod
@@ -104,11 +108,6 @@ class Result:
             for name, curve in values["curves"].items()
         }
         return cls(config, curves, *(values[name] for name in ("diverged", "collapsed", "seconds", "environment")))
-
-
-def _rounded(value: float) -> float | None:
-    """Seven digits, more than a curve needs; None if not finite, since JSON has no NaN."""
-    return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 class Store:

@@ -4,7 +4,7 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from steradian.lab.config import Config
 from steradian.lab.data import Resident, load, usual_root
 from steradian.lab.fleet import CHECKPOINTS, POLL, Fleet, prepare_device
 from steradian.lab.progress import Progress
-from steradian.lab.results import Result, Store, Tracks
+from steradian.lab.results import Store, Tracks
 from steradian.lab.training import Execution, Training
 
 __all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name", "sweep"]
@@ -49,13 +49,12 @@ def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "print
     'resnet20-cifar10-released-settings'
     """
     columns = {config.column for config in configs}
+    name = f"{recipe}-{'-'.join(sorted({config.data for config in configs}))}"
     if len(columns) == 1 and recipe in ("tables", "curves"):
         name = columns.pop().replace(" ", "-").lower()
-    else:
-        name = f"{recipe}-{'-'.join(sorted({config.data for config in configs}))}"
-    released = {"settings": settings == "released", "network": any(config.released for config in configs)}
-    if any(released.values()):
-        name = "-".join([name, "released", *(what for what, used in released.items() if used)])
+    released = ["settings"] * (settings == "released") + ["network"] * any(config.released for config in configs)
+    if released:
+        name = "-".join([name, "released", *released])
     return re.sub(r"[/\\\0]+", "-", name)  # the name of a data set may be a path
 
 
@@ -128,22 +127,18 @@ class Study:
         # A given folder is read even if nothing is left to do: its images may not be those of the results.
         needed = sorted({config.data for config in configs if config.key not in known or config.data in roots})
         data = {name: Resident(load(name, roots.get(name)), device) for name in needed}
-        self._check_images(known.values(), {name: resident.fingerprint for name, resident in data.items()})
+        for key, result in known.items():
+            name, made = result.config.data, result.environment.get("data")
+            if name in data and made is not None and made != data[name].fingerprint:
+                raise ValueError(
+                    f"{self.results} holds {key}, trained on other data called {name}: give this data another name "
+                    "with --data"
+                )
         if other:
             self.store.add(other)
         execution = Execution(compiled=gpu if compiled is None else compiled)
         options |= {"size": size or (40 if gpu else 1), "execution": execution, "keep_weights": keep_weights}
         return Fleet(data, self.store, self.work, make=make, **options).run(configs, seconds=seconds)
-
-    def _check_images(self, known: Iterable[Result], data: Mapping[str, str]) -> None:
-        """Raise if data, given by fingerprints, has the name but not the images that results were made from."""
-        for result in known:
-            name, made = result.config.data, result.environment.get("data")
-            if made is not None and made != data.get(name, made):
-                raise ValueError(
-                    f"{self.results} holds {result.config.key}, trained on other data called {name}: give this data "
-                    "another name with --data"
-                )
 
 
 def sweep(

@@ -386,7 +386,9 @@ def grid_rows(results: Iterable[Result]) -> Rows:
         ours = _setting(c.method, c.lr, c.weight_decay, c.betas[1]) if runs else ""
         test = float(np.mean([run.accuracy for run in runs])) if runs else math.nan
         figures = [_percent(_validation(runs)), _percent(test), str(len(runs)), f"{best.points}{lost}"]
-        lines.append([_where(c), c.method, str(c.epochs), ours, _papers(c), *figures])
+        papers = paper.BEST.get(c.method, {}).get((c.model, c.data))
+        printed = _setting(c.method, paper.LEARNING_RATE[c.method], *papers) if papers else ""
+        lines.append([_where(c), c.method, str(c.epochs), ours, printed, *figures])
     return heads, lines
 
 
@@ -415,11 +417,6 @@ def _validation(results: Sequence[Result]) -> float:
 
 def _where(config: Config) -> str:
     return f"{config.column} {config.norm}" + (", released network" if config.released else "")
-
-
-def _papers(config: Config) -> str:
-    best = paper.BEST.get(config.method, {}).get((config.model, config.data))
-    return _setting(config.method, paper.LEARNING_RATE[config.method], *best) if best else ""
 
 
 def _setting(method: str, lr: float, decay: float, beta2: float) -> str:

@@ -336,10 +336,10 @@ class Training:
         """Number of collapsed rows."""
         return sum(int(geometry.collapsed(geometry.norm(rows)).sum()) for rows in self.rows())
 
-    def rows(self) -> list[Tensor]:
-        """The rows of each group."""
-        params = self.groups.params
-        return [Layout(g.spec).join([params[name].detach() for name in g.names]) for g in self.groups.groups]
+    def rows(self, *, gradients: bool = False) -> list[Tensor]:
+        """The rows of each group, or of their gradients."""
+        params, kind = self.groups.params, "grad" if gradients else "data"
+        return [Layout(g.spec).join([getattr(params[name], kind) for name in g.names]) for g in self.groups.groups]
 
     # Capturing
 
