@@ -213,9 +213,7 @@ def build(name: str, *, released: bool = False, **kind: Any) -> nn.Module:
     >>> type(build("ResNet20", norm="wn").conv1).__name__
     'WeightNormConv2d'
     """
-    if released and name == "ResNet20":
-        kind["project"] = True
-    model = NETWORKS[name](**kind)
+    model = NETWORKS[name](**kind | ({"project": True} if released and name == "ResNet20" else {}))
     for layer in model.modules():
         if released and isinstance(layer, nn.Conv2d) and layer.bias is None:
             layer.reset_parameters()

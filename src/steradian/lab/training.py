@@ -315,7 +315,7 @@ class Training:
         return True
 
     def run_epoch(self) -> None:
-        """Run a whole epoch and wait for it."""
+        """Run an epoch, or what is left of it, and wait for it."""
         while self.take(self.steps):
             continue
         self.end_epoch()
@@ -369,7 +369,11 @@ class Training:
 
     def _replays_differ(self, restore: Callable[[], None], at: Tensor) -> str:
         """Why the steps of an unknown optimizer must not be replayed, "" if they may: three steps both ways."""
-        gpu, steps, found = self.data.device.type == "cuda", min(3, self.steps - int(at)), [_flat(self.model)]
+
+        def weights() -> Tensor:
+            return torch.cat([param.detach().flatten() for param in self.model.parameters()])
+
+        gpu, steps, found = self.data.device.type == "cuda", min(3, self.steps - int(at)), [weights()]
         for kind in ("first", "plain", "replayed"):
             step: Callable[[], None] = self._step
             try:
@@ -379,7 +383,7 @@ class Training:
                     if kind == "replayed" and number == 1:
                         step = self.queue.capture(self._step)
                     step()
-                found.append(_flat(self.model))
+                found.append(weights())
             except Exception as error:
                 return str(error.__context__ or error).splitlines()[0]
             finally:
@@ -395,8 +399,7 @@ class Training:
     def _snapshot(self) -> Callable[[], None]:
         """Copy what a step changes, except the counter of batches; returns a function that restores it in place."""
         model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        states = [copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
-        totals = self._totals.clone()
+        states, totals = [copied(o.state_dict()["state"]) for o in self.optimizers], self._totals.clone()
 
         def restore() -> None:
             _fill(self.model, model)
@@ -450,11 +453,6 @@ def copied(state: Any, *, device: str | None = None) -> Any:
     if isinstance(state, list):
         return list(state)
     return state.detach().to(device or state.device, copy=True) if isinstance(state, Tensor) else state
-
-
-def _flat(model: nn.Module) -> Tensor:
-    """A copy of all parameters as one vector."""
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
 @torch.no_grad()
