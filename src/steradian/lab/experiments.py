@@ -205,8 +205,8 @@ class Tracked(Training):
         assert self.memory is not None
         longest = max(group.size for group in self.groups.groups)
         points, gradients = (
-            torch.cat([functional.pad(rows, (0, longest - rows.shape[1])) for rows in self.rows(gradients=gradients)])
-            for gradients in (False, True)
+            torch.cat([functional.pad(rows, (0, longest - rows.shape[1])) for rows in kind])
+            for kind in (self.rows(), self.rows(gradients=True))
         )
         settings = self._optimizer.param_groups[0]
         beta = settings["betas"][0] if "betas" in settings else settings["momentum"]
