@@ -99,7 +99,7 @@ def _by_epoch(results: Iterable[Result], curve: str, title: str, *, logarithmic:
     for column in columns:
         lines = [_mean_line(method, [r.curves[curve] for r in found]) for method, found in column.results.items()]
         alike = [each for each in columns if each.name == column.name]
-        name = column.name if len(alike) == 1 else f"{column.name}, {column.epochs} epochs"
+        name = column.name if len(alike) == 1 else f"{column.name}, {column.config.epochs} epochs"
         longest = float(max(len(line.x) for line in lines))
         start = 1 if logarithmic or _EARLY * longest < 1 else 1 + _EARLY * longest
         parts = {name: (start, longest)}

@@ -53,31 +53,18 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
 
 @dataclass
 class Fleet:
-    """A study on one device: trainings that are finished, running, and waiting.
+    """A study on one device: trainings that are finished, running, and waiting."""
 
-    Args:
-        data: by name, the data sets that the trainings need, on one device.
-        store: where results go.
-        work: folder for checkpoints and, with `keep_weights`, for final weights.
-        size: how many trainings are in flight.
-        execution: how they are run.
-        every: seconds between checkpoints of a training, which are written when an epoch ends.
-        keep_weights: keep the weights of finished trainings.
-        progress: shows the progress.
-        make: makes a training; a subclass of `Training` may record more of it than its curves.
-        clock: seconds, for tests.
-    """
-
-    data: Mapping[str, Resident]
-    store: Store
-    work: Path
-    size: int = 8
-    execution: Execution = field(default_factory=Execution)
-    every: float = CHECKPOINTS
-    keep_weights: bool = False
-    progress: Progress = field(default_factory=Progress)
-    make: Callable[..., Training] = Training
-    clock: Callable[[], float] = time.monotonic
+    data: Mapping[str, Resident]  #: by name, the data sets that the trainings need, on one device
+    store: Store  #: where results go
+    work: Path  #: folder for checkpoints and, with `keep_weights`, for final weights
+    size: int = 8  #: how many trainings are in flight
+    execution: Execution = field(default_factory=Execution)  #: how they are run
+    every: float = CHECKPOINTS  #: seconds between checkpoints of a training, which are written when an epoch ends
+    keep_weights: bool = False  #: keep the weights of finished trainings
+    progress: Progress = field(default_factory=Progress)  #: shows the progress
+    make: Callable[..., Training] = Training  #: makes a training; a subclass may record more than curves
+    clock: Callable[[], float] = time.monotonic  #: seconds, for tests
 
     def run(self, configs: Sequence[Config], *, seconds: float | None = None) -> bool:
         """Train what is not finished yet.

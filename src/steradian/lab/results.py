@@ -44,23 +44,14 @@ def has_diverged(config: Config, curves: Mapping[str, Sequence[float]]) -> bool:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one training.
+    """The result of one training."""
 
-    Attributes:
-        config: the training.
-        curves: one number per epoch under each name of `CURVES`.
-        diverged: its loss stopped being finite; it was ended there.
-        collapsed: rows that had no direction at the end.
-        seconds: its share of the device's time: while n trainings run, each is charged 1/n of it.
-        environment: hardware, versions and commit.
-    """
-
-    config: Config
-    curves: Mapping[str, list[float]]
-    diverged: bool = False
-    collapsed: int = 0
-    seconds: float = 0.0
-    environment: Mapping[str, str] = field(default_factory=dict)
+    config: Config  #: the training
+    curves: Mapping[str, list[float]]  #: one number per epoch under each name of `CURVES`
+    diverged: bool = False  #: its loss stopped being finite; it was ended there
+    collapsed: int = 0  #: rows that had no direction at the end
+    seconds: float = 0.0  #: its share of the device's time: while n trainings run, each is charged 1/n of it
+    environment: Mapping[str, str] = field(default_factory=dict)  #: hardware, versions and commit
 
     @property
     def best_epoch(self) -> int:

@@ -60,17 +60,11 @@ def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "print
 
 @dataclass(frozen=True)
 class Study:
-    """Where a study keeps its files.
+    """Where a study keeps its files."""
 
-    Args:
-        name: of the study.
-        results: folder of results, kept in the repository.
-        runs: folder of checkpoints and weights, not kept.
-    """
-
-    name: str
-    results: Path = RESULTS
-    runs: Path = RUNS
+    name: str  #: of the study
+    results: Path = RESULTS  #: folder of results, kept in the repository
+    runs: Path = RUNS  #: folder of checkpoints and weights, not kept
 
     def __post_init__(self) -> None:
         if not self.name or Path(self.name).name != self.name:

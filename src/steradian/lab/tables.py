@@ -94,25 +94,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One network with one normalization on one data set, trained for one number of epochs: results of every method.
+    """One network with one normalization on one data set, trained for one number of epochs."""
 
-    Attributes:
-        model: the network.
-        data: the data set.
-        norm: the normalization.
-        results: by method, in the order of `METHODS`, each by seed.
-    """
-
-    model: str
-    data: str
-    norm: str
-    results: dict[str, list[Result]]
-
-    @property
-    def name(self) -> str:
-        """Network, normalization and data in words."""
-        norm, data = paper.NORM_NAMES.get(self.norm, self.norm), paper.DATA_NAMES.get(self.data, self.data)
-        return f"{self.model} {norm}".strip() + f", {data}"
+    results: dict[str, list[Result]]  #: by method, in the order of `METHODS`, each by seed
 
     @cached_property
     def every(self) -> list[Result]:
@@ -120,14 +104,20 @@ class Column:
         return [result for found in self.results.values() for result in found]
 
     @property
-    def epochs(self) -> int:
-        """Of every training."""
-        return self.every[0].config.epochs
+    def config(self) -> Config:
+        """Of the first training: network, normalization, data and epochs are those of all."""
+        return self.every[0].config
+
+    @property
+    def name(self) -> str:
+        """Network, normalization and data in words."""
+        norm, data = paper.NORM_NAMES.get(self.config.norm, self.config.norm), self.config.data
+        return f"{self.config.model} {norm}".strip() + f", {paper.DATA_NAMES.get(data, data)}"
 
     @property
     def length(self) -> str:
         """The number of epochs in words."""
-        return _counted(self.epochs, "epoch")
+        return _counted(self.config.epochs, "epoch")
 
     @cached_property
     def cells(self) -> dict[str, Cell]:
@@ -142,7 +132,8 @@ class Column:
     @property
     def papers(self) -> dict[str, Cell]:
         """The paper's, if it has this column; SGD-M's comes from the authors' read-me."""
-        column, table = (self.model, self.data), {} if self.own else paper.ACCURACY.get(self.norm, {})
+        column = (self.config.model, self.config.data)
+        table = {} if self.own else paper.ACCURACY.get(self.config.norm, {})
         printed = {method: row[column] for method, row in table.items() if column in row}
         return {method: Cell(found.mean, found.spread, _PAPERS_SEEDS) for method, found in printed.items()}
 
@@ -172,14 +163,14 @@ class Column:
     def caution(self) -> str:
         """How these trainings differ from the paper's, and from each other."""
         parts = []
-        if self.papers and self.epochs != paper.EPOCHS:
+        if self.papers and self.config.epochs != paper.EPOCHS:
             parts.append(f"trained for {self.length}, the paper's for {paper.EPOCHS}")
         if others := [method for method in self.papers if self._differs_from_printed(method)]:
             parts.append(f"hyper-parameters other than the paper prints for {', '.join(others)}")
         if self.papers and any(result.config.released for result in self.every):
             parts.append("with the network of the paper's released code")
         if len({result.environment.get("data") for result in self.every} - {None}) > 1:
-            parts.append(f"trained on different images that go by the name {self.data}")
+            parts.append(f"trained on different images that go by the name {self.config.data}")
         if missing := [method for method in self.papers if method not in self.results]:
             parts.append(f"not run yet: {', '.join(missing)}")
         few = {method: cell.seeds for method, cell in self.cells.items() if cell.seeds < _PAPERS_SEEDS}
@@ -190,7 +181,7 @@ class Column:
 
     def _differs_from_printed(self, method: str) -> bool:
         """Whether ours were trained with other hyper-parameters than those printed."""
-        printed = (paper.LEARNING_RATE[method], *paper.BEST[method][self.model, self.data])
+        printed = (paper.LEARNING_RATE[method], *paper.BEST[method][self.config.model, self.config.data])
         configs = [result.config for result in self.results.get(method, [])]
         return any((config.lr, config.weight_decay, config.betas[1]) != printed for config in configs)
 
@@ -256,11 +247,11 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
     ordered = sorted(results, key=lambda r: (_order(r.config), method_order(r.config.method), r.config.seed))
     made = []
     for found in _grouped((r for r in ordered if r.config.start is None), _order).values():
-        config, methods = found[0].config, _grouped(found, lambda c: c.method)
-        for method, runs in methods.items():
+        made.append(Column(_grouped(found, lambda c: c.method)))
+        for method, runs in made[-1].results.items():
             if len({result.config.setting for result in runs}) > 1:
-                raise ValueError(f"{config.column} holds {method} with several settings: they have no common mean")
-        made.append(Column(config.model, config.data, config.norm, methods))
+                column = made[-1].config.column
+                raise ValueError(f"{column} holds {method} with several settings: they have no common mean")
     return made
 
 
@@ -339,19 +330,12 @@ def _percent(accuracy: float) -> str:
 
 @dataclass(frozen=True)
 class Best:
-    """What a grid search found for one method in one column.
+    """What a grid search found for one method in one column."""
 
-    Attributes:
-        config: the best setting, with its first seed; any setting if all diverged.
-        runs: its trainings that did not diverge.
-        points: settings that were tried.
-        diverged: settings that diverged with every seed.
-    """
-
-    config: Config
-    runs: Sequence[Result]
-    points: int
-    diverged: int
+    config: Config  #: the best setting, with its first seed; any setting if all diverged
+    runs: Sequence[Result]  #: its trainings that did not diverge
+    points: int  #: settings that were tried
+    diverged: int  #: settings that diverged with every seed
 
 
 def is_grid(results: Iterable[Result]) -> bool:
@@ -450,12 +434,12 @@ def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) ->
     for column in columns:
         every = column.every
         seconds = sum(result.seconds for result in every)
-        images = _IMAGES.get(column.data, 0) - round(0.05 * _IMAGES.get(column.data, 0))
+        images = round(0.95 * _IMAGES.get(column.config.data, 0))
         steps = sum(len(r.curves["train_loss"]) * (images // r.config.batch_size) for r in every)
         device = ", ".join(sorted({result.environment.get("device", "") for result in every}))
         line = [column.name, str(len(every)), f"{steps:,}" if steps else "", device, duration(seconds)]
         line.append(f"{1e3 * seconds / steps:.3g}" if steps else "")
-        each, where = plain.get(column.model, (0.0, ""))
+        each, where = plain.get(column.config.model, (0.0, ""))
         estimate = steps * each / 1e3 if where == device else 0.0
         ratio = f"{estimate / seconds:.1f} ×" if seconds else ""
         line += [f"{each:.3g}", duration(estimate), ratio] if estimate else ["not measured there", "", ""]

@@ -39,17 +39,11 @@ _ALIKE = 0.01  # share of a move by which replayed steps of an unknown optimizer
 
 @dataclass(frozen=True)
 class Execution:
-    """How trainings are run; results differ only by rounding.
+    """How trainings are run; results differ only by rounding."""
 
-    Attributes:
-        captured: replay the step as a CUDA graph; None: on a GPU.
-        compiled: compile the network, and steps that have no fused form, with torch.compile.
-        joined: run narrow residual networks with BN in bf16 as `lab.kernels.joining` does; None: on a GPU.
-    """
-
-    captured: bool | None = None
-    compiled: bool = False
-    joined: bool | None = None
+    captured: bool | None = None  #: replay the step as a CUDA graph; None: on a GPU
+    compiled: bool = False  #: compile the network, and steps that have no fused form, with torch.compile
+    joined: bool | None = None  #: run narrow ResNets with BN in bf16 by `lab.kernels.joining`; None: on a GPU
 
     def on(self, device: torch.device) -> "Execution":
         """The same with None replaced by the default of a device."""
