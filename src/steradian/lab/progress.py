@@ -1,5 +1,6 @@
 """The progress of a fleet: a bar for each training on a terminal, or a line now and then in a log."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -31,7 +32,7 @@ class Progress:
         self.live = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
         columns = TextColumn("{task.description}", markup=False), BarColumn(20), TimeRemainingColumn()
         where: dict[str, Any] = {"console": self.console, "transient": True, "disable": not self.live}
-        self._bars = Bars(*columns, get_time=clock, speed_estimate_period=600, **where)
+        self._bars = Bars(*columns, get_time=clock, speed_estimate_period=math.inf, **where)
         self._all, self._tasks = self._bars.add_task(""), dict[str, TaskID]()
         self._total = self._done = self._elsewhere = 0
 
