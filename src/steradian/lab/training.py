@@ -220,7 +220,7 @@ class Training:
 
     # An epoch
 
-    def _begin_epoch(self) -> None:
+    def begin_epoch(self) -> None:
         """Enqueue the start of the epoch, its rate and its plan."""
         plan = self.data.plan(self.config.seed, self.epoch, self.config.batch_size)
         with self.queue.here():
@@ -239,7 +239,7 @@ class Training:
     def take(self, most: int) -> int:
         """Enqueue up to `most` steps of the epoch; returns how many are left."""
         if self._taken is None:
-            self._begin_epoch()
+            self.begin_epoch()
         count = min(most, self.left)
         self._taken = self.steps - self.left + count
         if count and "step" not in self._launch:
@@ -253,7 +253,7 @@ class Training:
     def take_plainly(self) -> int:
         """Run one step without replaying it and wait for it, so that the optimizers' state can be read after it."""
         if self._taken is None:
-            self._begin_epoch()
+            self.begin_epoch()
         with self.queue.here():
             self._step()
         self._taken = self.steps - self.left + 1
