@@ -86,7 +86,8 @@ def test_a_missing_study_gives_the_command_that_runs_it(tmp_path):
     made = document(tmp_path / "docs.md", NAMES)
     write_up([made], results=tmp_path / "results", figures=tmp_path / "pictures")
     text = made.read_text()
-    assert text.count("*Not run yet: `steradian reproduce ") == len(NAMES) + 1
+    assert text.count("*Not run yet: `steradian ") == len(NAMES) + 1
+    assert "*Not run yet: `steradian language`" in text
     assert "`steradian reproduce trajectories --data cifar10`" in text
     assert not (tmp_path / "pictures").exists()
 

@@ -310,18 +310,18 @@ def test_progress_shows_epoch_loss_accuracy_and_time_left(tmp_path, data):
         fleet(tmp_path / str(live), data, progress=progress).run(methods("Adam", "SGD-M", epochs=4))
         if live:
             first = Training(methods("Adam")[0], data)
-            progress.begin(3, 1)
-            progress.stopping()
-            for _ in range(2):
-                first.run_epoch()
-                progress.epoch(first.config, first.curves)
-            console.print(progress.render())
-        output[live] = console.file.getvalue()
-    assert "3 trainings finished" in output[True]
+            with progress:
+                progress.begin(3, 1)
+                for _ in range(2):
+                    first.run_epoch()
+                    progress.epoch(first.config, first.curves)
+                progress.stopping()
+        output[live] = re.sub(r"\x1b\[[\d;?]*\w", "", console.file.getvalue())
+    assert "1 of 3 trainings were finished before" in output[True]
     assert "Ctrl-C again to stop now" in output[True]
-    row = next(line for line in output[True].splitlines() if "Adam seed 0" in line and "2/3" in line)
-    assert re.search(r"2/3 +\d+\.\d{3} +[\d.]+ +[\d.]+ +40 s", row)
-    assert re.search(r"2 of 2 .*4/4", output[False])
+    *_, row = (line for line in output[True].splitlines() if "Adam seed 0" in line and "2/3" in line)
+    assert re.search(r"2/3  loss \d+\.\d{3}  validation [\d.]+  test [\d.]+ .*\d:\d\d:\d\d", row)
+    assert re.search(r"2 of 2 trainings finished .*4/4", output[False])
     assert re.search(r"VGG16 bn digits Adam seed 0  [123]/4", output[False])
 
 

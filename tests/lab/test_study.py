@@ -15,7 +15,7 @@ from rich.console import Console
 from steradian.lab.data import DataSet, Images, Resident, load
 from steradian.lab.experiments import Tracked, track_study
 from steradian.lab.progress import Progress
-from steradian.lab.results import CURVES, Claims, Result, Store, has_diverged
+from steradian.lab.results import CURVES, Result, Store, claim, has_diverged
 from steradian.lab.study import Study, study_name
 from steradian.lab.training import Training
 
@@ -36,16 +36,11 @@ def other_images():
     return DataSet("digits", mirrored, digits.test, digits.classes)
 
 
-def test_a_claim_is_held_by_one_process_and_freed_at_its_end(tmp_path):
-    with Claims(tmp_path) as mine, Claims(tmp_path) as others:
-        assert mine.take("a")
-        assert mine.take("b")
-        assert not others.take("b")
-        assert others.take("c")
-        mine.free("b")
-        assert others.take("b")
-    with Claims(tmp_path) as mine:
-        assert mine.take("b")
+def test_a_claim_is_held_until_it_is_closed(tmp_path):
+    with claim(tmp_path / "claims" / "a"), claim(tmp_path / "claims" / "b"):
+        assert claim(tmp_path / "claims" / "a") is None
+    with claim(tmp_path / "claims" / "a") as file:
+        assert file
 
 
 def test_a_file_system_without_locks_holds_results_and_claims(tmp_path, monkeypatch):
@@ -58,8 +53,8 @@ def test_a_file_system_without_locks_holds_results_and_claims(tmp_path, monkeypa
     store.add([Result(ONE, {name: [1.0] for name in CURVES})])
     assert store.keys() == {ONE.key}
     assert part.exists()
-    with Claims(tmp_path / "claims") as claims:
-        assert claims.take("a")
+    with claim(tmp_path / "claims" / "a") as file:
+        assert file
 
 
 def test_a_study_continues_if_its_folder_is_removed(tmp_path, data, monkeypatch):
@@ -72,13 +67,12 @@ def test_trainings_of_other_processes_are_skipped_and_awaited(tmp_path, data, mo
     configs = [replace(ONE, seed=seed) for seed in range(2)]
     output = io.StringIO()
     here = fleet(tmp_path, data, progress=Progress(Console(file=output)))
-    theirs = Claims(tmp_path / "work" / "claims")
-    assert theirs.take(configs[0].key)
+    theirs = claim(tmp_path / "work" / "claims" / f"{configs[0].key}.lock")
 
     def meanwhile(*_):
         curves = {name: [1.0] for name in CURVES}
         here.store.add([Result(configs[0], curves, environment={"device": "theirs"})])
-        theirs.free(configs[0].key)
+        theirs.close()
 
     monkeypatch.setattr(here.progress, "waiting", lambda count: (Progress.waiting(here.progress, count), meanwhile()))
     monkeypatch.setattr("steradian.lab.fleet.POLL", 0.0)
@@ -125,7 +119,7 @@ def test_an_unknown_network_is_refused_before_anything_is_trained(tmp_path, data
 def test_a_checkpoint_of_other_data_or_of_another_form_is_refused(tmp_path, data):
     training = Training(ONE, data)
     made = fleet(tmp_path, data)
-    path = made._checkpoint_path(ONE)
+    path = made._path("checkpoints", ONE)
     path.parent.mkdir(parents=True)
     state = {"training": training.state(), "seconds": 1.0, "data": "of others"}
     torch.save(state, path)

@@ -4,6 +4,7 @@ import io
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,8 +18,7 @@ from rich.console import Console
 from steradian.lab.data import DataSet, Images, pack
 from steradian.lab.progress import Progress
 from steradian.lab.recipes import accuracy_tables
-from steradian.lab.results import CURVES, Result, Store
-from steradian.lab.study import Study, _run_fleet, sweep
+from steradian.lab.study import Study, sweep
 
 from lab.studies import curves
 
@@ -44,21 +44,23 @@ def drive(folder, address):
     sweep(configs(), Study("spread", folder / "results", folder / "runs"), address=address, **SMALL)
 
 
-def first_checkpoint(study, seconds=250):
-    """Wait for a worker and its first checkpoint; returns their folder."""
+def first_worker(study, seconds=250):
+    """Wait for the first checkpoint; returns the process that holds the claim of this training."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        for checkpoint in study.work.glob("fleet-*/checkpoints/*.pt"):
-            if (checkpoint.parents[1] / "worker").exists():
-                return checkpoint.parents[1]
+        for checkpoint in study.work.glob("checkpoints/*.pt"):
+            inode = (study.work / "claims" / f"{checkpoint.stem}.lock").stat().st_ino
+            for line in Path("/proc/locks").read_text().splitlines():
+                _, kind, _, _, pid, place, *_ = line.split()
+                if kind == "FLOCK" and place.endswith(f":{inode}"):
+                    return int(pid)
         time.sleep(0.01)
     raise AssertionError("no worker wrote a checkpoint")
 
 
 def kill_a_worker(study, killed):
-    pid = int((first_checkpoint(study) / "worker").read_text())
-    os.kill(pid, signal.SIGKILL)
-    killed.append(pid)
+    killed.append(first_worker(study))
+    os.kill(killed[0], signal.SIGKILL)
 
 
 @pytest.mark.timeout(600)
@@ -67,75 +69,41 @@ def test_killing_a_driver_and_a_worker_changes_no_result(tmp_path, two_workers):
     address = ray.get_runtime_context().gcs_address
     driver = multiprocessing.get_context("spawn").Process(target=drive, args=(tmp_path, address))
     driver.start()
-    first_checkpoint(spread)
+    first_worker(spread)
     driver.kill()
     driver.join()
     assert len(spread.store.keys()) < 2
-    for path in spread.work.glob("fleet-*/worker"):
-        path.unlink()
 
     killed = []
     hunter = threading.Thread(target=kill_a_worker, args=(spread, killed))
     hunter.start()
-    assert sweep(configs(), spread, **SMALL)
+    output = io.StringIO()
+    assert sweep(configs(), spread, progress=Progress(Console(file=output, width=160)), **SMALL)
     hunter.join()
     assert len(killed) == 1
-    workers = {int(path.read_text()) for path in spread.work.glob("fleet-*/worker")}
-    assert killed[0] not in workers
-    here = Study("here", tmp_path / "results", tmp_path / "runs")
+    assert "2 of 2 trainings finished" in output.getvalue()
+    here = Study("here", tmp_path / "alone", tmp_path / "runs")
     assert here.run(configs(), size=2)
     assert curves(spread.store) == curves(here.store)
     assert len(here.store.results()) == 2
 
-    for path in spread.work.glob("fleet-*/worker"):
-        path.unlink()
+    before = spread.store.path.read_bytes()
     assert sweep(configs(), spread, **SMALL)
-    assert not list(spread.work.glob("fleet-*/worker")), "what was finished was done again"
-
-
-def test_results_of_other_studies_are_not_sent_to_workers(tmp_path, monkeypatch):
-    def nobody(*_, **__):
-        raise AssertionError("there is nothing to do")
-
-    working = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict)
-    working.remote = lambda **_: lambda _: SimpleNamespace(remote=nobody)
-    monkeypatch.setattr("steradian.lab.study._ray", lambda: working)
-    known = [Result(config, {name: [1.0] for name in CURVES}) for config in configs()]
-    Store(tmp_path / "other.json").add(known)
-    study = Study("spread", tmp_path, tmp_path / "runs")
-    assert sweep(configs(), study)
-    assert study.store.keys() == {config.key for config in configs()}
-
-
-def test_results_of_a_worker_with_other_images_are_refused(tmp_path, monkeypatch):
-    first, *_, last = configs()
-
-    def of(config, images):
-        return Result(config, {name: [1.0] for name in CURVES}, environment={"data": images})
-
-    far = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict, exceptions=ray.exceptions)
-    far.remote = lambda **_: lambda _: SimpleNamespace(remote=lambda *_: [of(last, "theirs").to_dict()])
-    far.wait, far.get = (lambda left, num_returns: (left[:1], left[1:])), list
-    monkeypatch.setattr("steradian.lab.study._ray", lambda: far)
-    study = Study("spread", tmp_path, tmp_path / "runs")
-    study.store.add([of(first, "ours")])
-    with pytest.raises(ValueError, match=f"holds {first.key}, trained on other data called digits"):
-        sweep([first, last], study)
-    assert study.store.keys() == {first.key}
+    assert spread.store.path.read_bytes() == before, "what was finished was done again"
 
 
 def test_workers_find_data_in_the_folder_of_the_driver(tmp_path, monkeypatch):
     """A worker has another working directory: here the driver's calls are run there."""
 
-    def elsewhere(*arguments):
+    def elsewhere(*arguments, **options):
         with monkeypatch.context() as worker:
             worker.chdir("/")
-            return _run_fleet(*arguments)
+            return Study.run(*arguments, **options)
 
-    here = SimpleNamespace(is_initialized=lambda: True, cluster_resources=dict, exceptions=ray.exceptions)
+    here = SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"CPU": 1.0})
     here.remote = lambda **_: lambda _: SimpleNamespace(remote=elsewhere)
-    here.wait, here.get = (lambda left, num_returns: (left[:1], left[1:])), list
-    monkeypatch.setattr("steradian.lab.study._ray", lambda: here)
+    here.wait, here.get = (lambda left, timeout: (left[:1], left[1:])), list
+    monkeypatch.setitem(sys.modules, "ray", here)
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
     some = Images(random.integers(0, 256, (30, 8, 8, 1), dtype=np.uint8), random.integers(0, 2, 30))
@@ -146,5 +114,5 @@ def test_workers_find_data_in_the_folder_of_the_driver(tmp_path, monkeypatch):
     assert sweep([small], Study("spread", Path("results"), Path("runs")), progress=Progress(Console(file=output)))
     assert [line.split("  ")[0] for line in output.getvalue().splitlines()] == [
         "0 of 1 trainings were finished before",
-        "1 of 1",
+        "1 of 1 trainings finished",
     ]

@@ -217,11 +217,11 @@ def test_a_table_does_not_mix_settings_norms_lengths_or_fine_tuning():
     with pytest.raises(ValueError, match="several settings"):
         accuracy_columns([result(), result(weight_decay=1e-3)])
     short, long = accuracy_columns([result("SGD-M"), result(epochs=5), result()])
-    assert (short.epochs, list(short.results)) == (4, ["SGD-M", "Adam"])
+    assert (short.config.epochs, list(short.results)) == (4, ["SGD-M", "Adam"])
     assert (long.length, list(long.results)) == ("5 epochs", ["Adam"])
     results = [result(norm="bn-no-affine", reached=80.0), result(start="something", reached=1.0), result()]
     made = accuracy_columns(results)
-    assert [(c.norm, c.cells["Adam"].mean) for c in made] == [("bn", 90.0), ("bn-no-affine", 80.0)]
+    assert [(c.config.norm, c.cells["Adam"].mean) for c in made] == [("bn", 90.0), ("bn-no-affine", 80.0)]
     assert made[1].name == "ResNet20 BN without affine, CIFAR-10"
 
 

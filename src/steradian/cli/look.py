@@ -1,7 +1,6 @@
 """Commands that look at a model: demo and inspect."""
 
 import importlib
-import importlib.util
 import sys
 from functools import partial
 from operator import attrgetter
@@ -92,9 +91,8 @@ def load_model(target: str, *, layers: int | None = None) -> "nn.Module":
         )
     if place == "hf":
         return _from_config(_import_module("transformers"), name, layers)
-    for folder in (str(Path.cwd()), *([str(Path(place).absolute().parent)] if in_file else [])):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
     module = _import_module(place)
     if place == "timm":
         made = partial(module.create_model, name, pretrained=False)
@@ -133,17 +131,11 @@ def _from_config(transformers: Any, path: str, layers: int | None) -> "nn.Module
 
 
 def _import_module(place: str) -> Any:
-    """The module of this name or in this file; a file's module has a name that no other has."""
+    """The module of this name or in this file."""
+    from steradian.lab.registry import run_file
+
     try:
-        if not place.endswith(".py"):
-            return importlib.import_module(place)
-        spec = importlib.util.spec_from_file_location(f"inspected {place}", place)
-        assert spec is not None, "every .py file has one"
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module.__name__] = module  # where classes look for their module
-        spec.loader.exec_module(module)
-        return module
+        return run_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # a script may end the process
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ImportError(f"{place} cannot be imported: it raised {reason}") from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from steradian.cli import app, screen
 
@@ -205,9 +205,7 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
 
 def show_rows(console: Console, title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """A table whose cells are wrapped on a narrow screen, and never cut off."""
-    table = Table(title=title)
-    for head in heads:
-        table.add_column(head, overflow="fold")
+    table = Table(*(Column(head, overflow="fold") for head in heads), title=title)
     for line in lines:
         table.add_row(*line)
     console.print(table)
@@ -216,8 +214,7 @@ def show_rows(console: Console, title: str, heads: Sequence[str], lines: Sequenc
 def _results(study: str, folder: Path) -> "list[Result]":
     from steradian.lab.results import Store
 
-    results = Store(folder / f"{study}.json").results()
-    if results:
+    if results := Store(folder / f"{study}.json").results():
         return results
     there = []
     for path in sorted(folder.glob("*.json")):

@@ -67,8 +67,7 @@ def compare(
     for path in plugin or ():
         load_plugin(path)
     rates, decays = by_method("lr", _numbers(lr)), by_method("weight_decay", _numbers(weight_decay))
-    several = {method for values in (rates, decays) for method, each in values.items() if len(each) > 1}
-    tunes = context.info_name == "tune"
+    several, tunes = [m for m, each in [*rates.items(), *decays.items()] if len(each) > 1], context.info_name == "tune"
     if several and not tunes:
         raise ValueError(f"one value for each method, got several for {', '.join(several)}: steradian tune tries them")
     kind: dict[str, Any] = {"network": network, "data": data, "epochs": epochs, "schedule": schedule, "warmup": warmup}
@@ -78,8 +77,8 @@ def compare(
     kind |= {"lr": {m: each[0] for m, each in rates.items()}, "weight_decay": {m: v[0] for m, v in decays.items()}}
     configs = comparison(methods=methods, seeds=1 if tunes else seeds, **kind)
     name = study or f"{context.info_name}-{network}-{data}"
-    roots = _roots(configs, root)
-    how: dict[str, Any] = {"roots": roots, "seconds": seconds, "size": size, "device": device, "compiled": compile}
+    how: dict[str, Any] = {"roots": _roots(configs, root), "seconds": seconds, "size": size}
+    how |= {"device": device, "compiled": compile}
     if tunes:
         tried = tuning(configs, points=points, rates={m: v for m, v in rates.items() if len(v) > 1}, decays=decays)
         made, keys = _study(f"{name}-grid"), {config.key for config in tried}
@@ -148,20 +147,18 @@ def reproduce(
     if engine not in ("local", "ray") or (engine == "ray" and recipe in _TRACKED):
         raise ValueError(f"engine must be local, or ray if no steps are recorded, got {engine!r} for {recipe}")
     if engine == "ray":
-        how |= {"address": address, "size": size or 8}
-        _run(partial(sweep, configs, made, **how), made.store.path, configs)
-        return
-    how |= {"device": device, "seconds": seconds, "compiled": compile}
-    if recipe not in _TRACKED:
-        _run(partial(made.run, configs, **how), made.store.path, configs)
-        return
+        work = partial(sweep, configs, made, **how | {"address": address, "size": size or 8})
+    else:
+        how |= {"device": device, "seconds": seconds, "compiled": compile}
+        work = partial(made.run, configs, **how)
     if recipe == "trajectories":
         work = partial(trajectory_study, configs, made, **how, **recorded)
-    else:
+    elif recipe in _TRACKED:
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
         chosen = measured if phenomena or recipe == "phenomena" else set()
         work = partial(track_study, configs, made, phenomena=chosen, **how, **recorded)
-    _run(work, made.tracks.path)
+    tracked = recipe in _TRACKED
+    _run(work, (made.tracks if tracked else made.store).path, () if tracked else configs)
 
 
 def _numbers(values: list[str] | None) -> dict[str, list[float]]:

@@ -20,54 +20,31 @@ PRECISIONS = ("bf16", "float32")
 class Config:
     """Everything that the result of a training depends on, except the machine.
 
-    Attributes:
-        model: name of a network in `registry.NETWORKS`.
-        data: name of the data set.
-        method: name of a method in `registry.METHODS`.
-        lr: rate on the rows (of all parameters, if `rest_lr` is None).
-        norm: one of `models.NORMS`; "": the network has only its own.
-        weight_decay: λ.
-        betas: β1 and β2 of Adam and its variants.
-        momentum: of SGD-M.
-        rest_lr: rate of the parameters without rows; None: `lr`.
-        epochs: number of epochs.
-        milestones: epochs before which the schedule "steps" multiplies the rate by `gamma`.
-        gamma: factor of the rate at milestones.
-        batch_size: images in a batch.
-        seed: of initialization, order and augmentation.
-        precision: "bf16" (autocast) or "float32".
-        width: channels of the first stage; None: the paper's.
-        start: key of the finished training whose weights this one starts from; None: a fresh network.
-        released: the network is built as in the paper's released code (see `models.build`).
-        schedule: name of a schedule in `registry.SCHEDULES`.
-        warmup: epochs in which the rate rises linearly, before the schedules "cosine", "linear" and "constant".
-        plugin: hash of the plugins that it uses, as `registry.plugin_of` gives it.
-
     >>> Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3).key
     'resnet20-bn-cifar10-adam-s0-...'
     """
 
-    model: str
-    data: str
-    method: str
-    lr: float
-    norm: str = "bn"
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)
-    momentum: float = 0.9
-    rest_lr: float | None = None
-    epochs: int = 405
-    milestones: tuple[int, ...] = (135, 225, 315)
-    gamma: float = 0.1
-    batch_size: int = 128
-    seed: int = 0
-    precision: str = "bf16"
-    width: int | None = None
-    start: str | None = None
-    released: bool = False
-    schedule: str = "steps"
-    warmup: int = 0
-    plugin: str = ""
+    model: str  #: name of a network in `registry.NETWORKS`
+    data: str  #: name of the data set
+    method: str  #: name of a method in `registry.METHODS`
+    lr: float  #: rate on the rows (of all parameters, if `rest_lr` is None)
+    norm: str = "bn"  #: one of `models.NORMS`; "": the network has only its own
+    weight_decay: float = 0.0  #: λ
+    betas: tuple[float, float] = (0.9, 0.99)  #: β1 and β2 of Adam and its variants
+    momentum: float = 0.9  #: of SGD-M
+    rest_lr: float | None = None  #: rate of the parameters without rows; None: `lr`
+    epochs: int = 405  #: number of epochs
+    milestones: tuple[int, ...] = (135, 225, 315)  #: where the schedule "steps" multiplies the rate by `gamma`
+    gamma: float = 0.1  #: factor of the rate at milestones
+    batch_size: int = 128  #: images in a batch
+    seed: int = 0  #: of initialization, order and augmentation
+    precision: str = "bf16"  #: "bf16" (autocast) or "float32"
+    width: int | None = None  #: channels of the first stage; None: the paper's
+    start: str | None = None  #: key of the finished training whose weights this one starts from; None: a fresh network
+    released: bool = False  #: the network is built as in the paper's released code (see `models.build`)
+    schedule: str = "steps"  #: name of a schedule in `registry.SCHEDULES`
+    warmup: int = 0  #: epochs in which the rate rises linearly, before the schedules "cosine", "linear" and "constant"
+    plugin: str = ""  #: hash of the plugins that it uses, as `registry.plugin_of` gives it
 
     def __post_init__(self) -> None:
         # 1, 1.0 and numpy's 1.0 are the same rate and must give the same key.

@@ -3,13 +3,13 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.progress import Progress
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
@@ -74,9 +74,12 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
             started, step = time.perf_counter(), 0
             with Watch(optimizer, groups, to=folder, run=name, config=config, every=1) as watch:
                 for _ in range(epochs):
-                    for images, labels in _batches(train_split, seed=seed + step):
+                    order = torch.randperm(
+                        len(train_split.labels), generator=torch.Generator().manual_seed(seed + step)
+                    )
+                    for batch in order.split(BATCH)[: len(order) // BATCH]:
                         optimizer.zero_grad()
-                        loss = nn.functional.cross_entropy(model(images), labels)
+                        loss = nn.functional.cross_entropy(model(train_split.images[batch]), train_split.labels[batch])
                         loss.backward()
                         optimizer.step()
                         watch.log(loss=loss)
@@ -96,13 +99,6 @@ def _check_own(folder: Path) -> None:
     config = json.loads(about.read_text(encoding="utf-8")).get("config", {}) if about.is_file() else {}
     if folder.exists() and any(config.get(name) != value for name, value in _OWN.items()):
         raise ValueError(f"{folder} is not a run of the demo, and would be overwritten: choose another folder")
-
-
-def _batches(split: Split, *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    order = torch.randperm(len(split.labels), generator=torch.Generator().manual_seed(seed))
-    for start in range(0, len(order) - BATCH + 1, BATCH):
-        index = order[start : start + BATCH]
-        yield split.images[index], split.labels[index]
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ gets the command that runs it.
 import html
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,7 +109,7 @@ class _Region:
         """The results of all studies."""
         return [result for found in self.stored.values() for result in found]
 
-    @property
+    @cached_property
     def columns(self) -> list[Column]:
         """The columns of each study."""
         return [column for found in self.stored.values() for column in accuracy_columns(found)]
@@ -117,6 +118,10 @@ class _Region:
         """Paragraphs, and the commands that run what is missing."""
         missing = [study for study, found in self.stored.items() if not found]
         return "\n\n".join([*parts, *map(_not_run, missing)])
+
+    def table(self, rows: Callable[..., Rows], what: Sequence[object], *more: object) -> str:
+        """A table of results or columns, if there are any, and the commands that run what is missing."""
+        return self.joined([markdown_table(*rows(what, *more))] if what else [])
 
     def show(self, figure: Figure, name: str) -> str:
         """Write a figure; returns the Markdown that shows it, with its caption."""
@@ -143,19 +148,18 @@ def command(study: str) -> str:
     >>> command("mine")
     'steradian reproduce RECIPE --study mine'
     """
-    name = study
     if study == "language" or study.startswith("angle-"):
         return f"steradian {study.replace('-', ' ')}"
-    study, _, what = study.partition("-released-")
-    flags = {"settings": "--settings", "network": "--built-as"}
-    options = "".join(f" {flags[each]} released" for each in what.split("-") if each)
-    recipe, _, data = study.rpartition("-")
-    model = next((model for model, _ in COLUMNS if model.lower() == recipe), None)
-    if model is not None:
-        return f"steradian reproduce tables --data {data} --columns {model}{options}"
-    if recipe not in RECIPES:
-        return f"steradian reproduce RECIPE --study {name}"
-    return f"steradian reproduce {recipe} --data {data}{options}"
+    name, _, what = study.partition("-released-")
+    flags = {"settings": " --settings released", "network": " --built-as released"}
+    options = "".join(flag for each, flag in flags.items() if each in what)
+    recipe, _, data = name.rpartition("-")
+    models = {model.lower(): model for model, _ in COLUMNS}
+    if recipe in models:
+        return f"steradian reproduce tables --data {data} --columns {models[recipe]}{options}"
+    if recipe in RECIPES:
+        return f"steradian reproduce {recipe} --data {data}{options}"
+    return f"steradian reproduce RECIPE --study {study}"
 
 
 def _table(region: _Region) -> str:
@@ -166,23 +170,6 @@ def _table(region: _Region) -> str:
         if region.kind == "table":
             parts.append("\n".join(f"- {text}" for text in column.statements()))
     return region.joined([*parts, rule_of(region.columns)] if parts else [])
-
-
-def _points(region: _Region) -> str:
-    """Every setting that was tried."""
-    results = [result for result in region.every if result.config.start is None]
-    return region.joined([markdown_table(*point_rows(results))] if results else [])
-
-
-def _times(region: _Region) -> str:
-    plain = plain_loops(region.results / "bench-fleet.json")
-    return region.joined([markdown_table(*time_rows(region.columns, plain))] if region.columns else [])
-
-
-def _intervals(region: _Region) -> str:
-    """Means and differences with 95 % intervals, of accuracies or of bits per byte."""
-    rows = bits_rows if region.kind == "bits" else interval_rows
-    return region.joined([markdown_table(*rows(region.every))] if region.every else [])
 
 
 _CAPTIONS = {
@@ -213,22 +200,15 @@ def _tracked(region: _Region) -> str:
     return _not_run(region.studies[0])
 
 
-def _machines(region: _Region) -> str:
+def _machine_rows(results: Sequence[Result]) -> Rows:
     """What the trainings ran on."""
-    kinds: dict[tuple[str, ...], int] = {}
-    for result in region.every:
-        kind = tuple(str(result.environment.get(name, "")) for name in ("device", "torch", "python", "commit"))
-        kinds[kind] = kinds.get(kind, 0) + 1
-    heads, lines = ["device", "torch", "Python", "commit", "trainings"], [[*k, str(n)] for k, n in kinds.items()]
-    return region.joined([markdown_table(heads, lines)] if lines else [])
-
-
-def _settings(region: _Region) -> str:
-    """Hyper-parameters of the trainings of each method."""
-    return region.joined([markdown_table(*_setting_rows(region.every))] if region.every else [])
+    where = [[str(r.environment.get(name, "")) for name in ("device", "torch", "python", "commit")] for r in results]
+    lines = [[*kind, str(count)] for kind, count in Counter(map(tuple, where)).items()]
+    return ["device", "torch", "Python", "commit", "trainings"], lines
 
 
 def _setting_rows(results: Sequence[Result]) -> Rows:
+    """Hyper-parameters of the trainings of each method."""
     lines: dict[tuple[str, ...], None] = {}
     for c in sorted((result.config for result in results), key=lambda config: method_order(config.method)):
         adam = c.method.startswith("Ad")  # also AdaGrad
@@ -245,12 +225,12 @@ def _setting_rows(results: Sequence[Result]) -> Rows:
 KINDS: dict[str, Callable[[_Region], str]] = {
     "table": _table,
     "numbers": _table,
-    "points": _points,
-    "times": _times,
-    "intervals": _intervals,
-    "bits": _intervals,
-    "machines": _machines,
-    "settings": _settings,
+    "points": lambda region: region.table(point_rows, [r for r in region.every if r.config.start is None]),
+    "times": lambda region: region.table(time_rows, region.columns, plain_loops(region.results / "bench-fleet.json")),
+    "intervals": lambda region: region.table(interval_rows, region.every),
+    "bits": lambda region: region.table(bits_rows, region.every),
+    "machines": lambda region: region.table(_machine_rows, region.every),
+    "settings": lambda region: region.table(_setting_rows, region.every),
     **dict.fromkeys(FIGURES, _curves),
     **dict.fromkeys(TRACK_FIGURES, _tracked),
 }

@@ -1,9 +1,8 @@
 """Studies that record what happens within trainings: hypotheses and phenomena by step, comparisons of trajectories.
 
 Recorded steps of a training are run without replaying them, so that the optimizer's state can be read; those in between
-are replayed as in any fleet. `st.watch` measures the same quantities, and the tests compare the two. It is not used
-here, because it observes steps by hooks, which a replayed CUDA graph does not call: between two recorded steps it could
-not keep the sums of the phenomena.
+are replayed as in any fleet. `st.watch`, with which the tests compare, observes steps by hooks, which a replayed CUDA
+graph does not call: between two recorded steps it could not keep the sums of the phenomena.
 """
 
 import time
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from steradian import geometry, optim
-from steradian.groups import Group, Groups, Layout
+from steradian.groups import Group, Groups
 from steradian.image import image_step
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
@@ -65,10 +64,7 @@ def recorded_steps(total: int, points: int) -> list[int]:
 def statistics_table(
     run: str, steps: Sequence[int], quantities: Sequence[str], blocks: Mapping[str, NDArray[Any]]
 ) -> "pd.DataFrame":
-    """A table of `STATISTICS` over the last dimension of each group's (steps, quantities, rows).
-
-    NaN is skipped; if no value remains there is no row.
-    """
+    """A table of `STATISTICS` over the last dimension of each group's (steps, quantities, rows), without NaN."""
     import pandas as pd
 
     parts = []
@@ -161,16 +157,13 @@ class Tracked(Training):
         values = np.stack(self._values)
         radius = values[:, self.quantities.index("radius")]
         living = np.where(radius >= _LIVING * radius[:1], 1, np.nan).astype(np.float32)[:, None]
-        blocks = {}
-        for group, start, end in self._spans():
-            blocks["+".join(group.names)] = (values * living)[:, :, start:end]
+        blocks = {"+".join(g.names): (values * living)[:, :, start:end] for g, start, end in self._spans()}
         blocks |= {LIVING: values * living, ALL: values}
         share = np.where(np.isnan(radius)[:, None], np.nan, np.isfinite(living)).astype(np.float32)
-        parts = [
-            statistics_table(self.config.key, self._recorded, self.quantities, blocks),
-            statistics_table(self.config.key, self._recorded, ["living"], {ALL: share}),
-        ]
-        return pd.concat(parts, ignore_index=True)
+        tables = ((self.quantities, blocks), (["living"], {ALL: share}))
+        return pd.concat(
+            [statistics_table(self.config.key, self._recorded, *each) for each in tables], ignore_index=True
+        )
 
     def _spans(self) -> "zip[tuple[Group, int, int]]":
         """Each group, with the first of its rows among those of the network and the one after its last."""
@@ -180,15 +173,15 @@ class Tracked(Training):
 
     def _record(self, number: int) -> int:
         with self.queue.here():
-            before = {name: self.groups.params[name].detach().clone() for name in self.groups.params}
+            before = {name: param.detach().clone() for name, param in self.groups.params.items()}
         left = self.take_plainly()
         with self.queue.here(), torch.no_grad():
-            found = [self._measure(group, slice(start, end), before) for group, start, end in self._spans()]
+            found = [self._measured(group, slice(start, end), before) for group, start, end in self._spans()]
             self._values.append(torch.cat(found, dim=1).float().cpu().numpy())
         self._recorded.append(number)
         return left
 
-    def _measure(self, group: Group, place: slice, before: Mapping[str, Tensor]) -> Tensor:
+    def _measured(self, group: Group, place: slice, before: Mapping[str, Tensor]) -> Tensor:
         """The quantities of the rows of a group in the step that was just taken, (quantities, rows)."""
         points = [before[name] for name in group.names]
         params = [self.groups.params[name] for name in group.names]
@@ -211,15 +204,13 @@ class Tracked(Training):
         """
         assert self.memory is not None
         longest = max(group.size for group in self.groups.groups)
-        points, gradients = [], []
-        for group in self.groups.groups:
-            params = [self.groups.params[name] for name in group.names]
-            layout, zeros = Layout(group.spec), (0, longest - group.size)
-            points.append(functional.pad(layout.join([p.detach() for p in params]), zeros))
-            gradients.append(functional.pad(layout.join([p.grad for p in params if p.grad is not None]), zeros))
+        points, gradients = (
+            torch.cat([functional.pad(rows, (0, longest - rows.shape[1])) for rows in kind])
+            for kind in (self.rows(), self.rows(gradients=True))
+        )
         settings = self._optimizer.param_groups[0]
         beta = settings["betas"][0] if "betas" in settings else settings["momentum"]
-        self.memory.update(torch.cat(points), torch.cat(gradients), beta=float(beta))
+        self.memory.update(points, gradients, beta=float(beta))
 
     # State
 
@@ -242,12 +233,11 @@ class Tracked(Training):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a state."""
-        recorded = state["recorded"]
-        steps, values, memory = list(recorded["steps"]), recorded["values"].numpy(), recorded["memory"]
+        steps, values, memory = (state["recorded"][name] for name in ("steps", "values", "memory"))
         if steps != self._wanted[: len(steps)] or (self.memory is None) != (memory is None):
             raise ValueError("it was started with other points or other quantities: use the same")
         super().load(state)
-        self._recorded, self._values = steps, list(values)
+        self._recorded, self._values = list(steps), list(values.numpy())
         if self.memory is not None:
             with self.queue.here():
                 self.memory.load({name: tensor.to(self.data.device) for name, tensor in memory.items()})
@@ -262,9 +252,7 @@ def track_study(
     device: str | None = None,
     **options: Any,
 ) -> bool:
-    """Train with some steps recorded, all trainings in flight; their curves are stored too.
-
-    A run is recorded as a whole and never repeated.
+    """Train with some steps recorded; their curves are stored too. A run is recorded as a whole and never repeated.
 
     Args:
         configs: the trainings.
@@ -325,18 +313,15 @@ def compare_trajectories(
     wanted = [step + 1 for step in recorded_steps(configs[0].epochs * reference.steps, points)]
     found: list[NDArray[np.float64]] = []
     while not reference.finished:
-        left = reference.steps
-        while left:
+        while left := reference.left:
             count = min(wanted[len(found)] - done, left)
-            left = min(training.take(count) for training in trainings)
+            for training in trainings:
+                training.take(count)
             done += count
             if done == wanted[len(found)]:
                 found.append(_angles(trainings))
         for training in trainings:
-            training.end_epoch()
-        for training in trainings:
-            while not training.collect():
-                continue
+            training.run_epoch()  # what is left of it: the evaluation
         progress.epoch(last.config, last.curves)
     progress.finished(last.config, last.curves)
     return _comparison_table(configs, reference.groups, wanted[: len(found)], np.stack(found))
@@ -344,17 +329,13 @@ def compare_trajectories(
 
 def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
     """Angles of each scheme but the first with the first, over all filters of the network, (schemes − 1, filters)."""
-    reference, *others = (_directions(training) for training in trainings)
+    for training in trainings:
+        training.queue.wait()
+    reference, *others = (
+        [geometry.split(rows.double(), check=False)[1] for rows in training.rows()] for training in trainings
+    )
     found = [[geometry.angle(u, p).squeeze(-1) for u, p in zip(reference, other, strict=True)] for other in others]
     return torch.stack([torch.cat(each) for each in found]).cpu().numpy()
-
-
-def _directions(training: Training) -> list[Tensor]:
-    """Directions of all rows, parameter by parameter."""
-    training.queue.wait()
-    params = training.groups.params
-    parts = [Layout(g.spec).join([params[name].detach().double() for name in g.names]) for g in training.groups.groups]
-    return [geometry.split(part, check=False)[1] for part in parts]
 
 
 def _chosen_filters(groups: Groups) -> dict[str, list[int]]:
@@ -431,17 +412,11 @@ def trajectory_study(
         for start in left:
             if seconds is not None and time.monotonic() - began > seconds:
                 return False
+            path = study.work / "weights" / f"{start.key}.pt"
+            if not path.exists():
+                raise ValueError(f"no {path}: copy that folder here, or remove {start.key} from {study.store.path}")
             data = Resident(load(start.data, roots.get(start.data)), where)
-            weights = _weights(start, study)
-            compared = compare_trajectories(schemes[start], data, weights, points=points, progress=progress)
+            compared = compare_trajectories(schemes[start], data, read_state(path), points=points, progress=progress)
             steps = data.counts["train"] // start.batch_size
             study.tracks.add(schemes[start][0], compared, steps=steps, environment=environment(where))
     return True
-
-
-def _weights(start: Config, study: Study) -> dict[str, Tensor]:
-    """The weights of a trained network."""
-    path = study.work / "weights" / f"{start.key}.pt"
-    if not path.exists():
-        raise ValueError(f"no {path}: copy that folder here, or remove {start.key} from {study.store.path}")
-    return dict(read_state(path))

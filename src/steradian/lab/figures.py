@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,19 +33,8 @@ About = Mapping[str, Mapping[str, Any]]
 
 # After Okabe and Ito, whose colours can be distinguished with any colour vision; the first are those of the paper's
 # methods, in the order of the registry.
-_COLOURS = [
-    "#4d4d4d",
-    "#d55e00",
-    "#d19a00",
-    "#009e73",
-    "#45a5de",
-    "#0055a4",
-    "#b5498a",
-    "#7a5195",
-    "#117a8b",
-    "#a61e4d",
-]
-_COLOURS += ["#5a7d00", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#1a1a8f"]
+_COLOURS = ["#4d4d4d", "#d55e00", "#d19a00", "#009e73", "#45a5de", "#0055a4", "#b5498a", "#7a5195"]
+_COLOURS += ["#117a8b", "#a61e4d", "#5a7d00", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#1a1a8f"]
 _LAYER_COLOURS = ("#fdbb4c", "#d6485c", "#3f1b6e")  # from the first layer to the last
 _MIN_ZOOM_EPOCHS = 12  # shorter curves are not zoomed
 _EARLY = 0.02  # share of the epochs whose figures are far from all others
@@ -101,56 +91,36 @@ class Figure:
 # Curves by epoch
 
 
-def _loss(results: Iterable[Result]) -> Figure:
-    """fig:loss_comparison: mean training loss by epoch, and the last quarter of the epochs."""
-    zooms = {"the last epochs": lambda n: (0.75 * n, float(n))}
-    return _by_epoch(results, "train_loss", "training loss", zooms, logarithmic=True)
-
-
-def _accuracy(results: Iterable[Result]) -> Figure:
-    """fig:acc_comparison: mean validation accuracy by epoch, the first third of the epochs, and the last quarter."""
-    zooms = {"the first epochs": lambda n: (_first(n), n / 3), "the last epochs": lambda n: (0.75 * n, float(n))}
-    return _by_epoch(results, "validation_accuracy", "validation accuracy (%)", zooms)
-
-
-FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {"loss": _loss, "accuracy": _accuracy}
-"""Figures of curves, by their names on the command line."""
-
-
-def _by_epoch(
-    results: Iterable[Result],
-    curve: str,
-    title: str,
-    zooms: Mapping[str, Callable[[int], tuple[float, float]]],
-    *,
-    logarithmic: bool = False,
-) -> Figure:
+def _by_epoch(results: Iterable[Result], curve: str, title: str, *, logarithmic: bool = False) -> Figure:
+    """Means over seeds for each column, the last quarter of the epochs and, of accuracies, the first third."""
     unique = {result.config.key: result for result in results}.values()
     columns = accuracy_columns(result for result in unique if not result.diverged)
     charts = []
     for column in columns:
         lines = [_mean_line(method, [r.curves[curve] for r in found]) for method, found in column.results.items()]
         alike = [each for each in columns if each.name == column.name]
-        name = column.name if len(alike) == 1 else f"{column.name}, {column.epochs} epochs"
-        longest = max(len(line.x) for line in lines)
-        start = 1 if logarithmic else _first(longest)
-        charts.append(Chart(name, "epoch", title, lines, logarithmic, (start, float(longest))))
+        name = column.name if len(alike) == 1 else f"{column.name}, {column.config.epochs} epochs"
+        longest = float(max(len(line.x) for line in lines))
+        start = 1 if logarithmic or _EARLY * longest < 1 else 1 + _EARLY * longest
+        parts = {name: (start, longest)}
         if longest >= _MIN_ZOOM_EPOCHS:
-            charts += [Chart(part, "epoch", title, lines, logarithmic, cut(longest)) for part, cut in zooms.items()]
+            parts |= {} if logarithmic else {"the first epochs": (start, longest / 3)}
+            parts["the last epochs"] = (0.75 * longest, longest)
+        charts += [Chart(part, "epoch", title, lines, logarithmic, shown) for part, shown in parts.items()]
     return Figure(charts)
 
 
-def _first(epochs: int) -> float:
-    """The first epoch to show; with few epochs all are shown."""
-    early = _EARLY * epochs
-    return 1 + early if early >= 1 else 1
+FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {
+    "loss": partial(_by_epoch, curve="train_loss", title="training loss", logarithmic=True),  # fig:loss_comparison
+    "accuracy": partial(_by_epoch, curve="validation_accuracy", title="validation accuracy (%)"),  # fig:acc_comparison
+}
+"""Figures of curves, by their names on the command line."""
 
 
 def _mean_line(method: str, curves: Sequence[Sequence[float]]) -> Line:
     """The mean over seeds, and the band from the lowest to the highest."""
-    length = min(map(len, curves))
-    values = np.asarray([curve[:length] for curve in curves])
-    epochs = [float(k) for k in range(1, length + 1)]
+    values = np.asarray([curve[: min(map(len, curves))] for curve in curves])
+    epochs = np.arange(1.0, values.shape[1] + 1).tolist()
     low, high = (values.min(axis=0).tolist(), values.max(axis=0).tolist()) if len(curves) > 1 else ([], [])
     name = f"{method} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
     return Line(name, epochs, values.mean(axis=0).tolist(), low, high, colour=method_colour(method))
@@ -204,7 +174,9 @@ def _hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
             largest = _largest(table, run, LIVING, quantity) ** power
             later = largest[largest.index >= steps]
             when = f"{largest.idxmax() / steps:.3g}" if len(largest) else ""
-            line += [_number(largest.max()), when, _number((later if len(later) else largest).median())]
+            numbers = largest.max(), (later if len(later) else largest).median()
+            most, usual = (f"{number:.2g}".replace("nan", "") for number in numbers)
+            line += [most, when, usual]
         share = _pick(table, run=run, group=ALL, quantity="living", statistic="mean").sort_values("step")["value"]
         lines.append([*line, f"{1 - share.iloc[-1]:.1%}" if len(share) else ""])
     return [*heads, "filters that shrank away"], lines
@@ -342,12 +314,7 @@ def _within(rows: "pd.DataFrame", start: float, end: float) -> str:
     inside = rows[(rows["epoch"] >= start) & (rows["epoch"] <= end)]
     if not len(inside) and len(rows):
         inside = rows.loc[[(rows["epoch"] - (start + end) / 2).abs().idxmin()]]
-    return _number(inside["value"].median())
-
-
-def _number(value: float) -> str:
-    """Two digits; empty for NaN."""
-    return "" if math.isnan(value) else f"{value:.2g}"
+    return f"{inside['value'].median():.2g}".replace("nan", "")
 
 
 def _largest(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.Series[float]":
@@ -411,8 +378,7 @@ def draw(figure: Figure) -> "Canvas":
     free = len(figure.charts) < rows * columns
     handles: dict[str, Any] = {}
     for line in (line for chart in figure.charts for line in chart.lines if line.name):
-        look: dict[str, Any] = {"color": line.colour, "linestyle": "--" if line.dashed else "-"}
-        handles.setdefault(line.name, Line2D([], [], linewidth=2, **look))
+        handles[line.name] = Line2D([], [], linewidth=2, color=line.colour, linestyle="--" if line.dashed else "-")
     if figure.ramp:
         handles[figure.ramp_name] = tuple(Patch(color=colour) for colour in figure.ramp)
     below = 0 if free else 0.25 * math.ceil(len(handles) / (2 * columns)) + 0.2

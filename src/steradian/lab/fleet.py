@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -22,7 +22,7 @@ from steradian.lab.config import Config
 from steradian.lab.data import Resident
 from steradian.lab.progress import Progress
 from steradian.lab.registry import METHODS, NETWORKS, SCHEDULES, plugin_of
-from steradian.lab.results import Claims, Result, Store, environment
+from steradian.lab.results import Result, Store, claim, environment
 from steradian.lab.training import Execution, Training
 
 __all__ = ["Fleet", "prepare_device"]
@@ -45,40 +45,26 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
         exact: compute float32 as float32 and reproducibly: no tf32, only deterministic algorithms, and none chosen by
             timing.
     """
-    if device.type != "cuda":
-        return
-    torch.backends.cudnn.benchmark = not exact
-    torch.backends.cudnn.deterministic = exact
-    torch.backends.cudnn.allow_tf32 = not exact
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = not exact
+        torch.backends.cudnn.deterministic = exact
+        torch.backends.cudnn.allow_tf32 = not exact
 
 
 @dataclass
 class Fleet:
-    """A study on one device: trainings that are finished, running, and waiting.
+    """A study on one device: trainings that are finished, running, and waiting."""
 
-    Args:
-        data: by name, the data sets that the trainings need, on one device.
-        store: where results go.
-        work: folder for checkpoints and, with `keep_weights`, for final weights.
-        size: how many trainings are in flight.
-        execution: how they are run.
-        every: seconds between checkpoints of a training, which are written when an epoch ends.
-        keep_weights: keep the weights of finished trainings.
-        progress: shows the progress.
-        make: makes a training; a subclass of `Training` may record more of it than its curves.
-        clock: seconds, for tests.
-    """
-
-    data: Mapping[str, Resident]
-    store: Store
-    work: Path
-    size: int = 8
-    execution: Execution = field(default_factory=Execution)
-    every: float = CHECKPOINTS
-    keep_weights: bool = False
-    progress: Progress = field(default_factory=Progress)
-    make: Callable[..., Training] = Training
-    clock: Callable[[], float] = time.monotonic
+    data: Mapping[str, Resident]  #: by name, the data sets that the trainings need, on one device
+    store: Store  #: where results go
+    work: Path  #: folder for checkpoints and, with `keep_weights`, for final weights
+    size: int = 8  #: how many trainings are in flight
+    execution: Execution = field(default_factory=Execution)  #: how they are run
+    every: float = CHECKPOINTS  #: seconds between checkpoints of a training, which are written when an epoch ends
+    keep_weights: bool = False  #: keep the weights of finished trainings
+    progress: Progress = field(default_factory=Progress)  #: shows the progress
+    make: Callable[..., Training] = Training  #: makes a training; a subclass may record more than curves
+    clock: Callable[[], float] = time.monotonic  #: seconds, for tests
 
     def run(self, configs: Sequence[Config], *, seconds: float | None = None) -> bool:
         """Train what is not finished yet.
@@ -94,56 +80,59 @@ class Fleet:
         Returns:
             Whether everything is finished.
         """
-        wanted = list(dict.fromkeys(configs))
-        done = self.store.keys()
+        wanted, done = list(dict.fromkeys(configs)), self.store.keys()
         waiting = [config for config in wanted if config.key not in done]
         self._check(waiting)
-        self.store.path.parent.mkdir(parents=True, exist_ok=True)
         for config in wanted:
             if config.key in done:  # left behind by a process that was killed
-                self._checkpoint_path(config).unlink(missing_ok=True)
-        self._deadline = None if seconds is None else self.clock() + seconds
+                self._path("checkpoints", config).unlink(missing_ok=True)
+        self._deadline = math.inf if seconds is None else self.clock() + seconds
         self._flying: list[_Flight] = []
-        self._accounted = self.clock()
-        self._interrupted, finished = False, True
-        with self.progress, Claims(self.work / "claims") as self._claims, _first_interruption(self._interrupt):
+        self._claims: dict[str, IO[bytes]] = {}  # locked while this process runs a training
+        self._accounted, self._interrupted = self.clock(), False
+        with self.progress, _first_interruption(self._interrupt):
             self.progress.begin(len(wanted), len(wanted) - len(waiting))
-            while waiting or self._flying:
-                while waiting and len(self._flying) < self.size and not self._late(0.0):
-                    if (claimed := self._claim(waiting)) is None:
-                        break
-                    self._flying.append(self._start(claimed))
-                if not self._flying and not waiting:
-                    break  # others have finished the rest
-                if not self._flying and not self._late(0.0):
-                    self.progress.waiting(len(waiting))
-                    time.sleep(POLL)
-                    continue
-                if all(flight.held for flight in self._flying):  # or the time is over before the first could start
-                    for flight in self._flying:
-                        self._checkpoint(flight)
-                    finished = False
-                    break
-                moved = [self._advance(flight) for flight in list(self._flying)]
-                if not any(moved):
-                    time.sleep(_PAUSE)
+            try:
+                finished = self._work(waiting)
+            finally:
+                for file in self._claims.values():
+                    file.close()
         if self._interrupted:  # also in the last epoch: the caller must not go on to the next study
             raise KeyboardInterrupt
         return finished
+
+    def _work(self, waiting: list[Config]) -> bool:
+        """Run trainings until all are finished or the time is over; returns whether they are finished."""
+        while waiting or self._flying:
+            while len(self._flying) < self.size and not self._late(0.0) and (flight := self._next(waiting)):
+                self._flying.append(flight)
+            if not all(flight.held for flight in self._flying):
+                moved = [self._advance(flight) for flight in list(self._flying)]
+                if not any(moved):
+                    time.sleep(_PAUSE)
+            elif self._flying or (waiting and self._late(0.0)):
+                for flight in self._flying:
+                    self._checkpoint(flight)
+                return False
+            elif waiting:
+                self.progress.waiting(len(waiting))
+                time.sleep(POLL)
+        return True
 
     def _interrupt(self) -> None:
         self._interrupted, self._deadline = True, -math.inf
         self.progress.stopping()
 
-    def _claim(self, waiting: list[Config]) -> Config | None:
-        """Claim the first training that no other process runs; None if others run all that are left."""
+    def _next(self, waiting: list[Config]) -> "_Flight | None":
+        """Start the first training that no other process runs; None if others run all that are left."""
         for config in list(waiting):
-            if self._claims.take(config.key):
+            if file := claim(self.work / "claims" / f"{config.key}.lock"):
                 waiting.remove(config)
                 done = self.store.keys()
+                self._claims[config.key] = file
                 if config.key not in done:
-                    return config
-                self._claims.free(config.key)  # another process has finished it meanwhile
+                    return self._start(config)
+                file.close()  # another process has finished it meanwhile
         return None
 
     # A training in flight
@@ -151,8 +140,7 @@ class Fleet:
     def _advance(self, flight: "_Flight") -> bool:
         """Give a training more work, or read the figures of its epoch; returns whether there was anything to do."""
         training = flight.training
-        pending = training.queue.pending()
-        if flight.held or pending >= (1 if flight.evaluating else _AHEAD):
+        if flight.held or training.queue.pending() >= (1 if flight.evaluating else _AHEAD):
             return False
         if not flight.evaluating:
             if not training.take(_BURST):
@@ -162,35 +150,32 @@ class Fleet:
         if not training.collect():
             return True
         flight.evaluating = False
-        self._account()
-        self.progress.epoch(training.config, training.curves)
         now = self.clock()
+        for each in self._flying:
+            each.seconds += (now - self._accounted) / len(self._flying)
+        self._accounted = now
+        self.progress.epoch(training.config, training.curves)
+        # The first epoch, which includes compiling, does not count.
+        flight.pace = 0.0 if flight.pace is None else min(flight.pace or math.inf, now - flight.began)
         if training.finished:
             self._finish(flight)
-        elif self._late(flight.update_pace(now)):
+        elif self._late(flight.pace):
             flight.held = True
         elif now - flight.saved > self.every:
             self._checkpoint(flight)
         flight.began = now
         return True
 
-    def _account(self) -> None:
-        """Share the time since the last call among the trainings in flight."""
-        now = self.clock()
-        for flight in self._flying:
-            flight.seconds += (now - self._accounted) / len(self._flying)
-        self._accounted = now
-
     def _late(self, epoch: float) -> bool:
         """Whether another epoch of this many seconds might end after the deadline."""
-        return self._deadline is not None and self.clock() + 1.2 * epoch >= self._deadline
+        return self.clock() + 1.2 * epoch >= self._deadline
 
     def _start(self, config: Config) -> "_Flight":
         training = self.make(config, self.data[config.data], execution=self.execution)
         flight = _Flight(training, began=self.clock(), saved=self.clock())
-        path = self._checkpoint_path(config)
+        path = self._path("checkpoints", config)
         remove_parts(path)  # of a process that was killed while it wrote
-        remove_parts(self._weights_path(config.key))
+        remove_parts(self._path("weights", config))
         if path.exists():
             state, data = read_state(path), training.data
             if state.get("data", data.fingerprint) != data.fingerprint:
@@ -204,19 +189,19 @@ class Fleet:
         config, curves = training.config, training.curves
         where = {**environment(training.data.device), "data": training.data.fingerprint}
         if self.keep_weights and not training.diverged:
-            _write(self._weights_path(config.key), training.weights())
+            _write(self._path("weights", config), training.weights())
         self.store.add([Result(config, curves, training.diverged, training.collapsed(), flight.seconds, where)])
         # Only now: if the process is killed in between, the next one finds the result.
-        self._checkpoint_path(config).unlink(missing_ok=True)
+        self._path("checkpoints", config).unlink(missing_ok=True)
         self.progress.finished(config, curves)
-        self._claims.free(config.key)
+        self._claims[config.key].close()
         self._flying.remove(flight)
 
     def _checkpoint(self, flight: "_Flight") -> None:
         training = flight.training
         if training.epoch:
             state = {"training": training.state(), "seconds": flight.seconds, "data": training.data.fingerprint}
-            _write(self._checkpoint_path(training.config), state)
+            _write(self._path("checkpoints", training.config), state)
         flight.saved = self.clock()
 
     # Files
@@ -233,11 +218,8 @@ class Fleet:
                     f"batch_size must be at most the {count} training images of {config.data}, got {config.batch_size}"
                 )
 
-    def _checkpoint_path(self, config: Config) -> Path:
-        return self.work / "checkpoints" / f"{config.key}.pt"
-
-    def _weights_path(self, key: str) -> Path:
-        return self.work / "weights" / f"{key}.pt"
+    def _path(self, kind: str, config: Config) -> Path:
+        return self.work / kind / f"{config.key}.pt"
 
 
 @dataclass
@@ -250,12 +232,7 @@ class _Flight:
     seconds: float = 0.0  # its share of the device's time
     evaluating: bool = False  # the end of the epoch is in the queue
     held: bool = False  # it waits at the end of an epoch, since the time is over
-    pace: float | None = None  # seconds of its shortest epoch; 0 after the first, which includes compiling
-
-    def update_pace(self, now: float) -> float:
-        """The pace, after an epoch that ends now."""
-        self.pace = 0.0 if self.pace is None else min(self.pace or math.inf, now - self.began)
-        return self.pace
+    pace: float | None = None  # seconds of its shortest epoch; 0 after the first
 
 
 @contextmanager
@@ -264,10 +241,9 @@ def _first_interruption(stop: Callable[[], None]) -> Iterator[None]:
 
     The next one has its usual effect. Ignored signals, as under nohup, stay ignored.
     """
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    if threading.current_thread() is not threading.main_thread():  # no other thread may handle signals
-        numbers = []
-    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    main = threading.current_thread() is threading.main_thread()  # no other thread may handle signals
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
     def restore() -> None:
         for number, handler in before.items():

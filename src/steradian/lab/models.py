@@ -5,6 +5,7 @@ whole of it (LN) is invariant.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -28,13 +29,10 @@ _GROUPS = 8  # of GN, or fewer if there are fewer channels
 
 
 class Convolution(nn.Conv2d):
-    """A convolution that can pad its input channels with zeros, for kernels that take several channels at once.
-
-    Attributes:
-        lanes: input channels are padded to a multiple of it; 1: no padding.
-    """
+    """A convolution that can pad its input channels with zeros, for kernels that take several channels at once."""
 
     lanes: int = 1
+    """Input channels are padded to a multiple of it."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if missing := -self.in_channels % self.lanes:
@@ -97,8 +95,8 @@ class Block(nn.Module):
         self.shortcut = nn.Sequential()
         self.stride, self.added = stride, out - channels
         if project and (stride > 1 or channels != out):
-            self.shortcut.add_module("conv", _convolution(norm, channels, out, 1, stride, branches=2))
-            self.shortcut.add_module("norm", _normalization(norm, out))
+            convolution = _convolution(norm, channels, out, 1, stride, branches=2)
+            self.shortcut = _sequential(conv=convolution, norm=_normalization(norm, out))
             self.stride, self.added = 1, 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,14 +112,10 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head.
-
-    Attributes:
-        route: a function that runs the same network in another way, called with it and the images; None: layer by
-            layer.
-    """
+    """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head."""
 
     route: Callable[["ResNet", Tensor], Tensor] | None = None
+    """A function that runs the same network in another way, called with it and the images; None: layer by layer."""
 
     def __init__(
         self, widths: list[int], blocks: int, *, norm: str, project: bool, channels: int, classes: int, size: int
@@ -129,18 +123,17 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv1 = _convolution(norm, channels, widths[0], 3)
         self.norm1 = _normalization(norm, widths[0])
-        stages, before = nn.Sequential(), widths[0]
-        branches = blocks * len(widths)
+        self.stages, before = nn.Sequential(), widths[0]
         for number, width in enumerate(widths):
             # Maps of 2 × 2 are not halved again: IN and BN need more than one position.
             stride = 2 if number and size > 2 else 1
             size //= stride
             stage = nn.Sequential()
             for _ in range(blocks):
+                branches = blocks * len(widths)
                 stage.append(Block(before, width, stride, norm=norm, project=project, branches=branches))
                 before, stride = width, 1
-            stages.add_module(f"layer{number + 1}", stage)
-        self.stages = stages
+            self.stages.add_module(f"layer{number + 1}", stage)
         self.head = nn.Linear(before, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,20 +142,6 @@ class ResNet(nn.Module):
             return self.route(self, x)
         x = functional.relu(self.norm1(self.conv1(x)))
         return self.head(self.stages(x).mean(dim=(2, 3)))
-
-
-class VGG(nn.Sequential):
-    """Stages of 3 × 3 convolutions, mean, linear head.
-
-    Attributes:
-        route: as for `ResNet`.
-    """
-
-    route: Callable[["VGG", Tensor], Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of images."""
-        return super().forward(x) if self.route is None else self.route(self, x)
 
 
 def resnet20(
@@ -202,23 +181,18 @@ def vgg16(*, norm: str = "bn", channels: int = 3, classes: int = 10, size: int =
     14724042
     """
     stages = [[width] * 2, [2 * width] * 2, [4 * width] * 3, [8 * width] * 3, [8 * width] * 3]
-    model, before = VGG(), channels
+    made, before = dict[str, nn.Module](), channels
     for number, widths in enumerate(stages, start=1):
-        stage = nn.Sequential()
+        layers: dict[str, nn.Module] = {}
         for k, out in enumerate(widths, start=1):
-            stage.add_module(f"conv{k}", _convolution(norm, before, out, 3))
-            stage.add_module(f"norm{k}", _normalization(norm, out))
-            stage.add_module(f"relu{k}", nn.ReLU())
-            before = out
+            layers |= {f"conv{k}": _convolution(norm, before, out, 3), f"norm{k}": _normalization(norm, out)}
+            layers[f"relu{k}"], before = nn.ReLU(), out
         if number == len(stages):
-            stage.add_module("pool", nn.MaxPool2d(2) if size == 2 else nn.AdaptiveAvgPool2d(1))
+            layers["pool"] = nn.MaxPool2d(2) if size == 2 else nn.AdaptiveAvgPool2d(1)
         elif size > 2:
-            stage.add_module("pool", nn.MaxPool2d(2))
-            size //= 2
-        model.add_module(f"stage{number}", stage)
-    model.add_module("flatten", nn.Flatten())
-    model.add_module("head", nn.Linear(before, classes))
-    return model
+            layers["pool"], size = nn.MaxPool2d(2), size // 2
+        made[f"stage{number}"] = _sequential(**layers)
+    return _sequential(**made, flatten=nn.Flatten(), head=nn.Linear(before, classes))
 
 
 register_network("ResNet20", resnet20)
@@ -239,9 +213,7 @@ def build(name: str, *, released: bool = False, **kind: Any) -> nn.Module:
     >>> type(build("ResNet20", norm="wn").conv1).__name__
     'WeightNormConv2d'
     """
-    if released and name == "ResNet20":
-        kind["project"] = True
-    model = NETWORKS[name](**kind)
+    model = NETWORKS[name](**kind | ({"project": True} if released and name == "ResNet20" else {}))
     for layer in model.modules():
         if released and isinstance(layer, nn.Conv2d) and layer.bias is None:
             layer.reset_parameters()
@@ -273,15 +245,13 @@ def small_cnn(classes: int = 10, width: int = 16) -> nn.Sequential:
     >>> [name for name, _ in small_cnn().named_children()]
     ['block1', 'block2', 'block3', 'pool', 'flatten', 'head']
     """
-    model = nn.Sequential()
-    channels = [1, width, 2 * width, 2 * width]
-    for i, stride in enumerate((1, 2, 1), start=1):
-        block = nn.Sequential()
-        block.add_module("conv", nn.Conv2d(channels[i - 1], channels[i], 3, stride, padding=1, bias=False))
-        block.add_module("bn", nn.BatchNorm2d(channels[i]))
-        block.add_module("relu", nn.ReLU())
-        model.add_module(f"block{i}", block)
-    model.add_module("pool", nn.AdaptiveAvgPool2d(1))
-    model.add_module("flatten", nn.Flatten())
-    model.add_module("head", nn.Linear(channels[-1], classes))
-    return model
+    blocks = {}
+    for k, (before, out, stride) in enumerate([(1, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1)], 1):
+        convolution = nn.Conv2d(before, out, 3, stride, padding=1, bias=False)
+        blocks[f"block{k}"] = _sequential(conv=convolution, bn=nn.BatchNorm2d(out), relu=nn.ReLU())
+    head = nn.Linear(2 * width, classes)
+    return _sequential(**blocks, pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), head=head)
+
+
+def _sequential(**layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(layers))

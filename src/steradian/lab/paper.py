@@ -6,6 +6,8 @@ Names of methods and networks are the paper's. The figures of SGD-M are those of
 
 from typing import NamedTuple
 
+import numpy as np
+
 __all__ = ["ACCURACY", "BEST", "COLUMNS", "GRID", "LEARNING_RATE", "RELEASED", "SETTINGS", "Accuracy", "Setting"]
 
 COLUMNS = (
@@ -20,14 +22,7 @@ COLUMNS = (
 """Network and data of the seven columns."""
 EPOCHS = 405
 """Of every training in the tables."""
-NORM_NAMES = {
-    "bn": "BN",
-    "bn-no-affine": "BN without affine",
-    "wn": "WN",
-    "gn": "GN",
-    "ln": "LN",
-    "in": "IN",
-}
+NORM_NAMES = {"bn": "BN", "bn-no-affine": "BN without affine", "wn": "WN", "gn": "GN", "ln": "LN", "in": "IN"}
 """Names of the normalizations of our networks."""
 DATA_NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN"}
 """Names of the data sets."""
@@ -51,10 +46,8 @@ def _accuracies(table: str) -> dict[str, dict[tuple[str, str], Accuracy]]:
     made = {}
     for line in table.strip().splitlines():
         method, *cells = (cell.strip() for cell in line.split("|"))
-        pairs = [cell.split() for cell in cells]
-        made[method] = {
-            column: Accuracy(float(mean), float(spread)) for column, (mean, spread) in zip(COLUMNS, pairs, strict=True)
-        }
+        found = (Accuracy(*map(float, cell.split())) for cell in cells)
+        made[method] = dict(zip(COLUMNS, found, strict=True))
     return made
 
 
@@ -86,31 +79,20 @@ ACCURACY = {
 """Accuracies by normalization, method and column: tab:results and tab:results2, and SGD-M's from the read-me."""
 
 
-LEARNING_RATE = {
-    "Adam": 1e-3,
-    "AdamW†": 1e-3,
-    "AdamG†": 1e-2,
-    "Adam w/o (a)": 1e-3,
-    "Adam w/o (ab)": 1e-3,
-    "Adam w/o (abc)": 1e-3,
-    "SGD-M": 0.1,
-}
+LEARNING_RATE = dict.fromkeys(ACCURACY["bn"], 1e-3) | {"AdamG†": 1e-2, "SGD-M": 0.1}
 """lr_gsearch, the same for every column; SGD-M's from the authors' read-me."""
 
 
 def _settings(table: str) -> dict[str, dict[tuple[str, str], Setting]]:
-    methods = ("Adam", "AdamW†", "AdamG†", "Adam w/o (a)", "Adam w/o (ab)", "Adam w/o (abc)")
+    methods = [method for method in ACCURACY["bn"] if method != "SGD-M"]
     made: dict[str, dict[tuple[str, str], Setting]] = {method: {} for method in methods}
     lines = table.strip().splitlines()
     for column, decays, betas in zip(COLUMNS, lines[::2], lines[1::2], strict=True):
         for method, decay, beta2 in zip(methods, decays.split(), betas.split(), strict=True):
-            made[method][column] = Setting(_decay(float(decay)), float(beta2))
+            # λ × 10⁴ is printed rounded: 0.31 is 10/32, 0.63 is 10/16.
+            nearest = np.argmin([abs(1e4 * value - float(decay)) for value in GRID["weight_decay"]])
+            made[method][column] = Setting(GRID["weight_decay"][nearest], float(beta2))
     return made
-
-
-def _decay(printed: float) -> float:
-    """λ of the grid from λ × 10⁴ as printed, which is rounded: 0.31 is 10/32, 0.63 is 10/16."""
-    return min(GRID["weight_decay"], key=lambda value: abs(1e4 * value - printed))
 
 
 GRID = {

@@ -1,21 +1,19 @@
-"""The progress of a fleet: a live table on a terminal, or a line now and then in a log."""
+"""The progress of a fleet: a bar for each training on a terminal, or a line now and then in a log."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
 from steradian.lab.config import Config
 from steradian.lab.results import has_diverged
-from steradian.lab.tables import duration
 
 __all__ = ["Progress"]
 
-_ROWS = 40  # of the live table
 _INTERVAL = 30  # seconds between lines about trainings that are not finished
 _STOPPING = "stopping when the current epochs end; Ctrl-C again to stop now and lose work since the last checkpoint"
 
@@ -24,80 +22,72 @@ class Progress:
     """Epoch, loss, accuracy and time left of the trainings in flight.
 
     Args:
-        console: where to; a terminal gets a live table, anything else a line for each finished training, and one about
-            the others every half a minute; None: nowhere.
+        console: where to; a terminal gets bars, anything else a line for each finished training, and one about the
+            others every half a minute; None: nowhere.
         clock: seconds, for tests.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console, self.clock = console or Console(quiet=True), clock
+        self.console, self.clock, self._last = console or Console(quiet=True), clock, clock()
         self.live = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
-        self._rows: dict[str, tuple[str, ...]] = {}
-        self._first: dict[str, tuple[float, int]] = {}
+        columns = TextColumn("{task.description}", markup=False), BarColumn(20), TimeRemainingColumn()
+        where: dict[str, Any] = {"console": self.console, "transient": True, "disable": not self.live}
+        self._bars = Bars(*columns, get_time=clock, speed_estimate_period=math.inf, **where)
+        self._all, self._tasks = self._bars.add_task(""), dict[str, TaskID]()
         self._total = self._done = self._elsewhere = 0
-        self._note, self._last = "", clock()
-        self._table = Live(console=self.console, get_renderable=self.render, refresh_per_second=2, transient=True)
 
     def __enter__(self) -> Self:
-        if self.live:
-            self._table.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._table.stop()
+        self._bars.stop()
 
     def begin(self, trainings: int, finished: int) -> None:
         """Show how many there are."""
         self._total, self._done = trainings, finished
-        self._print(f"{finished} of {trainings} trainings were finished before")
+        self._note(f"{finished} of {trainings} trainings were finished before")
 
     def epoch(self, config: Config, curves: Mapping[str, Sequence[float]]) -> None:
-        """Update the row of the training, or print it at most every half a minute."""
-        now, epoch = self.clock(), len(curves["train_loss"])
-        first, from_epoch = self._first.setdefault(config.key, (now, epoch))
-        passed = epoch - from_epoch
-        left = duration((now - first) / passed * (config.epochs - epoch)) if passed else ""
-        self._rows[config.key] = (*_row(config, curves), left)
+        """Update the bar of the training, or print a line at most every half a minute."""
+        text, now, epoch = _line(config, curves), self.clock(), len(curves["train_loss"])
+        if config.key not in self._tasks:
+            self._tasks[config.key] = self._bars.add_task(text, total=config.epochs)
+        self._bars.update(self._tasks[config.key], completed=epoch, description=text)
         if now - self._last > _INTERVAL and epoch < config.epochs:
-            self._print("  ".join(self._rows[config.key]))
+            self._print(text)
             self._last = now
 
     def finished(self, config: Config, curves: Mapping[str, Sequence[float]]) -> None:
-        """Remove the row, or print the result."""
+        """Remove the bar, or print the result."""
         self._done += 1
-        self._rows.pop(config.key, None)
-        self._print(f"{self._done} of {self._total}  " + "  ".join(_row(config, curves)))
+        if config.key in self._tasks:
+            self._bars.remove_task(self._tasks.pop(config.key))
+        self._note(f"{self._done} of {self._total} trainings finished", f"  {_line(config, curves)}")
 
     def waiting(self, trainings: int) -> None:
         """Show how many other processes run."""
         if trainings != self._elsewhere:
-            self._print(f"waiting for {trainings} that other processes run")
+            self._note(f"waiting for {trainings} that other processes run")
         self._elsewhere = trainings
 
     def stopping(self) -> None:
         """Show it."""
-        self._note = _STOPPING
-        self._print(_STOPPING)
+        self._note(_STOPPING)
 
-    def render(self) -> Group:
-        """The live table."""
-        table = Table("training", "epoch", "loss", "validation", "test", "left", box=None)
-        for row in list(self._rows.values())[:_ROWS]:
-            table.add_row(*row)
-        others = f", {self._elsewhere} with other processes" if self._elsewhere else ""
-        return Group(Text(f"{self._done} of {self._total} trainings finished{others}"), Text(self._note), table)
+    def _note(self, text: str, more: str = "") -> None:
+        """Show it above the trainings."""
+        self._bars.update(self._all, description=text, total=self._total, completed=self._done)
+        self._print(text + more)
 
     def _print(self, text: str) -> None:
         if not self.live:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _row(config: Config, curves: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
-    tested = [value for value in curves["test_accuracy"] if value == value]  # NaN: not evaluated in this epoch
-    return (
-        f"{config.model} {config.norm} {config.data} {config.method} seed {config.seed}",
-        f"{len(curves['train_loss'])}/{config.epochs}",
-        "diverged" if has_diverged(config, curves) else f"{curves['train_loss'][-1]:.3f}",
-        f"{curves['validation_accuracy'][-1]:.2f}",
-        f"{tested[-1]:.2f}" if tested else "",
-    )
+def _line(config: Config, curves: Mapping[str, Sequence[float]]) -> str:
+    loss = "diverged" if has_diverged(config, curves) else f"loss {curves['train_loss'][-1]:.3f}"
+    tested = [f"test {value:.2f}" for value in curves["test_accuracy"] if value == value]  # NaN: not evaluated
+    name = f"{config.model} {config.norm} {config.data} {config.method} seed {config.seed}"
+    figures = loss, f"validation {curves['validation_accuracy'][-1]:.2f}", *tested[-1:]
+    return "  ".join((name, f"{len(curves['train_loss'])}/{config.epochs}", *figures))

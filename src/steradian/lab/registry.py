@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,18 +25,8 @@ from steradian.groups import Groups
 if TYPE_CHECKING:
     from steradian.lab.config import Config
 
-__all__ = [
-    "DATA",
-    "METHODS",
-    "NETWORKS",
-    "SCHEDULES",
-    "load_plugin",
-    "plugin_of",
-    "register_data",
-    "register_method",
-    "register_network",
-    "register_schedule",
-]
+__all__ = ["DATA", "METHODS", "NETWORKS", "SCHEDULES", "load_plugin", "plugin_of"]
+__all__ += ["register_data", "register_method", "register_network", "register_schedule"]
 
 MakeMethod = Callable[[Groups, "Config"], Optimizer | list[Optimizer]]
 METHODS: dict[str, MakeMethod] = {}
@@ -82,19 +73,27 @@ def register_schedule(name: str, factor: Callable[["Config", int], float]) -> No
 def load_plugin(path: Path) -> None:
     """Run a file that registers methods, networks, data sets or schedules."""
     global _loading
-    folder = str(path.absolute().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # for what it imports
-    spec = importlib.util.spec_from_file_location(f"steradian plugin {path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file() or path.suffix != ".py":
         raise ValueError(f"plugin must be a Python file, got {str(path)!r}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # where classes look for their module
     _loading = _hash(path.read_bytes())
     try:
-        spec.loader.exec_module(module)
+        run_file(path)
     finally:
         _loading = ""
+
+
+def run_file(path: Path) -> ModuleType:
+    """Import a file, as a module with a name that no other has; it can import what is in its folder."""
+    folder = str(path.absolute().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(f"file {path}", path)
+    assert spec is not None, "every .py file has one"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # where classes look for their module
+    spec.loader.exec_module(module)
+    return module
 
 
 def plugin_of(config: "Config") -> str:
@@ -109,14 +108,10 @@ def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
     if name in known and (kind, name) not in _sources:
         raise ValueError(f"name must not be that of a {kind} of the lab, {', '.join(known)}; got {name!r}")
     known[name] = make
-    if not own:
-        _sources[kind, name] = _loading or _hash(_source(function))
-
-
-def _source(make: Callable[..., Any]) -> bytes:
-    """The file that a function is defined in, or its own text in a notebook."""
-    file = Path(inspect.getsourcefile(make) or "")
-    return file.read_bytes() if file.is_file() else inspect.getsource(make).encode()
+    if not own:  # the file that the function is defined in, or its own text in a notebook
+        file = Path(inspect.getsourcefile(function) or "")
+        source = file.read_bytes() if file.is_file() else inspect.getsource(function).encode()
+        _sources[kind, name] = _loading or _hash(source)
 
 
 def _hash(source: bytes) -> str:

@@ -44,23 +44,14 @@ def has_diverged(config: Config, curves: Mapping[str, Sequence[float]]) -> bool:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one training.
+    """The result of one training."""
 
-    Attributes:
-        config: the training.
-        curves: one number per epoch under each name of `CURVES`.
-        diverged: its loss stopped being finite; it was ended there.
-        collapsed: rows that had no direction at the end.
-        seconds: its share of the device's time: while n trainings run, each is charged 1/n of it.
-        environment: hardware, versions and commit.
-    """
-
-    config: Config
-    curves: Mapping[str, list[float]]
-    diverged: bool = False
-    collapsed: int = 0
-    seconds: float = 0.0
-    environment: Mapping[str, str] = field(default_factory=dict)
+    config: Config  #: the training
+    curves: Mapping[str, list[float]]  #: one number per epoch under each name of `CURVES`
+    diverged: bool = False  #: its loss stopped being finite; it was ended there
+    collapsed: int = 0  #: rows that had no direction at the end
+    seconds: float = 0.0  #: its share of the device's time: while n trainings run, each is charged 1/n of it
+    environment: Mapping[str, str] = field(default_factory=dict)  #: hardware, versions and commit
 
     @property
     def best_epoch(self) -> int:
@@ -90,7 +81,11 @@ class Result:
             "best_epoch": None if self.diverged else self.best_epoch,
             "seconds": self.seconds,
             "environment": dict(self.environment),
-            "curves": {name: [_rounded(value) for value in values] for name, values in self.curves.items()},
+            # Seven digits, more than a curve needs; JSON has no NaN.
+            "curves": {
+                name: [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
+                for name, values in self.curves.items()
+            },
         }
 
     @classmethod
@@ -104,11 +99,6 @@ class Result:
             for name, curve in values["curves"].items()
         }
         return cls(config, curves, *(values[name] for name in ("diverged", "collapsed", "seconds", "environment")))
-
-
-def _rounded(value: float) -> float | None:
-    """Seven digits, more than a curve needs; None if not finite, since JSON has no NaN."""
-    return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 class Store:
@@ -126,13 +116,14 @@ class Store:
 
     def results(self) -> list[Result]:
         """Everything stored, ordered by key."""
-        found = []
+        found = {}  # by key, since files may have been merged by hand
         for row in self._rows():
             try:
-                found.append(Result.from_dict(row))
+                result = Result.from_dict(row)
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{self.path}, run {row.get('key')}: {error}") from error
-        return list({result.config.key: result for result in found}.values())  # files may have been merged by hand
+            found[result.config.key] = result
+        return list(found.values())
 
     def keys(self) -> set[str]:
         """Keys of all finished trainings, without parsing their results."""
@@ -149,7 +140,6 @@ class Store:
 
     def add(self, results: Iterable[Result]) -> None:
         """Add results and replace those of the same trainings; other processes may do so at the same time."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.path):
             # Stored rows are copied as they are, without being parsed into results.
             merged = {_key(row): row for row in self._rows()}
@@ -233,18 +223,14 @@ class Tracks:
         word = pa.dictionary(pa.int32(), pa.string())
         numbers = {"step": pa.int32(), "value": pa.float32()}  # more digits than a figure shows
         schema = pa.schema([(name, numbers.get(name, word)) for name in COLUMNS])
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.path):
             runs = self.about() | {config.key: {"config": config.to_dict(), **about}}
             known = self.table()
             tables = [table for table in (known[known["run"] != config.key], added) if len(table)]
             joined = pa.Table.from_pandas(pd.concat(tables, ignore_index=True), schema=schema, preserve_index=False)
+            joined = joined.replace_schema_metadata({_ABOUT: json.dumps(runs, ensure_ascii=False).encode()})
             buffer = io.BytesIO()
-            parquet.write_table(
-                joined.replace_schema_metadata({_ABOUT: json.dumps(runs, ensure_ascii=False).encode()}),
-                buffer,
-                compression="zstd",
-            )
+            parquet.write_table(joined, buffer, compression="zstd")
             write_atomically(self.path, buffer.getvalue())
 
 
@@ -255,6 +241,7 @@ class Tracks:
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock on a file while it is read, changed and written; other processes that do so wait."""
     path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as file:
         with suppress(OSError):  # without locks another process may be writing, and its unfinished files stay
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -262,41 +249,15 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-class Claims:
-    """Trainings that this process runs and that other processes of the same study skip.
-
-    A claim is a locked file. The system unlocks it when the process ends for any reason, so nothing has to be cleaned
-    up after a kill.
-
-    Args:
-        folder: for the files; made if missing.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._held: dict[str, IO[bytes]] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for key in list(self._held):
-            self.free(key)
-
-    def take(self, key: str) -> bool:
-        """Claim a training; returns False if another process has it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = (self.folder / f"{key}.lock").open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return False
-        except OSError:  # a file system without locks
-            pass
-        self._held[key] = file
-        return True
-
-    def free(self, key: str) -> None:
-        """Release a claim."""
-        self._held.pop(key).close()
+def claim(path: Path) -> IO[bytes] | None:
+    """Lock a file until it is closed, or until the process ends for any reason; None if another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:  # a file system without locks
+        pass
+    return file

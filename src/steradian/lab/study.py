@@ -1,5 +1,7 @@
 """A study: where its files are, and its trainings on one device or, by Ray, on many machines."""
 
+import importlib
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +13,14 @@ import torch
 
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load, usual_root
-from steradian.lab.fleet import CHECKPOINTS, Fleet, prepare_device
+from steradian.lab.fleet import CHECKPOINTS, POLL, Fleet, prepare_device
 from steradian.lab.progress import Progress
-from steradian.lab.results import Result, Store, Tracks
+from steradian.lab.results import Store, Tracks
 from steradian.lab.training import Execution, Training
 
 __all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name", "sweep"]
 
 RESULTS, RUNS = Path("results"), Path("runs")
-_RETRIES = 3  # of a fleet whose worker died
 
 
 def pick_device(name: str | None = None) -> torch.device:
@@ -48,29 +49,22 @@ def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "print
     'resnet20-cifar10-released-settings'
     """
     columns = {config.column for config in configs}
+    name = f"{recipe}-{'-'.join(sorted({config.data for config in configs}))}"
     if len(columns) == 1 and recipe in ("tables", "curves"):
         name = columns.pop().replace(" ", "-").lower()
-    else:
-        name = f"{recipe}-{'-'.join(sorted({config.data for config in configs}))}"
-    released = {"settings": settings == "released", "network": any(config.released for config in configs)}
-    if any(released.values()):
-        name = "-".join([name, "released", *(what for what, used in released.items() if used)])
+    released = ["settings"] * (settings == "released") + ["network"] * any(config.released for config in configs)
+    if released:
+        name = "-".join([name, "released", *released])
     return re.sub(r"[/\\\0]+", "-", name)  # the name of a data set may be a path
 
 
 @dataclass(frozen=True)
 class Study:
-    """Where a study keeps its files.
+    """Where a study keeps its files."""
 
-    Args:
-        name: of the study.
-        results: folder of results, kept in the repository.
-        runs: folder of checkpoints and weights, not kept.
-    """
-
-    name: str
-    results: Path = RESULTS
-    runs: Path = RUNS
+    name: str  #: of the study
+    results: Path = RESULTS  #: folder of results, kept in the repository
+    runs: Path = RUNS  #: folder of checkpoints and weights, not kept
 
     def __post_init__(self) -> None:
         if not self.name or Path(self.name).name != self.name:
@@ -123,30 +117,22 @@ class Study:
         prepare_device(device, exact=any(config.precision == "float32" for config in configs))
         keys, roots, gpu = {config.key for config in configs}, roots or {}, device.type == "cuda"
         other = self.store.elsewhere(keys) if make is Training and not keep_weights else []
-        known = [result for result in [*self.store.results(), *other] if result.config.key in keys]
-        done = {result.config.key for result in known}
+        known = {r.config.key: r for r in [*self.store.results(), *other] if r.config.key in keys}
         # A given folder is read even if nothing is left to do: its images may not be those of the results.
-        needed = sorted({config.data for config in configs if config.key not in done or config.data in roots})
+        needed = sorted({config.data for config in configs if config.key not in known or config.data in roots})
         data = {name: Resident(load(name, roots.get(name)), device) for name in needed}
-        self._check_images(known, {name: resident.fingerprint for name, resident in data.items()})
+        for key, result in known.items():
+            name, made = result.config.data, result.environment.get("data")
+            if name in data and made is not None and made != data[name].fingerprint:
+                raise ValueError(
+                    f"{self.results} holds {key}, trained on other data called {name}: give this data another name "
+                    "with --data"
+                )
         if other:
             self.store.add(other)
         execution = Execution(compiled=gpu if compiled is None else compiled)
         options |= {"size": size or (40 if gpu else 1), "execution": execution, "keep_weights": keep_weights}
         return Fleet(data, self.store, self.work, make=make, **options).run(configs, seconds=seconds)
-
-    def _check_images(self, known: Sequence[Result], data: Mapping[str, str]) -> None:
-        """Raise if data, given by fingerprints, has the name but not the images that results were made from."""
-        for result in known:
-            name, made = result.config.data, result.environment.get("data")
-            if name in data and made is not None and made != data[name]:
-                raise ValueError(
-                    f"{self.results} holds {result.config.key}, trained on other data called {name}: give this data "
-                    "another name with --data"
-                )
-
-
-# Many machines
 
 
 def sweep(
@@ -159,79 +145,48 @@ def sweep(
     every: float = CHECKPOINTS,
     progress: Progress | None = None,
 ) -> bool:
-    """Run a study on a Ray cluster, a fleet per task; returns whether everything is finished.
+    """Run a study on a Ray cluster, a fleet on each GPU; returns whether everything is finished.
 
-    If a worker dies, Ray starts its fleet again, which resumes from its checkpoints if it can read that folder. If the
-    driver dies, its next start finds the results that had arrived. Finished trainings are never repeated.
+    The fleets share the folders of the study and its trainings, as processes on one machine do. If a worker dies, Ray
+    starts another, and any fleet resumes its trainings; if the driver dies, run it again.
 
     Args:
         configs: the trainings.
-        study: where results and checkpoints go; workers keep their checkpoints in the same folder of their own file
-            system.
+        study: where results and checkpoints go, in folders that all machines see.
         address: of an existing Ray cluster; None: one is started on this machine.
-        roots: folders of the data, by name, as the workers see them; others are looked for where `data.load` does, from
-            the driver's folder first, if the workers see it.
+        roots: folders of the data, by name; others are searched for as by `data.load`.
         size: trainings in a fleet.
         every: seconds between checkpoints.
         progress: shows the progress, of finished trainings alone.
     """
-    ray, progress = _ray(), progress or Progress()
-    started = not ray.is_initialized()
-    if started:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError("many machines need Ray: pip install 'steradian[scale]'") from error
+    if started := not ray.is_initialized():
         quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
         ray.init(address=address, **({} if address else quiet))
     try:
-        trainings = {config.key: config for config in configs}
-        study.store.add(study.store.elsewhere(trainings))
-        known = [result for result in study.store.results() if result.config.key in trainings]
-        done = {result.config.key for result in known}
-        needs = {"num_gpus": 1} if ray.cluster_resources().get("GPU", 0) else {"num_cpus": 1}
-        # Ray itself repeats a task whose worker died; an error in the task is an error of the study.
-        work = ray.remote(**needs, max_retries=_RETRIES)(_run_fleet)
-        # Workers have another working directory and may be on other machines.
+        trainings, done = {config.key for config in configs}, study.store.keys()
+        unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+        fleets = min(int(ray.cluster_resources()[unit]), math.ceil(len(trainings - done) / size))
+        # Workers have another working directory.
         usual = {config.data: usual_root(config.data) for config in configs if usual_root(config.data).is_dir()}
-        folders = {name: str(Path(root).absolute()) for name, root in (usual | dict(roots or {})).items()}
-        # Networks of one kind share compiled code. Finished trainings count, too, so that every fleet keeps its folder.
-        ordered = sorted(trainings.values(), key=lambda c: (c.model, c.norm, c.data, c.released))
-        waiting = []
-        for unit in (ordered[k : k + size] for k in range(0, len(ordered), size)):
-            if left := [config.to_dict() for config in unit if config.key not in done]:
-                folder = study.work.absolute() / f"fleet-{unit[0].key}"
-                waiting.append(work.remote(left, str(folder), folders, every))
-        with progress:
-            progress.begin(len(trainings), len(done))
-            while waiting:
-                [ready], waiting = ray.wait(waiting, num_returns=1)
-                arrived = [Result.from_dict(values) for values in ray.get(ready)]
-                for result in arrived:
-                    if images := result.environment.get("data"):  # other machines may have other images
-                        study._check_images(known, {result.config.data: images})
-                study.store.add(arrived)
-                known += arrived
-                for result in arrived:
-                    if result.config.key not in done:  # a fleet also returns results that it had already
-                        progress.finished(result.config, result.curves)
+        folders = {name: Path(root).absolute() for name, root in (usual | dict(roots or {})).items()}
+        there = Study(study.name, study.results.absolute(), study.runs.absolute())
+        work = ray.remote(**{f"num_{unit.lower()}s": 1}, max_retries=3)(Study.run)
+        tasks = [work.remote(there, configs, roots=folders, size=size, every=every) for _ in range(fleets)]
+        with progress or Progress() as shown:
+            shown.begin(len(trainings), len(trainings & done))
+            while tasks:
+                ready, tasks = ray.wait(tasks, timeout=POLL)
+                ray.get(ready)  # raises the error of a fleet
+                for result in study.store.results():
+                    if result.config.key in trainings - done:
+                        shown.finished(result.config, result.curves)
+                        done.add(result.config.key)
     finally:
         if started:
             ray.shutdown()
-    return trainings.keys() <= study.store.keys()
-
-
-def _run_fleet(configs: list[dict[str, Any]], folder: str, roots: dict[str, str], every: float) -> list[dict[str, Any]]:
-    """The task of a worker: a fleet with its own store, which is found again after a restart."""
-    unit, work = [Config.from_dict(values) for values in configs], Path(folder)
-    study = Study(work.name, work.parent, work.parent)
-    study.work.mkdir(parents=True, exist_ok=True)
-    (study.work / "worker").write_text(str(os.getpid()))
-    paths = {key: Path(root) for key, root in roots.items()}
-    study.run(unit, roots=paths, size=len(unit), every=every)
-    return [result.to_dict() for result in study.store.results()]
-
-
-def _ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError("many machines need Ray: pip install 'steradian[scale]'") from error
-    return ray
+    return trainings <= done

@@ -6,10 +6,11 @@ within the noise; nothing is said about a single seed.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ __all__ = ["Best", "Cell", "Column", "accuracy_columns", "grid_rows", "is_grid",
 
 Rows = tuple[list[str], list[list[str]]]
 """Headings and lines of a table."""
+
+T = TypeVar("T", bound=Hashable)
 
 LEVEL = 0.05
 """Below this p a difference of means is not called noise."""
@@ -91,42 +94,32 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One network with one normalization on one data set, trained for one number of epochs: results of every method.
+    """One network with one normalization on one data set, trained for one number of epochs."""
 
-    Attributes:
-        model: the network.
-        data: the data set.
-        norm: the normalization.
-        results: by method, in the order of `METHODS`, each by seed.
-    """
+    results: dict[str, list[Result]]  #: by method, in the order of `METHODS`, each by seed
 
-    model: str
-    data: str
-    norm: str
-    results: dict[str, list[Result]]
-
-    @property
-    def name(self) -> str:
-        """Network, normalization and data in words."""
-        norm, data = paper.NORM_NAMES.get(self.norm, self.norm), paper.DATA_NAMES.get(self.data, self.data)
-        return f"{self.model} {norm}".strip() + f", {data}"
-
-    @property
+    @cached_property
     def every(self) -> list[Result]:
         """All results."""
         return [result for found in self.results.values() for result in found]
 
     @property
-    def epochs(self) -> int:
-        """Of every training."""
-        return self.every[0].config.epochs
+    def config(self) -> Config:
+        """Of the first training: network, normalization, data and epochs are those of all."""
+        return self.every[0].config
+
+    @property
+    def name(self) -> str:
+        """Network, normalization and data in words."""
+        norm, data = paper.NORM_NAMES.get(self.config.norm, self.config.norm), self.config.data
+        return f"{self.config.model} {norm}".strip() + f", {paper.DATA_NAMES.get(data, data)}"
 
     @property
     def length(self) -> str:
         """The number of epochs in words."""
-        return _counted(self.epochs, "epoch")
+        return _counted(self.config.epochs, "epoch")
 
-    @property
+    @cached_property
     def cells(self) -> dict[str, Cell]:
         """Ours, by method."""
         return {method: Cell.of(result.accuracy for result in found) for method, found in self.results.items()}
@@ -139,7 +132,8 @@ class Column:
     @property
     def papers(self) -> dict[str, Cell]:
         """The paper's, if it has this column; SGD-M's comes from the authors' read-me."""
-        column, table = (self.model, self.data), {} if self.own else paper.ACCURACY.get(self.norm, {})
+        column = (self.config.model, self.config.data)
+        table = {} if self.own else paper.ACCURACY.get(self.config.norm, {})
         printed = {method: row[column] for method, row in table.items() if column in row}
         return {method: Cell(found.mean, found.spread, _PAPERS_SEEDS) for method, found in printed.items()}
 
@@ -169,14 +163,14 @@ class Column:
     def caution(self) -> str:
         """How these trainings differ from the paper's, and from each other."""
         parts = []
-        if self.papers and self.epochs != paper.EPOCHS:
+        if self.papers and self.config.epochs != paper.EPOCHS:
             parts.append(f"trained for {self.length}, the paper's for {paper.EPOCHS}")
         if others := [method for method in self.papers if self._differs_from_printed(method)]:
             parts.append(f"hyper-parameters other than the paper prints for {', '.join(others)}")
         if self.papers and any(result.config.released for result in self.every):
             parts.append("with the network of the paper's released code")
         if len({result.environment.get("data") for result in self.every} - {None}) > 1:
-            parts.append(f"trained on different images that go by the name {self.data}")
+            parts.append(f"trained on different images that go by the name {self.config.data}")
         if missing := [method for method in self.papers if method not in self.results]:
             parts.append(f"not run yet: {', '.join(missing)}")
         few = {method: cell.seeds for method, cell in self.cells.items() if cell.seeds < _PAPERS_SEEDS}
@@ -187,8 +181,7 @@ class Column:
 
     def _differs_from_printed(self, method: str) -> bool:
         """Whether ours were trained with other hyper-parameters than those printed."""
-        best = paper.BEST[method][self.model, self.data]
-        printed = (paper.LEARNING_RATE[method], best.weight_decay, best.beta2)
+        printed = (paper.LEARNING_RATE[method], *paper.BEST[method][self.config.model, self.config.data])
         configs = [result.config for result in self.results.get(method, [])]
         return any((config.lr, config.weight_decay, config.betas[1]) != printed for config in configs)
 
@@ -197,50 +190,37 @@ class Column:
 
         Among all methods in a comparison of one's own, otherwise among the Adam variants.
         """
-        cells = {method: cell for method, cell in self.cells.items() if cell.seeds}
-        if not self.own:
-            cells = self._variants()
+        cells = _ranked(self.cells, "" if self.own else "Adam")
         if len(cells) < 2:
             return ""
-        best = max(cells, key=lambda method: cells[method].mean)
+        best = next(iter(cells))
         text = f"{best} has the best mean{'' if self.own else ' of the Adam variants'}, {cells[best]}"
         if any(cell.seeds < 2 for cell in cells.values()):
             return f"{text}; one seed says nothing about the order."
-        near: list[str] = []
-        beaten: list[str] = []
-        for method, cell in cells.items():
-            p = cell.p(cells[best])
-            if method != best and p is not None:
-                difference = _signed(cell.mean - cells[best].mean)
-                (near if p >= LEVEL else beaten).append(f"{method} ({difference}, p = {p:.2g})")
-        text += f"; within the noise of it: {', '.join(near) or 'none'}"
-        text += f"; beyond the noise: {', '.join(beaten) or 'none'}."
+        found: dict[bool, list[str]] = {True: [], False: []}
+        for method in (each for each in self.cells if each in cells and each != best):
+            if (p := cells[method].p(cells[best])) is not None:
+                difference = _signed(cells[method].mean - cells[best].mean)
+                found[p >= LEVEL].append(f"{method} ({difference}, p = {p:.2g})")
+        near, beaten = (", ".join(found[noise]) or "none" for noise in (True, False))
+        text += f"; within the noise of it: {near}; beyond the noise: {beaten}."
         if self.own or _BEST not in cells:
             return text
-        rank = sorted(cells, key=lambda method: -cells[method].mean).index(_BEST) + 1
+        rank = list(cells).index(_BEST) + 1
         verdict = "first" if rank == 1 else f"number {rank} of {len(cells)}"
-        return f"{text} The paper's best, {_BEST}, is {verdict}{self._papers_lead()}."
-
-    def _variants(self) -> dict[str, Cell]:
-        """The Adam variants that did not always diverge."""
-        return {method: cell for method, cell in self.cells.items() if method.startswith("Adam") and cell.seeds}
-
-    def _papers_lead(self) -> str:
-        """The lead of the paper's best variant over the second, and its p."""
-        own = {method: cell for method, cell in self.papers.items() if method.startswith("Adam")}
-        if not own:
-            return ""
-        first, second = sorted(own, key=lambda method: -own[method].mean)[:2]
-        p, lead = own[first].p(own[second]), own[first].mean - own[second].mean
-        return f" (in the paper's own figures {first} leads {second} by {lead:.2f}, p = {p:.2g})"
+        if papers := _ranked(self.papers, "Adam"):
+            (first, ahead), (second, behind) = list(papers.items())[:2]
+            lead = f"{first} leads {second} by {ahead.mean - behind.mean:.2f}, p = {ahead.p(behind):.2g}"
+            verdict += f" (in the paper's own figures {lead})"
+        return f"{text} The paper's best, {_BEST}, is {verdict}."
 
     def against_sgd(self) -> str:
         """The best Adam variant against SGD with momentum, which is not in the paper's table."""
-        sgd, variants = self.cells.get("SGD-M"), self._variants()
+        sgd, variants = self.cells.get("SGD-M"), _ranked(self.cells, "Adam")
         if sgd is None or not sgd.seeds or not variants or self.own:
             return ""
-        best = max(variants, key=lambda method: variants[method].mean)
-        p, lead = sgd.p(variants[best]), sgd.mean - variants[best].mean
+        best, cell = next(iter(variants.items()))
+        p, lead = sgd.p(cell), sgd.mean - cell.mean
         sure = "" if p is None else f", p = {p:.2g}"
         return f"SGD-M is {abs(lead):.2f} {'above' if lead >= 0 else 'below'} the best Adam variant, {best}{sure}."
 
@@ -264,27 +244,36 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
     Raises:
         ValueError: results of one method and column were trained differently, so that they have no common mean.
     """
-    grouped: dict[tuple[str, str, str, int], dict[str, list[Result]]] = {}
-    for result in sorted(results, key=lambda r: (method_order(r.config.method), r.config.seed)):
-        config = result.config
-        if config.start is None:
-            column = grouped.setdefault((config.norm, config.model, config.data, config.epochs), {})
-            column.setdefault(config.method, []).append(result)
+    ordered = sorted(results, key=lambda r: (_order(r.config), method_order(r.config.method), r.config.seed))
     made = []
-    for kind in sorted(grouped, key=lambda kind: _order(*kind)):
-        norm, model, data, _ = kind
-        for method, runs in grouped[kind].items():
+    for found in _grouped((r for r in ordered if r.config.start is None), _order).values():
+        made.append(Column(_grouped(found, lambda c: c.method)))
+        for method, runs in made[-1].results.items():
             if len({result.config.setting for result in runs}) > 1:
-                raise ValueError(f"{model} {data} holds {method} with several settings: they have no common mean")
-        made.append(Column(model, data, norm, grouped[kind]))
+                column = made[-1].config.column
+                raise ValueError(f"{column} holds {method} with several settings: they have no common mean")
     return made
 
 
-def _order(norm: str, model: str, data: str, epochs: int) -> tuple[object, ...]:
+def _order(c: Config) -> tuple[Any, ...]:
     """Sort key of a column: in the paper's order, then by data and network."""
     models = list(dict.fromkeys(model for model, _ in paper.COLUMNS))
-    column = _index(list(paper.COLUMNS), (model, data))
-    return _index(list(paper.NORM_NAMES), norm), column, data, _index(models, model), norm, model, epochs
+    column = _index(list(paper.COLUMNS), (c.model, c.data))
+    return _index(list(paper.NORM_NAMES), c.norm), column, c.data, _index(models, c.model), c.norm, c.model, c.epochs
+
+
+def _grouped(results: Iterable[Result], kind: Callable[[Config], T]) -> dict[T, list[Result]]:
+    """Results by a property of their configurations, in the order in which they come."""
+    groups: dict[T, list[Result]] = {}
+    for result in results:
+        groups.setdefault(kind(result.config), []).append(result)
+    return groups
+
+
+def _ranked(cells: Mapping[str, Cell], prefix: str) -> dict[str, Cell]:
+    """The methods of this prefix that did not always diverge, the best mean first."""
+    found = [(method, cell) for method, cell in cells.items() if method.startswith(prefix) and cell.seeds]
+    return dict(sorted(found, key=lambda each: -each[1].mean))
 
 
 def _index(known: Sequence[object], name: object) -> int:
@@ -341,19 +330,12 @@ def _percent(accuracy: float) -> str:
 
 @dataclass(frozen=True)
 class Best:
-    """What a grid search found for one method in one column.
+    """What a grid search found for one method in one column."""
 
-    Attributes:
-        config: the best setting, with its first seed; any setting if all diverged.
-        runs: its trainings that did not diverge.
-        points: number of settings that were tried.
-        diverged: number of settings that diverged with every seed.
-    """
-
-    config: Config
-    runs: Sequence[Result]
-    points: int
-    diverged: int
+    config: Config  #: the best setting, with its first seed; any setting if all diverged
+    runs: Sequence[Result]  #: its trainings that did not diverge
+    points: int  #: settings that were tried
+    diverged: int  #: settings that diverged with every seed
 
 
 def is_grid(results: Iterable[Result]) -> bool:
@@ -374,12 +356,8 @@ def search(results: Iterable[Result]) -> list[Best]:
 
 def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
     """Results that may be compared, by setting: one method in one column, with one network and equally long."""
-    kinds: dict[tuple[object, ...], dict[str, list[Result]]] = {}
-    for result in results:
-        c = result.config
-        kind = kinds.setdefault((c.column, c.norm, c.released, c.method, c.epochs, c.schedule, c.plugin), {})
-        kind.setdefault(c.setting, []).append(result)
-    return list(kinds.values())
+    kinds = _grouped(results, lambda c: (c.column, c.norm, c.released, c.method, c.epochs, c.schedule, c.plugin))
+    return [_grouped(found, lambda c: c.setting) for found in kinds.values()]
 
 
 def grid_rows(results: Iterable[Result]) -> Rows:
@@ -392,27 +370,27 @@ def grid_rows(results: Iterable[Result]) -> Rows:
         ours = _setting(c.method, c.lr, c.weight_decay, c.betas[1]) if runs else ""
         test = float(np.mean([run.accuracy for run in runs])) if runs else math.nan
         figures = [_percent(_validation(runs)), _percent(test), str(len(runs)), f"{best.points}{lost}"]
-        lines.append([_where(c), c.method, str(c.epochs), ours, _papers(c), *figures])
+        papers = paper.BEST.get(c.method, {}).get((c.model, c.data))
+        printed = _setting(c.method, paper.LEARNING_RATE[c.method], *papers) if papers else ""
+        lines.append([_where(c), c.method, str(c.epochs), ours, printed, *figures])
     return heads, lines
 
 
 def point_rows(results: Iterable[Result]) -> Rows:
     """A table of every setting that was tried, with the paper's accuracy beside it."""
-    settings: dict[tuple[object, ...], list[Result]] = {}
-    for result in results:
-        c = result.config
-        kind = (c.column, c.norm, c.released, method_order(c.method), c.lr, c.weight_decay, c.betas[1], c.epochs)
-        settings.setdefault(kind, []).append(result)
+
+    def kind(c: Config) -> tuple[Any, ...]:
+        return c.column, c.norm, c.released, method_order(c.method), c.lr, c.weight_decay, c.betas[1], c.epochs
+
     heads = ["column", "method", "η", "λ", "β₂", "epochs", "validation", "test", "seeds", "paper"]
     lines = []
-    for _, runs in sorted(settings.items()):
+    for _, runs in sorted(_grouped(results, kind).items()):
         c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
         kept = [result for result in runs if not result.diverged]
         numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]
         reached = [_percent(_validation(kept)) if kept else "", str(test), test.count]
         papers = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
-        printed = "" if papers is None else f"{papers.mean:.2f}"
-        lines.append([_where(c), c.method, *numbers, str(c.epochs), *reached, printed])
+        lines.append([_where(c), c.method, *numbers, str(c.epochs), *reached, f"{papers.mean:.2f}" if papers else ""])
     return heads, lines
 
 
@@ -423,14 +401,6 @@ def _validation(results: Sequence[Result]) -> float:
 
 def _where(config: Config) -> str:
     return f"{config.column} {config.norm}" + (", released network" if config.released else "")
-
-
-def _papers(config: Config) -> str:
-    column = (config.model, config.data)
-    if config.method not in paper.BEST or column not in paper.BEST[config.method]:
-        return ""
-    best = paper.BEST[config.method][column]
-    return _setting(config.method, paper.LEARNING_RATE[config.method], best.weight_decay, best.beta2)
 
 
 def _setting(method: str, lr: float, decay: float, beta2: float) -> str:
@@ -464,17 +434,14 @@ def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) ->
     for column in columns:
         every = column.every
         seconds = sum(result.seconds for result in every)
-        images = _IMAGES.get(column.data, 0)
-        images -= max(1, round(0.05 * images)) if images else 0
+        images = round(0.95 * _IMAGES.get(column.config.data, 0))
         steps = sum(len(r.curves["train_loss"]) * (images // r.config.batch_size) for r in every)
         device = ", ".join(sorted({result.environment.get("device", "") for result in every}))
         line = [column.name, str(len(every)), f"{steps:,}" if steps else "", device, duration(seconds)]
         line.append(f"{1e3 * seconds / steps:.3g}" if steps else "")
-        each, where = plain.get(column.model, (0.0, ""))
-        if each and steps and where == device:
-            estimate = steps * each / 1e3
-            line += [f"{each:.3g}", duration(estimate), f"{estimate / seconds:.1f} ×" if seconds else ""]
-        else:
-            line += ["not measured there", "", ""]
+        each, where = plain.get(column.config.model, (0.0, ""))
+        estimate = steps * each / 1e3 if where == device else 0.0
+        ratio = f"{estimate / seconds:.1f} ×" if seconds else ""
+        line += [f"{each:.3g}", duration(estimate), ratio] if estimate else ["not measured there", "", ""]
         lines.append(line)
     return heads, lines

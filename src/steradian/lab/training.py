@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from steradian import geometry
 from steradian.groups import Layout
 from steradian.lab.config import Config
 from steradian.lab.data import Resident
-from steradian.lab.models import VGG, Convolution, ResNet, network
+from steradian.lab.models import Convolution, ResNet, network
 from steradian.lab.registry import METHODS
 from steradian.lab.results import CURVES, PARTS, has_diverged
 
@@ -39,18 +39,11 @@ _ALIKE = 0.01  # share of a move by which replayed steps of an unknown optimizer
 
 @dataclass(frozen=True)
 class Execution:
-    """How trainings are run; results differ only by rounding.
+    """How trainings are run; results differ only by rounding."""
 
-    Attributes:
-        captured: replay the step as a CUDA graph; None: on a GPU.
-        compiled: compile the network, and steps that have no fused form, with torch.compile.
-        joined: run networks with BN in bf16 as `lab.kernels.joining` does (a wide network only if it is compiled);
-            None: on a GPU.
-    """
-
-    captured: bool | None = None
-    compiled: bool = False
-    joined: bool | None = None
+    captured: bool | None = None  #: replay the step as a CUDA graph; None: on a GPU
+    compiled: bool = False  #: compile the network, and steps that have no fused form, with torch.compile
+    joined: bool | None = None  #: run narrow ResNets with BN in bf16 by `lab.kernels.joining`; None: on a GPU
 
     def on(self, device: torch.device) -> "Execution":
         """The same with None replaced by the default of a device."""
@@ -149,7 +142,8 @@ class Training:
         self.steps = data.counts["train"] // config.batch_size
         self.queue = Queue(data.device)
         self._launch: dict[str, Callable[[], None]] = {}
-        self._taken, self._begun, self._tested = 0, False, False
+        self._taken: int | None = None  # steps of this epoch; None: it has not begun
+        self._tested = False
         self._half = config.precision == "bf16"
         self._loss = compiled(_loss) if self.execution.compiled else _loss
         self._score = compiled(_score) if self.execution.compiled else _score
@@ -167,8 +161,11 @@ class Training:
             for layer in model.modules():
                 if isinstance(layer, Convolution):
                     layer.lanes = _LANES
-        if self.execution.joined and self._half:
-            _join(model, compiled=self.execution.compiled)
+        if self.execution.joined and self._half and importlib.util.find_spec("triton"):
+            from steradian.lab.kernels import joining
+
+            if isinstance(model, ResNet) and joining.can_join(model):
+                model.route = joining.forward
         self.model = model
         self.groups = replace(groups, params=dict(model.named_parameters()))
         self.optimizers = self._make_optimizers()
@@ -224,7 +221,7 @@ class Training:
     # An epoch
 
     def begin_epoch(self) -> None:
-        """Enqueue the start of the next epoch: its rate and its plan."""
+        """Enqueue the start of the epoch, its rate and its plan."""
         plan = self.data.plan(self.config.seed, self.epoch, self.config.batch_size)
         with self.queue.here():
             self._plan_host.copy_(torch.from_numpy(plan))
@@ -232,19 +229,19 @@ class Training:
             self._set_rates(self.config.rate_factor(self.epoch))
             self._at.zero_()
             self._totals.zero_()
-        self._taken, self._begun = 0, True
+        self._taken = 0
 
     @property
     def left(self) -> int:
         """Steps of this epoch that have not been enqueued."""
-        return self.steps - self._taken if self._begun else self.steps
+        return self.steps - (self._taken or 0)
 
     def take(self, most: int) -> int:
         """Enqueue up to `most` steps of the epoch; returns how many are left."""
-        if not self._begun:
+        if self._taken is None:
             self.begin_epoch()
         count = min(most, self.left)
-        self._taken += count
+        self._taken = self.steps - self.left + count
         if count and "step" not in self._launch:
             count -= self._prepare()
         with self.queue.here():
@@ -255,11 +252,11 @@ class Training:
 
     def take_plainly(self) -> int:
         """Run one step without replaying it and wait for it, so that the optimizers' state can be read after it."""
-        if not self._begun:
+        if self._taken is None:
             self.begin_epoch()
         with self.queue.here():
             self._step()
-        self._taken += 1
+        self._taken = self.steps - self.left + 1
         self.queue.mark()
         self.queue.wait()
         return self.left
@@ -272,14 +269,17 @@ class Training:
 
     def _enqueue_evaluation(self, part: str) -> None:
         start, end = self.data.spans[part]
+        length = _CHUNK if self.execution.captured else min(_CHUNK, end - start)
         self.model.eval()
         with self.queue.here():
-            self._chunk_at.fill_(start)
             self._chunk_end.fill_(end)
-            evaluate, length = self._evaluator(end - start)
+            if self.execution.captured and "evaluation" not in self._launch:
+                self._evaluate(length)
+                self._launch["evaluation"] = self.queue.capture(partial(self._evaluate, length))
+            self._chunk_at.fill_(start)
             self._scored.zero_()
             for _ in range(math.ceil((end - start) / length)):
-                evaluate()
+                self._launch.get("evaluation", partial(self._evaluate, length))()
             self._totals[PARTS.index(part)] = self._scored
             self._totals_host.copy_(self._totals, non_blocking=True)
         self.model.train()
@@ -300,16 +300,16 @@ class Training:
         # The training loss is a sum over batches, the others are sums over images.
         terms = [self.steps, *images[1:]]
         if not self.diverged:
+            if not self._tested:
+                self._totals_host[2] = math.nan
             for part, (loss, hits), term, count in zip(PARTS, self._totals_host.tolist(), terms, images, strict=True):
-                known = part != "test" or self._tested
-                self.curves[f"{part}_loss"].append(loss / term if known else math.nan)
-                self.curves[f"{part}_accuracy"].append(100 * hits / count if known else math.nan)
-        self.epoch += 1
-        self._begun = False
+                self.curves[f"{part}_loss"].append(loss / term)
+                self.curves[f"{part}_accuracy"].append(100 * hits / count)
+        self.epoch, self._taken = self.epoch + 1, None
         return True
 
     def run_epoch(self) -> None:
-        """Run a whole epoch and wait for it."""
+        """Run an epoch, or what is left of it, and wait for it."""
         while self.take(self.steps):
             continue
         self.end_epoch()
@@ -328,11 +328,12 @@ class Training:
 
     def collapsed(self) -> int:
         """Number of collapsed rows."""
-        count = 0
-        for group in self.groups.groups:
-            rows = Layout(group.spec).join([self.groups.params[name].detach() for name in group.names])
-            count += int(geometry.collapsed(geometry.norm(rows)).sum())
-        return count
+        return sum(int(geometry.collapsed(geometry.norm(rows)).sum()) for rows in self.rows())
+
+    def rows(self, *, gradients: bool = False) -> list[Tensor]:
+        """The rows of each group, or of their gradients."""
+        params, kind = self.groups.params, "grad" if gradients else "data"
+        return [Layout(g.spec).join([getattr(params[name], kind) for name in g.names]) for g in self.groups.groups]
 
     # Capturing
 
@@ -362,8 +363,11 @@ class Training:
 
     def _replays_differ(self, restore: Callable[[], None], at: Tensor) -> str:
         """Why the steps of an unknown optimizer must not be replayed, "" if they may: three steps both ways."""
-        gpu, steps, reason = self.data.device.type == "cuda", min(3, self.steps - int(at)), ""
-        found = [_flat(self.model)]
+
+        def weights() -> Tensor:
+            return torch.cat([param.detach().flatten() for param in self.model.parameters()])
+
+        gpu, steps, found = self.data.device.type == "cuda", min(3, self.steps - int(at)), [weights()]
         for kind in ("first", "plain", "replayed"):
             step: Callable[[], None] = self._step
             try:
@@ -373,16 +377,14 @@ class Training:
                     if kind == "replayed" and number == 1:
                         step = self.queue.capture(self._step)
                     step()
+                found.append(weights())
             except Exception as error:
-                reason = str(error.__context__ or error).splitlines()[0]
+                return str(error.__context__ or error).splitlines()[0]
             finally:
                 if gpu:
                     torch.cuda.set_sync_debug_mode("default")
-            found.append(_flat(self.model))
-            restore()
-            self._at.copy_(at)
-            if reason:
-                return reason
+                restore()
+                self._at.copy_(at)
         before, _, plain, replays = found
         # Numbers that the optimizer computes on the host, such as a bias correction, are frozen in a graph.
         alike = (plain - replays).norm() <= _ALIKE * (plain - before).norm()
@@ -391,8 +393,7 @@ class Training:
     def _snapshot(self) -> Callable[[], None]:
         """Copy what a step changes, except the counter of batches; returns a function that restores it in place."""
         model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        states = [copied(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
-        totals = self._totals.clone()
+        states, totals = [copied(o.state_dict()["state"]) for o in self.optimizers], self._totals.clone()
 
         def restore() -> None:
             _fill(self.model, model)
@@ -400,18 +401,6 @@ class Training:
             self._totals.copy_(totals)
 
         return restore
-
-    def _evaluator(self, count: int) -> tuple[Callable[[], None], int]:
-        """A function that evaluates a chunk, and the chunk's length."""
-        if not self.execution.captured:
-            length = min(_CHUNK, count)
-            return (lambda: self._evaluate(length)), length
-        if "evaluation" not in self._launch:
-            at = self._chunk_at.clone()
-            self._evaluate(_CHUNK)
-            self._chunk_at.copy_(at)
-            self._launch["evaluation"] = self.queue.capture(lambda: self._evaluate(_CHUNK))
-        return self._launch["evaluation"], _CHUNK
 
     # State
 
@@ -437,8 +426,7 @@ class Training:
         with self.queue.here():
             _fill(self.model, state["model"])
             self._load_states(state["optimizers"])
-        self.epoch, self.curves = state["epoch"], copied(state["curves"])
-        self._begun = False
+        self.epoch, self.curves, self._taken = state["epoch"], copied(state["curves"]), None
 
     def _load_states(self, states: list[Mapping[Any, Any]]) -> None:
         """Load the states of the optimizers, without their settings, in the memory format of the parameters."""
@@ -461,11 +449,6 @@ def copied(state: Any, *, device: str | None = None) -> Any:
     return state.detach().to(device or state.device, copy=True) if isinstance(state, Tensor) else state
 
 
-def _flat(model: nn.Module) -> Tensor:
-    """A copy of all parameters as one vector."""
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
 @torch.no_grad()
 def _fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy parameters and buffers in place; `load_state_dict` needs a version that plain dicts lack."""
@@ -475,18 +458,6 @@ def _fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the weights must be those of this network; they differ in {names}")
     for name, tensor in own.items():
         tensor.copy_(weights[name])
-
-
-def _join(model: nn.Module, *, compiled: bool) -> None:
-    """Run the network by the lab's own kernels, if they support it."""
-    if importlib.util.find_spec("triton") is None:
-        return
-    from steradian.lab.kernels import joining
-
-    # A wide network is faster only if it is compiled too.
-    if joining.can_join(model) and (compiled or joining.is_narrow(model)):
-        assert isinstance(model, ResNet | VGG)
-        model.route = joining.forward
 
 
 def _loss(model: nn.Module, data: Resident, codes: Tensor, half: bool) -> tuple[Tensor, Tensor]:

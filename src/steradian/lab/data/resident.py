@@ -41,7 +41,13 @@ class Resident:
                 f"{data.name} must have 2 training images, one of them for validation, and a test image, "
                 f"got {len(data.train)} and {len(data.test)}"
             )
-        kept, held = _split(data.train, validation)
+        # By a fixed shuffle.
+        order = np.random.Generator(np.random.Philox(key=0)).permutation(len(data.train))
+        count = min(max(1, round(validation * len(order))), len(order) - 1)
+        kept, held = (
+            Images(data.train.pixels[part], data.train.labels[part])
+            for part in (np.sort(order[count:]), np.sort(order[:count]))
+        )
         held_images = np.concatenate([held.pixels, data.test.pixels]).reshape(len(held) + len(data.test), -1)
         self.counts = {"train": len(kept), "validation": len(held), "test": len(data.test)}
         self.spans = {"validation": (0, len(held)), "test": (len(held), len(held_images))}
@@ -100,14 +106,6 @@ class Resident:
                 window = places[down : down + size, right : right + size]
                 views += [window, window[:, ::-1]] if self.flip else [window]
         return np.stack([view.reshape(-1) for view in views]).astype(np.int64)
-
-
-def _split(train: Images, share: float) -> tuple[Images, Images]:
-    """Training and validation images, by a fixed shuffle."""
-    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train))
-    held = min(max(1, round(share * len(train))), len(train) - 1)
-    kept, out = np.sort(order[held:]), np.sort(order[:held])
-    return Images(train.pixels[kept], train.labels[kept]), Images(train.pixels[out], train.labels[out])
 
 
 def _moments(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -25,11 +25,8 @@ CHECKSUMS = {
     "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
 }
 """MD5 of each file of CIFAR and SVHN, as its authors publish it."""
-_FILES = {
-    "cifar10": ("cifar-10-python.tar.gz",),
-    "cifar100": ("cifar-100-python.tar.gz",),
-    "svhn": ("train_32x32.mat", "test_32x32.mat"),
-}
+_CIFAR10, _CIFAR100, *_SVHN = CHECKSUMS
+_FILES = {"cifar10": [_CIFAR10], "cifar100": [_CIFAR100], "svhn": _SVHN}
 _HUB = {
     "cifar10": ("uoft-cs/cifar10", "plain_text", "img", "label"),
     "cifar100": ("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
@@ -118,20 +115,17 @@ def _cifar(name: str, path: Path) -> DataSet:
         folder, parts, test = "cifar-100-python", ["train"], "test"
         meta, classes, label = "meta", b"fine_label_names", b"fine_labels"
     with tarfile.open(path) as archive:
-
-        def member(file: str) -> dict[bytes, Any]:
+        files: dict[str, Any] = {}
+        for file in (*parts, test, meta):
             content = archive.extractfile(f"{folder}/{file}")
             assert content is not None, f"{file} is a file"
-            made: dict[bytes, Any] = pickle.load(content, encoding="bytes")
-            return made
-
-        splits = []
-        for files in (parts, [test]):
-            batches = [member(file) for file in files]
-            pixels = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-            labels = np.concatenate([np.asarray(batch[label], dtype=np.int64) for batch in batches])
-            splits.append(Images(np.ascontiguousarray(pixels), labels))
-        return DataSet(name, splits[0], splits[1], tuple(word.decode() for word in member(meta)[classes]))
+            files[file] = pickle.load(content, encoding="bytes")
+    splits = []
+    for batches in ([files[part] for part in parts], [files[test]]):
+        pixels = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        labels = np.concatenate([np.asarray(batch[label], dtype=np.int64) for batch in batches])
+        splits.append(Images(np.ascontiguousarray(pixels), labels))
+    return DataSet(name, splits[0], splits[1], tuple(word.decode() for word in files[meta][classes]))
 
 
 def _svhn(root: Path) -> DataSet:
@@ -147,7 +141,9 @@ def _svhn(root: Path) -> DataSet:
 
 def _digits() -> DataSet:
     """scikit-learn's digits; a fifth of them, after a fixed shuffle, are test images."""
-    raw = _sklearn_digits()
+    from sklearn.datasets import load_digits
+
+    raw = load_digits()
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(raw.target))
     pixels = (raw.images[order, :, :, None] * 15).astype(np.uint8)
     labels = raw.target[order].astype(np.int64)
@@ -191,16 +187,12 @@ def digits(*, seed: int = 0) -> tuple[Split, Split]:
     >>> train.images.shape, test.labels.shape
     (torch.Size([1438, 1, 8, 8]), torch.Size([359]))
     """
-    raw = _sklearn_digits()
+    from sklearn.datasets import load_digits
+
+    raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1)
     labels = torch.tensor(raw.target, dtype=torch.int64)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     images, labels = (images[order] - images.mean()) / images.std(), labels[order]
     kept = len(labels) - round(0.2 * len(labels))
     return Split(images[:kept], labels[:kept]), Split(images[kept:], labels[kept:])
-
-
-def _sklearn_digits() -> Any:
-    from sklearn.datasets import load_digits
-
-    return load_digits()

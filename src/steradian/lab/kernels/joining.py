@@ -1,7 +1,7 @@
-"""Networks with BN run by fewer, joint kernels: our own convolutions, and passes that a compiler joins.
+"""Narrow residual networks with BN run by fewer, joint kernels: our own convolutions, and passes that a compiler joins.
 
 The same network with the same parameters and buffers, up to rounding: in half precision activations are rounded where
-they are stored, and fewer of them are. In a narrow network all 3 × 3 convolutions are ours, in a wide one none.
+they are stored, and fewer of them are.
 """
 
 from typing import Any
@@ -11,32 +11,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from steradian.lab.kernels.convolution import FILTERS, by_channel, convolve
-from steradian.lab.models import VGG, Block, ResNet
+from steradian.lab.models import Block, ResNet
 
-__all__ = ["can_join", "forward", "is_narrow"]
+__all__ = ["can_join", "forward"]
 
 _LANES = 8  # channels that are loaded at once
 
 
 def can_join(model: nn.Module) -> bool:
-    """Whether `forward` can run this network."""
-    if not isinstance(model, ResNet | VGG):
-        return False
-    layers = _convolutions(model)
+    """Whether `forward` can run this network: a residual one with BN whose convolutions our kernels support."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
     norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
-    return len(norms) == len(layers) and all(layer.bias is None for layer in layers)
+    fits = all(layer.bias is None and layer.out_channels in FILTERS for layer in layers)
+    return isinstance(model, ResNet) and len(norms) == len(layers) and fits
 
 
-def is_narrow(model: nn.Module) -> bool:
-    """Whether our kernels support all of its 3 × 3 convolutions."""
-    return all(layer.out_channels in FILTERS for layer in _convolutions(model) if layer.kernel_size == (3, 3))
-
-
-def _convolutions(model: nn.Module) -> list[nn.Conv2d]:
-    return [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
-
-
-def forward(model: ResNet | VGG, images: Tensor) -> Tensor:
+def forward(model: ResNet, images: Tensor) -> Tensor:
     """Logits of a batch of images; under autocast in its dtype, else in the images'.
 
     Args:
@@ -45,61 +35,38 @@ def forward(model: ResNet | VGG, images: Tensor) -> Tensor:
     """
     kind = images.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else images.dtype
-    narrow = is_narrow(model)
-    missing = -images.shape[1] % _LANES if narrow else 0
-    a = functional.pad(images, (0, 0, 0, 0, 0, missing)).to(dtype)
-    if isinstance(model, VGG):
-        return _vgg(model, a, narrow)
-    a = _activated(model.conv1, model.norm1, a, ours=narrow)
-    for layer in model.stages.modules():
-        if isinstance(layer, Block):
-            a = _block(layer, a, narrow)
+    a = functional.pad(images, (0, 0, 0, 0, 0, -images.shape[1] % _LANES)).to(dtype)
+    a = _activated(model.conv1, model.norm1, a)
+    for block in model.stages.modules():
+        if isinstance(block, Block):
+            h = _activated(block.conv1, block.norm1, a)
+            a = _activated(block.conv2, block.norm2, h, added=_shortcut(block, a))
     return model.head(a.mean(dim=(2, 3)))
-
-
-def _vgg(model: VGG, a: Tensor, narrow: bool) -> Tensor:
-    for stage in model:
-        layers = iter(stage if isinstance(stage, nn.Sequential) else [stage])
-        for layer in layers:
-            if isinstance(layer, nn.Conv2d):
-                a = _activated(layer, next(layers), a, ours=narrow)
-            elif not isinstance(layer, nn.ReLU):
-                a = layer(a)
-    return a
-
-
-def _block(block: Block, a: Tensor, narrow: bool) -> Tensor:
-    h = _activated(block.conv1, block.norm1, a, ours=narrow)
-    return _activated(block.conv2, block.norm2, h, ours=narrow, added=_shortcut(block, a))
 
 
 def _shortcut(block: Block, a: Tensor) -> Tensor:
     if len(block.shortcut):
         convolution, norm = block.shortcut
-        return _activated(convolution, norm, a, ours=False, rectified=False)
+        return _activated(convolution, norm, a, rectified=False)
     return functional.pad(a[:, :, :: block.stride, :: block.stride], (0, 0, 0, 0, 0, block.added))
 
 
 def _activated(
-    convolution: nn.Module,
-    norm: nn.Module,
-    x: Tensor,
-    *,
-    ours: bool,
-    added: Tensor | None = None,
-    rectified: bool = True,
+    convolution: nn.Module, norm: nn.Module, x: Tensor, *, added: Tensor | None = None, rectified: bool = True
 ) -> Tensor:
     """relu(norm(convolution(x)) + added), in the dtype of x; without the ReLU if not rectified."""
     assert isinstance(convolution, nn.Conv2d)
     assert isinstance(norm, nn.BatchNorm2d)
     sums: Tensor | tuple[Tensor, Tensor]
-    if ours:
-        weight = functional.pad(convolution.weight, (0, 0, 0, 0, 0, x.shape[1] - convolution.weight.shape[1]))
-        y, sums = convolve(x, weight, stride=convolution.stride[0], sums=norm.training)
-    else:
-        y = _by_torch(convolution, x)
+    stride = convolution.stride[0]
+    if convolution.kernel_size == (1, 1):  # of a shortcut: a product of matrices
+        pixels = x[:, :, ::stride, ::stride].permute(0, 2, 3, 1)
+        y = functional.linear(pixels, convolution.weight.flatten(1)).permute(0, 3, 1, 2)
         exact = y.detach().float()
         sums = exact.sum(dim=(0, 2, 3)), exact.square().sum(dim=(0, 2, 3))
+    else:
+        weight = functional.pad(convolution.weight, (0, 0, 0, 0, 0, x.shape[1] - convolution.weight.shape[1]))
+        y, sums = convolve(x, weight, stride=stride, sums=norm.training)
     count = y.numel() // y.shape[1]
     terms = [by_channel(term) for term in _terms(norm, sums, count)]
     share = 1 / count if norm.training else 0.0
@@ -153,15 +120,6 @@ class _Normalization(torch.autograd.Function):
 def _kept(term: Tensor) -> Tensor:
     """The term as a tensor in memory; otherwise a compiler computes it again for each pixel, which costs reads."""
     return term.as_strided(term.shape, term.stride())
-
-
-def _by_torch(convolution: nn.Conv2d, x: Tensor) -> Tensor:
-    """The convolution; one of 1 × 1 as a product of matrices."""
-    if convolution.kernel_size != (1, 1):
-        return convolution(x)
-    down, across = convolution.stride
-    pixels = x[:, :, ::down, ::across].permute(0, 2, 3, 1)
-    return functional.linear(pixels, convolution.weight.flatten(1)).permute(0, 3, 1, 2)
 
 
 def _terms(norm: nn.BatchNorm2d, sums: Tensor | tuple[Tensor, Tensor], count: int) -> tuple[Tensor, ...]:
