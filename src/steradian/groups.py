@@ -238,7 +238,8 @@ class Pair:
     Each side is cut into n sets of rows: set i is what the specs number i in all of its parameters, and set i of a
     goes with set i of b. Beside those of `Layout` there is the spec ("fold", k, start, g0, d0, g1, d1): the entries of
     dimension k from `start` on are a (g0, d0, g1, d1) array, and a set has one index of each g and all of each d. With
-    a further number, so many blocks of dimension 0 are cut like that, each for itself.
+    one further number, so many blocks of dimension 0 are cut like that, each for itself. With two, n and a stride,
+    the entries are n equal ranges at that distance, as the values of each head among its queries and keys.
 
     Attributes:
         a: the names of the parameters of one side.
@@ -269,8 +270,11 @@ def _cut_in_words(name: str, spec: Spec) -> str:
     if not (isinstance(spec, tuple) and spec[0] == "fold"):
         return f"{name} {spec!r}"
     k, start, *fold = map(int, spec[1:7])
-    stop, shape = start + math.prod(fold), f" as {tuple(fold)}" if fold[1] * fold[3] > 1 else ""
-    return f"{name}[{':, ' * k}{start}:{stop}]{shape}"
+    count, stride = map(int, spec[7:]) if len(spec) == 9 else (1, 0)
+    size, shape = math.prod(fold) // count, f" as {tuple(fold)}" if fold[1] * fold[3] > 1 else ""
+    ranges = [f"{start + i * stride}:{start + i * stride + size}" for i in range(count)]
+    shown = ranges if count <= 3 else [ranges[0], ranges[1], "…", ranges[-1]]
+    return f"{name}[{':, ' * k}{', '.join(shown)}]{shape}"
 
 
 def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
@@ -280,13 +284,19 @@ def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
     ([[0, 0, 1, 1]], [-1, -1, 0, 0])
     """
     if isinstance(spec, tuple) and spec[0] == "fold":
-        k, start, g0, d0, g1, d1, blocks = *map(int, spec[1:8]), *(1,) * (8 - len(spec))
-        inside = torch.arange(blocks * g0 * g1).reshape(blocks, g0, 1, g1, 1).expand(blocks, g0, d0, g1, d1).flatten(1)
-        numbers = torch.full((blocks, shape[k]), -1)
-        numbers[:, start : start + inside.shape[1]] = inside
-        if blocks > 1:
-            numbers = numbers.repeat_interleave(shape[0] // blocks, 0)
+        k, start, g0, d0, g1, d1, *more = map(int, spec[1:])
+        count = more[0] if more else 1
+        g0 *= count if len(more) == 1 else 1
+        inside = torch.arange(g0 * g1).reshape(g0, 1, g1, 1).expand(g0, d0, g1, d1).reshape(count, -1)
+        place = start + torch.arange(inside.shape[1])
         sizes = [1] * len(shape)
+        if len(more) == 2:
+            numbers = torch.full((1, shape[k]), -1)
+            numbers[0, place + more[1] * torch.arange(count)[:, None]] = inside
+        else:
+            numbers = torch.full((count, shape[k]), -1)
+            numbers[:, place] = inside
+            numbers = numbers.repeat_interleave(shape[0] // count, 0) if count > 1 else numbers
         sizes[0], sizes[k] = len(numbers), shape[k]
         return numbers.reshape(sizes)
     counts = Layout(spec).blocks(shape)
