@@ -61,6 +61,8 @@ _HOMOGENEOUS = {"linear", "sum", "concatenation", "mixture", "choice", "product"
 """Kinds whose output grows by a power of the factor when their inputs do. Any other may be part of a normalization."""
 _KNOWN = (_HOMOGENEOUS - {"choice"}) | {"division", "length", "weight norm", "normalization"}
 """Kinds that a factor may meet without meeting a nonlinearity. A choice or a power may be part of one."""
+_PARTS = {"select", "slice", "split", "splitwithsizes", "unbind"}
+"""Operations that cut a tensor into parts."""
 _SUMS = {"linear", "sum", "product", "sum of products"}
 """Kinds that add their inputs, or products of them."""
 
@@ -239,13 +241,16 @@ def propose(graph: Graph) -> Proposals:
     through: dict[Mask, Mask] = {}
     scaling: list[Mask | None] = []
     depends: list[Mask] = []
-    for node in graph.nodes:
+    parts: set[int] = set()  # nodes that are parts of others
+    for number, node in enumerate(graph.nodes):
         if node.parameter is not None:
             depends.append(bits[node.parameter])
             scaling.append(bits[node.parameter])
             continue
         depends.append(_union(depends[i] for i in node.inputs if i is not None))
-        found = _scaling_of(node, scaling, depends, through)
+        found = _scaling_of(node, scaling, depends, through, parts)
+        if node.operation in _PARTS or (node.kind == "linear" and not parts.isdisjoint(node.inputs)):
+            parts.add(number)
         scaling.append(found)
         if found is not None and found.bit_count() > 1:
             sets.add(found)
@@ -269,13 +274,15 @@ def _union(masks: Iterable[Mask]) -> Mask:
     return total
 
 
-def _scaling_of(node: Node, scaling: list[Mask | None], depends: list[Mask], through: dict[Mask, Mask]) -> Mask | None:
+def _scaling_of(
+    node: Node, scaling: list[Mask | None], depends: list[Mask], through: dict[Mask, Mask], parts: set[int]
+) -> Mask | None:
     """The parameters that scale this node's output, or None."""
     kind, reads = node.kind, node.inputs
     if kind in ("nonlinear", "power") or (kind in ("sum", "concatenation") and None in reads):
         return None
     if kind in ("product", "sum of products"):
-        return _scaling_of_product(node, scaling, depends, through)
+        return _scaling_of_product(node, scaling, depends, through, parts)
     if kind == "normalization":
         reads = reads[1:3]
     elif kind == "weight norm":
@@ -295,15 +302,18 @@ def _common(reads: list[int | None], scaling: list[Mask | None]) -> Mask | None:
 
 
 def _scaling_of_product(
-    node: Node, scaling: list[Mask | None], depends: list[Mask], through: dict[Mask, Mask]
+    node: Node, scaling: list[Mask | None], depends: list[Mask], through: dict[Mask, Mask], parts: set[int]
 ) -> Mask | None:
-    """One factor scales a product: the one that depends on fewest parameters, normally a weight."""
+    """One factor scales a product: the one that depends on fewest parameters, normally a weight.
+
+    One of `parts`, such as a gate that is cut out of what gives shifts too, scales it less likely.
+    """
     term_first, reads = node.kind == "sum of products", node.inputs
     factors, terms = (reads[1:], reads[:1]) if term_first else (reads[:2], reads[2:3])
     able = [r for r in factors if r is not None and scaling[r] is not None]
     if not able or (term_first and terms == [None]):
         return None
-    chosen = min(able, key=lambda r: depends[r].bit_count())
+    chosen = min(able, key=lambda r: (r in parts, depends[r].bit_count()))
     scaled = scaling[chosen]
     if scaled is not None and scaled.bit_count() == 1:
         others = _union(depends[r] for r in factors if r is not None and r != chosen)
