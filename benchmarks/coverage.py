@@ -146,9 +146,9 @@ class NGPT(nn.Module):
 def language(kind: str, **settings: Any) -> tuple[nn.Module, Tensor]:
     """A language model of transformers and a batch of tokens."""
     sizes = {"vocab_size": TOKENS, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": WIDTH // 4} if kind != "GPT2" else {}
+    grouped = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": WIDTH // 4}
+    sizes |= {"GPT2": {}, "Falcon": {"num_attention_heads": 4, "num_kv_heads": 2}}.get(kind, grouped)
     sizes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    sizes |= {"num_kv_heads": 2} if kind == "Falcon" else {}
     config = getattr(transformers, f"{'Gemma3Text' if kind == 'Gemma3' else kind}Config")(**sizes | settings)
     model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
     return model, torch.randint(TOKENS, (8, 64))

@@ -142,8 +142,6 @@ class Layout:
             raise ValueError(
                 f"rows of shape {self.size(shape)} make a tensor of shape {shape}, got {tuple(rows.shape)}"
             )
-        if all(g == 1 for g in counts[1:]):
-            return rows.reshape(shape)
         cut, order = _split(shape, counts)
         back = sorted(range(len(order)), key=order.__getitem__)
         return rows.reshape([cut[i] for i in order]).permute(back).reshape(shape)
@@ -166,38 +164,16 @@ class Layout:
             raise ValueError(f"rows {self.spec!r} cut the shapes {shapes} into different numbers of rows")
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
-    def part(self, rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The inverse of `join`: joint rows back to tensors.
-
-        Args:
-            rows: as `join` makes them.
-            shapes: of the tensors, in their order.
-
-        Raises:
-            ValueError: the rows are not as long as those of such tensors together.
-
-        >>> weight, bias = Layout(4).part(torch.zeros(4, 8), [(8, 3), (8,)])
-        >>> weight.shape, bias.shape
-        (torch.Size([8, 3]), torch.Size([8]))
-        """
-        widths = [self.size(shape)[1] for shape in shapes]
-        if rows.ndim != 2 or rows.shape[1] != sum(widths):
-            raise ValueError(f"joint rows of {sum(widths)} numbers are needed, got {tuple(rows.shape)}")
-        return [self.restore(r, s) for r, s in zip(rows.split(widths, dim=1), shapes, strict=True)]
-
 
 def _is_spec(spec: object) -> bool:
-    if isinstance(spec, str):
-        return spec in ("filter", "tensor")
-    if isinstance(spec, tuple) and len(spec) >= 2 and all(_is_int(k) for k in spec[1:]):
-        return (spec[0] == "axis" and len(spec) == 2) or (
-            spec[0] == "grid" and all(g >= 1 or g == -1 for g in spec[1:])
-        )
-    return _is_int(spec) and isinstance(spec, int) and spec >= 1
-
-
-def _is_int(k: object) -> bool:
-    return isinstance(k, int) and not isinstance(k, bool)
+    match spec:
+        case "filter" | "tensor":
+            return True
+        case ("axis", k):
+            return type(k) is int  # not a bool
+        case ("grid", *blocks):
+            return bool(blocks) and all(type(g) is int and (g >= 1 or g == -1) for g in blocks)
+    return type(spec) is int and spec >= 1
 
 
 def _split(shape: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
