@@ -259,24 +259,25 @@ def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
     >>> set_numbers(("fold", 1, 0, 2, 2, 1, 1), (3, 4)).tolist(), set_numbers(("fold", 0, 2, 1, 2, 1, 1), (4,)).tolist()
     ([[0, 0, 1, 1]], [-1, -1, 0, 0])
     """
+    host = torch.device("cpu")  # whatever the default is
     if isinstance(spec, tuple) and spec[0] == "fold":
         k, start, g0, d0, g1, d1, *more = map(int, spec[1:])
         count = more[0] if more else 1
         g0 *= count if len(more) == 1 else 1
-        inside = torch.arange(g0 * g1).reshape(g0, 1, g1, 1).expand(g0, d0, g1, d1).reshape(count, -1)
-        place = start + torch.arange(inside.shape[1])
+        inside = torch.arange(g0 * g1, device=host).reshape(g0, 1, g1, 1).expand(g0, d0, g1, d1).reshape(count, -1)
+        place = start + torch.arange(inside.shape[1], device=host)
         sizes = [1] * len(shape)
         if len(more) == 2:
-            numbers = torch.full((1, shape[k]), -1)
-            numbers[0, place + more[1] * torch.arange(count)[:, None]] = inside
+            numbers = torch.full((1, shape[k]), -1, device=host)
+            numbers[0, place + more[1] * torch.arange(count, device=host)[:, None]] = inside
         else:
-            numbers = torch.full((count, shape[k]), -1)
+            numbers = torch.full((count, shape[k]), -1, device=host)
             numbers[:, place] = inside
             numbers = numbers.repeat_interleave(shape[0] // count, 0) if count > 1 else numbers
         sizes[0], sizes[k] = len(numbers), shape[k]
         return numbers.reshape(sizes)
     counts = Layout(spec).blocks(shape)
-    numbers = torch.arange(math.prod(counts)).reshape(counts)
+    numbers = torch.arange(math.prod(counts), device=host).reshape(counts)
     for i, count in enumerate(counts):
         if count > 1:
             numbers = numbers.repeat_interleave(shape[i] // count, i)

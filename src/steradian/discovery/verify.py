@@ -92,7 +92,7 @@ def _pair_factors(pair: Pair, parameters: Mapping[str, Tensor], seed: int) -> li
     for names, specs, sign in ((pair.a, pair.a_specs, 1), (pair.b, pair.b_specs, -1)):
         alpha = torch.cat([(sign * exponent).exp2(), exponent.new_ones(1)])  # the last one is that of −1
         for name, spec in zip(names, specs, strict=True):
-            numbers = set_numbers(spec, parameters[name].shape).to("cpu")
+            numbers = set_numbers(spec, parameters[name].shape)
             factors.append({name: alpha[numbers].to(parameters[name].device)})
     return factors
 
@@ -185,4 +185,4 @@ def _row_factors(
     if left_out is not None:
         rho = rho.masked_fill(left_out, 1.0)
     members = {name: parameters[name] for name in group.names}
-    return {name: rho[set_numbers(group.spec, p.shape).to(host)].to(p.device) for name, p in members.items()}
+    return {name: rho[set_numbers(group.spec, p.shape)].to(p.device) for name, p in members.items()}
