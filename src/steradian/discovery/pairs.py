@@ -142,7 +142,7 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
         left.sort(key=lambda part: -part[0][0].size)  # a part of a pair is none of its own
         totals = np.array([one[0].total for one, _ in left]).T
         for i, j in np.argwhere(np.triu(_near(totals[:, :, None], totals[:, None]), 1)):
-            (one, n), (other, m) = left[i], left[j]
+            (one, n), (other, m) = sorted((left[i], left[j]), key=lambda part: order[part[0][0].names[0]])
             search.pair(one, other, "multiplied with each other", more_than=min(n, m))
     return sorted((pair for _, _, pair in search.found), key=lambda pair: order[pair.a[0]])
 
