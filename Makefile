@@ -16,6 +16,7 @@ $(READY_LAB): pyproject.toml constraints.txt
 
 $(READY): $(READY_LAB)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm  # without torchvision
 	touch $(READY)
 
 demo: $(READY_LAB)  ## train, map every step to the sphere, write demo/index.html

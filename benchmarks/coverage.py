@@ -146,7 +146,8 @@ class NGPT(nn.Module):
 def language(kind: str, **settings: Any) -> tuple[nn.Module, Tensor]:
     """A language model of transformers and a batch of tokens."""
     sizes = {"vocab_size": TOKENS, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": WIDTH // 4} if kind != "GPT2" else {}
+    grouped = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": WIDTH // 4}
+    sizes |= {"GPT2": {}, "Falcon": {"num_attention_heads": 4, "num_kv_heads": 2}}.get(kind, grouped)
     sizes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     config = getattr(transformers, f"{'Gemma3Text' if kind == 'Gemma3' else kind}Config")(**sizes | settings)
     model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
@@ -195,6 +196,9 @@ ARCHITECTURES: dict[str, Callable[[], tuple[Any, ...]]] = {
         drop_path_rate=0.0,
     ),
     "GPT-2": partial(language, "GPT2", n_head=4, n_positions=64),
+    "GPT-NeoX": partial(language, "GPTNeoX"),
+    "Bloom": partial(language, "Bloom", n_head=4),
+    "Falcon": partial(language, "Falcon", new_decoder_architecture=True),
     "Llama": partial(language, "Llama"),
     "Qwen3": partial(language, "Qwen3"),
     "Gemma 3": partial(language, "Gemma3"),
@@ -249,7 +253,7 @@ def main() -> None:
         f"{row['because of'] or '–'} | {row['with facts']:.1f} % | {row['pairs']:,} | {row['in pairs']:.1f} % |"
         for row in table.rows
     ]
-    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    PAGE.write_text(HEAD + "\n".join(lines) + "\n" + FOOT, encoding="utf-8")
 
 
 HEAD = """# Which architectures have invariant weights
@@ -267,6 +271,19 @@ lab. Widths and vocabularies are small, so that shares are those of the blocks m
 
 | architecture | weights | invariant | rows | because of | with facts | pairs | in pairs |
 |---|---:|---:|---:|---|---:|---:|---:|
+"""
+
+FOOT = """
+What is missing from the table, by hand:
+
+- **Mamba.** The rows of `in_proj` that feed the convolution pair with its filters, the rows of `x_proj` for the time
+  step with the columns of `dt_proj`, and those for B with those for C. The activations behind the convolution and on
+  the gate end every other pair of single channels: neither the gate's rows of `in_proj` nor D have one with the columns
+  of `out_proj`. One more is exact but not listed: all rows for C and all of D together, against all of `out_proj`.
+- **DiT.** What writes to the residual stream is jointly invariant because of the last normalization. The rows of the
+  condition that make a gate pair with the rows of the layer that it multiplies; these are exact but not listed. Shifts
+  and scales ($1 + s$) have no pairs.
+- **Bloom, Falcon, Mamba and GPT-2** give the embedding to the head too, so that the last gain has no pair with it.
 """
 
 

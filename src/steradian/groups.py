@@ -142,8 +142,6 @@ class Layout:
             raise ValueError(
                 f"rows of shape {self.size(shape)} make a tensor of shape {shape}, got {tuple(rows.shape)}"
             )
-        if all(g == 1 for g in counts[1:]):
-            return rows.reshape(shape)
         cut, order = _split(shape, counts)
         back = sorted(range(len(order)), key=order.__getitem__)
         return rows.reshape([cut[i] for i in order]).permute(back).reshape(shape)
@@ -166,38 +164,16 @@ class Layout:
             raise ValueError(f"rows {self.spec!r} cut the shapes {shapes} into different numbers of rows")
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
-    def part(self, rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The inverse of `join`: joint rows back to tensors.
-
-        Args:
-            rows: as `join` makes them.
-            shapes: of the tensors, in their order.
-
-        Raises:
-            ValueError: the rows are not as long as those of such tensors together.
-
-        >>> weight, bias = Layout(4).part(torch.zeros(4, 8), [(8, 3), (8,)])
-        >>> weight.shape, bias.shape
-        (torch.Size([8, 3]), torch.Size([8]))
-        """
-        widths = [self.size(shape)[1] for shape in shapes]
-        if rows.ndim != 2 or rows.shape[1] != sum(widths):
-            raise ValueError(f"joint rows of {sum(widths)} numbers are needed, got {tuple(rows.shape)}")
-        return [self.restore(r, s) for r, s in zip(rows.split(widths, dim=1), shapes, strict=True)]
-
 
 def _is_spec(spec: object) -> bool:
-    if isinstance(spec, str):
-        return spec in ("filter", "tensor")
-    if isinstance(spec, tuple) and len(spec) >= 2 and all(_is_int(k) for k in spec[1:]):
-        return (spec[0] == "axis" and len(spec) == 2) or (
-            spec[0] == "grid" and all(g >= 1 or g == -1 for g in spec[1:])
-        )
-    return _is_int(spec) and isinstance(spec, int) and spec >= 1
-
-
-def _is_int(k: object) -> bool:
-    return isinstance(k, int) and not isinstance(k, bool)
+    match spec:
+        case "filter" | "tensor":
+            return True
+        case ("axis", k):
+            return type(k) is int  # not a bool
+        case ("grid", *blocks):
+            return bool(blocks) and all(type(g) is int and (g >= 1 or g == -1) for g in blocks)
+    return type(spec) is int and spec >= 1
 
 
 def _split(shape: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -238,7 +214,8 @@ class Pair:
     Each side is cut into n sets of rows: set i is what the specs number i in all of its parameters, and set i of a
     goes with set i of b. Beside those of `Layout` there is the spec ("fold", k, start, g0, d0, g1, d1): the entries of
     dimension k from `start` on are a (g0, d0, g1, d1) array, and a set has one index of each g and all of each d. With
-    a further number, so many blocks of dimension 0 are cut like that, each for itself.
+    one further number, so many blocks of dimension 0 are cut like that, each for itself. With two, n and a stride,
+    the entries are n equal ranges at that distance, as the values of each head among its queries and keys.
 
     Attributes:
         a: the names of the parameters of one side.
@@ -269,8 +246,11 @@ def _cut_in_words(name: str, spec: Spec) -> str:
     if not (isinstance(spec, tuple) and spec[0] == "fold"):
         return f"{name} {spec!r}"
     k, start, *fold = map(int, spec[1:7])
-    stop, shape = start + math.prod(fold), f" as {tuple(fold)}" if fold[1] * fold[3] > 1 else ""
-    return f"{name}[{':, ' * k}{start}:{stop}]{shape}"
+    count, stride = map(int, spec[7:]) if len(spec) == 9 else (1, 0)
+    size, shape = math.prod(fold) // count, f" as {tuple(fold)}" if fold[1] * fold[3] > 1 else ""
+    ranges = [f"{start + i * stride}:{start + i * stride + size}" for i in range(count)]
+    shown = ranges if count <= 3 else [ranges[0], ranges[1], "…", ranges[-1]]
+    return f"{name}[{':, ' * k}{', '.join(shown)}]{shape}"
 
 
 def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
@@ -279,18 +259,25 @@ def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
     >>> set_numbers(("fold", 1, 0, 2, 2, 1, 1), (3, 4)).tolist(), set_numbers(("fold", 0, 2, 1, 2, 1, 1), (4,)).tolist()
     ([[0, 0, 1, 1]], [-1, -1, 0, 0])
     """
+    host = torch.device("cpu")  # whatever the default is
     if isinstance(spec, tuple) and spec[0] == "fold":
-        k, start, g0, d0, g1, d1, blocks = *map(int, spec[1:8]), *(1,) * (8 - len(spec))
-        inside = torch.arange(blocks * g0 * g1).reshape(blocks, g0, 1, g1, 1).expand(blocks, g0, d0, g1, d1).flatten(1)
-        numbers = torch.full((blocks, shape[k]), -1)
-        numbers[:, start : start + inside.shape[1]] = inside
-        if blocks > 1:
-            numbers = numbers.repeat_interleave(shape[0] // blocks, 0)
+        k, start, g0, d0, g1, d1, *more = map(int, spec[1:])
+        count = more[0] if more else 1
+        g0 *= count if len(more) == 1 else 1
+        inside = torch.arange(g0 * g1, device=host).reshape(g0, 1, g1, 1).expand(g0, d0, g1, d1).reshape(count, -1)
+        place = start + torch.arange(inside.shape[1], device=host)
         sizes = [1] * len(shape)
+        if len(more) == 2:
+            numbers = torch.full((1, shape[k]), -1, device=host)
+            numbers[0, place + more[1] * torch.arange(count, device=host)[:, None]] = inside
+        else:
+            numbers = torch.full((count, shape[k]), -1, device=host)
+            numbers[:, place] = inside
+            numbers = numbers.repeat_interleave(shape[0] // count, 0) if count > 1 else numbers
         sizes[0], sizes[k] = len(numbers), shape[k]
         return numbers.reshape(sizes)
     counts = Layout(spec).blocks(shape)
-    numbers = torch.arange(math.prod(counts)).reshape(counts)
+    numbers = torch.arange(math.prod(counts), device=host).reshape(counts)
     for i, count in enumerate(counts):
         if count > 1:
             numbers = numbers.repeat_interleave(shape[i] // count, i)

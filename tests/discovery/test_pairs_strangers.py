@@ -595,7 +595,7 @@ def attention_with_relative_positions():
 
 
 @case(
-    also=[
+    pairs=[
         pair(
             ("qkv.weight", lambda i: i.reshape(2, 3, 2, -1)[:, 0].flatten(0, 1)),
             ("qkv.weight", lambda i: i.reshape(2, 3, 2, -1)[:, 1].flatten(0, 1)),
@@ -615,7 +615,7 @@ def queries_keys_and_values_by_head():
 
 
 @case(
-    also=[
+    pairs=[
         pair(("kv.weight", lambda i: i.reshape(2, 5, -1)[:, :2].flatten(0, 1)), rows("q.weight")),
         pair(("kv.weight", lambda i: i.reshape(2, 5, -1)[:, 2:].flatten(0, 1)), cols("o.weight")),
     ],
@@ -647,7 +647,7 @@ def product_of_two_parts_of_a_layer():
     return Net(run, p=nn.Linear(4, 8, bias=False)), tokens()
 
 
-@case(also=[pair(part("p.weight", 0, 3), rows("c.weight"))], false=[pair(part("p.weight", 3, 6), rows("c.weight"))])
+@case(pairs=[pair(part("p.weight", 0, 3), rows("c.weight"))], false=[pair(part("p.weight", 3, 6), rows("c.weight"))])
 def part_of_a_layer_before_a_depthwise_convolution():
     """As the input projection of a Mamba."""
 
@@ -657,6 +657,67 @@ def part_of_a_layer_before_a_depthwise_convolution():
 
     conv = nn.Conv1d(3, 3, 2, groups=3, padding=1)
     return Net(run, p=nn.Linear(4, 6, bias=False), c=conv, o=nn.Linear(3, 4, bias=False)), tokens()
+
+
+def partly_rotated(x: Tensor) -> Tensor:
+    """RoPE on the first two channels alone."""
+    return torch.cat([rotate(x[..., :2]), x[..., 2:]], -1)
+
+
+def by_head(name: str, heads: int, start: int, stop: int, *, joined: int = 1) -> Cut:
+    """Channels start to stop of each head as slices, or so many neighbours of them as one."""
+    return name, lambda i: i.reshape(heads, len(i) // heads, -1)[:, start:stop].reshape(
+        heads * (stop - start) // joined, -1
+    )
+
+
+@case(
+    pairs=[
+        pair(by_head("q.weight", 2, 0, 2, joined=2), by_head("k.weight", 2, 0, 2, joined=2)),
+        pair(by_head("q.weight", 2, 2, 5), by_head("k.weight", 2, 2, 5)),
+        pair(rows("v.weight"), cols("o.weight")),
+    ],
+    false=[pair(rows("q.weight"), rows("k.weight"))],
+)
+def partial_rope():
+    """GPT-J's: some channels of a head turn in twos, the others not at all."""
+
+    def run(net, x):
+        return attention(net, x, 2, 5, partly_rotated)
+
+    return Net(run, **projections(2, 2, 5)), tokens()
+
+
+@case(
+    pairs=[
+        pair(
+            ("q.weight", lambda i: i.reshape(2, 2, 4, -1)[:, :, :2].reshape(2, -1)),
+            by_head("k.weight", 2, 0, 2, joined=2),
+        ),
+        pair(
+            ("q.weight", lambda i: i.reshape(2, 2, 4, -1)[:, :, 2:].movedim(2, 1).reshape(4, -1)),
+            by_head("k.weight", 2, 2, 4),
+        ),
+        pair(writes("v.weight", 2, 4), reads("o.weight", 2, 4)),
+    ],
+)
+def grouped_queries_with_partial_rope():
+    def run(net, x):
+        return attention(net, x, 2, 4, partly_rotated)
+
+    return Net(run, **projections(4, 2, 4, width=3)), (torch.randn(6, 5, 3),)
+
+
+@case(
+    pairs=[pair(by_head("qkv.weight", 2, 0, 2), by_head("qkv.weight", 2, 2, 4))],
+    false=[pair(by_head("qkv.weight", 2, 4, 6), cols("o.weight"))],
+)
+def queries_and_keys_by_head_beside_activated_values():
+    def run(net, x):
+        q, k, v = net.qkv(x).unflatten(-1, (2, 6)).transpose(1, 2).chunk(3, -1)
+        return net.o(((q @ k.transpose(-1, -2)).softmax(-1) @ F.gelu(v)).transpose(1, 2).flatten(2))
+
+    return Net(run, qkv=nn.Linear(4, 12, bias=False), o=nn.Linear(4, 4, bias=False)), tokens()
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
@@ -1064,6 +1125,158 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=1)), text()
 
 
+def head_slices(name: str, number: int, start: int = 0, stop: int = 4, *, joined: int = 1) -> tuple[Cut, ...]:
+    """Channels of the queries (0), keys (1) or values (2) in a weight and a bias that have them head by head."""
+
+    def cut(i: Tensor) -> Tensor:
+        inside = i.reshape(2, 3, 4, -1)[:, number, start:stop]
+        return inside.reshape(2 * (stop - start) // joined, -1)
+
+    return (f"{name}.weight", cut), (f"{name}.bias", cut)
+
+
+NEOX = "gpt_neox.layers.0"
+NEOX_QKV = f"{NEOX}.attention.query_key_value"
+
+
+@case(
+    pairs=[
+        pair(with_bias(f"{NEOX}.input_layernorm"), cols(f"{NEOX_QKV}.weight")),
+        pair(with_bias(f"{NEOX}.post_attention_layernorm"), cols(f"{NEOX}.mlp.dense_h_to_4h.weight")),
+        pair(head_slices(NEOX_QKV, 0, 0, 2, joined=2), head_slices(NEOX_QKV, 1, 0, 2, joined=2)),
+        pair(head_slices(NEOX_QKV, 0, 2, 4), head_slices(NEOX_QKV, 1, 2, 4)),
+        pair(head_slices(NEOX_QKV, 2), cols(f"{NEOX}.attention.dense.weight")),
+        pair(with_bias("gpt_neox.final_layer_norm"), cols("lm_head.weight")),
+    ],
+    invariant=[
+        alone(
+            whole("gpt_neox.embed_in.weight"),
+            *(
+                whole(f"{NEOX}.{part}.{k}")
+                for part in ("attention.dense", "mlp.dense_4h_to_h")
+                for k in ("weight", "bias")
+            ),
+        ),
+        alone(head_slices(NEOX_QKV, 1, 2, 4)[1]),
+    ],
+    false=[pair(head_slices(NEOX_QKV, 0), head_slices(NEOX_QKV, 1))],
+)
+def gpt_neox():
+    """Half of the channels of a head are rotated; the biases of the other keys have no effect."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = SIZES | {"rotary_pct": 0.5, "intermediate_size": 6}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)), text()
+
+
+BLOOM = "transformer.h.0"
+BLOOM_QKV = f"{BLOOM}.self_attention.query_key_value"
+
+
+@case(
+    pairs=[
+        pair(with_bias(f"{BLOOM}.input_layernorm"), cols(f"{BLOOM_QKV}.weight")),
+        pair(with_bias(f"{BLOOM}.post_attention_layernorm"), cols(f"{BLOOM}.mlp.dense_h_to_4h.weight")),
+        pair(head_slices(BLOOM_QKV, 0), head_slices(BLOOM_QKV, 1)[:1]),
+        pair(head_slices(BLOOM_QKV, 2), cols(f"{BLOOM}.self_attention.dense.weight")),
+    ],
+    also=[
+        pair(
+            whole("transformer.word_embeddings.weight"),
+            (whole("transformer.ln_f.weight"), whole("transformer.ln_f.bias")),
+        )
+    ],
+    invariant=[
+        alone(
+            *(
+                whole(f"{part}.{kind}")
+                for part in (
+                    "transformer.word_embeddings_layernorm",
+                    f"{BLOOM}.self_attention.dense",
+                    f"{BLOOM}.mlp.dense_4h_to_h",
+                )
+                for kind in ("weight", "bias")
+            )
+        ),
+        alone(head_slices(BLOOM_QKV, 1)[1]),
+    ],
+    false=[pair(with_bias("transformer.ln_f"), cols("transformer.word_embeddings.weight"))],
+    tolerance=1e-6,
+)
+def bloom():
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2, use_cache=False, initializer_range=0.3)
+    return BloomForCausalLM(config), text()
+
+
+FALCON_QKV = f"{BLOOM}.self_attention.query_key_value.weight"
+
+
+@case(
+    pairs=[
+        pair(with_bias(f"{BLOOM}.ln_attn"), cols(FALCON_QKV)),
+        pair(with_bias(f"{BLOOM}.ln_mlp"), cols(f"{BLOOM}.mlp.dense_h_to_4h.weight")),
+        pair(
+            (FALCON_QKV, lambda i: i.reshape(2, 4, 2, -1)[:, :2].reshape(2, -1)),
+            (FALCON_QKV, lambda i: i.reshape(2, 4, 2, -1)[:, 2].reshape(2, -1)),
+        ),
+        pair(
+            (FALCON_QKV, lambda i: i.reshape(2, 4, 2, -1)[:, 3].reshape(4, -1)),
+            reads(f"{BLOOM}.self_attention.dense.weight", 2, 2),
+        ),
+        pair(with_bias("transformer.ln_f"), cols("lm_head.weight")),
+    ],
+    invariant=[
+        alone(
+            whole("transformer.word_embeddings.weight"),
+            whole(f"{BLOOM}.self_attention.dense.weight"),
+            whole(f"{BLOOM}.mlp.dense_4h_to_h.weight"),
+        )
+    ],
+    tolerance=1e-5,
+)
+def falcon():
+    """Two KV heads of two channels, each behind the two heads of queries that share it."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "ffn_hidden_size": 6, "num_hidden_layers": 1, "num_attention_heads": 4}
+    options = {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False, "use_cache": False}
+    return FalconForCausalLM(FalconConfig(**sizes, **options, initializer_range=0.3)), text()
+
+
+MIXER = "backbone.layers.0.mixer"
+
+
+@case(
+    pairs=[
+        pair(rows("backbone.layers.0.norm.weight"), cols(f"{MIXER}.in_proj.weight")),
+        pair(part(f"{MIXER}.in_proj.weight", 0, 8), rows(f"{MIXER}.conv1d.weight")),
+        pair(part(f"{MIXER}.x_proj.weight", 0, 2), cols(f"{MIXER}.dt_proj.weight")),
+        pair(part(f"{MIXER}.x_proj.weight", 2, 5), part(f"{MIXER}.x_proj.weight", 5, 8)),
+        pair(rows("backbone.norm_f.weight"), cols("lm_head.weight")),
+    ],
+    also=[
+        pair(
+            ((f"{MIXER}.x_proj.weight", lambda i: i[5:].reshape(1, -1)), whole(f"{MIXER}.D")),
+            whole(f"{MIXER}.out_proj.weight"),
+        )
+    ],
+    invariant=[alone(whole("backbone.embeddings.weight"), whole(f"{MIXER}.out_proj.weight"))],
+    false=[
+        pair(part(f"{MIXER}.in_proj.weight", 8, 16), cols(f"{MIXER}.out_proj.weight")),
+        pair(rows(f"{MIXER}.D"), cols(f"{MIXER}.out_proj.weight")),
+    ],
+    tolerance=1e-5,
+)
+def mamba():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"vocab_size": 8, "hidden_size": 4, "state_size": 3, "num_hidden_layers": 1, "time_step_rank": 2}
+    options = {"conv_kernel": 2, "tie_word_embeddings": False, "use_cache": False, "initializer_range": 0.3}
+    return MambaForCausalLM(MambaConfig(**sizes, **options)), text()
+
+
 # --- the labels, without the library --------------------------------------------------------------------------------
 
 
@@ -1194,11 +1407,17 @@ def test_the_label_is_true_and_complete(label: Case):
 def slices(indices: Tensor, spec: Any) -> Tensor:
     """The indices of each slice, (n, size). A fold cuts (g0, d0, g1, d1) entries of a dimension by both g.
 
-    A further number says into how many blocks dimension 0 is cut before.
+    A further number says into how many blocks dimension 0 is cut before; two say how many ranges there are, and at
+    which distance.
     """
     if not (isinstance(spec, tuple) and spec[0] == "fold"):
         return Layout(spec).rows(indices)
     _, dim, start, g0, d0, g1, d1, *more = spec
+    if len(more) == 2:
+        count, stride = more
+        length = g0 * d0 * g1 * d1 // count
+        inside = torch.cat([indices.movedim(dim, 0)[start + i * stride :][:length] for i in range(count)])
+        return inside.reshape(g0, d0, g1, d1, -1).movedim(2, 1).reshape(g0 * g1, -1)
     cut = []
     for block in indices.chunk(more[0]) if more else [indices]:
         inside = block.movedim(dim, 0)[start : start + g0 * d0 * g1 * d1]

@@ -39,13 +39,9 @@ def _reasons(groups: Groups) -> dict[tuple[str, ...], str]:
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in WITH_EPSILON])
 @pytest.mark.parametrize("epsilon", [pytest.param(e, marks=[] if e == 1e-2 else [pytest.mark.slow]) for e in EPSILONS])
-def test_epsilon_does_not_move_a_reason(case: Case, epsilon: float):
-    """Where ε is so large that some rows are refuted, the reasons of the others stay."""
-    expected = _own_reasons(case.name)
-    found = _reasons(_found(case, epsilon))
-    assert found | expected == expected | found
-    if epsilon <= 1e-6 and case.rows:
-        assert found
+def test_epsilon_moves_no_row_and_no_reason(case: Case, epsilon: float):
+    """How large ε is shows in the defect; what is invariant, and why, does not depend on it."""
+    assert _reasons(_found(case, epsilon)) == _own_reasons(case.name)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +177,7 @@ def test_attention_of_normalized_linear_layers(epsilon: float):
     assert {group.names[0]: group.reason for group in groups.groups} == expected
 
 
-@pytest.mark.parametrize("epsilon", [1e-8, 1e-6, 1e-5])
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-5, 1e-3, 1e-2])
 def test_olmo2(epsilon: float):
     """Norms on queries, keys and on what each branch writes."""
     transformers = pytest.importorskip("transformers")

@@ -1,7 +1,8 @@
 """find_groups: from a model and a batch to its rows, in at most twelve passes.
 
 1. One pass at the model's own weights detects errors and measures the defect at the model's own ε.
-2. Passes at random points: what is balanced there, ⟨∇L, x⟩ = 0 up to what ε may do, is a candidate.
+2. Passes at random points, with ε ≤ 1e-5 in all modules: what is balanced there, ⟨∇L, x⟩ = 0 up to what ε may do, is
+   a candidate.
 3. Passes with the candidates 32 and 1024 times larger: a defect due to ε is divided by the square of that factor, any
    other is not. This is the line between "invariant up to ε" and "not invariant".
 4. Forward passes with random factors on all rows found: f(ρx) = f(x). The layer in which the factors disappear, by the

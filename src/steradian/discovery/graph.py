@@ -9,9 +9,10 @@ so every tensor proposes its set, and the measured inner products decide. `reade
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from heapq import heappop, heappush
 from math import isnan, nan
+from operator import or_
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ _HOMOGENEOUS = {"linear", "sum", "concatenation", "mixture", "choice", "product"
 """Kinds whose output grows by a power of the factor when their inputs do. Any other may be part of a normalization."""
 _KNOWN = (_HOMOGENEOUS - {"choice"}) | {"division", "length", "weight norm", "normalization"}
 """Kinds that a factor may meet without meeting a nonlinearity. A choice or a power may be part of one."""
+_PARTS = {"select", "slice", "split", "splitwithsizes", "unbind"}
+"""Operations that cut a tensor into parts."""
 _SUMS = {"linear", "sum", "product", "sum of products"}
 """Kinds that add their inputs, or products of them."""
 
@@ -237,20 +240,45 @@ def propose(graph: Graph) -> Proposals:
     bits = {name: 1 << i for i, name in enumerate(names)}
     sets: set[Mask] = set()
     through: dict[Mask, Mask] = {}
-    scaling: list[Mask | None] = []
+    scaling: list[Mask] = []  # the parameters that scale each node, 0 if none do
     depends: list[Mask] = []
-    for node in graph.nodes:
+    parts: set[int] = set()  # nodes that are parts of others
+    for number, node in enumerate(graph.nodes):
         if node.parameter is not None:
             depends.append(bits[node.parameter])
             scaling.append(bits[node.parameter])
             continue
         depends.append(_union(depends[i] for i in node.inputs if i is not None))
-        found = _scaling_of(node, scaling, depends, through)
-        scaling.append(found)
-        if found is not None and found.bit_count() > 1:
-            sets.add(found)
+        terms, factors = _terms(node), _factors(node) if node.kind != "normalization" else []
+        if node.operation in _PARTS or (node.kind == "linear" and not parts.isdisjoint(node.inputs)):
+            parts.add(number)
+        able = [i for i in factors if i is not None and scaling[i]] if terms is not None else []
+        if able:
+            # One factor scales a product: the one that depends on fewest parameters, normally a weight. A part of a
+            # tensor does less likely, such as a gate beside shifts, which would scale too.
+            chosen = min(able, key=lambda i: (i in parts, depends[i].bit_count()))
+            if scaling[chosen].bit_count() == 1:
+                others = _union(depends[i] for i in factors if i is not None and i != chosen)
+                through[scaling[chosen]] = through.get(scaling[chosen], 0) | others
+            terms = [chosen, *(terms or ())]
+        masks = [scaling[i] for i in terms or () if i is not None] if able or not factors else []
+        scaling.append(_union(masks) if all(masks) else 0)
+        if scaling[-1].bit_count() > 1:
+            sets.add(scaling[-1])
     acting = {names[one.bit_length() - 1]: set(_members(others, names)) for one, others in through.items()}
     return Proposals([_members(mask, names) for mask in sets], acting)
+
+
+def _terms(node: Node) -> list[int | None] | None:
+    """The inputs that must all grow for the output to grow, beside a factor; None if a constant is added, or more."""
+    reads, kind = node.inputs, node.kind
+    added = {"sum": reads, "concatenation": reads, "sum of products": reads[:1]}.get(kind, [])
+    if kind in ("nonlinear", "power") or None in added:
+        return None
+    if node.operation.startswith("scaleddotproduct"):
+        return reads[2:3]
+    some = {"normalization": reads[1:3], "weight norm": reads[1:2], "division": reads[:1], "product": reads[2:3]}
+    return some.get(kind, added or reads)
 
 
 def _members(mask: Mask, names: Sequence[str]) -> tuple[str, ...]:
@@ -263,52 +291,7 @@ def _members(mask: Mask, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _union(masks: Iterable[Mask]) -> Mask:
-    total = 0
-    for mask in masks:
-        total |= mask
-    return total
-
-
-def _scaling_of(node: Node, scaling: list[Mask | None], depends: list[Mask], through: dict[Mask, Mask]) -> Mask | None:
-    """The parameters that scale this node's output, or None."""
-    kind, reads = node.kind, node.inputs
-    if kind in ("nonlinear", "power") or (kind in ("sum", "concatenation") and None in reads):
-        return None
-    if kind in ("product", "sum of products"):
-        return _scaling_of_product(node, scaling, depends, through)
-    if kind == "normalization":
-        reads = reads[1:3]
-    elif kind == "weight norm":
-        reads = reads[1:2]
-    elif kind == "division":
-        reads = reads[:1]
-    elif node.operation.startswith("scaleddotproduct"):
-        reads = reads[2:3]
-    return _common(reads, scaling)
-
-
-def _common(reads: list[int | None], scaling: list[Mask | None]) -> Mask | None:
-    """A sum is scaled when all its terms are."""
-    masks = [scaling[r] for r in reads if r is not None]
-    known = [mask for mask in masks if mask is not None]
-    return _union(known) if known and len(known) == len(masks) else None
-
-
-def _scaling_of_product(
-    node: Node, scaling: list[Mask | None], depends: list[Mask], through: dict[Mask, Mask]
-) -> Mask | None:
-    """One factor scales a product: the one that depends on fewest parameters, normally a weight."""
-    term_first, reads = node.kind == "sum of products", node.inputs
-    factors, terms = (reads[1:], reads[:1]) if term_first else (reads[:2], reads[2:3])
-    able = [r for r in factors if r is not None and scaling[r] is not None]
-    if not able or (term_first and terms == [None]):
-        return None
-    chosen = min(able, key=lambda r: depends[r].bit_count())
-    scaled = scaling[chosen]
-    if scaled is not None and scaled.bit_count() == 1:
-        others = _union(depends[r] for r in factors if r is not None and r != chosen)
-        through[scaled] = through.get(scaled, 0) | others
-    return _common([chosen, *terms], scaling)
+    return reduce(or_, masks, 0)
 
 
 def readers(graph: Graph) -> dict[str, set[str]]:

@@ -10,10 +10,12 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, permutations, product
+from itertools import permutations, product
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
 from steradian.discovery.graph import readers
@@ -28,21 +30,28 @@ Fold = tuple[int, int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Parameters that scale together, and the slices of each that belong together: a range of one dimension.
+    """Parameters that scale together, and the slices of each that belong together: equal ranges of one dimension.
 
-    Where blocks of dimension 0 have slices of their own, such as the groups of a convolution, it is a range in each.
+    Most are one range. Those of queries, keys and values may be one for each head, and where blocks of dimension 0
+    have slices of their own, such as the groups of a convolution, it is one in each.
     """
 
     names: Names
     cuts: tuple[Cut, ...]  # of each parameter into its slices; a whole one is one slice
     sums: Array  # probes × 2 × slices: Σ g·x and Σ (g·x)² over the parameters
-    blocks: int = 1
-    start: int = 0  # of the range
+    ranges: int = 1
+    start: int = 0  # of the first range
+    stride: int = 0  # from one range to the next
 
     @property
     def size(self) -> int:
         """The number of slices."""
         return self.sums.shape[2]
+
+    @property
+    def length(self) -> int:
+        """The number of slices of a range."""
+        return self.size // self.ranges
 
     @cached_property
     def total(self) -> tuple[float, float]:
@@ -50,20 +59,25 @@ class Side:
         radial, effect = self.sums[0].sum(1).tolist()
         return radial, effect
 
-    def piece(self, start: int, size: int) -> "Side":
-        """A range of the slices of each block."""
-        inside = self.sums.reshape(*self.sums.shape[:2], self.blocks, -1)[..., start : start + size]
-        return replace(self, start=start, sums=inside.reshape(*self.sums.shape[:2], -1))
+    def piece(self, start: int, length: int, ranges: int) -> "Side":
+        """A part of each range, or, of a single one, of so many equal parts of it."""
+        inside = self.sums.reshape(*self.sums.shape[:2], ranges, -1)[..., start : start + length]
+        stride = self.stride if self.ranges > 1 or ranges == 1 else self.size // ranges
+        sums = inside.reshape(*self.sums.shape[:2], -1)
+        return replace(self, start=self.start + start, sums=sums, ranges=ranges, stride=stride)
 
     def disjoint(self, other: "Side") -> bool:
         """Whether no slice is in both."""
         if self.names == other.names and self.cuts == other.cuts:
-            stop, other_stop = (side.start + side.size // side.blocks for side in (self, other))
-            return stop <= other.start or other_stop <= self.start
+            return not np.isin(self._places, other._places, assume_unique=True).any()
         return set(self.names).isdisjoint(other.names)
 
+    @cached_property
+    def _places(self) -> NDArray[np.intp]:
+        return self.start + np.add.outer(self.stride * np.arange(self.ranges), np.arange(self.length)).ravel()
+
     def within(self, other: "Side") -> bool:
-        """Whether another side has these parameters, in the same range, and perhaps more."""
+        """Whether another side has these parameters, in ranges that meet, and perhaps more."""
         return set(self.names) <= set(other.names) and not self.disjoint(other)
 
     def fold(self, fold: Fold) -> Array:
@@ -73,10 +87,10 @@ class Side:
         return folded
 
     def folds(self, g0: int, g1: int) -> list[tuple[Fold, Array]]:
-        """The folds into g0 × g1 sets, with the sums of each set; blocks are not folded."""
+        """The folds into g0 × g1 sets, with the sums of each set; slices of two dimensions are not folded."""
         rest = self.size // (g0 * g1)
         folds = [(g0, d0, g1, rest // d0) for d0 in (divisors(rest) if g1 > 1 else (rest,))]
-        return [(fold, self.fold(fold)) for fold in folds if self.blocks == 1 or rest == 1]
+        return [(fold, self.fold(fold)) for fold in folds if rest == 1 or all(len(_divided(c)) < 2 for c in self.cuts)]
 
     def specs(self, fold: Fold, shapes: Mapping[str, Sequence[int]]) -> tuple[Spec, ...]:
         """How each parameter is cut by a fold of the slices."""
@@ -85,15 +99,21 @@ class Side:
             g0, d0, g1, d1 = g0 * g1, d0 * d1, 1, 1
         specs: list[Spec] = []
         for name, cut in zip(self.names, self.cuts, strict=True):
-            *_, dim = 0, *(i for i, n in enumerate(cut) if n > 1)
+            *_, dim = 0, *_divided(cut)
             if self.size == math.prod(cut) and g1 == 1:
                 blocks = (*cut[:dim], g0 // math.prod(cut[:dim]), *cut[dim + 1 :])
                 specs.append(to_spec(blocks, shapes[name]) if cut else "tensor")
-            elif self.blocks == 1:
-                specs.append(("fold", dim, self.start, g0, d0, g1, d1))
+            elif len(_divided(cut)) > 1:
+                specs.append(("fold", dim, self.start, self.length, 1, 1, 1, self.ranges))
             else:
-                specs.append(("fold", dim, self.start, g0 // self.blocks, 1, 1, 1, self.blocks))
+                ranges = (self.ranges, self.stride) if self.ranges > 1 else ()
+                specs.append(("fold", dim, self.start, g0, d0, g1, d1, *ranges))
         return tuple(specs)
+
+
+def _divided(cut: Cut) -> list[int]:
+    """The dimensions that a cut divides."""
+    return [i for i, blocks in enumerate(cut) if blocks > 1]
 
 
 def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
@@ -119,9 +139,11 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
             b = names.intersection(*(reads[name] for name in b))  # behind a temperature
         unpaired.setdefault(b, []).extend(left)
     for left in unpaired.values():
-        for (one, n), (other, m) in combinations(left, 2):
-            if _near(one[0].total, other[0].total):
-                search.pair(one, other, "multiplied with each other", more_than=min(n, m))
+        left.sort(key=lambda part: -part[0][0].size)  # a part of a pair is none of its own
+        totals = np.array([one[0].total for one, _ in left]).T
+        for i, j in np.argwhere(np.triu(_near(totals[:, :, None], totals[:, None]), 1)):
+            (one, n), (other, m) = sorted((left[i], left[j]), key=lambda part: order[part[0][0].names[0]])
+            search.pair(one, other, "multiplied with each other", more_than=min(n, m))
     return sorted((pair for _, _, pair in search.found), key=lambda pair: order[pair.a[0]])
 
 
@@ -156,7 +178,10 @@ class _Search:
                 if len({math.prod(cut) for cut in cuts}) == 1:
                     ways[tuple(cuts)] = number
         ways[tuple(cut_of(len(shape), {}) for shape in shapes)] = 1
-        return [Side(tuple(names), cuts, self._sums(names, cuts), number) for cuts, number in ways.items()]
+        return [
+            Side(tuple(names), cuts, self._sums(names, cuts), number, stride=math.prod(cuts[0]) // number)
+            for cuts, number in ways.items()
+        ]
 
     def _sums(self, names: Sequence[str], cuts: Sequence[Cut]) -> Array:
         parts = [
@@ -169,17 +194,25 @@ class _Search:
         """Add the pair of two sides, or of parts of one with the other; return a and its parts, and the sets of each.
 
         Parts of a tensor are several in one, as queries, keys and values, or come from several, as a concatenation.
+        They may have readers of their own.
         """
         reason = "b reads what a scales"
         if n := self.pair(a, b, reason):
             return [(a, n)]
-        parts = {(s.cuts, p.start, p.size): p for s in a for t in b for p in _parts(s, t.size)}
-        finest_first = sorted(parts.values(), key=lambda part: -part.size)
-        left = [([part], self.pair([part], b, reason)) for part in finest_first]
+        left: dict[Any, tuple[list[Side], int]] = {}
+        alone = [self.sides([name]) for name in b[0].names] if len(b[0].names) > 1 else []
+        for reader in [b, *alone]:
+            parts = [(part, s) for s, t in product(a, reader) for part in _parts(s, t)]
+            for part, s in sorted(parts, key=lambda found: -found[0].size):  # the finest first
+                n = self.pair([part], reader, reason) if _near(part.total, reader[0].total) else 0
+                for p, sets in [(part, n), *((other, 0) for other in _beside(part, s) if n)]:
+                    key = p.cuts, p.start, p.size, p.ranges
+                    left[key] = [p], max(sets, left[key][1] if key in left else 0)
         for s, t in product(a, b):
-            for part in _parts(t, s.size):
-                self.pair([s], [part], reason)
-        return [(a, 0), *left]
+            for part in _parts(t, s):
+                if _near(part.total, s.total):
+                    self.pair([s], [part], reason)
+        return [(a, 0), *left.values()]
 
     def pair(self, a: list[Side], b: list[Side], reason: str, *, more_than: int = 0) -> int:
         """Add the pair of two sides that has most sets, if there is one; the number of sets, 0 for none.
@@ -207,20 +240,51 @@ class _Search:
                     if self._agree(sums_a, sums_b, floor):
                         if not _has_effect(sums_a, sums_b, floor):
                             return 0
+                        parts = self._split(one, other, sets, floor)
+                        if parts and (n := self.pair(*parts[0], reason)):
+                            return n + self.pair(*parts[1], reason)
                         a_specs, b_specs = one.specs(fold_a, self.shapes), other.specs(fold_b, self.shapes)
                         self.found.append((one, other, Pair(one.names, other.names, a_specs, b_specs, sets, reason)))
                         return sets
         return 0
 
+    def _split(self, one: Side, other: Side, sets: int, floor: Array) -> list[tuple[list[Side], list[Side]]]:
+        """Of both sides, the channels of each head that agree one by one, and the others: only these are rotated.
+
+        The result is empty if that gives no more sets than there are.
+        """
+        least, most = sorted((one.size, other.size))
+        found = []
+        for heads in divisors(least) if sets < least and most % least == 0 else ():
+            a, b = (side.fold((heads, side.size // least, least // heads, 1)) for side in (one, other))
+            channels = np.atleast_1d(self._agreeing(a, b, floor).reshape(-1, least // heads).all(0))
+            if not channels.all() and all(side.ranges in (1, heads * side.size // least) for side in (one, other)):
+                found += [
+                    (heads * int(run.cumprod().sum()), heads, i) for i, run in ((0, channels), (1, channels[::-1]))
+                ]
+        n, heads, behind = max(found, default=(0, 1, 0))
+        if n < max(sets, 1):
+            return []
+        size, rest = n // heads, (least - n) // heads
+        ranges = [(rest, size), (0, rest)] if behind else [(0, size), (size, rest)]
+        one_parts, other_parts = (
+            [[side.piece(start, length, heads * side.size // least)] for start, length in ranges]
+            for side in (one, other)
+        )
+        return list(zip(one_parts, other_parts, strict=True))
+
     def _agree(self, sums_a: Array, sums_b: Array, floor: Array) -> bool:
-        """Whether ⟨∇L, a⟩ = ⟨∇L, b⟩ of every set in every reading, up to rounding."""
+        return bool(self._agreeing(sums_a, sums_b, floor).all())
+
+    def _agreeing(self, sums_a: Array, sums_b: Array, floor: Array) -> NDArray[np.bool_]:
+        """Whether ⟨∇L, a⟩ = ⟨∇L, b⟩ of each set in each reading, up to rounding."""
         allowed = self.measured.prober.precision.resolution * np.sqrt(sums_a[:, 1] + sums_b[:, 1]) + floor
-        return bool((np.abs(sums_a[:, 0] - sums_b[:, 0]) <= allowed).all())
+        return np.asarray(np.abs(sums_a[:, 0] - sums_b[:, 0]) <= allowed)
 
 
-def _near(total: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether two totals nearly agree in the first probe: most do not, and there may be many."""
-    return (total[0] - other[0]) ** 2 <= thresholds.NEARLY_AGREE**2 * (total[1] + other[1])
+def _near(sums: Any, other: Any) -> Any:
+    """Whether sums nearly agree in the first probe: most do not, and there may be many."""
+    return (sums[0] - other[0]) ** 2 <= thresholds.NEARLY_AGREE**2 * (sums[1] + other[1])
 
 
 def _follows(both: Sequence[Side], known: Sequence[Side]) -> bool:
@@ -246,12 +310,40 @@ def _folded(a: Side, b: Side, sets: int) -> Iterator[tuple[tuple[Fold, Array], t
         yield from product(a.folds(g0, sets // g0), b.folds(g0, sets // g0))
 
 
-def _parts(side: Side, size: int) -> Iterator[Side]:
-    """Ranges of the slices that may go with so many others: equal parts, both ends, one large and two small parts."""
-    n, size = side.size // side.blocks, size // side.blocks
-    if 1 < size < n <= thresholds.MOST_PARTS * size:
-        small = (n - size) // 2
-        starts = range(0, n, size) if n % size == 0 else (0, n - size)
-        yield from (side.piece(start, size) for start in starts)
-        if 2 * small + size == n and size % small == 0:
-            yield from (side.piece(start, small) for start in (size, size + small))
+def _parts(side: Side, other: Side) -> Iterator[Side]:
+    """Parts of a side that may go with another: of the whole, or of each of several equal blocks of it, as heads.
+
+    They are equal ones, both ends, or one large and two small ones. Where slices agree one by one, any range may.
+    """
+    for blocks in divisors(math.gcd(side.size, other.size)) if side.ranges == 1 else (side.ranges,):
+        n, size = side.size // blocks, other.size // blocks
+        if size < n <= thresholds.MOST_PARTS * size and side.size // n * size > 1:
+            small = (n - size) // 2
+            starts = range(0, n, size) if n % size == 0 else (0, n - size)
+            yield from (side.piece(start, size, blocks) for start in starts)
+            if 2 * small + size == n and size % small == 0:
+                yield from (side.piece(start, small, blocks) for start in (size, size + small))
+    if side.ranges == 1 and 1 < other.size < side.size:
+        strongest = int(other.sums[0, 1].argmax())
+        near = _near(side.sums[0], other.sums[0, :, strongest])
+        yield from (
+            side.piece(start, other.size, 1)
+            for start in (np.flatnonzero(near) - strongest).tolist()
+            if 0 <= start <= side.size - other.size
+        )
+
+
+def _beside(part: Side, side: Side) -> Iterator[Side]:
+    """What a part leaves of each block: all before or behind it, the halves of that, or the same number of slices."""
+    size, n = part.length, side.size // part.ranges
+    first = part.start - side.start
+    for start, stop in ((0, first), (first + size, n)):
+        middle = (start + stop) // 2
+        cuts = {
+            (start, stop),
+            (start, middle),
+            (stop - middle + start, stop),
+            (start, stop - size),
+            (stop - size, stop),
+        }
+        yield from (side.piece(i, j - i, part.ranges) for i, j in cuts if start <= i < j)

@@ -316,7 +316,9 @@ class Prober:
             point.write(leaves)
         for leaf in leaves.values():
             leaf.grad = None
-        with sandbox.isolated(precision.dtype), sandbox.swapped(self.model, leaves, dtype=precision.dtype):
+        epsilon = math.inf if point.seed is None else thresholds.EPSILON
+        swapped = sandbox.swapped(self.model, leaves, dtype=precision.dtype, epsilon=epsilon)
+        with sandbox.isolated(precision.dtype), swapped:
             _seed_generators(seed if draw is None else draw)
             noisy = self._noise_of_seed.get(seed, self.noisy and seed != 0)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=noisy)

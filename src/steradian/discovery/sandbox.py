@@ -7,6 +7,7 @@ hooks on parameters, counters and caches never see a probe. The originals are pu
 import copy
 import dataclasses
 import inspect
+import math
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -50,12 +51,19 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @contextmanager
-def swapped(model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torch.dtype | None) -> Iterator[None]:
-    """Run the model in training mode on the leaves and on copies of everything else; restore it afterwards."""
+def swapped(
+    model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torch.dtype | None, epsilon: float = math.inf
+) -> Iterator[None]:
+    """Run the model in training mode on the leaves and on copies of everything else; restore it afterwards.
+
+    A module's ε, if it is an attribute, is at most `epsilon`.
+    """
     attributes = _Attributes({id(p): leaves[name] for name, p in parameters_of(model).items()}, dtype)
     try:
         for module in list(model.modules()):
             attributes.swap(module)
+            own = {name: module.__dict__.get(name) for name in ("eps", "epsilon", "variance_epsilon")}
+            module.__dict__.update({name: min(e, epsilon) for name, e in own.items() if isinstance(e, float)})
             if isinstance(module, nn.SyncBatchNorm):
                 # Its statistics over one process are those of plain batch normalization, which also runs on a CPU.
                 module.__dict__["forward"] = partial(_BatchNorm.forward, module)

@@ -114,6 +114,8 @@ MOST_PREDICTED = 0.3
 
 SPREAD = 0.5
 """Relative noise on gains and other positive vectors, small enough to keep them positive."""
+EPSILON = 1e-5
+"""Largest ε of a normalization at random points: what is proved does not depend on it, only how exactly it holds."""
 SMALL_INPUT = 0.05
 """Inputs smaller than this are rescaled to 1: a normalization's ε would dominate them."""
 

@@ -17,7 +17,7 @@ from steradian.discovery.invariance import imbalance
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
 from steradian.discovery.probe import Factors, Prober, Reading, noise_of, output_change, output_spread
-from steradian.groups import Group, Layout, Pair, set_numbers
+from steradian.groups import Group, Pair, set_numbers
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def _pair_factors(pair: Pair, parameters: Mapping[str, Tensor], seed: int) -> li
     for names, specs, sign in ((pair.a, pair.a_specs, 1), (pair.b, pair.b_specs, -1)):
         alpha = torch.cat([(sign * exponent).exp2(), exponent.new_ones(1)])  # the last one is that of −1
         for name, spec in zip(names, specs, strict=True):
-            numbers = set_numbers(spec, parameters[name].shape).to("cpu")
+            numbers = set_numbers(spec, parameters[name].shape)
             factors.append({name: alpha[numbers].to(parameters[name].device)})
     return factors
 
@@ -184,12 +184,5 @@ def _row_factors(
     rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
     if left_out is not None:
         rho = rho.masked_fill(left_out, 1.0)
-    factors: dict[str, Tensor] = {}
-    for name in group.names:
-        tensor, cut = parameters[name], Layout(group.spec).blocks(parameters[name].shape)
-        factor = rho.reshape(cut)
-        for dim, blocks in enumerate(cut):
-            if blocks > 1:
-                factor = factor.repeat_interleave(tensor.shape[dim] // blocks, dim)
-        factors[name] = factor.to(tensor.device)
-    return factors
+    members = {name: parameters[name] for name in group.names}
+    return {name: rho[set_numbers(group.spec, p.shape)].to(p.device) for name, p in members.items()}
