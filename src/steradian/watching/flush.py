@@ -26,8 +26,6 @@ from steradian.watching.verdict import History
 if TYPE_CHECKING:
     import pandas as pd
 
-    from steradian.watching.distributed import Merge
-
 __all__ = ["Flush", "Output"]
 
 Array = NDArray[Any]
@@ -96,7 +94,7 @@ class Flush:
     """Collects observed steps in the buffers, one for each source, and makes blocks of them.
 
     Rows of the groups in `record_rows` are recorded at every observation, some rows of all groups at every
-    `rows_every`-th one (0: never). `merges` gather rows that are on several ranks, for each buffer.
+    `rows_every`-th one (0: never). `sharded` rows are gathered on rank 0.
     """
 
     def __init__(
@@ -106,11 +104,15 @@ class Flush:
         *,
         record_rows: frozenset[str],
         rows_every: int,
-        merges: "Sequence[Merge] | None",
+        sharded: bool,
         paths: Paths,
         imbalance: Imbalance | None,
     ) -> None:
-        self.run, self.buffers, self.merges = run, buffers, merges
+        self.run, self.buffers, self.merges = run, buffers, None
+        if sharded:  # not every torch has what it needs
+            from steradian.watching.distributed import Merge
+
+            self.merges = [Merge(buffer.watched) for buffer in buffers]
         self.paths, self.imbalance = paths, imbalance
         self.wants_pairs = imbalance is not None  # pairs were not measured since the last steps were sent
         self.record_rows, self.rows_every = record_rows, rows_every

@@ -38,15 +38,7 @@ _FORM = attrgetter("shape", "dtype", "device")
 
 
 class WatchedGroup:
-    """A group of rows that an optimizer steps.
-
-    Args:
-        group: as `find_groups` found it, as a param group declares it, or how a parameter without either is cut.
-        params: its parameters.
-        optimizer: what steps them.
-        settings: the param group of the first of them.
-        label: "invariant", "not invariant" or "untested".
-    """
+    """A group of rows that an optimizer steps; `settings` is the param group of its first parameter."""
 
     def __init__(
         self, group: Group, params: Sequence[Tensor], optimizer: Optimizer, settings: Settings, label: str
@@ -93,17 +85,39 @@ class WatchedGroup:
 
         `points` are the parameters before the step, if they were copied.
         """
-        now, gradients, state = list(map(self.local, self.params)), list(map(self.local, gradients)), self._state()
+        states = [self.optimizer.state.get(param, {}) for param in self.params]
+        shape, per_row = self.params[0].shape, getattr(self.optimizer, "row_state", ())
+        alike: list[str] = []  # entries of the state in the shape of the parameter
+        numbers: dict[str, Tensor] = {}  # one number for each row, or one for all
+        for name, value in states[0].items():
+            if isinstance(value, Real):
+                numbers[name] = torch.tensor(float(value), device="cpu")
+            elif isinstance(value, Tensor) and name in per_row and value.shape != shape:
+                numbers[name] = self.local(value)
+            elif isinstance(value, Tensor) and value.shape == shape:
+                alike.append(name)
+            elif isinstance(value, Tensor) and value.numel() == 1:
+                numbers[name] = value.reshape(())
+        of_params = zip(self.params, gradients, states, strict=True)
+        here = [
+            self._locals([param, gradient, *(state[name] for name in alike)]) for param, gradient, state in of_params
+        ]
+        now, gradients, *entries = map(list, zip(*here, strict=True))
         rows, columns = max(1, at_once // self.size), min(at_once, self.size)
         for row in range(0, self.n_rows, rows):
             for column in range(0, self.size, columns):
                 at = slice(row, min(row + rows, self.n_rows)), slice(column, column + columns)
-                here = {
-                    name: self.cut(value, at) if isinstance(value, list) else value[at[0]] if value.ndim else value
-                    for name, value in state.items()
-                }
+                state = {name: value[at[0]] if value.ndim else value for name, value in numbers.items()}
+                state |= {name: self.cut(value, at) for name, value in zip(alike, entries, strict=True)}
                 before = None if points is None else self.cut(points, at)
-                yield Piece(at[0], before, self.cut(now, at), self.cut(gradients, at), here)
+                yield Piece(at[0], before, self.cut(now, at), self.cut(gradients, at), state)
+
+    def _locals(self, tensors: list[Tensor]) -> list[Tensor]:
+        """`local` of tensors like one parameter, with one gather for all of them if its rows span several ranks."""
+        if self.sharded and all(map(is_sharded, tensors)):
+            found: list[Tensor] = sharding().parts([tensor.detach() for tensor in tensors], self.layout)
+            return found
+        return list(map(self.local, tensors))
 
     def cut(self, parts: Sequence[Tensor], at: tuple[slice, slice]) -> Tensor:
         """Some rows and columns of tensors in the shapes of the parameters, those of this rank."""
@@ -116,22 +130,6 @@ class WatchedGroup:
     def row(self, number: int) -> Tensor:
         """One row as a vector."""
         return self.cut(list(map(self.local, self.params)), (slice(number, number + 1), slice(0, self.size)))[0]
-
-    def _state(self) -> dict[str, list[Tensor] | Tensor]:
-        """The optimizer's state: tensors like the parameters, one with a number per row, or one number for all."""
-        states = [self.optimizer.state.get(param, {}) for param in self.params]
-        shape, per_row = self.params[0].shape, getattr(self.optimizer, "row_state", ())
-        found: dict[str, list[Tensor] | Tensor] = {}
-        for name, value in states[0].items():
-            if isinstance(value, Real):
-                found[name] = torch.tensor(float(value), device="cpu")
-            elif isinstance(value, Tensor) and name in per_row and value.shape != shape:
-                found[name] = self.local(value)
-            elif isinstance(value, Tensor) and value.shape == shape:
-                found[name] = [self.local(state[name]) for state in states]
-            elif isinstance(value, Tensor) and value.numel() == 1:
-                found[name] = value.reshape(())
-        return found
 
     def gradients(self) -> list[Tensor]:
         """The gradients of its parameters, dense; only for an active group."""
