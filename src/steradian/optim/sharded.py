@@ -35,7 +35,7 @@ def part(tensor: DTensor, layout: Layout) -> Tensor:
 
 def parts(tensors: list[DTensor], layout: Layout) -> list[Tensor]:
     """`part` of tensors that are sharded like one parameter, with one gather for all of them."""
-    alike = all(tensor.placements == tensors[0].placements for tensor in tensors)
+    alike = len({(tensor.placements, tensor.dtype) for tensor in tensors}) == 1
     if not alike or _stays_whole(tensors[0], layout):
         return [part(tensor, layout) for tensor in tensors]
     stacked: Any = torch.stack(tuple(tensors))

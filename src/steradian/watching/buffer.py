@@ -110,8 +110,9 @@ class Buffer:
         # The rate of each param group at each observed step, where it is a tensor on the device.
         self.rates = torch.zeros(self.steps, len(self.param_groups), dtype=dtype, device=self.device)
         # At each observed step, rate and decay as numbers, and what an equilibrium depends on.
-        self._settings: list[tuple[list[tuple[float, float]], Settings]] = [([], [])] * self.steps
-        self._setting = self._settings[0]
+        count = len(self.param_groups)
+        self._setting: tuple[list[tuple[float, float]], Settings] = [(0.0, 0.0)] * count, [{}] * count
+        self._settings = [self._setting] * self.steps
         self._known: list[object] = []
         self._known_balancing: list[object] = []
         # For each row, its param group and its group.

@@ -306,10 +306,7 @@ def _directions(rows: Array) -> Array:
 class Output:
     """Hands every block to every sink, keeps what a verdict needs, and raises alerts.
 
-    Args:
-        sinks: where blocks go.
-        alerts: what checks them.
-        fail: called with an exception of a sink, so that the other sinks still get theirs.
+    `fail` is called with an exception of a sink, so that the other sinks still get theirs.
     """
 
     def __init__(self, sinks: Sequence[Sink], alerts: Alerts, fail: Callable[[Exception], None]) -> None:

@@ -100,7 +100,7 @@ class WatchedGroup:
                 numbers[name] = value.reshape(())
         of_params = zip(self.params, gradients, states, strict=True)
         here = [
-            self._locals([param, gradient, *(state[name] for name in alike)]) for param, gradient, state in of_params
+            self.locals([param, gradient, *(state[name] for name in alike)]) for param, gradient, state in of_params
         ]
         now, gradients, *entries = map(list, zip(*here, strict=True))
         rows, columns = max(1, at_once // self.size), min(at_once, self.size)
@@ -112,7 +112,7 @@ class WatchedGroup:
                 before = None if points is None else self.cut(points, at)
                 yield Piece(at[0], before, self.cut(now, at), self.cut(gradients, at), state)
 
-    def _locals(self, tensors: list[Tensor]) -> list[Tensor]:
+    def locals(self, tensors: list[Tensor]) -> list[Tensor]:
         """`local` of tensors like one parameter, with one gather for all of them if its rows span several ranks."""
         if self.sharded and all(map(is_sharded, tensors)):
             found: list[Tensor] = sharding().parts([tensor.detach() for tensor in tensors], self.layout)
@@ -199,25 +199,19 @@ def _proposed(
         for group in (*model.groups, *facts):
             yield group, [model.params[name] for name in group.names], INVARIANT
         rest = {id(model.params[name]) for name in model.rest if name not in model.no_effect}
-    for group, params in _declared(optimizer, names):
-        yield group, params, INVARIANT
+    for settings in optimizer.param_groups:
+        if settings.get("rows") is not None:
+            layout, params = Layout(settings["rows"]), settings["params"]
+            for members in [params] if settings.get("joint") and params else [[param] for param in params]:
+                sizes = [layout.size(param.shape) for param in members]
+                together = tuple(names[id(param)] for param in members)
+                declared = Group(together, layout.spec, sizes[0][0], sum(d for _, d in sizes), "", math.nan)
+                yield declared, members, INVARIANT
     for settings in optimizer.param_groups:
         for param in settings["params"]:
             layout = Layout("filter" if param.ndim > 1 else "tensor")
             group = Group((names[id(param)],), layout.spec, *layout.size(param.shape), "", math.nan)
             yield group, [param], NOT_INVARIANT if id(param) in rest else UNTESTED
-
-
-def _declared(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[Group, list[Tensor]]]:
-    """The groups of rows that param groups declare under "rows" and "joint", with their parameters."""
-    for settings in optimizer.param_groups:
-        if settings.get("rows") is None:
-            continue
-        layout, params = Layout(settings["rows"]), settings["params"]
-        for members in [params] if settings.get("joint") and params else [[param] for param in params]:
-            sizes = [layout.size(param.shape) for param in members]
-            together = tuple(names[id(param)] for param in members)
-            yield Group(together, layout.spec, sizes[0][0], sum(d for _, d in sizes), "", math.nan), members
 
 
 def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
@@ -297,21 +291,20 @@ class Membership:
         self.watched = watched
         self._optimizers = list({id(group.optimizer): group.optimizer for group in watched}.values())
         self._params = [param for group in watched for param in group.params]
-        self._known = self._members(), list(map(_FORM, self._params))
+        self._forms = dict(zip(map(id, self._params), map(_FORM, self._params), strict=True))
+        self._known = self._present()
 
-    def _members(self) -> list[tuple[int, ...]]:
+    def _present(self) -> tuple[list[tuple[int, ...]], list[Any]]:
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return [(id(group), *map(id, group["params"])) for group in groups]
+        return [(id(group), *map(id, group["params"])) for group in groups], list(map(_FORM, self._params))
 
     def changed(self) -> bool:
         """Whether param groups or parameters are others than at the last call of `update`."""
-        members, forms = self._known
-        return members != self._members() or forms != list(map(_FORM, self._params))
+        return self._known != self._present()
 
     def update(self) -> list[str]:
         """Adopt the present param groups; returns the names of groups that are gone since the last call."""
-        forms = dict(zip(map(id, self._params), self._known[1], strict=True))
-        self._known = self._members(), list(map(_FORM, self._params))
+        self._known = self._present()
         present = [settings for optimizer in self._optimizers for settings in optimizer.param_groups]
         owner = {id(param): settings for settings in present for param in settings["params"]}
         # The settings that stand for those of before: the same, or those that now have the first of their parameters.
@@ -325,7 +318,7 @@ class Membership:
             # A joint set has the settings of its first parameter; the others may be in other param groups.
             first, *others = (owner.get(id(param)) for param in group.params)
             left = first is not group.settings or any(other is None for other in others)
-            if not group.gone and (left or any(forms[id(param)] != _FORM(param) for param in group.params)):
+            if not group.gone and (left or any(self._forms[id(param)] != _FORM(param) for param in group.params)):
                 group.gone = True
                 lost.append(group.name)
         return lost

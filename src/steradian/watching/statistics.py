@@ -25,10 +25,6 @@ class Statistics:
     Quantiles are interpolated linearly, as in numpy. All statistics of a group with a NaN, or without rows, are NaN.
     On a GPU one launch computes them for all groups of about one length; elsewhere the rows are padded and sorted.
 
-    Args:
-        spans: the places of the rows of each group.
-        device: of the numbers.
-
     >>> Statistics([slice(0, 3), slice(3, 4)])(torch.tensor([[1.0, 2.0, 3.0, 5.0]]))[0, :, 2].tolist()
     [2.0, 5.0]
     """
@@ -110,9 +106,7 @@ _Term = tuple[int, Tensor, list[int], Tensor]
 class Imbalance:
     """√(Σ_a x² / Σ_b x²) for every set of every pair, reduced to statistics over the sets of each pair.
 
-    Args:
-        groups: whose pairs are measured, as far as each is on one device and not sharded.
-        watched: the ids of the watched parameters; pairs without any of them are left out.
+    Pairs that are sharded or on several devices are left out, and those without a parameter whose id is in `watched`.
     """
 
     def __init__(self, groups: Groups, watched: Collection[int]) -> None:
