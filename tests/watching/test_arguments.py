@@ -15,7 +15,7 @@ from small import pair, series, train
     [
         ({"every": 0}, ValueError, "every must be"),
         ({"every": 1.5}, ValueError, "every must be"),
-        ({"record_rows": "w"}, TypeError, r"record_rows must be a list of names, got 'w': write \['w'\]"),
+        ({"record_rows": "w"}, TypeError, r"record_rows must be a list such as \['w'\], got 'w'"),
         ({"record_rows": ["x"]}, ValueError, r"record_rows names \['x'\], but the watched groups are \['w', 'v'\]"),
         ({"rows_every": None}, ValueError, "rows_every must be"),
         ({"rows_every": -1}, ValueError, "rows_every must be"),
@@ -24,10 +24,10 @@ from small import pair, series, train
         ({"paths": {"w": [4]}}, ValueError, "w has rows 0 to 3, got 4"),
         ({"paths": {"w": [1.5]}}, ValueError, "w has rows 0 to 3, got 1.5"),
         ({"paths": {"x": [0]}}, ValueError, "paths names"),
-        ({"run": 3}, TypeError, "run must be a name, got 3: write '3'"),
+        ({"run": 3}, TypeError, "run must be a name such as '3', got 3"),
         ({"step": -1}, ValueError, "step must be"),
         ({"step": "three"}, ValueError, "step must be"),
-        ({"config": "adam"}, TypeError, "config must be a dict, got str"),
+        ({"config": "adam"}, TypeError, "config must be a dict, got 'adam'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, kind, words):

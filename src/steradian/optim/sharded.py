@@ -33,6 +33,15 @@ def part(tensor: DTensor, layout: Layout) -> Tensor:
     return tensor.to_local() if _stays_whole(tensor, layout) else tensor.full_tensor()
 
 
+def parts(tensors: list[DTensor], layout: Layout) -> list[Tensor]:
+    """`part` of tensors that are sharded like one parameter, with one gather for all of them."""
+    alike = len({(tensor.placements, tensor.dtype) for tensor in tensors}) == 1
+    if not alike or _stays_whole(tensors[0], layout):
+        return [part(tensor, layout) for tensor in tensors]
+    stacked: Any = torch.stack(tuple(tensors))
+    return list(stacked.full_tensor().unbind(0))
+
+
 def per_row(param: DTensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     """One zero for each row: sharded like the parameter's dimension 0, or on every rank if rows are spread out."""
     placements = param.placements if _stays_whole(param, layout) else [Replicate()] * param.device_mesh.ndim

@@ -40,7 +40,8 @@ _OF_ALL = {"radius", "angle", "update", "radial_share", "effective_lr", "defect"
 """Quantities that mean something on every row; the others are recorded on invariant rows alone."""
 ON_INVARIANT = ("velocity", "taylor", "radial", "direction_norm", "nu", "equilibrium_radius", "equilibrium_angle")
 
-Balancing = tuple[dict[str, Any], ...]
+Settings = list[dict[str, Any]]
+"""Of each param group of a buffer."""
 
 
 def evenly(n_rows: int) -> NDArray[np.int64]:
@@ -103,14 +104,17 @@ class Buffer:
         # Where a source writes at a step that is not recorded.
         unrecorded = self.n_rows if source.each_step else 0
         self.scratch = torch.zeros(unrecorded, width, dtype=dtype, device=self.device)
-        # Rate and decoupled decay of each param group at each observed step; rates on the device in a tensor.
         self.param_groups = list({id(group.settings): group.settings for group in watched}.values())
         index = {id(settings): k for k, settings in enumerate(self.param_groups)}
         self.places = [index[id(group.settings)] for group in watched]
+        # The rate of each param group at each observed step, where it is a tensor on the device.
         self.rates = torch.zeros(self.steps, len(self.param_groups), dtype=dtype, device=self.device)
-        self._setting: list[tuple[float, float]] = [(0.0, 0.0)] * len(self.param_groups)
+        # At each observed step, rate and decay as numbers, and what an equilibrium depends on.
+        count = len(self.param_groups)
+        self._setting: tuple[list[tuple[float, float]], Settings] = [(0.0, 0.0)] * count, [{}] * count
         self._settings = [self._setting] * self.steps
         self._known: list[object] = []
+        self._known_balancing: list[object] = []
         # For each row, its param group and its group.
         counts = [group.n_rows for group in watched]
         self._column = torch.from_numpy(np.repeat(self.places, counts)).to(self.device)
@@ -161,14 +165,10 @@ class Buffer:
             self.source.expect(self._next[slot])
         now = [setting for group in self.param_groups for setting in map(group.get, _SETTINGS)]
         # Settings rarely change; a tensor may have changed in place.
-        if len(now) != len(self._known) or not all(map(is_, now, self._known)):
+        if not _are(now, self._known):
             self._read_settings(slot)
-            if self._equilibria is not None:
-                self._equilibria.read_settings()
             self._known = [] if any(isinstance(setting, Tensor) for setting in now) else now
         self._settings[slot] = self._setting
-        if self._equilibria is not None:
-            self._equilibria.observe(slot)
         if self.may_skip:
             found = getattr(self.optimizer, "found_inf", None)
             verdict = self.skipped * 0 if found is None else found.reshape(()).to(self.skipped)
@@ -176,13 +176,19 @@ class Buffer:
 
     @torch.no_grad()
     def _read_settings(self, slot: int) -> None:
-        self._setting = []
+        numbers, balancing = [], self._setting[1]
         for k, group in enumerate(self.param_groups):
             rate = nominal_rate(group)
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
                 rate = 0.0
-            self._setting.append((float(rate), decoupled_decay(group)))
+            numbers.append((float(rate), decoupled_decay(group)))
+        # The same object as long as only the rate changes: equilibria are derived once for each.
+        now = [value for group in self.param_groups for value in map(group.get, _BALANCING)]
+        if not _are(now, self._known_balancing):
+            self._known_balancing = now
+            balancing = [{name: group[name] for name in _BALANCING if name in group} for group in self.param_groups]
+        self._setting = numbers, balancing
 
     # At a flush
 
@@ -190,11 +196,10 @@ class Buffer:
     def reduce(self, count: int, active: Tensor) -> tuple[tuple[str, ...], Tensor, Tensor]:
         """Names of the quantities, their statistics (steps, quantities, groups, 6), and all rows.
 
-        Args:
-            count: how many slots are filled.
-            active: (steps, groups), on the host.
+        `count` slots are filled; `active`, (steps, groups), is on the host.
         """
-        settings = _send(torch.tensor(self._settings[:count], dtype=self.rates.dtype, device="cpu"), self.device)
+        numbers = [numbers for numbers, _ in self._settings[:count]]
+        settings = _send(torch.tensor(numbers, dtype=self.rates.dtype, device="cpu"), self.device)
         rates = self.rates[:count] + settings[..., 0]
         self.rates.zero_()  # a rate may be a tensor now and a number later
         of_rows = self._column if len(self.param_groups) > 1 else slice(None)
@@ -207,7 +212,7 @@ class Buffer:
             taken = (self.skips[:count, 0] == 0)[:, None].expand(count, self.n_rows)
             there = taken if there is None else there & taken
         if self._equilibria is not None:
-            found |= self._equilibria(found, there)
+            found |= self._equilibria(found, there, [balancing for _, balancing in self._settings[:count]])
         else:
             found = {name: value for name, value in found.items() if name in _OF_ALL}
         del image, of_image
@@ -222,34 +227,17 @@ class Equilibria:
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer, self._dtype = buffer, dtype_of(buffer.watched)
-        self._key: list[list[Any]] = []
-        self._setting: Balancing = ()
-        self.read_settings()
-        self._settings: list[Balancing] = [self._setting] * buffer.steps
-        self._balances = self._balances_under(self._setting)
+        self._balances = self._balances_under(buffer.param_groups)
         # Sums of ‖∇L(u)‖² and of weights over past observations, for each row.
         self._slopes = torch.zeros(2, buffer.n_rows, dtype=self._dtype, device=buffer.device)
 
-    def read_settings(self) -> None:
-        """Read the settings that equilibria depend on; they stay the same object if nothing changed."""
-        now = tuple({name: group[name] for name in _BALANCING if name in group} for group in self.buffer.param_groups)
-        # Tensors are compared by identity, so that nothing is read from a device.
-        key = [[id(value) if isinstance(value, Tensor) else value for value in each.values()] for each in now]
-        if key != self._key:
-            self._key, self._setting = key, now
-
-    def observe(self, slot: int) -> None:
-        """Note the settings of the step that was just taken."""
-        self._settings[slot] = self._setting
-
-    def __call__(self, found: Quantities, there: Tensor | None) -> Quantities:
+    def __call__(self, found: Quantities, there: Tensor | None, settings: Sequence[Settings]) -> Quantities:
         """The equilibria, with γ² the mean of ‖∇L(u)‖² over about the last hundred observations.
 
-        Args:
-            found: radius, gradient norm and rate, (steps, rows).
-            there: whether the row was stepped, (steps, rows); None: all were.
+        `found` has radius, gradient norm and rate, (steps, rows); `there` says whether a row was stepped (None: all
+        were); `settings` are those of each step.
         """
-        balance = self._balance(len(found["radius"]))
+        balance = self._balance(settings)
         if balance is None:
             return {}
         slope = (found["radius"] * found["gradient_norm"]) ** 2
@@ -272,7 +260,7 @@ class Equilibria:
         reason = "; ".join(sorted({balance for balance in self._balances if isinstance(balance, str)}))
         return {"equilibrium_radius": reason, "equilibrium_angle": reason}
 
-    def _balances_under(self, settings: Balancing) -> list[Balance | str]:
+    def _balances_under(self, settings: Settings) -> list[Balance | str]:
         """The equilibrium of each group under these settings, or the reason why there is none."""
         known: dict[tuple[int, int], Balance | str] = {}
         keys = [(place, group.size) for place, group in zip(self.buffer.places, self.buffer.watched, strict=True)]
@@ -281,18 +269,18 @@ class Equilibria:
             known[place, size] = balance_of(self.buffer.optimizer, options, size)
         return [known[key] for key in keys]
 
-    def _balance(self, count: int) -> Balance | None:
+    def _balance(self, settings: Sequence[Settings]) -> Balance | None:
         """One balance for all rows under the settings of each observation, (steps, rows); NaN for a group without one.
 
         None if no group has one.
         """
-        distinct = {id(setting): setting for setting in self._settings[:count]}
+        distinct = {id(setting): setting for setting in settings}
         balances = {key: self._balances_under(setting) for key, setting in distinct.items()}
-        self._balances = balances[id(self._settings[count - 1])]
+        self._balances = balances[id(settings[-1])]
         if not any(isinstance(balance, Balance) for under in balances.values() for balance in under):
             return None
         # One line for all steps if the settings are the same at all of them.
-        lines = [balances[id(setting)] for setting in self._settings[: count if len(distinct) > 1 else 1]]
+        lines = [balances[id(setting)] for setting in settings[: len(settings) if len(distinct) > 1 else 1]]
 
         def column(name: str) -> Tensor:
             missing, dtype = (False, torch.bool) if name == "free" else (math.nan, self._dtype)
@@ -301,6 +289,11 @@ class Equilibria:
             return _send(torch.tensor(values, dtype=dtype, device="cpu"), self.buffer.device)[:, self.buffer.group]
 
         return Balance(*(column(name) for name in ("gain", "power", "root", "pace", "free")))
+
+
+def _are(now: Sequence[object], known: Sequence[object]) -> bool:
+    """Whether these are the same objects."""
+    return len(now) == len(known) and all(map(is_, now, known))
 
 
 def _send(values: Tensor, device: torch.device) -> Tensor:

@@ -18,12 +18,9 @@ _MARGIN = 2.0  # threads of one process disturb each other, which is not measure
 
 
 class Cost:
-    """Measures the watch, and decides which steps it observes.
+    """Measures the watch, and decides which steps it observes: multiples of `every`, or as often as `share` allows.
 
-    Args:
-        every: observe multiples of this; None: as often as `share` allows.
-        share: of the training's time.
-        device: a GPU whose time is measured too; None: the host's time alone.
+    On a GPU, `device`, the time that it takes there is measured too.
     """
 
     def __init__(self, every: int | None, share: float, device: torch.device | None) -> None:

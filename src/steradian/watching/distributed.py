@@ -1,6 +1,7 @@
 """Rows on several ranks, gathered on rank 0. Imported only if a parameter is sharded."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -40,15 +41,13 @@ class Merge:
             dist.gather_object((mine, active), None if dist.get_rank() else shares)
         if dist.get_rank():
             return None
-        whole, spans, start = {}, [], 0
-        for k, group in enumerate(self.watched):
-            whole[group.name] = np.concatenate([share[0][k] for share in shares], axis=2)
-            width = whole[group.name].shape[2]
-            spans.append(slice(start, start + width))
-            start += width
+        names = [group.name for group in self.watched]
+        whole = {name: np.concatenate([share[0][k] for share in shares], axis=2) for k, name in enumerate(names)}
+        widths = [of.shape[2] for of in whole.values()]
+        spans = [slice(end - width, end) for width, end in zip(widths, accumulate(widths), strict=True)]
         stacked = torch.from_numpy(np.concatenate(list(whole.values()), axis=2))
         stepped = np.logical_or.reduce([share[1] for share in shares])
-        stepped &= [whole[group.name].shape[2] == group.total_rows for group in self.watched]
+        stepped &= [width == group.total_rows for width, group in zip(widths, self.watched, strict=True)]
         return Statistics(spans)(stacked).numpy(), stepped, whole
 
 
@@ -57,8 +56,6 @@ def _is_mine(group: WatchedGroup) -> bool:
     param = group.params[0]
     if not isinstance(param, DTensor) or group.gathered:
         return dist.get_rank() == 0
-    coordinate = tuple(param.device_mesh.get_coordinate() or ())
-    replicated = (
-        at for at, placement in zip(coordinate, param.placements, strict=True) if isinstance(placement, Replicate)
-    )
-    return all(at == 0 for at in replicated)
+    coordinate = param.device_mesh.get_coordinate() or ()
+    places = zip(coordinate, param.placements, strict=True)
+    return all(at == 0 for at, placement in places if isinstance(placement, Replicate))

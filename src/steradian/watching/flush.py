@@ -1,13 +1,12 @@
 """From the buffers to the sinks: observed steps are reduced, copied to the host without waiting, and handed on."""
 
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import attrgetter, is_not, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,17 +26,32 @@ from steradian.watching.verdict import History
 if TYPE_CHECKING:
     import pandas as pd
 
-    from steradian.watching.distributed import Merge
-
 __all__ = ["Flush", "Output"]
 
 Array = NDArray[Any]
-_Part = tuple[tuple[str, ...], Tensor, Tensor, dict[str, Tensor], Tensor]
-"""Of some observed steps: quantities, statistics, some rows, all rows of chosen groups, and the skipped steps."""
 logger = logging.getLogger("steradian")
 _GRAD = attrgetter("grad")
 _STEPS, _NUMBERS = 64, 2**22
 """Reduced steps, or numbers of groups whose rows are recorded, that are copied to the host together."""
+
+
+class _Part(NamedTuple):
+    """What is recorded of one buffer, for some observed steps."""
+
+    quantities: tuple[str, ...]
+    statistics: Any  # (steps, quantities, groups, statistics)
+    some: Any  # some rows of all groups, at some of the steps; all rows at all steps if they are on several ranks
+    chosen: dict[str, Any]  # all rows of the groups that the user chose
+    skips: Any  # (steps, 2): whether a gradient scaler skipped the step, and how many it skipped before
+
+
+class _Reduced(NamedTuple):
+    """Some observed steps: their numbers, the active groups, the steps whose rows are recorded, the buffers' parts."""
+
+    steps: list[int]
+    active: Array
+    whole: list[int]
+    parts: list[_Part]
 
 
 class _Copy:
@@ -52,14 +66,11 @@ class _Copy:
         self._copies: list[tuple[list[int], Tensor, Any]] = []
         for (device, _), places in kinds.items():
             flat, done = torch.cat([self._leaves[k].detach().reshape(-1) for k in places]), None
-            host = flat
+            host = flat.to("cpu", non_blocking=device.type == "cuda")  # to pinned memory, which is not waited for
             if device.type == "cuda":
-                with torch.cuda.device(device):
-                    host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-                    host.copy_(flat, non_blocking=True)
-                    done = torch.cuda.Event()
-                    done.record()
-            self._copies.append((places, host.cpu(), done))
+                done = torch.cuda.Event()
+                done.record(torch.cuda.current_stream(device))
+            self._copies.append((places, host, done))
             for k in places:
                 self._leaves[k] = self._leaves[k].shape
 
@@ -72,25 +83,18 @@ class _Copy:
         for places, host, done in self._copies:
             if done is not None:
                 done.synchronize()
-            array, start = host.numpy() if host.dtype != torch.bfloat16 else host.float().numpy(), 0
-            for k in places:
-                size = self._leaves[k].numel()
-                self._leaves[k] = array[start : start + size].reshape(self._leaves[k])
-                start += size
+            host = host.float() if host.dtype == torch.bfloat16 else host
+            parts = host.split([self._leaves[k].numel() for k in places])
+            for k, part in zip(places, parts, strict=True):
+                self._leaves[k] = part.reshape(self._leaves[k]).numpy()
         return tree_unflatten(self._leaves, self._form)
 
 
 class Flush:
-    """Collects observed steps in the buffers, and makes blocks of them.
+    """Collects observed steps in the buffers, one for each source, and makes blocks of them.
 
-    Args:
-        run: the run's name.
-        buffers: one for each source.
-        record_rows: names of groups whose rows are recorded at every observation.
-        rows_every: some rows of all groups are recorded once in this many observations; 0: never.
-        merges: for each buffer, what gathers its rows from several ranks; None if no row is sharded.
-        paths: rows whose directions are recorded.
-        imbalance: of the pairs, if there are any.
+    Rows of the groups in `record_rows` are recorded at every observation, some rows of all groups at every
+    `rows_every`-th one (0: never). `sharded` rows are gathered on rank 0.
     """
 
     def __init__(
@@ -100,15 +104,17 @@ class Flush:
         *,
         record_rows: frozenset[str],
         rows_every: int,
-        merges: "Sequence[Merge] | None",
+        sharded: bool,
         paths: Paths,
-        imbalance: Imbalance | None = None,
+        imbalance: Imbalance | None,
     ) -> None:
-        self.run, self.buffers, self.merges, self.paths = run, buffers, merges, paths
-        self.imbalance = imbalance
+        self.run, self.buffers, self.merges = run, buffers, None
+        if sharded:  # not every torch has what it needs
+            from steradian.watching.distributed import Merge
+
+            self.merges = [Merge(buffer.watched) for buffer in buffers]
+        self.paths, self.imbalance = paths, imbalance
         self.wants_pairs = imbalance is not None  # pairs were not measured since the last steps were sent
-        self._imbalances: dict[int, dict[str, Tensor]] = {}  # by the number of observed steps that are sent before it
-        self._last_step = -1  # the last observed one
         self.record_rows, self.rows_every = record_rows, rows_every
         self.names = tuple(group.name for buffer in buffers for group in buffer.watched)
         self.observations = 0
@@ -120,12 +126,15 @@ class Flush:
         self._room = min((buffer.steps for buffer in buffers), default=1)
         self.began = time.monotonic()  # when `seconds` is 0
         self.seconds = 0.0  # at the last observed step
+        # In the buffers:
         self._steps: list[int] = []
         self._active: list[list[bool]] = []
-        self._seconds: list[float] = []  # at the observed steps that were not sent yet
+        # Since steps were sent:
+        self._reduced: list[_Reduced] = []
+        self._seconds: list[float] = []
         self._logged: list[tuple[int, str, float | Tensor, int | Tensor]] = []
-        # Steps, active groups, steps whose rows are recorded and, for each buffer, what is recorded of it.
-        self._reduced: list[tuple[list[int], Array, list[int], list[_Part]]] = []
+        self._imbalances: dict[int, dict[str, Tensor]] = {}  # by step
+        self._last_step: int | None = None
         self._sent: deque[_Copy] = deque()
 
     # At every step
@@ -140,7 +149,7 @@ class Flush:
             self.seconds = time.monotonic() - self.began
             self._seconds.append(self.seconds)
             self.observations += 1
-            self.paths.observe(self._n_reduced + len(self._steps) - 1, self.observations)
+            self.paths.observe(step, self.observations)
         for buffer, span, params in zip(self.buffers, self._spans, self._params, strict=True):
             if buffer.optimizer is optimizer:
                 buffer.observe(len(self._steps) - 1)
@@ -153,9 +162,8 @@ class Flush:
 
     def measure_pairs(self, step: int) -> None:
         """Measure the imbalance of the pairs, if the step that was just taken is observed and not sent yet."""
-        slot = self._n_reduced + len(self._steps) - 1
-        if self.imbalance is not None and step == self._last_step and slot >= 0 and slot not in self._imbalances:
-            self._imbalances[slot] = self.imbalance.measure()
+        if self.imbalance is not None and step == self._last_step and step not in self._imbalances:
+            self._imbalances[step] = self.imbalance.measure()
             self.wants_pairs = False
 
     def log(self, step: int, name: str, value: float | Tensor) -> None:
@@ -173,61 +181,45 @@ class Flush:
         """Whether something was sent from which no block was made yet."""
         return bool(self._sent)
 
-    @property
-    def _n_reduced(self) -> int:
-        return sum(len(steps) for steps, *_ in self._reduced)
-
     def send(self, *, everything: bool = True) -> None:
         """Reduce the numbers in the buffers on their devices, and start to copy the results to the host.
 
-        Args:
-            everything: copy even a few steps; otherwise they may wait for more, since a block has a price of its own.
+        Unless `everything` is sent, a few steps wait for more, since a block has a price of its own.
         """
         if self._steps:
             self._reduce()
-        of_chosen = [rows for *_, parts in self._reduced for part in parts for rows in part[3].values()]
-        many = self._n_reduced >= _STEPS or sum(rows.numel() for rows in of_chosen) >= _NUMBERS
-        enough = many or self.merges is not None
-        if not (self._reduced or self._logged) or not (everything or enough):
+        of_chosen = [rows for each in self._reduced for part in each.parts for rows in part.chosen.values()]
+        many = len(self._seconds) >= _STEPS or sum(rows.numel() for rows in of_chosen) >= _NUMBERS
+        if not (self._reduced or self._logged) or not (everything or many or self.merges is not None):
             return
-        n_groups = len(self.names)
-        steps = np.array([step for steps, *_ in self._reduced for step in steps], dtype=np.int64)
-        active = np.concatenate([active for _, active, *_ in self._reduced] or [np.zeros((0, n_groups), dtype=bool)])
-        whole = [k for _, _, whole, _ in self._reduced for k in whole]
-        parts = [_joined(each) for each in zip(*(parts for *_, parts in self._reduced), strict=True)]
-        pairs, self._imbalances = self._imbalances, {}
-        self._sent.append(_Copy((steps, active, self._seconds, whole, parts, self._logged, self.paths.take(), pairs)))
-        self._reduced, self._logged, self._seconds = [], [], []
-        self.wants_pairs = self.imbalance is not None
+        content = self._reduced, self._seconds, self._logged, self.paths.take(), self._imbalances
+        self._sent.append(_Copy(content))
+        self._reduced, self._seconds, self._logged, self._imbalances = [], [], [], {}
+        self._last_step, self.wants_pairs = None, self.imbalance is not None
 
     def _reduce(self) -> None:
         """Reduce what is in the buffers, on their devices."""
-        count, start = len(self._steps), self._n_reduced
         active = np.array(self._active, dtype=bool)
-        first = self.observations - count
+        count, first = len(self._steps), self.observations - len(self._steps)
         whole = [k for k in range(count) if self.rows_every > 0 and (first + k) % self.rows_every == 0]
-        parts: list[_Part] = []
+        # A slice, because indices in a list would be copied to the device and waited for.
+        at = slice(whole[0], None, self.rows_every) if whole else slice(0)
+        parts = []
         for buffer, span in zip(self.buffers, self._spans, strict=True):
-            names, statistics, rows = buffer.reduce(count, torch.from_numpy(active[:, span].copy()))
-            # A slice, because indices in a list would be copied to the device and waited for.
-            some = rows[slice(whole[0], None, self.rows_every) if whole else slice(0)][:, :, buffer.single]
-            chosen = {
-                group.name: rows[:, :, group.span].clone() for group in buffer.watched if group.name in self.record_rows
-            }
-            rows_of = (some, chosen) if self.merges is None else (rows, {})
-            parts.append((names, statistics, *rows_of, buffer.skips[:count].clone()))
-        self._reduced.append((self._steps, active, [start + k for k in whole], parts))
+            quantities, statistics, rows = buffer.reduce(count, torch.from_numpy(active[:, span].copy()))
+            some, chosen = rows, {}
+            if self.merges is None:
+                some = rows[at][:, :, buffer.single]
+                groups = [group for group in buffer.watched if group.name in self.record_rows]
+                chosen = {group.name: rows[:, :, group.span].clone() for group in groups}
+            parts.append(_Part(quantities, statistics, some, chosen, buffer.skips[:count].clone()))
+        self._reduced.append(_Reduced(self._steps, active, whole, parts))
         self._steps, self._active = [], []
 
     # On the host
 
     def blocks(self, *, wait: bool = False, together: bool = True) -> Iterator[Block]:
-        """Blocks of what has arrived.
-
-        Args:
-            wait: for what has not arrived.
-            together: if rows are merged, all ranks take part.
-        """
+        """Blocks of what has arrived, or of everything if it may `wait`; `together`: all ranks take part in it."""
         while self._sent and (wait or self._sent[0].ready()):
             block = self._block(*self._sent.popleft().content(), together=together)
             if block is not None:
@@ -235,55 +227,59 @@ class Flush:
 
     def _block(
         self,
-        steps: Array,
-        active: Array,
+        reduced: list[_Reduced],
         seconds: list[float],
-        whole: Any,
-        parts: Any,
-        logged: Any,
-        paths: Any,
-        pairs: Any,
+        logged: list[tuple[int, str, Any, Any]],
+        paths: tuple[list[int], list[Array]],
+        pairs: dict[int, dict[str, Array]],
         *,
         together: bool,
     ) -> Block | None:
         """What `send` has sent as a block; None on other ranks than 0."""
-        quantities = tuple(dict.fromkeys(name for names, *_ in parts for name in names))
+        steps = np.array([step for each in reduced for step in each.steps], dtype=np.int64)
+        parts = [part for each in reduced for part in each.parts]
+        quantities = tuple(dict.fromkeys(name for part in parts for name in part.quantities))
         shape = (len(steps), len(quantities), len(self.names), len(STATISTICS))
-        dtype = np.result_type(np.float32, *(statistics for _, statistics, *_ in parts))
-        values, defined = np.full(shape, np.nan, dtype), np.zeros(shape[1:3], dtype=bool)
-        taken, late, active = np.ones(len(steps), dtype=bool), np.zeros(len(steps), dtype=np.int64), active.copy()
+        values = np.full(shape, np.nan, np.result_type(np.float32, *(part.statistics for part in parts)))
+        active, defined = np.zeros((shape[0], shape[2]), dtype=bool), np.zeros(shape[1:3], dtype=bool)
+        taken, late = np.ones(len(steps), dtype=bool), np.zeros(len(steps), dtype=np.int64)
         rows: list[tuple[int, str, Array, Array]] = []
-        elsewhere = False
-        for k, (names, statistics, some, chosen, skips) in enumerate(parts):
-            span, at = self._spans[k], [quantities.index(name) for name in names]
-            taken, late = taken & (skips[:, 0] == 0), np.maximum(late, skips[:, 1].astype(np.int64))
-            if self.merges is not None:
-                merged = self.merges[k](some, active[:, span], together=together)
-                if merged is None:
-                    elsewhere = True
-                    continue
-                statistics, active[:, span], chosen = merged
-            values[:, at, span] = statistics
-            defined[at, span] = self.buffers[k].recorded(names)
-            start = 0
-            for group, numbers in zip(self.buffers[k].watched, self.buffers[k].single_rows, strict=True):
-                every, found = group.name in self.record_rows, some[:, :, start : start + len(numbers)]
-                start += len(numbers)
-                mine = range(len(steps)) if every else whole
-                if mine and (every or self.merges is not None):
-                    found = chosen[group.name][mine]
-                    numbers = np.arange(found.shape[2]) if every else evenly(found.shape[2])
-                    found = found[:, :, numbers]
-                for i, each in zip(mine, found, strict=False):
-                    spread = np.full((len(quantities), len(numbers)), np.nan, dtype)
-                    spread[at] = each
-                    rows.append((i, group.name, numbers, spread))
+        elsewhere, first = False, 0
+        for each in reduced:
+            here = slice(first, first + len(each.steps))
+            for k, (buffer, span, part) in enumerate(zip(self.buffers, self._spans, each.parts, strict=True)):
+                taken[here] &= part.skips[:, 0] == 0
+                late[here] = np.maximum(late[here], part.skips[:, 1].astype(np.int64))
+                statistics, stepped, chosen = part.statistics, each.active[:, span], part.chosen
+                if self.merges is None:
+                    ends = np.cumsum([len(numbers) for numbers in buffer.single_rows])
+                    some = np.split(part.some, ends[:-1], axis=2)
+                else:
+                    merged = self.merges[k](part.some, stepped, together=together)
+                    if merged is None:
+                        elsewhere = True
+                        continue
+                    statistics, stepped, chosen = merged
+                    some = [of[each.whole][:, :, evenly(of.shape[2])] for of in chosen.values()]
+                at = [quantities.index(name) for name in part.quantities]
+                values[here, at, span], active[here, span] = statistics, stepped
+                defined[at, span] = buffer.recorded(part.quantities)
+                for g, group in enumerate(buffer.watched):
+                    every = group.name in self.record_rows
+                    numbers = np.arange(group.total_rows) if every else evenly(group.total_rows)
+                    slots, found = (range(len(each.steps)), chosen[group.name]) if every else (each.whole, some[g])
+                    for slot, numbers_of_rows in zip(slots, found, strict=True):
+                        if stepped[slot, g]:
+                            spread = np.full((len(quantities), len(numbers)), np.nan, values.dtype)
+                            spread[at] = numbers_of_rows
+                            rows.append((first + slot, group.name, numbers, spread))
+            first = here.stop
         if elsewhere:
             return None
-        slots, points = paths
-        chosen_rows = zip(self.paths.chosen, points, strict=False)
-        directions = [(group.name, row, _directions(of)) for (group, row), of in chosen_rows]
         step_of = (steps - late).tolist()
+        slot_of = {step: k for k, step in enumerate(steps.tolist()) if taken[k]}
+        path_slots = [(i, slot_of[step]) for i, step in enumerate(paths[0]) if step in slot_of]
+        chosen_rows = list(zip(self.paths.chosen, map(_directions, paths[1]), strict=False))
         return Block(
             run=self.run,
             steps=(steps - late)[taken],
@@ -294,31 +290,10 @@ class Flush:
             defined=defined,
             seconds=np.array(seconds)[taken],
             logged=[(max(0, step - int(skipped)), name, float(value)) for step, name, value, skipped in logged],
-            rows=[(step_of[k], n, r, v) for k, n, r, v in rows if taken[k] and active[k, self.names.index(n)]],
-            paths=[
-                (step_of[k], name, row, u[i]) for i, k in enumerate(slots) for name, row, u in directions if taken[k]
-            ],
-            pairs=[(step_of[k], name, of) for k, found in pairs.items() if taken[k] for name, of in found.items()],
+            rows=[(step_of[k], *of) for k, *of in rows if taken[k]],
+            paths=[(step_of[k], group.name, row, u[i]) for i, k in path_slots for (group, row), u in chosen_rows],
+            pairs=[(step_of[slot_of[step]], *of) for step, f in pairs.items() if step in slot_of for of in f.items()],
         )
-
-
-def _joined(parts: Sequence[_Part]) -> _Part:
-    """What was recorded of one buffer, from several reductions; NaN for quantities that one of them did not have."""
-    names = tuple(dict.fromkeys(name for part in parts for name in part[0]))
-
-    def cat(tensors: Iterable[Tensor]) -> Tensor:
-        wide = []
-        for (own, *_), tensor in zip(parts, tensors, strict=True):
-            if own != names:
-                full = tensor.new_full((len(tensor), len(names), *tensor.shape[2:]), math.nan)
-                full[:, [names.index(name) for name in own]] = tensor
-                tensor = full
-            wide.append(tensor)
-        return torch.cat(wide)
-
-    _, statistics, some, chosen, skips = zip(*parts, strict=True)
-    groups = {name: cat(each[name] for each in chosen) for name in chosen[0]}
-    return names, cat(statistics), cat(some), groups, torch.cat(skips)
 
 
 def _directions(rows: Array) -> Array:
@@ -331,10 +306,7 @@ def _directions(rows: Array) -> Array:
 class Output:
     """Hands every block to every sink, keeps what a verdict needs, and raises alerts.
 
-    Args:
-        sinks: where blocks go.
-        alerts: what checks them.
-        fail: called with an exception of a sink, so that the other sinks still get theirs.
+    `fail` is called with an exception of a sink, so that the other sinks still get theirs.
     """
 
     def __init__(self, sinks: Sequence[Sink], alerts: Alerts, fail: Callable[[Exception], None]) -> None:

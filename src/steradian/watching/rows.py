@@ -38,15 +38,7 @@ _FORM = attrgetter("shape", "dtype", "device")
 
 
 class WatchedGroup:
-    """A group of rows that an optimizer steps.
-
-    Args:
-        group: as `find_groups` found it, as a param group declares it, or how a parameter without either is cut.
-        params: its parameters.
-        optimizer: what steps them.
-        settings: the param group of the first of them.
-        label: "invariant", "not invariant" or "untested".
-    """
+    """A group of rows that an optimizer steps; `settings` is the param group of its first parameter."""
 
     def __init__(
         self, group: Group, params: Sequence[Tensor], optimizer: Optimizer, settings: Settings, label: str
@@ -93,17 +85,39 @@ class WatchedGroup:
 
         `points` are the parameters before the step, if they were copied.
         """
-        now, gradients, state = list(map(self.local, self.params)), list(map(self.local, gradients)), self._state()
+        states = [self.optimizer.state.get(param, {}) for param in self.params]
+        shape, per_row = self.params[0].shape, getattr(self.optimizer, "row_state", ())
+        alike: list[str] = []  # entries of the state in the shape of the parameter
+        numbers: dict[str, Tensor] = {}  # one number for each row, or one for all
+        for name, value in states[0].items():
+            if isinstance(value, Real):
+                numbers[name] = torch.tensor(float(value), device="cpu")
+            elif isinstance(value, Tensor) and name in per_row and value.shape != shape:
+                numbers[name] = self.local(value)
+            elif isinstance(value, Tensor) and value.shape == shape:
+                alike.append(name)
+            elif isinstance(value, Tensor) and value.numel() == 1:
+                numbers[name] = value.reshape(())
+        of_params = zip(self.params, gradients, states, strict=True)
+        here = [
+            self.locals([param, gradient, *(state[name] for name in alike)]) for param, gradient, state in of_params
+        ]
+        now, gradients, *entries = map(list, zip(*here, strict=True))
         rows, columns = max(1, at_once // self.size), min(at_once, self.size)
         for row in range(0, self.n_rows, rows):
             for column in range(0, self.size, columns):
                 at = slice(row, min(row + rows, self.n_rows)), slice(column, column + columns)
-                here = {
-                    name: self.cut(value, at) if isinstance(value, list) else value[at[0]] if value.ndim else value
-                    for name, value in state.items()
-                }
+                state = {name: value[at[0]] if value.ndim else value for name, value in numbers.items()}
+                state |= {name: self.cut(value, at) for name, value in zip(alike, entries, strict=True)}
                 before = None if points is None else self.cut(points, at)
-                yield Piece(at[0], before, self.cut(now, at), self.cut(gradients, at), here)
+                yield Piece(at[0], before, self.cut(now, at), self.cut(gradients, at), state)
+
+    def locals(self, tensors: list[Tensor]) -> list[Tensor]:
+        """`local` of tensors like one parameter, with one gather for all of them if its rows span several ranks."""
+        if self.sharded and all(map(is_sharded, tensors)):
+            found: list[Tensor] = sharding().parts([tensor.detach() for tensor in tensors], self.layout)
+            return found
+        return list(map(self.local, tensors))
 
     def cut(self, parts: Sequence[Tensor], at: tuple[slice, slice]) -> Tensor:
         """Some rows and columns of tensors in the shapes of the parameters, those of this rank."""
@@ -116,22 +130,6 @@ class WatchedGroup:
     def row(self, number: int) -> Tensor:
         """One row as a vector."""
         return self.cut(list(map(self.local, self.params)), (slice(number, number + 1), slice(0, self.size)))[0]
-
-    def _state(self) -> dict[str, list[Tensor] | Tensor]:
-        """The optimizer's state: tensors like the parameters, one with a number per row, or one number for all."""
-        states = [self.optimizer.state.get(param, {}) for param in self.params]
-        shape, per_row = self.params[0].shape, getattr(self.optimizer, "row_state", ())
-        found: dict[str, list[Tensor] | Tensor] = {}
-        for name, value in states[0].items():
-            if isinstance(value, Real):
-                found[name] = torch.tensor(float(value), device="cpu")
-            elif isinstance(value, Tensor) and name in per_row and value.shape != shape:
-                found[name] = self.local(value)
-            elif isinstance(value, Tensor) and value.shape == shape:
-                found[name] = [self.local(state[name]) for state in states]
-            elif isinstance(value, Tensor) and value.numel() == 1:
-                found[name] = value.reshape(())
-        return found
 
     def gradients(self) -> list[Tensor]:
         """The gradients of its parameters, dense; only for an active group."""
@@ -201,25 +199,19 @@ def _proposed(
         for group in (*model.groups, *facts):
             yield group, [model.params[name] for name in group.names], INVARIANT
         rest = {id(model.params[name]) for name in model.rest if name not in model.no_effect}
-    for group, params in _declared(optimizer, names):
-        yield group, params, INVARIANT
+    for settings in optimizer.param_groups:
+        if settings.get("rows") is not None:
+            layout, params = Layout(settings["rows"]), settings["params"]
+            for members in [params] if settings.get("joint") and params else [[param] for param in params]:
+                sizes = [layout.size(param.shape) for param in members]
+                together = tuple(names[id(param)] for param in members)
+                declared = Group(together, layout.spec, sizes[0][0], sum(d for _, d in sizes), "", math.nan)
+                yield declared, members, INVARIANT
     for settings in optimizer.param_groups:
         for param in settings["params"]:
             layout = Layout("filter" if param.ndim > 1 else "tensor")
             group = Group((names[id(param)],), layout.spec, *layout.size(param.shape), "", math.nan)
             yield group, [param], NOT_INVARIANT if id(param) in rest else UNTESTED
-
-
-def _declared(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[Group, list[Tensor]]]:
-    """The groups of rows that param groups declare under "rows" and "joint", with their parameters."""
-    for settings in optimizer.param_groups:
-        if settings.get("rows") is None:
-            continue
-        layout, params = Layout(settings["rows"]), settings["params"]
-        for members in [params] if settings.get("joint") and params else [[param] for param in params]:
-            sizes = [layout.size(param.shape) for param in members]
-            together = tuple(names[id(param)] for param in members)
-            yield Group(together, layout.spec, sizes[0][0], sum(d for _, d in sizes), "", math.nan), members
 
 
 def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
@@ -299,21 +291,20 @@ class Membership:
         self.watched = watched
         self._optimizers = list({id(group.optimizer): group.optimizer for group in watched}.values())
         self._params = [param for group in watched for param in group.params]
-        self._known = self._members(), list(map(_FORM, self._params))
+        self._forms = dict(zip(map(id, self._params), map(_FORM, self._params), strict=True))
+        self._known = self._present()
 
-    def _members(self) -> list[tuple[int, ...]]:
+    def _present(self) -> tuple[list[tuple[int, ...]], list[Any]]:
         groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return [(id(group), *map(id, group["params"])) for group in groups]
+        return [(id(group), *map(id, group["params"])) for group in groups], list(map(_FORM, self._params))
 
     def changed(self) -> bool:
         """Whether param groups or parameters are others than at the last call of `update`."""
-        members, forms = self._known
-        return members != self._members() or forms != list(map(_FORM, self._params))
+        return self._known != self._present()
 
     def update(self) -> list[str]:
         """Adopt the present param groups; returns the names of groups that are gone since the last call."""
-        forms = dict(zip(map(id, self._params), self._known[1], strict=True))
-        self._known = self._members(), list(map(_FORM, self._params))
+        self._known = self._present()
         present = [settings for optimizer in self._optimizers for settings in optimizer.param_groups]
         owner = {id(param): settings for settings in present for param in settings["params"]}
         # The settings that stand for those of before: the same, or those that now have the first of their parameters.
@@ -327,7 +318,7 @@ class Membership:
             # A joint set has the settings of its first parameter; the others may be in other param groups.
             first, *others = (owner.get(id(param)) for param in group.params)
             left = first is not group.settings or any(other is None for other in others)
-            if not group.gone and (left or any(forms[id(param)] != _FORM(param) for param in group.params)):
+            if not group.gone and (left or any(self._forms[id(param)] != _FORM(param) for param in group.params)):
                 group.gone = True
                 lost.append(group.name)
         return lost

@@ -92,10 +92,8 @@ class RunFiles:
         number = max(numbered_parts(self.folder, kind), default=-1) + 1
         content = io.BytesIO()
         # Most values were computed in float32: half of their bytes are 0 and, split into streams, take no space.
-        split = {
-            "use_dictionary": [name for name in columns if name != "value"],
-            "use_byte_stream_split": [name for name in columns if name == "value"],
-        }
+        words, values = [name for name in columns if name != "value"], [name for name in columns if name == "value"]
+        split: Any = {"use_dictionary": words, "use_byte_stream_split": values}
         parquet.write_table(pa.table(arrays), content, compression="zstd", **split)
         write_atomically(self.folder / f"{kind}-{number:05d}.parquet", content.getvalue())
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,28 +19,11 @@ _LEVELS = (0.0, 0.1, 0.5, 0.9, 1.0)
 _LENGTHS = (64, 256, 1024, 4096)  # that the kernel is compiled for; it reads longer groups in blocks of the last
 
 
-@dataclass(frozen=True, eq=False)
-class _Bucket:
-    """Groups of about one length, and where their quantiles lie in the order; all on the device."""
-
-    groups: Tensor
-    counts: Tensor
-    index: Tensor
-    there: Tensor
-    low: Tensor
-    high: Tensor
-    share: Tensor
-
-
 class Statistics:
     """Minimum, quantiles, maximum and mean over the rows of each group, in the order of `records.STATISTICS`.
 
     Quantiles are interpolated linearly, as in numpy. All statistics of a group with a NaN, or without rows, are NaN.
     On a GPU one launch computes them for all groups of about one length; elsewhere the rows are padded and sorted.
-
-    Args:
-        spans: the places of the rows of each group.
-        device: of the numbers.
 
     >>> Statistics([slice(0, 3), slice(3, 4)])(torch.tensor([[1.0, 2.0, 3.0, 5.0]]))[0, :, 2].tolist()
     [2.0, 5.0]
@@ -49,17 +31,18 @@ class Statistics:
 
     def __init__(self, spans: Sequence[slice], *, device: torch.device | str = "cpu") -> None:
         self.groups = len(spans)
-        by_kernel: dict[int, list[int]] = {}
-        by_sorting: dict[int, list[int]] = {}
         kernels = runs_kernels(torch.device(device))
-        for k, rows in enumerate(span.stop - span.start for span in spans):
-            if rows and kernels:
+        by_length: dict[int, list[list[int]]] = {}
+        for k, span in enumerate(spans):
+            rows = span.stop - span.start
+            length = 1 << (rows - 1).bit_length()
+            if kernels:
                 length = next((length for length in _LENGTHS if rows <= length), _LENGTHS[-1])
-                by_kernel.setdefault(length, []).append(k)
-            elif rows:
-                by_sorting.setdefault(1 << (rows - 1).bit_length(), []).append(k)
-        self.selected = {n: _places(chosen, [spans[k] for k in chosen], device) for n, chosen in by_kernel.items()}
-        self.sorted = [_bucket(chosen, [spans[k] for k in chosen], n, device) for n, chosen in by_sorting.items()]
+            if rows:
+                by_length.setdefault(length, []).append([span.start, rows, k])
+        lines = {length: torch.tensor(of, device="cpu") for length, of in by_length.items()}
+        self.selected = {length: _places(of, device) for length, of in lines.items() if kernels}
+        self.sorted = {length: of.to(device) for length, of in lines.items() if not kernels}
 
     def __call__(self, values: Tensor) -> Tensor:
         """(…, n) rows on the last dimension → (…, groups, 6)."""
@@ -68,20 +51,18 @@ class Statistics:
         found = flat.new_full((len(flat), self.groups, len(_LEVELS) + 1), float("nan"))
         for length, places in self.selected.items():
             _select(flat.contiguous(), length, *places, out=found)
-        for bucket in self.sorted:
-            at_once = max(1, _AT_ONCE // bucket.index.numel())
+        for length, lines in self.sorted.items():
+            at_once = max(1, _AT_ONCE // (len(lines) * length))
             for start in range(0, len(flat), at_once):
                 piece = slice(start, start + at_once)
-                found[piece, bucket.groups] = _sort(flat[piece], bucket)
+                found[piece, lines[:, 2]] = _sort(flat[piece], length, lines)
         return found.reshape(*lead, self.groups, len(_LEVELS) + 1)
 
 
-def _places(groups: list[int], spans: list[slice], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """The arguments `spans` and `shares` of `statistics_kernel` for some groups."""
-    first = torch.tensor([[span.start, span.stop - span.start] for span in spans], device="cpu")
-    at = torch.tensor(_LEVELS[1:-1], dtype=torch.float64, device="cpu") * (first[:, 1:] - 1)
-    lines = torch.cat([first, torch.tensor(groups, device="cpu")[:, None], at.floor().long()], dim=1)
-    return lines.int().to(device), (at - at.floor()).to(device)
+def _places(lines: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """The arguments `spans` and `shares` of `statistics_kernel` for groups: first row, number of rows, group."""
+    at = torch.tensor(_LEVELS[1:-1], dtype=torch.float64, device="cpu") * (lines[:, 1:2] - 1)
+    return torch.cat([lines, at.floor().long()], dim=1).int().to(device), (at - at.floor()).to(device)
 
 
 def _select(values: Tensor, length: int, spans: Tensor, shares: Tensor, *, out: Tensor) -> None:
@@ -98,36 +79,22 @@ def _select(values: Tensor, length: int, spans: Tensor, shares: Tensor, *, out: 
             statistics_kernel[len(values), len(spans)](values, spans, shares, out, values.shape[1], out.shape[1], **how)
 
 
-def _bucket(groups: list[int], spans: list[slice], length: int, device: torch.device | str) -> _Bucket:
-    starts = torch.tensor([[span.start] for span in spans], device="cpu")
-    counts = torch.tensor([[span.stop - span.start] for span in spans], device="cpu")
-    places = torch.arange(length, device="cpu")
-    there = places < counts
-    at = torch.tensor(_LEVELS, dtype=torch.float64, device="cpu") * (counts - 1)
+def _sort(values: Tensor, length: int, lines: Tensor) -> Tensor:
+    """The statistics of some groups of at most `length` rows, (lines, groups, 6), by padding and sorting their rows."""
+    starts, counts = lines[:, :1], lines[:, 1:2]
+    places = torch.arange(length, device=lines.device)
+    beyond = places >= counts
+    padded = values[:, torch.where(beyond, starts, starts + places)]
+    means = padded.masked_fill(beyond, 0).sum(-1, keepdim=True) / counts
+    ordered = padded.masked_fill_(beyond, float("inf")).sort(dim=-1).values
+    at = torch.tensor(_LEVELS, dtype=torch.float64, device=lines.device) * (counts - 1)
     low = at.floor().long()
-    parts = {
-        "groups": torch.tensor(groups, device="cpu"),
-        "counts": counts.squeeze(1),
-        "index": torch.where(there, starts + places, starts),
-        "there": there,
-        "low": low,
-        "high": torch.minimum(low + 1, counts - 1),
-        "share": at - low,
-    }
-    return _Bucket(**{name: value.to(device) for name, value in parts.items()})
-
-
-def _sort(values: Tensor, bucket: _Bucket) -> Tensor:
-    """The statistics of the groups of a bucket, (lines, groups, 6), by padding and sorting their rows."""
-    padded = values[:, bucket.index]
-    means = padded.masked_fill(~bucket.there, 0).sum(-1) / bucket.counts
-    ordered = padded.masked_fill_(~bucket.there, float("inf")).sort(dim=-1).values
-    places = (place.expand(len(values), -1, -1) for place in (bucket.low, bucket.high))
-    below, above = (ordered.gather(-1, place) for place in places)
-    share = bucket.share.to(values.dtype)
+    high = torch.minimum(low + 1, counts - 1)
+    below, above = (ordered.gather(-1, place.expand(len(values), -1, -1)) for place in (low, high))
+    share = (at - low).to(values.dtype)
     # The difference of two equal infinities is NaN; if the share is 0 the upper value does not matter.
     quantiles = torch.where((share == 0) | (below == above), below, below + (above - below) * share)
-    return torch.where(means.isnan()[..., None], means[..., None], torch.cat([quantiles, means[..., None]], dim=-1))
+    return torch.where(means.isnan(), means, torch.cat([quantiles, means], dim=-1))
 
 
 # Pairs
@@ -139,9 +106,7 @@ _Term = tuple[int, Tensor, list[int], Tensor]
 class Imbalance:
     """√(Σ_a x² / Σ_b x²) for every set of every pair, reduced to statistics over the sets of each pair.
 
-    Args:
-        groups: whose pairs are measured, as far as each is on one device and not sharded.
-        watched: the ids of the watched parameters; pairs without any of them are left out.
+    Pairs that are sharded or on several devices are left out, and those without a parameter whose id is in `watched`.
     """
 
     def __init__(self, groups: Groups, watched: Collection[int]) -> None:

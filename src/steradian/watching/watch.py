@@ -42,8 +42,6 @@ from steradian.watching.verdict import Sentence, judge
 if TYPE_CHECKING:
     import pandas as pd
 
-    from steradian.watching.distributed import Merge
-
 __all__ = ["Watch", "check_options", "counted_steps", "inner_optimizers", "watch"]
 
 logger = logging.getLogger("steradian")
@@ -151,7 +149,7 @@ class Watch:
             raise TypeError(f"the second argument must be {kinds}, got {type(model_or_groups).__name__}")
         options = {"record_rows": record_rows, "rows_every": rows_every, "paths": paths, "run": run}
         check_options(every=every, cost=cost, only=only, config=config, step=step, **options)
-        every = 1 if phenomena and every is None else every
+        every = int(every or 1) if phenomena or every is not None else None
         self.config = dict(config or {})
         watched, notes = watched_groups(self.optimizers, model_or_groups, [only] if isinstance(only, str) else only)
         self._order = tuple(group.name for group in watched)
@@ -189,7 +187,7 @@ class Watch:
             self.buffers,
             record_rows=frozenset(record_rows),
             rows_every=int(rows_every),
-            merges=_merges(self.buffers) if self.sharded else None,
+            sharded=self.sharded,
             paths=Paths(watched, paths if paths is not None or folder is not None else {}, rank=rank),
             imbalance=imbalance,
         )
@@ -198,12 +196,11 @@ class Watch:
         if isinstance(model_or_groups, Groups):
             self._param_names |= {id(p): name for name, p in model_or_groups.params.items()}
         gpu = next((buffer.device for buffer in self.buffers if buffer.device.type == "cuda"), None)
-        self._cost = Cost(None if every is None else int(every), float(cost), gpu)
+        self._cost = Cost(every, float(cost), gpu)
         self._first = step if step is None else int(step)
         self._step: int | None = None  # the number of the step that is being taken, or that comes next
         self._stepped: set[int] = set()  # the optimizers that have taken it
         self._begun: set[int] = set()  # the optimizers that are taking it
-        self._nested: list[int] = []  # the optimizers whose step was called by their step
         self._observing = False
         self._flushed_at = time.monotonic()
         self._lock = threading.RLock()  # a notebook may call `records()` while another thread trains
@@ -212,7 +209,7 @@ class Watch:
         self._hooks: list[Any] = []
         self._last_hooks: dict[int, int] = {}  # the post-hook of each optimizer
 
-    # Start and stop
+    # Start
 
     def start(self) -> "Watch":
         """Start to watch; `with watch(…)` does it for you."""
@@ -229,7 +226,7 @@ class Watch:
         for buffer in self.buffers:
             buffer.source.open()
         self._failed = False
-        self._stepped, self._begun, self._nested = set(), set(), []
+        self._stepped, self._begun = set(), set()
         for optimizer in self.optimizers if not self._hooks else ():
             # Dynamo must not trace into the hooks of a compiled step.
             before = torch.compiler.disable(partial(self._hook, self._before, optimizer))
@@ -242,64 +239,6 @@ class Watch:
         self._at_exit = partial(_stop_at_exit, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
         return self
-
-    def stop(self) -> None:
-        """Stop watching; everything observed so far is recorded."""
-        self._stop(together=True)
-
-    def _stop(self, *, together: bool) -> None:
-        if not self.running:
-            return
-        self.running, self._stopped = False, True
-        if not _steps_in_progress():  # a step iterates over its hooks; ours do nothing any more
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
-        if self._stepped and self._step is not None:  # some of the optimizers have taken the last step
-            self._step, self._stepped = self._step + 1, set()
-        if not self._idle:
-            atexit.unregister(self._at_exit)
-            with self._guard(), self._lock:
-                self._send()
-                self._write(wait=True, together=together)
-                self._cost.choose(self._output.seconds)
-            for buffer in self.buffers:
-                with self._guard():
-                    buffer.source.close()
-            with self._guard():
-                if self._output.folder is not None:
-                    known = {"missing": self.missing, "cost": self._cost_so_far()}
-                    self._output.folder.describe({**self._about, **known})
-        self._output.close()
-
-    def __enter__(self) -> "Watch":
-        return self.start()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an exception on one rank, the others may never arrive here.
-        self._stop(together=kind is None)
-
-    def __del__(self) -> None:
-        if getattr(self, "running", False):
-            self._stop(together=False)
-
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception, *, fatal: bool = True) -> None:
-        """Log the first exception; after a fatal one the hooks do nothing.
-
-        They are removed only when the watch stops: the optimizer may be iterating over its hooks right now.
-        """
-        if self.error is None:
-            self.error = error
-            text = ": the watch ends, training goes on" if fatal else ""
-            logger.error("watching %s failed%s", self.run, text, exc_info=error)
-        self._failed = self._failed or fatal
 
     # At every step
 
@@ -322,15 +261,15 @@ class Watch:
         for optimizer in self.optimizers:
             self._hook(self._after, optimizer)
 
+    def _takes_part(self, optimizer: Optimizer) -> bool:
+        """Whether this is a step to watch: not one that is captured, or that the optimizer's own step calls."""
+        if not self.running or self._failed or _steps_in_progress(optimizer) > 1:
+            return False
+        return self._cost.device is None or not torch.cuda.is_current_stream_capturing()
+
     def _before(self, optimizer: Optimizer) -> None:
-        if not self.running or self._failed or self._capturing():
+        if not self._takes_part(optimizer):
             return
-        if id(optimizer) in self._begun:
-            # The last step raised an error, or this is the step of a class whose step calls it.
-            if _steps_in_progress(optimizer) > 1:
-                self._nested.append(id(optimizer))
-                return
-            self._nested = []
         if id(optimizer) in self._stepped:
             self._end_step()
         if self._step is None:
@@ -351,19 +290,8 @@ class Watch:
                 for source in wanted:
                     source.before()
 
-    def _others_follow(self, optimizer: Optimizer) -> bool:
-        """Whether other hooks may change the weights after the step; if so, they are called before ours."""
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        if self._last_hooks.get(id(optimizer)) not in hooks or all(hook in _OURS for hook in hooks.values()):
-            return False
-        hooks.move_to_end(self._last_hooks[id(optimizer)])
-        return True
-
     def _after(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._begun or not self.running or self._failed or self._capturing():
-            return
-        if id(optimizer) in self._nested:
-            self._nested.remove(id(optimizer))
+        if id(optimizer) not in self._begun or not self._takes_part(optimizer):
             return
         assert self._step is not None
         self._begun.discard(id(optimizer))
@@ -400,13 +328,19 @@ class Watch:
                 self._flush.send(everything=everything)
             self._cost.choose(self._output.seconds)
             if self.sharded and self._cost.every is None:
-                self._cost.interval = _from_rank_0(self._cost.interval)
+                torch.distributed.broadcast_object_list(interval := [self._cost.interval])
+                self._cost.interval = interval[0]
         if self._flush.pending:
             with self._cost.measured(device=False):
                 self._write(wait=self.sharded)
 
-    def _capturing(self) -> bool:
-        return self._cost.device is not None and torch.cuda.is_current_stream_capturing()
+    def _others_follow(self, optimizer: Optimizer) -> bool:
+        """Whether other hooks may change the weights after the step; if so, they are called before ours."""
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        if self._last_hooks.get(id(optimizer)) not in hooks or all(hook in _OURS for hook in hooks.values()):
+            return False
+        hooks.move_to_end(self._last_hooks[id(optimizer)])
+        return True
 
     def _check_membership(self) -> None:
         if not self._membership.changed():
@@ -429,6 +363,67 @@ class Watch:
             steps = read_run(folder.files.folder).table["step"]
             return int(steps.max()) + 1 if len(steps) else 0
         return counted or 0
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception, *, fatal: bool = True) -> None:
+        """Log the first exception; after a fatal one the hooks do nothing.
+
+        They are removed only when the watch stops: the optimizer may be iterating over its hooks right now.
+        """
+        if self.error is None:
+            self.error = error
+            text = ": the watch ends, training goes on" if fatal else ""
+            logger.error("watching %s failed%s", self.run, text, exc_info=error)
+        self._failed = self._failed or fatal
+
+    # Stop
+
+    def stop(self) -> None:
+        """Stop watching; everything observed so far is recorded."""
+        self._stop(together=True)
+
+    def _stop(self, *, together: bool) -> None:
+        if not self.running:
+            return
+        self.running, self._stopped = False, True
+        if not _steps_in_progress():  # a step iterates over its hooks; ours do nothing any more
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        if self._stepped and self._step is not None:  # some of the optimizers have taken the last step
+            self._step, self._stepped = self._step + 1, set()
+        if not self._idle:
+            atexit.unregister(self._at_exit)
+            with self._guard(), self._lock:
+                self._send()
+                self._write(wait=True, together=together)
+                self._cost.choose(self._output.seconds)
+            with self._guard():
+                for buffer in self.buffers:
+                    buffer.source.close()
+                if self._output.folder is not None:
+                    known = {"missing": self.missing, "cost": self._cost_so_far()}
+                    self._output.folder.describe({**self._about, **known})
+        self._output.close()
+
+    def __enter__(self) -> "Watch":
+        return self.start()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        # After an exception on one rank, the others may never arrive here.
+        self._stop(together=kind is None)
+
+    def __del__(self) -> None:
+        if getattr(self, "running", False):
+            self._stop(together=False)
+
+    # Records
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, **named: float | Tensor) -> None:
         """Record numbers of the run as a whole, such as a loss, at the last step.
@@ -464,8 +459,6 @@ class Watch:
         for block in self._flush.blocks(wait=wait, together=together):
             self._output.write(block)
 
-    # Records
-
     def records(self) -> "pd.DataFrame":
         """Everything recorded so far: run, step, group, quantity, statistic, value."""
         self.flush()
@@ -493,11 +486,11 @@ class Watch:
             if self._output.last is not None and why not in (UNMEASURED, _NONE_PROVED):
                 reasons.setdefault(why, []).append(name)
         lines += [_wrapped(f"not recorded: {', '.join(names)}: {why}") for why, names in reasons.items()]
-        share, seconds, memory = self._cost.share_of_time, self._cost.seconds_per_observation, self._nbytes() / 2**20
-        if not math.isnan(share):
+        cost = self._cost_so_far()
+        if cost["share"] is not None:
             lines.append(
-                f"the watch took {100 * share:.1f} % of the training's time ({1000 * seconds:.2g} ms for each of "
-                f"{self._cost.observed} observed steps) and {memory:.3g} MB"
+                f"the watch took {100 * cost['share']:.1f} % of the training's time ({1000 * cost['seconds']:.2g} ms "
+                f"for each of {cost['observed']} observed steps) and {cost['bytes'] / 2**20:.3g} MB"
             )
         return "\n".join(lines)
 
@@ -517,9 +510,6 @@ class Watch:
             if found[name] == UNTESTED and refuted(defects):
                 found[name] = NOT_INVARIANT
         return {name: found[name] for name in self._order}
-
-    def _nbytes(self) -> int:
-        return sum(buffer.nbytes() for buffer in self.buffers)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -557,7 +547,8 @@ class Watch:
         kinds = dict.fromkeys(f"{type(each).__module__}.{type(each).__qualname__}" for each in self.optimizers)
         ordered = sorted(self.watched, key=lambda group: self._order.index(group.name))
         rest = set(self._param_names.values()) - {name for group in ordered for name in group.group.names}
-        devices = dict.fromkeys(_device_name(group.device) for group in ordered)
+        devices = dict.fromkeys(group.device for group in ordered)
+        models = [torch.cuda.get_device_name(each) if each.type == "cuda" else each.type for each in devices]
         return {
             "run": self.run,
             "every": self._cost.every,
@@ -571,29 +562,29 @@ class Watch:
             "environment": {
                 "torch": torch.__version__,
                 "python": platform.python_version(),
-                "device": ", ".join(devices),
+                "device": ", ".join(dict.fromkeys(models)),
             },
         }
 
     def _cost_so_far(self) -> dict[str, Any]:
         share, seconds = self._cost.share_of_time, self._cost.seconds_per_observation
-        numbers = {"share": share, "seconds": seconds, "observed": self._cost.observed, "bytes": self._nbytes()}
+        nbytes = sum(buffer.nbytes() for buffer in self.buffers)
+        numbers = {"share": share, "seconds": seconds, "observed": self._cost.observed, "bytes": nbytes}
         return {name: None if math.isnan(number) else number for name, number in numbers.items()}
 
     def _settings(self) -> list[dict[str, Any]]:
         """The settings of every param group with the names of its parameters."""
+
+        def plain(value: Any) -> Any:
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            return value if value is None or isinstance(value, str | int | float | list | tuple) else str(value)
+
         return [
             {"params": [self._param_names.get(id(param), "?") for param in group["params"]]}
-            | {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+            | {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
-
-
-def _plain(value: Any) -> Any:
-    """A setting as JSON has it."""
-    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    return value if value is None or isinstance(value, str | int | float | list | tuple) else str(value)
 
 
 # Arguments
@@ -601,24 +592,22 @@ def _plain(value: Any) -> Any:
 
 def inner_optimizers(given: Any) -> list[Optimizer]:
     """The optimizers whose hooks are called: one, several, those in a container, or the inner ones of wrappers."""
-    inner = getattr(given, "optimizers", None)
-    several = inner if isinstance(inner, list | tuple) and inner else given
-    found = list(several) if isinstance(several, list | tuple) else [several]
+    inside = getattr(given, "optimizers", None)
+    several = inside if isinstance(inside, list | tuple) and inside else given
+    found: dict[int, Optimizer] = {}
+    for optimizer in several if isinstance(several, list | tuple) else [several]:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch optimizer or a list of them, got {type(optimizer).__name__}")
+        while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper, such as accelerate's
+            inner = getattr(optimizer, "optimizer", None)
+            if not isinstance(inner, Optimizer):
+                name = type(optimizer).__name__
+                raise TypeError(f"optimizer must have a torch optimizer's hooks, and {name} has none")
+            optimizer = inner
+        found[id(optimizer)] = optimizer
     if not found:
         raise ValueError("optimizer must be a torch optimizer or a list of them, got an empty list")
-    for wrong in (each for each in found if not isinstance(each, Optimizer)):
-        raise TypeError(f"optimizer must be a torch optimizer or a list of them, got {type(wrong).__name__}")
-    return list({id(each): each for each in map(_with_hooks, found)}.values())
-
-
-def _with_hooks(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose hooks are called: the inner one of a wrapper without hooks, such as accelerate's."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, Optimizer):
-            raise TypeError(f"optimizer must have a torch optimizer's hooks, and {type(optimizer).__name__} has none")
-        optimizer = inner
-    return optimizer
+    return list(found.values())
 
 
 def check_options(
@@ -636,25 +625,24 @@ def check_options(
 ) -> None:
     """Raise a ValueError or TypeError for options of `Watch` that make no sense, whatever the model."""
     patterns = [only] if isinstance(only, str) or not isinstance(only, Sequence) else only
-    whole = isinstance(paths, Mapping) and all(isinstance(of, Sequence) for of in paths.values())
-    for name, right, must, given in (
-        ("every", every is None or _at_least(1, every), "None or an integer ≥ 1", every),
-        ("cost", isinstance(cost, Real) and float(cost) > 0, "a share of the training's time, such as 0.02", cost),
-        ("rows_every", _at_least(0, rows_every), "an integer ≥ 0 (0: never)", rows_every),
-        ("step", step is None or _at_least(0, step), "None or an integer ≥ 0", step),
+    by_group = isinstance(paths, Mapping) and all(isinstance(rows, Sequence) for rows in paths.values())
+    for name, given, right, kind, must in (
+        ("every", every, every is None or _at_least(1, every), ValueError, "None or an integer ≥ 1"),
+        ("cost", cost, isinstance(cost, Real) and float(cost) > 0, ValueError, "a share of the time, such as 0.02"),
+        ("rows_every", rows_every, _at_least(0, rows_every), ValueError, "an integer ≥ 0 (0: never)"),
+        ("step", step, step is None or _at_least(0, step), ValueError, "None or an integer ≥ 0"),
+        ("only", only, only is None or _names(patterns), TypeError, "a glob pattern of names, or a list of them"),
+        ("record_rows", record_rows, not isinstance(record_rows, str), TypeError, f"a list such as [{record_rows!r}]"),
+        ("run", run, run is None or isinstance(run, str), TypeError, f"a name such as {str(run)!r}"),
+        ("config", config, config is None or isinstance(config, Mapping), TypeError, "a dict"),
+        ("paths", paths, paths is None or by_group, TypeError, "{group: [row, …]}"),
     ):
         if not right:
-            raise ValueError(f"{name} must be {must}, got {given!r}")
-    if only is not None and (not patterns or not all(isinstance(each, str) for each in patterns)):
-        raise TypeError(f"only must be a glob pattern of names, or a list of them, got {only!r}")
-    if isinstance(record_rows, str):
-        raise TypeError(f"record_rows must be a list of names, got {record_rows!r}: write [{record_rows!r}]")
-    if run is not None and not isinstance(run, str):
-        raise TypeError(f"run must be a name, got {run!r}: write {str(run)!r}")
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"config must be a dict, got {type(config).__name__}")
-    if paths is not None and not whole:
-        raise TypeError(f"paths must be {{group: [row, …]}}, got {paths!r}")
+            raise kind(f"{name} must be {must}, got {given!r}")
+
+
+def _names(given: Sequence[Any]) -> bool:
+    return bool(given) and all(isinstance(each, str) for each in given)
 
 
 def _at_least(least: int, value: Any) -> bool:
@@ -663,14 +651,12 @@ def _at_least(least: int, value: Any) -> bool:
 
 def _one_number(name: str, value: Any) -> float | Tensor:
     """A logged value; a tensor as a copy that is not waited for."""
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
-    if isinstance(value, Tensor) and not value.is_complex():
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(()).clone()
-    one = isinstance(value, np.ndarray | np.bool_) and value.size == 1 and value.dtype.kind in "biuf"
-    if not one and not isinstance(value, Real):
-        raise TypeError(f"{name} must be one number, got {value!r}")
-    return float(value.item() if one else value)
+    array = np.asarray(None if isinstance(value, list | tuple | Tensor) else value)
+    if array.size != 1 or array.dtype.kind not in "biuf":
+        raise ValueError(f"{name} must be one number, got {value!r}")
+    return float(array.item())
 
 
 # The optimizer and the process
@@ -710,20 +696,6 @@ def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
         still._stop(together=False)
 
 
-def _merges(buffers: Sequence[Buffer]) -> "list[Merge]":
-    """Imported only if rows are sharded, since not every torch has what it needs."""
-    from steradian.watching.distributed import Merge
-
-    return [Merge(buffer.watched) for buffer in buffers]
-
-
-def _from_rank_0(number: int) -> int:
-    """Rank 0's number, on every rank."""
-    numbers = [number]
-    torch.distributed.broadcast_object_list(numbers)
-    return numbers[0]
-
-
 def _rank() -> int:
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
@@ -733,7 +705,3 @@ def _wrapped(line: str) -> str:
     """A sentence in lines of the terminal's width."""
     width = shutil.get_terminal_size().columns
     return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

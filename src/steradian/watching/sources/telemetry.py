@@ -57,18 +57,13 @@ class TelemetrySource(Source):
             (out if span is None else out[span]).copy_(rows)
 
     def expect(self, out: Tensor) -> None:
-        telemetry = self.optimizer.telemetry
-        if telemetry is not None:
-            if self._direct is None:  # checked once: later places have the same form
-                self._direct = self._fits(out)
-            telemetry.also = out if self._direct else None
-
-    def _fits(self, out: Tensor) -> bool:
-        """Whether `out` has the form of the telemetry: the watched rows are all of its rows, in its order."""
-        if self._buffers is None or len(self._buffers) != 1 or len(self._rows) != 1:
-            return False
-        [buffer], [(rows, span)] = self._buffers, self._rows
-        return span is None and rows.shape == buffer.shape == out.shape and buffer.dtype == out.dtype
+        if self.optimizer.telemetry is not None:
+            if self._direct is None and self._buffers and self._rows:  # checked once: later places have the same form
+                # Whether the watched rows are all rows of the telemetry, in its order.
+                buffer, (rows, span) = self._buffers[0], self._rows[0]
+                one = len(self._buffers) == 1 and span is None
+                self._direct = one and rows.shape == buffer.shape == out.shape and buffer.dtype == out.dtype
+            self.optimizer.telemetry.also = out if self._direct else None
 
     def _find(self, telemetry: Telemetry) -> list[tuple[Tensor, slice | None]]:
         """The telemetry of the watched rows with their places; one piece for all (None) if it is contiguous."""
@@ -107,10 +102,7 @@ class TelemetrySource(Source):
             "radial_share": (outward / length.masked_fill(length == 0, 1)).masked_fill(image.collapsed, 0),
             "direction_norm": image.direction_norm.masked_fill(image.collapsed, 0),
             "nu": (image.nu * rates).masked_fill(image.collapsed, 0),
-            "radial": known["radial"],
-            "angle": known["angle"],
-            "defect": known["defect"],
-            "gradient_norm": known["gradient_norm"],
+            **{name: known[name] for name in ("radial", "angle", "defect", "gradient_norm")},
             "lr": rates,
         }
 

@@ -44,20 +44,14 @@ def supports(group: WatchedGroup) -> bool:
     if (not here.numel() and not group.sharded) or any(count != 1 for count in group.layout.blocks(here.shape)[1:]):
         return False
     # Slices of dimension 0 must follow each other in memory; their own entries may be in any order.
-    return here.is_contiguous() or (here.ndim > 0 and here.stride(0) == here[0].numel() and _dense(here))
-
-
-def _dense(tensor: Tensor) -> bool:
-    order = sorted(range(1, tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
-    return tensor.permute([0, *order]).is_contiguous()
+    order = sorted(range(1, here.ndim), key=here.stride().__getitem__, reverse=True)
+    return here.is_contiguous() or (here.ndim > 0 and here.permute([0, *order]).is_contiguous())
 
 
 class TritonSource(ObservedSource):
-    """One launch after the step; a copy of the weights before it only where the state does not tell the step.
+    """One launch after the step, for groups of one device and dtype for which `supports` is true.
 
-    Args:
-        optimizer: the optimizer.
-        watched: groups of one device and dtype for which `supports` is true.
+    The weights are copied before the step only where the state does not tell it.
     """
 
     columns = SUMS
@@ -97,7 +91,7 @@ class TritonSource(ObservedSource):
     @torch.no_grad()
     def before(self) -> None:
         if self.two_points:
-            now = [_here(group, group.params[0]) for group in self.watched]
+            now = [group.local(group.params[0]) if group.sharded else group.params[0] for group in self.watched]
             self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in now]
             torch._foreach_copy_(self._copies, now)
 
@@ -164,21 +158,20 @@ class TritonSource(ObservedSource):
     def _line(self, group: WatchedGroup, point: Tensor | None, place: int) -> list[int]:
         """Addresses and numbers of one parameter; zeros if it took no step."""
         param, state = group.params[0], self.optimizer.state.get(group.params[0], {})
-        needed = self.adam or (self.sgd and point is None)
-        moment = state.get("exp_avg" if self.adam else "momentum_buffer")
-        if not group.active() or (needed and moment is None):
+        names = ["exp_avg", "max_exp_avg_sq" if group.settings.get("amsgrad") else "exp_avg_sq"] if self.adam else []
+        names += ["momentum_buffer"] if self.sgd and point is None else []
+        if not group.active() or any(state.get(name) is None for name in names):
             return [0] * 8
-        after = _here(group, param)
-        first = second = count = 0
-        if needed:
-            first = second = self._address(_here(group, moment), after)
-        if self.adam:
-            name = "max_exp_avg_sq" if group.settings.get("amsgrad") else "exp_avg_sq"
-            second, count = self._address(_here(group, state[name]), after), self._count(state["step"])
         [dense] = group.gradients()
-        if dense is not param.grad:
+        tensors = [param, dense, *(state[name] for name in names)]
+        if group.sharded:  # others are used directly, without the cost of detaching them
+            tensors = group.locals(tensors)
+            self._kept.append(tensors[0])
+        elif dense is not param.grad:
             self._kept.append(dense)
-        gradient = self._address(_here(group, dense), after)
+        after, *others = tensors
+        gradient, first, second, *_ = [*(self._address(tensor, after) for tensor in others), 0, 0]
+        count = self._count(state["step"]) if self.adam else 0
         before = after if point is None else point
         return [before.data_ptr(), gradient, first, second, count, after.data_ptr(), group.size, place]
 
@@ -214,8 +207,3 @@ class TritonSource(ObservedSource):
 def _order(tensor: Tensor) -> list[int]:
     """Where entries lie in memory; the stride of a dimension of size 1 says nothing."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-
-
-def _here(group: WatchedGroup, tensor: Tensor) -> Tensor:
-    """The part on this rank; a tensor that is not sharded is used directly, without the cost of detaching it."""
-    return group.local(tensor) if group.sharded else tensor
