@@ -1,7 +1,6 @@
 """One self-contained HTML page from one or several recorded runs."""
 
 import html
-import json
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -41,10 +40,9 @@ def report(runs: Sequence[str | Path], out: str | Path, *, title: str | None = N
     if isinstance(runs, str | Path):
         raise TypeError(f"runs must be a list of runs, got {str(runs)!r}: write [{str(runs)!r}]")
     out = Path(out)
-    if out.is_dir():
-        raise ValueError(f"out must be a file such as page.html, and {out} is a folder")
     if out.exists() and not out.is_file():
-        raise ValueError(f"out must be a file such as page.html, and {out} is not a file")
+        what = "a folder" if out.is_dir() else "not a file"
+        raise ValueError(f"out must be a file such as page.html, and {out} is {what}")
     loaded = load(runs)
     text = document(loaded, title or title_of(loaded))
     write_atomically(out, text.encode())
@@ -67,7 +65,7 @@ def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
         paper=markup.paper_index(shown),
         sections=markup.sections(shown, runs),
         missing=markup.left_out(runs, shown),
-        data=compressed(json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()),
+        data=compressed(data.encode()),
         numbers=numbers,
         plotly=_plotly(),
         script="\n".join(map(_asset, SCRIPTS)),

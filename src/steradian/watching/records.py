@@ -451,7 +451,7 @@ def _read_about(file: Path) -> dict[str, Any]:
     if not isinstance(about, dict) or not isinstance(about.get("run"), str):
         raise ValueError(f"{file} does not describe a recorded run: watch(optimizer, to=…) writes one")
     # 0.1 watched only invariant rows.
-    usual = {"label": "invariant", "layout": None, "shapes": [], "reason": "", "defect": None}
+    usual: dict[str, Any] = {"label": "invariant", "layout": None, "shapes": [], "reason": "", "defect": None}
     about["groups"] = [{"names": [group["name"]], **usual, **group} for group in about.get("groups", ())]
     empty: dict[str, Any] = {name: {} for name in ("missing", "config", "environment", "cost")}
     return {"optimizer": {"name": "", "groups": []}, "rest": [], **empty, **about}

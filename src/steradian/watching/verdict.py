@@ -504,7 +504,9 @@ def _share(run: _Run) -> Iterator[Sentence]:
 
 def _healthy(run: _Run) -> Sentence:
     chosen, share = np.flatnonzero(run.layers & run.moving), run.about["cost"].get("share")
-    took = f"the watch took {_n(100 * share)} % of the training's time" if share else "the watch's cost is not known yet"
+    took = (
+        f"the watch took {_n(100 * share)} % of the training's time" if share else "the watch's cost is not known yet"
+    )
     text = f"No layer turns at step {run.steps[-1]:,}, and nothing is wrong; {took}."
     if len(chosen):
         low, high = chosen[np.argmin(run.angle[chosen])], chosen[np.argmax(run.angle[chosen])]
