@@ -210,7 +210,7 @@ def shown_sections(runs: Sequence[PageRun]) -> list[Section]:
 
 def left_out(runs: Sequence[PageRun], shown: Sequence[Section]) -> str:
     """One line that names the figures without records, with the reasons folded."""
-    there = {figure.id for section in shown for figure in section.figures}
+    there = {figure.id for section in shown for figure in section.figures} | {"imbalance"}  # many networks have no pair
     reasons: dict[str, list[str]] = {}
     for section in SECTIONS:
         for figure in section.figures:
@@ -221,9 +221,9 @@ def left_out(runs: Sequence[PageRun], shown: Sequence[Section]) -> str:
         return ""
     count = sum(map(len, reasons.values()))
     lines = "".join(f"<li>{'; '.join(titles)}: {escape(why)}</li>" for why, titles in reasons.items())
-    figures = "1 figure is" if count == 1 else f"{count} figures are"
-    summary = f"{figures} left out: nothing was recorded for {'it' if count == 1 else 'them'}"
-    return f'<details class="card missing"><summary>{summary}</summary><ul>{lines}</ul></details>'
+    words = "1 figure is left out: nothing was recorded for it"
+    words = words if count == 1 else f"{count} figures are left out: nothing was recorded for them"
+    return f'<details class="card missing"><summary>{words}</summary><ul>{lines}</ul></details>'
 
 
 def contents(shown: Sequence[Section]) -> str:

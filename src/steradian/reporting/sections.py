@@ -292,6 +292,23 @@ SECTIONS = (
         ),
     ),
     Section(
+        "pairs",
+        "Balance of pairs",
+        "",
+        "In a pair, one side can be multiplied and the other divided by the same factor without changing the network. "
+        "The shorter a side is in relation to the other, the further it turns in a step.",
+        (
+            Figure(
+                "imbalance",
+                "pairs",
+                ("imbalance",),
+                "Imbalance ‖a‖/‖b‖",
+                "The median over the sets of a pair, such as the rows of one weight with the columns of the next. "
+                "It is measured more rarely than the other quantities.",
+            ),
+        ),
+    ),
+    Section(
         "explore",
         "Any quantity",
         "",
