@@ -3,7 +3,6 @@
 import html
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from string import Template
 
@@ -12,6 +11,7 @@ from plotly.offline import get_plotlyjs
 from steradian.files import write_atomically
 from steradian.reporting import markup
 from steradian.reporting.data import PageRun, compressed, load, page_data
+from steradian.reporting.sections import asset
 
 __all__ = ["document", "report", "title_of"]
 
@@ -53,10 +53,10 @@ def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
     """The page's text. `live`: the state of the runs that it shows; the page follows them."""
     shown = markup.shown_sections(runs)
     data, numbers = page_data(runs)
-    return Template(_asset("page.html")).substitute(
+    return Template(asset("page.html")).substitute(
         title=html.escape(title),
         live=live,
-        style=_asset("page.css"),
+        style=asset("page.css"),
         runs=markup.run_cards(runs),
         verdict=markup.verdict(runs, shown),
         alerts=markup.alerts(runs),
@@ -68,17 +68,13 @@ def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
         data=compressed(data.encode()),
         numbers=numbers,
         plotly=_plotly(),
-        script="\n".join(map(_asset, SCRIPTS)),
+        script="\n".join(map(asset, SCRIPTS)),
     )
 
 
 @cache
 def _plotly() -> str:
     return compressed(get_plotlyjs().encode())
-
-
-def _asset(name: str) -> str:
-    return (files("steradian.reporting") / "assets" / name).read_text(encoding="utf-8")
 
 
 def title_of(runs: Sequence[PageRun]) -> str:
