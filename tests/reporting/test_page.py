@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import simulate
 import stress
+from simulate import unpack
 
-from steradian.reporting.data import load, page_data, unpack
+from steradian.reporting.data import load, page_data
 from steradian.reporting.lines import BUDGET
 from steradian.reporting.page import report
 from steradian.reporting.sections import SECTIONS

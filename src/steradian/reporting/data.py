@@ -16,19 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from steradian.reporting.lines import Lines, aggregate, coarsen, points_for
 from steradian.reporting.rows import cosines, histograms, spheres, trajectories
-from steradian.watching.records import (
-    IMBALANCE,
-    QUANTITIES,
-    SECONDS,
-    STATISTICS,
-    RecordedRun,
-    labels,
-    layers,
-    read_run,
-)
+from steradian.watching.records import IMBALANCE, QUANTITIES, SECONDS, STATISTICS, RecordedRun, labels, layers, read_run
 from steradian.watching.verdict import Sentence, verdict
 
-__all__ = ["Pack", "PageRun", "compressed", "find_runs", "load", "page_data", "unpack"]
+__all__ = ["Pack", "PageRun", "compressed", "find_runs", "load", "page_data"]
 
 MANY = 300_000  # numbers in a pack
 MANY_LAYERS = 24
@@ -45,8 +36,6 @@ class Pack:
     >>> pack = Pack()
     >>> pack.add([1.0, 2.0]), pack.add([0.1])
     (0, 2)
-    >>> unpack(pack.text())
-    array([1.        , 2.        , 0.10000038], dtype=float32)
     """
 
     def __init__(self) -> None:
@@ -72,12 +61,6 @@ class Pack:
 def compressed(content: bytes) -> str:
     """Bytes as text that the browser can unpack."""
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
-
-
-def unpack(text: str) -> np.ndarray:
-    """All numbers that a `Pack` holds, decoded as the page's script does."""
-    three = np.frombuffer(gzip.decompress(base64.b64decode(text)), np.uint8).reshape(3, -1)
-    return np.ascontiguousarray(np.pad(three, ((1, 0), (0, 0))).T).view("<f4").ravel()
 
 
 @dataclass(frozen=True)

@@ -178,15 +178,12 @@ def _groups(run: PageRun) -> str:
         right = {3: ' class="number"', 4: ' class="number"'}
         return "<tr>" + "".join(f"<{tag}{right.get(k, '')}>{escape(texts[k])}</{tag}>" for k in shown) + "</tr>"
 
-    table = (
-        f"<table><thead>{row('th', heads)}</thead><tbody>{''.join(row('td', line) for line in lines)}</tbody></table>"
-    )
+    body = "".join(row("td", line) for line in lines)
+    table = f"<table><thead>{row('th', heads)}</thead><tbody>{body}</tbody></table>"
     rest = run.about["rest"]
-    summary = "1 other parameter is" if len(rest) == 1 else f"{len(rest)} other parameters are"
-    also = (
-        f"<details><summary>{summary} not watched</summary><p>{escape(', '.join(rest))}</p></details>" if rest else ""
-    )
-    return f'<div class="scroll" tabindex="0">{table}</div>{also}'
+    others = "1 other parameter is" if len(rest) == 1 else f"{len(rest)} other parameters are"
+    also = f"<details><summary>{others} not watched</summary><p>{escape(', '.join(rest))}</p></details>"
+    return f'<div class="scroll" tabindex="0">{table}</div>{also if rest else ""}'
 
 
 # Sections
@@ -281,11 +278,10 @@ def _figure(figure: Figure, runs: Sequence[PageRun]) -> str:
 
 
 def _control(name: str) -> str:
-    chooser = f'<select data-control="{name}"></select></label>'
-    if not name.endswith("-step"):
-        return f"<label>{_CONTROLS[name]} {chooser}"
-    slider = f'<input type="range" data-control="{name}" min="0" max="0" step="1"><output></output></label>'
-    return f'<label class="slider">{_CONTROLS[name]} {slider}'
+    if name.endswith("-step"):
+        slider = f'<input type="range" data-control="{name}" min="0" max="0" step="1"><output></output>'
+        return f'<label class="slider">{_CONTROLS[name]} {slider}</label>'
+    return f'<label>{_CONTROLS[name]} <select data-control="{name}"></select></label>'
 
 
 def _lacks(figure: Figure, run: PageRun, runs: Sequence[PageRun]) -> str | None:

@@ -9,18 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-__all__ = [
-    "Histogram",
-    "Path3",
-    "Sphere",
-    "Trajectory",
-    "cosines",
-    "histograms",
-    "principal_directions",
-    "spheres",
-    "trajectories",
-    "whole_steps",
-]
+__all__ = ["Histogram", "Sphere", "Trajectory", "cosines", "histograms", "spheres", "trajectories"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
