@@ -31,10 +31,10 @@ def rows(n=30, steps=(0, 50, 100), followed=None, scale=1.0, seed=0):
 def test_every_row_is_counted_once_at_the_steps_that_have_all():
     (found,) = histograms([rows(followed=3), rows(steps=(0, 60), scale=5.0)])
     assert found.log
-    assert [(counts.run, counts.steps) for counts in found.counts] == [(0, [0, 50, 100]), (1, [0, 60])]
+    assert [(counts["run"], counts["steps"]) for counts in found.counts] == [(0, [0, 50, 100]), (1, [0, 60])]
     for counts in found.counts:
-        assert counts.at.shape == (len(counts.steps), BINS)
-        assert (counts.at.sum(1) == 30).all()
+        assert counts["at"].shape == (len(counts["steps"]), BINS)
+        assert (counts["at"].sum(1) == 30).all()
 
 
 def test_many_steps_are_thinned_with_the_first_and_the_last():
@@ -49,7 +49,7 @@ def test_rows_that_are_all_alike_have_a_histogram(value):
     table["value"] = value
     (found,) = histograms([table])
     assert not found.log
-    assert (found.counts[0].at.sum(1) == 30).all()
+    assert (found.counts[0]["at"].sum(1) == 30).all()
 
 
 def test_histograms_of_many_layers_stay_within_their_budget():
@@ -57,9 +57,9 @@ def test_histograms_of_many_layers_stay_within_their_budget():
     table = pd.concat([one.assign(group=f"layer {k}") for k in range(4500)]).astype({"group": "category"})
     found = histograms([table])
     assert len(found) == 4500
-    assert sum(len(each.edges) - 1 + each.counts[0].at.size for each in found) <= HISTOGRAM_BUDGET
-    assert {tuple(each.counts[0].steps) for each in found} == {(0, 30)}
-    assert all((each.counts[0].at.sum(1) == 4).all() for each in found)
+    assert sum(len(each.edges) - 1 + each.counts[0]["at"].size for each in found) <= HISTOGRAM_BUDGET
+    assert {tuple(each.counts[0]["steps"]) for each in found} == {(0, 30)}
+    assert all((each.counts[0]["at"].sum(1) == 4).all() for each in found)
 
 
 def test_a_single_row_has_none():

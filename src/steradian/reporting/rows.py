@@ -28,26 +28,18 @@ MOST_FITTED = 300  # points from which the principal directions are computed
 
 
 @dataclass(frozen=True, eq=False)
-class Counts:
-    """Rows of one run in each bin, `at` (steps, bins)."""
-
-    run: int
-    steps: list[int]
-    at: Floats
-
-
-@dataclass(frozen=True, eq=False)
 class Histogram:
     """The distribution of one quantity over the rows of one group, in all runs, with common bins.
 
-    All histograms of a page have the same number of bins, equal in the logarithm if `log`.
+    All histograms of a page have the same number of bins, equal in the logarithm if `log`. Counts are, for each "run",
+    the rows in each bin "at" its "steps", (steps, bins).
     """
 
     quantity: str
     group: str
     edges: Floats
     log: bool
-    counts: list[Counts]
+    counts: list[dict[str, Any]]
 
 
 def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
@@ -90,10 +82,10 @@ def histograms(runs: Sequence[pd.DataFrame]) -> list[Histogram]:
     made = []
     for (quantity, group), of in found.items():
         edges, log = _edges(np.concatenate([values for *_, samples in of for values in samples]), bins)
-        counts = [
-            Counts(number, steps, np.stack([np.histogram(values, edges)[0] for values in samples]).astype(float))
-            for number, steps, samples in of
-        ]
+        counts = []
+        for number, steps, samples in of:
+            at = np.array([np.histogram(values, edges)[0] for values in samples], dtype=float)
+            counts.append({"run": number, "steps": steps, "at": at})
         made.append(Histogram(quantity, group, edges, log, counts))
     return made
 
