@@ -1,5 +1,7 @@
 """A small training on spheres in numpy alone, recorded as `watch` would: runs for the page's tests and pictures."""
 
+import base64
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -233,3 +235,9 @@ def directions(run, group, path):
         "row": np.tile(np.arange(chosen), steps),
         "direction": list(path.reshape(count, -1)),
     }
+
+
+def unpack(text):
+    """All numbers that a page's `Pack` holds, decoded as the page's script does."""
+    three = np.frombuffer(gzip.decompress(base64.b64decode(text)), np.uint8).reshape(3, -1)
+    return np.ascontiguousarray(np.pad(three, ((1, 0), (0, 0))).T).view("<f4").ravel()

@@ -5,8 +5,9 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulate import unpack
 
-from steradian.reporting.data import MANY, Pack, unpack
+from steradian.reporting.data import MANY, Pack
 from steradian.reporting.lines import Lines, aggregate, buckets, coarsen, schedule
 from steradian.watching.records import COLUMNS, STATISTICS
 

@@ -31,11 +31,10 @@ def rows(n=30, steps=(0, 50, 100), followed=None, scale=1.0, seed=0):
 def test_every_row_is_counted_once_at_the_steps_that_have_all():
     (found,) = histograms([rows(followed=3), rows(steps=(0, 60), scale=5.0)])
     assert found.log
-    assert found.counts[0][0] == [0, 50, 100]
-    assert found.counts[1][0] == [0, 60]
-    for steps, counts in found.counts.values():
-        assert counts.shape == (len(steps), BINS)
-        assert (counts.sum(1) == 30).all()
+    assert [(counts["run"], counts["steps"]) for counts in found.counts] == [(0, [0, 50, 100]), (1, [0, 60])]
+    for counts in found.counts:
+        assert counts["at"].shape == (len(counts["steps"]), BINS)
+        assert (counts["at"].sum(1) == 30).all()
 
 
 def test_many_steps_are_thinned_with_the_first_and_the_last():
@@ -50,7 +49,7 @@ def test_rows_that_are_all_alike_have_a_histogram(value):
     table["value"] = value
     (found,) = histograms([table])
     assert not found.log
-    assert (found.counts[0][1].sum(1) == 30).all()
+    assert (found.counts[0]["at"].sum(1) == 30).all()
 
 
 def test_histograms_of_many_layers_stay_within_their_budget():
@@ -58,9 +57,9 @@ def test_histograms_of_many_layers_stay_within_their_budget():
     table = pd.concat([one.assign(group=f"layer {k}") for k in range(4500)]).astype({"group": "category"})
     found = histograms([table])
     assert len(found) == 4500
-    assert sum(len(each.edges) - 1 + each.counts[0][1].size for each in found) <= HISTOGRAM_BUDGET
-    assert {tuple(each.counts[0][0]) for each in found} == {(0, 30)}
-    assert all((each.counts[0][1].sum(1) == 4).all() for each in found)
+    assert sum(len(each.edges) - 1 + each.counts[0]["at"].size for each in found) <= HISTOGRAM_BUDGET
+    assert {tuple(each.counts[0]["steps"]) for each in found} == {(0, 30)}
+    assert all((each.counts[0]["at"].sum(1) == 4).all() for each in found)
 
 
 def test_a_single_row_has_none():
@@ -121,16 +120,15 @@ def test_shares_are_shares_and_collapsed_rows_are_left_out():
 def test_cosines_are_between_the_same_steps():
     one, two = circle(5, seed=2), circle(5, seed=2, start=0.3)
     steps = np.arange(50)
-    found = cosines([Trajectory(0, steps, one), Trajectory(2, 10 + steps, two)])
-    ((pair, (shared, cosine)),) = found.items()
-    assert pair == (0, 2)
-    assert shared.tolist() == list(range(10, 50))
-    np.testing.assert_allclose(cosine, (one[10:] * two[:40]).sum(1), atol=1e-12)
+    (found,) = cosines("a", 0, [Trajectory(0, steps, one), Trajectory(2, 10 + steps, two)])
+    assert found["runs"] == [0, 2]
+    assert found["steps"].tolist() == list(range(10, 50))
+    np.testing.assert_allclose(found["at"], (one[10:] * two[:40]).sum(1), atol=1e-12)
 
 
 def test_runs_of_different_length_share_steps_after_thinning():
     u = circle(4, steps=2000)
     found = trajectories([paths(u), paths(u[:900])])["a", 0]
-    ((_, (shared, cosine)),) = cosines(found).items()
-    assert len(shared) > 100
-    np.testing.assert_allclose(cosine, 1)
+    (compared,) = cosines("a", 0, found)
+    assert len(compared["steps"]) > 100
+    np.testing.assert_allclose(compared["at"], 1)

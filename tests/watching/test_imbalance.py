@@ -168,3 +168,8 @@ def test_a_model_without_pairs_records_none_and_the_page_is_one_of_layers(tmp_pa
     packed = re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1)
     data = json.loads(gzip.decompress(base64.b64decode(packed)))
     assert set(data["groups"]) == {name for name, _ in gated().named_parameters()}
+    assert "imbalance" not in data["quantities"]
+    assert set(data["runs"][0]["series"]["imbalance"]) >= {PAIR}
+    assert '<figure class="figure" id="imbalance" data-kind="pairs"' in page
+    page = st.report([tmp_path / "none"], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'id="imbalance"' not in page

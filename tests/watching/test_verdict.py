@@ -68,7 +68,7 @@ def run(change=lambda values, steps: None, *, label="invariant", alerts=(), cost
              "rows": 1 if name == "e.bias" else 8, "size": 8 if name == "e.bias" else 16}
             for name in groups
         ],
-        "cost": {"share": cost} if cost else None,
+        "cost": {"share": cost},
     }  # fmt: skip
     written = pd.DataFrame([vars(alert) for alert in alerts], columns=list(ALERT_COLUMNS))
     return RecordedRun("run", about, table[list(COLUMNS)], pd.DataFrame(), pd.DataFrame(), written)
@@ -330,10 +330,8 @@ def test_alerts_that_no_other_sentence_is_about_are_repeated():
 def test_short_and_incomplete_runs():
     assert kinds(verdict(run(steps=3))) == ["early"]
     assert "the watch's cost is not known yet" in verdict(run(cost=None))[0].text
-    empty = RecordedRun("run", {"run": "run"}, run().table[:0], pd.DataFrame(), pd.DataFrame(), run().alerts)
-    assert verdict(empty) == []
-    bare = run()
-    assert verdict(RecordedRun("run", {"run": "run"}, bare.table, bare.rows, bare.paths, bare.alerts))
+    whole = run()
+    assert verdict(RecordedRun("run", whole.about, whole.table[:0], whole.rows, whole.paths, whole.alerts)) == []
 
 
 # Real trainings
@@ -401,11 +399,12 @@ def test_the_verdict_of_a_large_run_is_quick():
     block = Block(
         "run", np.arange(count) * 33, groups, quantities, values, np.ones((count, 300), dtype=bool), everything
     )
-    about = {"groups": [{"name": name, "rows": 64, "size": 64} for name in groups]}
+    entries = [{"name": name, "names": [name], "rows": 64, "size": 64, "shapes": []} for name in groups]
+    about = {"groups": entries, "optimizer": {"name": "", "groups": []}, "cost": {}}
     history = History()
     history.add(block)
     began = time.perf_counter()
-    assert judge(history, about, {}, [])[0].kind == "healthy"
+    assert judge(history, about, dict.fromkeys(groups, "untested"), [])[0].kind == "healthy"
     assert time.perf_counter() - began < 1
 
 
@@ -416,9 +415,8 @@ def test_a_long_history_is_thinned(monkeypatch):
     for k in range(20):
         active, defined = np.ones((100, 2), dtype=bool), np.ones((1, 2), dtype=bool)
         history.add(Block("run", np.arange(100 * k, 100 * k + 100), ("a", "b"), ("angle",), ones, active, defined))
-    steps, values = history.numbers
-    assert values.size <= 5500
-    assert steps.tolist() == list(range(0, 2000, 8))
+    assert history.values.size <= 5500
+    assert history.steps.tolist() == list(range(0, 2000, 8))
 
 
 def test_it_needs_no_pandas():

@@ -2,9 +2,10 @@
 
 import base64
 import gzip
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from steradian.reporting.lines import Lines, aggregate, coarsen, points_for
 from steradian.reporting.rows import cosines, histograms, spheres, trajectories
-from steradian.watching.records import IMBALANCE, QUANTITIES, SECONDS, STATISTICS, labels, read_run
+from steradian.watching.records import IMBALANCE, QUANTITIES, SECONDS, STATISTICS, RecordedRun, labels, layers, read_run
 from steradian.watching.verdict import Sentence, verdict
 
-__all__ = ["Pack", "PageRun", "compressed", "find_runs", "load", "page_data", "unpack"]
+__all__ = ["Pack", "PageRun", "compressed", "find_runs", "load", "page_data"]
 
 MANY = 300_000  # numbers in a pack
 MANY_LAYERS = 24
@@ -35,8 +36,6 @@ class Pack:
     >>> pack = Pack()
     >>> pack.add([1.0, 2.0]), pack.add([0.1])
     (0, 2)
-    >>> unpack(pack.text())
-    array([1.        , 2.        , 0.10000038], dtype=float32)
     """
 
     def __init__(self) -> None:
@@ -64,12 +63,6 @@ def compressed(content: bytes) -> str:
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
 
 
-def unpack(text: str) -> np.ndarray:
-    """All numbers that a `Pack` holds, decoded as the page's script does."""
-    three = np.frombuffer(gzip.decompress(base64.b64decode(text)), np.uint8).reshape(3, -1)
-    return np.ascontiguousarray(np.pad(three, ((1, 0), (0, 0))).T).view("<f4").ravel()
-
-
 @dataclass(frozen=True)
 class Extreme:
     """The largest value of a quantity in a whole run, its step and group, and at how many steps it was not finite."""
@@ -81,17 +74,12 @@ class Extreme:
 
 
 @dataclass(frozen=True, eq=False)
-class PageRun:
-    """A run as the page needs it, reduced in time.
+class PageRun(RecordedRun):
+    """A run as the page needs it, reduced in time; its own `table` is empty.
 
     Attributes:
-        name: the run's name, distinct from those of the other runs.
-        about: the contents of run.json.
         lines: its table, reduced in time.
         times: steps and the seconds since the start at them; None if not all observed steps have one.
-        rows: single rows, `records.ROW_COLUMNS`.
-        paths: directions, `records.PATH_COLUMNS`.
-        alerts: `records.ALERT_COLUMNS`.
         observed: how many steps were observed, of how many.
         labels: "invariant", "not invariant" or "untested" for each group.
         extremes: the largest value of each quantity that a hypothesis bounds.
@@ -99,47 +87,38 @@ class PageRun:
         verdict: what the run says first, in words.
     """
 
-    name: str
-    about: Mapping[str, Any]
     lines: Lines
     times: tuple[np.ndarray, np.ndarray] | None
-    rows: pd.DataFrame
-    paths: pd.DataFrame
-    alerts: pd.DataFrame
     observed: tuple[int, int]
-    labels: Mapping[str, str]
+    labels: dict[str, str]
     extremes: dict[str, Extreme]
     not_finite: set[str]
     verdict: list[Sentence]
 
     @property
     def quantities(self) -> set[str]:
-        """Quantities recorded for at least one group."""
-        return {name for name, groups in self.lines.values.items() if set(groups) - {""}}
+        """Quantities recorded for at least one group; a pair is not a group."""
+        return {name for name, groups in self.lines.values.items() if set(groups) - {""} and name != IMBALANCE}
 
     @cached_property
     def recorded(self) -> set[str]:
-        """What a figure may need: quantities, "rows", "paths", "whole", and "*", which every run has."""
-        whole = any("" in of for of in self.lines.values.values())
+        """What a figure may need: quantities, "rows", "paths", "whole", "imbalance", and "*", which every run has."""
+        values = self.lines.values
+        whole = any("" in of for of in values.values())
         there = {"*": True, "rows": not self.rows.empty, "paths": bool(trajectories([self.paths])), "whole": whole}
+        there[IMBALANCE] = bool(values.get(IMBALANCE, {}).keys() - {""})
         return self.quantities | {name for name, known in there.items() if known}
 
     @cached_property
     def vectors(self) -> set[str]:
         """Groups that are no matrices or filters, such as biases and gains, if there are others."""
-        known: Sequence[Mapping[str, Any]] = self.about.get("groups") or []
-        flat = {
-            str(group["name"])
-            for group in known
-            if (group.get("rows") or 0) <= 1 and all(len(shape) <= 1 for shape in group.get("shapes") or ())
-        }
-        return flat if len(flat) < len(known) else set()
+        return {group["name"] for group in self.about["groups"]} - layers(self.about)
 
     @cached_property
     def groups(self) -> list[str]:
         """Its groups, in the order of run.json, which is the model's."""
-        named = [str(group.get("name")) for group in self.about.get("groups") or []]
-        recorded = {group for groups in self.lines.values.values() for group in groups} - {""}
+        named = [group["name"] for group in self.about["groups"]]
+        recorded = {group for name in self.quantities for group in self.lines.values[name]} - {""}
         return [name for name in named if name in recorded] + sorted(recorded - set(named))
 
 
@@ -174,25 +153,20 @@ def _load(path: str | Path) -> PageRun:
     run = read_run(path)
     if run.table.empty:
         raise ValueError(f"the run {path} has no record yet: watch writes the first part at its first flush")
-    table = run.table[(run.table["quantity"] != IMBALANCE) | (run.table["group"] == "")]  # a pair is not a layer
-    run = replace(run, table=table)
-    found = {name: _extreme(run.table, name) for name in HYPOTHESES}
-    extremes = {name: of for name, of in found.items() if of is not None}
-    steps = np.asarray(pd.unique(run.table["step"][run.table["group"] != ""]))
-    is_time = (run.table["group"] == "") & (run.table["quantity"] == SECONDS)
+    table = run.table
+    extremes = {name: _extreme(table, name) for name in HYPOTHESES}
+    steps = np.asarray(pd.unique(table["step"][table["group"] != ""]))
+    is_time = (table["group"] == "") & (table["quantity"] == SECONDS)
+    last = table[(table["step"] == steps.max(initial=0)) & (table["group"] != "") & ~np.isfinite(table["value"])]
     return PageRun(
-        run.name,
-        run.about,
-        aggregate(run.table[~is_time]),
-        _times(run.table[is_time], steps),
-        run.rows,
-        run.paths,
-        run.alerts,
-        (len(steps), int(run.table["step"].max() - run.table["step"].min()) + 1),
-        labels(run),
-        extremes,
-        _not_finite(run.table, steps.max(initial=0)),
-        verdict(run),
+        **{**vars(run), "table": table[:0]},
+        lines=aggregate(table[~is_time]),
+        times=_times(table[is_time], steps),
+        observed=(len(steps), int(table["step"].max() - table["step"].min()) + 1),
+        labels=labels(run),
+        extremes={name: of for name, of in extremes.items() if of is not None},
+        not_finite={str(name) for name in last["quantity"][last["statistic"].isin(["median", "mean"])]},
+        verdict=verdict(run),
     )
 
 
@@ -206,49 +180,33 @@ def _times(table: pd.DataFrame, observed: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.append(steps, steps[-1] + more), np.append(seconds, seconds[-1] + more * pace)
 
 
-def page_data(runs: Sequence[PageRun]) -> tuple[dict[str, Any], str]:
-    """Everything that the page's script draws: JSON data, and the `Pack` that its offsets point into."""
+def page_data(runs: Sequence[PageRun]) -> tuple[str, str]:
+    """Everything that the page's script draws: JSON, and the `Pack` that its offsets point into."""
     pack = Pack()
     points = points_for(sum(len(run.lines.keys) for run in runs))
-    groups = list(dict.fromkeys(group for run in runs for group in run.groups))
     found = trajectories([run.paths for run in runs])
     balls = spheres(found)
     spread = histograms([run.rows for run in runs])
-    data: dict[str, Any] = {
-        "statistics": list(STATISTICS),
-        "groups": groups,
+    data = {
+        "statistics": STATISTICS,
+        "groups": list(dict.fromkeys(group for run in runs for group in run.groups)),
         "grid": grid(runs),
         "vectors": sorted(set().union(*(run.vectors for run in runs))),
         "quantities": _quantities(runs),
         "whole": sorted({name for run in runs for name, of in run.lines.values.items() if "" in of}),
-        "runs": [_run(run, coarsen(run.lines, points), pack) for run in runs],
+        "runs": [_run(run, coarsen(run.lines, points)) for run in runs],
         "bins": len(spread[0].edges) - 1 if spread else 0,
-        "histograms": [
-            {
-                **vars(each),
-                "edges": pack.add(each.edges),
-                "counts": [
-                    {"run": run, "steps": steps, "at": pack.add(counts)} for run, (steps, counts) in each.counts.items()
-                ],
-            }
-            for each in spread
-        ],
-        "spheres": [
-            {
-                **vars(each),
-                "paths": [
-                    {**vars(path), "steps": path.steps.tolist(), "points": pack.add(path.points)} for path in each.paths
-                ],
-            }
-            for each in balls
-        ],
-        "cosines": [
-            {"group": group, "row": row, "runs": list(pair), "steps": steps.tolist(), "at": pack.add(cosine)}
-            for group, row in ((each.group, each.row) for each in balls)
-            for pair, (steps, cosine) in cosines(found[group, row]).items()
-        ],
+        "histograms": spread,
+        "spheres": balls,
+        "cosines": [each for ball in balls for each in cosines(ball.group, ball.row, found[ball.group, ball.row])],
     }
-    return data, pack.text()
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value.tolist() if value.dtype.kind == "i" else pack.add(value)
+        return vars(value)
+
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), default=plain), pack.text()
 
 
 def grid(runs: Sequence[PageRun]) -> dict[str, Any] | None:
@@ -269,35 +227,29 @@ def _quantities(runs: Sequence[PageRun]) -> dict[str, dict[str, str]]:
     """Quantities recorded for groups, in the order of `QUANTITIES`, then unknown ones under their own names."""
     recorded = {name for run in runs for name in run.quantities}
     known = {name: QUANTITIES[name]._asdict() for name in QUANTITIES if name in recorded}
-    other = {
-        name: {"title": name.replace("_", " ").capitalize(), "symbol": "", "meaning": ""}
-        for name in sorted(recorded - set(known))
-    }
-    return {**known, **other}
+    other = sorted(recorded - set(known))
+    return known | {name: {"title": name.replace("_", " ").capitalize(), "symbol": "", "meaning": ""} for name in other}
 
 
-def _run(run: PageRun, lines: Lines, pack: Pack) -> dict[str, Any]:
-    series: dict[str, dict[str, list[Any]]] = {}
-    for quantity, groups in lines.values.items():
-        for group, of in groups.items():
-            refs = [_line(of[name], pack) if name in of else None for name in STATISTICS]
-            series.setdefault(quantity, {})[group] = refs
+def _run(run: PageRun, lines: Lines) -> dict[str, Any]:
     return {
         "name": run.name,
-        "steps": lines.steps.tolist(),
+        "steps": lines.steps,
         "times": None if run.times is None else np.interp(lines.steps, *run.times).round(4).tolist(),
         "last": lines.last_step,
-        "drops": [asdict(drop) for drop in lines.drops],
+        "drops": lines.drops,
         "groups": run.groups,
-        "series": series,
+        "series": {
+            quantity: {group: [_line(of.get(name)) for name in STATISTICS] for group, of in groups.items()}
+            for quantity, groups in lines.values.items()
+        },
     }
 
 
-def _line(line: np.ndarray, pack: Pack) -> Any:
-    """The offset of a line in the pack; [the value] for a constant line, such as the rate between two drops."""
-    if np.isfinite(line).all() and (line == line[0]).all():
-        return [float(f"{line[0]:.5g}")]
-    return pack.add(line)
+def _line(line: np.ndarray | None) -> np.ndarray | list[float] | None:
+    """A line, or [the value] of a constant one, such as the rate between two drops."""
+    constant = line is not None and np.isfinite(line).all() and (line == line[0]).all()
+    return [float(f"{line[0]:.5g}")] if line is not None and constant else line
 
 
 def distinct_names(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
@@ -309,13 +261,10 @@ def distinct_names(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
     result = []
     for name, folder in zip(names, folders, strict=True):
         twins = [other for n, other in zip(names, folders, strict=True) if n == name and other != folder]
-        label = name
-        for depth in range(1, len(folder.parts) + 1):
-            tail = folder.parts[-depth:]
-            if twins and all(other.parts[-depth:] != tail for other in twins):
-                label = f"{name} ({'/'.join(tail)})"
-                break
-        result.append(label)
+        depth = 1
+        while any(other.parts[-depth:] == folder.parts[-depth:] for other in twins):
+            depth += 1
+        result.append(f"{name} ({'/'.join(folder.parts[-depth:])})" if twins else name)
     return result
 
 
@@ -328,9 +277,3 @@ def _extreme(table: pd.DataFrame, quantity: str) -> Extreme | None:
     at = int(np.argmax(np.where(np.isfinite(value), value, -np.inf)))
     not_finite = part["step"][~np.isfinite(value)].nunique()
     return Extreme(float(value[at]), int(part["step"].iloc[at]), str(part["group"].iloc[at]), not_finite)
-
-
-def _not_finite(table: pd.DataFrame, last: int) -> set[str]:
-    """Quantities that are not finite in some group at the last observed step."""
-    part = table[(table["step"] == last) & (table["group"] != "") & ~np.isfinite(table["value"])]
-    return {str(name) for name in part["quantity"][part["statistic"].isin(["median", "mean"])]}

@@ -1,7 +1,7 @@
 """Lines over time: a table of any length reduced to a few hundred points that keep extremes and sharp drops."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -45,8 +45,8 @@ class Lines:
     steps: Integers
     keys: list[tuple[str, str, str]]
     table: Floats
-    drops: list[Drop] = field(default_factory=list)
-    last_step: int = 0
+    drops: list[Drop]
+    last_step: int
 
     @cached_property
     def values(self) -> dict[str, dict[str, dict[str, Floats]]]:
@@ -133,38 +133,35 @@ def aggregate(table: pd.DataFrame, *, points: int | None = None) -> Lines:
     own = np.flatnonzero(line == rated)
     own = own[np.argsort(step[own], kind="stable")]
     drops = schedule(step[own], value[own])
-    starts = buckets(steps, points or points_for(len(keys)), [drop.step for drop in drops])
-    bucket = _bucket(starts, np.argsort(order))[position]
-    parts = [_reduce(line, bucket, value, keys, len(starts))]
+    bucket_of, middles = _cut(steps, points or points_for(len(keys)), drops)
+    bucket = bucket_of[np.argsort(order)][position]
+    parts = [_reduce(line, bucket, value, keys, len(middles))]
     for k, (quantity, group, statistic) in enumerate(list(keys)):
         if not group and statistic == "mean":  # one number per step: a band shows the range within a bucket
             own = np.flatnonzero(line == k)
             both = [(quantity, "", "min"), (quantity, "", "max")]
             twice = np.repeat([0, 1], len(own)), np.tile(bucket[own], 2), np.tile(value[own], 2)
-            parts.append(_reduce(*twice, both, len(starts)))
+            parts.append(_reduce(*twice, both, len(middles)))
             keys += both
-    return Lines(_middle(steps, starts), keys, np.concatenate(parts), drops, int(steps[-1]))
+    return Lines(middles, keys, np.concatenate(parts), drops, int(steps[-1]))
 
 
 def coarsen(lines: Lines, points: int) -> Lines:
     """The same lines with about `points` points, by the same rules."""
-    starts = buckets(lines.steps, points, [drop.step for drop in lines.drops])
+    bucket, middles = _cut(lines.steps, points, lines.drops)
     count, length = lines.table.shape
-    if len(starts) >= length:
+    if len(middles) >= length:
         return lines
-    bucket = np.tile(_bucket(starts, np.arange(length)), count)
     line = np.repeat(np.arange(count), length)
-    table = _reduce(line, bucket, lines.table.ravel(), lines.keys, len(starts))
-    return replace(lines, steps=_middle(lines.steps, starts), table=table)
+    table = _reduce(line, np.tile(bucket, count), lines.table.ravel(), lines.keys, len(middles))
+    return replace(lines, steps=middles, table=table)
 
 
-def _bucket(starts: Integers, position: Integers) -> Integers:
-    return np.searchsorted(starts, position, side="right") - 1
-
-
-def _middle(steps: Integers, starts: Integers) -> Integers:
-    ends = np.append(starts[1:], len(steps)) - 1
-    return (steps[starts] + steps[ends]) // 2
+def _cut(steps: Integers, points: int, drops: Sequence[Drop]) -> tuple[Integers, Integers]:
+    """The bucket of each step, and the middle step of each bucket."""
+    starts = buckets(steps, points, [drop.step for drop in drops])
+    ends = np.append(starts[1:], len(steps))
+    return np.repeat(np.arange(len(starts)), ends - starts), (steps[starts] + steps[ends - 1]) // 2
 
 
 def _reduce(

@@ -53,34 +53,29 @@ Entries = dict[str, dict[str, str]]
 def run_cards(runs: Sequence[PageRun]) -> str:
     """One card per run; of several runs, each with what differs, and one line with what is the same in all."""
     entries = [_entries(run) for run in runs]
-    same = {
-        kind: {
-            name: of[name] for name in of if len(runs) > 1 and all(each[kind].get(name) == of[name] for each in entries)
-        }
-        for kind, of in entries[0].items()
-    }
-    cards = []
-    for i, (run, each) in enumerate(zip(runs, entries, strict=True)):
-        own = {kind: {name: of[name] for name in of if name not in same[kind]} for kind, of in each.items()}
-        cards.append(_card(i, run, own))
-    common = {name: value for of in same.values() for name, value in of.items()}
+    common: dict[str, str] = {}
+    for kind, of in entries[0].items() if len(runs) > 1 else ():
+        same = {name: value for name, value in of.items() if all(each[kind].get(name) == value for each in entries)}
+        common |= same
+        for each in entries:
+            each[kind] = {name: value for name, value in each[kind].items() if name not in same}
+    cards = "".join(_card(i, run, own) for i, (run, own) in enumerate(zip(runs, entries, strict=True)))
     listed = f'<details class="same"><summary>The same in all runs</summary>{_list(common)}</details>' if common else ""
-    return f'<div class="runs">{"".join(cards)}</div>{listed}'
+    return f'<div class="runs">{cards}</div>{listed}'
 
 
 def _entries(run: PageRun) -> Entries:
-    optimizer: Mapping[str, Any] = run.about.get("optimizer") or {}
     observed, steps = run.observed
     return {
-        "Optimizer": {"Optimizer": str(optimizer.get("name") or "not named")},
-        "Settings": settings(optimizer.get("groups") or []),
+        "Optimizer": {"Optimizer": run.about["optimizer"]["name"] or "not named"},
+        "Settings": settings(run.about["optimizer"]["groups"]),
         "Facts": {
             "Last step": f"{run.lines.last_step:,}",
             "Recorded": "every step" if observed == steps else f"{observed:,} of {steps:,} steps",
             **_ends(run),
         },
-        "Configuration": _flat(run.about.get("config")),
-        "Environment": _flat(run.about.get("environment")),
+        "Configuration": {key: number(of) for key, of in run.about["config"].items()},
+        "Environment": {key: number(of) for key, of in run.about["environment"].items()},
     }
 
 
@@ -103,27 +98,16 @@ def _card(i: int, run: PageRun, own: Entries) -> str:
 def _ends(run: PageRun) -> dict[str, str]:
     """Medians of the layers at the last recorded point, smallest to largest."""
     result = {}
-    for quantity, label in (
-        ("lr", "Nominal rate, end"),
-        ("effective_lr", "Effective rate, end"),
-        ("angle", "Angle per step, end"),
-    ):
-        if quantity in run.not_finite:
-            result[label] = "not a finite number"
-            continue
+    for quantity, label in (("lr", "Nominal rate"), ("effective_lr", "Effective rate"), ("angle", "Angle per step")):
         of = run.lines.values.get(quantity, {})
-        lines = [
-            line.get("median", line.get("mean")) for group, line in of.items() if group and group not in run.vectors
-        ]
+        lines = [line.get("median", line.get("mean")) for name, line in of.items() if name not in {"", *run.vectors}]
         last = [line[np.isfinite(line)][-1] for line in lines if line is not None and np.isfinite(line).any()]
-        if last:
-            low, high = number(float(f"{min(last):.2g}")), number(float(f"{max(last):.2g}"))
-            result[label] = low if low == high else f"{low} … {high}"
+        if quantity in run.not_finite:
+            result[f"{label}, end"] = "not a finite number"
+        elif last:
+            low, high = (number(float(f"{value:.2g}")) for value in (min(last), max(last)))
+            result[f"{label}, end"] = low if low == high else f"{low} … {high}"
     return result
-
-
-def _flat(value: Mapping[str, Any] | None) -> dict[str, str]:
-    return {str(key): number(of) for key, of in (value or {}).items()}
 
 
 def _list(items: Mapping[str, str]) -> str:
@@ -182,35 +166,24 @@ def groups(runs: Sequence[PageRun]) -> str:
 
 
 def _groups(run: PageRun) -> str:
+    heads = ("Parameter", "Label", "Spec", "Rows × d", "Defect", "Because of")
     lines = []
-    for group in run.about.get("groups") or []:
-        n, d, defect = group.get("rows"), group.get("size"), group.get("defect")
-        joint = [str(name) for name in group.get("names") or []]
-        lines.append(
-            {
-                "Parameter": " + ".join(joint) if len(joint) > 1 else str(group.get("name")),
-                "Label": run.labels[str(group.get("name"))],
-                "Spec": number(group.get("layout")),
-                "Rows × d": f"{n} × {d}" if n is not None and d is not None else "",
-                "Defect": "" if defect is None else number(float(f"{defect:.2g}")),
-                "Because of": str(group.get("reason") or ""),
-            }
-        )
-    rest = [str(name) for name in run.about.get("rest") or []]
-    summary = "1 other parameter is" if len(rest) == 1 else f"{len(rest)} other parameters are"
-    listed = f"<details><summary>{summary} not watched</summary><p>{escape(', '.join(rest))}</p></details>"
-    also = listed if rest else ""
-    if not lines:
-        return '<p class="calm">The run does not name its groups.</p>' + also
-    columns = [name for name in lines[0] if any(line[name] for line in lines)]
+    for group in run.about["groups"]:
+        defect = "" if group["defect"] is None else number(float(f"{group['defect']:.2g}"))
+        spec, size = number(group["layout"]), f"{group['rows']} × {group['size']}"
+        lines.append([" + ".join(group["names"]), run.labels[group["name"]], spec, size, defect, group["reason"]])
+    shown = [k for k in range(len(heads)) if any(line[k] for line in lines)]
 
-    def row(tag: str, texts: Mapping[str, str]) -> str:
-        right = {"Rows × d": ' class="number"', "Defect": ' class="number"'}
-        return "<tr>" + "".join(f"<{tag}{right.get(k, '')}>{escape(texts[k])}</{tag}>" for k in columns) + "</tr>"
+    def row(tag: str, texts: Sequence[str]) -> str:
+        right = {3: ' class="number"', 4: ' class="number"'}
+        return "<tr>" + "".join(f"<{tag}{right.get(k, '')}>{escape(texts[k])}</{tag}>" for k in shown) + "</tr>"
 
-    head, body = row("th", {name: name for name in columns}), "".join(row("td", line) for line in lines)
-    table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll" tabindex="0">{table}</div>{also}'
+    body = "".join(row("td", line) for line in lines)
+    table = f"<table><thead>{row('th', heads)}</thead><tbody>{body}</tbody></table>"
+    rest = run.about["rest"]
+    others = "1 other parameter is" if len(rest) == 1 else f"{len(rest)} other parameters are"
+    also = f"<details><summary>{others} not watched</summary><p>{escape(', '.join(rest))}</p></details>"
+    return f'<div class="scroll" tabindex="0">{table}</div>{also if rest else ""}'
 
 
 # Sections
@@ -219,26 +192,22 @@ def _groups(run: PageRun) -> str:
 def shown_sections(runs: Sequence[PageRun]) -> list[Section]:
     """The sections with the figures that some run has records for; where layers repeat in blocks, their maps first."""
     blocks = grid(runs) is not None
-    found = []
-    for section in SECTIONS:
-        figures = tuple(
-            figure
-            for figure in section.figures
-            if any(_lacks(figure, run, runs) is None for run in runs) and (figure.kind != "blocks" or blocks)
-        )
-        if figures:
-            found.append(replace(section, figures=figures))
     # The figure of the effective rate shows the schedule, too, and for invariant rows it says more than the update.
     less = ["schedule"] if any("effective_lr" in run.recorded for run in runs) else []
     less += ["update", "radial-share"] if any("invariant" in run.labels.values() for run in runs) else []
-    found = [replace(each, figures=tuple(f for f in each.figures if f.id not in less)) for each in found]
+    less += [] if blocks else ["blocks"]
+    found = []
+    for section in SECTIONS:
+        figures = [each for each in section.figures if any(_lacks(each, run, runs) is None for run in runs)]
+        if figures:
+            found.append(replace(section, figures=tuple(each for each in figures if each.id not in less)))
     order = ["run", "heat"] if blocks else []
     return sorted(found, key=lambda section: order.index(section.id) if section.id in order else len(order))
 
 
 def left_out(runs: Sequence[PageRun], shown: Sequence[Section]) -> str:
     """One line that names the figures without records, with the reasons folded."""
-    there = {figure.id for section in shown for figure in section.figures}
+    there = {figure.id for section in shown for figure in section.figures} | {"imbalance"}  # many networks have no pair
     reasons: dict[str, list[str]] = {}
     for section in SECTIONS:
         for figure in section.figures:
@@ -249,9 +218,9 @@ def left_out(runs: Sequence[PageRun], shown: Sequence[Section]) -> str:
         return ""
     count = sum(map(len, reasons.values()))
     lines = "".join(f"<li>{'; '.join(titles)}: {escape(why)}</li>" for why, titles in reasons.items())
-    figures = "1 figure is" if count == 1 else f"{count} figures are"
-    summary = f"{figures} left out: nothing was recorded for {'it' if count == 1 else 'them'}"
-    return f'<details class="card missing"><summary>{summary}</summary><ul>{lines}</ul></details>'
+    words = "1 figure is left out: nothing was recorded for it"
+    words = words if count == 1 else f"{count} figures are left out: nothing was recorded for them"
+    return f'<details class="card missing"><summary>{words}</summary><ul>{lines}</ul></details>'
 
 
 def contents(shown: Sequence[Section]) -> str:
@@ -299,8 +268,7 @@ def _figure(figure: Figure, runs: Sequence[PageRun]) -> str:
     bound = f' data-bound="{figure.bound[0]}" data-bound-name="{escape(figure.bound[1])}"' if figure.bound else ""
     bounds = "".join(f'<li class="{mark}">{text}</li>' for mark, text, _ in _bounds(figure, runs))
     held = f'<ul class="verdict">{bounds}</ul>' if bounds else ""
-    needs = " ".join(figure.needs)
-    label = re.sub("<.*?>", "", figure.title or figure.paper or figure.id)
+    needs, label = " ".join(figure.needs), re.sub("<.*?>", "", figure.title or figure.paper or figure.id)
     return (
         f'<figure class="figure" id="{figure.id}" data-kind="{figure.kind}" data-needs="{needs}"{bound}>'
         f'<div class="figure-head">{title}<div class="controls">{controls}</div></div>{held}'
@@ -310,13 +278,10 @@ def _figure(figure: Figure, runs: Sequence[PageRun]) -> str:
 
 
 def _control(name: str) -> str:
-    label = _CONTROLS[name]
     if name.endswith("-step"):
-        return (
-            f'<label class="slider">{label} <input type="range" data-control="{name}" min="0" max="0" step="1">'
-            f"<output></output></label>"
-        )
-    return f'<label>{label} <select data-control="{name}"></select></label>'
+        slider = f'<input type="range" data-control="{name}" min="0" max="0" step="1"><output></output>'
+        return f'<label class="slider">{_CONTROLS[name]} {slider}</label>'
+    return f'<label>{_CONTROLS[name]} <select data-control="{name}"></select></label>'
 
 
 def _lacks(figure: Figure, run: PageRun, runs: Sequence[PageRun]) -> str | None:
@@ -326,8 +291,7 @@ def _lacks(figure: Figure, run: PageRun, runs: Sequence[PageRun]) -> str | None:
     absent = [need for need in figure.needs if need not in run.recorded]
     if not absent or (figure.kind == "phenomena" and len(absent) < len(figure.needs)):
         return None
-    reasons: Mapping[str, Any] = run.about.get("missing") or {}
-    return "; ".join(dict.fromkeys(str(reasons.get(need, "not recorded")) for need in absent))
+    return "; ".join(dict.fromkeys(run.about["missing"].get(need, "not recorded") for need in absent))
 
 
 def _bounds(figure: Figure, runs: Sequence[PageRun]) -> Iterator[tuple[str, str, float]]:

@@ -1,10 +1,8 @@
 """One self-contained HTML page from one or several recorded runs."""
 
 import html
-import json
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from string import Template
 
@@ -13,6 +11,7 @@ from plotly.offline import get_plotlyjs
 from steradian.files import write_atomically
 from steradian.reporting import markup
 from steradian.reporting.data import PageRun, compressed, load, page_data
+from steradian.reporting.sections import asset
 
 __all__ = ["document", "report", "title_of"]
 
@@ -41,10 +40,9 @@ def report(runs: Sequence[str | Path], out: str | Path, *, title: str | None = N
     if isinstance(runs, str | Path):
         raise TypeError(f"runs must be a list of runs, got {str(runs)!r}: write [{str(runs)!r}]")
     out = Path(out)
-    if out.is_dir():
-        raise ValueError(f"out must be a file such as page.html, and {out} is a folder")
     if out.exists() and not out.is_file():
-        raise ValueError(f"out must be a file such as page.html, and {out} is not a file")
+        what = "a folder" if out.is_dir() else "not a file"
+        raise ValueError(f"out must be a file such as page.html, and {out} is {what}")
     loaded = load(runs)
     text = document(loaded, title or title_of(loaded))
     write_atomically(out, text.encode())
@@ -55,10 +53,10 @@ def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
     """The page's text. `live`: the state of the runs that it shows; the page follows them."""
     shown = markup.shown_sections(runs)
     data, numbers = page_data(runs)
-    return Template(_asset("page.html")).substitute(
+    return Template(asset("page.html")).substitute(
         title=html.escape(title),
         live=live,
-        style=_asset("page.css"),
+        style=asset("page.css"),
         runs=markup.run_cards(runs),
         verdict=markup.verdict(runs, shown),
         alerts=markup.alerts(runs),
@@ -67,20 +65,16 @@ def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
         paper=markup.paper_index(shown),
         sections=markup.sections(shown, runs),
         missing=markup.left_out(runs, shown),
-        data=compressed(json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()),
+        data=compressed(data.encode()),
         numbers=numbers,
         plotly=_plotly(),
-        script="\n".join(map(_asset, SCRIPTS)),
+        script="\n".join(map(asset, SCRIPTS)),
     )
 
 
 @cache
 def _plotly() -> str:
     return compressed(get_plotlyjs().encode())
-
-
-def _asset(name: str) -> str:
-    return (files("steradian.reporting") / "assets" / name).read_text(encoding="utf-8")
 
 
 def title_of(runs: Sequence[PageRun]) -> str:

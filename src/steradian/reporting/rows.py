@@ -1,26 +1,15 @@
 """Single rows: histograms over the rows of a group, and trajectories of single rows on the sphere."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-__all__ = [
-    "Histogram",
-    "Path3",
-    "Sphere",
-    "Trajectory",
-    "cosines",
-    "histograms",
-    "principal_directions",
-    "spheres",
-    "trajectories",
-    "whole_steps",
-]
+__all__ = ["Histogram", "Sphere", "Trajectory", "cosines", "histograms", "spheres", "trajectories"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
@@ -42,19 +31,15 @@ MOST_FITTED = 300  # points from which the principal directions are computed
 class Histogram:
     """The distribution of one quantity over the rows of one group, in all runs, with common bins.
 
-    Attributes:
-        quantity: its name.
-        group: its group.
-        edges: of the bins, in the quantity's own unit; all histograms of a page have the same number of bins.
-        log: whether the bins are equal in the logarithm.
-        counts: run number → (steps, rows counted in each bin (steps, bins)).
+    All histograms of a page have the same number of bins, equal in the logarithm if `log`. Counts are, for each "run",
+    the rows in each bin "at" its "steps", (steps, bins).
     """
 
     quantity: str
     group: str
     edges: Floats
     log: bool
-    counts: dict[int, tuple[list[int], NDArray[np.int64]]]
+    counts: list[dict[str, Any]]
 
 
 def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
@@ -81,33 +66,28 @@ def histograms(runs: Sequence[pd.DataFrame]) -> list[Histogram]:
     Args:
         runs: each run's rows, with the columns `records.ROW_COLUMNS`.
     """
-    found: dict[tuple[str, str], dict[int, tuple[list[int], list[Floats]]]] = {}
+    found: dict[tuple[str, str], list[tuple[int, list[int], list[Floats]]]] = {}
     chosen = [rows[rows["quantity"].isin(SHOWN)] for rows in runs]
     parts = [rows.groupby(["quantity", "group"], observed=True, sort=False) for rows in chosen]
-    number_of = sum(each.ngroups for each in parts)
-    each_has = HISTOGRAM_BUDGET // max(number_of, 1)
+    each_has = HISTOGRAM_BUDGET // max(sum(each.ngroups for each in parts), 1)
     most = max(FEWEST_STEPS, min(MOST_STEPS, each_has // BINS - 1))
     bins = max(FEWEST_BINS, min(BINS, each_has // (most + 1)))
     for number, each in enumerate(parts):
         for (quantity, group), part in each:
             step, value = part["step"].to_numpy(np.int64), part["value"].to_numpy(float)
             steps = whole_steps(step, most)
-            samples = [value[(step == each) & np.isfinite(value)] for each in steps]
+            samples = [value[(step == at) & np.isfinite(value)] for at in steps]
             if max(map(len, samples)) > 1:
-                found.setdefault((str(quantity), str(group)), {})[number] = (steps, samples)
-    return [_histogram(quantity, group, of, bins) for (quantity, group), of in found.items()]
-
-
-def _histogram(
-    quantity: str, group: str, samples: Mapping[int, tuple[list[int], list[Floats]]], bins: int
-) -> Histogram:
-    every = np.concatenate([values for _, per_step in samples.values() for values in per_step])
-    edges, log = _edges(every, bins)
-    counts = {
-        number: (steps, np.stack([np.histogram(values, edges)[0] for values in per_step]))
-        for number, (steps, per_step) in samples.items()
-    }
-    return Histogram(quantity, group, edges, log, counts)
+                found.setdefault((str(quantity), str(group)), []).append((number, steps, samples))
+    made = []
+    for (quantity, group), of in found.items():
+        edges, log = _edges(np.concatenate([values for *_, samples in of for values in samples]), bins)
+        counts = []
+        for number, steps, samples in of:
+            at = np.array([np.histogram(values, edges)[0] for values in samples], dtype=float)
+            counts.append({"run": number, "steps": steps, "at": at})
+        made.append(Histogram(quantity, group, edges, log, counts))
+    return made
 
 
 def _edges(values: Floats, bins: int) -> tuple[Floats, bool]:
@@ -156,15 +136,12 @@ class Path3:
 
 @dataclass(frozen=True, eq=False)
 class Sphere:
-    """One row's trajectories in the three principal directions that all runs share.
+    """One row's trajectories, one per run, in the three principal directions that all runs share.
 
     Attributes:
-        group: the row's group.
-        row: its number.
         size: d, the dimension of the space in which the sphere lies.
         kept: share of the squared length that the three directions hold, averaged over points.
         moved: share of the motion, the squared distance from the mean direction, that they hold.
-        paths: one per run.
     """
 
     group: str
@@ -200,7 +177,7 @@ def _thin(count: int) -> Integers:
     stride = 1
     while count > stride * MOST_POINTS:
         stride *= 2
-    return np.unique(np.append(np.arange(0, count, stride), count - 1)) if count else np.arange(0)
+    return np.union1d(np.arange(0, count, stride), count - 1)
 
 
 def principal_directions(points: Floats, weights: Floats) -> Floats:
@@ -239,19 +216,18 @@ def _sphere(group: str, row: int, runs: Sequence[Trajectory]) -> Sphere:
     weights = np.concatenate([np.full(len(run.steps), 1 / (len(runs) * len(run.steps))) for run in runs])
     every = slice(None, None, -(-len(points) // MOST_FITTED))
     basis = principal_directions(points[every], weights[every])
-    flat = points @ basis
-    motion = points - weights @ points
-    visible = flat - weights @ flat
-    paths = [_path(run, run.directions @ basis) for run in runs]
-    moved = float(weights @ (visible**2).sum(1)) / max(float(weights @ (motion**2).sum(1)), 1e-300)
-    kept = float(weights @ (flat**2).sum(1)) / max(float(weights @ (points**2).sum(1)), 1e-300)
-    return Sphere(group, row, points.shape[1], min(kept, 1.0), min(moved, 1.0), paths)
 
+    def share(of: Floats) -> float:
+        """Of the squared length, that the basis holds."""
+        kept, whole = (float(weights @ (each**2).sum(1)) for each in (of @ basis, of))
+        return min(kept / max(whole, 1e-300), 1.0)
 
-def _path(run: Trajectory, points: Floats) -> Path3:
-    u = run.directions
-    steps = _angle(u[:-1], u[1:])
-    return Path3(run.run, run.steps, points, float(_angle(u[:1], u[-1:])[0]), float(steps.sum()))
+    paths = []
+    for run in runs:
+        u = run.directions
+        turned, travelled = float(_angle(u[:1], u[-1:])[0]), float(_angle(u[:-1], u[1:]).sum())
+        paths.append(Path3(run.run, run.steps, u @ basis, turned, travelled))
+    return Sphere(group, row, points.shape[1], share(points), share(points - weights @ points), paths)
 
 
 def _angle(u: Floats, p: Floats) -> Floats:
@@ -259,12 +235,12 @@ def _angle(u: Floats, p: Floats) -> Floats:
     return 2 * np.arctan2(np.linalg.norm(u - p, axis=1), np.linalg.norm(u + p, axis=1))
 
 
-def cosines(runs: Sequence[Trajectory]) -> dict[tuple[int, int], tuple[Integers, Floats]]:
-    """⟨u, u'⟩ of the same row in two runs, at the steps that both have: pair of run numbers → (steps, cosines)."""
-    result = {}
+def cosines(group: str, row: int, runs: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    """⟨u, u'⟩ of the same row in two runs, at the steps that both have: "runs", "steps", and "at", the cosines."""
+    found = []
     for one, two in combinations(runs, 2):
         steps, i, j = np.intersect1d(one.steps, two.steps, return_indices=True)
         if len(steps) and one.directions.shape[1] == two.directions.shape[1]:
             cosine = np.cos(_angle(one.directions[i], two.directions[j]))
-            result[one.run, two.run] = (steps, cosine)
-    return result
+            found.append({"group": group, "row": row, "runs": [one.run, two.run], "steps": steps, "at": cosine})
+    return found

@@ -25,14 +25,10 @@ from steradian.watching.records import RecordedRun, labels, listed, read_run
 
 __all__ = ["match", "replay", "unknown"]
 
-_LARGEST = 0.5
-"""The largest angle per step, in radians, that Angular takes; an equilibrium is far below it."""
-_AT_PEAK = 0.9
-"""A run's angle is measured at rates above this share of its largest one."""
-_APART = 1.5
-"""Angles that differ by more than this factor are said to."""
-_EXACT = 1e-6
-"""Relative error of a matched angle: balances are computed in single precision."""
+_LARGEST = 0.5  # radians: the largest angle per step that Angular takes; an equilibrium is far below it
+_AT_PEAK = 0.9  # a run's angle is measured at rates above this share of its largest one
+_APART = 1.5  # angles that differ by more than this factor are said to
+_EXACT = 1e-6  # relative error of a matched angle: balances are computed in single precision
 
 _PER_RATE: dict[type[Optimizer], Callable[[Mapping[str, Any]], float]] = {
     optim.Angular: lambda _: 1.0,

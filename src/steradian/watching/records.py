@@ -43,6 +43,7 @@ __all__ = [
     "cause_of",
     "causes",
     "labels",
+    "layers",
     "listed",
     "read_run",
 ]
@@ -177,12 +178,10 @@ class Block:
         """The columns run, step, group, quantity, row, value of single rows."""
         parts: list[tuple[NDArray[Any], ...]] = []
         for at, name, numbers, values in self.rows:
-            g = self.groups.index(name)
+            g, n = self.groups.index(name), len(numbers)
             chosen = np.flatnonzero(self.defined[:, g])
-            where = np.full((2, len(chosen) * len(numbers)), [[at], [g]])
-            parts.append(
-                (*where, np.repeat(chosen, len(numbers)), np.tile(numbers, len(chosen)), values[chosen].ravel())
-            )
+            step, group = np.full((2, len(chosen) * n), [[at], [g]])
+            parts.append((step, group, np.repeat(chosen, n), np.tile(numbers, len(chosen)), values[chosen].ravel()))
         step, group, quantity, row, value = (np.concatenate(each) for each in zip(*parts, strict=True))
         return {
             "run": _words(np.zeros(len(step)), [self.run]),
@@ -265,11 +264,8 @@ class Cause(NamedTuple):
 
 
 def alerts_of(table: "pd.DataFrame") -> list[Alert]:
-    """The alerts of a recorded run; one without a step is of step 0."""
-    return [
-        Alert(int(step) if step == step and step is not None else 0, str(group or ""), str(kind), str(text or kind))
-        for step, group, kind, text in table[list(ALERT_COLUMNS)].itertuples(index=False)
-    ]
+    """The alerts of a recorded run."""
+    return [Alert(int(step), *words) for step, *words in table[list(ALERT_COLUMNS)].itertuples(index=False)]
 
 
 def causes(alerts: Iterable[Alert]) -> list[Cause]:
@@ -281,14 +277,14 @@ def causes(alerts: Iterable[Alert]) -> list[Cause]:
     found: dict[str, list[Alert]] = {}
     for alert in alerts:
         found.setdefault(cause_of(alert), []).append(alert)
-    return sorted((_cause(same) for same in found.values()), key=lambda cause: cause.step)
+    return sorted(map(_cause, found.values()), key=lambda cause: cause.step)
 
 
 def cause_of(alert: Alert) -> str:
     """A text that is the same for all alerts of one cause."""
     # NaN in the weights of one group is NaN in the gradients of all. Other texts differ in their numbers.
-    same = alert.kind == "not finite"
-    return f"{alert.kind}: " + ("" if same else re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", alert.text))
+    text = "" if alert.kind == "not finite" else re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", alert.text)
+    return f"{alert.kind}: {text}"
 
 
 def _cause(alerts: Sequence[Alert]) -> Cause:
@@ -300,8 +296,9 @@ def _cause(alerts: Sequence[Alert]) -> Cause:
     if "not invariant" in first.text:
         what = "the gradient is not orthogonal to the rows from the first steps on, so they are not invariant,"
     if first.kind == "not finite":
-        words = [word for word in ("weights", "gradient") if any(word in alert.text for alert in alerts)]
-        what = f"NaN or infinite {' or '.join(words).replace('gradient', 'gradients')}"
+        where = {"weights": "weights", "gradient": "gradients"}
+        what = " or ".join(words for word, words in where.items() if any(word in alert.text for alert in alerts))
+        what = f"NaN or infinite {what}"
     line = f"{what} in {len(groups)} groups from step {first.step}: {listed(groups)}"
     return Cause(first.kind, first.step, groups, what, line)
 
@@ -316,7 +313,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
-# Labels
+# What the groups are
 
 _REFUTED = 0.01  # |cos(x, ∇L)| of rows that are not invariant: chance gives less in more than 10,000 numbers
 _ENOUGH = 5  # observed steps that a gradient must have refuted invariance in
@@ -333,15 +330,19 @@ def labels(run: "RecordedRun") -> dict[str, str]:
 
     A group that was not tested is not invariant if its gradient says so.
     """
-    table = run.table
-    medians = table[(table["quantity"] == "defect") & (table["statistic"] == "median")]
-    by_group = {str(group): values.to_numpy() for group, values in medians.groupby("group", observed=True)["value"]}
-    found = {}
-    for group in run.about.get("groups") or ():
-        label = str(group.get("label", "invariant"))  # 0.1 watched only invariant rows
-        against = label == "untested" and refuted(by_group.get(group["name"], np.zeros(0)))
-        found[str(group["name"])] = "not invariant" if against else label
+    found = {group["name"]: group["label"] for group in run.about["groups"]}
+    medians = run.table[(run.table["quantity"] == "defect") & (run.table["statistic"] == "median")]
+    for name, values in medians.groupby("group", observed=True)["value"]:
+        if found.get(name) == "untested" and refuted(values.to_numpy()):
+            found[name] = "not invariant"
     return found
+
+
+def layers(about: Mapping[str, Any]) -> set[str]:
+    """The groups in run.json that are matrices or filters, not biases and gains; all groups if none is."""
+    groups = about["groups"]
+    found = {each["name"] for each in groups if each["rows"] > 1 or any(len(shape) > 1 for shape in each["shapes"])}
+    return found or {each["name"] for each in groups}
 
 
 _SUMMARY = (
@@ -378,14 +379,12 @@ def last_step(run: str, block: Block | None, labels: Mapping[str, str]) -> str:
         cells = []
         for _, of, statistic in columns:
             values = [last[names[k]][of][statistic] for k in members if of in last[names[k]]]
-            middle = np.max if statistic == "max" else np.median
-            cells.append(f"{middle(values):.3g}" if values else "")
+            cells.append(f"{(np.max if statistic == 'max' else np.median)(values):.3g}" if values else "")
         lines.append([shown, *cells, labels[names[members[0]]]])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [f"{run}, step {int(block.steps[-1])}" + (", medians over layers" if folds else "")]
     for name, *cells in lines:
-        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+        text.append("  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip())
     return "\n".join(text)
 
 
@@ -401,7 +400,8 @@ class RecordedRun:
         about: the contents of run.json: "run", "started", "every", "optimizer" ({"name", "groups": [settings]}),
             "groups" ([{"name", "names", "label", "layout", "shapes", "rows", "size", "reason", "defect"}]), "rest"
             (parameters that are not watched), "missing" ({quantity: why it is not recorded}), "config" (the user's),
-            "cost" ({"share" of the time, "seconds" for each of "observed" steps, "bytes"}), "environment".
+            "cost" ({"share" of the time, "seconds" for each of "observed" steps, "bytes"}), "environment". What 0.1 did
+            not write is filled in.
         table: `COLUMNS`; run, group, quantity and statistic are categories.
         rows: `ROW_COLUMNS`: all rows at some steps, chosen rows at all.
         paths: `PATH_COLUMNS`: directions u of chosen rows, each a list of d numbers.
@@ -450,7 +450,11 @@ def _read_about(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not JSON ({error}): the run's folder is damaged, or is not a run") from error
     if not isinstance(about, dict) or not isinstance(about.get("run"), str):
         raise ValueError(f"{file} does not describe a recorded run: watch(optimizer, to=…) writes one")
-    return about
+    # 0.1 watched only invariant rows.
+    usual: dict[str, Any] = {"label": "invariant", "layout": None, "shapes": [], "reason": "", "defect": None}
+    about["groups"] = [{"names": [group["name"]], **usual, **group} for group in about.get("groups", ())]
+    empty: dict[str, Any] = {name: {} for name in ("missing", "config", "environment", "cost")}
+    return {"optimizer": {"name": "", "groups": []}, "rest": [], **empty, **about}
 
 
 def numbered_parts(folder: Path, kind: str) -> dict[int, Path]:
@@ -502,10 +506,8 @@ def seconds_before(folder: Path, step: int) -> float:
 
 def read_alerts(file: Path) -> list[dict[str, Any]]:
     """The complete lines of alerts.jsonl, to which a process may be writing, or was writing when it was killed."""
-    if not file.is_file():
-        return []
     found = []
-    for line in file.read_bytes().split(b"\n"):
+    for line in file.read_bytes().split(b"\n") if file.is_file() else ():
         with contextlib.suppress(ValueError):
             alert = json.loads(line)
             if isinstance(alert, dict) and alert.keys() >= set(ALERT_COLUMNS):

@@ -6,13 +6,13 @@ end of the run, the last tenth of the observed steps, and uses medians over thes
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steradian.watching.records import STATISTICS, Alert, Block, RecordedRun, alerts_of, causes, labels, listed
+from steradian.watching.records import STATISTICS, Alert, Block, RecordedRun, alerts_of, causes, labels, layers, listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,16 +36,11 @@ _COLLAPSING = 100.0  # a layer is collapsing if its radius fell by this factor
 _KEPT = 2**22  # numbers that a history keeps: 16 MB
 _OF_ALERTS = {"H1": "radial", "H2": "velocity", "defect": "defect"}
 """The quantities of alerts that no other sentence is about, by their kind."""
-_STATISTICS = {
-    **{
-        "angle": ("median",),
-        "radius": ("median", "max"),
-        "gradient_norm": ("min", "q10", "max"),
-        "defect": ("median",),
-    },
-    **{"lr": ("mean",), "collapsed": ("mean",), "equilibrium_angle": ("median",), "equilibrium_radius": ("median",)},
-}
-_PAIRS = [(quantity, statistic) for quantity, of in _STATISTICS.items() for statistic in of]
+_PAIRS = [
+    *((quantity, "median") for quantity in ("angle", "radius", "defect", "equilibrium_angle", "equilibrium_radius")),
+    *(("lr", "mean"), ("collapsed", "mean"), ("radius", "max")),
+    *(("gradient_norm", statistic) for statistic in ("min", "q10", "max")),
+]
 """Quantities and statistics that a verdict is made from."""
 
 
@@ -90,13 +85,13 @@ def judge(
         labels: of each group: "invariant", "not invariant" or "untested".
         alerts: raised in the run.
     """
-    if not len(history.numbers[0]):
+    if not len(history.steps):
         return []
     run = _Run(history, about, labels, alerts)
     if len(run.steps) < _FEWEST_STEPS:
         steps = "step was" if len(run.steps) == 1 else "steps were"
-        early = Sentence("early", f"Only {len(run.steps)} {steps} observed: too early to judge the layers.")
-        return [*_not_finite(run), early]
+        early = f"Only {len(run.steps)} {steps} observed: too early to judge the layers."
+        return [*_not_finite(run), Sentence("early", early)]
     kinds = (_not_finite, _frozen, _dead, _collapsed, _pace, _rate, _equilibrium, _of_alerts, _balance, _share)
     found = [sentence for kind in kinds for sentence in kind(run)]
     found.sort(key=lambda sentence: SEVERITIES.index(sentence.severity))
@@ -114,23 +109,27 @@ def judge(
 # The numbers
 
 
+@dataclass(eq=False)
 class History:
-    """The recorded numbers that a verdict needs, (steps, `_PAIRS`, groups).
+    """The recorded numbers that a verdict needs.
 
-    NaN stands for a number that was not recorded, infinity for one that is not finite.
+    Attributes:
+        groups: their names.
+        steps: observed steps.
+        values: (steps, `_PAIRS`, groups); NaN for a number that was not recorded, infinity for one that is not finite.
     """
 
-    def __init__(self) -> None:
-        self.groups: list[str] = []
-        self._parts: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = []  # steps and values
-        self._observed, self._size, self._stride = 0, 0, 1
+    groups: Sequence[str] = ()
+    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    values: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, len(_PAIRS), 0), np.float32))
+    _observed: int = 0
+    _stride: int = 1
 
     @classmethod
     def of_table(cls, table: "pd.DataFrame") -> "History":
         """From a run's table."""
         import pandas as pd
 
-        made = cls()
         table = table[table["quantity"].isin({quantity for quantity, _ in _PAIRS}) & (table["group"] != "")]
         steps, groups = np.sort(table["step"].unique()).astype(np.int64), pd.Index(table["group"].unique(), dtype=str)
         values = np.full((len(steps), len(_PAIRS), len(groups)), np.nan, dtype=np.float32)
@@ -138,39 +137,26 @@ class History:
             if pair in _PAIRS:
                 step, group = np.searchsorted(steps, chosen["step"]), groups.get_indexer(pd.Index(chosen["group"]))
                 values[step, _PAIRS.index(pair), group] = _or_infinite(chosen["value"].to_numpy(float))
-        made.groups, made._parts = groups.tolist(), [(steps, values)]
-        return made
-
-    @property
-    def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Steps and values."""
-        if not self._parts:
-            return np.zeros(0, np.int64), np.zeros((0, len(_PAIRS), 0), np.float32)
-        steps, values = (np.concatenate(each) for each in zip(*self._parts, strict=True))
-        self._parts = [(steps, values)]
-        return steps, values
+        return cls(groups.tolist(), steps, values)
 
     def add(self, block: Block) -> None:
         """Append some observed steps; if there are too many numbers, every second step of all is dropped."""
         kept = slice(-self._observed % self._stride, None, self._stride)
-        steps, active = block.steps[kept], block.active[kept]
-        values = np.full((len(steps), len(_PAIRS), len(block.groups)), np.nan, dtype=np.float32)
+        values = np.full((len(block.steps[kept]), len(_PAIRS), len(block.groups)), np.nan, dtype=np.float32)
         for k, (quantity, statistic) in enumerate(_PAIRS):
             if quantity in block.quantities:
                 q = block.quantities.index(quantity)
                 found = _or_infinite(block.values[kept, q, :, STATISTICS.index(statistic)])
-                values[:, k] = np.where(active & block.defined[q], found, np.nan)
-        self._parts.append((steps, values))
-        self._observed, self._size = self._observed + len(block.steps), self._size + values.size
-        self.groups = list(block.groups)
-        while self._size > _KEPT and len(self.numbers[0]) > 1:
-            steps, values = self.numbers
-            self._parts = [(steps[::2], values[::2].copy())]
-            self._size, self._stride = values[::2].size, 2 * self._stride
+                values[:, k] = np.where(block.active[kept] & block.defined[q], found, np.nan)
+        self.groups, self._observed = block.groups, self._observed + len(block.steps)
+        self.steps = np.append(self.steps, block.steps[kept])
+        self.values = np.concatenate([self.values, values]) if self.values.size else values
+        while self.values.size > _KEPT and len(self.steps) > 1:
+            self.steps, self.values, self._stride = self.steps[::2], self.values[::2].copy(), 2 * self._stride
 
     def defects(self) -> dict[str, NDArray[np.float32]]:
         """The median |cos(x, ∇L)| of each group at the observed steps."""
-        return dict(zip(self.groups, self.numbers[1][:, _PAIRS.index(("defect", "median"))].T, strict=True))
+        return dict(zip(self.groups, self.values[:, _PAIRS.index(("defect", "median"))].T, strict=True))
 
 
 def _or_infinite(values: NDArray[Any]) -> NDArray[np.float32]:
@@ -204,23 +190,15 @@ class _Run:
     def __init__(
         self, history: History, about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
     ) -> None:
-        self.about, self.alerts = about, alerts
-        self.steps, values = history.numbers
-        entries = {str(entry.get("name")): entry for entry in about.get("groups") or ()}
-        place = {name: k for k, name in enumerate(entries)}
-        order = sorted(range(len(history.groups)), key=lambda g: place.get(history.groups[g], len(place)))
-        self.groups = [history.groups[g] for g in order]
-        self._values = values[:, :, order]
-        self.entries = [entries.get(name, {}) for name in self.groups]
-        known: Sequence[Mapping[str, Any]] = (about.get("optimizer") or {}).get("groups") or ()
-        owner = {name: settings for settings in known for name in settings.get("params") or ()}
-        firsts = [(entry.get("names") or [name])[0] for entry, name in zip(self.entries, self.groups, strict=True)]
-        self.settings = [owner.get(name, {}) for name in firsts]
+        self.about, self.alerts, self.steps = about, alerts, history.steps
+        self.entries = [entry for entry in about["groups"] if entry["name"] in history.groups]
+        self.groups = [entry["name"] for entry in self.entries]
+        self._values = history.values[:, :, [history.groups.index(name) for name in self.groups]]
+        owner = {name: settings for settings in about["optimizer"]["groups"] for name in settings["params"]}
+        self.settings = [owner.get(entry["names"][0], {}) for entry in self.entries]
         refuted = {alert.group for alert in alerts if "not invariant" in alert.text}
-        self.invariant = np.array([labels.get(n) == "invariant" and n not in refuted for n in self.groups], dtype=bool)
-        shapes = [(entry.get("rows") or 0, entry.get("shapes") or ()) for entry in self.entries]
-        layers = np.array([rows > 1 or any(len(shape) > 1 for shape in of) for rows, of in shapes], dtype=bool)
-        self.layers = layers if layers.any() else ~layers
+        self.invariant = np.array([labels[n] == "invariant" and n not in refuted for n in self.groups], dtype=bool)
+        self.layers = np.isin(self.groups, list(layers(about)))
         self.count = max(_FEWEST_STEPS, len(self.steps) // 10)
         self.end = slice(-self.count, None)
         self.angle, self.rate = self.now("angle"), self.now("lr", "mean")
@@ -235,6 +213,24 @@ class _Run:
         others = _median(self.angle[(self.angle > _STILL) & self.layers]) > 100 * self.angle
         self.still = (self.angle <= _STILL) & ((turned & pulled) | others) & ~self.dead
         self.moving = (self.angle > 0) & ~self.dead & ~self.still & ~np.isinf(radius[self.end]).any(axis=0)
+
+    @property
+    def median_angle(self) -> float:
+        """Of the layers that turn."""
+        return float(_median(self.angle[self.layers & self.moving]))
+
+    @property
+    def pull(self) -> Numbers:
+        """(steps, groups): the share of a radius that decay takes per step in equilibrium, θ*²/2 · (1+β)/(1−β).
+
+        It is ηλ for AdamW, and half of the growth of r² per step; see `balance` for θ* and for the role of β.
+        """
+        gains = []
+        for settings in self.settings:
+            betas = settings.get("betas") or (settings.get("momentum") or 0.0,)
+            beta = 0.0 if "b" in str(settings.get("without") or "") else float(betas[0])
+            gains.append((1 + beta) / (1 - beta))
+        return self.get("equilibrium_angle") ** 2 / 2 * np.array(gains)
 
     def get(self, quantity: str, statistic: str = "median") -> Numbers:
         """(steps, groups)."""
@@ -254,8 +250,13 @@ class _Run:
         start = self.start(now)
         return f"since step {self.steps[start]:,}" if start else "since the first observed step"
 
+    def first(self, bad: Mask) -> int:
+        """The place of the first observed step at which a condition holds in any group."""
+        return int(bad.any(axis=1).argmax())
+
     def names(self, chosen: NDArray[Any], most: int = 3) -> str:
-        return listed([self.groups[g] for g in chosen], most)
+        """Of groups, given by a mask or by their places."""
+        return listed(np.array(self.groups)[chosen].tolist(), most)
 
 
 # The sentences, one function for each kind
@@ -265,16 +266,15 @@ def _not_finite(run: _Run) -> Iterator[Sentence]:
     """NaN or infinite numbers, unless an optimizer that froze is said to have done so after them."""
     if not run.not_finite.any():
         return
-    first = int(run.not_finite.any(axis=1).argmax())
+    first = run.first(run.not_finite)
     weights, gradients = (np.isinf(run.get(quantity, "max")) for quantity in ("radius", "gradient_norm"))
     lost = np.flatnonzero(weights[run.end].any(axis=0))
     if len(lost):
-        began = int(weights[:, lost].any(axis=1).argmax())
         what, where = ("gradient", gradients[first]) if gradients[first].any() else ("weights", weights[first])
         text = (
-            f"The weights of {_count(len(lost), 'group')} are NaN or infinite from step {run.steps[began]:,} on, and "
-            f"the training cannot recover from this; it was first seen in the {what} of "
-            f"{run.names(np.flatnonzero(where), 1)} at step {run.steps[first]:,}."
+            f"The weights of {_count(len(lost), 'group')} are NaN or infinite from step "
+            f"{run.steps[run.first(weights[:, lost])]:,} on, and the training cannot recover from this; it was first "
+            f"seen in the {what} of {run.names(where, 1)} at step {run.steps[first]:,}."
         )
         yield Sentence("not finite", text, run.groups[lost[0]], "radius", "bad")
     elif not any("after NaN" in sentence.text for sentence in _frozen(run)):
@@ -282,8 +282,7 @@ def _not_finite(run: _Run) -> Iterator[Sentence]:
         what = "gradient of 1 group was" if len(groups) == 1 else f"gradients of {len(groups):,} groups were"
         text = (
             f"The {what} NaN or infinite at {_count(int(run.not_finite.any(axis=1).sum()), 'observed step')}, first at "
-            f"step {run.steps[first]:,} in {run.names(np.flatnonzero(run.not_finite[first]), 1)}; the weights are "
-            "finite."
+            f"step {run.steps[first]:,} in {run.names(run.not_finite[first], 1)}; the weights are finite."
         )
         severity = "bad" if run.not_finite[-1].any() else "warning"
         yield Sentence("not finite", text, run.groups[groups[0]], "gradient_norm", severity)
@@ -291,12 +290,11 @@ def _not_finite(run: _Run) -> Iterator[Sentence]:
 
 def _frozen(run: _Run) -> Iterator[Sentence]:
     """All weights, or some layers, no longer turn."""
-    angles = run.get("angle")
-    frozen = np.flatnonzero(run.still & (run.rate != 0))
-    turning = (run.angle >= 0) & ~run.dead & (run.rate != 0)
-    layers = np.flatnonzero(run.still & run.layers)
+    angles, rated = run.get("angle"), run.rate != 0
+    frozen, layers = np.flatnonzero(run.still & rated), np.flatnonzero(run.still & run.layers)
+    turning = (run.angle >= 0) & ~run.dead & rated
     if len(run.steps) >= _FEWEST_STEPS and len(frozen) and len(frozen) >= 0.9 * turning.sum():
-        start, first = run.start(~(_median(angles[:, frozen].T) > _STILL)), int(run.not_finite.any(axis=1).argmax())
+        start, first = run.start(~(_median(angles[:, frozen].T) > _STILL)), run.first(run.not_finite)
         cause = f"at step {run.steps[start]:,}" if start else "from the first step on"
         if run.not_finite.any() and 0 <= start - first <= 2:
             cause = f"after NaN or infinite gradients at step {run.steps[first]:,}"
@@ -307,15 +305,14 @@ def _frozen(run: _Run) -> Iterator[Sentence]:
         )
         yield Sentence("frozen", text, run.groups[frozen[0]], "angle", "bad")
     elif len(layers):
-        g = int(layers[0])
         its = "its" if len(layers) == 1 else "their"
-        why = f"{its} rate is 0" if run.rate[g] == 0 else f"{its} updates are smaller than the rounding of the weights"
+        why = "updates are smaller than the rounding of the weights" if rated[layers[0]] else "rate is 0"
         text = (
             f"{_of(layers, run.layers, 'layer', 'is')} frozen while the median layer turns "
-            f"{_n(float(_median(run.angle[run.layers & run.moving])))} rad per step: {run.names(layers)}, "
-            f"{run.since(~(angles[:, g] > _STILL))}; {why}."
+            f"{_n(run.median_angle)} rad per step: {run.names(layers)}, "
+            f"{run.since(~(angles[:, layers[0]] > _STILL))}; {its} {why}."
         )
-        yield Sentence("frozen", text, run.groups[g], "angle", "warning")
+        yield Sentence("frozen", text, run.groups[layers[0]], "angle", "warning")
 
 
 def _dead(run: _Run) -> Iterator[Sentence]:
@@ -327,43 +324,41 @@ def _dead(run: _Run) -> Iterator[Sentence]:
         text = f"{who} dead, with a gradient of exactly 0 {since}: {run.names(dead)}."
         yield Sentence("dead", text, run.groups[dead[0]], "gradient_norm", "bad")
     smallest = run.get("gradient_norm", "min")
-    known = ~np.isnan(smallest[run.end])
-    idle = known.any(axis=0) & (np.where(known, smallest[run.end], 0) == 0).all(axis=0) & run.layers & ~run.dead
-    died: list[tuple[int, str]] = []
-    unused: list[tuple[int, str]] = []
+    end = smallest[run.end]
+    idle = (end == 0).any(axis=0) & ~(end > 0).any(axis=0) & run.layers & ~run.dead
+    died: list[int] = []
+    unused: list[int] = []
     for g in np.flatnonzero(idle).tolist():
         zero = ~(smallest[:, g] > 0)
         # Entries that few batches use, such as rare tokens, have no gradient at many steps before, too.
-        earlier = zero[: run.start(zero) or None]
-        (died if earlier.mean() < 0.1 else unused).append((g, run.since(zero)))
-    for rows in filter(None, (died, unused)):
-        g, since = rows[0]
+        (died if zero[: run.start(zero) or None].mean() < 0.1 else unused).append(g)
+    last = f"at each of the last {min(run.count, len(run.steps))} observed steps"
+    for groups in filter(None, (died, unused)):
+        g = groups[0]
         many = run.now("gradient_norm", "q10")[g] == 0
         whose = f"{'At least a tenth of the rows' if many else 'At least one row'} of {run.groups[g]}"
-        whose += f" (and of {_count(len(rows) - 1, 'more layer')})" if len(rows) > 1 else ""
-        last = f"at each of the last {min(run.count, len(run.steps))} observed steps"
-        what = f"had no gradient {last}: dead units, or entries that no batch used, such as rare tokens."
-        text = f"{whose} died: the gradient is exactly 0 {since}." if rows is died else f"{whose} {what}"
-        yield Sentence("dead", text, run.groups[g], "gradient_norm", "warning" if rows is died else "note")
+        whose += f" (and of {_count(len(groups) - 1, 'more layer')})" if len(groups) > 1 else ""
+        text = f"{whose} died: the gradient is exactly 0 {run.since(~(smallest[:, g] > 0))}."
+        if groups is unused:
+            text = f"{whose} had no gradient {last}: dead units, or entries that no batch used, such as rare tokens."
+        yield Sentence("dead", text, run.groups[g], "gradient_norm", "warning" if groups is died else "note")
 
 
 def _collapsed(run: _Run) -> Iterator[Sentence]:
     """Rows that have lost their radius, or are about to."""
-    share = run.now("collapsed", "mean")
+    share, radius = run.now("collapsed", "mean"), run.now("radius")
     gone = np.flatnonzero(run.layers & (share > 0))
     if len(gone):
-        g = int(gone[np.argmax(share[gone])])
-        since = run.since(~(run.get("collapsed", "mean")[:, g] <= 0))
+        g = gone[np.argmax(share[gone])]
         text = (
-            f"Rows of {_count(len(gone), 'layer')} have collapsed: {100 * share[g]:.2g} % of {run.groups[g]} "
-            f"have had a radius too small for a direction {since}."
+            f"Rows of {_count(len(gone), 'layer')} have collapsed: {100 * share[g]:.2g} % of {run.groups[g]} have had "
+            f"a radius too small for a direction {run.since(~(run.get('collapsed', 'mean')[:, g] <= 0))}."
         )
         yield Sentence("collapsed", text, run.groups[g], "collapsed", "warning")
-    radius = run.now("radius")
-    fell = np.where(run.layers, _ratio(_median(run.get("radius")[: run.count]), radius), np.nan)
-    falling = np.setdiff1d(np.flatnonzero((fell > _COLLAPSING) & np.isfinite(fell)), gone)
+    fell = _ratio(_median(run.get("radius")[: run.count]), radius)
+    falling = np.flatnonzero(run.layers & (fell > _COLLAPSING) & np.isfinite(fell) & ~(share > 0))
     if len(falling):
-        g = int(falling[np.argmax(fell[falling])])
+        g = falling[np.argmax(fell[falling])]
         text = (
             f"{_of(falling, run.layers, 'layer', 'is')} collapsing: the radius of {run.groups[g]} fell "
             f"{_n(fell[g])} × since the first observed steps, to {_n(radius[g])}."
@@ -376,10 +371,11 @@ def _pace(run: _Run) -> Iterator[Sentence]:
     chosen = run.layers & run.moving
     if not chosen.any():
         return
-    middle, usual = float(_median(run.angle[chosen])), float(_median(run.rate[chosen]))
-    ratio = np.where(chosen, run.angle / middle, 1.0)
+    usual = float(_median(run.rate[chosen]))
     course = _ratio(run.get("angle").T, _median(np.where(chosen, run.get("angle"), np.nan).T))
-    for kind, word, factor, sign in (("fast", "faster", ratio, 1), ("slow", "slower", 1 / ratio, -1)):
+    ratio = np.where(chosen, run.angle / run.median_angle, 1.0)
+    for kind, word, sign in (("fast", "faster", 1), ("slow", "slower", -1)):
+        factor = ratio**sign
         out = np.flatnonzero(factor > _APART)
         out = out[np.argsort(-factor[out])]
         parts = []
@@ -392,15 +388,14 @@ def _pace(run: _Run) -> Iterator[Sentence]:
             more = f", and {len(out) - 3} more" if len(out) > 3 else ""
             text = (
                 f"{_of(out, chosen, 'layer', 'turns')} more than {_APART:g} × {word} than the median layer "
-                f"({_n(middle)} rad per step): {', '.join(parts)}{more}."
+                f"({_n(run.median_angle)} rad per step): {', '.join(parts)}{more}."
             )
             yield Sentence(kind, text, run.groups[out[0]], "angle", "warning")
 
 
 def _smooth(values: Numbers) -> Numbers:
     """The median over each step and its neighbours."""
-    half = _FEWEST_STEPS // 2
-    padded = np.pad(values, half, mode="edge")
+    padded = np.pad(values, _FEWEST_STEPS // 2, mode="edge")
     return _median(np.lib.stride_tricks.sliding_window_view(padded, _FEWEST_STEPS).T)
 
 
@@ -414,10 +409,9 @@ def _rate(run: _Run) -> Iterator[Sentence]:
     fell, rose = _ratio(peak, run.rate), _ratio(run.angle, before)
     out = np.flatnonzero(chosen & (run.rate > 0) & (fell > _FELL) & (rose > _ROSE))
     if len(out):
-        g = int(out[np.argmax(rose[out])])
-        last = int(np.flatnonzero(high[:, g])[-1])
+        g = out[np.argmax(rose[out])]
         text = (
-            f"The rate fell {_n(fell[g])} × since step {run.steps[last]:,}, but "
+            f"The rate fell {_n(fell[g])} × since step {run.steps[high[:, g]][-1]:,}, but "
             f"{_of(out, chosen, 'layer', 'turns')} further per step than before, {run.groups[g]} {_n(rose[g])} × "
             f"({_n(before[g])} to {_n(run.angle[g])} rad)."
         )
@@ -429,13 +423,13 @@ def _equilibrium(run: _Run) -> Iterator[Sentence]:
     expected = run.now("equilibrium_angle")
     ratio = _ratio(run.angle, expected)
     known = run.invariant & run.moving & np.isfinite(ratio) & (ratio > 0)
-    pull = np.nan_to_num(_pull(run), posinf=0.0)
+    pull = np.nan_to_num(run.pull, posinf=0.0)
     # The observed time in units of the time that an equilibrium takes: the sum of ηλ.
     elapsed = np.diff(run.steps) @ ((pull[1:] + pull[:-1]) / 2)
     for word, factor in (("above", ratio), ("below", 1 / np.where(known, ratio, 1.0))):
         out = np.flatnonzero(known & (factor > _OUT))
         if len(out):
-            g = int(out[np.argmax(factor[out])])
+            g = out[np.argmax(factor[out])]
             late = (elapsed[out] > _TIMES).any()
             why = "" if late else " (weight decay has not had the time to lead there)"
             text = (
@@ -446,22 +440,9 @@ def _equilibrium(run: _Run) -> Iterator[Sentence]:
             yield Sentence("equilibrium", text, run.groups[g], "equilibrium_angle", "warning" if late else "note")
 
 
-def _pull(run: _Run) -> Numbers:
-    """How much of a radius the decay takes per step in equilibrium: θ*²/2 · (1+β)/(1−β), which is ηλ for AdamW.
-
-    It equals half of the growth of r² per step; see `balance` for θ* and for the role of β.
-    """
-    gains = []
-    for settings in run.settings:
-        betas = settings.get("betas") or (settings.get("momentum") or 0.0,)
-        beta = 0.0 if "b" in str(settings.get("without") or "") else float(betas[0])
-        gains.append((1 + beta) / (1 - beta))
-    return run.get("equilibrium_angle") ** 2 / 2 * np.array(gains)
-
-
 def _of_alerts(run: _Run) -> Iterator[Sentence]:
     """Alerts that no other sentence is about, one for each cause."""
-    for cause in causes([alert for alert in run.alerts if alert.kind in _OF_ALERTS]):
+    for cause in causes(alert for alert in run.alerts if alert.kind in _OF_ALERTS):
         text = f"{cause.text[:1].upper()}{cause.text[1:]}."
         yield Sentence(cause.kind, text, cause.groups[0], _OF_ALERTS[cause.kind], "warning")
 
@@ -479,13 +460,13 @@ def _balance(run: _Run) -> Iterator[Sentence]:
     if not len(away):
         return
     # r^p approaches its equilibrium exponentially, with p times the pull: p = 4 for SGD, whose growth is ∝ 1/r³.
-    power = 4 if "SGD" in str((run.about.get("optimizer") or {}).get("name")) else 2
+    power = 4 if "SGD" in run.about["optimizer"]["name"] else 2
     edge = np.where(ratio > 1, _BALANCED, 1 / _BALANCED)
     distance = np.abs(ratio**power - 1) / np.abs(edge**power - 1)
-    pull = np.nan_to_num(_median(_pull(run)[run.end]))
+    pull = np.nan_to_num(_median(run.pull[run.end]))
     needed = np.maximum(1.0, _ratio(np.log(np.maximum(distance, 1.0)), power * pull))
     needed[pull == 0] = math.inf
-    g = int(away[np.argmax(needed[away])])
+    g = away[np.argmax(needed[away])]
     left = _steps_left(run, g)
     place = f"{run.groups[g]} (radius {_n(radius[g])}, in balance {_n(expected[g])})"
     text = f"Weight decay is not in balance yet in {len(away):,} of {_count(int(known.sum()), 'invariant layer')}"
@@ -511,7 +492,7 @@ def _steps_left(run: _Run, g: int) -> float:
 
 def _share(run: _Run) -> Iterator[Sentence]:
     """The share of the weights that is invariant."""
-    sizes = np.array([float((each.get("rows") or 0) * (each.get("size") or 0)) for each in run.entries])
+    sizes = np.array([float(entry["rows"] * entry["size"]) for entry in run.entries])
     part, whole = sizes[run.invariant].sum(), sizes.sum()
     if part:
         decays = any(run.settings[g].get("weight_decay") for g in np.flatnonzero(run.invariant))
@@ -522,18 +503,17 @@ def _share(run: _Run) -> Iterator[Sentence]:
 
 
 def _healthy(run: _Run) -> Sentence:
-    chosen = np.flatnonzero(run.layers & run.moving)
-    share = (run.about.get("cost") or {}).get("share")
-    cost = (
+    chosen, share = np.flatnonzero(run.layers & run.moving), run.about["cost"].get("share")
+    took = (
         f"the watch took {_n(100 * share)} % of the training's time" if share else "the watch's cost is not known yet"
     )
-    text = f"No layer turns at step {run.steps[-1]:,}, and nothing is wrong; {cost}."
+    text = f"No layer turns at step {run.steps[-1]:,}, and nothing is wrong; {took}."
     if len(chosen):
         low, high = chosen[np.argmin(run.angle[chosen])], chosen[np.argmax(run.angle[chosen])]
         text = (
-            f"Nothing is wrong up to step {run.steps[-1]:,}: the median layer turns "
-            f"{_n(float(_median(run.angle[chosen])))} rad per step, the {_count(len(chosen), 'layer')} from "
-            f"{_n(run.angle[low])} ({run.groups[low]}) to {_n(run.angle[high])} ({run.groups[high]}), and {cost}."
+            f"Nothing is wrong up to step {run.steps[-1]:,}: the median layer turns {_n(run.median_angle)} rad per "
+            f"step, the {_count(len(chosen), 'layer')} from {_n(run.angle[low])} ({run.groups[low]}) to "
+            f"{_n(run.angle[high])} ({run.groups[high]}), and {took}."
         )
     return Sentence("healthy", text, "", "angle")
 
@@ -554,8 +534,7 @@ def _about(value: float) -> str:
     """A large number, rounded to two digits."""
     if not math.isfinite(value) or value == 0:
         return "0" if value == 0 else "infinitely many"
-    digits = 1 - math.floor(math.log10(abs(value)))
-    return f"{round(value, digits):,.0f}"
+    return f"{round(value, 1 - math.floor(math.log10(abs(value)))):,.0f}"
 
 
 def _count(number: int, word: str) -> str:

@@ -158,6 +158,26 @@ const drawings = {
     show(figure, traces, layout);
   },
 
+  // A panel per run, with a line for each pair, which is not a layer.
+  pairs(figure) {
+    const runs = shownRuns().filter((run) => hasQuantity(run, "imbalance"));
+    if (!runs.length) return empty(figure, "Nothing to draw for the runs chosen.");
+    const panels = runs.map((run) => ({ title: data.runs[run].name, colour: runColour(run) }));
+    const layout = frame(figure.querySelector(".plot"), panels, { log: true, ytitle: "‖a‖/‖b‖" }), traces = [];
+    const names = distinct(runs.flatMap((run) => Object.keys(data.runs[run].series.imbalance))).filter(Boolean);
+    const shade = (name) => depth(names.length > 1 ? names.indexOf(name) / (names.length - 1) : 0.4);
+    runs.forEach((run, panel) => {
+      for (const name of names) {
+        const values = line(run, "imbalance", name, "median");
+        if (values) traces.push(curve(run, values, { panel, colour: shade(name), log: true, name, extra: data.runs[run].name }));
+      }
+      markDrops(layout, run, panel, { colour: css("--soft") });
+    });
+    const ramp = Array.from({ length: 9 }, (_, i) => depth(i / 8));
+    legend(figure, names.length <= 8 ? names.map((text) => ({ text, colour: shade(text) })) : [{ text: `${names[0]} … ${names.at(-1)}`, ramp, colour: "" }]);
+    show(figure, traces, layout);
+  },
+
   whole(figure) {
     const place = figure.querySelector(".plot"), runs = shownRuns();
     const names = data.whole.filter((name) => runs.some((run) => line(run, name, "", "mean")));
