@@ -11,16 +11,20 @@ The first command takes two minutes on a CPU and writes results/bench-equilibriu
   momentum on the sphere, whose norm is γ/√(1−β²) if gradients are uncorrelated. The error is then that of r² alone.
 
 The second one trains a ResNet20 on CIFAR-10 with SGD-M under a cosine, by default 135 epochs at full width, watches it,
-and writes results/bench-equilibrium-resnet20.json.
+and writes results/bench-equilibrium-resnet20.json. With `--run FOLDER` the run is recorded there, or read if it is
+there already.
 
 From the radii at the start and the slopes, the angles of all steps are predicted and compared with the recorded medians
-of the rows, in the median over the last 80 % of the training, without its last 2 % under a cosine, which ends at 0.
+of the rows, in the median over the last 80 % of the training, without its last 2 % under a cosine, which ends at 0. A
+prediction is a root mean square over steps, so it is also compared with that of the recorded angles ("in the mean").
 """
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +36,7 @@ import steradian as st
 from steradian.groups import Groups
 from steradian.lab.data import Resident, load
 from steradian.lab.models import build
+from steradian.watching.records import read_run
 
 from harness import RESULTS, Table, write
 
@@ -42,7 +47,7 @@ MAKE: dict[str, Make] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.2),
     "Adam, L2": lambda groups: torch.optim.Adam(groups, lr=1e-2, weight_decay=2e-3),
 }
-COLUMNS = ("training", "layer", "median angle", "error % with slopes", "of the radius, %", "error % without")
+COLUMNS = ("training", "layer", "median angle", "error %", "in the mean", "of the radius", "without slopes")
 
 
 def small(name: str, table: Table, steps: int = 2000) -> None:
@@ -81,9 +86,13 @@ def resnet20(given: argparse.Namespace, table: Table) -> dict[str, object]:
                     print(f"epoch {epoch}, step {k} of {per_epoch}, {time.perf_counter() - started:.0f} s", flush=True)
 
     groups = st.find_groups(model, data.batch(torch.arange(8, device=given.device) * data.views)[0])
-    records, rates = train(model, groups, make, batches(), steps, every=every)
+    records, rates = train(model, groups, make, batches(), steps, every=every, to=given.run)
     compare("ResNet20, SGD-M", make(groups.param_groups()), groups, records, rates, table, end=0.98)
-    return {**{k: v for k, v in vars(given).items() if k != "data"}, "steps": steps, "observed every": every}
+    return {
+        **{k: v for k, v in vars(given).items() if k not in ("data", "run")},
+        "steps": steps,
+        "observed every": every,
+    }
 
 
 def study(table: Table) -> None:
@@ -116,19 +125,24 @@ def train(
     steps: int,
     *,
     every: int,
+    to: str | None = None,
 ) -> tuple[pd.DataFrame, list[float]]:
     """Train under a cosine; the recorded medians by group and step, and the rate of each step."""
-    optimizer, rates = make(groups.param_groups()), []
+    optimizer = make(groups.param_groups())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    with st.watch(optimizer, groups, every=every) as watch:
-        for images, labels in batches:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images), labels).backward()
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            schedule.step()
-    records = watch.records()
+    peak = optimizer.param_groups[0]["lr"]
+    if to is not None and Path(to, "run.json").exists():
+        records = read_run(to).table.astype({"group": str, "quantity": str, "statistic": str})
+    else:
+        with st.watch(optimizer, groups, every=every, to=to) as watch:
+            for images, labels in batches:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(images), labels).backward()
+                optimizer.step()
+                schedule.step()
+        records = watch.records()
     records = records[records.statistic == "median"]
+    rates = [peak * (1 + math.cos(math.pi * k / steps)) / 2 for k in range(steps)]
     return records.pivot(index=["group", "step"], columns="quantity", values="value"), rates
 
 
@@ -145,29 +159,33 @@ def compare(
     """Add the error of each layer's predicted angle to the table, and of its radius, both with and without slopes."""
     layers = {group.names[0]: records.loc[group.names[0]] for group in groups.groups}
     start = {name: float(layer.radius.iloc[0]) for name, layer in layers.items()}
-    slopes = {name: smooth(layer.radius * layer.gradient_norm, len(rates)) for name, layer in layers.items()}
+    slopes = {}
+    for name, layer in layers.items():
+        means = mean(layer.radius * layer.gradient_norm, len(rates))
+        slopes[name] = np.interp(np.arange(len(rates)), means.index, means)
     known = st.equilibrium(optimizer, groups, rates=rates, slopes=slopes, radius=start)
     blind = st.equilibrium(optimizer, groups, rates=rates, radius=start)
     for with_slopes, without in zip(known, blind, strict=True):
         layer = layers[with_slopes.name]
+        means = mean(layer.angle, len(rates))
         layer = layer[(layer.index >= len(rates) / 5) & (layer.index < end * len(rates))]
 
         def error(predicted: Any, measured: pd.Series) -> float:
-            return float(100 * (predicted[measured.index.to_numpy()].numpy() / measured - 1).abs().median())
+            return float(100 * (predicted.numpy()[measured.index.to_numpy()] / measured - 1).abs().median())
 
         errors = (
             error(with_slopes.angle, layer.angle),
+            error(with_slopes.angle, means[layer.index]),
             error(with_slopes.radius, layer.radius),
             error(without.angle, layer.angle),
         )
         table.add(training, with_slopes.name, float(layer.angle.median()), *errors)
 
 
-def smooth(slopes: pd.Series, steps: int) -> Tensor:
-    """The slope of every step: the root mean square of those recorded in the last steps, since gradients are noisy."""
-    recorded = MEMORY // max(steps // len(slopes), 1)
-    means = (slopes**2).rolling(max(recorded, 1), min_periods=1).mean() ** 0.5
-    return torch.from_numpy(np.interp(np.arange(steps), means.index, means))
+def mean(values: pd.Series, steps: int) -> pd.Series:
+    """The root mean square of what was recorded in the last `MEMORY` steps."""
+    recorded = max(MEMORY // max(steps // len(values), 1), 1)
+    return (values**2).rolling(recorded, min_periods=1).mean() ** 0.5
 
 
 def network() -> nn.Module:
@@ -181,6 +199,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true", help="train a ResNet20 on CIFAR-10")
     parser.add_argument("--data", help="folder of CIFAR-10, packed or the original archive")
+    parser.add_argument("--run", help="folder to record the training in, or to read it from if it is there")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--epochs", type=int, default=135)
     parser.add_argument("--width", type=int, default=16, help="channels of the first stage")

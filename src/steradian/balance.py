@@ -135,7 +135,7 @@ def balance_of(optimizer: Optimizer, settings: Mapping[str, Any], size: int) -> 
     balanced = next((_balances[each] for each in kind.__mro__ if each in _balances), _named.get(kind.__name__))
     if balanced is None:
         return f"no equilibrium is derived for {kind.__module__}.{kind.__qualname__}"
-    if not _number(settings.get("weight_decay", 0)):
+    if not float(settings.get("weight_decay", 0)):
         return "there is no weight decay: the radius only grows"
     if settings.get("amsgrad"):
         return "no equilibrium is derived for amsgrad"
@@ -154,7 +154,7 @@ def sgd(settings: Mapping[str, Any], size: int) -> Balance:
         size: not used.
     """
     beta, damped = float(settings.get("momentum", 0)), 1 - float(settings.get("dampening", 0) or 0)
-    decay, transported = _number(settings["weight_decay"]), bool(beta) and _transported(settings)
+    decay, transported = float(settings["weight_decay"]), bool(beta) and _transported(settings)
     if not beta:
         damped = 1.0
     # Squares of the weights with which a gradient enters the steps that follow it.
@@ -182,7 +182,7 @@ def adam(settings: Mapping[str, Any], size: int) -> Balance:
         settings: a param group; "without" counts if it has "rows", as ours do.
         size: the number d of entries in a row.
     """
-    (beta1, beta2), decay = map(_number, settings["betas"]), _number(settings["weight_decay"])
+    (beta1, beta2), decay = map(float, settings["betas"]), float(settings["weight_decay"])
     transported, decoupled = _transported(settings), bool(settings.get("decoupled_weight_decay"))
     single = _single(beta1, nesterov="momentum_decay" in settings)  # NAdam's factor has approached β1
     growth, pace = single if transported else 1.0, (size * single) ** 0.5
@@ -201,7 +201,7 @@ def muon(settings: Mapping[str, Any], size: int) -> Balance:
     With Nesterov, as in NAdam, a step contains more of the newest gradient: θ² = 2ηλ(1−β)²((1+β)² + β⁴/(1−β²)). The
     radius is not derived: it depends on the shape of the matrix and on how exact the orthogonalization is.
     """
-    beta, decay = _number(settings["momentum"]), _number(settings["weight_decay"])
+    beta, decay = float(settings["momentum"]), float(settings["weight_decay"])
     pace = 2 * decay * _single(beta, nesterov=bool(settings.get("nesterov")))
     return Balance(math.nan, power=0, root=2, pace=pace, free=True, shrink=2 * decay)
 
@@ -217,9 +217,9 @@ def lion(settings: Mapping[str, Any], size: int) -> Balance:
         settings: a param group.
         size: the number d of entries in a row.
     """
-    beta1, beta2 = (_number(beta) for beta in settings["betas"])
-    decay = _number(settings["weight_decay"])
-    kept = 1 - _number(settings.get("lr", 0)) * decay
+    beta1, beta2 = (float(beta) for beta in settings["betas"])
+    decay = float(settings["weight_decay"])
+    kept = 1 - float(settings.get("lr", 0)) * decay
     older = (beta1 * (1 - beta2)) ** 2 / (1 - beta2**2)
     first = (beta1 * (1 - beta1) * (1 - beta2) + beta2 * older) / ((1 - beta1) ** 2 + older)
     powers = range(1, 120, 2)  # of asin's series, whose terms are summed over k one by one
@@ -321,7 +321,7 @@ def _predicted(
     radius: float,
 ) -> Equilibrium:
     """The prediction for rows of one size; r* and θ* of all steps first, then the radius step by step."""
-    path = torch.as_tensor([_number(settings["lr"])] if rates is None else rates, dtype=torch.float64, device="cpu")
+    path = torch.as_tensor([float(settings["lr"])] if rates is None else rates, dtype=torch.float64, device="cpu")
     if not _by_angle.isdisjoint(type(optimizer).__mro__):
         return Equilibrium(name, path[0].item() if rates is None else path, radius, 0.0, "rows turn by the rate")
     begin = int((path != 0).int().argmax())  # a warm-up may start at 0, where nothing moves
@@ -362,11 +362,10 @@ def _predicted(
         mean = beta2 * mean + (1 - beta2) * (slope / r) ** 2
         longer = slope / r / (mean / (1 - beta2 ** (k + 1))) ** 0.5 if mean else 1.0
         angles.append(angle * (target / r) ** (2 if root == 4 else 1) * longer)
-        if root == 3:
-            delta, shorter = delta * (r / slope if slope else 1.0), longer
-        else:
-            shorter = 1.0
-        r *= max(1 + delta * ((target / r) ** root * longer**2 - shorter), 0.0) ** 0.5
+        growth, shrink = (target / r) ** root * longer**2, 1.0
+        if root == 3:  # what decays is divided by √v too
+            delta, shrink = delta * (r / slope if slope else 1.0), longer
+        r *= max(1 + delta * (growth - shrink), 0.0) ** 0.5
     if blind or underived:
         radii = [math.nan] * len(radii)
     if rates is None:
@@ -400,7 +399,3 @@ def _single(beta: float, *, nesterov: bool) -> float:
 def _transported(settings: Mapping[str, Any]) -> bool:
     """Whether the momentum moves with its rows: without (b)."""
     return settings.get("rows") is not None and "b" in settings.get("without", "")
-
-
-def _number(setting: float | Tensor) -> float:
-    return setting.item() if isinstance(setting, Tensor) else float(setting or 0)
