@@ -325,7 +325,8 @@ def _predicted(
     if not _by_angle.isdisjoint(type(optimizer).__mro__):
         return Equilibrium(name, path[0].item() if rates is None else path, radius, 0.0, "rows turn by the rate")
     begin = int((path != 0).int().argmax())  # a warm-up may start at 0, where nothing moves
-    known = {rate: balance_of(optimizer, {**settings, "lr": rate}, size) for rate in path.unique().tolist()}
+    distinct = path[path != 0].unique().tolist() or [0.0]
+    known = {rate: balance_of(optimizer, {**settings, "lr": rate}, size) for rate in distinct}
     first = known[path[begin].item()]
     if isinstance(first, str):
         return Equilibrium(name, math.nan, math.nan, math.inf, first)
