@@ -114,6 +114,39 @@ def test_angular_turns_by_its_rate() -> None:
     assert "keep their radius" in st.balance.balance_of(optimizer, optimizer.param_groups[0], 9)
 
 
+@pytest.mark.parametrize("make", [MAKE["SGD-M"], MAKE["SGD-M corrected"], MAKE["AdamC"]])
+def test_a_rate_of_zero_moves_nothing(make: Any) -> None:
+    """Warm-ups begin and schedules end there; a corrected decay is then 0 too."""
+    x = nn.Parameter(torch.ones(4, 8))
+    groups = Groups({"w": x}, [Group(("w",), "filter", 4, 8, "bn", 0.0)])
+    [found] = st.equilibrium(make(groups.param_groups()), groups, rates=[0.0, 0.01, 0.02, 0.0], slopes=1.0)
+    assert found.angle[[0, 3]].tolist() == [0, 0]
+    assert found.radius[0] == found.radius[1] == pytest.approx(8**0.5)
+    assert (found.angle[1:3] > 0).all()
+    [blind] = st.equilibrium(make(groups.param_groups()), groups, rates=[0.0, 0.01, 0.02, 0.0])
+    assert blind.angle.isfinite().all()
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of a mean of gradients: every step has one length, whatever the gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        """Not taken here."""
+
+
+def test_steps_of_lion_do_not_depend_on_slopes() -> None:
+    x = nn.Parameter(torch.ones(4, 8))
+    groups = Groups({"w": x}, [Group(("w",), "filter", 4, 8, "bn", 0.0)])
+    rates = [0.01 * factor for factor in COSINE[:100]]
+    [one] = st.equilibrium(Lion([x]), groups, rates=rates, slopes=1.0)
+    [two] = st.equilibrium(Lion([x]), groups, rates=rates, slopes=torch.linspace(5, 1, 100))
+    torch.testing.assert_close(one.angle, two.angle)
+    torch.testing.assert_close(one.angle, 0.01 * 8**0.5 * torch.tensor(COSINE[:100]).double() / one.radius)
+
+
 def test_what_has_no_equilibrium_says_why() -> None:
     x = nn.Parameter(torch.ones(4, 9))
     [found] = st.equilibrium(torch.optim.SGD([x], lr=0.1))

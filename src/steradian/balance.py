@@ -1,27 +1,14 @@
-r"""The radius and angle at which growth and weight decay balance, for the optimizers where they can be derived.
+"""The radius and angle at which growth and weight decay balance, and the way there under a schedule.
 
 The gradient of a row x of radius r is orthogonal to it, ‖∇L(x)‖ = γ/r with γ = ‖∇L(u)‖ (Lemma 1). Steps orthogonal to
 the row make it longer, weight decay makes it shorter. If gradients of successive steps are uncorrelated (noise
-dominates, as it does late in training at a constant rate), both changes of r² per step are known to leading order in
-ηλ:
+dominates, as it does late in training at a constant rate), both changes of r² per step are known to leading order.
 
-- A gradient g enters a momentum with weights (1−β)β^k, k = 0, 1, …. As in a random walk, the row gains the square of
-  the *whole* contribution, while one step moves by the square root of the sum of squares, which is smaller by
-  √((1−β)/(1+β)). If the momentum is transported with the row (without (b)), it stays tangent, and only the squares of
-  the single steps count.
-- **SGD**, x' = x − ηm, m = βm + g + λx: growth η²γ²/((1−β)²r²), decay 2ηλr²/(1−β), so
-  r⁴ = ηγ²/(2λ(1−β)) and θ² = 2ηλ/(1+β).
-- **Adam, decoupled decay**: a normalized step has norm √d, growth η²d, decay 2ηλr², so
-  r² = ηd/(2λ) and θ² = 2ηλ(1−β1)/(1+β1).
-- **Muon**: a step has one norm whatever the gradients, so its growth is that of Adam's and θ² is the same. With
-  Nesterov, as in NAdam, a step contains more of the newest gradient: θ² = 2ηλ(1−β)²((1+β)² + β⁴/(1−β²)).
-- **Lion**: a step has the norm √d too, and its signs are correlated as in `lion`.
-- **Adam, coupled decay**: λx is divided by √v = γ/(r√d) too, decay 2ηλr³√d/γ, so r³ = ηγ√d/(2λ) and
-  θ = η√(d(1−β1)/(1+β1))/r.
-- **Without (b)** growth is that of single steps, and coupled decay acts on x alone, with (1−β1) of its weight: for
-  Adam r³ = ηγ√d/(2λ(1+β1)); decoupled, r² = ηd(1−β1)/(2λ(1+β1)) and θ² = 2ηλ; for SGD
-  r⁴ = ηγ²/(2λ(1−β²)) and θ² = 2ηλ. The radius is constant in equilibrium, so (c) changes nothing, and a second moment
-  per row, (a), has the same norm.
+A gradient enters a momentum with weights (1−β)β^k, k = 0, 1, …. As in a random walk, r² grows by the square of the
+*whole* contribution, while one step moves by the square root of the sum of squares, which is smaller by √((1−β)/(1+β)).
+If the momentum is transported with the row (without (b)), it stays tangent, only the squares of the single steps count,
+and coupled decay acts on x alone. The radius is constant in equilibrium, so (c) changes nothing, and a second moment
+per row, (a), has the same norm. What follows for an optimizer is in the function that is registered for it.
 
 **Under a schedule** the radius follows: with r* and θ* the equilibrium at the rate of a step, r² changes by the factor
 1 + δ((r*/r)^k − 1), where k = 4 for SGD, 2 for decoupled and 3 for coupled Adam, and δ is the decay of r² in a step:
@@ -30,12 +17,12 @@ its steps are κ times as long, with κ² the present (γ/r)² over its mean wit
 
 See van Laarhoven, *L2 regularization versus batch and weight normalization* (2017); Li and Arora, *An exponential
 learning rate schedule for deep learning* (2020); Wan et al., *Spherical motion dynamics* (2021); Kosson, Messmer and
-Jaggi, *Rotational equilibrium* (2024), for the first two; the others follow in the same way.
+Jaggi, *Rotational equilibrium* (2024), for SGD and AdamW; the others follow in the same way.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -64,12 +51,13 @@ class Balance:
     """The equilibrium of a group's rows: r = (gain·η·γ^power)^(1/root), and θ² = pace·η or θ = pace·η/r.
 
     Attributes:
-        gain: the factor under the root.
+        gain: the factor under the root; NaN if the radius is not derived.
         power: of γ = ‖∇L(u)‖.
         root: 4 for SGD, 2 for Adam with decoupled decay, 3 with coupled.
         pace: the factor of the angle.
         free: the angle is √(pace·η), independent of the radius (SGD); otherwise pace·η/r.
         shrink: what r² loses in a step, over η; times r/γ where the decay is coupled and divided (root 3).
+        memory: β2 of the squared gradients that a step is divided by; 0 if it is not.
 
     All may be tensors with one number per step and row.
     """
@@ -80,6 +68,7 @@ class Balance:
     pace: float | Tensor
     free: bool | Tensor
     shrink: float | Tensor = math.nan
+    memory: float | Tensor = 0.0
 
     def __call__(self, rate: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
         """Radius and angle in equilibrium, from the rate η and γ = ‖∇L(u)‖."""
@@ -89,7 +78,7 @@ class Balance:
         )
         radius = (gain * rate * slope**power) ** (1 / root)
         steady = pace * rate / radius.masked_fill(radius == 0, math.inf)
-        return radius, torch.where(free, (pace * rate).sqrt(), steady)
+        return radius, torch.where(free.bool(), (pace * rate).sqrt(), steady)
 
 
 Balanced = Callable[[Mapping[str, Any], int], Balance]
@@ -146,7 +135,7 @@ def balance_of(optimizer: Optimizer, settings: Mapping[str, Any], size: int) -> 
     balanced = next((_balances[each] for each in kind.__mro__ if each in _balances), _named.get(kind.__name__))
     if balanced is None:
         return f"no equilibrium is derived for {kind.__module__}.{kind.__qualname__}"
-    if not _number(settings.get("weight_decay", 0)):
+    if not float(settings.get("weight_decay", 0)):
         return "there is no weight decay: the radius only grows"
     if settings.get("amsgrad"):
         return "no equilibrium is derived for amsgrad"
@@ -155,14 +144,17 @@ def balance_of(optimizer: Optimizer, settings: Mapping[str, Any], size: int) -> 
 
 @register(SGD)
 def sgd(settings: Mapping[str, Any], size: int) -> Balance:
-    """SGD with L2: r⁴ = ηγ²/(2λ(1−β)), θ² = 2ηλ/(1+β); with dampening, Nesterov, or without (b) as well.
+    """SGD with L2, x' = x − ηm, m = βm + g + λx: r⁴ = ηγ²/(2λ(1−β)), θ² = 2ηλ/(1+β).
+
+    Growth is η²γ²/((1−β)²r²) and decay 2ηλr²/(1−β). Without (b), r⁴ = ηγ²/(2λ(1−β²)) and θ² = 2ηλ. Dampening and
+    Nesterov change the weights of a gradient.
 
     Args:
         settings: a param group; "without" counts if it has "rows", as ours do.
         size: not used.
     """
     beta, damped = float(settings.get("momentum", 0)), 1 - float(settings.get("dampening", 0) or 0)
-    decay, transported = _number(settings["weight_decay"]), bool(beta) and _transported(settings)
+    decay, transported = float(settings["weight_decay"]), bool(beta) and _transported(settings)
     if not beta:
         damped = 1.0
     # Squares of the weights with which a gradient enters the steps that follow it.
@@ -180,31 +172,36 @@ def sgd(settings: Mapping[str, Any], size: int) -> Balance:
 @register(RAdam)
 @register(Adam)
 def adam(settings: Mapping[str, Any], size: int) -> Balance:
-    """Adam, RAdam, NAdam: r³ = ηγ√d/(2λ), or decoupled r² = ηd/(2λ); θ = η√(d(1−β1)/(1+β1))/r; or without (b).
+    """Adam, RAdam, NAdam: r³ = ηγ√d/(2λ), or decoupled r² = ηd/(2λ); θ = η√(d(1−β1)/(1+β1))/r.
+
+    A normalized step has the norm √d, so growth is η²d. Decoupled decay is 2ηλr², hence θ² = 2ηλ(1−β1)/(1+β1). Coupled
+    decay is divided by √v = γ/(r√d) too and is 2ηλr³√d/γ. Without (b), r³ = ηγ√d/(2λ(1+β1)), or decoupled
+    r² = ηd(1−β1)/(2λ(1+β1)) and θ² = 2ηλ.
 
     Args:
         settings: a param group; "without" counts if it has "rows", as ours do.
         size: the number d of entries in a row.
     """
-    beta1, decay = _number(settings["betas"][0]), _number(settings["weight_decay"])
+    (beta1, beta2), decay = map(float, settings["betas"]), float(settings["weight_decay"])
     transported, decoupled = _transported(settings), bool(settings.get("decoupled_weight_decay"))
     single = _single(beta1, nesterov="momentum_decay" in settings)  # NAdam's factor has approached β1
-    growth = single if transported else 1.0
-    entered = (1 - beta1) if transported and not decoupled else 1.0
-    pace = (size * single) ** 0.5
+    growth, pace = single if transported else 1.0, (size * single) ** 0.5
     if decoupled:
-        return Balance(size * growth / (2 * decay), power=0, root=2, pace=pace, free=False, shrink=2 * decay)
-    gain, shrink = size**0.5 * growth / (2 * decay * entered), 2 * decay * entered * size**0.5
-    return Balance(gain, power=1, root=3, pace=pace, free=False, shrink=shrink)
+        gain, shrink = size * growth / (2 * decay), 2 * decay
+        return Balance(gain, power=0, root=2, pace=pace, free=False, shrink=shrink, memory=beta2)
+    entered = 2 * decay * (1 - beta1 if transported else 1.0)
+    gain, shrink = size**0.5 * growth / entered, entered * size**0.5
+    return Balance(gain, power=1, root=3, pace=pace, free=False, shrink=shrink, memory=beta2)
 
 
 @register(Muon)
 def muon(settings: Mapping[str, Any], size: int) -> Balance:
-    """Muon: every step has one length, as Adam's with decoupled decay, so θ² = 2ηλ(1−β)/(1+β); more with Nesterov.
+    """Muon: every step has one length, as Adam's with decoupled decay, so θ² = 2ηλ(1−β)/(1+β).
 
-    The radius is not derived: it depends on the shape of the matrix and on how exact the orthogonalization is.
+    With Nesterov, as in NAdam, a step contains more of the newest gradient: θ² = 2ηλ(1−β)²((1+β)² + β⁴/(1−β²)). The
+    radius is not derived: it depends on the shape of the matrix and on how exact the orthogonalization is.
     """
-    beta, decay = _number(settings["momentum"]), _number(settings["weight_decay"])
+    beta, decay = float(settings["momentum"]), float(settings["weight_decay"])
     pace = 2 * decay * _single(beta, nesterov=bool(settings.get("nesterov")))
     return Balance(math.nan, power=0, root=2, pace=pace, free=True, shrink=2 * decay)
 
@@ -220,9 +217,9 @@ def lion(settings: Mapping[str, Any], size: int) -> Balance:
         settings: a param group.
         size: the number d of entries in a row.
     """
-    beta1, beta2 = (_number(beta) for beta in settings["betas"])
-    decay = _number(settings["weight_decay"])
-    kept = 1 - _number(settings.get("lr", 0)) * decay
+    beta1, beta2 = (float(beta) for beta in settings["betas"])
+    decay = float(settings["weight_decay"])
+    kept = 1 - float(settings.get("lr", 0)) * decay
     older = (beta1 * (1 - beta2)) ** 2 / (1 - beta2**2)
     first = (beta1 * (1 - beta1) * (1 - beta2) + beta2 * older) / ((1 - beta1) ** 2 + older)
     powers = range(1, 120, 2)  # of asin's series, whose terms are summed over k one by one
@@ -233,9 +230,6 @@ def lion(settings: Mapping[str, Any], size: int) -> Balance:
 
 _named: dict[str, Balanced] = {"Lion": lion}
 """Optimizers of other libraries, by the names of their classes."""
-
-
-# Under a schedule ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -285,28 +279,16 @@ def equilibrium(
     (0.0229, 300)
     """
     found = []
-    for name, settings, size, now in _rows_of(optimizer, groups):
+    for name, settings, size, entry in _rows_of(optimizer, groups):
         gamma = slopes.get(name) if isinstance(slopes, Mapping) else slopes
         given = radius.get(name) if isinstance(radius, Mapping) else radius
-        # Where the number of entries in a row is not known, only what does not depend on it is said.
-        some, others = (
-            _predicted(optimizer, name, settings, d, rates, gamma, now * d**0.5 if given is None else given)
-            for d in ((1, 4) if size is None else (size, size))
-        )
-        angle, reached = (_agreed(*pair) for pair in ((some.angle, others.angle), (some.radius, others.radius)))
-        unknown = bool(torch.as_tensor(angle).isnan().any() > torch.as_tensor(some.angle).isnan().any())
-        note = "; ".join(
-            filter(None, [some.note, "it depends on the size of a row, which groups have" if unknown else ""])
-        )
-        found.append(replace(some, angle=angle, radius=reached, steps=_agreed(some.steps, others.steps), note=note))
+        # If the number of entries in a row is not known, only what does not depend on it is said.
+        predictions = [
+            _predicted(optimizer, name, settings, d, rates, gamma, entry * d**0.5 if given is None else given)
+            for d in ((1, 4) if size is None else (size,))
+        ]
+        found.append(predictions[0] if size else _agreed(*predictions))
     return found
-
-
-def _agreed(one: Any, other: Any) -> Any:
-    """NaN where two predictions differ."""
-    if isinstance(one, Tensor):
-        return torch.where((one - other).abs() <= 1e-9 * one.abs(), one, math.nan)
-    return one if one == other or abs(one - other) <= 1e-9 * abs(one) else math.nan
 
 
 def _rows_of(optimizer: Optimizer, groups: Groups | None) -> Iterator[tuple[str, Mapping[str, Any], int | None, float]]:
@@ -336,67 +318,73 @@ def _predicted(
     size: int,
     rates: Sequence[float] | Tensor | None,
     slopes: Any,
-    start: float,
+    radius: float,
 ) -> Equilibrium:
-    present = _number(settings["lr"])
-    path = [present] if rates is None else [float(rate) for rate in rates]
+    """The prediction for rows of one size; r* and θ* of all steps first, then the radius step by step."""
+    path = torch.as_tensor([float(settings["lr"])] if rates is None else rates, dtype=torch.float64, device="cpu")
     if not _by_angle.isdisjoint(type(optimizer).__mro__):
-        turned = present if rates is None else torch.tensor(path, dtype=torch.float64)
-        return Equilibrium(name, turned, start, 0.0, "rows turn by the rate")
-    known: dict[float, Balance | str] = {}
-    for rate in path:
-        if rate not in known:
-            known[rate] = balance_of(optimizer, {**settings, "lr": rate}, size)
-    first = known[path[0]]
+        return Equilibrium(name, path[0].item() if rates is None else path, radius, 0.0, "rows turn by the rate")
+    begin = int((path != 0).int().argmax())  # a warm-up may start at 0, where nothing moves
+    distinct = path[path != 0].unique().tolist() or [0.0]
+    known = {rate: balance_of(optimizer, {**settings, "lr": rate}, size) for rate in distinct}
+    first = known[path[begin].item()]
     if isinstance(first, str):
         return Equilibrium(name, math.nan, math.nan, math.inf, first)
-    notes = []
-    hidden = bool(first.root == 2 and first.free)  # Muon: its steps have one unknown length, here 1
-    if first.power and slopes is None:
-        notes.append("the slopes ‖∇L(u)‖ are taken as constant, and the rows as in equilibrium at the first rate")
-    if hidden and rates is not None:
-        notes.append("the rows are taken as in equilibrium at the first rate")
-    series = slopes if isinstance(slopes, Sequence | Tensor) and not _is_single(slopes) else None
-    if series is not None and len(series) != len(path):
-        raise ValueError(f"slopes must have one number for each of the {len(path)} rates, got {len(series)}")
-    r, angles, radii, steps, mean = start, [], [], math.inf, 0.0
-    beta2 = _number(settings["betas"][1]) if "betas" in settings else 0.0
-    for k, rate in enumerate(path):
-        balance = known[rate]
-        assert isinstance(balance, Balance), "the settings of one group"
-        gamma = 1.0 if slopes is None else float(slopes if series is None else series[k])
-        target, angle = _at(balance, rate, gamma, hidden=hidden)
-        if rates is None or (k == 0 and (hidden or (first.power and slopes is None))):
-            r = target
-        coupled = balance.root == 3
-        shrink = rate * float(balance.shrink) * (r / gamma if coupled and gamma else 1.0)
-        if k == 0 and shrink:
-            steps = 3 / (shrink * float(balance.root) / 2)
-        mean = beta2 * mean + (1 - beta2) * (gamma / r) ** 2 if r else mean
-        longer = gamma / r / (mean / (1 - beta2 ** (k + 1))) ** 0.5 if mean else 1.0
-        angles.append(angle * (target / r) ** (2 if balance.root == 4 else 1) * longer if r else math.nan)
+    gamma = torch.as_tensor(1.0 if slopes is None else slopes, dtype=torch.float64, device="cpu")
+    if gamma.ndim and len(gamma) != len(path):
+        raise ValueError(f"slopes must have one number for each of the {len(path)} rates, got {len(gamma)}")
+    underived, blind = math.isnan(first.gain), bool(first.power) and slopes is None
+    note = ""
+    if blind:
+        note = "the slopes ‖∇L(u)‖ are taken as constant, and the rows as in equilibrium at the first rate"
+    elif underived and rates is not None:
+        note = "the rows are taken as in equilibrium at the first rate"
+
+    balances = [known[rate] if rate else first for rate in path.tolist()]
+    each = {
+        field.name: torch.tensor([getattr(balance, field.name) for balance in balances], dtype=torch.float64)
+        for field in fields(Balance)
+    }
+    each["gain"].nan_to_num_(1.0)
+    gamma = gamma.expand(len(path))
+    targets, steady = Balance(**each)(path, gamma)
+    r = targets[begin].item() if blind or underived or rates is None else radius
+    decay = path * each["shrink"]  # of r² in a step; times r/γ with coupled Adam
+    lost = decay[begin].item() * (r / gamma[begin].item() if first.root == 3 and gamma[begin] else 1.0)
+    steps = 3 / (lost * float(first.root) / 2) if lost else math.inf
+
+    angles, radii, mean = [], [], 0.0
+    columns = (decay, gamma, targets, steady, each["root"], each["memory"])
+    for k, (delta, slope, target, angle, root, beta2) in enumerate(zip(*map(Tensor.tolist, columns), strict=True)):
         radii.append(r)
-        if r:
-            growth = (target / r) ** float(balance.root) * longer**2
-            r *= max(1 + shrink * (growth - (longer if coupled else 1.0)), 0.0) ** 0.5
-    unknown = hidden or (first.power and slopes is None)
+        if r == 0:
+            angles.append(math.nan)
+            continue
+        mean = beta2 * mean + (1 - beta2) * (slope / r) ** 2
+        longer = slope / r / (mean / (1 - beta2 ** (k + 1))) ** 0.5 if mean else 1.0
+        angles.append(angle * (target / r) ** (2 if root == 4 else 1) * longer)
+        growth, shrink = (target / r) ** root * longer**2, 1.0
+        if root == 3:  # what decays is divided by √v too
+            delta, shrink = delta * (r / slope if slope else 1.0), longer
+        r *= max(1 + delta * (growth - shrink), 0.0) ** 0.5
+    if blind or underived:
+        radii = [math.nan] * len(radii)
     if rates is None:
-        return Equilibrium(name, angles[0], math.nan if unknown else radii[0], steps, "; ".join(notes))
-    of_radii = [math.nan] * len(radii) if unknown else radii
-    turned, reached = (torch.tensor(values, dtype=torch.float64) for values in (angles, of_radii))
-    return Equilibrium(name, turned, reached, steps, "; ".join(notes))
+        return Equilibrium(name, angles[0], radii[0], steps, note)
+    turned, reached = (torch.tensor(values, dtype=torch.float64) for values in (angles, radii))
+    return Equilibrium(name, turned, reached, steps, note)
 
 
-def _at(balance: Balance, rate: float, gamma: float, *, hidden: bool) -> tuple[float, float]:
-    """r* and θ* at a rate."""
-    gain = 1.0 if hidden else float(balance.gain)
-    radius = (gain * rate * gamma ** float(balance.power)) ** (1 / float(balance.root))
-    pace = float(balance.pace)
-    return radius, (pace * rate) ** 0.5 if balance.free else pace * rate / radius if radius else 0.0
-
-
-def _is_single(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 0
+def _agreed(one: Equilibrium, other: Equilibrium) -> Equilibrium:
+    """A prediction for rows of unknown size from those for two sizes: NaN where they differ."""
+    values: dict[str, Any] = {}
+    for name in ("angle", "radius", "steps"):
+        a, b = (torch.as_tensor(getattr(each, name), dtype=torch.float64) for each in (one, other))
+        agreed = torch.where(a.isclose(b, rtol=1e-9, atol=0), a, math.nan)
+        values[name] = agreed if agreed.ndim else agreed.item()
+    known, said = (not torch.as_tensor(angle).isnan().any() for angle in (one.angle, values["angle"]))
+    more = "it depends on the size of a row, which groups have" if known and not said else ""
+    return replace(one, **values, note="; ".join(filter(None, [one.note, more])))
 
 
 def _single(beta: float, *, nesterov: bool) -> float:
@@ -412,7 +400,3 @@ def _single(beta: float, *, nesterov: bool) -> float:
 def _transported(settings: Mapping[str, Any]) -> bool:
     """Whether the momentum moves with its rows: without (b)."""
     return settings.get("rows") is not None and "b" in settings.get("without", "")
-
-
-def _number(setting: float | Tensor) -> float:
-    return setting.item() if isinstance(setting, Tensor) else float(setting or 0)

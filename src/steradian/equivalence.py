@@ -89,14 +89,11 @@ def lemma3(run: Sequence[ImageStep], other: Sequence[ImageStep]) -> Difference:
     """
     _same_length(run, other)
     pairs = list(zip(run, other, strict=True))
-    lrs = [_gap(*(_known(step.effective_lr).unsqueeze(-1) for step in pair)) for pair in pairs]
-    directions = [_gap(*(_known(step.effective_direction) for step in pair)) for pair in pairs]
-    reached = [geometry.angle(one.next_direction, two.next_direction).max() for one, two in pairs]
     return Difference(
         start=float(geometry.angle(run[0].direction, other[0].direction).max()),
-        effective_lr=float(torch.stack(lrs).max()),
-        effective_direction=float(torch.stack(directions).max()),
-        trajectory=float(torch.stack(reached).max()),
+        effective_lr=max(_gap(*(_known(step.effective_lr).unsqueeze(-1) for step in pair)) for pair in pairs),
+        effective_direction=max(_gap(*(_known(step.effective_direction) for step in pair)) for pair in pairs),
+        trajectory=max(float(geometry.angle(one.next_direction, two.next_direction).max()) for one, two in pairs),
     )
 
 
@@ -136,10 +133,10 @@ def compare(run: Sequence[Tensor], other: Sequence[Tensor], rows: Spec = "filter
     return Comparison(torch.stack(cosines), torch.stack(angles))
 
 
-def _gap(one: Tensor, two: Tensor) -> Tensor:
+def _gap(one: Tensor, two: Tensor) -> float:
     """Largest difference of two lists of vectors, relative to the longer of each pair."""
     longer = torch.maximum(geometry.norm(one), geometry.norm(two))
-    return (geometry.norm(one - two) / longer.masked_fill(longer == 0, 1)).max()
+    return float((geometry.norm(one - two) / longer.masked_fill(longer == 0, 1)).max())
 
 
 def _known(value: Tensor | None) -> Tensor:

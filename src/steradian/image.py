@@ -1,6 +1,5 @@
 """What one step does on the sphere: Theorem 1, the effective quantities, the radius, the hypotheses."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -184,8 +183,12 @@ def image_step(x: Tensors, step: Step | Sequence[Step], rows: Spec = "filter", *
     layout, steps = Layout(rows), [step] if isinstance(step, Step) else list(step)
     points, a = _paired_rows(layout, x, [s.a for s in steps], "step.a")
     _, b = _paired_rows(layout, x, [s.b for s in steps], "step.b")
-    lr, decay = _shared(steps, "lr"), _shared(steps, "decay")
-    return image_of_rows(points, Step(a, b, lr, decay=decay), check=check)
+    for name in ("lr", "decay"):
+        # As texts: a diverged training may have the rate NaN, which is not equal to itself.
+        if len({str(value) for value in (getattr(s, name) for s in steps) if not isinstance(value, Tensor)}) > 1:
+            values = [getattr(s, name) for s in steps]
+            raise ValueError(f"joint rows take one step together, but their {name} differ: {values}")
+    return image_of_rows(points, Step(a, b, steps[0].lr, decay=steps[0].decay), check=check)
 
 
 @torch.no_grad()
@@ -196,9 +199,8 @@ def image_of_rows(x: Tensor, step: Step, *, check: bool = True) -> ImageStep:
             f"x, a and b must have one shape, got {(*x.shape,)}, {(*step.a.shape,)} and {(*step.b.shape,)}"
         )
     r, u = geometry.split(x, check=check)
-    q = step.a.to(u.dtype) / step.b
-    start = (r * (1 - step.lr * step.decay)).squeeze(-1)
-    image = _decompose(r, start, u, q, step.lr, scale=norm(step.b).squeeze(-1) / x.shape[-1] ** 0.5)
+    scale = norm(step.b).squeeze(-1) / x.shape[-1] ** 0.5
+    image = _decompose(r, r * (1 - step.lr * step.decay), u, step.a.to(u.dtype) / step.b, step.lr, scale)
     if check:
         geometry.check_finite(image.next_radius.unsqueeze(-1), "the step a ⊘ b")
     return image
@@ -225,7 +227,7 @@ def observed_step(x: Tensors, x_next: Tensors, rows: Spec = "filter", *, check: 
     """
     points, next_points = _paired_rows(Layout(rows), x, x_next, "x_next")
     r, u = geometry.split(points, check=check)
-    image = _decompose(r, r.squeeze(-1), u, points.to(u.dtype) - next_points, 1.0, scale=None)
+    image = _decompose(r, r, u, points.to(u.dtype) - next_points, lr=1.0, scale=None)
     if check:
         geometry.check_finite(image.next_radius.unsqueeze(-1), "x_next")
     return image
@@ -236,41 +238,23 @@ def invariance_defect(slope: Tensor, length: Tensor) -> Tensor:
     return (slope.abs() / length.masked_fill(length == 0, 1)).clamp(max=1)
 
 
-def _decompose(
-    r: Tensor, start: Tensor, u: Tensor, q: Tensor, lr: float | Tensor, *, scale: Tensor | None
-) -> ImageStep:
+def _decompose(r: Tensor, start: Tensor, u: Tensor, q: Tensor, lr: float | Tensor, scale: Tensor | None) -> ImageStep:
     """Split q, which is overwritten, into its parts along u and orthogonal to u."""
     inward = dot(q, u)
     tangential = q.addcmul_(inward, u, value=-1)
-    return ImageStep(
-        radius=r.squeeze(-1),
-        start=start,
-        inward=inward.squeeze(-1),
-        across=norm(tangential).squeeze(-1),
-        lr=lr,
-        scale=scale,
-        direction=u,
-        tangential=tangential,
-    )
+    radius, start, inward, across = (each.squeeze(-1) for each in (r, start, inward, norm(tangential)))
+    return ImageStep(radius, start, inward, across, lr, scale, direction=u, tangential=tangential)
 
 
 def _paired_rows(layout: Layout, x: Tensors, other: Tensors, name: str) -> tuple[Tensor, Tensor]:
     """Rows of two lists of tensors of the same shapes."""
-    xs = [x] if isinstance(x, Tensor) else list(x)
-    others = [other] if isinstance(other, Tensor) else list(other)
-    shapes, other_shapes = [tuple(t.shape) for t in xs], [tuple(t.shape) for t in others]
+    xs, others = ([each] if isinstance(each, Tensor) else list(each) for each in (x, other))
+    shapes, other_shapes = ([tuple(t.shape) for t in each] for each in (xs, others))
     if shapes != other_shapes:
         raise ValueError(f"x and {name} must have the same shapes, got {shapes} and {other_shapes}")
     if any(t.numel() == 0 for t in xs):
         raise ValueError(f"x has no entries: its shape is {shapes if len(shapes) > 1 else shapes[0]}")
-    first = layout.join([geometry.as_float(t.detach(), "x") for t in xs])
-    return first, layout.join([geometry.as_float(t.detach(), name) for t in others])
-
-
-def _shared(steps: Sequence[Step], name: str) -> float | Tensor:
-    values = [getattr(step, name) for step in steps]
-    first = values[0]
-    # A diverged training may have the rate NaN, which is not equal to itself.
-    if any(not isinstance(v, Tensor) and v != first and not (math.isnan(v) and math.isnan(first)) for v in values):
-        raise ValueError(f"joint rows take one step together, but their {name} differ: {values}")
-    return first
+    first, second = (
+        layout.join([geometry.as_float(t.detach(), what) for t in each]) for each, what in ((xs, "x"), (others, name))
+    )
+    return first, second

@@ -23,12 +23,7 @@ def c_grad(points: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, r
         rows: how the parameter is cut into rows.
     """
     history, slopes = _history(points, gradients, rows)
-    radii = [geometry.split(x)[0] for x in history]
-    last = len(radii) - 1
-    terms = [
-        beta ** (last - i) * (radii[last] / r) * (r * g) for i, (r, g) in enumerate(zip(radii, slopes, strict=True))
-    ]
-    return torch.stack(terms).sum(0)
+    return geometry.norm(history[-1]) * _faded(slopes, beta)  # as (r_k/r_i)∇L(u_i) = r_k∇L(x_i)
 
 
 def c_l2(points: Sequence[Tensor], beta: float, rows: Spec = "filter") -> Tensor:
@@ -40,10 +35,7 @@ def c_l2(points: Sequence[Tensor], beta: float, rows: Spec = "filter") -> Tensor
         rows: how the parameter is cut into rows.
     """
     history, _ = _history(points, points, rows)
-    polar = [geometry.split(x) for x in history]
-    last = len(polar) - 1
-    terms = [beta ** (last - i) * (r / polar[last][0]) * u for i, (r, u) in enumerate(polar)]
-    return torch.stack(terms).sum(0)
+    return _faded(history, beta) / geometry.norm(history[-1])  # as r_i u_i = x_i
 
 
 def c(points: Sequence[Tensor], gradients: Sequence[Tensor], step: Step, rows: Spec = "filter") -> Tensor:
@@ -55,8 +47,7 @@ def c(points: Sequence[Tensor], gradients: Sequence[Tensor], step: Step, rows: S
         step: the step taken at x_k, of which β, λ and b are used.
         rows: how the parameter is cut into rows.
     """
-    r = geometry.split(Layout(rows).rows(points[-1].detach()))[0]
-    beta = float(step.beta)
+    r, beta = geometry.norm(Layout(rows).rows(points[-1].detach())), float(step.beta)
     momentum = c_grad(points, gradients, beta, rows) + step.l2 * r**2 * c_l2(points, beta, rows)
     return momentum / _deformation(Layout(rows).rows(step.b))
 
@@ -85,14 +76,13 @@ def nu(
     """
     history, slopes = _history(points, gradients, rows)
     beta1, beta2 = betas
-    last, d = len(history) - 1, history[0].shape[-1]
-    radius = geometry.norm(history[last])
-    total = torch.zeros_like(radius)
-    for i, (x, g) in enumerate(zip(history, slopes, strict=True)):
-        ratio = geometry.norm(x) if rescaled else radius
-        total += beta2 ** (last - i) * (ratio * geometry.norm(g + l2 * x)) ** 2
-    share = (1 - beta1 ** (last + 1)) / (1 - beta1)
-    return (share * ((1 - beta2) / (1 - beta2 ** (last + 1)) * total / d).sqrt()).squeeze(-1)
+    count, d = len(history), history[0].shape[-1]
+    terms = [
+        (geometry.norm(x if rescaled else history[-1]) * geometry.norm(g + l2 * x)) ** 2
+        for x, g in zip(history, slopes, strict=True)
+    ]
+    share = (1 - beta1**count) / (1 - beta1)
+    return (share * ((1 - beta2) / (1 - beta2**count) * _faded(terms, beta2) / d).sqrt()).squeeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +144,7 @@ class Memory:
     def __init__(self, rows: Spec | None = "filter", *, check: bool = True) -> None:
         self.layout = None if rows is None else Layout(rows)
         self._check = check
-        self._sums: dict[str, Tensor] = {}
-        self._r: Tensor
-        self._u: Tensor
+        self._state: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(
@@ -167,15 +155,11 @@ class Memory:
         beta: float | Tensor,
         skip: Tensor | None = None,
     ) -> None:
-        """Add the point x_k and ∇L(x_k), without L2; β may differ from step to step.
+        """Add the point x_k that a step starts from and ∇L(x_k), without L2; β may differ from step to step.
 
-        Args:
-            x: the point that the step starts from.
-            gradient: the gradient there.
-            beta: the momentum factor β.
-            skip: one number; if it is not 0, the step was skipped and the sums stay as they were.
+        If `skip`, one number, is not 0, the step was skipped and the sums stay as they were.
         """
-        point, slope = (self._rows(value, name) for value, name in ((x, "x"), (gradient, "gradient")))
+        point, slope = self._rows(x, "x"), self._rows(gradient, "gradient")
         if point.shape != slope.shape:
             raise ValueError(
                 f"x and gradient must have the same shape, got {tuple(point.shape)} and {tuple(slope.shape)}"
@@ -184,44 +168,39 @@ class Memory:
         if self._check:
             geometry.check_finite(geometry.norm(slope), "gradient")
         terms = {"gradients": slope, "points": point, "transported": slope, "sphere": r * slope, "directions": u}
-        if not self._sums:
-            before = {name: torch.zeros_like(term) for name, term in terms.items()}
+        if self._state:
+            before = {**self._state, "transported": geometry.transport(self._state["transported"], self._state["u"], u)}
         else:
-            before = {**self._sums, "transported": geometry.transport(self._sums["transported"], self._u, u)}
+            before = {name: torch.zeros_like(term) for name, term in terms.items()}
         sums = {name: before[name] * beta + term for name, term in terms.items()}
         if skip is not None:  # x has not moved, so nothing needs to be transported back
             sums = {name: torch.where(skip.reshape(()) != 0, before[name], value) for name, value in sums.items()}
-        if not self._sums:
-            self._sums, self._r, self._u = sums, r, u
-        else:
-            torch._foreach_copy_([*self._sums.values(), self._r, self._u], [*sums.values(), r, u])
+        self.load({**sums, "r": r, "u": u})
 
     def state(self) -> dict[str, Tensor]:
         """The sums, and radius and direction of the last update; empty before the first."""
-        return {**self._sums, "r": self._r, "u": self._u} if self._sums else {}
+        return dict(self._state)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Resume from a `state`; in place if there are sums already."""
-        if self._sums and not state:
-            # As before the first update: β times 0 is 0, and nothing is transported from the direction 0.
-            torch._foreach_zero_([*self._sums.values(), self._r, self._u])
-        elif self._sums:
-            torch._foreach_copy_(list(self.state().values()), [state[name] for name in self.state()])
-        elif state:
-            self._sums = {name: tensor.clone() for name, tensor in state.items() if name not in ("r", "u")}
-            self._r, self._u = state["r"].clone(), state["u"].clone()
+        if not self._state:
+            self._state = {name: tensor.clone() for name, tensor in state.items()}
+        for name, kept in self._state.items():
+            # Zeros are as before the first update: nothing is transported from the direction 0.
+            kept.copy_(state[name]) if state else kept.zero_()
 
     @property
     def c_grad(self) -> Tensor:
         """c^grad of the last update (Eq. 20), (n, d)."""
-        return self._known("gradients") * self._r
+        return self._known("gradients") * self._known("r")
 
     @property
     def c_l2(self) -> Tensor:
         """c^L2 of the last update (Eq. 21), (n, d); 0 for a row without a direction."""
-        points, gone = self._known("points"), geometry.collapsed(self._r)
-        return (points / self._r.masked_fill(gone, 1)).masked_fill_(gone, 0)
+        points, r = self._known("points"), self._known("r")
+        gone = geometry.collapsed(r)
+        return (points / r.masked_fill(gone, 1)).masked_fill_(gone, 0)
 
     @torch.no_grad()
     def phenomena(self, step: Step | Sequence[Step]) -> Phenomena:
@@ -232,27 +211,27 @@ class Memory:
         """
         steps = [step] if isinstance(step, Step) else list(step)
         a, b = (self._rows([getattr(s, name) for s in steps], f"step.{name}") for name in ("a", "b"))
-        weight = steps[0].l2 * self._r**2
+        r = self._known("r")
+        weight = steps[0].l2 * r**2
         gradients, points = self.c_grad, weight * self.c_l2
-        transported, level = self._sums["transported"], self._sums["sphere"] + weight * self._sums["directions"]
         return Phenomena(
-            deformation=self._effect(self._r * a / _deformation(b), self._r * a),
-            gradient_memory=self._effect(gradients + points, self._r * transported + points),
+            deformation=self._effect(r * a / _deformation(b), r * a),
+            gradient_memory=self._effect(gradients + points, r * self._known("transported") + points),
             l2_memory=self._effect(gradients + points, gradients),
-            radius_ratio=self._effect(gradients + points, level),
+            radius_ratio=self._effect(gradients + points, self._known("sphere") + weight * self._known("directions")),
         )
 
     def _effect(self, with_it: Tensor, without: Tensor) -> Effect:
         """Compares the parts tangent at u of a direction with a phenomenon and without it."""
-        one, two = geometry.tangent(with_it, self._u), geometry.tangent(without, self._u)
+        one, two = (geometry.tangent(direction, self._known("u")) for direction in (with_it, without))
         length = geometry.norm(one)
         change = geometry.norm(one - two) / length.masked_fill(length == 0, 1)
         return Effect(geometry.angle(one, two).squeeze(-1), change.squeeze(-1))
 
     def _known(self, name: str) -> Tensor:
-        if not self._sums:
+        if not self._state:
             raise ValueError("the memory is empty: call update(x, gradient, beta=…) first")
-        return self._sums[name]
+        return self._state[name]
 
     def _rows(self, value: Tensor | Sequence[Tensor], name: str) -> Tensor:
         tensors = [value] if isinstance(value, Tensor) else list(value)
@@ -266,14 +245,19 @@ def _deformation(b: Tensor) -> Tensor:
     return b / (geometry.norm(b) / b.shape[-1] ** 0.5)
 
 
+def _faded(terms: Sequence[Tensor], beta: float) -> Tensor:
+    """Σ_i β^{k−i} q_i over the terms q_0 … q_k."""
+    return torch.stack([beta ** (len(terms) - 1 - i) * term for i, term in enumerate(terms)]).sum(0)
+
+
 def _history(points: Sequence[Tensor], gradients: Sequence[Tensor], rows: Spec) -> tuple[list[Tensor], list[Tensor]]:
     if not points or len(points) != len(gradients):
         raise ValueError(
             f"a history needs one gradient per point, got {len(points)} points and {len(gradients)} gradients"
         )
     layout = Layout(rows)
-    history = [layout.rows(geometry.as_float(x.detach(), "points")) for x in points]
+    history, slopes = ([layout.rows(geometry.as_float(x.detach(), "x")) for x in xs] for xs in (points, gradients))
     for i, x in enumerate(history):
         if bool(geometry.collapsed(geometry.split(x)[0]).any()):
             raise ValueError(f"point {i} has a collapsed row, which has no direction")
-    return history, [layout.rows(geometry.as_float(g.detach(), "gradients")) for g in gradients]
+    return history, slopes

@@ -70,8 +70,7 @@ class Taken:
                 f"the parameter of shape {tuple(self.param.shape)} has no {key!r} in the optimizer's state: "
                 "no step was taken yet, or the parameter had no gradient; call read_step after optimizer.step()"
             )
-        value = value.detach()
-        return value if value.dtype in (torch.float32, torch.float64) else as_float(value, key)
+        return as_float(value.detach(), key)
 
     def setting(self, key: str) -> float | Tensor:
         """A setting of the parameter's group; a tensor is copied, since a scheduler writes into it."""
@@ -113,8 +112,6 @@ class Taken:
 Reader = Callable[[Taken], Step]
 """Reads the step that an optimizer just took; `register` adds it."""
 _readers: dict[type[Optimizer], Reader] = {}
-_named: dict[str, Reader] = {}
-"""Readers of third-party classes by name, so that their packages need not be installed."""
 
 
 class UnreadableOptimizerError(TypeError):
@@ -193,18 +190,17 @@ def reader_of(optimizer: Optimizer) -> Reader:
     """
     if not isinstance(optimizer, Optimizer):
         raise UnreadableOptimizerError(f"expected a torch optimizer, got {type(optimizer).__name__}")
+    own = type(optimizer)
     # torch wraps `step` in every class it instantiates; below the wrapping, a subclass either keeps the
     # update of a known class or has its own.
-    taken = inspect.unwrap(type(optimizer).step)
-    for kind in type(optimizer).__mro__:
-        if kind in _readers and inspect.unwrap(kind.step) is taken:
+    for kind in own.__mro__:
+        if kind in _readers and inspect.unwrap(kind.step) is inspect.unwrap(own.step):
             return _readers[kind]
-    if type(optimizer).__name__ in _named:
-        return _named[type(optimizer).__name__]
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if own.__name__ in _named:
+        return _named[own.__name__]
     known = ", ".join(sorted({kind.__name__ for kind in _readers}))
     raise UnreadableOptimizerError(
-        f"cannot read {name} as a generic step; readable are {known}. "
+        f"cannot read {own.__module__}.{own.__qualname__} as a generic step; readable are {known}. "
         "scheme.register adds a reader; image.observed_step(x_before, x_after) works for every optimizer"
     )
 
@@ -245,14 +241,25 @@ def read_adam(taken: Taken) -> Step:
 
     ε is outside the root, as in torch. With amsgrad, v is its running maximum.
     """
-    beta1, beta2 = (_number(beta) for beta in taken.group["betas"])
-    m, step = taken.need("exp_avg"), taken.need("step").to(torch.float64)
+    m, beta1, beta2, step = _moments(taken)
     v = taken.need("max_exp_avg_sq" if taken.group["amsgrad"] else "exp_avg_sq")
     share, root = (1 - beta1**step) / (1 - beta1), (1 - beta2**step).sqrt()
-    a = m / (1 - beta1)
     b = v.sqrt().mul_((share / root).to(v)).add_((share * taken.group["eps"]).to(v))
-    wd, decoupled = taken.setting("weight_decay"), taken.group.get("decoupled_weight_decay", False)
-    return Step(a, b, taken.setting("lr"), l2=0.0 if decoupled else wd, decay=wd if decoupled else 0.0, beta=beta1)
+    return _adam_step(taken, m / (1 - beta1), b, beta1)
+
+
+def _moments(taken: Taken) -> tuple[Tensor, Any, Any, Tensor]:
+    """The first moment m of Adam's family; β1, β2 and the number of steps, in float64."""
+    m, step = taken.need("exp_avg"), taken.need("step").to(torch.float64)
+    beta1, beta2 = (beta.to(torch.float64) if isinstance(beta, Tensor) else beta for beta in taken.group["betas"])
+    return m, beta1, beta2, step
+
+
+def _adam_step(taken: Taken, a: Tensor, b: Tensor, beta1: Any) -> Step:
+    """A step of Adam's family, whose weight decay is coupled or decoupled."""
+    decay, decoupled = taken.setting("weight_decay"), taken.group.get("decoupled_weight_decay")
+    l2, decay = (0.0, decay) if decoupled else (decay, 0.0)
+    return Step(a, b, taken.setting("lr"), l2, decay, beta1)
 
 
 @register(Adagrad)
@@ -287,43 +294,38 @@ def _read_rmsprop(taken: Taken) -> Step:
 @register(NAdam)
 def _read_nadam(taken: Taken) -> Step:
     """NAdam: a ⊘ b = (c₁(∇L(x) + λx) + c₂m) ⊘ (√(v/(1−β2^t)) + ε), scaled so that a is in units of a gradient."""
-    beta1, beta2 = (_number(beta) for beta in taken.group["betas"])
-    m, step = taken.need("exp_avg"), taken.need("step").to(torch.float64)
+    m, beta1, beta2, step = _moments(taken)
     mu, following = (beta1 * (1 - 0.5 * 0.96 ** (t * taken.group["momentum_decay"])) for t in (step, step + 1))
     product = taken.need("mu_product").to(torch.float64)
     first, second = (1 - mu) / (1 - product), following / (1 - product * following)
     unit = (first + second * (1 - beta1)).to(m)  # the weight of this step's gradient
     root = taken.need("exp_avg_sq").div((1 - beta2**step).to(m)).sqrt_().add_(taken.group["eps"])
     lr, first, second = taken.setting("lr"), first.to(m), second.to(m)
-    decoupled, wd = taken.group["decoupled_weight_decay"], taken.setting("weight_decay")
-    slope = taken.gradient() if decoupled else taken.regularized(lr * first / root, pushed=lr * second * m / root)
-    a = (first * slope + second * m) / unit
-    return Step(a, root / unit, lr, l2=0.0 if decoupled else wd, decay=wd if decoupled else 0.0, beta=beta1)
+    if taken.group["decoupled_weight_decay"]:
+        slope = taken.gradient()
+    else:
+        slope = taken.regularized(lr * first / root, pushed=lr * second * m / root)
+    return _adam_step(taken, (first * slope + second * m) / unit, root / unit, beta1)
 
 
 @register(RAdam)
 def _read_radam(taken: Taken) -> Step:
     """RAdam: Adam's a; b is Adam's divided by the rectification, or only the bias correction in the first steps."""
-    beta1, beta2 = (_number(beta) for beta in taken.group["betas"])
-    m, step = taken.need("exp_avg"), taken.need("step").to(torch.float64)
+    m, beta1, beta2, step = _moments(taken)
     share, root = (1 - beta1**step) / (1 - beta1), (1 - beta2**step).sqrt()
     limit = 2 / (1 - beta2) - 1
     length = limit - 2 * step * beta2**step / root**2
     rectified = ((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)).clamp(min=0).sqrt()
     adapted = taken.need("exp_avg_sq").sqrt().add_(taken.group["eps"]) * (share / (root * rectified)).to(m)
-    b = torch.where(length.to(m.device) > 5, adapted, share.to(m))
-    wd, decoupled = taken.setting("weight_decay"), taken.group["decoupled_weight_decay"]
-    decay = {"l2": 0.0 if decoupled else wd, "decay": wd if decoupled else 0.0}
-    return Step(m / (1 - beta1), b, taken.setting("lr"), **decay, beta=beta1)
+    return _adam_step(taken, m / (1 - beta1), torch.where(length.to(m.device) > 5, adapted, share.to(m)), beta1)
 
 
 @register(Adamax)
 def _read_adamax(taken: Taken) -> Step:
     """Adamax: Adam's a, and b = (1−β1^t)/(1−β1)·max of the past gradients, faded by β2."""
-    beta1, m = _number(taken.group["betas"][0]), taken.need("exp_avg")
-    share = (1 - beta1 ** taken.need("step").to(torch.float64)) / (1 - beta1)
-    b = taken.need("exp_inf") * share.to(m)
-    return Step(m / (1 - beta1), b, taken.setting("lr"), l2=taken.setting("weight_decay"), beta=beta1)
+    m, beta1, _, step = _moments(taken)
+    b = taken.need("exp_inf") * ((1 - beta1**step) / (1 - beta1)).to(m)
+    return _adam_step(taken, m / (1 - beta1), b, beta1)
 
 
 @register(Adafactor)
@@ -349,17 +351,14 @@ def _read_schedule_free(taken: Taken) -> Step:
 
 def _read_lion(taken: Taken) -> Step:
     """Lion: a = sign(β1 m + (1−β1)∇L(x)) with the momentum m before the step, b = 1."""
-    beta1, beta2 = (_number(beta) for beta in taken.group["betas"])
-    gradient = taken.gradient()
+    (beta1, beta2), gradient = taken.group["betas"], taken.gradient()
     m = (taken.need("exp_avg") - (1 - beta2) * gradient) / beta2
     a = (beta1 * m + (1 - beta1) * gradient).sign_()
     return Step(a, _uniform(1, a), taken.setting("lr"), decay=taken.setting("weight_decay"), beta=beta1)
 
 
-_named["Lion"] = _read_lion
-for _name in ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"):
-    _named[_name] = _read_schedule_free
-
-
-def _number(beta: float | Tensor) -> float | Tensor:
-    return beta.to(torch.float64) if isinstance(beta, Tensor) else beta
+_named: dict[str, Reader] = {
+    "Lion": _read_lion,
+    **dict.fromkeys(("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"), _read_schedule_free),
+}
+"""Readers of third-party classes by name, so that their packages need not be installed."""
