@@ -10,8 +10,8 @@ from steradian import geometry
 from steradian.equivalence import adagradg_from_sgd
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_numbers, check_rate, is_number
+from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim.checks import check, is_number
 from steradian.optim.state import fill, per_row
 
 __all__ = ["AdaGradG"]
@@ -58,16 +58,7 @@ class AdaGradG(RowOptimizer):
         rest_lr: float = 0.1,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "beta": beta,
-            "v0": v0,
-            "weight_decay": weight_decay,
-            "rest_lr": rest_lr,
-            "maximize": maximize,
-        }
-        check_rate(defaults)  # param groups without rows have `rest_lr` in its place
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals()))
 
     @classmethod
     def from_sgd(cls, params: Iterable[dict[str, Any]], lr: float, weight_decay: float = 0.0) -> Self:
@@ -94,9 +85,7 @@ class AdaGradG(RowOptimizer):
         return cls(groups)
 
     def _check(self, group: Options) -> None:
-        check_rate(group)
-        check_numbers(group, "rest_lr", "weight_decay")
-        check(is_number(group["beta"]) and 0 <= group["beta"] <= 1, "beta", group["beta"], "in [0, 1]")
+        super()._check(group)
         v0 = group["v0"]
         if isinstance(v0, list):
             check(len(v0) == len(group["params"]), "v0", v0, "a list with one tensor for each parameter")

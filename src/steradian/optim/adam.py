@@ -1,14 +1,12 @@
 """Adam whose geometric phenomena can be switched off on radially invariant rows (Section 4, App. D.2)."""
 
-import torch
 from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_betas, check_corrected, check_letters, check_numbers, check_rate
+from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim.checks import check
 from steradian.optim.rows import RowSet, peak_rate
-from steradian.optim.state import per_row, step_count
 
 __all__ = ["Adam", "AdamS", "AdamSRT"]
 
@@ -84,31 +82,13 @@ class Adam(RowOptimizer):
     ) -> None:
         if self._preset:
             check(without == "", "without", without, f"left out: {type(self).__name__} is without {self._preset!r}")
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "without": self._preset or without,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "corrected_decay": corrected_decay,
-            "maximize": maximize,
-            "capturable": capturable,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        without = self._preset or without
+        super().__init__(params, settings(locals()))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What torch's gradient scaler asks: the step takes its scale and verdict as tensors, on the device."""
         return all(self._is_fused(group) for group in self.param_groups)
-
-    def _check(self, group: Options) -> None:
-        check_rate(group)
-        check_betas(group)
-        check_numbers(group, "eps", "weight_decay")
-        check_letters(group)
-        check_corrected(group)
 
     def _updates_rows(self, group: Options) -> bool:
         return bool(group["without"]) or peak_rate(group) is not None
@@ -117,16 +97,10 @@ class Adam(RowOptimizer):
         return super()._per_row(group) if "a" in group["without"] else frozenset()
 
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        scalar = layout is not None and "a" in group["without"]
-        return {
-            "step": step_count(param, on_device=self._on_device(group)),
-            "exp_avg": torch.zeros_like(param),
-            "exp_avg_sq": per_row(param, group, layout) if scalar and layout is not None else torch.zeros_like(param),
-        }
+        return self._adam_state(param, group, layout if "a" in group["without"] else None)
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        torch_updates.adam(params, states, group, grad_scale=scale, found_inf=found)
+        torch_updates.adam(params, states, group, *self._scaler)
 
     def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
         reference.emit_adam(rows, before, group)

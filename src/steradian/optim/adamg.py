@@ -1,13 +1,10 @@
 """Adam-G of Cho & Lee (2017), which lives on the unit sphere, and the form that the paper describes."""
 
-import torch
 from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_betas, check_numbers, check_rate, is_number
-from steradian.optim.state import per_row, step_count
+from steradian.optim.base import Options, Params, RowOptimizer, settings
 
 __all__ = ["AdamG"]
 
@@ -57,32 +54,10 @@ class AdamG(RowOptimizer):
         maximize: bool = False,
         capturable: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "clip": clip,
-            "retraction": retraction,
-            "weight_decay": weight_decay,
-            "rest_lr": rest_lr,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
-        check_rate(defaults)  # param groups without rows have `rest_lr` in its place
-        super().__init__(params, defaults)
-
-    def _check(self, group: Options) -> None:
-        check_rate(group)
-        check_betas(group)
-        check_numbers(group, "eps", "weight_decay", "rest_lr")
-        check(is_number(group["clip"]) and group["clip"] > 0, "clip", group["clip"], "a number > 0")
+        super().__init__(params, settings(locals()))
 
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        return {
-            "step": step_count(param, on_device=self._on_device(group)),
-            "exp_avg": torch.zeros_like(param),
-            "exp_avg_sq": torch.zeros_like(param) if layout is None else per_row(param, group, layout),
-        }
+        return self._adam_state(param, group, layout)
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
         torch_updates.adam(params, states, group)

@@ -1,13 +1,10 @@
 """AdamP (Heo et al., 2021) for comparison: its test per step replaced by rows that are known to be radial."""
 
-import torch
 from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check_betas, check_numbers, check_rate
-from steradian.optim.state import step_count
+from steradian.optim.base import Options, Params, RowOptimizer, settings
 
 __all__ = ["AdamP"]
 
@@ -50,29 +47,10 @@ class AdamP(RowOptimizer):
         maximize: bool = False,
         capturable: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "wd_ratio": wd_ratio,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults)
-
-    def _check(self, group: Options) -> None:
-        check_rate(group)
-        check_betas(group)
-        check_numbers(group, "eps", "weight_decay", "wd_ratio")
+        super().__init__(params, settings(locals()))
 
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        return {
-            "step": step_count(param, on_device=self._on_device(group)),
-            "exp_avg": torch.zeros_like(param),
-            "exp_avg_sq": torch.zeros_like(param),
-        }
+        return self._adam_state(param, group, None)
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
         torch_updates.adamp(params, states, group)

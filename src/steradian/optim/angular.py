@@ -8,8 +8,8 @@ from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_numbers, check_rate, is_number
+from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim.checks import check
 from steradian.optim.rows import RowSet, by_shape
 from steradian.optim.state import per_row, step_count
 
@@ -88,38 +88,18 @@ class Angular(RowOptimizer):
         fused: bool | None = None,
     ) -> None:
         check(rest in _REST_RATES, "rest", rest, '"sgd" or "adamw"')
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "beta2": beta2,
-            "direction": direction,
-            "spread": spread,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "rest": rest,
-            "rest_lr": _REST_RATES[rest] if rest_lr is None else rest_lr,
-            "maximize": maximize,
-            "capturable": capturable,
-            "fused": fused,
-        }
-        self._check({**defaults, "rows": "filter"})  # param groups without rows have `rest_lr` in the place of lr
-        super().__init__(params, defaults)
+        rest_lr = _REST_RATES[rest] if rest_lr is None else rest_lr
+        self.defaults = settings(locals())
+        self._check({**self.defaults, "rows": "filter"})  # param groups without rows have `rest_lr` in the place of lr
+        super().__init__(params, self.defaults)
 
     def _check(self, group: Options) -> None:
-        check_rate(group)
+        super()._check(group)
         lr = group["lr"]
         known = not isinstance(lr, Tensor) or lr.device.type == "cpu"
         limit = math.inf if group.get("rows") is None else 0.5
         check(not known or float(lr) <= limit, "lr", lr, "an angle of at most 0.5 radians on rows")
-        check_numbers(group, "weight_decay", "rest_lr")
-        for name in ("momentum", "beta2"):
-            check(is_number(group[name]) and 0 <= group[name] < 1, name, group[name], "a number in [0, 1)")
-        for name, values in (
-            ("direction", ("gradient", "adam", "muon")),
-            ("spread", ("equal", "rms")),
-            ("rest", tuple(_REST_RATES)),
-        ):
-            check(group[name] in values, name, group[name], " or ".join(f'"{value}"' for value in values))
+        check(group["momentum"] < 1, "momentum", group["momentum"], "a number in [0, 1)")
         fused = group["fused"] and group["direction"] != "gradient"
         check(not fused, "fused", group["fused"], f"None or False for the direction {group['direction']!r}")
         fine = not group["nesterov"] or group["momentum"] > 0

@@ -14,10 +14,10 @@ from torch._compile import _disable_dynamo as untraced
 from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Groups, Layout, is_sharded
-from steradian.optim.checks import check, check_gradients, check_rows, check_unsupported
+from steradian.optim.checks import check_gradients, check_rate, check_rows, check_settings
 from steradian.optim.fused import decide
 from steradian.optim.rows import RowSet, check_shape, together
-from steradian.optim.state import row_dtype, sharding, take_state
+from steradian.optim.state import per_row, row_dtype, sharding, step_count, take_state
 from steradian.optim.telemetry import Telemetry
 
 __all__ = ["RowOptimizer"]
@@ -67,6 +67,8 @@ class RowOptimizer(Optimizer, ABC):
     def __init__(self, params: Params, defaults: Options) -> None:
         if isinstance(params, Groups):
             raise TypeError("params must be parameters or param groups, got Groups: pass groups.param_groups()")
+        if "rest_lr" in defaults:
+            check_rate(defaults)  # param groups without rows have `rest_lr` in its place
         super().__init__(params, defaults)
         if defaults.get("without") != "" and all(group.get("rows") is None for group in self.param_groups):
             searched = any("rows" in group for group in self.param_groups)
@@ -79,13 +81,21 @@ class RowOptimizer(Optimizer, ABC):
     def update(rows: RowSet, group: Mapping[str, Any]) -> None:
         """The update of one row set, a function of `reference`; an instance may replace it by a compiled one."""
 
-    @abstractmethod
     def _check(self, group: Options) -> None:
         """Raise a ValueError that names the argument for settings that make no sense."""
+        check_settings(group, self.defaults)
 
     @abstractmethod
     def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""
+
+    def _adam_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
+        """Adam's, whose second moment has one number per row if there is a layout."""
+        return {
+            "step": step_count(param, on_device=self._on_device(group)),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param) if layout is None else per_row(param, group, layout),
+        }
 
     @abstractmethod
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
@@ -139,26 +149,30 @@ class RowOptimizer(Optimizer, ABC):
         self._fused_step.run(self)
         return True
 
-    @untraced
-    def _repeat_untraced(self) -> bool:
-        return self._repeat_step()
+    _repeat_untraced = untraced(_repeat_step)
 
     def _new_step(self) -> None:
         classic, work = self._collect()
-        if self._take_fused_step(classic, work):
-            return
+        if not self._take_fused_step(classic, work):
+            self._step_plain(classic, work)
+
+    def _step_plain(self, classic: Classic, work: Work) -> None:
         for group, params, states in classic:
             self._step_classic(params, states, group)
         for group, sets in work:
             self._step_rows(sets, group)
 
+    @property
+    def _scaler(self) -> tuple[Tensor | None, Tensor | None]:
+        """A gradient scaler's scale and found_inf, which it sets for a step; they are read on the device."""
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
     def _step_rows(self, sets: list[RowSet], group: Options) -> None:
-        """The row update of a group's sets; under a gradient scaler its numbers are read on the device."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        """The row update of a group's sets."""
         # An update that replaces the class's own, such as a compiled one, takes row sets one by one.
-        alone = self.update is not type(self).update
+        alone, scaler = self.update is not type(self).update, self._scaler
         for rows in sets if alone else self._together(sets, group):
-            with rows.scaled(scale, found):
+            with rows.scaled(*scaler):
                 self.update(rows, group)
             rows.finish()
 
@@ -169,7 +183,7 @@ class RowOptimizer(Optimizer, ABC):
             check_gradients(group, type(self).__name__, sparse=self._takes_sparse)
         if self.telemetry is not None:
             self.telemetry.left = None
-            self.telemetry.cover(self._row_counts())
+        self._cover_rows()
         classic: Classic = []
         work: Work = []
         for group in self.param_groups:
@@ -195,7 +209,7 @@ class RowOptimizer(Optimizer, ABC):
         before = [(rows, rows.read("param", rows.whole).clone()) for rows in sets if rows.n and rows.d]
         self._step_rest(params, states, group)
         for rows, x in before:
-            with rows.scaled(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)):
+            with rows.scaled(*self._scaler):
                 self._emit_rest(rows, x, group)
 
     @untraced
@@ -206,7 +220,7 @@ class RowOptimizer(Optimizer, ABC):
             return False
         step = decide.FusedStep(self, classic, work)
         step.run(self)
-        self._fused_step = step
+        self._fused_step = step  # only if it ran
         return True
 
     @functools.cached_property
@@ -284,15 +298,10 @@ class RowOptimizer(Optimizer, ABC):
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's with fused=True: gradients that are set to zero take one launch for all, not one each.
-
-        Args:
-            set_to_none: drop the gradients instead.
-        """
-        defaults = self.defaults
+        """As torch's with fused=True: gradients that are set to zero take one launch for all, not one each."""
         # Sharded and plain tensors cannot be zeroed in one call.
         sharded = {is_sharded(param) for group in self.param_groups for param in group["params"]}
-        self.defaults = {**defaults, "foreach": len(sharded) == 1}
+        defaults, self.defaults = self.defaults, {**self.defaults, "foreach": len(sharded) == 1}
         try:
             super().zero_grad(set_to_none)
         finally:
@@ -305,10 +314,11 @@ class RowOptimizer(Optimizer, ABC):
 
         This is not part of the state, and a copy of the optimizer starts without it.
         """
-        if on == (self.telemetry is not None):
-            return
-        self._fused_step = None
-        self.telemetry = Telemetry() if on else None
+        if on != (self.telemetry is not None):
+            self._fused_step, self.telemetry = None, Telemetry() if on else None
+            self._cover_rows()
+
+    def _cover_rows(self) -> None:
         if self.telemetry is not None:
             self.telemetry.cover(self._row_counts())
 
@@ -327,15 +337,11 @@ class RowOptimizer(Optimizer, ABC):
         except Exception:
             self.param_groups.pop()
             raise
-        if self.telemetry is not None:
-            self.telemetry.cover(self._row_counts())
+        self._cover_rows()
 
     def _check_group(self, group: Options) -> None:
         self._check(group)
-        check_unsupported(group)
-        fused = group.get("fused")
-        check(fused is None or isinstance(fused, bool), "fused", fused, "None, True or False")
-        if fused and not (self._has_fused and decide.available(group["params"])):
+        if group.get("fused") and not (self._has_fused and decide.available(group["params"])):
             raise ValueError(
                 f"fused must be None or False here, got True: a fused {type(self).__name__} "
                 + ("needs Triton and parameters on a GPU" if self._has_fused else "does not exist")
@@ -381,12 +387,17 @@ def _warn_of_no_rows(optimizer: str, searched: bool, has_rest_lr: bool) -> None:
     )
 
 
+def settings(arguments: Options) -> Options:
+    """The settings among the arguments of a constructor, which are its `locals()`."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
+
+
 def _sets(params: list[Tensor], group: Options) -> list[list[Tensor]]:
     """The parameters that are cut into rows together."""
     return [params] if group.get("joint") and params else [[param] for param in params]
 
 
 def _count_rows(params: list[Tensor], layout: Layout) -> int:
-    if any(is_sharded(param) for param in params):
+    if any(map(is_sharded, params)):
         return int(sharding().count_rows(params, layout))
     return layout.size(params[0].shape)[0]

@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+from collections.abc import Callable, Container
 from numbers import Real
 from typing import Any
 
@@ -31,44 +32,52 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real)
 
 
+def _is_share(value: Any) -> bool:
+    return is_number(value) and bool(0 <= value < 1)
+
+
+_NUMBER = (lambda value: is_number(value) and 0 <= value < math.inf, "a number ≥ 0")
+_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("eps", "weight_decay", "wd_ratio", "momentum", "dampening", "rest_lr"), _NUMBER),
+    "beta": (lambda value: is_number(value) and 0 <= value <= 1, "in [0, 1]"),
+    "beta2": (_is_share, "a number in [0, 1)"),
+    "betas": (
+        lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_share, value)),
+        "two numbers in [0, 1)",
+    ),
+    "clip": (lambda value: is_number(value) and value > 0, "a number > 0"),
+    "without": (
+        lambda value: isinstance(value, str) and set(value) <= set("abc") and len(set(value)) == len(value),
+        'letters out of "abc", each at most once',
+    ),
+    "corrected_decay": (lambda value: isinstance(value, bool), "True or False"),
+    "fused": (lambda value: value is None or isinstance(value, bool), "None, True or False"),
+    "direction": (("gradient", "adam", "muon").__contains__, '"gradient" or "adam" or "muon"'),
+    "spread": (("equal", "rms").__contains__, '"equal" or "rms"'),
+    "rest": (("sgd", "adamw").__contains__, '"sgd" or "adamw"'),
+}
+
+
+def check_settings(group: Options, names: Container[str]) -> None:
+    """The settings of an optimizer in a param group; letters are put in order, and the first rate is kept."""
+    check_rate(group)
+    for name, (fine, expected) in _SETTINGS.items():
+        check(name not in names or fine(group[name]), name, group.get(name), expected)
+    for name in ("amsgrad", "differentiable"):  # in a param group for torch's optimizers, or in a state of theirs
+        check(not group.get(name), name, group.get(name), "False: there is no such step here")
+    if "without" in names:
+        group["without"] = "".join(sorted(group["without"]))
+    if group.get("corrected_decay") and group.get("rows") is not None:
+        group.setdefault("initial_lr", float(group["lr"]))  # as torch's schedulers do
+
+
 def check_rate(group: Options) -> None:
     """lr: a finite number ≥ 0, or a tensor with one; that of an accelerator is not read."""
     lr = group["lr"]
     if isinstance(lr, Tensor):
         check(lr.numel() == 1 and not lr.is_complex(), "lr", lr, "a number or a tensor with one number")
-        check(lr.device.type != "cpu" or 0 <= lr.item() < math.inf, "lr", lr, "a number ≥ 0")
-    else:
-        check_numbers(group, "lr")
-
-
-def check_numbers(group: Options, *names: str) -> None:
-    """Finite numbers ≥ 0."""
-    for name in names:
-        check(is_number(group[name]) and 0 <= group[name] < math.inf, name, group[name], "a number ≥ 0")
-
-
-def check_betas(group: Options) -> None:
-    """Two numbers in [0, 1)."""
-    betas = group["betas"]
-    fine = isinstance(betas, list | tuple) and len(betas) == 2
-    fine = fine and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
-    check(fine, "betas", betas, "two numbers in [0, 1)")
-
-
-def check_letters(group: Options) -> None:
-    """`without`: letters out of "abc", which are put in order."""
-    without = group["without"]
-    fine = isinstance(without, str) and set(without) <= set("abc") and len(set(without)) == len(without)
-    check(fine, "without", without, 'letters out of "abc", each at most once')
-    group["without"] = "".join(sorted(without))
-
-
-def check_corrected(group: Options) -> None:
-    """`corrected_decay`: the rate at which the group was made is kept, as torch's schedulers do."""
-    corrected = group["corrected_decay"]
-    check(isinstance(corrected, bool), "corrected_decay", corrected, "True or False")
-    if corrected and group.get("rows") is not None:
-        group.setdefault("initial_lr", float(group["lr"]))
+    known = not isinstance(lr, Tensor) or lr.device.type == "cpu"
+    check(not known or _NUMBER[0](lr.item() if isinstance(lr, Tensor) else lr), "lr", lr, _NUMBER[1])
 
 
 def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
@@ -79,18 +88,13 @@ def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
         return
     layout = Layout(group["rows"])
     spec = f"got {layout.spec!r}"
-    if any(map(is_flattened, params)):
-        # Cut as they are now, every number would be a row.
-        raise ValueError(
-            f"rows must be None for parameters that FullyShardedDataParallel made flat, {spec}: "
-            "fully_shard keeps their rows"
-        )
-    if any(map(is_lazy, params)):
-        raise ValueError(
-            f"rows must be None for parameters of lazy modules that have no shape yet, {spec}: run the model once first"
-        )
-    if any(param.is_complex() for param in params):
-        raise ValueError(f"rows must be None for complex parameters, {spec}: torch.view_as_real makes them real")
+    for fails, kind, remedy in (
+        (is_flattened, "parameters that FullyShardedDataParallel made flat", "fully_shard keeps their rows"),
+        (is_lazy, "parameters of lazy modules that have no shape yet", "run the model once first"),
+        (torch.is_complex, "complex parameters", "torch.view_as_real makes them real"),
+    ):
+        if any(map(fails, params)):
+            raise ValueError(f"rows must be None for {kind}, {spec}: {remedy}")
     group["rows"] = layout.spec
     shapes = [tuple(param.shape) for param in params]
     sizes = [layout.size(shape) for shape in shapes]
@@ -116,12 +120,6 @@ def _warn_of_short_rows(spec: str, shape: tuple[int, ...]) -> None:
         "are best left without rows",
         *(spec, shape),
     )
-
-
-def check_unsupported(group: Options) -> None:
-    """Settings of torch's optimizers, in a param group or in a state of theirs, that would change the step."""
-    for name in ("amsgrad", "differentiable"):
-        check(not group.get(name), name, group.get(name), "False: there is no such step here")
 
 
 def check_gradients(group: Options, optimizer: str, *, sparse: bool) -> None:

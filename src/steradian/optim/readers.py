@@ -4,6 +4,7 @@ A transported or rescaled momentum stands in the state as it enters the next ste
 There a is what the step did: a = b ⊙ ((1 − ηδ)x − x')/η, which needs the parameter before the step.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -44,8 +45,8 @@ def read_adam(taken: Taken) -> Step:
         v = v / shrink.squeeze(1) if "a" in without else _restore(taken, _rows(taken, v) / shrink)
     if "a" in without:
         v = _restore(taken, v.unsqueeze(1).expand(-1, _layout(taken).size(taken.param.shape)[1]))
-    step = _classic(taken, scheme.read_adam, {"exp_avg_sq": v}, amsgrad=False)
-    return replace(step, a=_displaced(taken, step)) if "b" in without or "c" in without else step
+    step = _classic(replace(taken, state={**taken.state, "exp_avg_sq": v}), scheme.read_adam, amsgrad=False)
+    return _displaced(taken, step) if "b" in without or "c" in without else step
 
 
 @register(SGD)
@@ -53,7 +54,7 @@ def read_sgd(taken: Taken) -> Step:
     """SGD: a is the momentum buffer; from the displacement without (b) or (c)."""
     step = _classic(taken, scheme.read_sgd)
     moves = _radial(taken) and taken.group["momentum"] and set(taken.group["without"]) & set("bc")
-    return replace(step, a=_displaced(taken, step)) if moves else step
+    return _displaced(taken, step) if moves else step
 
 
 @register(AdamP)
@@ -61,8 +62,7 @@ def read_adamp(taken: Taken) -> Step:
     """AdamP: Adam's b, a from the displacement, decay λρ on rows and λ elsewhere."""
     decay = taken.group["weight_decay"] * (taken.group["wd_ratio"] if _radial(taken) else 1.0)
     step = _classic(taken, scheme.read_adam, amsgrad=False, decoupled_weight_decay=True, weight_decay=decay)
-    moves = _radial(taken) or taken.group["nesterov"]
-    return replace(step, a=_displaced(taken, step)) if moves else step
+    return _displaced(taken, step) if _radial(taken) or taken.group["nesterov"] else step
 
 
 @register(AdamG)
@@ -135,21 +135,17 @@ def read_angular(taken: Taken) -> Step:
     return Step(_restore(taken, a), _restore(taken, b.expand_as(a)), lr, beta=taken.setting("momentum"))
 
 
-def _classic(taken: Taken, reader: Any, state: dict[str, Tensor] | None = None, **settings: Any) -> Step:
+def _classic(taken: Taken, reader: Callable[[Taken], Step], **settings: Any) -> Step:
     """Torch's reader of the same update, with settings that ours does not have."""
-    group = {**_corrected(taken.group), **settings}
-    step: Step = reader(replace(taken, group=group, state={**taken.state, **(state or {})}))
-    return step
+    return reader(replace(taken, group={**_corrected(taken.group), **settings}))
 
 
-def _displaced(taken: Taken, step: Step) -> Tensor:
-    """The a that took the parameter from before to after."""
+def _displaced(taken: Taken, step: Step) -> Step:
+    """The step with the a that took the parameter from before to after."""
     lr = rate_of(taken.group)
     start = geometry.as_float(_before(taken), "before") * (1 - lr * step.decay)
     moved = (start - geometry.as_float(taken.param.detach(), "param")) * step.b
-    if isinstance(lr, Tensor):
-        return torch.where(lr == 0, 0, moved / lr)
-    return moved / lr if lr else torch.zeros_like(moved)
+    return replace(step, a=(moved / lr).masked_fill_(torch.as_tensor(lr == 0, device=moved.device), 0))
 
 
 def _before(taken: Taken) -> Tensor:

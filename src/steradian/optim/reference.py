@@ -6,7 +6,6 @@ device.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,22 +33,17 @@ def adam(rows: RowSet, group: Options) -> None:
     beta1, beta2 = group["betas"]
     pace, root = rate_of(group) / (1 - beta1**step), (1 - beta2**step) ** 0.5
     if "a" in group["without"]:
-        numbers = rows.number("exp_avg_sq")
-        for piece, (x, gradient, m) in rows.pieces("param", "grad", "exp_avg"):
-            _adam(rows, piece, (x, gradient, m, numbers[piece]), group, pace, root)
+        v = rows.number("exp_avg_sq")
+        for piece, tensors in rows.pieces("param", "grad", "exp_avg"):
+            _adam(rows, piece, [*tensors, v[piece]], group, pace, root)
         rows.share("exp_avg_sq")
     else:
-        for piece, (x, gradient, m, v) in rows.pieces("param", "grad", "exp_avg", "exp_avg_sq"):
-            _adam(rows, piece, (x, gradient, m, v), group, pace, root)
+        for piece, tensors in rows.pieces("param", "grad", "exp_avg", "exp_avg_sq"):
+            _adam(rows, piece, tensors, group, pace, root)
 
 
 def _adam(
-    rows: RowSet,
-    piece: slice,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    group: Options,
-    pace: float | Tensor,
-    root: float | Tensor,
+    rows: RowSet, piece: slice, tensors: list[Tensor], group: Options, pace: float | Tensor, root: float | Tensor
 ) -> None:
     """One piece of `adam`, whose temporaries are freed before the next piece."""
     x, gradient, m, v = tensors
@@ -134,11 +128,11 @@ def sgd(rows: RowSet, group: Options) -> None:
     g = ∇L(x) + λx;  m ← μ m + (1−τ) g, in the first step m ← g;  x' = x − η m, with Nesterov x − η (g + μ m).
     As in `adam`, where (b) is neutralized the L2 term acts on x alone.
     """
-    for piece, (x, gradient, m) in rows.pieces("param", "grad", "momentum_buffer"):
-        _sgd(rows, piece, (x, gradient, m), group)
+    for piece, tensors in rows.pieces("param", "grad", "momentum_buffer"):
+        _sgd(rows, piece, tensors, group)
 
 
-def _sgd(rows: RowSet, piece: slice, tensors: tuple[Tensor, Tensor, Tensor], group: Options) -> None:
+def _sgd(rows: RowSet, piece: slice, tensors: list[Tensor], group: Options) -> None:
     """One piece of `sgd`, whose temporaries are freed before the next piece."""
     x, gradient, m = tensors
     without, lr, decay, momentum = group["without"], rate_of(group), decay_of(group), group["momentum"]
@@ -314,15 +308,14 @@ def angular(rows: RowSet, group: Options) -> None:
 def _angular_by_row(rows: RowSet, group: Options) -> None:
     """`angular` along n or n ⊘ √V, in one pass."""
     root = _root_of_bias(rows, group)
-    names = ("exp_avg_sq",) if group["direction"] == "adam" else ()
+    names = ["exp_avg_sq"] if group["direction"] == "adam" else []
     for piece, (x, gradient, m, *second) in rows.pieces("param", "grad", "momentum_buffer", *names):
-        r, h, *moving = _pushed(x, gradient, m, group)
+        _, h, _, stays = pushed = _pushed([x, gradient, m], group)
         n = h.add(m, alpha=group["momentum"]) if group["nesterov"] else m
-        if second:
-            v, largest = second[0], torch.finfo(h.dtype).max
-            v.lerp_(h.square().clamp_(max=largest), _share(group, moving[1], v.dtype))
+        for v in second:
+            v.lerp_(h.square().clamp_(max=torch.finfo(v.dtype).max), _share(group, stays, v.dtype))
             n = (n / (v.sqrt() / root)).masked_fill_(v == 0, 0)
-        _turn(rows, piece, (x, gradient, m), group, r, n, moving, root)
+        _turn(rows, piece, [x, gradient, m], group, pushed, n, root)
 
 
 def _angular_by_matrix(rows: RowSet, group: Options) -> None:
@@ -332,15 +325,14 @@ def _angular_by_matrix(rows: RowSet, group: Options) -> None:
     pieces = [rows.params[0].new_empty(0, rows.d, dtype=rows.dtype)]  # a rank without rows takes part in gathering
     for _, (x, gradient, m) in rows.pieces(*names, write=False):
         n = m.clone()
-        _, h, _, stays = _pushed(x, gradient, n, group)
+        _, h, _, stays = _pushed([x, gradient, n], group)
         n = h.add_(n, alpha=group["momentum"]) if group["nesterov"] else n
         pieces += zeroed(stays, n)
     along = rows.from_matrices([orthogonalized(stack) for stack in rows.matrices(torch.cat(pieces))])
     root = _root_of_bias(rows, group)
-    for piece, (x, gradient, m) in rows.pieces(*names):
-        r, _, *moving = _pushed(x, gradient, m, group)
+    for piece, tensors in rows.pieces(*names):
         at = root[piece].to(rows.dtype) if isinstance(root, Tensor) and root.ndim else root
-        _turn(rows, piece, (x, gradient, m), group, r, along[piece], moving, at)
+        _turn(rows, piece, tensors, group, _pushed(tensors, group), along[piece], at)
 
 
 def _root_of_bias(rows: RowSet, group: Options) -> float | Tensor:
@@ -366,8 +358,12 @@ def orthogonalized(stack: Tensor) -> Tensor:
     return (x.mT if stack.shape[1] > stack.shape[2] else x).to(stack.dtype)
 
 
-def _pushed(x: Tensor, gradient: Tensor, m: Tensor, group: Options) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+Pushed = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _pushed(tensors: list[Tensor], group: Options) -> Pushed:
     """m ← β m + h in place; returns r (1 without a direction), h, the rows that turn and those that take no step."""
+    x, gradient, m = tensors
     r = norm(x)
     gone = geometry.collapsed(r)
     r = r.masked_fill_(gone, 1)
@@ -379,8 +375,7 @@ def _pushed(x: Tensor, gradient: Tensor, m: Tensor, group: Options) -> tuple[Ten
     stays = failing(torch.isfinite(slope.square() * 2**20))
     # The tangent part of a radial gradient is rounding, which is no direction to turn in.
     moves = (slope > 16 * torch.finfo(h.dtype).eps * (along * r).abs_()) & ~gone
-    if stays is not None:
-        moves = moves & ~stays
+    moves = moves if stays is None else moves & ~stays
     (h,) = zeroed(failing(moves), h)
     if stays is None:
         torch.add(h, m, alpha=group["momentum"], out=m)
@@ -396,20 +391,13 @@ def _share(group: Options, stays: Tensor | None, dtype: torch.dtype) -> float | 
 
 
 def _turn(
-    rows: RowSet,
-    piece: slice,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    group: Options,
-    r: Tensor,
-    n: Tensor,
-    moving: list[Any],
-    root: float | Tensor,
+    rows: RowSet, piece: slice, tensors: list[Tensor], group: Options, pushed: Pushed, n: Tensor, root: float | Tensor
 ) -> None:
     """Turn x along −d by its angle and transport m, both as sums of x, n and m, with e = d/‖d‖ and d = n − ⟨n,u⟩u.
 
     x' = r(cos θ u − sin θ e);  Γ(m) = m^⊥ + ⟨m,e⟩((cos θ − 1)e + sin θ u).
     """
-    (x, gradient, m), (moves, stays) = tensors, moving
+    (x, gradient, m), (r, _, moves, stays) = tensors, pushed
     inward, whole = dot(x, n) / r, norm(n)
     length = whole * (1 - (inward / whole.masked_fill(whole == 0, 1)).square_()).clamp_(min=0).sqrt_()
     theta = (moves & (length > 0)).to(x.dtype) * rate_of(group)

@@ -73,20 +73,17 @@ class RowSet:
     """The rows of one parameter, or of several that are invariant only together, in one step.
 
     `read` gives a parameter-shaped quantity as (n, d) rows: a view of its memory where the layout, the strides and the
-    dtype allow, else a copy in the arithmetic's dtype. The order of the entries within a row is the same for everything
-    read from one set, and follows the parameter's strides, so that channels_last needs no copy. Rows that span several
-    tensors are always copied. A step goes through the rows piece by piece (`pieces`), which puts copies back, so that
+    dtype allow, else a copy in the arithmetic's dtype. The entries within a row follow the parameter's strides, so that
+    channels_last needs no copy. A step goes through the rows piece by piece (`pieces`), which puts copies back, so that
     copies and temporaries stay small.
 
-    Args:
+    Attributes:
         layout: how each tensor is cut.
         params: the parameters, all with a gradient.
         states: the optimizer's state of each.
         absent: the states of parameters of a joint set that have no gradient in this step. The step count and the
             numbers per row belong to the set, so these follow.
         fresh: the states were made for this step.
-
-    Attributes:
         n: number of rows.
         d: numbers in a row, over all parameters.
         dtype: what rows are computed in: the widest that one of the parameters needs.
@@ -111,11 +108,8 @@ class RowSet:
         absent: Sequence[dict[str, Tensor]] = (),
         fresh: bool = False,
     ) -> None:
-        self.layout = layout
-        self.params = self.owners = params
-        self.states = states
-        self.absent = absent
-        self.fresh = fresh
+        self.layout, self.params, self.states = layout, params, states
+        self.owners, self.absent, self.fresh = params, absent, fresh
         self.dtype = arithmetic(*(param.dtype for param in params))
         self._cuts = [_Cut.of(param.shape, param.stride(), layout) for param in params]
         self.n, self.d = self._cuts[0].n, sum(cut.d for cut in self._cuts)
@@ -133,9 +127,7 @@ class RowSet:
         return slice(0, self.n)
 
     def pieces(self, *names: str, write: bool = True) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Ranges of rows, each with these rows of some quantities, to be changed in place (gradients may not be).
-
-        If they are only read, `write=False` saves writing copies back.
+        """Ranges of rows, each with these rows of some quantities, to be changed in place if `write` (but gradients).
 
         On a CPU a piece is what its cache holds, elsewhere it is all rows at once.
         """
@@ -228,23 +220,17 @@ class RowSet:
 
     @contextmanager
     def scaled(self, scale: Tensor | None, found: Tensor | None) -> Iterator[None]:
-        """Under a gradient scaler's scale and found_inf, if there is one.
-
-        Gradients are read unscaled, and everything is restored if the step is to be skipped, which the host does not
-        know.
-        """
-        if scale is None and found is None:
-            yield
-            return
-        self.scale = scale
-        tensors = [*self.params, *(value for state in (*self.states, *self.absent) for value in state.values())]
-        tensors += [] if self.telemetry is None else [self.telemetry]
+        """Gradients are read unscaled; all is restored if the step is to be skipped, which the host does not know."""
+        self.scale, tensors = scale, list[Tensor]()
+        if found is not None:
+            tensors += self.params if self.telemetry is None else [*self.params, self.telemetry]
+            tensors += [value for state in (*self.states, *self.absent) for value in state.values()]
         before = [tensor.detach().clone() for tensor in tensors]
         yield
         self.scale = None
         for tensor, old in zip(tensors, before, strict=True):
-            if found is not None:
-                tensor.copy_(torch.where(found.reshape(()).to(tensor.device) != 0, old, tensor))
+            assert found is not None, "else nothing is restored"
+            tensor.copy_(torch.where(found.reshape(()).to(tensor.device) != 0, old, tensor))
 
     def _tensors(self, name: str) -> list[Tensor]:
         if name == "param":
@@ -261,22 +247,14 @@ class _Cut:
 
     Each dimension is split into blocks and what lies within a block. A row is the entries within one block of every
     dimension, in the order in which they lie in the parameter's memory.
-
-    Attributes:
-        n: number of rows.
-        d: numbers in a row.
-        shape: the tensor's, each dimension split in two.
-        outer: dimensions of `shape` that count blocks, of more than one.
-        inner: dimensions within a block, of more than one entry, the outermost in memory first.
-        order: all dimensions of `shape`: `outer`, `inner` and those of one entry.
     """
 
     n: int
     d: int
-    shape: list[int]
-    outer: list[int]
-    inner: list[int]
-    order: list[int]
+    shape: list[int]  # the tensor's, each dimension split in two
+    outer: list[int]  # dimensions of `shape` that count blocks, of more than one
+    inner: list[int]  # those within a block, of more than one entry, the outermost in memory first
+    order: list[int]  # all: `outer`, `inner` and those of one entry
 
     @staticmethod
     @functools.lru_cache(2**12)
@@ -304,14 +282,13 @@ class _Cut:
 
     def rows(self, tensor: Tensor, piece: slice) -> Tensor:
         """Some rows of a tensor, (n, d): a view where `is_view` says so."""
-        if self._is_plain() and tensor.is_contiguous():
+        # Slices of dimension 0, in the logical order of their entries.
+        if self.outer in ([], [0]) and self.inner == sorted(self.inner) and tensor.is_contiguous():
             return tensor.view(self.n, self.d)[piece]
         return self.blocks(tensor, piece).reshape(piece.stop - piece.start, self.d)
 
     def is_view(self, tensor: Tensor) -> bool:
         """Whether the rows of a tensor of this shape can be seen in its memory without a copy."""
-        if self._is_plain() and tensor.is_contiguous():
-            return True
         return self._is_one(tensor, self.outer) and self._is_one(tensor, self.inner)
 
     def is_dense(self, tensor: Tensor) -> bool:
@@ -335,10 +312,6 @@ class _Cut:
         others = [self.shape[k] for k in self.inner if k != 1]
         return stack.reshape(len(stack), self.shape[1], *others).movedim(1, first).reshape(len(stack), self.d)
 
-    def _is_plain(self) -> bool:
-        """Whether rows are slices of dimension 0, in the logical order of their entries."""
-        return self.outer in ([], [0]) and self.inner == sorted(self.inner)
-
     def _is_one(self, tensor: Tensor, dims: list[int]) -> bool:
         """Whether some of the split dimensions are as one in memory."""
         pairs = itertools.pairwise(dims)
@@ -349,12 +322,9 @@ class _Cut:
 
 
 def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:
-    """Rows within the range of a dtype: what lies beyond it would come back infinite."""
-    # bfloat16 ends where float32 does.
-    if dtype.itemsize > 2 or dtype == torch.bfloat16:
-        return rows
-    limits = torch.finfo(dtype)
-    return rows.clamp(limits.min, limits.max)
+    """Rows within the range of a dtype: what lies beyond float16's would come back infinite."""
+    largest = torch.finfo(dtype).max
+    return rows.clamp(-largest, largest) if dtype == torch.float16 else rows
 
 
 # Small row sets together: torch takes about as long for an operation on a few numbers as on thousands ---------------
@@ -394,29 +364,17 @@ def _kind(rows: RowSet) -> tuple[object, ...] | None:
     param, state = rows.params[0], rows.states[0]
     step, shape = state.get("step"), param.shape
     entries = [value for value in state.values() if value is not step]
-    if not all(_is_ready(tensor, rows.dtype) for tensor in (param, param.grad, *entries)):
+    for each in (*rows._tensors("param"), *rows._tensors("grad"), *entries):
+        if type(each) not in _PLAIN or not (each.is_cpu and each.dtype == rows.dtype and each.is_contiguous()):
+            return None
+    if any(value.shape not in (shape, (rows.n,)) for value in entries) or not (step is None or step.is_cpu):
         return None
     shaped = tuple(value.shape == shape for value in entries)
-    if not all(like or value.shape == (rows.n,) for like, value in zip(shaped, entries, strict=True)):
-        return None
-    if step is not None and not step.is_cpu:
-        return None
     return rows.d, rows.dtype, rows.fresh, shaped, None if step is None else step.item()
 
 
-def _is_ready(tensor: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether a tensor is memory on the host that needs no more than cutting to be rows in this dtype."""
-    if tensor is None or type(tensor) not in _PLAIN:
-        return False
-    return tensor.is_cpu and tensor.dtype == dtype and tensor.is_contiguous()
-
-
 class _Stack(RowSet):
-    """The rows of several sets under each other, as those of one parameter: copies, which `finish` puts back.
-
-    Args:
-        sets: row sets of one parameter each, which differ in the number of rows alone.
-    """
+    """Row sets of one parameter each, of one kind, as one: copies under each other, which `finish` puts back."""
 
     def __init__(self, sets: list[RowSet]) -> None:
         first, owners = sets[0], [rows.params[0] for rows in sets]
@@ -474,14 +432,9 @@ class _MatrixStack(_Stack):
         counts = [rows.advance() for rows in self._sets]
         if not any(isinstance(count, Tensor) for count in counts) and len(set(counts)) == 1:
             return counts[0]
-        shape, device = (self._sets[0].n, 1), self.params[0].device
         # A number of the host is filled in, not copied: a copy would wait for the device.
-        each = [
-            count.expand(shape) if isinstance(count, Tensor) else
-            torch.full(shape, count, dtype=torch.float64, device=device)
-            for count in counts
-        ]  # fmt: skip
-        return torch.cat(each)
+        fill = functools.partial(torch.full, (self._sets[0].n, 1), dtype=torch.float64, device=self.params[0].device)
+        return torch.cat([t.expand(self._sets[0].n, 1) if isinstance(t, Tensor) else fill(t) for t in counts])
 
     def matrices(self, rows: Tensor) -> list[Tensor]:
         first = self._sets[0]

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer
-from steradian.optim.checks import check, check_corrected, check_letters, check_numbers, check_rate
+from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim.checks import check
 from steradian.optim.rows import RowSet, peak_rate
 
 __all__ = ["SGD"]
@@ -58,26 +58,12 @@ class SGD(RowOptimizer):
         maximize: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "without": without,
-            "corrected_decay": corrected_decay,
-            "maximize": maximize,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals()))
 
     def _check(self, group: Options) -> None:
-        check_rate(group)
-        check_numbers(group, "momentum", "dampening", "weight_decay")
+        super()._check(group)
         fine = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
         check(fine, "nesterov", group["nesterov"], "False without momentum or with dampening")
-        check_letters(group)
-        check_corrected(group)
 
     def _updates_rows(self, group: Options) -> bool:
         moves = bool(group["momentum"]) and ("b" in group["without"] or "c" in group["without"])

@@ -82,7 +82,8 @@ class ShardedRowSet(RowSet):
         fresh: bool = False,
     ) -> None:
         self.in_place = all(_stays_whole(param, layout) for param in params)
-        parts, own = [self._here(param) for param in params], [self._states_here(state) for state in states]
+        parts = [self._here(param) for param in params]
+        own = [{k: self._here(v) if isinstance(v, DTensor) else v for k, v in state.items()} for state in states]
         # Only the step count and the numbers per row of these are written, and each rank has its own.
         others = [{k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()} for state in absent]
         super().__init__(layout, parts, own, absent=others, fresh=fresh)
@@ -117,11 +118,9 @@ class ShardedRowSet(RowSet):
         if not self.in_place:
             return rows
         owner = self.owners[0]
-        shape = torch.Size((self.layout.size(owner.shape)[0], self.d))
-        whole = DTensor.from_local(
-            rows, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=(self.d, 1)
-        )
-        return whole.full_tensor()
+        shape, stride = torch.Size((self.layout.size(owner.shape)[0], self.d)), (self.d, 1)
+        mesh, placements = owner.device_mesh, owner.placements
+        return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
 
     def _own(self, rows: Tensor) -> Tensor:
         """Those of this rank."""
@@ -130,6 +129,3 @@ class ShardedRowSet(RowSet):
     def _here(self, tensor: DTensor) -> Tensor:
         """The part on this rank, which shares the memory, or a copy of the whole tensor."""
         return (tensor.to_local() if self.in_place else tensor.full_tensor()).detach()
-
-    def _states_here(self, state: State) -> State:
-        return {name: self._here(value) if isinstance(value, DTensor) else value for name, value in state.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from steradian.geometry import is_plain
 from steradian.groups import Layout, is_sharded
-from steradian.optim.checks import check_rows, check_unsupported
+from steradian.optim.checks import check_rows
 from steradian.optim.rows import arithmetic, check_shape
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def take_state(optimizer: "RowOptimizer", saved: Mapping[str, Any], before: Sequ
         for name, value in old.items():
             group.setdefault(name, value)
         optimizer._check(group)
-        check_unsupported(group)
         check_rows(group)
         for name in ("rows", "joint", "without"):
             if name in old and group[name] != old[name]:

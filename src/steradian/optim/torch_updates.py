@@ -12,14 +12,13 @@ from steradian.optim.rows import Options, exact, rate_of
 
 States = Sequence[dict[str, Tensor]]
 
-_DEVICE, _DTYPE, _GRAD = attrgetter("device"), attrgetter("dtype"), attrgetter("grad")
+_KIND, _GRAD = attrgetter("device", "dtype"), attrgetter("grad")
 
 
 def adam(
     params: list[Tensor],
     states: States,
     group: Options,
-    *,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
@@ -27,10 +26,10 @@ def adam(
     lr, device, decoupled = group["lr"], params[0].device, group.get("decoupled_weight_decay", False)
     m, v, steps = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
     settings = {name: group[name] for name in ("weight_decay", "eps", "maximize")}
-    settings = {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, **settings}
+    settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False}
     # Every implementation but the fused one would wait for a step count on the device.
     fused = steps[0].device.type != "cpu" or grad_scale is not None
-    if not fused or torch.compiler.is_compiling() or not _alike(params):
+    if not fused or torch.compiler.is_compiling() or len(set(map(_KIND, params))) > 1:
         torch_adam(
             *(params, _gradients(params), m, v, [], steps),
             # torch accepts capturable on accelerators alone; on a CPU it has no meaning.
@@ -56,23 +55,15 @@ def adam(
         torch._foreach_sub_(steps, [found] * len(steps))
 
 
-def _alike(params: list[Tensor]) -> bool:
-    """Whether all are of one device and dtype."""
-    return len(set(map(_DTYPE, params))) == 1 and len(set(map(_DEVICE, params))) == 1
-
-
 def sgd(params: list[Tensor], states: States, group: Options) -> None:
     """`torch.optim.SGD`'s update."""
     lr, momentum = rate_of(group), group.get("momentum", 0.0)
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         _sgd_without_reading(params, states, group, lr)
         return
-    buffers = [state.get("momentum_buffer") for state in states]
-    gradients = _gradients(params)
+    buffers, gradients = [state.get("momentum_buffer") for state in states], _gradients(params)
     torch_sgd(
-        params,
-        gradients,
-        buffers,
+        *(params, gradients, buffers),
         has_sparse_grad=any(gradient.is_sparse for gradient in gradients),
         weight_decay=group["weight_decay"],
         momentum=momentum,

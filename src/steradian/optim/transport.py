@@ -91,16 +91,8 @@ def emit(
     The effective rate A/(1 − A⟨c,u⟩) of x' = x − η a ⊘ b (Section 2.4) is (η/b̄)/⟨x,x'⟩. Rate, defect and radial
     part are 0 for a row that has no direction, the rate also where b̄ is 0 and the defect where the gradient is.
 
-    Args:
-        rows: the rows.
-        piece: which of them.
-        x: before the step.
-        y: after it.
-        gradient: ∇L(x), whatever its sign.
-        pace: η/b̄.
-        start: 1 − ηδ, what a decoupled decay δ leaves of x before the step.
-        end: where the row lands, if that is elsewhere on the ray of y.
-        inward: A⟨c,u⟩, if y does not lie on the straight line of the step.
+    `gradient` is ∇L(x), whatever its sign, `pace` η/b̄, `start` 1 − ηδ (what a decoupled decay δ leaves of x before the
+    step), `end` where the row lands, if elsewhere on the ray of y, `inward` A⟨c,u⟩, if y is not on a straight line.
     """
     assert rows.telemetry is not None, "telemetry is off"
     gone = Motion.of(x, y).gone

@@ -20,7 +20,6 @@ from steradian.optim.rows import Options, RowSet
 
 if TYPE_CHECKING:
     from steradian.optim.base import Classic, RowOptimizer, Work
-    from steradian.optim.telemetry import Telemetry
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _GRAD = attrgetter("grad")
@@ -71,13 +70,12 @@ def can_step(rows: RowSet, group: Options) -> bool:
         return False
     if not rows.in_place or not (is_plain(param) and is_plain(gradient)):
         return False
-    if kind == 1:
-        if rows.d > _ALWAYS_A_TILE or state[second].stride() != param.stride():
-            return False
-    elif second != "step":
-        rows.number(second)  # raises if its shape is wrong, which the kernel would not notice
-    if kind > 1 and rows.d > _ALWAYS_A_TILE and param.dtype.itemsize < 4:
+    if rows.d > _ALWAYS_A_TILE and (kind == 1 or (kind > 1 and param.dtype.itemsize < 4)):
         return False
+    if kind == 1 and state[second].stride() != param.stride():
+        return False
+    if kind != 1 and second != "step":
+        rows.number(second)  # raises if its shape is wrong, which the kernel would not notice
     together = gradient.dtype == param.dtype and gradient.device == param.device == state["step"].device
     return together and rows.is_dense() and gradient.stride() == param.stride() == state[momentum].stride()
 
@@ -115,10 +113,7 @@ class FusedStep:
             for alike, chosen_sets in by_kind.items():
                 chosen.setdefault(alike, []).append((group, chosen_sets))
         kept, telemetry = optimizer._in_graphs, optimizer.telemetry
-        self.plans = [
-            Plan(entries, kind=kind, entries=names, telemetry=_buffer(telemetry, entries), kept=kept)
-            for (kind, names, *_), entries in chosen.items()
-        ]
+        self.plans = [Plan(entries, kind, names, kept) for (kind, names, *_), entries in chosen.items()]
         stepped = sum(rows.n for plan in self.plans for _, rows in plan.sets)
         self.covers_telemetry = telemetry is not None and [len(buffer) for buffer in telemetry.buffers] == [stepped]
         self.sharded = [rows for _, sets in work for rows in sets if rows.sharded]
@@ -151,9 +146,8 @@ class FusedStep:
         )
 
     def run(self, optimizer: "RowOptimizer") -> None:
-        """Take the step; a gradient scaler's scale and found_inf are read on the device."""
-        scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-        found: Tensor | None = getattr(optimizer, "found_inf", None)
+        """Take the step."""
+        scale, found = optimizer._scaler
         capturing = self.on_cuda and torch.cuda.is_current_stream_capturing()
         also, telemetry = None, optimizer.telemetry
         if telemetry is not None:
@@ -162,22 +156,9 @@ class FusedStep:
         for plan in self.plans:
             plan.use([self.setting(group, plan.device) for group in plan.groups])
             plan.launch(grad_scale=scale, found_inf=found, also=also, capturing=capturing)
-        if not self.classic and not self.plain:
-            return
-        with torch.no_grad():
-            for group, params, states in self.classic:
-                optimizer._step_classic(params, states, group)
-            for group, sets in self.plain:
-                optimizer._step_rows(sets, group)
-
-
-def _buffer(telemetry: "Telemetry | None", entries: list[tuple[Options, list[RowSet]]]) -> Tensor | None:
-    """The tensor with the telemetry of all rows of one device and dtype."""
-    if telemetry is None:
-        return None
-    group, sets = entries[0]
-    at, _ = telemetry.place(group["params"][0] if group.get("joint") else sets[0].owners[0])
-    return telemetry.buffers[at]
+        if self.classic or self.plain:
+            with torch.no_grad():
+                optimizer._step_plain(self.classic, self.plain)
 
 
 def _deciding(optimizer: "RowOptimizer") -> list[object]:

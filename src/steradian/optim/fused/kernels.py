@@ -8,29 +8,41 @@ second adds them up and applies the step. Arithmetic is that of `reference`, in 
 Tables (see `table`): `lines` has one line of int64 per parameter (addresses of x, gradient, m, v and step count;
 d; n; settings line), `settings` one line of float64 per group, `rates` the address of each group's rate. `items` has
 a line for each program, at the address of its first row, so that a program reads its data after one look-up.
+
+EMIT: telemetry is on. SCALED: under a gradient scaler. P and C: the dtypes of the parameters and of the arithmetic.
+KIND: 0 for Adam with a number per row, 1 with element-wise second moments, 2 for Angular, 3 with Nesterov.
 """
 
 import os
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 LANES = tl.constexpr(4096)
 
-WITHOUT_B, WITHOUT_C = tl.constexpr(2), tl.constexpr(4)
+# PER_ROW: v has one number per row, in Adam without (a) and in Angular with the spread "rms".
+PER_ROW, WITHOUT_B, WITHOUT_C = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 DECOUPLED, MAXIMIZE, CORRECTED = tl.constexpr(8), tl.constexpr(16), tl.constexpr(32)
-RMS = tl.constexpr(1)
-# What the cache does with gradients, which a step reads once, and with what it writes ("" for the ordinary).
-READ_ONCE, WRITTEN = tl.constexpr(""), tl.constexpr("")
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+class Settings(NamedTuple):
+    """Of one group; Angular has its β in the place of ε."""
+
+    log_beta1: tl.tensor
+    log_beta2: tl.tensor
+    share1: tl.tensor  # 1 − β1
+    share2: tl.tensor
+    eps: tl.tensor
+    decay: tl.tensor
+    flags: tl.tensor
+    rate: tl.tensor
 
 
 @triton.jit
 def settings_of(settings, rates, line, C: tl.constexpr):
-    """ln β1, ln β2, 1−β1, 1−β2, ε, λ, flags and the rate of one group; for Angular β in the place of ε.
-
-    Under a corrected decay the table has λ/η_max.
-    """
+    """The settings of a group from their line in the table, which has λ/η_max where the decay is corrected."""
     at = settings + line * 8
     address, single = tl.load(rates + line), tl.load(at + 7) != 0.0
     rate = tl.load(address.to(tl.pointer_type(tl.float32)), mask=single, other=0.0).to(tl.float64)
@@ -39,7 +51,7 @@ def settings_of(settings, rates, line, C: tl.constexpr):
     share1, share2 = tl.load(at + 2).to(C), tl.load(at + 3).to(C)
     eps, decay, flags = tl.load(at + 4).to(C), tl.load(at + 5), tl.load(at + 6).to(tl.int32)
     decay = tl.where((flags & CORRECTED) != 0, decay * rate, decay).to(C)
-    return log_beta1, log_beta2, share1, share2, eps, decay, flags, rate.to(C)
+    return Settings(log_beta1, log_beta2, share1, share2, eps, decay, flags, rate.to(C))
 
 
 @triton.jit
@@ -95,9 +107,9 @@ def one_minus_power(log_beta, step):
 
 
 @triton.jit
-def bias_corrections(step, log_beta1, log_beta2, rate):
+def bias_corrections(step, group):
     """η/(1−β1^t) and √(1−β2^t)."""
-    return rate / one_minus_power(log_beta1, step), tl.sqrt(one_minus_power(log_beta2, step))
+    return group.rate / one_minus_power(group.log_beta1, step), tl.sqrt(one_minus_power(group.log_beta2, step))
 
 
 @triton.jit
@@ -129,6 +141,12 @@ def first(at):
 
 
 @triton.jit
+def address(at, T: tl.constexpr):
+    """Such a number that is the address of numbers of a dtype."""
+    return first(at).to(tl.pointer_type(T))
+
+
+@triton.jit
 def low(packed):
     """The lower half of a packed number."""
     return (packed & 0xFFFFFFFF).to(tl.int32)
@@ -155,9 +173,12 @@ def angle(across, along):
 
 
 @triton.jit
-def _leave(telemetry, also, column: tl.constexpr, value, alive):
-    tl.store(telemetry + column, value, mask=alive)
-    tl.store(also + column, value, mask=alive)
+def sine(theta):
+    """Sin θ by its series, to the last digits for angles up to 1.5."""
+    series = tl.zeros_like(theta)
+    for k in tl.static_range(9, 0, -1):
+        series = (1.0 - series) * (theta * theta / (2 * k * (2 * k + 1)))
+    return theta * (1.0 - series)
 
 
 @triton.jit
@@ -166,16 +187,16 @@ def emit(telemetry, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace
     largest, _smallest, _steepest = limits(C)
     radius, slope = tl.sqrt(xx), tl.sqrt(hh)
     along = tl.where(there, xy / tl.where(there, radius, 1.0), 1.0)
+    turned = tl.where(there, angle(across, along), 0.0)
     rate = tl.where(there, pace / tl.where(there, start * xy, 1.0), 0.0)
-    _leave(telemetry, also, 0, radius.to(C), alive)
-    _leave(telemetry, also, 1, tl.where(there, angle(across, along), 0.0).to(C), alive)
-    _leave(telemetry, also, 2, tl.where(tl.abs(pace) <= largest, rate, 0.0).to(C), alive)
-    _leave(telemetry, also, 3, tl.sqrt(yy).to(C), alive)
-    _leave(telemetry, also, 4, slope.to(C), alive)
+    rate = tl.where(tl.abs(pace) <= largest, rate, 0.0)
     inclined = there & (hh > 0) & (hh <= largest)
-    defect = tl.abs(xh) / tl.where(inclined, radius * slope, 1.0)
-    _leave(telemetry, also, 5, tl.where(inclined, defect, 0.0).to(C), alive)
-    _leave(telemetry, also, 6, tl.where(there & (tl.abs(radial) <= largest), radial, 0.0).to(C), alive)
+    defect = tl.where(inclined, tl.abs(xh) / tl.where(inclined, radius * slope, 1.0), 0.0)
+    radial = tl.where(there & (tl.abs(radial) <= largest), radial, 0.0)
+    columns = radius, turned, rate, tl.sqrt(yy), slope, defect, radial
+    for k in tl.static_range(7):
+        tl.store(telemetry + k, columns[k].to(C), mask=alive)
+        tl.store(also + k, columns[k].to(C), mask=alive)
 
 
 # Rows that a tile holds ---------------------------------------------------------------------------------------------
@@ -209,35 +230,70 @@ def _sums3(a, b, c):
         return tl.reduce((a, b, c), 1, _add3)
 
 
+class Tile(NamedTuple):
+    """Up to R rows of one parameter: their numbers, each row in K pieces of S lanes, and where they lie."""
+
+    d: tl.tensor
+    alive: tl.tensor  # the rows that are there
+    at: tl.tensor
+    x_at: tl.tensor
+    m_at: tl.tensor
+    xs: tl.tuple
+    gs: tl.tuple
+    ms: tl.tuple
+
+
 @triton.jit
-def _tile(
-    item, d, telemetry, also, settings, rates, grad_scale,
-    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, ELEMENTWISE: tl.constexpr,
-    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """One step of up to R rows of d numbers of one parameter, each in K pieces of S lanes."""
-    if ALIGNED:
-        d = (d // 4) * 4  # tells the compiler that rows begin at multiples of 16 bytes
+def _read_tile(item, d, R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr,
+               P: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    # Not by `address`: the compiler drops hints about the result of a function.
     x_at = first(item).to(tl.pointer_type(P))
     g_at = first(item + 1).to(tl.pointer_type(P))
     m_at = first(item + 2).to(tl.pointer_type(P))
     if ALIGNED:
+        d = (d // 4) * 4  # tells the compiler that rows begin at multiples of 16 bytes
         x_at, g_at, m_at = tl.multiple_of(x_at, 16), tl.multiple_of(g_at, 16), tl.multiple_of(m_at, 16)
-    rows, cols = tl.arange(0, R), tl.arange(0, S)
+    rows = tl.arange(0, R)
     alive = rows < low(first(item + 6))
-    at = rows[:, None] * d + cols[None, :]
+    at = rows[:, None] * d + tl.arange(0, S)[None, :]
     xs, gs, ms = (), (), ()
     for k in tl.static_range(K):
-        mask = alive[:, None] & (k * S + cols[None, :] < d)
+        mask = _lanes(alive, k, S, d)
         xs = xs + (tl.load(x_at + at + k * S, mask=mask, other=0.0).to(C),)
-        gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0, eviction_policy=READ_ONCE).to(C),)
+        gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0).to(C),)
         ms = ms + (tl.load(m_at + at + k * S, mask=mask, other=0.0).to(C),)
+    return Tile(d, alive, at, x_at, m_at, xs, gs, ms)
 
-    log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = settings_of(
-        settings, rates, low(first(item + 7)), C
-    )
-    step = tl.load(first(item + 4).to(tl.pointer_type(tl.float32))).to(C) + 1.0
-    pace, root = bias_corrections(step, log_beta1, log_beta2, rate)
+
+@triton.jit
+def _lanes(rows, k: tl.constexpr, S: tl.constexpr, d):
+    """The lanes of piece k that hold numbers of these rows."""
+    return rows[:, None] & (k * S + tl.arange(0, S)[None, :] < d)
+
+
+@triton.jit
+def _across(xs, ys, slope, zeros, K: tl.constexpr):
+    """‖y − (⟨x,y⟩/⟨x,x⟩)x‖, entry by entry: its square from the sums would cancel for small angles."""
+    squares = zeros
+    for k in tl.static_range(K):
+        part = ys[k] - slope[:, None] * xs[k]
+        squares += part * part
+    return tl.sqrt(tl.sum(squares, axis=1))
+
+
+@triton.jit
+def _step_tile(
+    item, d, telemetry, also, settings, rates, grad_scale,
+    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, ELEMENTWISE: tl.constexpr,
+    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One step of Adam."""
+    tile = _read_tile(item, d, R, S, K, ALIGNED, P, C)
+    d, alive, at, xs, gs = tile.d, tile.alive, tile.at, tile.xs, tile.gs
+    rows, zeros = tl.arange(0, R), tl.zeros([R, S], dtype=C)
+    group = settings_of(settings, rates, low(first(item + 7)), C)
+    pace, root = bias_corrections(tl.load(address(item + 4, tl.float32)).to(C) + 1.0, group)
+    flags, decay, share1, share2, eps = group.flags, group.decay, group.share1, group.share2, group.eps
     decoupled, transported = (flags & DECOUPLED) != 0, (flags & WITHOUT_B) != 0
     l2 = tl.where(decoupled, 0.0, decay).to(C)
     outside = tl.where(transported, share1 * l2, 0.0).to(C)  # without (b) the L2 term acts on x alone
@@ -245,18 +301,18 @@ def _tile(
     factor = sign_and_scale(flags, grad_scale, SCALED, C)
     largest, _smallest, _steepest = limits(C)
 
-    squares, axx, moments = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), ()
+    squares, axx, moments = zeros, zeros, ()
     for k in tl.static_range(K):
         g = gs[k] * factor + l2 * xs[k]
         squares += g * g
         axx += xs[k] * xs[k]
-        moments = moments + (lerp(ms[k], gs[k] * factor + inside * xs[k], share1),)
+        moments = moments + (lerp(tile.ms[k], gs[k] * factor + inside * xs[k], share1),)
     gg, xx = _sums2(squares, axx)
     usable = gg <= largest
     stored = alive & usable  # a row that takes no step stays in memory as it is
-    start = tl.where(decoupled & usable, 1.0 - rate * decay, 1.0).to(C)
+    start = tl.where(decoupled & usable, 1.0 - group.rate * decay, 1.0).to(C)
     if EMIT:
-        ahh, axh, steps = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), ()
+        ahh, axh, steps = zeros, zeros, ()
         for k in tl.static_range(K):
             ahh += (gs[k] * factor) * (gs[k] * factor)
             axh += xs[k] * (gs[k] * factor)
@@ -265,10 +321,10 @@ def _tile(
 
     ys, vs = (), ()
     if ELEMENTWISE:
-        v_at = first(item + 3).to(tl.pointer_type(P))
-        tops, spread = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        v_at = address(item + 3, P)
+        tops, spread = zeros, zeros
         for k in tl.static_range(K):
-            mask = alive[:, None] & (k * S + cols[None, :] < d)
+            mask = _lanes(alive, k, S, d)
             g = gs[k] * factor + l2 * xs[k]
             v = tl.load(v_at + at + k * S, mask=mask, other=0.0).to(C)
             v = tl.where(usable[:, None], lerp(v, tl.minimum(g * g, largest), share2), v)
@@ -281,7 +337,7 @@ def _tile(
         top = tl.max(tops, axis=1)
         mean_divisor = tl.sqrt(tl.sum(spread, axis=1) / d)
     else:
-        v_at = first(item + 3).to(tl.pointer_type(C))
+        v_at = address(item + 3, C)
         top = tl.load(v_at + rows, mask=alive, other=0.0)
         top = tl.where(usable, lerp(top, tl.minimum(gg / d, largest), share2), top)
         mean_divisor = tl.sqrt(top) / root + eps
@@ -289,11 +345,10 @@ def _tile(
         for k in tl.static_range(K):
             ys = ys + ((start - s * outside)[:, None] * xs[k] - s[:, None] * moments[k],)
 
-    ayy, axy, along = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+    ayy, axy, along = zeros, zeros, zeros
     for k in tl.static_range(K):
         # Written before the sums are known: its registers are free during the reduction.
-        mask = stored[:, None] & (k * S + cols[None, :] < d)
-        tl.store(x_at + at + k * S, kept_in(ys[k], P), mask=mask, eviction_policy=WRITTEN)
+        tl.store(tile.x_at + at + k * S, kept_in(ys[k], P), mask=_lanes(stored, k, S, d))
         ayy += ys[k] * ys[k]
         axy += xs[k] * ys[k]
         along += moments[k] * (xs[k] if ELEMENTWISE else ys[k])
@@ -305,7 +360,7 @@ def _tile(
         # ⟨w,w⟩ = 2(1 + ⟨u,u'⟩) has no digits near the antipode.
         r, q = tl.sqrt(tl.where(there, xx, 1.0)), tl.sqrt(tl.where(there, yy, 1.0))
         inward = mxy / (r * r)
-        amw, aww = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        amw, aww = zeros, zeros
         for k in tl.static_range(K):
             w = xs[k] / r[:, None] + ys[k] / q[:, None]
             amw += (moments[k] - inward[:, None] * xs[k]) * w
@@ -321,127 +376,156 @@ def _tile(
         by_x = removed[:, None]
         tl.store(v_at + rows, top * growth, mask=alive)
     for k in tl.static_range(K):
-        mask = stored[:, None] & (k * S + cols[None, :] < d)
+        mask = _lanes(stored, k, S, d)
         m = kept[:, None] * moments[k] - by_x * xs[k]
         if ELEMENTWISE:
             m -= by_y * ys[k]
             tl.store(v_at + at + k * S, kept_in(vs[k] * growth[:, None], P), mask=mask)
-        tl.store(m_at + at + k * S, kept_in(m, P), mask=mask, eviction_policy=WRITTEN)
+        tl.store(tile.m_at + at + k * S, kept_in(m, P), mask=mask)
 
     if EMIT:
-        # y − (⟨x,y⟩/⟨x,x⟩)x, entry by entry: its square from the sums would cancel for small angles.
-        slope = tl.where(xx > 0, xy / tl.where(xx > 0, xx, 1.0), 0.0)[:, None]
-        across, inward = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
+        slope = tl.where(xx > 0, xy / tl.where(xx > 0, xx, 1.0), 0.0)
+        inward = zeros
         for k in tl.static_range(K):
-            across += (ys[k] - slope * xs[k]) * (ys[k] - slope * xs[k])
             inward += xs[k] * (start[:, None] * xs[k] - ys[k])
         radial = tl.sum(inward, axis=1) / tl.where(there, start * xx, 1.0)
-        pace_e = share1 * pace / mean_divisor
-        across = tl.sqrt(tl.sum(across, axis=1))
-        telemetry, also = telemetry + rows * 7, also + rows * 7
-        emit(telemetry, also, alive, xx, yy, xy, hh, xh, across, radial, there, pace_e, start, C)
+        emit(telemetry + rows * 7, also + rows * 7, alive, xx, yy, xy, hh, xh, _across(xs, ys, slope, zeros, K),
+             radial, there, share1 * pace / mean_divisor, start, C)  # fmt: skip
+
+
+@triton.jit
+def turn(xx, nn, xn, mn, xm, v, moves, usable, group, step, C: tl.constexpr):
+    """How a row turns along −n^⊥, from products of x, n and m: `reference._turn`.
+
+    Returns sin θ and cos θ, ‖d‖, the new v, and the factors of y = yx·x + yn·n and m' = m + mx·x + mn·n.
+    """
+    largest, _smallest, _steepest = limits(C)
+    r, inward = tl.sqrt(xx), xn / xx
+    length = tl.sqrt(tl.maximum(nn - xn * inward, 0.0))
+    moves = moves & (length > 0)
+    reach = tl.where(length > 0, length, 1.0)
+    theta = tl.where(moves, group.rate, 0.0).to(C)
+    if (group.flags & PER_ROW) != 0:
+        v = tl.where(usable, lerp(v, tl.minimum(length * length, largest), group.share2), v).to(C)
+        root = tl.sqrt(v) / tl.sqrt(one_minus_power(group.log_beta2, step))
+        theta = tl.where(v > 0, tl.minimum(theta * length / tl.where(v > 0, root, 1.0), 0.5), 0.0).to(C)
+    s, half = sine(theta), sine(0.5 * theta)
+    lost = 2.0 * half * half  # 1 − cos θ
+    k, along = r * s / reach, (mn - xm * inward) / reach
+    turned = along * lost / reach
+    return s, 1.0 - lost, reach, v, 1.0 - lost + k * inward, -k, along * s / r - xm / xx + turned * inward, -turned
+
+
+@triton.jit
+def _turn_tile(
+    item, d, telemetry, also, settings, rates, grad_scale,
+    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, NESTEROV: tl.constexpr,
+    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One step of Angular along its momentum: h from the sums of x and g, the turn from those of m."""
+    tile = _read_tile(item, d, R, S, K, ALIGNED, P, C)
+    d, alive, at, xs, gs = tile.d, tile.alive, tile.at, tile.xs, tile.gs
+    rows, zeros = tl.arange(0, R), tl.zeros([R, S], dtype=C)
+    group = settings_of(settings, rates, low(first(item + 7)), C)
+    factor, beta = sign_and_scale(group.flags, grad_scale, SCALED, C), group.eps
+    largest, smallest, steepest = limits(C)
+    axx, axg = zeros, zeros
+    for k in tl.static_range(K):
+        axx += xs[k] * xs[k]
+        axg += xs[k] * (gs[k] * factor)
+    xx, xg = _sums2(axx, axg)
+    there = (xx >= smallest) & (xx <= largest)
+    xx = tl.where(there, xx, 1.0)
+    r = tl.where(there, tl.sqrt(xx), 0.0)[:, None]
+    radial = (xg / xx)[:, None]
+    ahh, amm, axm = zeros, zeros, zeros
+    moments, ns = (), ()
+    for k in tl.static_range(K):
+        h = (gs[k] * factor - radial * xs[k]) * r
+        m = beta * tile.ms[k] + h
+        ahh += h * h
+        amm += m * m
+        axm += xs[k] * m
+        moments = moments + (m,)
+        ns = ns + (h + beta * m if NESTEROV else m,)
+    hh, mm, xm = _sums3(ahh, amm, axm)
+    nn, xn, mn = mm, xm, mm
+    if NESTEROV:
+        ann, axn, amn = zeros, zeros, zeros
+        for k in tl.static_range(K):
+            ann += ns[k] * ns[k]
+            axn += xs[k] * ns[k]
+            amn += moments[k] * ns[k]
+        nn, xn, mn = _sums3(ann, axn, amn)
+    usable = hh * 1048576.0 <= largest  # with room for the squares of m
+    # The tangent part of a radial gradient is rounding, which is no direction to turn in.
+    moves = there & usable & (hh * steepest > 256.0 * xg * xg)
+    counted = rows < tl.where((group.flags & PER_ROW) != 0, low(first(item + 6)), 0)
+    v_at = address(item + 3, C) + rows
+    step = tl.load(address(item + 4, tl.float32)).to(C) + 1.0
+    v = tl.load(v_at, mask=counted, other=0.0)
+    group = settings_of(settings, rates, low(first(item + 7)), C)  # again: kept until now they would take registers
+    s, cosine, length, v, yx, yn, mx, by_n = turn(xx, nn, xn, mn, xm, v, moves, usable, group, step, C)
+    tl.store(v_at, v, mask=counted)
+    yx, yn, mx, by_n = yx[:, None], yn[:, None], mx[:, None], by_n[:, None]
+    agg, ayy, axy, ys = zeros, zeros, zeros, ()
+    for k in tl.static_range(K):
+        mask = _lanes(alive & usable, k, S, d)
+        y = kept_in(yx * xs[k] + yn * ns[k], P)
+        m = moments[k] + by_n * ns[k] if NESTEROV else (1.0 + by_n) * ns[k]
+        tl.store(tile.x_at + at + k * S, y, mask=mask)
+        tl.store(tile.m_at + at + k * S, kept_in(m + mx * xs[k], P), mask=mask)
+        if EMIT:  # of the weights as they are kept: half precision rounds the angle
+            y = tl.where(usable[:, None], y.to(C), xs[k])
+            ys = ys + (y,)
+            agg += (gs[k] * factor) * (gs[k] * factor)
+            ayy += y * y
+            axy += xs[k] * y
+    if EMIT:
+        gg, yy, xy = _sums3(agg, ayy, axy)
+        across, pace = _across(xs, ys, xy / xx, zeros, K), s / (cosine * length) * xy
+        xx = tl.where(there, xx, 0.0)
+        emit(telemetry + rows * 7, also + rows * 7, alive, xx, yy, xy, gg, xg, across,
+             tl.zeros_like(xx), there, pace, 1.0, C)  # fmt: skip
 
 
 # Rows that no tile holds --------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _leave_sums(item, d, sums, settings, rates, grad_scale,
+def _leave_sums(item, d, sums, settings, rates, grad_scale, KIND: tl.constexpr,
                 EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """⟨g,g⟩, ⟨x,x⟩, ⟨x,m⟩, ⟨m,m⟩ of one chunk of a long row, with m as it will be; and v before the step.
+    """The products of one chunk of a long row, and v before the step.
 
-    For telemetry also ⟨h,h⟩ and ⟨x,h⟩ of the gradient alone, without L2.
+    Angular: ⟨x,x⟩, ⟨x,g⟩, ⟨g,g⟩, ⟨x,m⟩, ⟨m,m⟩, ⟨g,m⟩. Adam: ⟨x,x⟩, ⟨g,g⟩, ⟨x,m⟩, ⟨m,m⟩ with m as it will be, and for
+    telemetry ⟨h,h⟩, ⟨x,h⟩ of the gradient alone, without L2.
     """
     chunk, last = high(first(item + 6)), first(item + 7)
-    _l1, _l2, share1, _s2, _eps, decay, flags, _rate = settings_of(settings, rates, low(last), C)
-    l2 = tl.where((flags & DECOUPLED) != 0, 0.0, decay).to(C)
-    factor = sign_and_scale(flags, grad_scale, SCALED, C)
+    group = settings_of(settings, rates, low(last), C)
+    factor = sign_and_scale(group.flags, grad_scale, SCALED, C)
     at = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
-    mask = at < d
-    x = tl.load(first(item).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
-    g = tl.load(first(item + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
-    m = tl.load(first(item + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
-    gl = g + l2 * x
-    m = lerp(m, tl.where((flags & WITHOUT_B) != 0, g, gl), share1.to(C))
+    x, g, m = _read_chunk(
+        address(item, P) + at, address(item + 1, P) + at, address(item + 2, P) + at, at < d, factor, C
+    )
+    if KIND >= 2:
+        products = x * x, x * g, g * g, x * m, m * m, g * m
+    else:
+        gl = g + tl.where((group.flags & DECOUPLED) != 0, 0.0, group.decay).to(C) * x
+        m = lerp(m, tl.where((group.flags & WITHOUT_B) != 0, g, gl), group.share1)
+        products = x * x, gl * gl, x * m, m * m
+        if EMIT:
+            products = products + (g * g, x * g)
     out = sums + (last >> 32) * 7
-    tl.store(out, tl.sum(gl * gl, axis=0).to(tl.float64))
-    tl.store(out + 1, tl.sum(x * x, axis=0).to(tl.float64))
-    tl.store(out + 2, tl.sum(x * m, axis=0).to(tl.float64))
-    tl.store(out + 3, tl.sum(m * m, axis=0).to(tl.float64))
-    tl.store(out + 4, tl.load(first(item + 3).to(tl.pointer_type(C))).to(tl.float64))
-    if EMIT:
-        tl.store(out + 5, tl.sum(g * g, axis=0).to(tl.float64))
-        tl.store(out + 6, tl.sum(x * g, axis=0).to(tl.float64))
+    for k in tl.static_range(len(products)):
+        tl.store(out + k, tl.sum(products[k], axis=0).to(tl.float64))
+    v = tl.load(address(item + 3, C), mask=(group.flags & PER_ROW) != 0, other=0.0)
+    tl.store(out + 6, v.to(tl.float64))
 
 
 @triton.jit
-def apply_long_rows(
-    items, lines, settings, rates, emitted, telemetry, sums, grad_scale, found_inf, also,
-    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """The step of one chunk of a long row, from the sums of all of its chunks.
-
-    `items` has five int32 per program: parameter, row, first slot of the row, number of chunks, chunk. The count
-    of the step was already raised by `step_rows`.
-    """
-    item = items + tl.program_id(0).to(tl.int64) * 5
-    index, row, slot, chunks, chunk = (
-        tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4),
-    )  # fmt: skip
-    skipped = False
-    if SCALED:
-        skipped = tl.load(found_inf) != 0.0
-    if not skipped:
-        line = lines + index * 8
-        gg, xx = _added(sums, slot, chunks)
-        xm, mm = _added(sums + 2, slot, chunks)
-        v = tl.load(sums + slot.to(tl.int64) * 7 + 4)
-        d = tl.load(line + 5)
-        wide: tl.constexpr = tl.float64
-        log_beta1, log_beta2, share1, share2, eps, decay, flags, rate = settings_of(
-            settings, rates, tl.load(line + 7), wide
-        )
-        step = tl.load(tl.load(line + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
-        pace, root = bias_corrections(step, log_beta1, log_beta2, rate)
-        decoupled = (flags & DECOUPLED) != 0
-        largest, _smallest, _steepest = limits(C)
-        usable = gg <= largest
-        start, l2 = tl.where(decoupled & usable, 1.0 - rate * decay, 1.0), tl.where(decoupled, 0.0, decay)
-        # The chunks did not know that the row takes no step: their ⟨x,m⟩ and ⟨m,m⟩ are of an m that it does not get.
-        xm, mm = tl.where(usable, xm, 0.0), tl.where(usable, mm, 0.0)
-        v = tl.where(usable, lerp(v, tl.minimum(gg / d, largest), share2), v)
-        s = divided(v, usable, pace, root, eps)
-        kept_x = start - tl.where((flags & WITHOUT_B) != 0, s * share1 * l2, 0.0)
-        # y = kept_x·x − s·m, so its products follow from the sums; in float64 they keep float32's digits.
-        xy, my = kept_x * xx - s * xm, kept_x * xm - s * mm
-        yy = tl.maximum(kept_x * xy - s * my, 0.0)
-        shrink, there = motion(xx, yy, v, flags, C)
-        moves = there & usable
-        shrink = tl.where(moves, shrink, 1.0)
-        kept, removed = carried_in_plane(xx, yy, xy, my, shrink, moves, flags, tl.float64)
-        if chunk == 0:
-            v_at = tl.load(line + 3).to(tl.pointer_type(C)) + row
-            tl.store(v_at, (v * tl.where((flags & WITHOUT_C) != 0, shrink, 1.0)).to(C))
-            if EMIT:
-                place = tl.load(emitted + tl.program_id(0))
-                hh, xh = _added(sums + 5, slot, chunks)
-                across = tl.sqrt(tl.maximum(mm - xm * xm / tl.where(xx > 0, xx, 1.0), 0.0)) * s
-                pace_e = share1 * pace / (tl.sqrt(v) / root + eps)
-                radial = (start - kept_x + s * xm / tl.where(xx > 0, xx, 1.0)) / start
-                emit(telemetry + place, also + place, row >= 0, xx, yy, xy, hh, xh, across, radial, there,
-                     pace_e, start, C)  # fmt: skip
-        factor = sign_and_scale(flags, grad_scale, SCALED, C)
-        cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
-        at, mask = row.to(tl.int64) * d + cols, cols < d
-        x_at = tl.load(line).to(tl.pointer_type(P)) + at
-        m_at = tl.load(line + 2).to(tl.pointer_type(P)) + at
-        x = tl.load(x_at, mask=mask, other=0.0).to(C)
-        m = tl.load(m_at, mask=mask, other=0.0).to(C)
-        g = tl.load(tl.load(line + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
-        target = tl.where((flags & WITHOUT_B) != 0, g, g + l2.to(C) * x)
-        m = tl.where(usable, lerp(m, target, share1.to(C)), m)
-        tl.store(x_at, kept_in(kept_x.to(C) * x - s.to(C) * m, P), mask=mask)
-        tl.store(m_at, kept_in(kept.to(C) * m - removed.to(C) * x, P), mask=mask)
+def _read_chunk(x_at, g_at, m_at, mask, factor, C: tl.constexpr):
+    x, g = tl.load(x_at, mask=mask, other=0.0).to(C), tl.load(g_at, mask=mask, other=0.0).to(C) * factor
+    return x, g, tl.load(m_at, mask=mask, other=0.0).to(C)
 
 
 @triton.jit
@@ -458,168 +542,17 @@ def _added(sums, slot, chunks):
     return tl.sum(one, axis=0), tl.sum(other, axis=0)
 
 
-# Angular ------------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
-def sine(theta):
-    """Sin θ by its series, to the last digits for angles up to 1.5."""
-    series = tl.zeros_like(theta)
-    for k in tl.static_range(9, 0, -1):
-        series = (1.0 - series) * (theta * theta / (2 * k * (2 * k + 1)))
-    return theta * (1.0 - series)
-
-
-@triton.jit
-def turn(xx, nn, xn, mn, xm, v, moves, usable, settings, rates, line, step, C: tl.constexpr):
-    """How a row turns along −n^⊥, from products of x, n and m: `reference._turn`.
-
-    Returns sin θ and cos θ, ‖d‖, the new v, and the factors of y = yx·x + yn·n and m' = m + mx·x + mn·n.
-    """
-    _log1, log_beta2, _share, share2, _beta, _decay, flags, rate = settings_of(settings, rates, line, C)
-    largest, _smallest, _steepest = limits(C)
-    r, inward = tl.sqrt(xx), xn / xx
-    length = tl.sqrt(tl.maximum(nn - xn * inward, 0.0))
-    moves = moves & (length > 0)
-    reach = tl.where(length > 0, length, 1.0)
-    theta = tl.where(moves, rate, 0.0).to(C)
-    if (flags & RMS) != 0:
-        v = tl.where(usable, lerp(v, tl.minimum(length * length, largest), share2), v).to(C)
-        root = tl.sqrt(v) / tl.sqrt(one_minus_power(log_beta2, step))
-        theta = tl.where(v > 0, tl.minimum(theta * length / tl.where(v > 0, root, 1.0), 0.5), 0.0).to(C)
-    s, half = sine(theta), sine(0.5 * theta)
-    lost = 2.0 * half * half  # 1 − cos θ
-    k, along = r * s / reach, (mn - xm * inward) / reach
-    turned = along * lost / reach
-    return s, 1.0 - lost, reach, v, 1.0 - lost + k * inward, -k, along * s / r - xm / xx + turned * inward, -turned
-
-
-@triton.jit
-def _turn_tile(
-    item, d, telemetry, also, settings, rates, grad_scale,
-    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, NESTEROV: tl.constexpr,
-    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """`_tile` for Angular along its momentum: h from the sums of x and g, the turn from those of m."""
-    if ALIGNED:
-        d = (d // 4) * 4
-    x_at = first(item).to(tl.pointer_type(P))
-    g_at = first(item + 1).to(tl.pointer_type(P))
-    m_at = first(item + 2).to(tl.pointer_type(P))
-    if ALIGNED:
-        x_at, g_at, m_at = tl.multiple_of(x_at, 16), tl.multiple_of(g_at, 16), tl.multiple_of(m_at, 16)
-    rows, cols = tl.arange(0, R), tl.arange(0, S)
-    alive = rows < low(first(item + 6))
-    at = rows[:, None] * d + cols[None, :]
-    xs, gs, ms = (), (), ()
-    for k in tl.static_range(K):
-        mask = alive[:, None] & (k * S + cols[None, :] < d)
-        xs = xs + (tl.load(x_at + at + k * S, mask=mask, other=0.0).to(C),)
-        gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0, eviction_policy=READ_ONCE).to(C),)
-        ms = ms + (tl.load(m_at + at + k * S, mask=mask, other=0.0).to(C),)
-
-    line = low(first(item + 7))
-    _log1, _log2, _share1, _share2, beta, _decay, flags, _rate = settings_of(settings, rates, line, C)
-    factor = sign_and_scale(flags, grad_scale, SCALED, C)
-    largest, smallest, steepest = limits(C)
-    axx, axg = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
-    for k in tl.static_range(K):
-        axx += xs[k] * xs[k]
-        axg += xs[k] * (gs[k] * factor)
-    xx, xg = _sums2(axx, axg)
-    there = (xx >= smallest) & (xx <= largest)
-    xx = tl.where(there, xx, 1.0)
-    r = tl.where(there, tl.sqrt(xx), 0.0)[:, None]
-    radial = (xg / xx)[:, None]
-    ahh, amm, axm = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
-    moments, ns = (), ()
-    for k in tl.static_range(K):
-        h = (gs[k] * factor - radial * xs[k]) * r
-        m = beta * ms[k] + h
-        ahh += h * h
-        amm += m * m
-        axm += xs[k] * m
-        moments = moments + (m,)
-        if NESTEROV:
-            ns = ns + (h + beta * m,)
-    hh, mm, xm = _sums3(ahh, amm, axm)
-    nn, xn, mn = mm, xm, mm
-    if NESTEROV:
-        ann, axn, amn = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
-        for k in tl.static_range(K):
-            ann += ns[k] * ns[k]
-            axn += xs[k] * ns[k]
-            amn += moments[k] * ns[k]
-        nn, xn, mn = _sums3(ann, axn, amn)
-    usable = hh * 1048576.0 <= largest  # with room for the squares of m
-    # The tangent part of a radial gradient is rounding, which is no direction to turn in.
-    moves = there & usable & (hh * steepest > 256.0 * xg * xg)
-    counted = rows < tl.where((flags & RMS) != 0, low(first(item + 6)), 0)
-    v_at = first(item + 3).to(tl.pointer_type(C)) + rows
-    step = tl.load(first(item + 4).to(tl.pointer_type(tl.float32))).to(C) + 1.0
-    v = tl.load(v_at, mask=counted, other=0.0)
-    s, cosine, length, v, yx, yn, mx, by_n = turn(xx, nn, xn, mn, xm, v, moves, usable, settings, rates, line, step, C)
-    tl.store(v_at, v, mask=counted)
-    stored = alive & usable
-    yx, yn, mx, by_n = yx[:, None], yn[:, None], mx[:, None], by_n[:, None]
-    if EMIT:
-        agg, ayy, axy = tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C), tl.zeros([R, S], dtype=C)
-    ys = ()
-    for k in tl.static_range(K):
-        mask = stored[:, None] & (k * S + cols[None, :] < d)
-        n = ns[k] if NESTEROV else moments[k]
-        y = kept_in(yx * xs[k] + yn * n, P)
-        m = moments[k] + by_n * n + mx * xs[k] if NESTEROV else (1.0 + by_n) * n + mx * xs[k]
-        tl.store(x_at + at + k * S, y, mask=mask, eviction_policy=WRITTEN)
-        tl.store(m_at + at + k * S, kept_in(m, P), mask=mask, eviction_policy=WRITTEN)
-        if EMIT:  # of the weights as they are kept: half precision rounds the angle
-            y = tl.where(usable[:, None], y.to(C), xs[k])
-            ys = ys + (y,)
-            agg += (gs[k] * factor) * (gs[k] * factor)
-            ayy += y * y
-            axy += xs[k] * y
-    if EMIT:
-        gg, yy, xy = _sums3(agg, ayy, axy)
-        across = tl.zeros([R, S], dtype=C)
-        for k in tl.static_range(K):
-            part = ys[k] - (xy / xx)[:, None] * xs[k]
-            across += part * part
-        across = tl.sqrt(tl.sum(across, axis=1))
-        pace = s / (cosine * length) * xy
-        telemetry, also = telemetry + rows * 7, also + rows * 7
-        xx = tl.where(there, xx, 0.0)
-        emit(telemetry, also, alive, xx, yy, xy, gg, xg, across, tl.zeros_like(xx), there, pace, 1.0, C)
-
-
-@triton.jit
-def _leave_products(item, d, sums, settings, rates, grad_scale,
-                    SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """⟨x,x⟩, ⟨x,g⟩, ⟨g,g⟩, ⟨x,m⟩, ⟨m,m⟩ and ⟨g,m⟩ of one chunk of a long row, for Angular."""
-    chunk, last = high(first(item + 6)), first(item + 7)
-    _log1, _log2, _share1, _share2, _beta, _decay, flags, _rate = settings_of(settings, rates, low(last), C)
-    factor = sign_and_scale(flags, grad_scale, SCALED, C)
-    at = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
-    mask = at < d
-    x = tl.load(first(item).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
-    g = tl.load(first(item + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
-    m = tl.load(first(item + 2).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C)
-    out = sums + (last >> 32) * 7
-    tl.store(out, tl.sum(x * x, axis=0).to(tl.float64))
-    tl.store(out + 1, tl.sum(x * g, axis=0).to(tl.float64))
-    tl.store(out + 2, tl.sum(g * g, axis=0).to(tl.float64))
-    tl.store(out + 3, tl.sum(x * m, axis=0).to(tl.float64))
-    tl.store(out + 4, tl.sum(m * m, axis=0).to(tl.float64))
-    tl.store(out + 5, tl.sum(g * m, axis=0).to(tl.float64))
-    if (flags & RMS) != 0:
-        tl.store(out + 6, tl.load(first(item + 3).to(tl.pointer_type(C))).to(tl.float64))
-
-
-@triton.jit
-def turn_long_rows(
+def step_long_rows(
     items, lines, settings, rates, emitted, telemetry, sums, grad_scale, found_inf, also,
-    NESTEROV: tl.constexpr, EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+    KIND: tl.constexpr, EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """`apply_long_rows` for Angular: all products that the turn needs follow from those of x, g and m."""
+    """The step of one chunk of a long row, from the sums of all of its chunks.
+
+    The products that follow from these sums keep float32's digits in float64. `items` has five int32 per program:
+    parameter, row, first slot of the row, number of chunks, chunk. The count of the step was already raised by
+    `step_rows`.
+    """
     item = items + tl.program_id(0).to(tl.int64) * 5
     index, row, slot, chunks, chunk = (
         tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4),
@@ -629,55 +562,85 @@ def turn_long_rows(
         skipped = tl.load(found_inf) != 0.0
     if not skipped:
         line = lines + index * 8
-        group = tl.load(line + 7)
-        xx, xg = _added(sums, slot, chunks)
-        gg, xm = _added(sums + 2, slot, chunks)
-        mm, gm = _added(sums + 4, slot, chunks)
-        v = tl.load(sums + slot.to(tl.int64) * 7 + 6)
+        d = tl.load(line + 5)
         wide: tl.constexpr = tl.float64
-        _log1, _log2, _share1, _share2, beta, _decay, flags, _rate = settings_of(settings, rates, group, wide)
-        step = tl.load(tl.load(line + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
+        group = settings_of(settings, rates, tl.load(line + 7), wide)
+        flags, v = group.flags, tl.load(sums + slot.to(tl.int64) * 7 + 6)
+        step = tl.load(tl.load(line + 4).to(tl.pointer_type(tl.float32))).to(wide)
         largest, smallest, steepest = limits(C)
-        there = (xx >= smallest) & (xx <= largest)
-        xx = tl.where(there, xx, 1.0)
-        r, radial = tl.where(there, tl.sqrt(xx), 0.0), xg / xx
-        hh = r * r * (gg - radial * xg)
-        usable = hh * 1048576.0 <= largest  # before the maximum, which drops NaN
-        hh = tl.maximum(hh, 0.0)
-        # In float32 the sums themselves are rounded: what is left of a radial gradient is larger than in a tile.
-        moves = there & usable & (hh * tl.sqrt(steepest) > 16.0 * r * r * gg)
-        hm = r * (gm - radial * xm)
-        newest = beta * hm + hh  # ⟨h, m⟩ with the new m
-        xm, mm = beta * xm, beta * (beta * mm + hm) + newest
-        nn, xn, mn = mm, xm, mm
-        if NESTEROV:
-            nn, xn, mn = hh + 2.0 * beta * newest + beta * beta * mm, beta * xm, newest + beta * mm
-        s, cosine, length, v, yx, yn, mx, by_n = turn(
-            xx, nn, xn, mn, xm, v, moves, usable, settings, rates, group, step, wide
-        )
+        if KIND < 2:
+            xx, gg = _added(sums, slot, chunks)
+            xm, mm = _added(sums + 2, slot, chunks)
+            pace, root = bias_corrections(step, group)
+            decoupled, share1 = (flags & DECOUPLED) != 0, group.share1
+            usable = gg <= largest
+            start = tl.where(decoupled & usable, 1.0 - group.rate * group.decay, 1.0)
+            l2 = tl.where(decoupled, 0.0, group.decay)
+            # The chunks did not know that the row takes no step: their m is one that it does not get.
+            xm, mm = tl.where(usable, xm, 0.0), tl.where(usable, mm, 0.0)
+            v = tl.where(usable, lerp(v, tl.minimum(gg / d, largest), group.share2), v)
+            s, divisor = divided(v, usable, pace, root, group.eps), tl.sqrt(v) / root + group.eps
+            kept_x = start - tl.where((flags & WITHOUT_B) != 0, s * share1 * l2, 0.0)
+            xy, my = kept_x * xx - s * xm, kept_x * xm - s * mm  # of y = kept_x·x − s·m
+            yy = tl.maximum(kept_x * xy - s * my, 0.0)
+            shrink, there = motion(xx, yy, v, flags, C)
+            moves = there & usable
+            shrink = tl.where(moves, shrink, 1.0)
+            kept, removed = carried_in_plane(xx, yy, xy, my, shrink, moves, flags, wide)
+            v *= tl.where((flags & WITHOUT_C) != 0, shrink, 1.0)
+        else:
+            xx, xg = _added(sums, slot, chunks)
+            gg, xm = _added(sums + 2, slot, chunks)
+            mm, gm = _added(sums + 4, slot, chunks)
+            beta, there = group.eps, (xx >= smallest) & (xx <= largest)
+            xx = tl.where(there, xx, 1.0)
+            r, radial = tl.where(there, tl.sqrt(xx), 0.0), xg / xx
+            hh = r * r * (gg - radial * xg)
+            usable = hh * 1048576.0 <= largest  # before the maximum, which drops NaN
+            hh = tl.maximum(hh, 0.0)
+            # In float32 the sums themselves are rounded: what is left of a radial gradient is larger than in a tile.
+            moves = there & usable & (hh * tl.sqrt(steepest) > 16.0 * r * r * gg)
+            hm = r * (gm - radial * xm)
+            newest = beta * hm + hh  # ⟨h, m⟩ with the new m
+            xm, mm = beta * xm, beta * (beta * mm + hm) + newest
+            nn, xn, mn = mm, xm, mm
+            if KIND == 3:
+                nn, xn, mn = hh + 2.0 * beta * newest + beta * beta * mm, beta * xm, newest + beta * mm
+            s, cosine, length, v, yx, yn, mx, by_n = turn(xx, nn, xn, mn, xm, v, moves, usable, group, step, wide)
         if chunk == 0:
-            if (flags & RMS) != 0:
+            if (flags & PER_ROW) != 0:
                 tl.store(tl.load(line + 3).to(tl.pointer_type(C)) + row, v.to(C))
             if EMIT:
                 place = tl.load(emitted + tl.program_id(0))
-                pace = s / length * xx
-                xx = tl.where(there, xx, 0.0)
-                emit(telemetry + place, also + place, row >= 0, xx, xx, xx * cosine, gg, xg, tl.sqrt(xx) * s,
-                     0.0 * xx, there, pace, 1.0, C)  # fmt: skip
-        factor = sign_and_scale(flags, grad_scale, SCALED, C)
-        d = tl.load(line + 5)
+                telemetry, also = telemetry + place, also + place
+                if KIND < 2:
+                    hh, xh = _added(sums + 4, slot, chunks)
+                    inward = xm / tl.where(xx > 0, xx, 1.0)
+                    across = tl.sqrt(tl.maximum(mm - xm * inward, 0.0)) * s
+                    radial = (start - kept_x + s * inward) / start
+                    emit(telemetry, also, row >= 0, xx, yy, xy, hh, xh, across, radial, there,
+                         share1 * pace / divisor, start, C)  # fmt: skip
+                else:
+                    pace = s / length * xx
+                    xx = tl.where(there, xx, 0.0)
+                    emit(telemetry, also, row >= 0, xx, xx, xx * cosine, gg, xg, tl.sqrt(xx) * s, 0.0 * xx, there,
+                         pace, 1.0, C)  # fmt: skip
         cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
         at, mask = row.to(tl.int64) * d + cols, cols < tl.where(usable, d, 0)
         x_at = tl.load(line).to(tl.pointer_type(P)) + at
+        g_at = tl.load(line + 1).to(tl.pointer_type(P)) + at
         m_at = tl.load(line + 2).to(tl.pointer_type(P)) + at
-        x = tl.load(x_at, mask=mask, other=0.0).to(C)
-        m = tl.load(m_at, mask=mask, other=0.0).to(C)
-        g = tl.load(tl.load(line + 1).to(tl.pointer_type(P)) + at, mask=mask, other=0.0).to(C) * factor
-        h = (g - radial.to(C) * x) * r.to(C)
-        m = beta.to(C) * m + h
-        n = h + beta.to(C) * m if NESTEROV else m
-        tl.store(x_at, kept_in(yx.to(C) * x + yn.to(C) * n, P), mask=mask)
-        tl.store(m_at, kept_in(m + by_n.to(C) * n + mx.to(C) * x, P), mask=mask)
+        x, g, m = _read_chunk(x_at, g_at, m_at, mask, sign_and_scale(flags, grad_scale, SCALED, C), C)
+        if KIND < 2:
+            m = lerp(m, tl.where((flags & WITHOUT_B) != 0, g, g + l2.to(C) * x), share1.to(C))
+            y, m = kept_x.to(C) * x - s.to(C) * m, kept.to(C) * m - removed.to(C) * x
+        else:
+            h = (g - radial.to(C) * x) * r.to(C)
+            m = beta.to(C) * m + h
+            n = h + beta.to(C) * m if KIND == 3 else m
+            y, m = yx.to(C) * x + yn.to(C) * n, m + by_n.to(C) * n + mx.to(C) * x
+        tl.store(x_at, kept_in(y, P), mask=mask)
+        tl.store(m_at, kept_in(m, P), mask=mask)
 
 
 # All rows -----------------------------------------------------------------------------------------------------------
@@ -706,8 +669,6 @@ def step_rows(
 ):  # fmt: skip
     """One step of all rows that a tile holds, and the sums of the chunks of all longer ones.
 
-    KIND: 0 for Adam with a number per row, 1 with element-wise second moments, 2 for Angular, 3 with Nesterov.
-
     `items` has a line of eight int64 per program: what `lines` has, at the first row of the program; with d its
     class, with n (the rows that are left) the number of a chunk, with the settings line the slot of a chunk, in the
     upper halves. CLASSES is a bit per class that occurs, so that no other code is compiled. Each program
@@ -731,17 +692,14 @@ def step_rows(
                     if EMIT:
                         place = tl.load(emitted + tl.program_id(0))
                     if KIND < 2:
-                        _tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale, R, S,
-                              1 + (k // 2) % 5, k % 2 == 1, KIND == 1, EMIT, SCALED, P, C)  # fmt: skip
+                        _step_tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale,
+                                   R, S, 1 + (k // 2) % 5, k % 2 == 1, KIND == 1, EMIT, SCALED, P, C)  # fmt: skip
                     else:
                         _turn_tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale,
                                    R, S, 1 + (k // 2) % 5, k % 2 == 1, KIND == 3, EMIT, SCALED, P, C)  # fmt: skip
         if (CLASSES >> 60) & 1:
             if kind == 60:
-                if KIND < 2:
-                    _leave_sums(item, d, sums, settings, rates, grad_scale, EMIT, SCALED, P, C)
-                else:
-                    _leave_products(item, d, sums, settings, rates, grad_scale, SCALED, P, C)
+                _leave_sums(item, d, sums, settings, rates, grad_scale, KIND, EMIT, SCALED, P, C)
         _count(lines, entries, finished, 1024)
 
 

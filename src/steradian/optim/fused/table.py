@@ -43,21 +43,12 @@ _DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
 
 @dataclass(eq=False)
 class Launch:
-    """One kernel on a line of programs; from the second launch on, without Triton's dispatch.
-
-    Attributes:
-        kernel: the kernel.
-        programs: how many.
-        tables: its first arguments, tensors that lie at multiples of 16 bytes.
-        more: its arguments behind the three that are given in each step.
-        constants: its compile-time arguments.
-        options: Triton's.
-    """
+    """One kernel on a line of programs; from the second launch on, without Triton's dispatch."""
 
     kernel: Any
     programs: int
-    tables: tuple[Tensor, ...]
-    more: tuple[Tensor | int, ...]
+    tables: tuple[Tensor, ...]  # its first arguments, which lie at multiples of 16 bytes
+    more: tuple[Tensor | int, ...]  # its arguments behind the three that are given in each step
     constants: tuple[Any, ...]
     options: dict[str, Any]
     _run: Callable[..., object] | None = None
@@ -81,9 +72,8 @@ class Plan:
 
     Args:
         work: param groups with the row sets that are to be stepped.
-        kind: 0 for Adam with a number per row, 1 with element-wise second moments, 2 for Angular, 3 with Nesterov.
+        kind: the kernels' KIND.
         entries: the names of momentum, second moment and step count in the states.
-        telemetry: the tensor with the telemetry of these rows, and perhaps of others; None: telemetry is off.
         kept: a list for tensors that a graph refers to, so that they live as long as the optimizer.
     """
 
@@ -95,13 +85,7 @@ class Plan:
     emitted_of_long_rows: Tensor
 
     def __init__(
-        self,
-        work: Sequence[tuple[Options, Sequence[RowSet]]],
-        *,
-        kind: int,
-        entries: tuple[str, str, str],
-        telemetry: Tensor | None,
-        kept: list[object],
+        self, work: Sequence[tuple[Options, Sequence[RowSet]]], kind: int, entries: Sequence[str], kept: list[object]
     ) -> None:
         self.groups = [group for group, _ in work]
         self.sets = [(line, rows) for line, (_, sets) in enumerate(work) for rows in sets]
@@ -112,15 +96,15 @@ class Plan:
         self.kept = kept
         strides = [param.stride() for param in self.params]
         self.expected: list[object] = [*strides, *strides, *[self.dtype] * len(self.params)]
-        self.seen: list[Any] = []
-        self.settings: list[tuple[Any, ...]] = []
-        self.classes: list[int] = []
-        self.odd: list[int] = []
+        self.seen, self.settings = list[Any](), list[tuple[Any, ...]]()
+        self.classes, self.odd = list[int](), list[int]()
         self.launches: dict[bool, list[Launch]] = {}
         self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.one, self.zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
+        telemetry = self.sets[0][1].telemetry
         self.emitting = telemetry is not None
-        self.telemetry = self.zero if telemetry is None else telemetry
+        # The buffer, of which each row set has a view.
+        self.telemetry = self.zero if telemetry is None or telemetry._base is None else telemetry._base
         # One table: a line of eight for each parameter and each group, the rates, and their addresses.
         count, groups = len(self.sets), len(self.groups) + len(self.groups) % 2
         self.parts = [8 * count, 8 * groups, groups, groups]
@@ -178,21 +162,18 @@ class Plan:
             if self.settings[k][0] == "copied":
                 self.rates[k : k + 1].copy_(group["lr"].reshape(1), non_blocking=True)
         scaled = grad_scale is not None or found_inf is not None
-        launches = self.launches.get(scaled)
-        if launches is None:
-            launches = self.launches[scaled] = self._launches(scaled)
-        scale, found = self.one, self.zero
-        if scaled:
-            scale = scale if grad_scale is None else self._plain(grad_scale)
-            found = found if found_inf is None else self._plain(found_inf)
+        if scaled not in self.launches:
+            self.launches[scaled] = self._launches(scaled)
+        scale = self.one if grad_scale is None else self._plain(grad_scale)
+        found = self.zero if found_inf is None else self._plain(found_inf)
         if capturing:
             self.in_graph = True
-            self.kept += [self, self.table, self.items, self.long_items, self.sums, self.emitted, scale, found]
-            self.kept.append(self.emitted_of_long_rows)
+            tables = self.table, self.items, self.long_items, self.sums, self.emitted, self.emitted_of_long_rows
+            self.kept += [self, *tables, scale, found]
         also = self.telemetry if also is None else also
         here = self.device.type != "cuda" or torch.cuda.current_device() == self.device.index
         with nullcontext() if here else torch.cuda.device(self.device):
-            for each in launches:
+            for each in self.launches[scaled]:
                 each(scale, found, also)
 
     def _plain(self, number: Tensor) -> Tensor:
@@ -204,23 +185,21 @@ class Plan:
         entries, computed = DTYPES[self.dtype]
         tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
         registers = None if self.kind in (1, 3) or self.dtype == torch.float64 else _REGISTERS
-        constants: tuple[Any, ...] = (self.emitting, scaled, entries, computed)
+        constants = (self.kind, self.emitting, scaled, entries, computed)
         made = [
             Launch(
                 kernels.step_rows,
                 len(self.items),
                 tables=(self.items, *tables, self.emitted, self.telemetry, self.sums),
                 more=(self.finished, len(self.sets)),
-                constants=(self.present, self.kind, *constants),
+                constants=(self.present, *constants),
                 options={"num_warps": _WARPS, "maxnreg": registers},
             )
         ]
         if len(self.long_items):
             items = (self.long_items, *tables, self.emitted_of_long_rows, self.telemetry, self.sums)
             options = {"num_warps": _WARPS}
-            kernel = kernels.apply_long_rows if self.kind < 2 else kernels.turn_long_rows
-            constants = constants if self.kind < 2 else (self.kind == 3, *constants)
-            made.append(Launch(kernel, len(self.long_items), items, (), constants, options))
+            made.append(Launch(kernels.step_long_rows, len(self.long_items), items, (), constants, options))
         return made
 
     # The table
@@ -256,7 +235,7 @@ class Plan:
             self.classes = classes
 
     def _set_settings(self) -> None:
-        lines = [[*_line(*line), kind == "address"] for kind, _, *line in self.settings]
+        lines = [[*line, kind == "address"] for kind, _, *line in self.settings]
         rates = [rate if kind == "number" else 0.0 for kind, rate, *_ in self.settings]
         self.host_groups[: 8 * len(lines)] = np.array(lines, dtype=np.float64).ravel()
         self.host_rates[: len(rates)] = rates
@@ -327,8 +306,7 @@ class Plan:
         """Where in `telemetry` each program writes, as an offset in numbers."""
         if not self.emitting:
             return self.zero
-        views = [rows.telemetry for _, rows in self.sets]
-        first = torch.tensor([0 if view is None else view.storage_offset() for view in views])
+        first = torch.tensor([rows.telemetry.storage_offset() for _, rows in self.sets if rows.telemetry is not None])
         return self._sent(first[table[:, 0]] + table[:, 1] * len(TELEMETRY))
 
     def _sent(self, values: Tensor) -> Tensor:
@@ -354,7 +332,7 @@ def _class(d: int, *, aligned: bool) -> int:
 
 
 def setting(group: Options, device: torch.device) -> tuple[Any, ...]:
-    """What a plan needs of a group: how the rate is given (number, address, or copied), and the other settings."""
+    """How the rate of a group is given (number, address, or copied), it, and what `kernels.settings_of` reads."""
     lr = group["lr"]
     if type(lr) is float:
         kind, rate = "number", lr
@@ -365,15 +343,11 @@ def setting(group: Options, device: torch.device) -> tuple[Any, ...]:
     else:
         kind, rate = "copied", 0.0
     if "direction" in group:
-        return kind, rate, 0.0, group["beta2"], group["momentum"], 0.0, group["maximize"], group["spread"] == "rms"
-    decay, peak, (beta1, beta2) = group["weight_decay"], peak_rate(group), group["betas"]
-    flags = 8 * bool(group["decoupled_weight_decay"]) + sum(_FLAGS[letter] for letter in group["without"])
-    if peak is not None:
-        decay, flags = decay / peak, flags + 32
-    return kind, rate, beta1, beta2, group["eps"], decay, group["maximize"], flags
-
-
-def _line(beta1: float, beta2: float, eps: float, decay: float, maximize: bool, flags: int) -> list[float]:
-    """The settings as `kernels.settings_of` reads them."""
+        beta1, beta2, eps, decay, flags = 0.0, group["beta2"], group["momentum"], 0.0, int(group["spread"] == "rms")
+    else:
+        (beta1, beta2), eps, decay, peak = group["betas"], group["eps"], group["weight_decay"], peak_rate(group)
+        flags = 8 * bool(group["decoupled_weight_decay"]) + sum(_FLAGS[letter] for letter in group["without"])
+        if peak is not None:
+            decay, flags = decay / peak, flags + 32
     logs = [math.log(beta) if beta else -math.inf for beta in (beta1, beta2)]
-    return [*logs, 1 - beta1, 1 - beta2, eps, decay, flags + 16 * bool(maximize)]
+    return kind, rate, *logs, 1 - beta1, 1 - beta2, eps, decay, flags + 16 * bool(group["maximize"])
