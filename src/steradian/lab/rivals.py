@@ -13,7 +13,7 @@ from steradian.geometry import dot, norm
 from steradian.groups import Layout
 from steradian.optim import RowOptimizer, torch_updates
 from steradian.optim.base import Params
-from steradian.optim.checks import check, check_numbers, check_rate
+from steradian.optim.checks import check
 from steradian.optim.reference import orthogonalized
 from steradian.optim.rows import Options, RowSet, by_shape, rate_of
 from steradian.optim.state import per_row, step_count
@@ -92,10 +92,6 @@ class Rotational(RowOptimizer):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "rest_lr": rest_lr}
         super().__init__(params, {**defaults, "capturable": capturable, "nesterov": False, "maximize": False})
-
-    def _check(self, group: dict[str, Any]) -> None:
-        check_rate(group)
-        check_numbers(group, "momentum", "weight_decay", "rest_lr")
 
     def _new_state(self, param: Tensor, group: dict[str, Any], layout: Layout | None) -> dict[str, Tensor]:
         if layout is None:
