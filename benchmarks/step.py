@@ -172,7 +172,7 @@ def on_gpu(names: list[str]) -> None:
             share = moved * size / (min(eager, replay if capture else eager) / 1e3) / bandwidth
             table.add(name, method, eager, eager / base[0], replay, replay / base[1], moved, share)
             del optimizer, params
-    write("bench-step-gpu", table, copy_bandwidth=bandwidth)
+        write("bench-step-gpu", table, copy_bandwidth=bandwidth)
 
 
 def cpu_methods() -> dict[str, tuple[torch.dtype, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]]:
