@@ -51,6 +51,7 @@ class Adam(RowOptimizer):
             NVIDIA GPU that they run on; rows that they do not take get the plain one. False for the plain step.
             True to have an error where it cannot be fused.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(8, 3))
     >>> optimizer = Adam([{"params": [weight], "rows": "filter"}], lr=1e-3, without="abc")
     >>> weight.grad = torch.randn(8, 3)

@@ -31,6 +31,7 @@ class AdamG(RowOptimizer):
         maximize: ascend.
         capturable: keep the step count on the device, for graphs.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.randn(8, 3))
     >>> optimizer = AdamG([{"params": [weight], "rows": "filter"}], lr=0.01)
     """

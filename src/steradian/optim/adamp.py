@@ -27,6 +27,7 @@ class AdamP(RowOptimizer):
         maximize: ascend.
         capturable: keep the step count on the device, for graphs.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.randn(8, 3))
     >>> optimizer = AdamP([{"params": [weight], "rows": "filter"}], lr=1e-3, weight_decay=1e-2)
     """
