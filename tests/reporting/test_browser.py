@@ -273,6 +273,7 @@ def test_a_phone_scrolls_in_one_direction_only(visit, page_file):
 
 def test_on_paper_every_figure_is_drawn_dark_on_light_and_no_wider_than_the_paper(visit, page_file, tmp_path):
     tab = visit(page_file, viewport={"width": 1200, "height": 800}, color_scheme="dark")
+    tab.wait_for_selector("figure[data-drawn]")  # by then the page listens itself, before this test does
     tab.evaluate(
         """() => window.addEventListener("beforeprint", () => { window.printed = {
              drawn: document.querySelectorAll("figure[data-kind][data-drawn]").length,
