@@ -36,7 +36,7 @@ lint: setup
 unit: setup chromium
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
-test-all: lint chromium  ## also the sweeps that re-prove with more seeds and shapes, before a release
+test-all: lint chromium  ## also the wheel, and the sweeps that re-prove with more seeds and shapes, before a release
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 chromium:  ## the browser in which the page is tested, where it may be installed; without it those tests are skipped
