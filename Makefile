@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_LAB := $(VENV)/.ready-lab
 
-.PHONY: demo docs test test-all lint unit chromium format bench study setup clean
+.PHONY: demo docs test test-all lint unit chromium format dist bench study setup clean
 
 setup: $(READY)
 
@@ -36,7 +36,7 @@ lint: setup
 unit: setup chromium
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
-test-all: lint chromium  ## also the sweeps that re-prove with more seeds and shapes, before a release
+test-all: lint chromium  ## also the wheel, and the sweeps that re-prove with more seeds and shapes, before a release
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 chromium:  ## the browser in which the page is tested, where it may be installed; without it those tests are skipped
@@ -49,6 +49,9 @@ chromium:  ## the browser in which the page is tested, where it may be installed
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+dist: setup  ## the wheel and the source archive, in dist/
+	$(BIN)/python -m build --no-isolation
 
 bench: setup  ## the benchmarks that run on a CPU; each prints a table and writes JSON under results/
 	$(BIN)/python benchmarks/image.py

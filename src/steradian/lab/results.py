@@ -181,6 +181,8 @@ def _commit() -> str:
     """The commit of the source tree, "" if unknown; set STERADIAN_COMMIT for a copy without git history."""
     if commit := os.environ.get("STERADIAN_COMMIT"):
         return commit
+    if Path(__file__).parents[2].name != "src":
+        return ""  # installed: a repository around it is the user's
     call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(call, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
