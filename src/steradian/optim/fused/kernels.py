@@ -10,8 +10,8 @@ d; n; settings line), `settings` one line of float64 per group, `rates` the addr
 a line for each program, at the address of its first row, so that a program reads its data after one look-up.
 
 EMIT: telemetry is on. SCALED: under a gradient scaler. P and C: the dtypes of the parameters and of the arithmetic.
-KIND: 0 for Adam with a number per row, 1 with element-wise second moments, 2 for Angular, 3 with Nesterov. Angular along
-Muon's direction takes two launches: 4, or 5 with Nesterov, leaves the momenta, and 6 turns along what they were made to.
+KIND: 0 for Adam with a number per row, 1 with element-wise second moments, 2 for Angular, 3 with Nesterov. Along Muon's
+direction Angular takes two launches: 4, or 5 with Nesterov, leaves the momenta; 6 turns rows along their matrices.
 """
 
 import os
@@ -454,7 +454,7 @@ def _turn_tile(
     R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
     EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One step of Angular along its momentum, or along a given direction: h from the sums of x and g, the turn from m's."""
+    """One step of Angular along its momentum or what is given: h from the sums of x and g, the turn from those of m."""
     tile = _read_tile(item, d, R, S, K, ALIGNED, P, C)
     d, alive, at, xs, gs = tile.d, tile.alive, tile.at, tile.xs, tile.gs
     rows, zeros = tl.arange(0, R), tl.zeros([R, S], dtype=C)
@@ -707,8 +707,8 @@ def step_rows(
 
     `items` has a line of eight int64 per program: what `lines` has, at the first row of the program; with d its
     class, with n (the rows that are left) the number of a chunk, with the settings line the slot of a chunk, in the
-    upper halves. From kind 4 on, `sums` holds what rows turn along, and these
-    halves say where: in units of 2^24 numbers, and what is left. CLASSES is a bit per class that occurs, so that no other code is compiled. Each program
+    upper halves. From kind 4 on, `sums` holds what rows turn along, and these two halves say where: in units of 2^24
+    numbers, and the rest. CLASSES is a bit per class that occurs, so that no other code is compiled. Each program
     writes its telemetry to `telemetry` and `also`, at the offset in `emitted`.
     """
     item = items + tl.program_id(0).to(tl.int64) * 8
