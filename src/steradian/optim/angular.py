@@ -58,7 +58,7 @@ class Angular(RowOptimizer):
         maximize: ascend.
         capturable: keep the step count on the device, for graphs.
         fused: None for the fused step where there is an NVIDIA GPU that it runs on (direction "gradient"); False for
-            the plain step. True to have an error where it cannot be fused.
+            the plain step. True to have an error where it cannot be fused; with "muon", momenta and turns are fused.
 
     >>> weight = torch.nn.Parameter(torch.randn(8, 3))
     >>> optimizer = Angular([{"params": [weight], "rows": "filter"}], lr=0.01)
@@ -100,13 +100,14 @@ class Angular(RowOptimizer):
         limit = math.inf if group.get("rows") is None else 0.5
         check(not known or float(lr) <= limit, "lr", lr, "an angle of at most 0.5 radians on rows")
         check(group["momentum"] < 1, "momentum", group["momentum"], "a number in [0, 1)")
-        fused = group["fused"] and group["direction"] != "gradient"
+        fused = group["fused"] and group["direction"] == "adam"
         check(not fused, "fused", group["fused"], f"None or False for the direction {group['direction']!r}")
         fine = not group["nesterov"] or group["momentum"] > 0
         check(fine, "nesterov", group["nesterov"], "False without momentum")
 
     def _is_fused(self, group: Options) -> bool:
-        return group["direction"] == "gradient" and super()._is_fused(group)
+        wanted = group["direction"] == "gradient" or (group["direction"] == "muon" and group["fused"])
+        return bool(wanted) and super()._is_fused(group)
 
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if group["spread"] == "rms" else frozenset()

@@ -173,16 +173,19 @@ class RowSet:
         return torch.cat([_clamp_to(param.dtype, part).to(param.dtype).to(self.dtype) for part, param in parts], dim=1)
 
     def matrices(self, rows: Tensor) -> list[Tensor]:
-        """Rows as stacks of matrices, (k, a, b): all rows as one, or each block of each tensor if rows are blocks."""
+        """Rows as stacks of matrices, (k, a, b): all rows as one, or each block of each tensor if rows are blocks.
+
+        They may be the rows of several parameters like this one, under each other.
+        """
         if self._are_slices():
-            return [self._gathered(rows).unsqueeze(0)]
+            return [self._gathered(rows).unflatten(0, (max(1, len(rows) // max(1, self.n)), -1))]
         parts = torch.split(rows, [cut.d for cut in self._cuts], dim=1)
         return [cut.matrices(part) for cut, part in zip(self._cuts, parts, strict=True)]
 
     def from_matrices(self, stacks: list[Tensor]) -> Tensor:
         """The inverse of `matrices`."""
         if self._are_slices():
-            return self._own(stacks[0][0])
+            return self._own(stacks[0].flatten(0, 1))
         return torch.cat([cut.from_matrices(stack) for cut, stack in zip(self._cuts, stacks, strict=True)], dim=1)
 
     def _are_slices(self) -> bool:
@@ -402,7 +405,7 @@ class _Stack(RowSet):
 
 
 # Numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory.
-_MATRICES = 2**27
+MATRICES = 2**27
 
 
 def by_shape(sets: list[RowSet]) -> Iterable[RowSet]:
@@ -416,7 +419,7 @@ def by_shape(sets: list[RowSet]) -> Iterable[RowSet]:
         single = single or not all(is_plain(t) and t.is_contiguous() and t.dtype == param.dtype for t in tensors)
         kind: object = place if single else (param.shape, param.dtype, param.device)
         counts[kind] += rows.n * rows.d
-        alike.setdefault((kind, counts[kind] // _MATRICES), []).append(rows)
+        alike.setdefault((kind, counts[kind] // MATRICES), []).append(rows)
     return (_MatrixStack(same) if len(same) > 1 else same[0] for same in alike.values())
 
 
@@ -437,11 +440,7 @@ class _MatrixStack(_Stack):
         return torch.cat([t.expand(self._sets[0].n, 1) if isinstance(t, Tensor) else fill(t) for t in counts])
 
     def matrices(self, rows: Tensor) -> list[Tensor]:
-        first = self._sets[0]
-        if first._are_slices():
-            return [rows.view(len(self._sets), first.n, first.d)]
-        return [first._cuts[0].matrices(rows)]
+        return self._sets[0].matrices(rows)
 
     def from_matrices(self, stacks: list[Tensor]) -> Tensor:
-        first = self._sets[0]
-        return stacks[0].reshape(-1, first.d) if first._are_slices() else first._cuts[0].from_matrices(stacks[0])
+        return self._sets[0].from_matrices(stacks)

@@ -62,13 +62,15 @@ def can_step(rows: RowSet, group: Options) -> bool:
     """Whether the fused step takes these rows: one dense parameter, cut along dimension 0 alone.
 
     Element-wise second moments take the fused step only where a tile holds the row, and so does Angular in half
-    precision, whose telemetry is that of the rounded weights.
+    precision, whose telemetry is that of the rounded weights, or along Muon's direction.
     """
     param, gradient, state = rows.params[0], rows.params[0].grad, rows.states[0]
     kind, (momentum, second, _) = _kind(group)
     if group.get("joint") or gradient is None or param.dtype not in _DTYPES or not rows.n or not rows.d:
         return False
     if not rows.in_place or not (is_plain(param) and is_plain(gradient)):
+        return False
+    if kind >= 4 and not _has_matrices(rows, state[momentum]):
         return False
     if rows.d > _ALWAYS_A_TILE and (kind == 1 or (kind > 1 and param.dtype.itemsize < 4)):
         return False
@@ -80,11 +82,20 @@ def can_step(rows: RowSet, group: Options) -> bool:
     return together and rows.is_dense() and gradient.stride() == param.stride() == state[momentum].stride()
 
 
+def _has_matrices(rows: RowSet, momentum: Tensor) -> bool:
+    """Whether a tile holds the row, so that it is aligned if it is long, and its matrices lie in memory as they are."""
+    tensors = (rows.params[0], rows.params[0].grad, momentum)
+    aligned = all(tensor is not None and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    fits = rows.d <= _ALWAYS_A_TILE or (aligned and rows.d <= 2 * _ALWAYS_A_TILE and rows.d % 8 == 0)
+    return fits and not rows.sharded and rows.params[0].is_contiguous()
+
+
 def _kind(group: Options) -> tuple[int, tuple[str, str, str]]:
     """The kernels' KIND for a group, and the names of momentum, second moment and step count in its states."""
     if "direction" in group:
         second = "norm_sq" if group["spread"] == "rms" else "step"  # without v nothing is read there
-        return 3 if group["nesterov"] else 2, ("momentum_buffer", second, "step")
+        along_matrices = 2 * (group["direction"] == "muon")
+        return 2 + along_matrices + group["nesterov"], ("momentum_buffer", second, "step")
     return 0 if "a" in group["without"] else 1, ("exp_avg", "exp_avg_sq", "step")
 
 

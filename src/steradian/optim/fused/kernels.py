@@ -10,7 +10,8 @@ d; n; settings line), `settings` one line of float64 per group, `rates` the addr
 a line for each program, at the address of its first row, so that a program reads its data after one look-up.
 
 EMIT: telemetry is on. SCALED: under a gradient scaler. P and C: the dtypes of the parameters and of the arithmetic.
-KIND: 0 for Adam with a number per row, 1 with element-wise second moments, 2 for Angular, 3 with Nesterov.
+KIND: 0 for Adam with a number per row, 1 with element-wise second moments, 2 for Angular, 3 with Nesterov. Along Muon's
+direction Angular takes two launches: 4, or 5 with Nesterov, leaves the momenta; 6 turns rows along their matrices.
 """
 
 import os
@@ -417,12 +418,43 @@ def turn(xx, nn, xn, mn, xm, v, moves, usable, group, step, C: tl.constexpr):
 
 
 @triton.jit
-def _turn_tile(
-    item, d, telemetry, also, settings, rates, grad_scale,
+def _push_tile(
+    item, d, settings, rates, grad_scale, left,
     R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, NESTEROV: tl.constexpr,
+    SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """What a step of Angular turns along, n, left in another tensor; 0 for rows that take no step."""
+    tile = _read_tile(item, d, R, S, K, ALIGNED, P, C)
+    xs, gs, zeros = tile.xs, tile.gs, tl.zeros([R, S], dtype=C)
+    group = settings_of(settings, rates, low(first(item + 7)), C)
+    factor, beta = sign_and_scale(group.flags, grad_scale, SCALED, C), group.eps
+    largest, smallest, _steepest = limits(C)
+    axx, axg = zeros, zeros
+    for k in tl.static_range(K):
+        axx += xs[k] * xs[k]
+        axg += xs[k] * (gs[k] * factor)
+    xx, xg = _sums2(axx, axg)
+    there = (xx >= smallest) & (xx <= largest)
+    r, radial = tl.where(there, tl.sqrt(xx), 0.0)[:, None], (xg / tl.where(there, xx, 1.0))[:, None]
+    ahh, ns = zeros, ()
+    for k in tl.static_range(K):
+        h = (gs[k] * factor - radial * xs[k]) * r
+        m = beta * tile.ms[k] + h
+        ahh += h * h
+        ns = ns + (h + beta * m if NESTEROV else m,)
+    usable = tl.sum(ahh, axis=1) * 1048576.0 <= largest
+    for k in tl.static_range(K):
+        n = tl.where(usable[:, None], ns[k], 0.0)
+        tl.store(left + tile.at + k * S, n, mask=_lanes(tile.alive, k, S, tile.d))
+
+
+@triton.jit
+def _turn_tile(
+    item, d, telemetry, also, settings, rates, grad_scale, given,
+    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
     EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One step of Angular along its momentum: h from the sums of x and g, the turn from those of m."""
+    """One step of Angular along its momentum or what is given: h from the sums of x and g, the turn from those of m."""
     tile = _read_tile(item, d, R, S, K, ALIGNED, P, C)
     d, alive, at, xs, gs = tile.d, tile.alive, tile.at, tile.xs, tile.gs
     rows, zeros = tl.arange(0, R), tl.zeros([R, S], dtype=C)
@@ -447,17 +479,21 @@ def _turn_tile(
         amm += m * m
         axm += xs[k] * m
         moments = moments + (m,)
-        ns = ns + (h + beta * m if NESTEROV else m,)
+        ns = ns + (h + beta * m if KIND == 3 else m,)
     hh, mm, xm = _sums3(ahh, amm, axm)
+    usable = hh * 1048576.0 <= largest  # with room for the squares of m
     nn, xn, mn = mm, xm, mm
-    if NESTEROV:
+    if KIND == 6:
+        ns = ()
+        for k in tl.static_range(K):
+            ns = ns + (tl.load(given + at + k * S, mask=_lanes(alive, k, S, d), other=0.0),)
+    if KIND != 2:
         ann, axn, amn = zeros, zeros, zeros
         for k in tl.static_range(K):
             ann += ns[k] * ns[k]
             axn += xs[k] * ns[k]
             amn += moments[k] * ns[k]
         nn, xn, mn = _sums3(ann, axn, amn)
-    usable = hh * 1048576.0 <= largest  # with room for the squares of m
     # The tangent part of a radial gradient is rounding, which is no direction to turn in.
     moves = there & usable & (hh * steepest > 256.0 * xg * xg)
     counted = rows < tl.where((group.flags & PER_ROW) != 0, low(first(item + 6)), 0)
@@ -472,7 +508,7 @@ def _turn_tile(
     for k in tl.static_range(K):
         mask = _lanes(alive & usable, k, S, d)
         y = kept_in(yx * xs[k] + yn * ns[k], P)
-        m = moments[k] + by_n * ns[k] if NESTEROV else (1.0 + by_n) * ns[k]
+        m = moments[k] + by_n * ns[k] if KIND != 2 else (1.0 + by_n) * ns[k]
         tl.store(tile.x_at + at + k * S, y, mask=mask)
         tl.store(tile.m_at + at + k * S, kept_in(m + mx * xs[k], P), mask=mask)
         if EMIT:  # of the weights as they are kept: half precision rounds the angle
@@ -671,7 +707,8 @@ def step_rows(
 
     `items` has a line of eight int64 per program: what `lines` has, at the first row of the program; with d its
     class, with n (the rows that are left) the number of a chunk, with the settings line the slot of a chunk, in the
-    upper halves. CLASSES is a bit per class that occurs, so that no other code is compiled. Each program
+    upper halves. From kind 4 on, `sums` holds what rows turn along, and these two halves say where: in units of 2^24
+    numbers, and the rest. CLASSES is a bit per class that occurs, so that no other code is compiled. Each program
     writes its telemetry to `telemetry` and `also`, at the offset in `emitted`.
     """
     item = items + tl.program_id(0).to(tl.int64) * 8
@@ -691,16 +728,23 @@ def step_rows(
                     place = tl.zeros([], dtype=tl.int64)
                     if EMIT:
                         place = tl.load(emitted + tl.program_id(0))
+                    n_at = sums
+                    if KIND >= 4:
+                        n_at = sums + high(first(item + 6)).to(tl.int64) * 16777216 + high(first(item + 7))
                     if KIND < 2:
                         _step_tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale,
                                    R, S, 1 + (k // 2) % 5, k % 2 == 1, KIND == 1, EMIT, SCALED, P, C)  # fmt: skip
+                    elif KIND == 4 or KIND == 5:
+                        _push_tile(item, d.to(tl.int32), settings, rates, grad_scale, n_at,
+                                   R, S, 1 + (k // 2) % 5, k % 2 == 1, KIND == 5, SCALED, P, C)  # fmt: skip
                     else:
                         _turn_tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale,
-                                   R, S, 1 + (k // 2) % 5, k % 2 == 1, KIND == 3, EMIT, SCALED, P, C)  # fmt: skip
+                                   n_at, R, S, 1 + (k // 2) % 5, k % 2 == 1, KIND, EMIT, SCALED, P, C)  # fmt: skip
         if (CLASSES >> 60) & 1:
             if kind == 60:
                 _leave_sums(item, d, sums, settings, rates, grad_scale, KIND, EMIT, SCALED, P, C)
-        _count(lines, entries, finished, 1024)
+        if KIND != 4 and KIND != 5:
+            _count(lines, entries, finished, 1024)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from steradian.optim.fused import kernels
-from steradian.optim.rows import Options, RowSet, arithmetic, peak_rate
+from steradian.optim.reference import orthogonalized
+from steradian.optim.rows import MATRICES, Options, RowSet, arithmetic, peak_rate
 from steradian.optim.telemetry import TELEMETRY
 
 LANES = int(kernels.LANES.value)
@@ -98,7 +100,8 @@ class Plan:
         self.expected: list[object] = [*strides, *strides, *[self.dtype] * len(self.params)]
         self.seen, self.settings = list[Any](), list[tuple[Any, ...]]()
         self.classes, self.odd = list[int](), list[int]()
-        self.launches: dict[bool, list[Launch]] = {}
+        self.launches: dict[bool, list[Callable[[Tensor, Tensor, Tensor], None]]] = {}
+        self._stack_matrices()
         self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.one, self.zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
         telemetry = self.sets[0][1].telemetry
@@ -142,7 +145,7 @@ class Plan:
             return False
         self._set_addresses(seen[:count], seen[count : 2 * count], seen[states])
         self.seen = seen
-        return True
+        return self.kind < 4 or _CHUNK not in self.classes
 
     def use(self, settings: list[tuple[Any, ...]]) -> None:
         """Take the settings of the groups (`setting`) as they are now."""
@@ -181,26 +184,56 @@ class Plan:
         number = number.to(self.device, torch.float32)
         return number if number.data_ptr() % 16 == 0 else number.clone()
 
-    def _launches(self, scaled: bool) -> list[Launch]:
+    def _launches(self, scaled: bool) -> list[Callable[[Tensor, Tensor, Tensor], None]]:
         entries, computed = DTYPES[self.dtype]
         tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
-        registers = None if self.kind in (1, 3) or self.dtype == torch.float64 else _REGISTERS
         constants = (self.kind, self.emitting, scaled, entries, computed)
-        made = [
-            Launch(
+
+        def step(kind: int) -> Launch:
+            registers = _REGISTERS if kind in (0, 2) and self.dtype != torch.float64 else None
+            return Launch(
                 kernels.step_rows,
                 len(self.items),
                 tables=(self.items, *tables, self.emitted, self.telemetry, self.sums),
                 more=(self.finished, len(self.sets)),
-                constants=(self.present, *constants),
+                constants=(self.present, kind, *constants[1:]),
                 options={"num_warps": _WARPS, "maxnreg": registers},
             )
-        ]
+
+        if self.kind >= 4:
+            return [step(self.kind), self._orthogonalize, step(6)]
+        made: list[Callable[[Tensor, Tensor, Tensor], None]] = [step(self.kind)]
         if len(self.long_items):
             items = (self.long_items, *tables, self.emitted_of_long_rows, self.telemetry, self.sums)
             options = {"num_warps": _WARPS}
             made.append(Launch(kernels.step_long_rows, len(self.long_items), items, (), constants, options))
         return made
+
+    # Muon's direction
+
+    def _stack_matrices(self) -> None:
+        """Memory for what rows turn along, in which parameters of one shape follow each other."""
+        alike: dict[object, list[RowSet]] = {}
+        counts: Counter[object] = Counter()
+        for _, rows in self.sets if self.kind >= 4 else ():
+            shape = rows.params[0].shape, rows.layout.spec
+            counts[shape] += rows.n * rows.d
+            alike.setdefault((shape, counts[shape] // MATRICES), []).append(rows)
+        self.stacks: list[tuple[RowSet, slice]] = []
+        self.starts = dict[int, int]()  # of each row set
+        end = 0
+        for same in alike.values():
+            begin, size = end, same[0].n * same[0].d
+            self.starts |= {id(rows): begin + k * size for k, rows in enumerate(same)}
+            self.stacks.append((same[0], slice(begin, begin + size * len(same))))
+            end = begin + size * len(same)
+        self.along = torch.zeros(end, dtype=arithmetic(self.dtype), device=self.device)
+
+    @torch.no_grad()
+    def _orthogonalize(self, *_: Tensor) -> None:
+        for rows, span in self.stacks:
+            n = self.along[span].view(-1, rows.d)
+            n.copy_(rows.from_matrices([orthogonalized(stack) for stack in rows.matrices(n)]))
 
     # The table
 
@@ -285,7 +318,9 @@ class Plan:
                 slot += rows.n * chunks
             else:
                 at_once = LANES // (4 if kind % 2 else 8) // (32 << kind // 10)
-                items.append(_columns(index, torch.arange(0, rows.n, at_once), kind, 0, 0))
+                row = torch.arange(0, rows.n, at_once)
+                along = self.starts.get(id(rows), 0) + row * rows.d * bool(self.stacks)
+                items.append(_columns(index, row, kind, along >> 24, along & 0xFFFFFF))
         self.present = sum(1 << kind for kind in set(classes))
         table = torch.cat(items)
         params, row, kinds, chunk, slots = table.unbind(1)
@@ -298,7 +333,8 @@ class Plan:
         self.items = torch.empty_like(self.offsets)
         long_table = torch.cat(long_items) if long_items else torch.zeros(0, 5, dtype=torch.int64)
         self.long_items = self._sent(long_table.to(torch.int32))
-        self.sums = torch.zeros(max(1, 7 * slot), dtype=torch.float64, device=self.device)
+        sums = torch.zeros(max(1, 7 * slot), dtype=torch.float64, device=self.device)
+        self.sums = self.along if self.stacks else sums
         self.emitted, self.emitted_of_long_rows = self._targets(table), self._targets(long_table)
         self.launches = {}
 
