@@ -83,9 +83,10 @@ def methods() -> dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str,
         'Adam, without="abc", fused': (ours, {"fused": True, "capturable": True}, "one number per row", True),
         "Angular, fused": (angular, {"fused": True, "capturable": True}, "one number per row", True),
         "torch.optim.Muon": (partial(of_matrices, torch.optim.Muon), {"nesterov": False}, "matrices", False),
-        "Angular, muon": (
+        "Angular, muon": (partial(of_matrices, angular), {"direction": "muon", "capturable": True}, "matrices", True),
+        "Angular, muon, fused": (
             partial(of_matrices, angular),
-            {"direction": "muon", "capturable": True},
+            {"direction": "muon", "capturable": True, "fused": True},
             "matrices",
             True,
         ),
@@ -166,8 +167,8 @@ def on_gpu(names: list[str]) -> None:
                 base = (eager, replay)
             if method == "torch.optim.Muon":
                 muon = eager
-            if method == "Angular, muon":
-                print(f"{name}: Angular, muon / torch.optim.Muon: eager {eager / muon:.3f}, graph {replay / muon:.3f}")
+            if method.startswith("Angular, muon"):
+                print(f"{name}: {method} / torch.optim.Muon: eager {eager / muon:.3f}, graph {replay / muon:.3f}")
             moved = TRAFFIC[traffic]
             share = moved * size / (min(eager, replay if capture else eager) / 1e3) / bandwidth
             table.add(name, method, eager, eager / base[0], replay, replay / base[1], moved, share)
