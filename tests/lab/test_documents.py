@@ -162,14 +162,22 @@ def test_the_documents_are_up_to_date_with_the_results(tmp_path, name):
         assert all(abs(float(a) - float(b)) < 0.15 for a, b in pairs), made.name
 
 
-def test_the_steps_in_the_readme_are_those_of_the_file():
-    [_, table] = (ROOT / "README.md").read_text().split("| shapes of | eager | graph | share of copy bandwidth |\n")
+def test_the_steps_on_the_page_of_costs_are_those_of_the_file():
+    [_, table] = (ROOT / "docs" / "costs.md").read_text().split("| shapes of | eager | graph | share of copy bandwidth |\n")
     lines = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[1:]]
     content = json.loads((ROOT / "results" / "bench-step-gpu.json").read_text())["rows"]
     names = ("eager / fused Adam", "graph / fused Adam", "share of copy")
     ours = [row for row in content if row["method"] == 'Adam, without="abc", fused']
     assert [line[1:] for line in lines] == [[f"{row[name]:.2f}" for name in names] for row in ours]
     assert [line[0].split()[0] for line in lines] == [row["set"].split()[0] for row in ours]
+
+
+def test_the_shares_in_the_readme_are_those_of_the_file():
+    [_, table] = (ROOT / "README.md").read_text().split("| architecture | weights that are invariant by themselves |")
+    page = (ROOT / "docs" / "coverage.md").read_text()
+    for line in table.split("\n\n")[0].splitlines()[2:]:
+        name, share, reason = line.strip("| ").split(" | ")
+        assert re.search(rf"^\| {name} \| [\d,]+ \| {share} \| [\d,]+ \| {reason} \|", page, re.MULTILINE), line
 
 
 def test_benchmarks_write_valid_json(tmp_path, monkeypatch):
