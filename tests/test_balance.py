@@ -154,3 +154,11 @@ def test_what_has_no_equilibrium_says_why() -> None:
     assert "no weight decay" in found.note
     with pytest.raises(ValueError, match="slopes must have one number for each of the 3 rates, got 2"):
         st.equilibrium(torch.optim.SGD([x], lr=0.1, weight_decay=0.1), rates=[0.1] * 3, slopes=[1.0, 2.0])
+
+
+def test_what_angular_gives_a_rate_has_no_angle():
+    rows, rest = (torch.nn.Parameter(torch.randn(4, 8)) for _ in range(2))
+    angled, rated = st.equilibrium(st.optim.Angular([{"params": [rows], "rows": "filter"}, {"params": [rest]}], lr=0.02))
+    assert angled.angle == 0.02
+    assert math.isnan(rated.angle)
+    assert "no rows" in rated.note

@@ -323,6 +323,8 @@ def _predicted(
     """The prediction for rows of one size; r* and θ* of all steps first, then the radius step by step."""
     path = torch.as_tensor([float(settings["lr"])] if rates is None else rates, dtype=torch.float64, device="cpu")
     if not _by_angle.isdisjoint(type(optimizer).__mro__):
+        if settings.get("rows") is None:
+            return Equilibrium(name, math.nan, radius, math.nan, "no rows: this group has a rate and not an angle")
         return Equilibrium(name, path[0].item() if rates is None else path, radius, 0.0, "rows turn by the rate")
     begin = int((path != 0).int().argmax())  # a warm-up may start at 0, where nothing moves
     distinct = path[path != 0].unique().tolist() or [0.0]

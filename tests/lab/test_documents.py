@@ -163,7 +163,9 @@ def test_the_documents_are_up_to_date_with_the_results(tmp_path, name):
 
 
 def test_the_steps_on_the_page_of_costs_are_those_of_the_file():
-    [_, table] = (ROOT / "docs" / "costs.md").read_text().split("| shapes of | eager | graph | share of copy bandwidth |\n")
+    [_, table] = (
+        (ROOT / "docs" / "costs.md").read_text().split("| shapes of | eager | graph | share of copy bandwidth |\n")
+    )
     lines = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[1:]]
     content = json.loads((ROOT / "results" / "bench-step-gpu.json").read_text())["rows"]
     names = ("eager / fused Adam", "graph / fused Adam", "share of copy")

@@ -297,6 +297,23 @@ def test_without_proved_rows_one_line_says_how_to_get_them():
     assert "find_groups(model, inputs)" in sentences[-1].text
 
 
+def test_a_model_whose_layers_are_all_refuted_is_not_sent_to_find_groups():
+    sentences = verdict(run(label="not invariant"))
+    assert kinds(sentences) == ["healthy", "find_groups"]
+    assert sentences[-1].text.startswith("No layer is invariant: weight decay regularizes as usual")
+
+
+def test_a_layer_most_of_whose_rows_have_no_gradient_is_not_frozen():
+    """An embedding of which a batch uses a few tokens."""
+    still = from_step(0, "angle", "c.weight", 0.0)
+    assert "frozen" in kinds(verdict(run(still)))
+
+    def of_few_rows(values, at):
+        values["gradient_norm"]["c.weight"][:3] = 0  # the smallest, the 10th percentile and the median
+
+    assert "frozen" not in kinds(verdict(run(all_of(still, of_few_rows))))
+
+
 def test_at_most_seven_sentences_the_most_severe_first():
     everything = all_of(
         *(FAULTS[name][0] for name in ("balance", "rate", "dead ", "collapsed")),
@@ -409,13 +426,13 @@ def test_the_verdict_of_a_large_run_is_quick():
 
 
 def test_a_long_history_is_thinned(monkeypatch):
-    monkeypatch.setattr("steradian.watching.verdict._KEPT", 5500)
+    monkeypatch.setattr("steradian.watching.verdict._KEPT", 6000)
     history = History()
     ones = np.ones((100, 1, 2, len(STATISTICS)))
     for k in range(20):
         active, defined = np.ones((100, 2), dtype=bool), np.ones((1, 2), dtype=bool)
         history.add(Block("run", np.arange(100 * k, 100 * k + 100), ("a", "b"), ("angle",), ones, active, defined))
-    assert history.values.size <= 5500
+    assert history.values.size <= 6000
     assert history.steps.tolist() == list(range(0, 2000, 8))
 
 

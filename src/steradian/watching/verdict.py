@@ -39,7 +39,7 @@ _OF_ALERTS = {"H1": "radial", "H2": "velocity", "defect": "defect"}
 _PAIRS = [
     *((quantity, "median") for quantity in ("angle", "radius", "defect", "equilibrium_angle", "equilibrium_radius")),
     *(("lr", "mean"), ("collapsed", "mean"), ("radius", "max")),
-    *(("gradient_norm", statistic) for statistic in ("min", "q10", "max")),
+    *(("gradient_norm", statistic) for statistic in ("min", "q10", "median", "max")),
 ]
 """Quantities and statistics that a verdict is made from."""
 
@@ -102,6 +102,8 @@ def judge(
             "No row is proved invariant, so nothing is said about the balance of weight decay or the share of "
             "invariant weights: watch(optimizer, find_groups(model, inputs)) proves rows."
         )
+        if all(labels[name] == "not invariant" for name in np.array(run.groups)[run.layers]):
+            text = "No layer is invariant: weight decay regularizes as usual, and there is no balance to speak of."
         found = [*found[: _MOST - 1], Sentence("find_groups", text)]
     return found[:_MOST]
 
@@ -211,7 +213,8 @@ class _Run:
         # At a minimum of the loss gradients vanish, and then it is right that nothing turns.
         pulled = _median(gradient[self.end]) > 0.01 * _median(gradient)
         others = _median(self.angle[(self.angle > _STILL) & self.layers]) > 100 * self.angle
-        self.still = (self.angle <= _STILL) & ((turned & pulled) | others) & ~self.dead
+        unused = (self.get("gradient_norm")[self.end] == 0).all(axis=0)  # most rows, such as tokens in no batch
+        self.still = (self.angle <= _STILL) & ((turned & pulled) | others) & ~self.dead & ~unused
         self.moving = (self.angle > 0) & ~self.dead & ~self.still & ~np.isinf(radius[self.end]).any(axis=0)
 
     @property
