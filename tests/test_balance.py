@@ -158,7 +158,9 @@ def test_what_has_no_equilibrium_says_why() -> None:
 
 def test_what_angular_gives_a_rate_has_no_angle():
     rows, rest = (torch.nn.Parameter(torch.randn(4, 8)) for _ in range(2))
-    angled, rated = st.equilibrium(st.optim.Angular([{"params": [rows], "rows": "filter"}, {"params": [rest]}], lr=0.02))
+    angled, rated = st.equilibrium(
+        st.optim.Angular([{"params": [rows], "rows": "filter"}, {"params": [rest]}], lr=0.02)
+    )
     assert angled.angle == 0.02
     assert math.isnan(rated.angle)
     assert "no rows" in rated.note

@@ -174,12 +174,18 @@ def test_the_steps_on_the_page_of_costs_are_those_of_the_file():
     assert [line[0].split()[0] for line in lines] == [row["set"].split()[0] for row in ours]
 
 
-def test_the_shares_in_the_readme_are_those_of_the_file():
-    [_, table] = (ROOT / "README.md").read_text().split("| architecture | weights that are invariant by themselves |")
+def test_the_figures_in_the_readme_are_those_of_the_results():
+    text = (ROOT / "README.md").read_text()
     page = (ROOT / "docs" / "coverage.md").read_text()
-    for line in table.split("\n\n")[0].splitlines()[2:]:
-        name, share, reason = line.strip("| ").split(" | ")
-        assert re.search(rf"^\| {name} \| [\d,]+ \| {share} \| [\d,]+ \| {reason} \|", page, re.MULTILINE), line
+    [_, table] = text.split("| architecture | invariant weights | because of |\n")
+    for line in table.split("\n\n")[0].splitlines()[1:]:
+        name, share, _ = line.strip("| ").split(" | ")
+        assert re.search(rf"^\| {name} \| [\d,]+ \| {share} \|", page, re.MULTILINE), line
+    study = (ROOT / "docs" / "study.md").read_text()
+    reached = re.findall(r"(Adam|Adam w/o \(ab\)|SGD-M) (?:reaches )?(\d\d\.\d\d) %", " ".join(text.split()))
+    assert len(reached) == 3
+    for method, accuracy in reached:
+        assert re.search(rf"^\| {re.escape(method)} \|.* {accuracy} ± ", study, re.MULTILINE), method
 
 
 def test_benchmarks_write_valid_json(tmp_path, monkeypatch):
