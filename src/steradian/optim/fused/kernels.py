@@ -418,6 +418,20 @@ def turn(xx, nn, xn, mn, xm, v, moves, usable, group, step, C: tl.constexpr):
 
 
 @triton.jit
+def _against(xs, gs, factor, zeros, K: tl.constexpr, C: tl.constexpr):
+    """⟨x,x⟩ and ⟨x,g⟩, whether the row has a direction, and r and ⟨x,g⟩/⟨x,x⟩ of h = r(g − ⟨x,g⟩/⟨x,x⟩·x)."""
+    largest, smallest, _steepest = limits(C)
+    axx, axg = zeros, zeros
+    for k in tl.static_range(K):
+        axx += xs[k] * xs[k]
+        axg += xs[k] * (gs[k] * factor)
+    xx, xg = _sums2(axx, axg)
+    there = (xx >= smallest) & (xx <= largest)
+    xx = tl.where(there, xx, 1.0)
+    return xx, xg, there, tl.where(there, tl.sqrt(xx), 0.0)[:, None], (xg / xx)[:, None]
+
+
+@triton.jit
 def _push_tile(
     item, d, settings, rates, grad_scale, left,
     R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, NESTEROV: tl.constexpr,
@@ -428,14 +442,8 @@ def _push_tile(
     xs, gs, zeros = tile.xs, tile.gs, tl.zeros([R, S], dtype=C)
     group = settings_of(settings, rates, low(first(item + 7)), C)
     factor, beta = sign_and_scale(group.flags, grad_scale, SCALED, C), group.eps
-    largest, smallest, _steepest = limits(C)
-    axx, axg = zeros, zeros
-    for k in tl.static_range(K):
-        axx += xs[k] * xs[k]
-        axg += xs[k] * (gs[k] * factor)
-    xx, xg = _sums2(axx, axg)
-    there = (xx >= smallest) & (xx <= largest)
-    r, radial = tl.where(there, tl.sqrt(xx), 0.0)[:, None], (xg / tl.where(there, xx, 1.0))[:, None]
+    largest, _smallest, _steepest = limits(C)
+    _xx, _xg, _there, r, radial = _against(xs, gs, factor, zeros, K, C)
     ahh, ns = zeros, ()
     for k in tl.static_range(K):
         h = (gs[k] * factor - radial * xs[k]) * r
@@ -460,16 +468,8 @@ def _turn_tile(
     rows, zeros = tl.arange(0, R), tl.zeros([R, S], dtype=C)
     group = settings_of(settings, rates, low(first(item + 7)), C)
     factor, beta = sign_and_scale(group.flags, grad_scale, SCALED, C), group.eps
-    largest, smallest, steepest = limits(C)
-    axx, axg = zeros, zeros
-    for k in tl.static_range(K):
-        axx += xs[k] * xs[k]
-        axg += xs[k] * (gs[k] * factor)
-    xx, xg = _sums2(axx, axg)
-    there = (xx >= smallest) & (xx <= largest)
-    xx = tl.where(there, xx, 1.0)
-    r = tl.where(there, tl.sqrt(xx), 0.0)[:, None]
-    radial = (xg / xx)[:, None]
+    largest, _smallest, steepest = limits(C)
+    xx, xg, there, r, radial = _against(xs, gs, factor, zeros, K, C)
     ahh, amm, axm = zeros, zeros, zeros
     moments, ns = (), ()
     for k in tl.static_range(K):
