@@ -266,7 +266,7 @@ lab. Widths and vocabularies are small, so that shares are those of the blocks m
   "unknown" is a normalization that is a function and not a layer.
 - **with facts**: the share if invariant sets count too that are not given to optimizers, such as everything that writes
   to a residual stream in front of a final normalization.
-- **pairs**: how many sides scale against each other, $f(\\alpha a, b/\\alpha) = f(a, b)$, and the share of numbers that
+- **pairs**: how many pairs $(a, b)$ have $f(\\alpha a, b/\\alpha) = f(a, b)$, and the share of numbers that
   are in some pair.
 
 | architecture | weights | invariant | rows | because of | with facts | pairs | in pairs |
