@@ -39,7 +39,7 @@ def screen(*, stderr: bool = False) -> Console:
     return made
 
 
-from steradian.cli import angle, data, language, look, show, study  # noqa: E402, F401  # each adds its commands
+from steradian.cli import data, look, show, study  # noqa: E402, F401  # each adds its commands
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Commands that run trainings: compare, tune and reproduce."""
+"""Commands that run trainings: compare, tune, reproduce, angle and language."""
 
 import inspect
 import json
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steradian.cli import app, screen
-from steradian.cli.show import print_table
+from steradian.cli.show import print_table, show_rows
 
 if TYPE_CHECKING:
     from steradian.lab.config import Config
@@ -71,9 +71,7 @@ def compare(
     if several and not tunes:
         raise ValueError(f"one value for each method, got several for {', '.join(several)}: steradian tune tries them")
     kind: dict[str, Any] = {"network": network, "data": data, "epochs": epochs, "schedule": schedule, "warmup": warmup}
-    for text in settings or ():
-        field, _, value = text.partition("=")
-        kind[field] = json.loads(value) if re.match(r"[\d\[.-]", value) else value
+    kind |= _settings(settings)
     kind |= {"lr": {m: each[0] for m, each in rates.items()}, "weight_decay": {m: v[0] for m, v in decays.items()}}
     configs = comparison(methods=methods, seeds=1 if tunes else seeds, **kind)
     name = study or f"{context.info_name}-{network}-{data}"
@@ -213,3 +211,95 @@ def _roots(configs: Sequence["Config"], root: Path | None) -> dict[str, Path]:
     if len(names) > 1:
         raise ValueError(f"root is the folder of one data set; choose one with --data, not {', '.join(sorted(names))}")
     return {names.pop(): root}
+
+
+@app.command()
+def angle(
+    part: Annotated[str, typer.Argument(help="crossed, matched or tuned.")],
+    data: Annotated[str, typer.Option(help="digits, cifar10, cifar100, svhn, or packed.")] = "cifar10",
+    network: Annotated[str, typer.Option(help="ResNet20, ResNet18 or VGG16.")] = "ResNet20",
+    root: Root = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Some of them; once for each.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="135 by default, 60 for tuned.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 5,
+    points: Annotated[int, typer.Option(min=2, help="matched: steps of SGD-M to record.")] = 600,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="width=8, batch_size=64, …")] = None,
+    seconds: Seconds = None,
+    size: Size = 14,
+    device: Device = None,
+    compile: Compile = None,
+    study: Annotated[str | None, typer.Option(help="Name of the files in results/.")] = None,
+) -> None:
+    """Compare optimizers whose rest is exchanged (crossed), at SGD-M's angle (matched), or tuned alike (tuned).
+
+    Finished trainings are never repeated: run the same command to continue.
+
+    Example: steradian angle matched --root data/cifar10 --device cuda --seconds 500
+    """
+    from steradian.lab.angle import angle_study
+    from steradian.lab.intervals import interval_rows
+    from steradian.lab.progress import Progress
+    from steradian.lab.study import Study
+
+    given = _settings(settings)
+    usual = (network, data) == ("ResNet20", "cifar10")
+    made = Study(study or f"angle-{part}" + ("" if usual else f"-{network}-{data}".lower()))
+    console = screen()
+    how: dict[str, Any] = {"methods": methods, "epochs": epochs, "seeds": seeds, "points": points, "settings": given}
+    how |= {"roots": {data: root} if root else {}, "size": size, "device": device, "seconds": seconds}
+    finished = angle_study(
+        part, data=data, network=network, study=made, compiled=compile, progress=Progress(console), **how
+    )
+    if results := made.store.results():
+        show_rows(console, "Test accuracy in percent, mean and 95 % interval over seeds", *interval_rows(results))
+    console.print(f"The results: {made.store.path}", soft_wrap=True)
+    if not finished:
+        console.print("Time is up before the end: run the same command again to continue.")
+
+
+@app.command()
+def language(
+    root: Annotated[Path, typer.Option(help="Folder of the text, as steradian data corpus writes it.")],
+    methods: Annotated[list[str] | None, typer.Option(help='e.g. "Muon"; once for each. All by default.')] = None,
+    post_norms: Annotated[bool, typer.Option("--post-norms", help="Normalize after each layer, too.")] = False,
+    lr: Annotated[list[float] | None, typer.Option(help="A rate to try, once for each; six by default.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many, for the best rate of each method.")] = 5,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="width=64, epochs=2, batch_size=8, …")] = None,
+    seconds: Seconds = None,
+    device: Device = None,
+    study: Annotated[str, typer.Option(help="Name of the files in results/.")] = "language",
+) -> None:
+    """Train a byte-level language model with matrices on spheres or not: tune all methods alike, then over seeds.
+
+    Finished trainings are never repeated: run the same command to continue.
+
+    Example: steradian language --root data/python-source --device cuda --seconds 500
+    """
+    from steradian.lab.language import RATES, Shape, bits_rows, language_study
+    from steradian.lab.study import Study
+
+    given = _settings(settings)
+    sizes = {name: given.pop(name) for name in list(given) if name in Shape.__dataclass_fields__}
+    shape, made, console = Shape(post_norms=post_norms, **sizes), Study(study), screen()
+    rates = lr or RATES
+    how: dict[str, Any] = {"methods": methods, "rates": rates, "seeds": seeds, "device": device, "seconds": seconds}
+    finished = language_study(
+        shape, root, study=made, say=lambda text: console.print(text, soft_wrap=True), **how, **given
+    )
+    if results := made.store.results():
+        show_rows(console, "Bits per byte of the validation text", *bits_rows(results))
+    console.print(f"The results: {made.store.path}; recorded runs: {made.work}", soft_wrap=True)
+    if not finished:
+        console.print("Time is up before the end: run the same command again to continue.")
+
+
+def _settings(given: Sequence[str] | None) -> dict[str, Any]:
+    """NAME=VALUE, with values as JSON or, if they are not, as they are."""
+    found: dict[str, Any] = {}
+    for text in given or ():
+        name, _, value = text.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
