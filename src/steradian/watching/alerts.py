@@ -1,11 +1,12 @@
 """Alerts about a training, each raised once."""
 
 from collections.abc import Iterator, Mapping, Set
+from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steradian.watching.records import STATISTICS, Alert, Block
+from steradian.watching.records import STATISTICS, WORDS, Alert, Block, said
 
 __all__ = ["Alerts"]
 
@@ -62,14 +63,10 @@ class Alerts:
             early = self._early_defects.setdefault(group, [])
             early += defect[block.active[:, g], g][: _FIRST - len(early)].tolist()
         large = (defect > _LARGE_DEFECT) & block.active
-        for k, g, group in _where(block, large & (large.sum(axis=0) > len(large) / 2)):
+        for k, g in _where(block, large & (large.sum(axis=0) > len(large) / 2)):
             # ε matters only once a radius has become small, so not in the first steps of a training.
-            always = self.first < _EARLY and np.median(self._early_defects[group]) > _LARGE_DEFECT
-            why = "the ε of its normalization matters, or the gradient is so small that it is rounding"
-            why = "this from the first steps on, so they are not invariant" if always else why
-            cosine = f"|cos(x, ∇L)| = {defect[k, g]:.2g} in the median"
-            text = f"the gradient is not orthogonal to the rows ({cosine}): {why}"
-            yield Alert(int(block.steps[k]), group, "defect", text)
+            always = self.first < _EARLY and np.median(self._early_defects[block.groups[g]]) > _LARGE_DEFECT
+            yield _alert(block, k, g, "defect", "not_invariant" if always else "epsilon", value=defect[k, g])
 
     def _equilibrium(self, block: Block) -> Iterator[Alert]:
         """The angle is not that of the equilibrium, although there was time to reach it."""
@@ -80,74 +77,63 @@ class Alerts:
         out = reached & block.active & (ratio > 0) & ((ratio > _OUT) | (ratio < 1 / _OUT))
         # Angles vary too much between steps to judge a single one.
         for g in np.flatnonzero(out.sum(0) > len(out) / 2):
-            k = int(np.flatnonzero(out[:, g])[-1])
-            text = (
-                f"it turns {ratio[k, g]:.2g} times as far per step as in equilibrium "
-                f"({angle[k, g]:.2g} instead of {expected[k, g]:.2g} rad): its effective rate is not the one that "
-                "the rate and the weight decay lead to"
-            )
-            yield Alert(int(block.steps[k]), block.groups[g], "equilibrium", text)
+            k = np.flatnonzero(out[:, g])[-1]
+            numbers = {"ratio": ratio[k, g], "angle": angle[k, g], "expected": expected[k, g]}
+            yield _alert(block, k, g, "equilibrium", **numbers)
 
     def _no_effect(self, block: Block) -> Iterator[Alert]:
         """Weight decay would balance only at a far larger radius, or the radius is fixed."""
         for group, decay in self.decays.items():
             if decay == 0 and group in block.groups:
-                text = "its weight decay has no effect: this optimizer keeps the radius fixed"
-                yield Alert(int(block.steps[-1]), group, "weight decay", text)
+                yield _alert(block, -1, block.groups.index(group), "weight decay", "fixed")
         ratio, rates = _get(block, "equilibrium_radius") / _get(block, "radius"), _get(block, "lr", "mean")
-        for k, g, group in _where(block, ratio > _NEGLIGIBLE):
-            time = 1 / max(rates[k, g] * self.decays.get(group, 0.0), 1e-300)
-            text = (
-                f"its weight decay has no effect yet: it would balance at a radius {ratio[k, g]:.2g} times the present "
-                f"one, which takes about {time:.1g} steps"
-            )
-            yield Alert(int(block.steps[k]), group, "weight decay", text)
+        for k, g in _where(block, ratio > _NEGLIGIBLE):
+            time = 1 / max(rates[k, g] * self.decays.get(block.groups[g], 0.0), 1e-300)
+            yield _alert(block, k, g, "weight decay", "no_effect", ratio=ratio[k, g], time=time)
 
     def _apart(self, block: Block) -> Iterator[Alert]:
         """Some layers turn much faster than others."""
         angle = _get(block, "angle")[-1]
-        invariant = [group in self.invariant for group in block.groups]
-        turning = np.flatnonzero((angle > 0) & block.active[-1] & invariant)
-        if len(turning):
-            low, high = turning[np.argmin(angle[turning])], turning[np.argmax(angle[turning])]
-            if angle[high] > _APART * angle[low]:
-                text = (
-                    f"it turns {angle[high] / angle[low]:.2g} times as far per step as {block.groups[low]} "
-                    f"({angle[high]:.2g} and {angle[low]:.2g} rad): the effective rates of the layers are far apart"
-                )
-                yield Alert(int(block.steps[-1]), block.groups[high], "apart", text)
+        turning = (angle > 0) & block.active[-1] & [group in self.invariant for group in block.groups]
+        low, high = np.where(turning, angle, np.inf).argmin(), np.where(turning, angle, 0.0).argmax()
+        if turning.any() and angle[high] > _APART * angle[low]:
+            numbers = {"ratio": angle[high] / angle[low], "high": angle[high], "low": angle[low]}
+            yield _alert(block, -1, high, "apart", other=block.groups[low], **numbers)
 
 
 def _hypotheses(block: Block) -> Iterator[Alert]:
     """H1, H2, and a radius."""
-    crossed = "H1 is violated: a step crossed the origin (A⟨c,u⟩ = {0:.3g}, not below 1)"
-    collapsed = "{1:.3g} % of its rows collapsed: their radius is too small for a direction to exist"
-    for kind, quantity, statistic, bound, text in (
-        ("H1", "radial", "max", 1.0, crossed),
-        ("H2", "velocity", "max", np.pi, "H2 is violated: z = {0:.3g} is not below π"),
-        ("collapsed", "collapsed", "mean", np.nextafter(0, 1), collapsed),
+    for kind, quantity, statistic, bound in (
+        ("H1", "radial", "max", 1.0),
+        ("H2", "velocity", "max", np.pi),
+        ("collapsed", "collapsed", "mean", np.nextafter(0, 1)),
     ):
         values = _get(block, quantity, statistic)
-        for k, g, group in _where(block, values >= bound):
-            yield Alert(int(block.steps[k]), group, kind, text.format(values[k, g], 100 * values[k, g]))
+        for k, g in _where(block, values >= bound):
+            yield _alert(block, k, g, kind, value=values[k, g], percent=100 * values[k, g])
 
 
 def _not_finite(block: Block) -> Iterator[Alert]:
+    """NaN or infinite weights or gradients."""
     found = [
-        Alert(int(block.steps[k]), group, "not finite", f"its {what} NaN or infinite numbers")
-        for quantity, what in (("radius", "weights hold"), ("gradient_norm", "gradient holds"))
+        _alert(block, k, g, "not finite", what)
+        for quantity, what in (("radius", "weights"), ("gradient_norm", "gradient"))
         if quantity in block.quantities
-        for k, _, group in _where(block, ~np.isfinite(_get(block, quantity, "mean")))
+        for k, g in _where(block, ~np.isfinite(_get(block, quantity, "mean")))
     ]
     # Of both, the first is reported. A step may skip a row whose gradient is not finite, so both are checked.
     yield from sorted(found, key=lambda alert: alert.step)
 
 
-def _where(block: Block, bad: NDArray[np.bool_]) -> Iterator[tuple[int, int, str]]:
+def _alert(block: Block, k: SupportsIndex, g: SupportsIndex, kind: str, words: str = "", **fields: object) -> Alert:
+    """An alert at the k-th step of a block about its g-th group; `words` is the key of its text, if not the kind."""
+    return Alert(int(block.steps[k]), block.groups[g], kind, said(WORDS["alerts"][words or kind], **fields))
+
+
+def _where(block: Block, bad: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """Step and group of the first bad entry of every group."""
     bad = bad & block.active
-    for g in np.flatnonzero(bad.any(axis=0)):
-        yield int(bad[:, g].argmax()), int(g), block.groups[g]
+    return ((int(bad[:, g].argmax()), int(g)) for g in np.flatnonzero(bad.any(axis=0)))
 
 
 def _get(block: Block, quantity: str, statistic: str = "median") -> Numbers:

@@ -17,8 +17,10 @@ from s on again: of two parts with the same step the later one counts, and alert
 import contextlib
 import json
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,30 +67,9 @@ class Quantity(NamedTuple):
     meaning: str
 
 
-QUANTITIES = {
-    "radius": Quantity("Radius", "r", "the norm of the row; the network does not feel it, the effective rate does"),
-    "effective_lr": Quantity("Effective rate", "η^e", "η^e = A/(1 − A⟨c,u⟩), the rate of the step on the sphere"),
-    "direction_norm": Quantity("Effective direction", "‖c^⊥‖", "the length of the direction that η^e multiplies"),
-    "velocity": Quantity("Velocity", "z", "z = η^e‖c^⊥‖, the speed on the sphere; H2 holds below π"),
-    "angle": Quantity("Angle per step", "atan z", "how far the row turns in one step, in radians"),
-    "update": Quantity("Relative update", "‖Δx‖/r", "the length of the update relative to the row's norm"),
-    "radial_share": Quantity(
-        "Radial share", "|⟨Δx,u⟩|/‖Δx‖", "the share of the update along the row, which does not turn it"
-    ),
-    "radial": Quantity("Radial part", "A⟨c,u⟩", "the share of the radius that the step takes; H1 holds below 1"),
-    "taylor": Quantity("Taylor variable", "z²", "the variable that Theorem 4 takes to be small"),
-    "nu": Quantity("Second moment on the sphere", "ν", "ν = r b̄, Adam's divisor as the sphere sees it"),
-    "deformation": Quantity("(a) Deformation", "(a)", "turn of the direction by the element-wise division, radians"),
-    "gradient_memory": Quantity("(b1) Gradient memory", "(b1)", "turn by past gradients left untransported, radians"),
-    "l2_memory": Quantity("(b2) L2 memory", "(b2)", "turn by past points in the L2 term, radians"),
-    "radius_ratio": Quantity("(c) Radius ratio", "(c)", "turn by the ratios of radii r_k/r_i, radians"),
-    "defect": Quantity("Invariance defect", "|cos(x, ∇L)|", "0 for an invariant row, up to the normalization's ε"),
-    "gradient_norm": Quantity("Gradient norm", "‖∇L(x)‖", "the norm of the row's gradient, without weight decay"),
-    "collapsed": Quantity("Collapsed rows", "", "1 for a row whose radius is too small for a direction, else 0"),
-    "equilibrium_radius": Quantity("Equilibrium radius", "r*", "the radius at which growth and decay balance"),
-    "equilibrium_angle": Quantity("Equilibrium angle", "θ*", "the angle per step at that radius, in radians"),
-    "lr": Quantity("Nominal rate", "η", "the rate in the optimizer's settings"),
-}
+WORDS: dict[str, Any] = tomllib.loads((files("steradian.watching") / "words.toml").read_text(encoding="utf-8"))
+"""What the watch says: names of quantities, alerts, and sentences of a verdict."""
+QUANTITIES = {name: Quantity(*words) for name, words in WORDS["quantities"].items()}
 """Every quantity that may be recorded for a group. "lr" is one number per group and step: its statistic is "mean".
 
 Quantities of the run as a whole, such as a loss, have the empty group and the statistic "mean"; so has `SECONDS`.
@@ -99,6 +80,11 @@ ONE_NUMBER = frozenset({"lr"})
 """Quantities that are the same in all rows of a group."""
 SECONDS = "seconds"
 """Time since the start of the training at each observed step, without the time between a stop and a resumption."""
+
+
+def said(text: str, **fields: Any) -> str:
+    """A text of words.toml, filled in."""
+    return " ".join(text.split()).format(**fields)
 
 
 # Blocks
@@ -242,16 +228,6 @@ def _words(codes: Any, names: Sequence[str]) -> Any:
 
 # Alerts
 
-_PLURALS = {
-    "H1": "H1 is violated (a step crossed the origin)",
-    "H2": "H2 is violated (z is not below π)",
-    "collapsed": "rows have collapsed",
-    "equilibrium": "the angle is not that of the equilibrium",
-    "weight decay": "weight decay has no effect",
-    "defect": "the gradient is not orthogonal to the rows (ε of the normalization, or rounding)",
-}
-"""What is said of several groups, by the kind of their alerts."""
-
 
 class Cause(NamedTuple):
     """Alerts of one cause: their kind, first step and groups; what it is, without these; one line with all of it."""
@@ -292,7 +268,7 @@ def _cause(alerts: Sequence[Alert]) -> Cause:
     groups = list(dict.fromkeys(alert.group for alert in alerts))
     if len(groups) == 1:
         return Cause(first.kind, first.step, groups, first.text, str(first))
-    what = _PLURALS.get(first.kind, first.text)
+    what = WORDS["causes"].get(first.kind, first.text)
     if "not invariant" in first.text:
         what = "the gradient is not orthogonal to the rows from the first steps on, so they are not invariant,"
     if first.kind == "not finite":

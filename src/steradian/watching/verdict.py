@@ -7,12 +7,14 @@ end of the run, the last tenth of the observed steps, and uses medians over thes
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steradian.watching.records import STATISTICS, Alert, Block, RecordedRun, alerts_of, causes, labels, layers, listed
+from steradian.watching import records
+from steradian.watching.records import STATISTICS, Alert, Block, RecordedRun, causes, said
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +23,7 @@ __all__ = ["SEVERITIES", "History", "Sentence", "judge", "verdict"]
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Places = NDArray[np.int64]
 
 SEVERITIES = ("bad", "warning", "note")
 """From the most severe one: "bad" stops or spoils the training, "warning" needs a look, "note" is for information."""
@@ -36,6 +39,7 @@ _COLLAPSING = 100.0  # a layer is collapsing if its radius fell by this factor
 _KEPT = 2**22  # numbers that a history keeps: 16 MB
 _OF_ALERTS = {"H1": "radial", "H2": "velocity", "defect": "defect"}
 """The quantities of alerts that no other sentence is about, by their kind."""
+_SEVERAL = {"is": "are", "was": "were", "turns": "turn", "its": "their"}
 _PAIRS = [
     *((quantity, "median") for quantity in ("angle", "radius", "defect", "equilibrium_angle", "equilibrium_radius")),
     *(("lr", "mean"), ("collapsed", "mean"), ("radius", "max")),
@@ -71,7 +75,7 @@ def verdict(run: RecordedRun) -> list[Sentence]:
     >>> [sentence.text for sentence in verdict(read_run("runs/a"))]  # doctest: +SKIP
     ['Nothing is wrong up to step 1,999: …']
     """
-    return judge(History.of_table(run.table), run.about, labels(run), alerts_of(run.alerts))
+    return judge(History.of_table(run.table), run.about, records.labels(run), records.alerts_of(run.alerts))
 
 
 def judge(
@@ -90,21 +94,15 @@ def judge(
     run = _Run(history, about, labels, alerts)
     if len(run.steps) < _FEWEST_STEPS:
         steps = "step was" if len(run.steps) == 1 else "steps were"
-        early = f"Only {len(run.steps)} {steps} observed: too early to judge the layers."
-        return [*_not_finite(run), Sentence("early", early)]
+        return [*_not_finite(run), run.say("early", steps=f"{len(run.steps)} {steps}")]
     kinds = (_not_finite, _frozen, _dead, _collapsed, _pace, _rate, _equilibrium, _of_alerts, _balance, _share)
     found = [sentence for kind in kinds for sentence in kind(run)]
     found.sort(key=lambda sentence: SEVERITIES.index(sentence.severity))
     if all(sentence.severity == "note" for sentence in found):
         found.insert(0, _healthy(run))
     if not run.invariant.any():
-        text = (
-            "No row is proved invariant, so nothing is said about the balance of weight decay or the share of "
-            "invariant weights: watch(optimizer, find_groups(model, inputs)) proves rows."
-        )
-        if all(labels[name] == "not invariant" for name in np.array(run.groups)[run.layers]):
-            text = "No layer is invariant: weight decay regularizes as usual, and there is no balance to speak of."
-        found = [*found[: _MOST - 1], Sentence("find_groups", text)]
+        refuted = all(labels[run.groups[g]] == "not invariant" for g in np.flatnonzero(run.layers))
+        found = [*found[: _MOST - 1], run.say("refuted" if refuted else "untested")]
     return found[:_MOST]
 
 
@@ -178,16 +176,7 @@ def _ratio(one: Any, other: Any) -> Numbers:
 
 
 class _Run:
-    """A history, its groups in the order of run.json, with what run.json says of them.
-
-    Attributes:
-        end: the last observed steps, which a verdict is about.
-        layers: (groups,), whether a group is a matrix or filters.
-        invariant: whether a group is invariant and its gradient does not contradict it.
-        dead: its gradient is exactly 0.
-        still: it does not turn, although it has a gradient and others turn, or it turned before.
-        moving: it is neither, and its weights are finite.
-    """
+    """A history, its groups in the order of run.json, with what run.json says of them; masks are over groups."""
 
     def __init__(
         self, history: History, about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
@@ -198,16 +187,19 @@ class _Run:
         self._values = history.values[:, :, [history.groups.index(name) for name in self.groups]]
         owner = {name: settings for settings in about["optimizer"]["groups"] for name in settings["params"]}
         self.settings = [owner.get(entry["names"][0], {}) for entry in self.entries]
-        refuted = {alert.group for alert in alerts if "not invariant" in alert.text}
+        refuted = {alert.group for alert in alerts if "not invariant" in alert.text}  # by the gradient
         self.invariant = np.array([labels[n] == "invariant" and n not in refuted for n in self.groups], dtype=bool)
-        self.layers = np.isin(self.groups, list(layers(about)))
+        # Matrices and filters.
+        self.layers = np.isin(self.groups, list(records.layers(about)))
         self.count = max(_FEWEST_STEPS, len(self.steps) // 10)
-        self.end = slice(-self.count, None)
+        self.end = slice(-self.count, None)  # the last observed steps, which a verdict is about
         self.angle, self.rate = self.now("angle"), self.now("lr", "mean")
         radius, gradient = self.get("radius", "max"), self.get("gradient_norm", "max")
         self.not_finite = np.isinf(radius) | np.isinf(gradient)
+        # The gradient is exactly 0.
         measured, pulls = ~np.isnan(gradient[self.end]), gradient[self.end] > 0
         self.dead = self.layers & measured.any(axis=0) & ~pulls.any(axis=0)
+        # It does not turn, although it has a gradient, and it turned before or others turn.
         speed = _ratio(self.get("angle"), self.get("lr", "mean"))
         turned = np.where(np.isfinite(speed), speed, 0).max(axis=0) > 100 * _ratio(self.angle, self.rate)
         # At a minimum of the loss gradients vanish, and then it is right that nothing turns.
@@ -224,16 +216,11 @@ class _Run:
 
     @property
     def pull(self) -> Numbers:
-        """(steps, groups): the share of a radius that decay takes per step in equilibrium, θ*²/2 · (1+β)/(1−β).
-
-        It is ηλ for AdamW, and half of the growth of r² per step; see `balance` for θ* and for the role of β.
-        """
-        gains = []
-        for settings in self.settings:
-            betas = settings.get("betas") or (settings.get("momentum") or 0.0,)
-            beta = 0.0 if "b" in str(settings.get("without") or "") else float(betas[0])
-            gains.append((1 + beta) / (1 - beta))
-        return self.get("equilibrium_angle") ** 2 / 2 * np.array(gains)
+        """(steps, groups): the share of a radius that decay takes per step in equilibrium, θ*²/2 · (1+β)/(1−β)."""
+        betas = [settings.get("betas") or [settings.get("momentum") or 0.0] for settings in self.settings]
+        moved = ["b" in str(settings.get("without") or "") for settings in self.settings]  # with the row
+        beta = np.where(moved, 0.0, [float(first) for first, *_ in betas])
+        return self.get("equilibrium_angle") ** 2 / 2 * (1 + beta) / (1 - beta)
 
     def get(self, quantity: str, statistic: str = "median") -> Numbers:
         """(steps, groups)."""
@@ -257,12 +244,30 @@ class _Run:
         """The place of the first observed step at which a condition holds in any group."""
         return int(bad.any(axis=1).argmax())
 
-    def names(self, chosen: NDArray[Any], most: int = 3) -> str:
-        """Of groups, given by a mask or by their places."""
-        return listed(np.array(self.groups)[chosen].tolist(), most)
+    def names(self, groups: Sequence[int] | Places, most: int = 3) -> str:
+        """Of groups, given by their places."""
+        return records.listed([self.groups[g] for g in groups], most)
+
+    def say(
+        self, key: str, groups: Sequence[int] | Places = (), among: Mask | None = None, *, severity: str = "", **of: Any
+    ) -> Sentence:
+        """A sentence of words.toml about groups, out of those `among` which they were chosen; it names the first.
+
+        Of numbers for each group it says that of the first one.
+        """
+        words, number = records.WORDS["verdict"][key], len(groups) if among is None else among.sum()
+        group = self.groups[groups[0]] if len(groups) else ""
+        known = {"group": group, "names": self.names(groups), "count": len(groups), "all": number}
+        known |= {"s": "" if number == 1 else "s"}
+        known |= {word: word if len(groups) == 1 else many for word, many in _SEVERAL.items()}
+        known |= {name: value[groups[0]] if isinstance(value, np.ndarray) else value for name, value in of.items()}
+        text = said(words["text"], **{name: _shown(value) for name, value in known.items()})
+        return Sentence(
+            words["kind"], text, group, words.get("quantity", ""), severity or words.get("severity", "note")
+        )
 
 
-# The sentences, one function for each kind
+# The sentences, whose texts are in words.toml, one function for each kind
 
 
 def _not_finite(run: _Run) -> Iterator[Sentence]:
@@ -273,22 +278,14 @@ def _not_finite(run: _Run) -> Iterator[Sentence]:
     weights, gradients = (np.isinf(run.get(quantity, "max")) for quantity in ("radius", "gradient_norm"))
     lost = np.flatnonzero(weights[run.end].any(axis=0))
     if len(lost):
-        what, where = ("gradient", gradients[first]) if gradients[first].any() else ("weights", weights[first])
-        text = (
-            f"The weights of {_count(len(lost), 'group')} are NaN or infinite from step "
-            f"{run.steps[run.first(weights[:, lost])]:,} on, and the training cannot recover from this; it was first "
-            f"seen in the {what} of {run.names(where, 1)} at step {run.steps[first]:,}."
-        )
-        yield Sentence("not finite", text, run.groups[lost[0]], "radius", "bad")
+        what, bad = ("gradient", gradients) if gradients[first].any() else ("weights", weights)
+        step, where = run.steps[run.first(weights[:, lost])], run.names(np.flatnonzero(bad[first]), 1)
+        yield run.say("weights", lost, step=step, what=what, where=where, first=run.steps[first])
     elif not any("after NaN" in sentence.text for sentence in _frozen(run)):
-        groups = np.flatnonzero(run.not_finite.any(axis=0))
-        what = "gradient of 1 group was" if len(groups) == 1 else f"gradients of {len(groups):,} groups were"
-        text = (
-            f"The {what} NaN or infinite at {_count(int(run.not_finite.any(axis=1).sum()), 'observed step')}, first at "
-            f"step {run.steps[first]:,} in {run.names(run.not_finite[first], 1)}; the weights are finite."
-        )
+        groups, steps = (np.flatnonzero(run.not_finite.any(axis=axis)) for axis in (0, 1))
+        times, where = _count(len(steps), "observed step"), run.names(np.flatnonzero(run.not_finite[first]), 1)
         severity = "bad" if run.not_finite[-1].any() else "warning"
-        yield Sentence("not finite", text, run.groups[groups[0]], "gradient_norm", severity)
+        yield run.say("gradients", groups, severity=severity, times=times, where=where, first=run.steps[first])
 
 
 def _frozen(run: _Run) -> Iterator[Sentence]:
@@ -301,21 +298,11 @@ def _frozen(run: _Run) -> Iterator[Sentence]:
         cause = f"at step {run.steps[start]:,}" if start else "from the first step on"
         if run.not_finite.any() and 0 <= start - first <= 2:
             cause = f"after NaN or infinite gradients at step {run.steps[first]:,}"
-        text = (
-            f"The optimizer froze {cause}: {len(frozen)} of {_count(len(run.groups), 'group')} no longer turn (at "
-            f"most {_n(run.angle[frozen].max())} rad per step), although they have a rate and a gradient. A NaN in its "
-            "state does this."
-        )
-        yield Sentence("frozen", text, run.groups[frozen[0]], "angle", "bad")
+        yield run.say("optimizer", frozen, run.layers | True, cause=cause, angle=run.angle[frozen].max())
     elif len(layers):
-        its = "its" if len(layers) == 1 else "their"
         why = "updates are smaller than the rounding of the weights" if rated[layers[0]] else "rate is 0"
-        text = (
-            f"{_of(layers, run.layers, 'layer', 'is')} frozen while the median layer turns "
-            f"{_n(run.median_angle)} rad per step: {run.names(layers)}, "
-            f"{run.since(~(angles[:, layers[0]] > _STILL))}; {its} {why}."
-        )
-        yield Sentence("frozen", text, run.groups[layers[0]], "angle", "warning")
+        since = run.since(~(angles[:, layers[0]] > _STILL))
+        yield run.say("frozen", layers, run.layers, median=run.median_angle, since=since, why=why)
 
 
 def _dead(run: _Run) -> Iterator[Sentence]:
@@ -323,50 +310,32 @@ def _dead(run: _Run) -> Iterator[Sentence]:
     dead = np.flatnonzero(run.dead)
     if len(dead):
         since = run.since(~(run.get("gradient_norm", "max")[:, dead[0]] > 0))
-        who = _of(dead, run.layers, "layer", "is")
-        text = f"{who} dead, with a gradient of exactly 0 {since}: {run.names(dead)}."
-        yield Sentence("dead", text, run.groups[dead[0]], "gradient_norm", "bad")
+        yield run.say("dead", dead, run.layers, since=since)
     smallest = run.get("gradient_norm", "min")
-    end = smallest[run.end]
+    zero, end = ~(smallest > 0), smallest[run.end]
     idle = (end == 0).any(axis=0) & ~(end > 0).any(axis=0) & run.layers & ~run.dead
-    died: list[int] = []
-    unused: list[int] = []
-    for g in np.flatnonzero(idle).tolist():
-        zero = ~(smallest[:, g] > 0)
-        # Entries that few batches use, such as rare tokens, have no gradient at many steps before, too.
-        (died if zero[: run.start(zero) or None].mean() < 0.1 else unused).append(g)
-    last = f"at each of the last {min(run.count, len(run.steps))} observed steps"
-    for groups in filter(None, (died, unused)):
-        g = groups[0]
-        many = run.now("gradient_norm", "q10")[g] == 0
-        whose = f"{'At least a tenth of the rows' if many else 'At least one row'} of {run.groups[g]}"
-        whose += f" (and of {_count(len(groups) - 1, 'more layer')})" if len(groups) > 1 else ""
-        text = f"{whose} died: the gradient is exactly 0 {run.since(~(smallest[:, g] > 0))}."
-        if groups is unused:
-            text = f"{whose} had no gradient {last}: dead units, or entries that no batch used, such as rare tokens."
-        yield Sentence("dead", text, run.groups[g], "gradient_norm", "warning" if groups is died else "note")
+    # Entries that few batches use, such as rare tokens, have no gradient at many steps before, too.
+    rare = np.array([zero[: run.start(column) or None, g].mean() >= 0.1 for g, column in enumerate(zero.T)])
+    for key, groups in (("died", np.flatnonzero(idle & ~rare)), ("unused", np.flatnonzero(idle & rare))):
+        if len(groups):
+            many = run.now("gradient_norm", "q10")[groups[0]] == 0
+            rows = "At least a tenth of the rows" if many else "At least one row"
+            more = f" (and of {_count(len(groups) - 1, 'more layer')})" if len(groups) > 1 else ""
+            since, last = run.since(zero[:, groups[0]]), min(run.count, len(run.steps))
+            yield run.say(key, groups, rows=rows, more=more, since=since, last=last)
 
 
 def _collapsed(run: _Run) -> Iterator[Sentence]:
     """Rows that have lost their radius, or are about to."""
     share, radius = run.now("collapsed", "mean"), run.now("radius")
-    gone = np.flatnonzero(run.layers & (share > 0))
+    gone = _largest(share, run.layers & (share > 0))
     if len(gone):
-        g = gone[np.argmax(share[gone])]
-        text = (
-            f"Rows of {_count(len(gone), 'layer')} have collapsed: {100 * share[g]:.2g} % of {run.groups[g]} have had "
-            f"a radius too small for a direction {run.since(~(run.get('collapsed', 'mean')[:, g] <= 0))}."
-        )
-        yield Sentence("collapsed", text, run.groups[g], "collapsed", "warning")
+        since = run.since(~(run.get("collapsed", "mean")[:, gone[0]] <= 0))
+        yield run.say("collapsed", gone, share=f"{100 * share[gone[0]]:.2g}", since=since)
     fell = _ratio(_median(run.get("radius")[: run.count]), radius)
-    falling = np.flatnonzero(run.layers & (fell > _COLLAPSING) & np.isfinite(fell) & ~(share > 0))
+    falling = _largest(fell, run.layers & (fell > _COLLAPSING) & np.isfinite(fell) & ~(share > 0))
     if len(falling):
-        g = falling[np.argmax(fell[falling])]
-        text = (
-            f"{_of(falling, run.layers, 'layer', 'is')} collapsing: the radius of {run.groups[g]} fell "
-            f"{_n(fell[g])} × since the first observed steps, to {_n(radius[g])}."
-        )
-        yield Sentence("collapsed", text, run.groups[g], "radius", "warning")
+        yield run.say("collapsing", falling, run.layers, fell=fell, radius=radius)
 
 
 def _pace(run: _Run) -> Iterator[Sentence]:
@@ -377,23 +346,18 @@ def _pace(run: _Run) -> Iterator[Sentence]:
     usual = float(_median(run.rate[chosen]))
     course = _ratio(run.get("angle").T, _median(np.where(chosen, run.get("angle"), np.nan).T))
     ratio = np.where(chosen, run.angle / run.median_angle, 1.0)
-    for kind, word, sign in (("fast", "faster", 1), ("slow", "slower", -1)):
+    for key, sign in (("fast", 1), ("slow", -1)):
         factor = ratio**sign
-        out = np.flatnonzero(factor > _APART)
-        out = out[np.argsort(-factor[out])]
+        out = _largest(factor, factor > _APART)
         parts = []
         for g in out[:3]:
             rates = run.rate[g] / usual if usual > 0 else 1.0
-            own = f", at {_n(rates)} × the usual rate" if not 0.67 < rates < 1.5 else ""
+            own = f", at {_shown(rates)} × the usual rate" if not 0.67 < rates < 1.5 else ""
             since = run.since(~(_smooth(course[g] ** sign) <= _APART))
-            parts.append(f"{run.groups[g]} {_n(factor[g])} × ({_n(run.angle[g])} rad, {since}{own})")
+            parts.append(f"{run.groups[g]} {_shown(factor[g])} × ({_shown(run.angle[g])} rad, {since}{own})")
         if parts:
-            more = f", and {len(out) - 3} more" if len(out) > 3 else ""
-            text = (
-                f"{_of(out, chosen, 'layer', 'turns')} more than {_APART:g} × {word} than the median layer "
-                f"({_n(run.median_angle)} rad per step): {', '.join(parts)}{more}."
-            )
-            yield Sentence(kind, text, run.groups[out[0]], "angle", "warning")
+            parts += [f"and {len(out) - 3} more"] if len(out) > 3 else []
+            yield run.say(key, out, chosen, apart=_APART, median=run.median_angle, each=", ".join(parts))
 
 
 def _smooth(values: Numbers) -> Numbers:
@@ -410,15 +374,10 @@ def _rate(run: _Run) -> Iterator[Sentence]:
     peak, before = (_median(np.where(high, values, np.nan)) for values in (rates, run.get("angle")))
     chosen = run.layers & run.moving & (before > 0)
     fell, rose = _ratio(peak, run.rate), _ratio(run.angle, before)
-    out = np.flatnonzero(chosen & (run.rate > 0) & (fell > _FELL) & (rose > _ROSE))
+    out = _largest(rose, chosen & (run.rate > 0) & (fell > _FELL) & (rose > _ROSE))
     if len(out):
-        g = out[np.argmax(rose[out])]
-        text = (
-            f"The rate fell {_n(fell[g])} × since step {run.steps[high[:, g]][-1]:,}, but "
-            f"{_of(out, chosen, 'layer', 'turns')} further per step than before, {run.groups[g]} {_n(rose[g])} × "
-            f"({_n(before[g])} to {_n(run.angle[g])} rad)."
-        )
-        yield Sentence("rate", text, run.groups[g], "angle", "warning")
+        step = run.steps[high[:, out[0]]][-1]
+        yield run.say("rate", out, chosen, step=step, fell=fell, rose=rose, before=before, angle=run.angle)
 
 
 def _equilibrium(run: _Run) -> Iterator[Sentence]:
@@ -430,17 +389,11 @@ def _equilibrium(run: _Run) -> Iterator[Sentence]:
     # The observed time in units of the time that an equilibrium takes: the sum of ηλ.
     elapsed = np.diff(run.steps) @ ((pull[1:] + pull[:-1]) / 2)
     for word, factor in (("above", ratio), ("below", 1 / np.where(known, ratio, 1.0))):
-        out = np.flatnonzero(known & (factor > _OUT))
+        out = _largest(factor, known & (factor > _OUT))
         if len(out):
-            g = out[np.argmax(factor[out])]
-            late = (elapsed[out] > _TIMES).any()
-            why = "" if late else " (weight decay has not had the time to lead there)"
-            text = (
-                f"{_of(out, known, 'invariant layer', 'turns')} far {word} {'its' if len(out) == 1 else 'their'} "
-                f"own equilibrium, by {_n(float(np.median(factor[out])))} × in the median and most in {run.groups[g]}, "
-                f"{_n(run.angle[g])} instead of {_n(expected[g])} rad per step{why}."
-            )
-            yield Sentence("equilibrium", text, run.groups[g], "equilibrium_angle", "warning" if late else "note")
+            key = "equilibrium" if (elapsed[out] > _TIMES).any() else "on the way"
+            median = np.median(factor[out])
+            yield run.say(key, out, known, word=word, median=median, angle=run.angle, expected=expected)
 
 
 def _of_alerts(run: _Run) -> Iterator[Sentence]:
@@ -459,9 +412,7 @@ def _balance(run: _Run) -> Iterator[Sentence]:
     # is too short turns too far.
     short = (ratio < 1 / _BALANCED) & (turns > _BALANCED)
     long = (ratio > _BALANCED) & ((turns < 1 / _BALANCED) | ~(turns > 0))
-    away = np.flatnonzero(known & (short | long))
-    if not len(away):
-        return
+    ratio = np.where(known, ratio, 1.0)
     # r^p approaches its equilibrium exponentially, with p times the pull: p = 4 for SGD, whose growth is ∝ 1/r³.
     power = 4 if "SGD" in run.about["optimizer"]["name"] else 2
     edge = np.where(ratio > 1, _BALANCED, 1 / _BALANCED)
@@ -469,17 +420,13 @@ def _balance(run: _Run) -> Iterator[Sentence]:
     pull = np.nan_to_num(_median(run.pull[run.end]))
     needed = np.maximum(1.0, _ratio(np.log(np.maximum(distance, 1.0)), power * pull))
     needed[pull == 0] = math.inf
-    g = away[np.argmax(needed[away])]
-    left = _steps_left(run, g)
-    place = f"{run.groups[g]} (radius {_n(radius[g])}, in balance {_n(expected[g])})"
-    text = f"Weight decay is not in balance yet in {len(away):,} of {_count(int(known.sum()), 'invariant layer')}"
-    if not math.isfinite(needed[g]) or needed[g] > left / 2:
+    away = _largest(needed, known & (short | long))
+    if len(away):
+        most, left = needed[away[0]], _steps_left(run, away[0])
+        key = "balance" if most <= left / 2 else "never"
+        key = "never at all" if math.isinf(most) else key
         rate = f"the rate reaches 0 in about {_about(left)} steps" if left >= 1 else "the rate is almost 0"
-        need = f", and {place} needs about {_about(needed[g])} at this rate" if math.isfinite(needed[g]) else ""
-        text += f", and never will be under this schedule: {rate}{need}."
-    else:
-        text += f": {place} needs about {_about(needed[g])} more steps at this rate."
-    yield Sentence("balance", text, run.groups[g], "equilibrium_radius")
+        yield run.say(key, away, known, radius=radius, expected=expected, rate=rate, needed=_about(most))
 
 
 def _steps_left(run: _Run, g: int) -> float:
@@ -495,41 +442,48 @@ def _steps_left(run: _Run, g: int) -> float:
 
 def _share(run: _Run) -> Iterator[Sentence]:
     """The share of the weights that is invariant."""
-    sizes = np.array([float(entry["rows"] * entry["size"]) for entry in run.entries])
+    sizes = np.array([entry["rows"] * entry["size"] for entry in run.entries])
     part, whole = sizes[run.invariant].sum(), sizes.sum()
     if part:
         decays = any(run.settings[g].get("weight_decay") for g in np.flatnonzero(run.invariant))
-        knob = "weight decay sets their angle per step and does not regularize"
-        knob = knob if decays else "weight decay, which is 0, would set their angle per step and not regularize"
-        share = f"{100 * part / whole:.3g} % of the watched weights ({part:,.0f} of {whole:,.0f})"
-        yield Sentence("share", f"{share} are invariant: {knob}.", "", "equilibrium_radius")
+        knob = " sets their angle per step and does not regularize"
+        knob = knob if decays else ", which is 0, would set their angle per step and not regularize"
+        yield run.say("share", percent=f"{100 * part / whole:.3g}", part=part, whole=whole, knob=knob)
 
 
 def _healthy(run: _Run) -> Sentence:
-    chosen, share = np.flatnonzero(run.layers & run.moving), run.about["cost"].get("share")
+    """The angles of the layers and the cost of the watch."""
+    among, share = run.layers & run.moving, run.about["cost"].get("share")
     took = (
-        f"the watch took {_n(100 * share)} % of the training's time" if share else "the watch's cost is not known yet"
+        f"the watch took {_shown(100 * share)} % of the training's time"
+        if share
+        else "the watch's cost is not known yet"
     )
-    text = f"No layer turns at step {run.steps[-1]:,}, and nothing is wrong; {took}."
-    if len(chosen):
-        low, high = chosen[np.argmin(run.angle[chosen])], chosen[np.argmax(run.angle[chosen])]
-        text = (
-            f"Nothing is wrong up to step {run.steps[-1]:,}: the median layer turns {_n(run.median_angle)} rad per "
-            f"step, the {_count(len(chosen), 'layer')} from {_n(run.angle[low])} ({run.groups[low]}) to "
-            f"{_n(run.angle[high])} ({run.groups[high]}), and {took}."
-        )
-    return Sentence("healthy", text, "", "angle")
+    if not among.any():
+        return run.say("still", step=run.steps[-1], took=took)
+    places = _largest(run.angle, among)
+    slowest, fastest = (f"{_shown(run.angle[g])} ({run.groups[g]})" for g in (places[-1], places[0]))
+    median, step = run.median_angle, run.steps[-1]
+    return run.say("healthy", (), among, step=step, median=median, slowest=slowest, fastest=fastest, took=took)
 
 
 # Words
 
 
-def _n(value: float) -> str:
-    """A number with two digits.
+def _largest(values: Numbers, chosen: Mask) -> Places:
+    """The places of the chosen groups, the largest value first."""
+    places = np.flatnonzero(chosen)
+    return places[np.argsort(-values[places], kind="stable")]
 
-    >>> _n(0.0041999), _n(123.4), _n(12345.0)
-    ('0.0042', '120', '12,000')
+
+def _shown(value: Any) -> str:
+    """A text as it is, a whole number with all digits, other numbers with two.
+
+    >>> _shown(1234), _shown(0.0041999), _shown(123.4), _shown(12345.0)
+    ('1,234', '0.0042', '120', '12,000')
     """
+    if isinstance(value, str | Integral):
+        return value if isinstance(value, str) else f"{value:,}"
     return f"{value:.2g}" if abs(value) < 99.5 and value else _about(value)
 
 
@@ -542,9 +496,3 @@ def _about(value: float) -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
-
-
-def _of(some: NDArray[Any], all_of: Mask, word: str, verb: str) -> str:
-    """Such as "1 of 5 layers turns"."""
-    verb = verb if len(some) == 1 else {"is": "are", "turns": "turn"}[verb]
-    return f"{len(some):,} of {_count(int(all_of.sum()), word)} {verb}"
