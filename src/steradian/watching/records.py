@@ -151,14 +151,13 @@ class Block:
         steps, names, extra, statistics, values = zip(*more, strict=True) if more else ((), (), (), (), ())
         groups = list(dict.fromkeys([*self.groups, "", *names]))
         quantities = list(dict.fromkeys([*self.quantities, *extra]))
-        return {
-            "run": _words(np.zeros(len(step) + len(more)), [self.run]),
-            "step": np.append(self.steps[step], np.array(steps, dtype=np.int64)),
-            "group": _words(np.append(group, [groups.index(name) for name in names]), groups),
-            "quantity": _words(np.append(quantity, [quantities.index(name) for name in extra]), quantities),
-            "statistic": _words(np.append(statistic, statistics), STATISTICS),
-            "value": np.append(self.values[there].astype(float), values),
-        }
+        return self._columns(
+            np.append(self.steps[step], np.array(steps, dtype=np.int64)),
+            _words(np.append(group, [groups.index(name) for name in names]), groups),
+            quantity=_words(np.append(quantity, [quantities.index(name) for name in extra]), quantities),
+            statistic=_words(np.append(statistic, statistics), STATISTICS),
+            value=np.append(self.values[there].astype(float), values),
+        )
 
     def row_columns(self) -> Columns:
         """The columns run, step, group, quantity, row, value of single rows."""
@@ -169,25 +168,18 @@ class Block:
             step, group = np.full((2, len(chosen) * n), [[at], [g]])
             parts.append((step, group, np.repeat(chosen, n), np.tile(numbers, len(chosen)), values[chosen].ravel()))
         step, group, quantity, row, value = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return {
-            "run": _words(np.zeros(len(step)), [self.run]),
-            "step": step,
-            "group": _words(group, self.groups),
-            "quantity": _words(quantity, self.quantities),
-            "row": row.astype(np.int32),
-            "value": value.astype(float),
-        }
+        words, row = _words(quantity, self.quantities), row.astype(np.int32)
+        return self._columns(step, _words(group, self.groups), quantity=words, row=row, value=value.astype(float))
 
     def path_columns(self) -> Columns:
         """The columns run, step, group, row, direction: directions of rows, one list of numbers each."""
-        steps, groups, rows, directions = zip(*self.paths, strict=True)
-        return {
-            "run": _words(np.zeros(len(steps)), [self.run]),
-            "step": np.array(steps, dtype=np.int64),
-            "group": _words([self.groups.index(group) for group in groups], self.groups),
-            "row": np.array(rows, dtype=np.int32),
-            "direction": [direction.astype(np.float32) for direction in directions],
-        }
+        steps, names, rows, directions = zip(*self.paths, strict=True)
+        group = _words([self.groups.index(name) for name in names], self.groups)
+        numbers = [direction.astype(np.float32) for direction in directions]
+        return self._columns(np.array(steps, np.int64), group, row=np.array(rows, dtype=np.int32), direction=numbers)
+
+    def _columns(self, step: NDArray[np.int64], group: Any, **others: Any) -> Columns:
+        return {"run": _words(np.zeros(len(step)), [self.run]), "step": step, "group": group, **others}
 
     def thinned(self) -> "Block":
         """Every second step of this block; what was logged is kept."""
@@ -295,23 +287,24 @@ _REFUTED = 0.01  # |cos(x, ∇L)| of rows that are not invariant: chance gives l
 _ENOUGH = 5  # observed steps that a gradient must have refuted invariance in
 
 
-def refuted(defects: NDArray[Any]) -> bool:
-    """Whether the gradient refutes the invariance of a group, from the median |cos(x, ∇L)| at each observed step."""
-    finite = defects[np.isfinite(defects)]
-    return len(finite) >= _ENOUGH and float(np.median(finite)) > _REFUTED
+def relabelled(labels: Mapping[str, str], defects: Mapping[str, NDArray[Any]]) -> dict[str, str]:
+    """Labels of groups, where an untested one is not invariant if the gradient refutes it.
+
+    `defects` are the medians of |cos(x, ∇L)| over the rows of a group at each observed step.
+    """
+    found = dict(labels)
+    for name, medians in defects.items():
+        finite = medians[np.isfinite(medians)]
+        if found.get(name) == "untested" and len(finite) >= _ENOUGH and float(np.median(finite)) > _REFUTED:
+            found[name] = "not invariant"
+    return found
 
 
 def labels(run: "RecordedRun") -> dict[str, str]:
-    """The label of each group of a run: "invariant", "not invariant" or "untested".
-
-    A group that was not tested is not invariant if its gradient says so.
-    """
-    found = {group["name"]: group["label"] for group in run.about["groups"]}
+    """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
     medians = run.table[(run.table["quantity"] == "defect") & (run.table["statistic"] == "median")]
-    for name, values in medians.groupby("group", observed=True)["value"]:
-        if found.get(name) == "untested" and refuted(values.to_numpy()):
-            found[name] = "not invariant"
-    return found
+    defects = {str(name): values.to_numpy() for name, values in medians.groupby("group", observed=True)["value"]}
+    return relabelled({group["name"]: group["label"] for group in run.about["groups"]}, defects)
 
 
 def layers(about: Mapping[str, Any]) -> set[str]:
@@ -321,21 +314,7 @@ def layers(about: Mapping[str, Any]) -> set[str]:
     return found or {each["name"] for each in groups}
 
 
-_SUMMARY = (
-    ("rate", "lr", "mean"),
-    ("effective rate", "effective_lr", "median"),
-    ("angle", "angle", "median"),
-    ("in equilibrium", "equilibrium_angle", "median"),
-    ("update", "update", "median"),
-    ("radius", "radius", "median"),
-    ("in equilibrium", "equilibrium_radius", "median"),
-    ("A⟨c,u⟩, largest", "radial", "max"),
-    ("z, largest", "velocity", "max"),
-    ("defect", "defect", "median"),
-)
-"""Title, quantity and statistic of each column."""
-_LINES = 40
-"""Groups from which on layers that repeat are one line."""
+_LINES = 40  # groups from which on layers that repeat are one line
 
 
 def last_step(run: str, block: Block | None, labels: Mapping[str, str]) -> str:
@@ -346,7 +325,7 @@ def last_step(run: str, block: Block | None, labels: Mapping[str, str]) -> str:
     if block is None or not len(block.steps):
         return f"{run}: nothing observed yet"
     last = block.at(-1)
-    columns = [column for column in _SUMMARY if column[1] in block.quantities]
+    columns = [column for column in WORDS["summary"] if column[1] in block.quantities]
     lines = [["group", *(title for title, _, _ in columns), "label"]]
     names = [name for name in labels if name in last]
     folds = len(names) > _LINES
@@ -358,10 +337,9 @@ def last_step(run: str, block: Block | None, labels: Mapping[str, str]) -> str:
             cells.append(f"{(np.max if statistic == 'max' else np.median)(values):.3g}" if values else "")
         lines.append([shown, *cells, labels[names[members[0]]]])
     first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [f"{run}, step {int(block.steps[-1])}" + (", medians over layers" if folds else "")]
-    for name, *cells in lines:
-        text.append("  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip())
-    return "\n".join(text)
+    title = f"{run}, step {int(block.steps[-1])}" + (", medians over layers" if folds else "")
+    text = ("  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip() for name, *cells in lines)
+    return "\n".join([title, *text])
 
 
 # The folder of a run

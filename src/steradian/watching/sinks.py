@@ -18,18 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from steradian.files import write_atomically
-from steradian.watching.records import (
-    COLUMNS,
-    ONE_NUMBER,
-    QUANTITIES,
-    STATISTICS,
-    Alert,
-    Block,
-    Columns,
-    numbered_parts,
-    read_alerts,
-    read_run,
-)
+from steradian.watching import records
+from steradian.watching.records import COLUMNS, QUANTITIES, STATISTICS, Alert, Block, Columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,7 +79,7 @@ class RunFiles:
             else pa.array(column)
             for name, column in columns.items()
         }
-        number = max(numbered_parts(self.folder, kind), default=-1) + 1
+        number = max(records.numbered_parts(self.folder, kind), default=-1) + 1
         content = io.BytesIO()
         # Most values were computed in float32: half of their bytes are 0 and, split into streams, take no space.
         words, values = [name for name in columns if name != "value"], [name for name in columns if name == "value"]
@@ -115,7 +105,7 @@ class RunFiles:
     def drop_alerts(self, step: int) -> None:
         """Remove the alerts from a step on: a training that starts there again raises its own."""
         file = self.folder / "alerts.jsonl"
-        alerts = read_alerts(file)
+        alerts = records.read_alerts(file)
         kept = [alert for alert in alerts if alert["step"] < step]
         if len(kept) < len(alerts):
             write_atomically(file, b"".join(map(_line, kept)))
@@ -183,7 +173,7 @@ class Folder:
 
         self.drain()
         there = (self.files.folder / "run.json").is_file()
-        return read_run(self.files.folder).table if there else pd.DataFrame({name: [] for name in COLUMNS})
+        return records.read_run(self.files.folder).table if there else pd.DataFrame({name: [] for name in COLUMNS})
 
     def drain(self) -> None:
         """Wait until everything queued so far is written, or failed to be."""
@@ -397,7 +387,7 @@ class TensorBoard(Calls):
         for step, group, _, values in block.rows:
             for quantity, row in zip(block.quantities, values, strict=True):
                 finite = row[np.isfinite(row)]
-                if finite.size > 1 and quantity not in ONE_NUMBER:
+                if finite.size > 1 and quantity not in records.ONE_NUMBER:
                     self.writer.add_histogram(_numbered(f"{quantity}/{group}"), finite, step)
 
     def alert(self, alert: Alert) -> None:

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from numbers import Integral, Real
@@ -32,8 +33,8 @@ from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
 from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
 from steradian.watching.paths import Paths
-from steradian.watching.records import Alert, causes, last_step, read_run, refuted, seconds_before
-from steradian.watching.rows import INVARIANT, NOT_INVARIANT, UNTESTED, Membership, Model, WatchedGroup, watched_groups
+from steradian.watching.records import Alert, causes, last_step, read_run, relabelled, seconds_before
+from steradian.watching.rows import INVARIANT, Membership, Model, WatchedGroup, watched_groups
 from steradian.watching.sinks import sinks_of
 from steradian.watching.sources import UNMEASURED
 from steradian.watching.statistics import Imbalance
@@ -42,7 +43,7 @@ from steradian.watching.verdict import Sentence, judge
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Watch", "check_options", "counted_steps", "inner_optimizers", "watch"]
+__all__ = ["Options", "Watch", "counted_steps", "inner_optimizers", "watch"]
 
 logger = logging.getLogger("steradian")
 
@@ -126,31 +127,17 @@ class Watch:
 
     @torch.inference_mode(False)
     def __init__(
-        self,
-        optimizer: Optimizer | Sequence[Optimizer],
-        model_or_groups: Model = None,
-        *,
-        to: Any = None,
-        every: int | None = None,
-        cost: float = 0.02,
-        only: str | Sequence[str] | None = None,
-        phenomena: bool = False,
-        run: str | None = None,
-        record_rows: Sequence[str] = (),
-        rows_every: int = 100,
-        paths: Mapping[str, Sequence[int]] | None = None,
-        config: Mapping[str, Any] | None = None,
-        step: int | None = None,
+        self, optimizer: Optimizer | Sequence[Optimizer], model_or_groups: Model = None, *, to: Any = None, **given: Any
     ) -> None:
         self.optimizers = inner_optimizers(optimizer)
         parts = model_or_groups if isinstance(model_or_groups, list | tuple) else [model_or_groups]
         if not isinstance(model_or_groups, Groups | None) and not all(isinstance(part, nn.Module) for part in parts):
             kinds = "a model, a list of its parts, or what find_groups returned"
             raise TypeError(f"the second argument must be {kinds}, got {type(model_or_groups).__name__}")
-        options = {"record_rows": record_rows, "rows_every": rows_every, "paths": paths, "run": run}
-        check_options(every=every, cost=cost, only=only, config=config, step=step, **options)
-        every = int(every or 1) if phenomena or every is not None else None
-        self.config = dict(config or {})
+        options = Options(**given)
+        phenomena, paths, only = options.phenomena, options.paths, options.only
+        every = int(options.every or 1) if phenomena or options.every is not None else None
+        self.config = dict(options.config or {})
         watched, notes = watched_groups(self.optimizers, model_or_groups, [only] if isinstance(only, str) else only)
         self._order = tuple(group.name for group in watched)
         rank = _rank()
@@ -162,7 +149,7 @@ class Watch:
         if rank == 0 and not watched:
             why = "; ".join(notes) or "no optimizer steps a trainable parameter"
             warnings.warn(f"there is nothing to watch: {why}", stacklevel=4)
-        for argument, names in (("record_rows", record_rows), ("paths", paths or ())):
+        for argument, names in (("record_rows", options.record_rows), ("paths", paths or ())):
             unknown = [name for name in names if name not in self._order]
             if unknown and watched:
                 raise ValueError(f"{argument} names {unknown}, but the watched groups are {list(self._order)}")
@@ -170,7 +157,7 @@ class Watch:
         self._output = Output(self.sinks, Alerts(_decays(watched), invariant), partial(self._fail, fatal=False))
         folder = self._output.folder
         kinds = " + ".join(dict.fromkeys(type(each).__name__ for each in self.optimizers))
-        self.run = run or (folder.files.folder.resolve().name if folder is not None else kinds)
+        self.run = options.run or (folder.files.folder.resolve().name if folder is not None else kinds)
         self.buffers = [
             Buffer(source, each, every_step=every == 1)
             for each in self.optimizers
@@ -185,8 +172,8 @@ class Watch:
         self._flush = Flush(
             self.run,
             self.buffers,
-            record_rows=frozenset(record_rows),
-            rows_every=int(rows_every),
+            record_rows=frozenset(options.record_rows),
+            rows_every=int(options.rows_every),
             sharded=self.sharded,
             paths=Paths(watched, paths if paths is not None or folder is not None else {}, rank=rank),
             imbalance=imbalance,
@@ -196,8 +183,8 @@ class Watch:
         if isinstance(model_or_groups, Groups):
             self._param_names |= {id(p): name for name, p in model_or_groups.params.items()}
         gpu = next((buffer.device for buffer in self.buffers if buffer.device.type == "cuda"), None)
-        self._cost = Cost(every, float(cost), gpu)
-        self._first = step if step is None else int(step)
+        self._cost = Cost(every, float(options.cost), gpu)
+        self._first = None if options.step is None else int(options.step)
         self._step: int | None = None  # the number of the step that is being taken, or that comes next
         self._stepped: set[int] = set()  # the optimizers that have taken it
         self._begun: set[int] = set()  # the optimizers that are taking it
@@ -503,12 +490,8 @@ class Watch:
     def labels(self) -> dict[str, str]:
         """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
         self.flush()
-        found = {group.name: group.label for group in self.watched}
         with self._lock:
-            medians = self._output.history.defects()
-        for name, defects in medians.items():
-            if found[name] == UNTESTED and refuted(defects):
-                found[name] = NOT_INVARIANT
+            found = relabelled({group.name: group.label for group in self.watched}, self._output.history.defects())
         return {name: found[name] for name in self._order}
 
     @property
@@ -610,39 +593,38 @@ def inner_optimizers(given: Any) -> list[Optimizer]:
     return list(found.values())
 
 
-def check_options(
-    *,
-    every: Any = None,
-    cost: Any = 0.02,
-    only: Any = None,
-    phenomena: Any = False,
-    run: Any = None,
-    record_rows: Any = (),
-    rows_every: Any = 0,
-    paths: Any = None,
-    config: Any = None,
-    step: Any = None,
-) -> None:
-    """Raise a ValueError or TypeError for options of `Watch` that make no sense, whatever the model."""
-    patterns = [only] if isinstance(only, str) or not isinstance(only, Sequence) else only
-    by_group = isinstance(paths, Mapping) and all(isinstance(rows, Sequence) for rows in paths.values())
-    for name, given, right, kind, must in (
-        ("every", every, every is None or _at_least(1, every), ValueError, "None or an integer ≥ 1"),
-        ("cost", cost, isinstance(cost, Real) and float(cost) > 0, ValueError, "a share of the time, such as 0.02"),
-        ("rows_every", rows_every, _at_least(0, rows_every), ValueError, "an integer ≥ 0 (0: never)"),
-        ("step", step, step is None or _at_least(0, step), ValueError, "None or an integer ≥ 0"),
-        ("only", only, only is None or _names(patterns), TypeError, "a glob pattern of names, or a list of them"),
-        ("record_rows", record_rows, not isinstance(record_rows, str), TypeError, f"a list such as [{record_rows!r}]"),
-        ("run", run, run is None or isinstance(run, str), TypeError, f"a name such as {str(run)!r}"),
-        ("config", config, config is None or isinstance(config, Mapping), TypeError, "a dict"),
-        ("paths", paths, paths is None or by_group, TypeError, "{group: [row, …]}"),
-    ):
-        if not right:
-            raise kind(f"{name} must be {must}, got {given!r}")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `Watch`; a ValueError or TypeError for those that make no sense, whatever the model."""
 
+    every: int | None = None
+    cost: float = 0.02
+    only: str | Sequence[str] | None = None
+    phenomena: bool = False
+    run: str | None = None
+    record_rows: Sequence[str] = ()
+    rows_every: int = 100
+    paths: Mapping[str, Sequence[int]] | None = None
+    config: Mapping[str, Any] | None = None
+    step: int | None = None
 
-def _names(given: Sequence[Any]) -> bool:
-    return bool(given) and all(isinstance(each, str) for each in given)
+    def __post_init__(self) -> None:
+        paths, patterns = self.paths, [self.only] if isinstance(self.only, str) else self.only
+        named = isinstance(patterns, Sequence) and patterns and all(isinstance(each, str) for each in patterns)
+        by_group = isinstance(paths, Mapping) and all(isinstance(rows, Sequence) for rows in paths.values())
+        for name, right, kind, must in (
+            ("every", self.every is None or _at_least(1, self.every), ValueError, "None or an integer ≥ 1"),
+            ("cost", isinstance(self.cost, Real) and self.cost > 0, ValueError, "a share of the time, such as 0.02"),
+            ("rows_every", _at_least(0, self.rows_every), ValueError, "an integer ≥ 0 (0: never)"),
+            ("step", self.step is None or _at_least(0, self.step), ValueError, "None or an integer ≥ 0"),
+            ("only", self.only is None or named, TypeError, "a glob pattern of names, or a list of them"),
+            ("record_rows", not isinstance(self.record_rows, str), TypeError, f"a list such as [{self.record_rows!r}]"),
+            ("run", isinstance(self.run, str | None), TypeError, f"a name such as {str(self.run)!r}"),
+            ("config", isinstance(self.config, Mapping | None), TypeError, "a dict"),
+            ("paths", paths is None or by_group, TypeError, "{group: [row, …]}"),
+        ):
+            if not right:
+                raise kind(f"{name} must be {must}, got {getattr(self, name)!r}")
 
 
 def _at_least(least: int, value: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from steradian.groups import Groups
-from steradian.watching.watch import Watch, check_options
+from steradian.watching.watch import Options, Watch
 
 __all__ = ["GroupsOf", "Watching"]
 
@@ -27,7 +27,7 @@ class Watching:
     """
 
     def __init__(self, groups: GroupsOf, to: Any, options: Mapping[str, Any]) -> None:
-        check_options(**options)
+        Options(**options)
         if groups is not None and not isinstance(groups, Groups) and not callable(groups):
             kinds = "what find_groups returned, or a function of it"
             raise TypeError(f"groups must be {kinds}, got {type(groups).__name__}")
