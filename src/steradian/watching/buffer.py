@@ -1,7 +1,7 @@
 """Observed steps of the rows of one source: their numbers, until a flush reduces them on their device."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -15,7 +15,7 @@ from steradian.balance import Balance, balance_of
 from steradian.groups import Layout
 from steradian.optim import RowOptimizer
 from steradian.optim.fused.decide import runs_kernels
-from steradian.watching.rows import INVARIANT, WatchedGroup, decoupled_decay, dtype_of, nominal_rate
+from steradian.watching.rows import INVARIANT, WatchedGroup, dtype_of, nominal_rate
 from steradian.watching.sources import Quantities, Source
 from steradian.watching.sources.observed import ObservedSource, tells_step
 from steradian.watching.sources.phenomena import PhenomenaSource
@@ -58,15 +58,14 @@ def sources_of(optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenome
     if phenomena:
         return [PhenomenaSource(optimizer, watched)]
     found: list[Source] = []
-    left = list(watched)
-    if isinstance(optimizer, RowOptimizer):
-        ours = [group for group in left if _has_telemetry(group)]
-        found += [TelemetrySource(optimizer, ours)] if ours else []
-        left = [group for group in left if group not in ours]
-    kinds: dict[tuple[bool, Any, bool], list[WatchedGroup]] = {}
+    told = [group for group in watched if _has_telemetry(group)] if isinstance(optimizer, RowOptimizer) else []
+    if isinstance(optimizer, RowOptimizer) and told:
+        found.append(TelemetrySource(optimizer, told))
+    left = [group for group in watched if group not in told]
     kernels = bool(left) and runs_kernels(left[0].device)
     if kernels:
         from steradian.watching.sources.triton import TritonSource, supports
+    kinds: dict[tuple[bool, Any, bool], list[WatchedGroup]] = {}
     for group in left:
         kinds.setdefault((kernels and supports(group), group.dtype, tells_step(group)), []).append(group)
     for (by_kernel, _, _), groups in kinds.items():
@@ -182,7 +181,7 @@ class Buffer:
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
                 rate = 0.0
-            numbers.append((float(rate), decoupled_decay(group)))
+            numbers.append((float(rate), _decoupled_decay(group)))
         # The same object as long as only the rate changes: equilibria are derived once for each.
         now = [value for group in self.param_groups for value in map(group.get, _BALANCING)]
         if not _are(now, self._known_balancing):
@@ -194,10 +193,7 @@ class Buffer:
 
     @torch.no_grad()
     def reduce(self, count: int, active: Tensor) -> tuple[tuple[str, ...], Tensor, Tensor]:
-        """Names of the quantities, their statistics (steps, quantities, groups, 6), and all rows.
-
-        `count` slots are filled; `active`, (steps, groups), is on the host.
-        """
+        """Of filled slots: names of the quantities, statistics (steps, quantities, groups, 6), and all rows."""
         numbers = [numbers for numbers, _ in self._settings[:count]]
         settings = _send(torch.tensor(numbers, dtype=self.rates.dtype, device="cpu"), self.device)
         rates = self.rates[:count] + settings[..., 0]
@@ -232,11 +228,7 @@ class Equilibria:
         self._slopes = torch.zeros(2, buffer.n_rows, dtype=self._dtype, device=buffer.device)
 
     def __call__(self, found: Quantities, there: Tensor | None, settings: Sequence[Settings]) -> Quantities:
-        """The equilibria, with γ² the mean of ‖∇L(u)‖² over about the last hundred observations.
-
-        `found` has radius, gradient norm and rate, (steps, rows); `there` says whether a row was stepped (None: all
-        were); `settings` are those of each step.
-        """
+        """The equilibria, with γ² the mean of ‖∇L(u)‖² over about 100 observations where a row was stepped, `there`."""
         balance = self._balance(settings)
         if balance is None:
             return {}
@@ -270,10 +262,7 @@ class Equilibria:
         return [known[key] for key in keys]
 
     def _balance(self, settings: Sequence[Settings]) -> Balance | None:
-        """One balance for all rows under the settings of each observation, (steps, rows); NaN for a group without one.
-
-        None if no group has one.
-        """
+        """One balance for all rows and steps, with NaN for a group that has none; None if no group has one."""
         distinct = {id(setting): setting for setting in settings}
         balances = {key: self._balances_under(setting) for key, setting in distinct.items()}
         self._balances = balances[id(settings[-1])]
@@ -289,6 +278,12 @@ class Equilibria:
             return _send(torch.tensor(values, dtype=dtype, device="cpu"), self.buffer.device)[:, self.buffer.group]
 
         return Balance(*(column(name) for name in ("gain", "power", "root", "pace", "free")))
+
+
+def _decoupled_decay(settings: Mapping[str, Any]) -> float:
+    """The decoupled decay δ of a param group's rows, as in AdamW and in our optimizers."""
+    share = settings.get("wd_ratio", settings.get("decoupled_weight_decay"))
+    return float(settings.get("weight_decay") or 0.0) * float(share or 0.0)
 
 
 def _are(now: Sequence[object], known: Sequence[object]) -> bool:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from steradian import optim
 from steradian.balance import balance_of
 from steradian.groups import Groups
-from steradian.watching.records import RecordedRun, labels, listed, read_run
+from steradian.watching.records import WORDS, RecordedRun, labels, listed, read_run, said
 
 __all__ = ["match", "replay", "unknown"]
 
@@ -29,7 +29,7 @@ _LARGEST = 0.5  # radians: the largest angle per step that Angular takes; an equ
 _AT_PEAK = 0.9  # a run's angle is measured at rates above this share of its largest one
 _APART = 1.5  # angles that differ by more than this factor are said to
 _EXACT = 1e-6  # relative error of a matched angle: balances are computed in single precision
-
+_MEASURED = ["angle", "radius", "gradient_norm", "equilibrium_angle", "lr"]
 _PER_RATE: dict[type[Optimizer], Callable[[Mapping[str, Any]], float]] = {
     optim.Angular: lambda _: 1.0,
     # m has the weights (1−β1)β1^k and v is the mean of ‖h‖².
@@ -120,10 +120,10 @@ def _turns(source: Any, only: str | None, slope: float | None, size: int | None)
     if not isinstance(source, str | Path | RecordedRun):
         raise TypeError(f"source must be an optimizer, a recorded run or an angle, got {type(source).__name__}")
     run = source if isinstance(source, RecordedRun) else read_run(source)
-    chosen = run.table["quantity"].isin(["angle", "radius", "gradient_norm", "equilibrium_angle", "lr"])
+    chosen = run.table["quantity"].isin(_MEASURED)
     chosen &= (run.table["statistic"] == "median") | (run.table["quantity"] == "lr")
     wide = run.table[chosen].pivot_table(index=["group", "step"], columns="quantity", values="value", observed=True)
-    wide = wide.reindex(columns=["angle", "radius", "gradient_norm", "equilibrium_angle", "lr"])
+    wide = wide.reindex(columns=_MEASURED)
     label, found = labels(run), []
     for entry in run.about["groups"]:
         name, proved = entry["name"], label[entry["name"]] == "invariant"
@@ -170,10 +170,7 @@ def _angle(optimizer: Optimizer, settings: Mapping[str, Any], slope: float | Non
         _, angles = balance(*(torch.tensor(each, dtype=torch.float64) for each in (rate, [given, 2 * given])))
         angle = angles[0].item()
         if (slope is None or size is None) and not torch.isclose(*angles):
-            raise ValueError(
-                f"the angle of {kind} with coupled weight decay depends on the gradients: give slope, which is "
-                "‖∇L(u)‖ = r‖∇L(x)‖, and size, the number of entries in a row, or match a recorded run, which has both"
-            )
+            raise ValueError(said(WORDS["match"]["coupled"], kind=kind))
     if not 0 < angle < math.inf:
         raise ValueError(f"{kind} has no angle in equilibrium under these settings: it would be {angle}")
     return angle
@@ -192,25 +189,19 @@ def _solve(angle: Callable[[float], float], wanted: float) -> float:
 
 def unknown(source: Optimizer | str | Path | RecordedRun | float, only: str | None = None) -> list[str]:
     """What a match of this source cannot know, in sentences."""
-    found = [
-        "Not known: how far rows turn before they are in equilibrium, which their radii decide, also after a change "
-        "of the rate. It takes about 1/(lr · weight_decay) steps.",
-        "Not matched: weights that are not invariant, whose lengths count too, and the directions of steps.",
-    ]
+    words = WORDS["match"]
+    found = [said(words["transient"]), said(words["rest"])]
     if isinstance(source, Optimizer | Real):
         return found
     turns = _turns(source, only, None, None)
-    if turns[0].label != "invariant":
-        found.append("No layer of this run is known to be invariant: pass watch what find_groups returns.")
     low, high = min(turns), max(turns)
-    if high.angle > _APART * low.angle:
-        found.append(
-            f"Layers turn by {low.angle:.2g} ({low.layer}) to {high.angle:.2g} rad ({high.layer}); this is for the "
-            "median one. Match each with only=, or replay the run with Angular."
-        )
     out = [turn.layer for turn in turns if abs(math.log(turn.angle / turn.equilibrium)) > math.log(_APART)]
+    if turns[0].label != "invariant":
+        found.append(said(words["untested"]))
+    if high.angle > _APART * low.angle:
+        found.append(said(words["apart"], low=low, high=high))
     if out:
-        found.append(f"In the run these layers were not in equilibrium with its settings: {listed(out)}.")
+        found.append(said(words["out"], layers=listed(out)))
     return found
 
 

@@ -16,16 +16,7 @@ from steradian.groups import Group, Groups, Layout, is_flattened, is_sharded
 from steradian.optim.state import sharding
 from steradian.watching.records import listed
 
-__all__ = [
-    "INVARIANT",
-    "Membership",
-    "WatchedGroup",
-    "decoupled_decay",
-    "dtype_of",
-    "nominal_rate",
-    "place",
-    "watched_groups",
-]
+__all__ = ["INVARIANT", "Membership", "Piece", "WatchedGroup", "dtype_of", "nominal_rate", "place", "watched_groups"]
 
 Settings = dict[str, Any]
 """A param group of an optimizer."""
@@ -73,18 +64,21 @@ class WatchedGroup:
             "defect": self.group.defect if math.isfinite(self.group.defect) else None,
         }
 
+    def locals(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The parts on this rank of tensors like a parameter; whole ones if its rows span several ranks: one gather."""
+        found = [tensor.detach() for tensor in tensors]
+        if self.sharded and all(map(is_sharded, found)):
+            return list(sharding().parts(found, self.layout))
+        return [sharding().part(each, self.layout) if is_sharded(each) else each for each in found]
+
     def local(self, tensor: Tensor) -> Tensor:
-        """The part on this rank of a tensor like a parameter; the whole tensor if its rows span several ranks."""
-        tensor = tensor.detach()
-        return sharding().part(tensor, self.layout) if self.sharded and is_sharded(tensor) else tensor
+        """`locals` of one tensor."""
+        return self.locals([tensor])[0]
 
     def pieces(
         self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor], *, at_once: int = _PIECE
     ) -> Iterator["Piece"]:
-        """Its rows after a step in pieces of at most so many numbers: some rows, or entries of one long row.
-
-        `points` are the parameters before the step, if they were copied.
-        """
+        """Its rows in pieces of at most so many numbers; `points` are the parameters before the step, if copied."""
         states = [self.optimizer.state.get(param, {}) for param in self.params]
         shape, per_row = self.params[0].shape, getattr(self.optimizer, "row_state", ())
         alike: list[str] = []  # entries of the state in the shape of the parameter
@@ -99,9 +93,7 @@ class WatchedGroup:
             elif isinstance(value, Tensor) and value.numel() == 1:
                 numbers[name] = value.reshape(())
         of_params = zip(self.params, gradients, states, strict=True)
-        here = [
-            self.locals([param, gradient, *(state[name] for name in alike)]) for param, gradient, state in of_params
-        ]
+        here = [self.locals([param, gradient, *map(state.get, alike)]) for param, gradient, state in of_params]
         now, gradients, *entries = map(list, zip(*here, strict=True))
         rows, columns = max(1, at_once // self.size), min(at_once, self.size)
         for row in range(0, self.n_rows, rows):
@@ -111,13 +103,6 @@ class WatchedGroup:
                 state |= {name: self.cut(value, at) for name, value in zip(alike, entries, strict=True)}
                 before = None if points is None else self.cut(points, at)
                 yield Piece(at[0], before, self.cut(now, at), self.cut(gradients, at), state)
-
-    def locals(self, tensors: list[Tensor]) -> list[Tensor]:
-        """`local` of tensors like one parameter, with one gather for all of them if its rows span several ranks."""
-        if self.sharded and all(map(is_sharded, tensors)):
-            found: list[Tensor] = sharding().parts([tensor.detach() for tensor in tensors], self.layout)
-            return found
-        return list(map(self.local, tensors))
 
     def cut(self, parts: Sequence[Tensor], at: tuple[slice, slice]) -> Tensor:
         """Some rows and columns of tensors in the shapes of the parameters, those of this rank."""
@@ -270,22 +255,8 @@ def nominal_rate(settings: Mapping[str, Any]) -> float | Tensor:
     return math.nan if rate is None else rate
 
 
-def decoupled_decay(settings: Mapping[str, Any]) -> float:
-    """The decoupled decay δ of a param group's rows, as in AdamW and in our optimizers."""
-    decay = settings.get("weight_decay")
-    if decay is None:
-        return 0.0
-    if "wd_ratio" in settings:
-        return float(decay) * float(settings["wd_ratio"])
-    return float(decay) if settings.get("decoupled_weight_decay") else 0.0
-
-
 class Membership:
-    """Keeps up with changes of the optimizers' param groups and parameters.
-
-    `load_state_dict` replaces param groups: watched groups get the new settings. A group is gone if a parameter left
-    its param group, or changed its shape, dtype or device: it does not move any more, or is cut into other rows.
-    """
+    """Keeps up with param groups, which `load_state_dict` replaces, and with parameters that leave or change."""
 
     def __init__(self, watched: Sequence[WatchedGroup]) -> None:
         self.watched = watched
@@ -303,7 +274,7 @@ class Membership:
         return self._known != self._present()
 
     def update(self) -> list[str]:
-        """Adopt the present param groups; returns the names of groups that are gone since the last call."""
+        """Adopt the present param groups; names of groups that are gone: a parameter left or has another form."""
         self._known = self._present()
         present = [settings for optimizer in self._optimizers for settings in optimizer.param_groups]
         owner = {id(param): settings for settings in present for param in settings["params"]}

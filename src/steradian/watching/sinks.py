@@ -310,9 +310,8 @@ class WandB(Calls):
         self.run.config.update({"steradian": {"optimizer": about["optimizer"], "every": about["every"]}})
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        self.run.log(
-            {"steradian/step": step, **{f"steradian/{_numbered(name)}": value for name, value in values.items()}}
-        )
+        named = {f"steradian/{_numbered(name)}": value for name, value in values.items()}
+        self.run.log({"steradian/step": step, **named})
 
     def alert(self, alert: Alert) -> None:
         self.run.alert(title=f"{alert.kind}: {alert.group}", text=str(alert))
