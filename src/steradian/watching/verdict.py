@@ -23,7 +23,6 @@ __all__ = ["SEVERITIES", "History", "Sentence", "judge", "verdict"]
 
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-Places = NDArray[np.int64]
 
 SEVERITIES = ("bad", "warning", "note")
 """From the most severe one: "bad" stops or spoils the training, "warning" needs a look, "note" is for information."""
@@ -94,15 +93,15 @@ def judge(
     run = _Run(history, about, labels, alerts)
     if len(run.steps) < _FEWEST_STEPS:
         steps = "step was" if len(run.steps) == 1 else "steps were"
-        return [*_not_finite(run), run.say("early", steps=f"{len(run.steps)} {steps}")]
+        return [*_not_finite(run), *run.say("early", steps=f"{len(run.steps)} {steps}")]
     kinds = (_not_finite, _frozen, _dead, _collapsed, _pace, _rate, _equilibrium, _of_alerts, _balance, _share)
     found = [sentence for kind in kinds for sentence in kind(run)]
     found.sort(key=lambda sentence: SEVERITIES.index(sentence.severity))
     if all(sentence.severity == "note" for sentence in found):
-        found.insert(0, _healthy(run))
+        found = [*_healthy(run), *found]
     if not run.invariant.any():
         refuted = all(labels[run.groups[g]] == "not invariant" for g in np.flatnonzero(run.layers))
-        found = [*found[: _MOST - 1], run.say("refuted" if refuted else "untested")]
+        found = [*found[: _MOST - 1], *run.say("refuted" if refuted else "untested")]
     return found[:_MOST]
 
 
@@ -240,31 +239,34 @@ class _Run:
         start = self.start(now)
         return f"since step {self.steps[start]:,}" if start else "since the first observed step"
 
+    def names(self, chosen: Mask) -> str:
+        """The first of these groups, and how many more there are."""
+        return records.listed([self.groups[g] for g in np.flatnonzero(chosen)], 1)
+
     def first(self, bad: Mask) -> int:
         """The place of the first observed step at which a condition holds in any group."""
         return int(bad.any(axis=1).argmax())
 
-    def names(self, groups: Sequence[int] | Places, most: int = 3) -> str:
-        """Of groups, given by their places."""
-        return records.listed([self.groups[g] for g in groups], most)
+    def say(self, key: str, chosen: Any = None, by: Any = None, among: Any = None, **of: Any) -> Iterator[Sentence]:
+        """The sentence of words.toml about the chosen groups, if there are any, out of those `among` which they are.
 
-    def say(
-        self, key: str, groups: Sequence[int] | Places = (), among: Mask | None = None, *, severity: str = "", **of: Any
-    ) -> Sentence:
-        """A sentence of words.toml about groups, out of those `among` which they were chosen; it names the first.
-
-        Of numbers for each group it says that of the first one.
+        It names the one with the largest number `by`, and says numbers of it, or since when a condition holds for it.
         """
-        words, number = records.WORDS["verdict"][key], len(groups) if among is None else among.sum()
-        group = self.groups[groups[0]] if len(groups) else ""
-        known = {"group": group, "names": self.names(groups), "count": len(groups), "all": number}
-        known |= {"s": "" if number == 1 else "s"}
+        groups = np.flatnonzero(() if chosen is None else chosen)
+        groups = groups if by is None else groups[np.argsort(-by[groups], kind="stable")]
+        if chosen is not None and not len(groups):
+            return
+        names, number = [self.groups[g] for g in groups], len(groups) if among is None else among.sum()
+        known: dict[str, Any] = {"group": "".join(names[:1]), "names": records.listed(names), "count": len(groups)}
+        known |= {"more": f" (and of {_count(len(groups) - 1, 'more layer')})" if len(groups) > 1 else ""}
+        known |= {"all": number, "s": "" if number == 1 else "s"}
         known |= {word: word if len(groups) == 1 else many for word, many in _SEVERAL.items()}
-        known |= {name: value[groups[0]] if isinstance(value, np.ndarray) else value for name, value in of.items()}
+        for name, value in of.items():
+            of_first: Any = value.T[groups[0]] if isinstance(value, np.ndarray) else value
+            known[name] = self.since(of_first) if isinstance(of_first, np.ndarray) else of_first
+        words = {"quantity": "", "severity": "note", **records.WORDS["verdict"][key], **of}
         text = said(words["text"], **{name: _shown(value) for name, value in known.items()})
-        return Sentence(
-            words["kind"], text, group, words.get("quantity", ""), severity or words.get("severity", "note")
-        )
+        yield Sentence(words["kind"], text, known["group"], words["quantity"], words["severity"])
 
 
 # The sentences, whose texts are in words.toml, one function for each kind
@@ -274,68 +276,55 @@ def _not_finite(run: _Run) -> Iterator[Sentence]:
     """NaN or infinite numbers, unless an optimizer that froze is said to have done so after them."""
     if not run.not_finite.any():
         return
-    first = run.first(run.not_finite)
     weights, gradients = (np.isinf(run.get(quantity, "max")) for quantity in ("radius", "gradient_norm"))
-    lost = np.flatnonzero(weights[run.end].any(axis=0))
-    if len(lost):
+    lost, first = weights[run.end].any(axis=0), run.first(run.not_finite)
+    if lost.any():
         what, bad = ("gradient", gradients) if gradients[first].any() else ("weights", weights)
-        step, where = run.steps[run.first(weights[:, lost])], run.names(np.flatnonzero(bad[first]), 1)
-        yield run.say("weights", lost, step=step, what=what, where=where, first=run.steps[first])
+        step, where = run.steps[run.first(weights[:, lost])], run.names(bad[first])
+        yield from run.say("weights", lost, step=step, what=what, where=where, first=run.steps[first])
     elif not any("after NaN" in sentence.text for sentence in _frozen(run)):
-        groups, steps = (np.flatnonzero(run.not_finite.any(axis=axis)) for axis in (0, 1))
-        times, where = _count(len(steps), "observed step"), run.names(np.flatnonzero(run.not_finite[first]), 1)
-        severity = "bad" if run.not_finite[-1].any() else "warning"
-        yield run.say("gradients", groups, severity=severity, times=times, where=where, first=run.steps[first])
+        times, where = _count(int(run.not_finite.any(axis=1).sum()), "observed step"), run.names(run.not_finite[first])
+        given = {"severity": "bad" if run.not_finite[-1].any() else "warning", "first": run.steps[first]}
+        yield from run.say("gradients", run.not_finite.any(axis=0), times=times, where=where, **given)
 
 
 def _frozen(run: _Run) -> Iterator[Sentence]:
     """All weights, or some layers, no longer turn."""
     angles, rated = run.get("angle"), run.rate != 0
-    frozen, layers = np.flatnonzero(run.still & rated), np.flatnonzero(run.still & run.layers)
-    turning = (run.angle >= 0) & ~run.dead & rated
-    if len(run.steps) >= _FEWEST_STEPS and len(frozen) and len(frozen) >= 0.9 * turning.sum():
+    frozen, turning = run.still & rated, (run.angle >= 0) & ~run.dead & rated
+    if len(run.steps) >= _FEWEST_STEPS and frozen.any() and frozen.sum() >= 0.9 * turning.sum():
         start, first = run.start(~(_median(angles[:, frozen].T) > _STILL)), run.first(run.not_finite)
         cause = f"at step {run.steps[start]:,}" if start else "from the first step on"
         if run.not_finite.any() and 0 <= start - first <= 2:
             cause = f"after NaN or infinite gradients at step {run.steps[first]:,}"
-        yield run.say("optimizer", frozen, run.layers | True, cause=cause, angle=run.angle[frozen].max())
-    elif len(layers):
-        why = "updates are smaller than the rounding of the weights" if rated[layers[0]] else "rate is 0"
-        since = run.since(~(angles[:, layers[0]] > _STILL))
-        yield run.say("frozen", layers, run.layers, median=run.median_angle, since=since, why=why)
+        yield from run.say("optimizer", frozen, among=run.layers | True, cause=cause, angle=run.angle[frozen].max())
+    else:
+        why = np.where(rated, "updates are smaller than the rounding of the weights", "rate is 0")
+        given = {"median": run.median_angle, "since": ~(angles > _STILL), "why": why}
+        yield from run.say("frozen", run.still & run.layers, among=run.layers, **given)
 
 
 def _dead(run: _Run) -> Iterator[Sentence]:
     """Layers and rows whose gradient is exactly 0."""
-    dead = np.flatnonzero(run.dead)
-    if len(dead):
-        since = run.since(~(run.get("gradient_norm", "max")[:, dead[0]] > 0))
-        yield run.say("dead", dead, run.layers, since=since)
+    yield from run.say("dead", run.dead, among=run.layers, since=~(run.get("gradient_norm", "max") > 0))
     smallest = run.get("gradient_norm", "min")
     zero, end = ~(smallest > 0), smallest[run.end]
     idle = (end == 0).any(axis=0) & ~(end > 0).any(axis=0) & run.layers & ~run.dead
     # Entries that few batches use, such as rare tokens, have no gradient at many steps before, too.
     rare = np.array([zero[: run.start(column) or None, g].mean() >= 0.1 for g, column in enumerate(zero.T)])
-    for key, groups in (("died", np.flatnonzero(idle & ~rare)), ("unused", np.flatnonzero(idle & rare))):
-        if len(groups):
-            many = run.now("gradient_norm", "q10")[groups[0]] == 0
-            rows = "At least a tenth of the rows" if many else "At least one row"
-            more = f" (and of {_count(len(groups) - 1, 'more layer')})" if len(groups) > 1 else ""
-            since, last = run.since(zero[:, groups[0]]), min(run.count, len(run.steps))
-            yield run.say(key, groups, rows=rows, more=more, since=since, last=last)
+    rows = np.where(run.now("gradient_norm", "q10") == 0, "At least a tenth of the rows", "At least one row")
+    yield from run.say("died", idle & ~rare, rows=rows, since=zero)
+    yield from run.say("unused", idle & rare, rows=rows, last=min(run.count, len(run.steps)))
 
 
 def _collapsed(run: _Run) -> Iterator[Sentence]:
     """Rows that have lost their radius, or are about to."""
     share, radius = run.now("collapsed", "mean"), run.now("radius")
-    gone = _largest(share, run.layers & (share > 0))
-    if len(gone):
-        since = run.since(~(run.get("collapsed", "mean")[:, gone[0]] <= 0))
-        yield run.say("collapsed", gone, share=f"{100 * share[gone[0]]:.2g}", since=since)
+    gone, percent = run.layers & (share > 0), np.array([f"{100 * each:.2g}" for each in share])
+    yield from run.say("collapsed", gone, share, share=percent, since=~(run.get("collapsed", "mean") <= 0))
     fell = _ratio(_median(run.get("radius")[: run.count]), radius)
-    falling = _largest(fell, run.layers & (fell > _COLLAPSING) & np.isfinite(fell) & ~(share > 0))
-    if len(falling):
-        yield run.say("collapsing", falling, run.layers, fell=fell, radius=radius)
+    falling = run.layers & (fell > _COLLAPSING) & np.isfinite(fell) & ~(share > 0)
+    yield from run.say("collapsing", falling, fell, run.layers, fell=fell, radius=radius)
 
 
 def _pace(run: _Run) -> Iterator[Sentence]:
@@ -348,16 +337,15 @@ def _pace(run: _Run) -> Iterator[Sentence]:
     ratio = np.where(chosen, run.angle / run.median_angle, 1.0)
     for key, sign in (("fast", 1), ("slow", -1)):
         factor = ratio**sign
-        out = _largest(factor, factor > _APART)
-        parts = []
-        for g in out[:3]:
+        out, parts = np.flatnonzero(factor > _APART), []
+        for g in out[np.argsort(-factor[out])][:3]:
             rates = run.rate[g] / usual if usual > 0 else 1.0
             own = f", at {_shown(rates)} × the usual rate" if not 0.67 < rates < 1.5 else ""
             since = run.since(~(_smooth(course[g] ** sign) <= _APART))
             parts.append(f"{run.groups[g]} {_shown(factor[g])} × ({_shown(run.angle[g])} rad, {since}{own})")
-        if parts:
-            parts += [f"and {len(out) - 3} more"] if len(out) > 3 else []
-            yield run.say(key, out, chosen, apart=_APART, median=run.median_angle, each=", ".join(parts))
+        parts += [f"and {len(out) - 3} more"] if len(out) > 3 else []
+        given = {"apart": _APART, "median": run.median_angle, "each": ", ".join(parts)}
+        yield from run.say(key, factor > _APART, factor, chosen, **given)
 
 
 def _smooth(values: Numbers) -> Numbers:
@@ -374,10 +362,9 @@ def _rate(run: _Run) -> Iterator[Sentence]:
     peak, before = (_median(np.where(high, values, np.nan)) for values in (rates, run.get("angle")))
     chosen = run.layers & run.moving & (before > 0)
     fell, rose = _ratio(peak, run.rate), _ratio(run.angle, before)
-    out = _largest(rose, chosen & (run.rate > 0) & (fell > _FELL) & (rose > _ROSE))
-    if len(out):
-        step = run.steps[high[:, out[0]]][-1]
-        yield run.say("rate", out, chosen, step=step, fell=fell, rose=rose, before=before, angle=run.angle)
+    out = chosen & (run.rate > 0) & (fell > _FELL) & (rose > _ROSE)
+    last = run.steps[len(high) - 1 - high[::-1].argmax(axis=0)]  # at the high rate
+    yield from run.say("rate", out, rose, chosen, step=last, fell=fell, rose=rose, before=before, angle=run.angle)
 
 
 def _equilibrium(run: _Run) -> Iterator[Sentence]:
@@ -389,11 +376,9 @@ def _equilibrium(run: _Run) -> Iterator[Sentence]:
     # The observed time in units of the time that an equilibrium takes: the sum of ηλ.
     elapsed = np.diff(run.steps) @ ((pull[1:] + pull[:-1]) / 2)
     for word, factor in (("above", ratio), ("below", 1 / np.where(known, ratio, 1.0))):
-        out = _largest(factor, known & (factor > _OUT))
-        if len(out):
-            key = "equilibrium" if (elapsed[out] > _TIMES).any() else "on the way"
-            median = np.median(factor[out])
-            yield run.say(key, out, known, word=word, median=median, angle=run.angle, expected=expected)
+        out = known & (factor > _OUT)
+        key, median = "equilibrium" if (elapsed[out] > _TIMES).any() else "on the way", float(_median(factor[out]))
+        yield from run.say(key, out, factor, known, word=word, median=median, angle=run.angle, expected=expected)
 
 
 def _of_alerts(run: _Run) -> Iterator[Sentence]:
@@ -420,13 +405,14 @@ def _balance(run: _Run) -> Iterator[Sentence]:
     pull = np.nan_to_num(_median(run.pull[run.end]))
     needed = np.maximum(1.0, _ratio(np.log(np.maximum(distance, 1.0)), power * pull))
     needed[pull == 0] = math.inf
-    away = _largest(needed, known & (short | long))
-    if len(away):
-        most, left = needed[away[0]], _steps_left(run, away[0])
-        key = "balance" if most <= left / 2 else "never"
-        key = "never at all" if math.isinf(most) else key
+    away = known & (short | long)
+    if away.any():
+        g = int(np.where(away, needed, -math.inf).argmax())
+        left = _steps_left(run, g)
+        key = "never at all" if math.isinf(needed[g]) else "balance" if needed[g] <= left / 2 else "never"
         rate = f"the rate reaches 0 in about {_about(left)} steps" if left >= 1 else "the rate is almost 0"
-        yield run.say(key, away, known, radius=radius, expected=expected, rate=rate, needed=_about(most))
+        given = {"radius": radius, "expected": expected, "rate": rate, "needed": _about(needed[g])}
+        yield from run.say(key, away, needed, known, **given)
 
 
 def _steps_left(run: _Run, g: int) -> float:
@@ -448,32 +434,21 @@ def _share(run: _Run) -> Iterator[Sentence]:
         decays = any(run.settings[g].get("weight_decay") for g in np.flatnonzero(run.invariant))
         knob = " sets their angle per step and does not regularize"
         knob = knob if decays else ", which is 0, would set their angle per step and not regularize"
-        yield run.say("share", percent=f"{100 * part / whole:.3g}", part=part, whole=whole, knob=knob)
+        yield from run.say("share", percent=f"{100 * part / whole:.3g}", part=part, whole=whole, knob=knob)
 
 
-def _healthy(run: _Run) -> Sentence:
+def _healthy(run: _Run) -> Iterator[Sentence]:
     """The angles of the layers and the cost of the watch."""
     among, share = run.layers & run.moving, run.about["cost"].get("share")
-    took = (
-        f"the watch took {_shown(100 * share)} % of the training's time"
-        if share
-        else "the watch's cost is not known yet"
-    )
-    if not among.any():
-        return run.say("still", step=run.steps[-1], took=took)
-    places = _largest(run.angle, among)
-    slowest, fastest = (f"{_shown(run.angle[g])} ({run.groups[g]})" for g in (places[-1], places[0]))
-    median, step = run.median_angle, run.steps[-1]
-    return run.say("healthy", (), among, step=step, median=median, slowest=slowest, fastest=fastest, took=took)
+    took = "the watch's cost is not known yet"
+    took = f"the watch took {_shown(100 * share)} % of the training's time" if share else took
+    ends = [np.where(among, run.angle, math.inf).argmin(), np.where(among, run.angle, -math.inf).argmax()]
+    least, most = (f"{_shown(run.angle[g])} ({run.groups[g]})" for g in ends)
+    given = {"median": run.median_angle, "least": least, "most": most} if among.any() else {}
+    yield from run.say("healthy" if given else "still", among=among, step=run.steps[-1], took=took, **given)
 
 
 # Words
-
-
-def _largest(values: Numbers, chosen: Mask) -> Places:
-    """The places of the chosen groups, the largest value first."""
-    places = np.flatnonzero(chosen)
-    return places[np.argsort(-values[places], kind="stable")]
 
 
 def _shown(value: Any) -> str:

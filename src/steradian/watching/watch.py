@@ -239,9 +239,6 @@ class Watch:
 
         Start the watch before the capture, so that what it needs is captured too.
         """
-        if self._idle or not self.running:
-            yield
-            return
         for optimizer in self.optimizers:
             self._hook(self._before, optimizer)
         yield
@@ -250,7 +247,7 @@ class Watch:
 
     def _takes_part(self, optimizer: Optimizer) -> bool:
         """Whether this is a step to watch: not one that is captured, or that the optimizer's own step calls."""
-        if not self.running or self._failed or _steps_in_progress(optimizer) > 1:
+        if self._idle or not self.running or self._failed or _steps_in_progress(optimizer) > 1:
             return False
         return self._cost.device is None or not torch.cuda.is_current_stream_capturing()
 

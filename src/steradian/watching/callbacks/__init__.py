@@ -6,10 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from steradian.groups import Groups
-from steradian.watching.watch import Options, Watch
+from steradian.watching.watch import Options, Watch, counted_steps, inner_optimizers
 
 __all__ = ["GroupsOf", "Watching"]
 
@@ -26,7 +25,7 @@ class Watching:
         watch: that of the last training; None before the first.
     """
 
-    def __init__(self, groups: GroupsOf, to: Any, options: Mapping[str, Any]) -> None:
+    def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
         Options(**options)
         if groups is not None and not isinstance(groups, Groups) and not callable(groups):
             kinds = "what find_groups returned, or a function of it"
@@ -34,12 +33,16 @@ class Watching:
         self.groups, self.to, self.options = groups, to, options
         self.watch: Watch | None = None
 
-    def begin(self, optimizers: list[Optimizer], model: nn.Module, to: Any, **defaults: Any) -> None:
-        """Start to watch, with the user's options before these."""
+    def begin(self, optimizers: Any, model: nn.Module, to: Any, *, step: int | None, config: Mapping[str, Any]) -> None:
+        """Start to watch, from this step on if the optimizers do not count; the user's options come before these."""
+        self.stop()
+        self.watch = None
         found = self.groups(model) if callable(self.groups) else self.groups
         if not isinstance(found, Groups | None):
             raise TypeError(f"groups must return what find_groups returns, got {type(found).__name__}")
-        self.watch = Watch(optimizers, model if found is None else found, to=to, **{**defaults, **self.options}).start()
+        inner = inner_optimizers(optimizers)
+        options = {"step": step if counted_steps(inner) is None else None, "config": config, **self.options}
+        self.watch = Watch(inner, model if found is None else found, to=to, **options).start()
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Log numbers at the last step."""
@@ -47,8 +50,8 @@ class Watching:
             with self.training_goes_on():
                 self.watch.log(values)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Stop; everything observed is recorded."""
+    def stop(self, error: BaseException | None = None) -> None:
+        """Stop now; everything observed is recorded."""
         if self.watch is not None:
             with self.training_goes_on():
                 self.watch.__exit__(None if error is None else type(error), error, None)

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from steradian.watching.callbacks import GroupsOf, Watching
-from steradian.watching.watch import counted_steps, inner_optimizers
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     from pytorch_lightning import Callback, LightningModule, Trainer
@@ -40,7 +39,7 @@ class WatchCallback(Watching, Callback):
     """
 
     def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
-        Watching.__init__(self, groups, to, options)
+        Watching.__init__(self, groups, to=to, **options)
         self._next_step: int | None = None
         self._logged_at = 0
 
@@ -48,11 +47,9 @@ class WatchCallback(Watching, Callback):
         """Start, after checkpoints are restored and the sanity check is over."""
         with self.training_goes_on():
             self._stop()
-            self.watch, self._logged_at = None, trainer.global_step
-            optimizers = inner_optimizers(trainer.optimizers)
-            first = self._next_step if counted_steps(optimizers) is None else None
+            self._logged_at = trainer.global_step
             config = dict(getattr(pl_module, "hparams", {}))
-            self.begin(optimizers, pl_module, _sinks(self.to, trainer), step=first, config=config)
+            self.begin(trainer.optimizers, pl_module, _sinks(self.to, trainer), step=self._next_step, config=config)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -86,7 +83,7 @@ class WatchCallback(Watching, Callback):
         self._next_step = state_dict.get("next_step")
 
     def _stop(self, error: BaseException | None = None) -> None:
-        self.end(error)
+        self.stop(error)
         if self.watch is not None and error is None:
             self._next_step = self.watch.next_step
 

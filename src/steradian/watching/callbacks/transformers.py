@@ -5,8 +5,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from steradian.watching.callbacks import GroupsOf, Watching
-from steradian.watching.watch import counted_steps, inner_optimizers
+from steradian.watching.callbacks import Watching
 
 __all__ = ["WatchCallback"]
 
@@ -32,19 +31,13 @@ class WatchCallback(Watching, TrainerCallback):
     `Trainer(model, args, callbacks=[WatchCallback(to="runs/first")], …)` is all it takes.
     """
 
-    def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
-        Watching.__init__(self, groups, to, options)
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any
     ) -> None:
         """Start, after a checkpoint is restored."""
         with self.training_goes_on():
-            self.stop()
-            self.watch = None
-            optimizers = inner_optimizers(found["optimizer"])
-            first = state.global_step if state.global_step and counted_steps(optimizers) is None else None
-            self.begin(optimizers, found["model"], self.to, step=first, config=args.to_sanitized_dict())
+            first, config = state.global_step or None, args.to_sanitized_dict()
+            self.begin(found["optimizer"], found["model"], self.to, step=first, config=config)
 
     def on_log(
         self,
@@ -60,7 +53,3 @@ class WatchCallback(Watching, TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any) -> None:
         """Stop."""
         self.stop()
-
-    def stop(self) -> None:
-        """Stop now; everything observed is recorded."""
-        self.end()
