@@ -320,8 +320,8 @@ def _dead(run: _Run) -> Iterator[Sentence]:
 def _collapsed(run: _Run) -> Iterator[Sentence]:
     """Rows that have lost their radius, or are about to."""
     share, radius = run.now("collapsed", "mean"), run.now("radius")
-    gone, percent = run.layers & (share > 0), np.array([f"{100 * each:.2g}" for each in share])
-    yield from run.say("collapsed", gone, share, share=percent, since=~(run.get("collapsed", "mean") <= 0))
+    collapsed = ~(run.get("collapsed", "mean") <= 0)
+    yield from run.say("collapsed", run.layers & (share > 0), share, percent=100 * share, since=collapsed)
     fell = _ratio(_median(run.get("radius")[: run.count]), radius)
     falling = run.layers & (fell > _COLLAPSING) & np.isfinite(fell) & ~(share > 0)
     yield from run.say("collapsing", falling, fell, run.layers, fell=fell, radius=radius)
