@@ -22,15 +22,11 @@ Numbers = NDArray[np.float64]
 
 
 class Alerts:
-    """Checks blocks of records; raises each alert once for each group.
-
-    Args:
-        decays: weight decay of each group that has one; 0 if it has no effect on the rows.
-        invariant: names of the groups that are invariant; most alerts are about these.
-    """
+    """Checks blocks of records; raises each alert once for each group."""
 
     def __init__(self, decays: Mapping[str, float], invariant: Set[str]) -> None:
-        self.decays, self.invariant = decays, invariant
+        self.decays = decays  # of each group that has one; 0 if it has no effect on the rows
+        self.invariant = invariant  # names of groups; most alerts are about these
         self.raised: list[Alert] = []
         self.observed = 0
         self.first = 0  # the number of the first observed step

@@ -109,34 +109,24 @@ class Alert:
 
 @dataclass(eq=False)
 class Block:
-    """Some observed steps of a run, as sinks get them.
+    """S observed steps of a run, as sinks get them."""
 
-    Attributes:
-        run: the run's name.
-        steps: (S,) step numbers.
-        groups: names of the groups.
-        quantities: names of the quantities.
-        values: (S, quantities, groups, statistics); NaN where something is not known.
-        active: (S, groups), whether a group was stepped.
-        logged: (step, name, value) of the run as a whole.
-        defined: (quantities, groups), whether a quantity is recorded for a group.
-        seconds: (S,) time since the start; empty if it is not known.
-        rows: (step, group, row numbers, (quantities, n)) single rows.
-        paths: (step, group, row, direction).
-        pairs: (step, pair, statistics of its imbalance).
-    """
-
-    run: str
-    steps: NDArray[np.int64]
-    groups: tuple[str, ...]
-    quantities: tuple[str, ...]
-    values: NDArray[Any]
-    active: NDArray[np.bool_]
-    defined: NDArray[np.bool_]
+    run: str  #: the run's name
+    steps: NDArray[np.int64]  #: (S,) step numbers
+    groups: tuple[str, ...]  #: names of the groups
+    quantities: tuple[str, ...]  #: names of the quantities
+    values: NDArray[Any]  #: (S, quantities, groups, statistics); NaN where something is not known
+    active: NDArray[np.bool_]  #: (S, groups), whether a group was stepped
+    defined: NDArray[np.bool_]  #: (quantities, groups), whether a quantity is recorded for a group
+    #: (S,) time since the start; empty if it is not known
     seconds: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
+    #: (step, name, value) of the run as a whole
     logged: list[tuple[int, str, float]] = field(default_factory=list)
+    #: (step, group, row numbers, (quantities, n)) of single rows
     rows: list[tuple[int, str, NDArray[Any], NDArray[Any]]] = field(default_factory=list)
+    #: (step, group, row, direction)
     paths: list[tuple[int, str, int, NDArray[Any]]] = field(default_factory=list)
+    #: (step, pair, statistics of its imbalance)
     pairs: list[tuple[int, str, NDArray[Any]]] = field(default_factory=list)
 
     def columns(self) -> Columns:
@@ -349,25 +339,18 @@ def last_step(run: str, block: Block | None, labels: Mapping[str, str]) -> str:
 class RecordedRun:
     """A run as read from its folder.
 
-    Attributes:
-        name: the run's name.
-        about: the contents of run.json: "run", "started", "every", "optimizer" ({"name", "groups": [settings]}),
-            "groups" ([{"name", "names", "label", "layout", "shapes", "rows", "size", "reason", "defect"}]), "rest"
-            (parameters that are not watched), "missing" ({quantity: why it is not recorded}), "config" (the user's),
-            "cost" ({"share" of the time, "seconds" for each of "observed" steps, "bytes"}), "environment". What 0.1 did
-            not write is filled in.
-        table: `COLUMNS`; run, group, quantity and statistic are categories.
-        rows: `ROW_COLUMNS`: all rows at some steps, chosen rows at all.
-        paths: `PATH_COLUMNS`: directions u of chosen rows, each a list of d numbers.
-        alerts: `ALERT_COLUMNS`.
+    `about` is the contents of run.json: "run", "started", "every", "optimizer" ({"name", "groups": [settings]}),
+    "groups" ([{"name", "names", "label", "layout", "shapes", "rows", "size", "reason", "defect"}]), "rest" (parameters
+    that are not watched), "missing" ({quantity: why it is not recorded}), "config" (the user's), "cost" ({"share" of
+    the time, "seconds" for each of "observed" steps, "bytes"}), "environment". What 0.1 did not write is filled in.
     """
 
-    name: str
-    about: Mapping[str, Any]
-    table: "pd.DataFrame"
-    rows: "pd.DataFrame"
-    paths: "pd.DataFrame"
-    alerts: "pd.DataFrame"
+    name: str  #: the run's name
+    about: Mapping[str, Any]  #: what is known of the run
+    table: "pd.DataFrame"  #: `COLUMNS`; run, group, quantity and statistic are categories
+    rows: "pd.DataFrame"  #: `ROW_COLUMNS`: all rows at some steps, chosen rows at all
+    paths: "pd.DataFrame"  #: `PATH_COLUMNS`: directions u of chosen rows, each a list of d numbers
+    alerts: "pd.DataFrame"  #: `ALERT_COLUMNS`
 
 
 def read_run(path: str | Path) -> RecordedRun:

@@ -207,10 +207,9 @@ def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
     for number, optimizer in enumerate(optimizers):
         of = f"optimizer {number}, " if len(optimizers) > 1 else ""
         for k, settings in enumerate(optimizer.param_groups):
-            own = settings.get("param_names") or [
-                f"{of}group {k}, parameter {i}" for i in range(len(settings["params"]))
-            ]
-            for param, other in zip(settings["params"], own, strict=False):
+            params = settings["params"]
+            own = settings.get("param_names") or [f"{of}group {k}, parameter {i}" for i in range(len(params))]
+            for param, other in zip(params, own, strict=False):
                 name = known.get(id(param), other)
                 # Two models, such as actor and critic, may have parameters of the same name.
                 while name in taken:

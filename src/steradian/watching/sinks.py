@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,8 +36,8 @@ _IN_USE: set[Path] = set()  # folders that a watch of this process writes to
 _ORDER = list(dict.fromkeys(["effective_lr", "angle", *QUANTITIES]))  # of charts in TensorBoard and W&B
 
 
-class Sink(Protocol):
-    """Takes blocks of observed steps."""
+class Sink:
+    """Takes blocks of observed steps; a class with the same methods is one too."""
 
     def open(self, about: Mapping[str, Any]) -> None:
         """Called once, with the contents of run.json."""
@@ -122,7 +122,7 @@ def _line(alert: Mapping[str, Any]) -> bytes:
     return (json.dumps(alert, ensure_ascii=False) + "\n").encode()
 
 
-class Folder:
+class Folder(Sink):
     """A run on disk (`records.read_run` reads it), written by its own thread.
 
     When the disk fails, training goes on: one warning is logged, and what could not be written is kept and tried again
@@ -251,7 +251,7 @@ class Memory:
         return table.astype({"quantity": "category"})
 
 
-class Calls:
+class Calls(Sink):
     """Calls `log(dict, step)` for every observed step: `wandb_run.log`, `mlflow.log_metrics`, or a function of yours.
 
     Args:
@@ -267,8 +267,6 @@ class Calls:
             raise ValueError(f"statistics must be out of {STATISTICS}, got {unknown}")
         self.log, self.statistics = log, tuple(statistics)
 
-    def open(self, about: Mapping[str, Any]) -> None: ...
-
     def write(self, block: Block) -> None:
         logged: dict[int, dict[str, float]] = {}
         for step, name, value in block.logged:
@@ -277,10 +275,6 @@ class Calls:
             self.log({**block.scalars(k, self.statistics), **logged.pop(int(step), {})}, int(step))
         for step, values in logged.items():
             self.log(values, step)
-
-    def alert(self, alert: Alert) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _numbered(name: str) -> str:

@@ -51,20 +51,15 @@ _PAIRS = [
 class Sentence:
     """One sentence of a verdict.
 
-    Attributes:
-        kind: "not finite", "frozen", "dead", "collapsed", "fast", "slow", "equilibrium", "rate", "balance", "share",
-            "healthy", "early", "find_groups", or the kind of an alert.
-        text: the sentence.
-        group: the layer that it names first; "" if it is about the whole run.
-        quantity: what it is about, for a link to its chart; "" if no chart shows it.
-        severity: one of `SEVERITIES`.
+    Its kind is "not finite", "frozen", "dead", "collapsed", "fast", "slow", "equilibrium", "rate", "balance", "share",
+    "healthy", "early", "find_groups", or the kind of an alert.
     """
 
     kind: str
     text: str
-    group: str = ""
-    quantity: str = ""
-    severity: str = "note"
+    group: str = ""  #: the layer that it names first; "" if it is about the whole run
+    quantity: str = ""  #: what it is about, for a link to its chart; "" if no chart shows it
+    severity: str = "note"  #: one of `SEVERITIES`
 
 
 def verdict(run: RecordedRun) -> list[Sentence]:
@@ -80,14 +75,7 @@ def verdict(run: RecordedRun) -> list[Sentence]:
 def judge(
     history: "History", about: Mapping[str, Any], labels: Mapping[str, str], alerts: Sequence[Alert]
 ) -> list[Sentence]:
-    """The verdict from its parts, without pandas.
-
-    Args:
-        history: the numbers.
-        about: the contents of run.json.
-        labels: of each group: "invariant", "not invariant" or "untested".
-        alerts: raised in the run.
-    """
+    """The verdict from the numbers, the contents of run.json, the labels of its groups and its alerts."""
     if not len(history.steps):
         return []
     run = _Run(history, about, labels, alerts)
@@ -110,16 +98,12 @@ def judge(
 
 @dataclass(eq=False)
 class History:
-    """The recorded numbers that a verdict needs.
+    """The recorded numbers that a verdict needs."""
 
-    Attributes:
-        groups: their names.
-        steps: observed steps.
-        values: (steps, `_PAIRS`, groups); NaN for a number that was not recorded, infinity for one that is not finite.
-    """
-
-    groups: Sequence[str] = ()
+    groups: Sequence[str] = ()  #: their names
+    #: observed steps
     steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    #: (steps, `_PAIRS`, groups); NaN for a number that was not recorded, infinity for one that is not finite
     values: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, len(_PAIRS), 0), np.float32))
     _observed: int = 0
     _stride: int = 1

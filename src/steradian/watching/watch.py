@@ -356,10 +356,7 @@ class Watch:
             self._fail(error)
 
     def _fail(self, error: Exception, *, fatal: bool = True) -> None:
-        """Log the first exception; after a fatal one the hooks do nothing.
-
-        They are removed only when the watch stops: the optimizer may be iterating over its hooks right now.
-        """
+        """Log the first exception; after a fatal one the hooks do nothing, and are removed when the watch stops."""
         if self.error is None:
             self.error = error
             text = ": the watch ends, training goes on" if fatal else ""
@@ -652,8 +649,8 @@ def counted_steps(optimizers: Sequence[Optimizer]) -> int | None:
 
 def _decays(watched: Sequence[WatchedGroup]) -> dict[str, float]:
     """Weight decay of the groups that have one; 0 if the optimizer keeps the radius fixed."""
-    found = {group.name: float(group.settings.get("weight_decay") or 0) for group in watched}
     fixed = {g.name for g in watched if isinstance(g.optimizer, optim.AdamG) and g.settings.get("rows") is not None}
+    found = {g.name: float(g.settings.get("weight_decay") or 0) for g in watched}
     return {name: 0.0 if name in fixed else decay for name, decay in found.items() if decay}
 
 

@@ -19,11 +19,7 @@ GroupsOf = Groups | Callable[[Any], Groups] | None
 
 
 class Watching:
-    """The watch of a callback: an error in it is logged, and does not end the training.
-
-    Attributes:
-        watch: that of the last training; None before the first.
-    """
+    """The watch of a callback: an error in it is logged, and does not end the training."""
 
     def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
         Options(**options)

@@ -24,16 +24,14 @@ class WatchCallback(Watching, Callback):
 
     The loss of each step is recorded with the run and, after each epoch, what the module logged. A fit that resumes
     from a checkpoint continues its step numbers. Several optimizers are one run; a new step begins when one of them
-    steps a second time. An error of the callback is logged; it does not end the training.
+    steps a second time. An error of the callback is logged; it does not end the training. `watch` is that of the last
+    fit; None before the first.
 
     Args:
         groups: what `find_groups` found, or a function of the module that finds it: rows of these are proved. None: all
             weights are watched, and those that the optimizers' param groups declare count as rows.
         to: as for `watch`; "loggers" means the trainer's own loggers.
         **options: the other options of `Watch`; `config` is by default the module's hyperparameters.
-
-    Attributes:
-        watch: that of the last fit; None before the first.
 
     `Trainer(callbacks=[WatchCallback(to="runs/first")])` is all it takes.
     """

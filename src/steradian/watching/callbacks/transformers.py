@@ -15,18 +15,14 @@ class WatchCallback(Watching, TrainerCallback):
 
     What the trainer logs (loss, gradient norm, evaluations) is recorded with the run. A training that resumes from a
     checkpoint continues its step numbers. The trainer does not notify callbacks of an exception: what was observed is
-    then recorded when the process ends, when the next training begins, or by `stop()`.
-
-    An error of the callback is logged; it does not end the training.
+    then recorded when the process ends, when the next training begins, or by `stop()`. An error of the callback is
+    logged; it does not end the training. `watch` is the one of the last training; None before the first.
 
     Args:
         groups: what `find_groups` found, or a function of the model that finds it: rows of these are proved. None: all
             weights are watched, and those that the optimizer's param groups declare count as rows.
         to: as for `watch`.
         **options: the other options of `Watch`; `config` is by default the trainer's arguments.
-
-    Attributes:
-        watch: that of the last training; None before the first.
 
     `Trainer(model, args, callbacks=[WatchCallback(to="runs/first")], …)` is all it takes.
     """
