@@ -6,7 +6,7 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from steradian.watching.records import STATISTICS, WORDS, Alert, Block, said
+from steradian.watching.records import STATISTICS, WORDS, Alert, Block
 
 __all__ = ["Alerts"]
 
@@ -123,7 +123,7 @@ def _not_finite(block: Block) -> Iterator[Alert]:
 
 def _alert(block: Block, k: SupportsIndex, g: SupportsIndex, kind: str, words: str = "", **fields: object) -> Alert:
     """An alert at the k-th step of a block about its g-th group; `words` is the key of its text, if not the kind."""
-    return Alert(int(block.steps[k]), block.groups[g], kind, said(WORDS["alerts"][words or kind], **fields))
+    return Alert(int(block.steps[k]), block.groups[g], kind, WORDS["alerts"][words or kind].format(**fields))
 
 
 def _where(block: Block, bad: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

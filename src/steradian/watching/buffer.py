@@ -22,7 +22,7 @@ from steradian.watching.sources.phenomena import PhenomenaSource
 from steradian.watching.sources.telemetry import TelemetrySource
 from steradian.watching.statistics import Statistics
 
-__all__ = ["ON_INVARIANT", "Buffer", "evenly", "sources_of"]
+__all__ = ["ON_INVARIANT", "Buffer", "decoupled_decay", "evenly", "sources_of"]
 
 _SHARE, _NUMBERS = 16, 2**16  # a buffer has one number for this many of the watched weights, or as many as these
 _STEPS = 256  # the most steps in a buffer
@@ -181,7 +181,7 @@ class Buffer:
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
                 rate = 0.0
-            numbers.append((float(rate), _decoupled_decay(group)))
+            numbers.append((float(rate), decoupled_decay(group)))
         # The same object as long as only the rate changes: equilibria are derived once for each.
         now = [value for group in self.param_groups for value in map(group.get, _BALANCING)]
         if not _are(now, self._known_balancing):
@@ -280,7 +280,7 @@ class Equilibria:
         return Balance(*(column(name) for name in ("gain", "power", "root", "pace", "free")))
 
 
-def _decoupled_decay(settings: Mapping[str, Any]) -> float:
+def decoupled_decay(settings: Mapping[str, Any]) -> float:
     """The decoupled decay δ of a param group's rows, as in AdamW and in our optimizers."""
     share = settings.get("wd_ratio", settings.get("decoupled_weight_decay"))
     return float(settings.get("weight_decay") or 0.0) * float(share or 0.0)

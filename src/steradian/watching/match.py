@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from steradian import optim
 from steradian.balance import balance_of
 from steradian.groups import Groups
-from steradian.watching.records import WORDS, RecordedRun, labels, listed, read_run, said
+from steradian.watching.records import WORDS, RecordedRun, labels, listed, read_run
 
 __all__ = ["match", "replay", "unknown"]
 
@@ -170,7 +170,7 @@ def _angle(optimizer: Optimizer, settings: Mapping[str, Any], slope: float | Non
         _, angles = balance(*(torch.tensor(each, dtype=torch.float64) for each in (rate, [given, 2 * given])))
         angle = angles[0].item()
         if (slope is None or size is None) and not torch.isclose(*angles):
-            raise ValueError(said(WORDS["match"]["coupled"], kind=kind))
+            raise ValueError(WORDS["match"]["coupled"].format(kind=kind))
     if not 0 < angle < math.inf:
         raise ValueError(f"{kind} has no angle in equilibrium under these settings: it would be {angle}")
     return angle
@@ -190,18 +190,18 @@ def _solve(angle: Callable[[float], float], wanted: float) -> float:
 def unknown(source: Optimizer | str | Path | RecordedRun | float, only: str | None = None) -> list[str]:
     """What a match of this source cannot know, in sentences."""
     words = WORDS["match"]
-    found = [said(words["transient"]), said(words["rest"])]
+    found = [words["transient"], words["rest"]]
     if isinstance(source, Optimizer | Real):
         return found
     turns = _turns(source, only, None, None)
     low, high = min(turns), max(turns)
     out = [turn.layer for turn in turns if abs(math.log(turn.angle / turn.equilibrium)) > math.log(_APART)]
     if turns[0].label != "invariant":
-        found.append(said(words["untested"]))
+        found.append(words["untested"])
     if high.angle > _APART * low.angle:
-        found.append(said(words["apart"], low=low, high=high))
+        found.append(words["apart"].format(low=low, high=high))
     if out:
-        found.append(said(words["out"], layers=listed(out)))
+        found.append(words["out"].format(layers=listed(out)))
     return found
 
 

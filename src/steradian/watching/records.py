@@ -67,7 +67,14 @@ class Quantity(NamedTuple):
     meaning: str
 
 
-WORDS: dict[str, Any] = tomllib.loads((files("steradian.watching") / "words.toml").read_text(encoding="utf-8"))
+def _in_one_line(value: Any) -> Any:
+    """Texts without line breaks."""
+    if isinstance(value, dict):
+        return {key: _in_one_line(of) for key, of in value.items()}
+    return " ".join(value.split()) if isinstance(value, str) else value
+
+
+WORDS = _in_one_line(tomllib.loads((files("steradian.watching") / "words.toml").read_text(encoding="utf-8")))
 """What the watch says: names of quantities, alerts, and sentences of a verdict."""
 QUANTITIES = {name: Quantity(*words) for name, words in WORDS["quantities"].items()}
 """Every quantity that may be recorded for a group. "lr" is one number per group and step: its statistic is "mean".
@@ -80,11 +87,6 @@ ONE_NUMBER = frozenset({"lr"})
 """Quantities that are the same in all rows of a group."""
 SECONDS = "seconds"
 """Time since the start of the training at each observed step, without the time between a stop and a resumption."""
-
-
-def said(text: str, **fields: Any) -> str:
-    """A text of words.toml, filled in."""
-    return " ".join(text.split()).format(**fields)
 
 
 # Blocks

@@ -67,7 +67,9 @@ class WatchedGroup:
     def locals(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The parts on this rank of tensors like a parameter; whole ones if its rows span several ranks: one gather."""
         found = [tensor.detach() for tensor in tensors]
-        if self.sharded and all(map(is_sharded, found)):
+        if not self.sharded:
+            return found
+        if all(map(is_sharded, found)):
             return list(sharding().parts(found, self.layout))
         return [sharding().part(each, self.layout) if is_sharded(each) else each for each in found]
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steradian.watching import records
-from steradian.watching.records import STATISTICS, Alert, Block, RecordedRun, causes, said
+from steradian.watching.records import STATISTICS, Alert, Block, RecordedRun, causes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -249,7 +249,7 @@ class _Run:
             of_first: Any = value.T[groups[0]] if isinstance(value, np.ndarray) else value
             known[name] = self.since(of_first) if isinstance(of_first, np.ndarray) else of_first
         words = {"quantity": "", "severity": "note", **records.WORDS["verdict"][key], **of}
-        text = said(words["text"], **{name: _shown(value) for name, value in known.items()})
+        text = words["text"].format_map({name: _shown(value) for name, value in known.items()})
         yield Sentence(words["kind"], text, known["group"], words["quantity"], words["severity"])
 
 
