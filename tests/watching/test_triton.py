@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from steradian.groups import Group, Layout
-from steradian.watching.buffer import sources_of
-from steradian.watching.buffer import decoupled_decay
+from steradian.watching.buffer import decoupled_decay, sources_of
 from steradian.watching.rows import WatchedGroup
 from steradian.watching.sources.observed import ObservedSource
 from steradian.watching.sources.triton import TritonSource, supports
