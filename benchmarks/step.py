@@ -28,7 +28,7 @@ from shapes import SETS
 LOOP, FUSED = "torch.optim.Adam", "torch.optim.Adam(fused=True)"
 OPTIONS = {"lr": 1e-3, "weight_decay": 1e-4}
 # What one step has to move: gradient, x and m (and v) read, x and m (and v) written.
-TRAFFIC = {"one number per row": 20, "element-wise": 28, "matrices": 20}
+TRAFFIC = {"one number per row": 20, "momentum": 20, "element-wise": 28, "matrices": 20}
 
 
 def ours(params: list[torch.nn.Parameter], **more: object) -> torch.optim.Optimizer:
@@ -78,18 +78,15 @@ def torch_adam(params: list[torch.nn.Parameter], **more: object) -> torch.optim.
 
 def methods() -> dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, object], str, bool]]:
     """Name → constructor, options, traffic, and whether its step can be captured."""
+    options: dict[str, object] = {"fused": True, "capturable": True}
+    sgd = partial(torch.optim.SGD, lr=1e-3, momentum=0.9, weight_decay=1e-4)
     return {
-        "torch.optim.Adam, fused": (torch_adam, {"fused": True, "capturable": True}, "element-wise", True),
-        'Adam, without="abc", fused': (ours, {"fused": True, "capturable": True}, "one number per row", True),
-        "Angular, fused": (angular, {"fused": True, "capturable": True}, "one number per row", True),
+        "torch.optim.Adam, fused": (torch_adam, options, "element-wise", True),
+        "torch.optim.SGD, momentum, fused": (sgd, {"fused": True}, "momentum", True),
+        'Adam, without="abc", fused': (ours, options, "one number per row", True),
+        "Angular, fused": (angular, options, "one number per row", True),
         "torch.optim.Muon": (partial(of_matrices, torch.optim.Muon), {"nesterov": False}, "matrices", False),
-        "Angular, muon": (partial(of_matrices, angular), {"direction": "muon", "capturable": True}, "matrices", True),
-        "Angular, muon, fused": (
-            partial(of_matrices, angular),
-            {"direction": "muon", "capturable": True, "fused": True},
-            "matrices",
-            True,
-        ),
+        "Angular, muon, fused": (partial(of_matrices, angular), {"direction": "muon", **options}, "matrices", True),
         "torch.optim.Adam, foreach": (torch_adam, {"foreach": True, "capturable": True}, "element-wise", True),
         "adamp.AdamP": (adamp, {}, "element-wise", False),
         "geoopt RiemannianAdam": (riemannian, {}, "one number per row", False),
@@ -168,7 +165,10 @@ def on_gpu(names: list[str]) -> None:
             if method == "torch.optim.Muon":
                 muon = eager
             if method.startswith("Angular, muon"):
-                print(f"{name}: {method} / torch.optim.Muon: eager {eager / muon:.3f}, graph {replay / muon:.3f}")
+                print(
+                    f"{name}: {method} / torch.optim.Muon: eager {eager / muon:.3f}, graph {replay / muon:.3f}",
+                    flush=True,
+                )
             moved = TRAFFIC[traffic]
             share = moved * size / (min(eager, replay if capture else eager) / 1e3) / bandwidth
             table.add(name, method, eager, eager / base[0], replay, replay / base[1], moved, share)

@@ -154,7 +154,8 @@ class Flush:
             if buffer.optimizer is optimizer:
                 buffer.observe(len(self._steps) - 1)
                 # This may run at every step, so there is no Python loop over parameters.
-                usual = self.complete and all(map(is_not, map(_GRAD, params), repeat(None)))
+                have_gradients = buffer.source.all_step or all(map(is_not, map(_GRAD, params), repeat(None)))
+                usual = self.complete and have_gradients
                 groups = buffer.watched
                 self._active[-1][span] = [True] * len(groups) if usual else [group.active() for group in groups]
                 for group in groups:
