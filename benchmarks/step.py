@@ -10,12 +10,14 @@ installed.
 """
 
 import argparse
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -212,27 +214,50 @@ def adam(
 
 
 def on_cpu(rounds: int = 15) -> None:
-    """Every method takes one step in each round, so that a busy moment of the machine falls on all of them."""
-    steps, dtypes, times = {}, {}, {}
-    for method, (dtype, build) in cpu_methods().items():
-        try:
-            steps[method] = build(make(SETS["ResNet18"], "cpu", dtype)).step
-        except ImportError:
-            continue
+    """Every method takes one step in each round, so that a busy moment of the machine falls on all of them.
+
+    Each has a process of its own, as in a training: how long memory takes to get depends on what else was allocated.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes, dtypes, times = {}, {}, {}
+    for method, (dtype, _) in cpu_methods().items():
+        pipes[method], other = context.Pipe()
+        context.Process(target=take_steps, args=(method, other), daemon=True).start()
+        other.close()
         dtypes[method], times[method] = dtype, []
+    there = [method for method, pipe in pipes.items() if pipe.recv()]
     for k in range(rounds + 2):
-        for method, step in steps.items():
-            started = time.perf_counter()
-            step()
+        for method in there:
+            pipes[method].send(None)
+            taken = pipes[method].recv()
             if k >= 2:
-                times[method].append(1e3 * (time.perf_counter() - started))
-    ms = {method: statistics.median(taken) for method, taken in times.items()}
+                times[method].append(taken)
+    ms = {method: statistics.median(times[method]) for method in there}
     table = Table("set", "method", "ms", "× Adam", "× fused Adam", "dtype")
-    for method, dtype in dtypes.items():
-        suffix = ", bf16" if dtype == torch.bfloat16 else ""
+    for method in there:
+        suffix = ", bf16" if dtypes[method] == torch.bfloat16 else ""
         ratios = ms[method] / ms[LOOP + suffix], ms[method] / ms[FUSED + suffix]
-        table.add("ResNet18", method, ms[method], *ratios, str(dtype).removeprefix("torch."))
+        table.add("ResNet18", method, ms[method], *ratios, str(dtypes[method]).removeprefix("torch."))
     write("bench-step-cpu", table, temporaries=temporaries())
+
+
+def take_steps(method: str, pipe: Connection) -> None:
+    """Take a step whenever asked, and tell its milliseconds; first, whether the method is installed."""
+    dtype, build = cpu_methods()[method]
+    try:
+        step = build(make(SETS["ResNet18"], "cpu", dtype)).step
+    except ImportError:
+        pipe.send(False)
+        return
+    pipe.send(True)
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        started = time.perf_counter()
+        step()
+        pipe.send(1e3 * (time.perf_counter() - started))
 
 
 def temporaries() -> list[dict[str, object]]:

@@ -158,8 +158,9 @@ class Flush:
                 usual = self.complete and have_gradients
                 groups = buffer.watched
                 self._active[-1][span] = [True] * len(groups) if usual else [group.active() for group in groups]
-                for group in groups:
-                    group.held = None
+                if buffer.source.beforehand:  # only then gradients are held
+                    for group in groups:
+                        group.held = None
 
     def measure_pairs(self, step: int) -> None:
         """Measure the imbalance of the pairs, if the step that was just taken is observed and not sent yet."""

@@ -302,13 +302,19 @@ class Membership:
     def _present(self) -> tuple[list[tuple[int, ...]], list[Any]]:
         return self._members(), list(map(_FORM, self._params))
 
+    def moved(self) -> bool:
+        """Whether something may have changed since the last call, or a parameter lies elsewhere in memory.
+
+        A parameter of another form is larger or smaller, or lies elsewhere; forms themselves take more time to read.
+        """
+        here = [] if self._sharded else [list(map(_SIZE, self._params)), list(map(Tensor.data_ptr, self._params))]
+        if here and here == self._places and self._known[0] == self._members():
+            return False
+        self._places = here
+        return True
+
     def changed(self) -> bool:
         """Whether param groups or parameters are others than at the last call of `update`."""
-        # Forms take more time to read than this, and a parameter of another form is larger, smaller or elsewhere.
-        places = [] if self._sharded else [list(map(_SIZE, self._params)), list(map(Tensor.data_ptr, self._params))]
-        if self._known[0] == self._members() and places and places == self._places:
-            return False
-        self._places = places
         return self._known != self._present()
 
     def update(self) -> list[str]:

@@ -62,7 +62,6 @@ class TritonSource(ObservedSource):
         self.adam, self.sgd = isinstance(optimizer, Adam), isinstance(optimizer, SGD)
         self._copies: list[Tensor] = []
         self._kept: list[Tensor] = []  # copies whose addresses are in the table, until the launch
-        self._known: list[Any] | None = None
         self._addresses, self._strides = list[int](), list[Any]()  # of the gradients
         self._param_groups: list[dict[str, Any]] = []
         self._launches: dict[bool, Launch] = {}  # from two points or not
@@ -98,7 +97,6 @@ class TritonSource(ObservedSource):
             self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in now]
             torch._foreach_copy_(self._copies, now)
 
-    @torch.no_grad()
     def after(self, out: Tensor) -> None:
         if self.two_points and not self._copies:
             return
@@ -122,14 +120,10 @@ class TritonSource(ObservedSource):
         self.all_step = not any(map(is_, gradients, repeat(None)))
         known, addresses = None, list[int]()
         if self.all_step and all(states) and not (self.two_points or self._sharded):
+            known = list(map(id, states))
             addresses = list(map(Tensor.data_ptr, gradients))  # torch frees gradients after each step
-            known = [
-                list(map(Tensor.data_ptr, self._params)),
-                list(map(id, states)),
-                [(id(group.settings), group.gone) for group in self.watched],
-            ]
         moved = addresses != self._addresses
-        if known is None or known != self._known or (moved and list(map(Tensor.stride, gradients)) != self._strides):
+        if known is None or known != self.known or (moved and list(map(Tensor.stride, gradients)) != self._strides):
             self._param_groups = list({id(group.settings): group.settings for group in self.watched}.values())
             place = {id(settings): k for k, settings in enumerate(self._param_groups)}
             points: Sequence[Tensor | None] = self._copies or [None] * len(self.watched)
@@ -139,7 +133,7 @@ class TritonSource(ObservedSource):
             ]
             self._lines = torch.tensor(lines, dtype=torch.int64, device="cpu")
             self._send(self._lines, self._table)
-            self._known = None if self._kept else known
+            self.known = None if self._kept else known
             self._strides = list(map(Tensor.stride, gradients)) if known else []
         elif moved or self._counts:
             self._lines[:, 1] = torch.tensor(addresses, device="cpu")
