@@ -106,12 +106,12 @@ def make(shapes: list[tuple[int, ...]], device: str, dtype: torch.dtype = torch.
 
 
 def events_ms(work: Callable[[], object], *, repeats: int, batch: int) -> float:
-    """Median milliseconds on the device of a call, over batches between two events: three at least, for a second."""
+    """Median milliseconds on the device of a call, over batches between two events: three at least, for half a second."""
     for _ in range(3):
         work()
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < 3 or (len(times) < repeats and time.perf_counter() - began < 1):
+    while len(times) < 3 or (len(times) < repeats and time.perf_counter() - began < 0.5):
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
         for _ in range(batch):
