@@ -106,7 +106,7 @@ def make(shapes: list[tuple[int, ...]], device: str, dtype: torch.dtype = torch.
 
 
 def events_ms(work: Callable[[], object], *, repeats: int, batch: int) -> float:
-    """Median milliseconds on the device of a call, over batches between two events: three at least, for half a second."""
+    """Median milliseconds on the device of a call, over batches between two events: three at least, for 0.5 s."""
     for _ in range(3):
         work()
     times: list[float] = []
