@@ -248,9 +248,10 @@ class _Run:
         for name, value in of.items():
             of_first: Any = value.T[groups[0]] if isinstance(value, np.ndarray) else value
             known[name] = self.since(of_first) if isinstance(of_first, np.ndarray) else of_first
-        words = {"quantity": "", "severity": "note", **records.WORDS["verdict"][key], **of}
+        words = {"quantity": "", "severity": "note", **records.WORDS["verdict"][key]}
         text = words["text"].format_map({name: _shown(value) for name, value in known.items()})
-        yield Sentence(words["kind"], text, known["group"], words["quantity"], words["severity"])
+        severity = of.get("severity", words["severity"])
+        yield Sentence(words["kind"], text, known["group"], words["quantity"], severity)
 
 
 # The sentences, whose texts are in words.toml, one function for each kind
