@@ -127,17 +127,22 @@ class Watch:
 
     @torch.inference_mode(False)
     def __init__(
-        self, optimizer: Optimizer | Sequence[Optimizer], model_or_groups: Model = None, *, to: Any = None, **given: Any
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        model_or_groups: Model = None,
+        *,
+        to: Any = None,
+        **options: Any,
     ) -> None:
         self.optimizers = inner_optimizers(optimizer)
         parts = model_or_groups if isinstance(model_or_groups, list | tuple) else [model_or_groups]
         if not isinstance(model_or_groups, Groups | None) and not all(isinstance(part, nn.Module) for part in parts):
             kinds = "a model, a list of its parts, or what find_groups returned"
             raise TypeError(f"the second argument must be {kinds}, got {type(model_or_groups).__name__}")
-        options = Options(**given)
-        phenomena, paths, only = options.phenomena, options.paths, options.only
-        every = int(options.every or 1) if phenomena or options.every is not None else None
-        self.config = dict(options.config or {})
+        given = Options(**options)
+        phenomena, paths, only = given.phenomena, given.paths, given.only
+        every = int(given.every or 1) if phenomena or given.every is not None else None
+        self.config = dict(given.config or {})
         watched, notes = watched_groups(self.optimizers, model_or_groups, [only] if isinstance(only, str) else only)
         self._order = tuple(group.name for group in watched)
         rank = _rank()
@@ -149,7 +154,7 @@ class Watch:
         if rank == 0 and not watched:
             why = "; ".join(notes) or "no optimizer steps a trainable parameter"
             warnings.warn(f"there is nothing to watch: {why}", stacklevel=4)
-        for argument, names in (("record_rows", options.record_rows), ("paths", paths or ())):
+        for argument, names in (("record_rows", given.record_rows), ("paths", paths or ())):
             unknown = [name for name in names if name not in self._order]
             if unknown and watched:
                 raise ValueError(f"{argument} names {unknown}, but the watched groups are {list(self._order)}")
@@ -157,7 +162,7 @@ class Watch:
         self._output = Output(self.sinks, Alerts(_decays(watched), invariant), partial(self._fail, fatal=False))
         folder = self._output.folder
         kinds = " + ".join(dict.fromkeys(type(each).__name__ for each in self.optimizers))
-        self.run = options.run or (folder.files.folder.resolve().name if folder is not None else kinds)
+        self.run = given.run or (folder.files.folder.resolve().name if folder is not None else kinds)
         self.buffers = [
             Buffer(source, each, every_step=every == 1)
             for each in self.optimizers
@@ -172,8 +177,8 @@ class Watch:
         self._flush = Flush(
             self.run,
             self.buffers,
-            record_rows=frozenset(options.record_rows),
-            rows_every=int(options.rows_every),
+            record_rows=frozenset(given.record_rows),
+            rows_every=int(given.rows_every),
             sharded=self.sharded,
             paths=Paths(watched, paths if paths is not None or folder is not None else {}, rank=rank),
             imbalance=imbalance,
@@ -183,8 +188,8 @@ class Watch:
         if isinstance(model_or_groups, Groups):
             self._param_names |= {id(p): name for name, p in model_or_groups.params.items()}
         gpu = next((buffer.device for buffer in self.buffers if buffer.device.type == "cuda"), None)
-        self._cost = Cost(every, float(options.cost), gpu)
-        self._first = None if options.step is None else int(options.step)
+        self._cost = Cost(every, float(given.cost), gpu)
+        self._first = None if given.step is None else int(given.step)
         self._step: int | None = None  # the number of the step that is being taken, or that comes next
         self._stepped: set[int] = set()  # the optimizers that have taken it
         self._begun: set[int] = set()  # the optimizers that are taking it
