@@ -23,9 +23,8 @@ from steradian import optim
 from steradian.geometry import collapsed, dot, norm
 from steradian.groups import Groups, Layout
 from steradian.lab.config import Config, match_names
-from steradian.lab.experiments import RECORDED, Tracked
+from steradian.lab.experiments import RECORDED, Tracked, store_steps
 from steradian.lab.registry import register_method
-from steradian.lab.results import environment
 from steradian.lab.rivals import Hyperball, Rotational
 from steradian.lab.study import Study, pick_device
 from steradian.lab.tables import search
@@ -117,42 +116,34 @@ class AtAngle(Optimizer):
 # Methods
 
 
-def _split(groups: Groups) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Param groups with rows, and the others."""
+def _split(groups: Groups, *, tensors: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Param groups with rows, or with each of their tensors as one row, and the others."""
     made = groups.param_groups()
-    return [g for g in made if g.get("rows") is not None], [g for g in made if g.get("rows") is None]
+    rows, rest = ([g for g in made if (g.get("rows") is not None) == wanted] for wanted in (True, False))
+    return [{"params": g["params"], "rows": "tensor"} for g in rows] if tensors else rows, rest
 
 
-def _is_cuda(rows: Sequence[Mapping[str, Any]]) -> bool:
-    return bool(rows[0]["params"][0].is_cuda)
-
-
-def _tensors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same parameters with one row each."""
-    return [{"params": group["params"], "rows": "tensor"} for group in rows]
-
-
-def _inner(name: str, rows: list[dict[str, Any]], config: Config, decay: float) -> Optimizer:
+def _inner(name: str, groups: Groups, config: Config, decay: float) -> Optimizer:
     """An optimizer of the rows alone."""
-    if name == "SGD-M":
-        return torch.optim.SGD(rows, config.lr, config.momentum, weight_decay=decay, fused=_is_cuda(rows))
-    if name == "Adam":
-        return torch.optim.Adam(rows, config.lr, config.betas, weight_decay=decay, fused=_is_cuda(rows))
+    rows, _ = _split(groups, tensors=name == "Muon")
     if name == "Muon":  # Hyperball's step differs from Muon's by a factor and a radial part for each tensor
-        return Hyperball(_tensors(rows), 0.01, 0.95)
+        return Hyperball(rows, 0.01, 0.95)
+    if name in ("SGD-M", "Adam"):
+        make, inertia = {"SGD-M": (torch.optim.SGD, config.momentum), "Adam": (torch.optim.Adam, config.betas)}[name]
+        return make(rows, config.lr, inertia, weight_decay=decay, fused=rows[0]["params"][0].is_cuda)
     return optim.Adam(rows, config.lr, config.betas, weight_decay=decay, without=name.partition("(")[2].strip(")"))
 
 
-def _rest(name: str, rest: list[dict[str, Any]], config: Config) -> Optimizer:
+def _rest(name: str, groups: Groups, config: Config) -> Optimizer:
     """SGD-M or Adam on the parameters without rows."""
+    _, rest = _split(groups)
     if name == "SGD-M":
         return torch.optim.SGD(rest, config.rest_lr or 0.1, config.momentum, weight_decay=_REST_DECAY)
     return torch.optim.Adam(rest, config.rest_lr or 1e-3, config.betas, weight_decay=_REST_DECAY)
 
 
 def _crossed(filters: str, others: str, groups: Groups, config: Config) -> list[Optimizer]:
-    rows, rest = _split(groups)
-    return [_inner(filters, rows, config, config.weight_decay), _rest(others, rest, config)]
+    return [_inner(filters, groups, config, config.weight_decay), _rest(others, groups, config)]
 
 
 CROSSED = {
@@ -170,11 +161,11 @@ def _matched(name: str, groups: Groups, config: Config) -> list[Optimizer]:
     """A direction without L2, which only changes radii, at SGD-M's angle; SGD-M on the rest."""
     if config.column not in _curves:
         raise ValueError(f"no record of SGD-M's angles on {config.column}: steradian angle matched makes it")
-    (rows, rest), curves = _split(groups), _curves[config.column]
-    names = {id(param): name for name, param in groups.params.items()}
+    rows, names = _split(groups)[0], {id(param): name for name, param in groups.params.items()}
     firsts = [p for group in rows for p in (group["params"][:1] if group.get("joint") else group["params"])]
-    angles = torch.from_numpy(np.stack([curves[names[id(param)]] for param in firsts], axis=1)).float()
-    return [AtAngle(_inner(name, rows, config, 0.0), rows, angles), _rest("SGD-M", rest, config)]
+    angles = np.stack([_curves[config.column][names[id(param)]] for param in firsts], axis=1)
+    turned = AtAngle(_inner(name, groups, config, 0.0), rows, torch.from_numpy(angles).float())
+    return [turned, _rest("SGD-M", groups, config)]
 
 
 MATCHED = {
@@ -186,8 +177,7 @@ for _name, _direction in MATCHED.items():
     register_method(_name, partial(_matched, _direction))
 
 
-def _sgd(groups: Groups, config: Config, **more: Any) -> Optimizer:
-    make: Callable[..., Optimizer] = optim.SGD if "corrected_decay" in more else torch.optim.SGD
+def _sgd(groups: Groups, config: Config, make: Callable[..., Optimizer], **more: Any) -> Optimizer:
     return make(groups.param_groups(), config.lr, config.momentum, weight_decay=config.weight_decay, **more)
 
 
@@ -199,13 +189,13 @@ def _adamw(groups: Groups, config: Config) -> Optimizer:
 
 def _on_spheres(groups: Groups, config: Config, make: Callable[..., Optimizer], **more: Any) -> Optimizer:
     """Angles of config.lr on the rows, and SGD-M with L2 on the rest."""
-    rows, rest = _split(groups)
+    rows, rest = _split(groups, tensors=make is Hyperball)
     more |= {"weight_decay": config.weight_decay, "rest_lr": config.rest_lr or 0.1}
-    return make([*(_tensors(rows) if make is Hyperball else rows), *rest], config.lr, **more)
+    return make([*rows, *rest], config.lr, **more)
 
 
-register_method("SGD-M, Nesterov", partial(_sgd, nesterov=True))
-register_method("SGD-M, corrected decay", partial(_sgd, corrected_decay=True))
+register_method("SGD-M, Nesterov", partial(_sgd, make=torch.optim.SGD, nesterov=True))
+register_method("SGD-M, corrected decay", partial(_sgd, make=optim.SGD, corrected_decay=True))
 register_method("AdamW, decay on rows", _adamw)
 for _kind in ("gradient", "adam", "muon"):
     register_method(f"Angular, {_kind}", partial(_on_spheres, make=optim.Angular, direction=_kind))
@@ -240,19 +230,17 @@ PARTS: dict[str, tuple[dict[str, list[tuple[float, float]]], int]] = {
 
 
 class _Recorded(Tracked):
-    """A training that records the root mean square of every layer's angle."""
+    """A training whose table has the root mean square of every layer's angle at the recorded steps."""
 
     def table(self) -> "pd.DataFrame":
-        """The angles at the recorded steps."""
         import pandas as pd
 
         angles = np.arctan(np.stack(self._values)[:, RECORDED.index("velocity")].astype(np.float64))
         parts = []
-        for group, start, end in self._spans():
-            value = np.sqrt(np.nanmean(angles[:, start:end] ** 2, axis=1))
+        for group, span in self.spans():
+            value = np.sqrt(np.nanmean(angles[:, span] ** 2, axis=1))
             parts.append(pd.DataFrame({"step": self._recorded, "group": group.names[0], "value": value}))
-        found = pd.concat(parts).assign(run=self.config.key, quantity="angle", statistic="rms")
-        return found[list(COLUMNS)]
+        return pd.concat(parts).assign(run=self.config.key, quantity="angle", statistic="rms")[list(COLUMNS)]
 
 
 def _angles(study: Study, config: Config) -> dict[str, NDArray[np.float64]]:
@@ -312,13 +300,8 @@ def angle_study(
 
     if part == "matched":
         reference = Config(method="SGD-M", lr=0.1, weight_decay=_REST_DECAY, **common)
-
-        def deliver(training: Tracked) -> None:
-            about = {"steps": training.steps, "environment": environment(where)}
-            study.tracks.add(training.config, training.table(), **about)
-
-        make, recorded = partial(_Recorded, points=points, deliver=deliver), study.tracks.about()
-        if reference.key not in recorded and not run([reference], study, make=make):
+        make = partial(_Recorded, points=points, deliver=partial(store_steps, study.tracks))
+        if reference.key not in study.tracks.about() and not run([reference], study, make=make):
             return False
         _curves[reference.column] = _angles(study, reference)
     if part == "tuned":

@@ -8,6 +8,7 @@ graph does not call: between two recorded steps it could not keep the sums of th
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from steradian.lab.data import Resident, load
 from steradian.lab.fleet import prepare_device, read_state
 from steradian.lab.progress import Progress
 from steradian.lab.recipes import trajectories
-from steradian.lab.results import environment
+from steradian.lab.results import Tracks, environment
 from steradian.lab.study import Study, pick_device
 from steradian.lab.training import Training, copied
 from steradian.phenomena import Memory
@@ -47,9 +48,7 @@ _LIVING = 1e-3
 
 
 def recorded_steps(total: int, points: int) -> list[int]:
-    """Steps to record: half of them evenly spaced, half in equal ratios, so that the start is resolved.
-
-    The first and the last step are among them.
+    """Steps to record, with the first and the last: half of them evenly spaced, half in equal ratios.
 
     >>> recorded_steps(1000, 10)
     [0, 5, 31, 177, 250, 500, 749, 999]
@@ -107,14 +106,11 @@ class Tracked(Training):
         **how: Any,
     ) -> None:
         super().__init__(config, data, **how)
-        self.quantities = RECORDED + (PHENOMENA if phenomena else ())
-        self.deliver = deliver
+        self.quantities, self.deliver = RECORDED + (PHENOMENA if phenomena else ()), deliver
         self.memory = Memory(None, check=False) if phenomena else None
         self._optimizer = self.optimizers[0]  # which has all rows of the network
         self._wanted = recorded_steps(config.epochs * self.steps, points)
-        self._recorded: list[int] = []
-        self._values: list[NDArray[np.float32]] = []
-        self._places = np.cumsum([0, *(group.n_rows for group in self.groups.groups)]).tolist()
+        self._recorded, self._values = list[int](), list[NDArray[np.float32]]()
         if phenomena:
             letters = set("".join(str(group.get("without", "")) for group in self._optimizer.param_groups))
             sums = isinstance(self._optimizer, torch.optim.SGD | torch.optim.Adam | optim.Adam)
@@ -127,10 +123,7 @@ class Tracked(Training):
             self._optimizer.register_step_pre_hook(self._remember)
 
     def take(self, most: int) -> int:
-        """Enqueue up to `most` steps, but none beyond the next that is recorded; or record that one.
-
-        A step is recorded when the queue is empty, so that nothing waits here.
-        """
+        """Enqueue up to `most` steps, but none beyond the next that is recorded; or record it if the queue is empty."""
         at = self.epoch * self.steps + self.steps - self.left  # number of the next step, over all epochs
         if len(self._recorded) == len(self._wanted):
             return super().take(most)
@@ -157,17 +150,18 @@ class Tracked(Training):
         values = np.stack(self._values)
         radius = values[:, self.quantities.index("radius")]
         living = np.where(radius >= _LIVING * radius[:1], 1, np.nan).astype(np.float32)[:, None]
-        blocks = {"+".join(g.names): (values * living)[:, :, start:end] for g, start, end in self._spans()}
+        blocks = {"+".join(group.names): (values * living)[:, :, span] for group, span in self.spans()}
         blocks |= {LIVING: values * living, ALL: values}
         share = np.where(np.isnan(radius)[:, None], np.nan, np.isfinite(living)).astype(np.float32)
-        tables = ((self.quantities, blocks), (["living"], {ALL: share}))
-        return pd.concat(
-            [statistics_table(self.config.key, self._recorded, *each) for each in tables], ignore_index=True
-        )
+        about = self.config.key, self._recorded
+        tables = statistics_table(*about, self.quantities, blocks), statistics_table(*about, ["living"], {ALL: share})
+        return pd.concat(tables, ignore_index=True)
 
-    def _spans(self) -> "zip[tuple[Group, int, int]]":
-        """Each group, with the first of its rows among those of the network and the one after its last."""
-        return zip(self.groups.groups, self._places[:-1], self._places[1:], strict=True)
+    def spans(self) -> list[tuple[Group, slice]]:
+        """Each group, and the place of its rows among those of the network."""
+        groups = self.groups.groups
+        ends = np.cumsum([group.n_rows for group in groups]).tolist()
+        return [(group, slice(end - group.n_rows, end)) for group, end in zip(groups, ends, strict=True)]
 
     # Recording
 
@@ -176,7 +170,7 @@ class Tracked(Training):
             before = {name: param.detach().clone() for name, param in self.groups.params.items()}
         left = self.take_plainly()
         with self.queue.here(), torch.no_grad():
-            found = [self._measured(group, slice(start, end), before) for group, start, end in self._spans()]
+            found = [self._measured(group, span, before) for group, span in self.spans()]
             self._values.append(torch.cat(found, dim=1).float().cpu().numpy())
         self._recorded.append(number)
         return left
@@ -197,12 +191,9 @@ class Tracked(Training):
 
     @torch.no_grad()
     def _remember(self, *_: Any) -> None:
-        """Update the sums of the phenomena.
-
-        All rows are padded with zeros to one length, since launches cost more than arithmetic. Zeros change neither
-        norms nor inner products, and nothing else enters the sums.
-        """
+        """Update the sums of the phenomena, of norms and inner products alone, which the padding leaves as they are."""
         assert self.memory is not None
+        # Rows padded to one length: launches cost more than arithmetic.
         longest = max(group.size for group in self.groups.groups)
         points, gradients = (
             torch.cat([functional.pad(rows, (0, longest - rows.shape[1])) for rows in kind])
@@ -274,13 +265,17 @@ def track_study(
             "measures them"
         )
 
-    def deliver(training: Tracked) -> None:
-        tracks.add(training.config, training.table(), steps=training.steps, environment=environment(where))
-
     def make(config: Config, *args: Any, **more: Any) -> Tracked:
-        return Tracked(config, *args, points=points, phenomena=config.method in phenomena, deliver=deliver, **more)
+        deliver, measured = partial(store_steps, tracks), config.method in phenomena
+        return Tracked(config, *args, points=points, phenomena=measured, deliver=deliver, **more)
 
     return study.run(configs, make=make, device=where, **options)
+
+
+def store_steps(tracks: Tracks, training: Tracked) -> None:
+    """Store what a training recorded."""
+    about = {"steps": training.steps, "environment": environment(training.data.device)}
+    tracks.add(training.config, training.table(), **about)
 
 
 # Trajectories of several schemes from one point, compared filter by filter: the experiment of Section 3.3
@@ -324,7 +319,7 @@ def compare_trajectories(
             training.run_epoch()  # what is left of it: the evaluation
         progress.epoch(last.config, last.curves)
     progress.finished(last.config, last.curves)
-    return _comparison_table(configs, reference.groups, wanted[: len(found)], np.stack(found))
+    return _comparison_table(configs, reference.groups, wanted[: len(found)], np.stack(found, axis=1))
 
 
 def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
@@ -338,39 +333,27 @@ def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
     return torch.stack([torch.cat(each) for each in found]).cpu().numpy()
 
 
-def _chosen_filters(groups: Groups) -> dict[str, list[int]]:
-    """Three filters of every block of a network, by parameter, the same for all schemes."""
-    random = np.random.Generator(np.random.Philox(key=0))
-    blocks: dict[str, list[tuple[str, int]]] = {}
-    for group in groups.groups:
-        name = group.names[0]
-        blocks.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(group.n_rows))
-    chosen: dict[str, list[int]] = {}
-    for filters in blocks.values():
-        for k in sorted(random.choice(len(filters), size=min(3, len(filters)), replace=False).tolist()):
-            chosen.setdefault(filters[k][0], []).append(filters[k][1])
-    return chosen
-
-
 def _comparison_table(
     configs: Sequence[Config], groups: Groups, steps: Sequence[int], found: NDArray[np.float64]
 ) -> "pd.DataFrame":
+    """The table of angles (schemes − 1, steps, filters), with the same three filters of every block for all schemes."""
     import pandas as pd
 
-    run, filters = configs[0].key, _chosen_filters(groups)
-    blocks: dict[str, NDArray[np.float64]] = {}
-    singles = []
-    for number, config in enumerate(configs[1:]):
-        values = np.stack([np.cos(found[:, number]), found[:, number]], axis=1)
-        blocks[f"{config.method}: {ALL}"] = values
-        start = 0
-        for group in groups.groups:
-            name = group.names[0]
-            own = blocks[f"{config.method}: {name}"] = values[:, :, start : start + group.n_rows]
-            for k in filters.get(name, []):
-                words = {"run": run, "group": f"{config.method}: {name}[{k}]", "quantity": "cosine"}
-                singles.append(pd.DataFrame({"step": steps, "value": own[:, 0, k], **words, "statistic": "mean"}))
-            start += group.n_rows
+    random, members = np.random.Generator(np.random.Philox(key=0)), dict[str, list[tuple[str, int]]]()
+    sizes = {group.names[0]: group.n_rows for group in groups.groups}
+    for name, size in sizes.items():
+        members.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(size))
+    chosen = []
+    for filters in members.values():
+        chosen += [filters[k] for k in sorted(random.choice(len(filters), min(3, len(filters)), replace=False))]
+    run, blocks, singles = configs[0].key, dict[str, NDArray[np.float64]](), []
+    for config, angles in zip(configs[1:], found, strict=True):
+        values = np.stack([np.cos(angles), angles], axis=1)
+        layers = dict(zip(sizes, np.split(values, np.cumsum([*sizes.values()])[:-1], axis=2), strict=True))
+        blocks |= {f"{config.method}: {name}": own for name, own in {ALL: values, **layers}.items()}
+        for name, k in chosen:
+            words = {"run": run, "group": f"{config.method}: {name}[{k}]", "quantity": "cosine", "statistic": "mean"}
+            singles.append(pd.DataFrame({"step": steps, "value": layers[name][:, 0, k], **words}))
     spread = statistics_table(run, steps, ["cosine", "angle"], blocks)
     return pd.concat([spread, *singles], ignore_index=True)[list(COLUMNS)]
 

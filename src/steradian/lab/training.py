@@ -32,6 +32,7 @@ from steradian.lab.results import CURVES, PARTS, has_diverged
 
 __all__ = ["Execution", "Training"]
 
+Weights = Mapping[str, Tensor]
 _CHUNK = 500  # images that are evaluated at once
 _LANES = 8  # input channels that a GPU's matrix units take at once
 _ALIKE = 0.01  # share of a move by which replayed steps of an unknown optimizer may differ from plain ones
@@ -91,22 +92,14 @@ class Queue:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """The work as a CUDA graph; returns a function that replays it.
 
-        Capturing does not run the work. It must have run before, so that lazy initialization is done, and may only
-        depend on memory that stays in place: counters and rates live on the device.
+        Capturing does not run the work, which must have run before and may only depend on memory that stays in place.
         """
-        assert self.stream is not None, "only a GPU has graphs"
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.stream.device)
-        collecting = gc.isenabled()
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # memory that is freed during a capture must not belong to others
         try:
-            with torch.cuda.stream(self.stream):
-                # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    work()
-                finally:
-                    graph.capture_end()
+            # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                work()
         finally:
             if collecting:
                 gc.enable()
@@ -126,32 +119,25 @@ class Training:
         curves: by name in `results.CURVES`, one number for each finished epoch.
         epoch: epochs that are finished.
         steps: steps in an epoch.
+        left: steps of this epoch that have not been enqueued.
     """
 
     def __init__(
-        self,
-        config: Config,
-        data: Resident,
-        *,
-        execution: Execution | None = None,
-        weights: dict[str, Tensor] | None = None,
+        self, config: Config, data: Resident, *, execution: Execution | None = None, weights: Weights | None = None
     ) -> None:
         self.config, self.data = config, data
         self.execution = (execution or Execution()).on(data.device)
         self.epoch, self.curves = 0, {name: list[float]() for name in CURVES}
-        self.steps = data.counts["train"] // config.batch_size
+        self.steps = self.left = data.counts["train"] // config.batch_size
         self.queue = Queue(data.device)
         self._launch: dict[str, Callable[[], None]] = {}
-        self._taken: int | None = None  # steps of this epoch; None: it has not begun
-        self._tested = False
-        self._half = config.precision == "bf16"
+        self._tested, self._half = False, config.precision == "bf16"
         self._loss = compiled(_loss) if self.execution.compiled else _loss
         self._score = compiled(_score) if self.execution.compiled else _score
         with self.queue.here():
-            self._build(weights)
+            self._build(weights, data.device)
 
-    def _build(self, weights: dict[str, Tensor] | None) -> None:
-        device = self.data.device
+    def _build(self, weights: Weights | None, device: torch.device) -> None:
         model, groups = network(self.config, self.data)
         if weights is not None:
             _fill(model, weights)
@@ -229,19 +215,13 @@ class Training:
             self._set_rates(self.config.rate_factor(self.epoch))
             self._at.zero_()
             self._totals.zero_()
-        self._taken = 0
-
-    @property
-    def left(self) -> int:
-        """Steps of this epoch that have not been enqueued."""
-        return self.steps - (self._taken or 0)
 
     def take(self, most: int) -> int:
         """Enqueue up to `most` steps of the epoch; returns how many are left."""
-        if self._taken is None:
+        if self.left == self.steps:
             self.begin_epoch()
         count = min(most, self.left)
-        self._taken = self.steps - self.left + count
+        self.left -= count
         if count and "step" not in self._launch:
             count -= self._prepare()
         with self.queue.here():
@@ -252,11 +232,11 @@ class Training:
 
     def take_plainly(self) -> int:
         """Run one step without replaying it and wait for it, so that the optimizers' state can be read after it."""
-        if self._taken is None:
+        if self.left == self.steps:
             self.begin_epoch()
         with self.queue.here():
             self._step()
-        self._taken = self.steps - self.left + 1
+        self.left -= 1
         self.queue.mark()
         self.queue.wait()
         return self.left
@@ -296,16 +276,15 @@ class Training:
         if not self._tested and 100 * self._totals_host[1, 1].item() / self.data.counts["validation"] > best:
             self._enqueue_evaluation("test")
             return False
-        images = [self.steps * self.config.batch_size, *(self.data.counts[part] for part in PARTS[1:])]
-        # The training loss is a sum over batches, the others are sums over images.
-        terms = [self.steps, *images[1:]]
         if not self.diverged:
             if not self._tested:
                 self._totals_host[2] = math.nan
-            for part, (loss, hits), term, count in zip(PARTS, self._totals_host.tolist(), terms, images, strict=True):
-                self.curves[f"{part}_loss"].append(loss / term)
-                self.curves[f"{part}_accuracy"].append(100 * hits / count)
-        self.epoch, self._taken = self.epoch + 1, None
+            counts = self.data.counts | {"train": self.steps * self.config.batch_size}
+            for part, (loss, hits) in zip(PARTS, self._totals_host.tolist(), strict=True):
+                # The training loss is a sum over batches, the others are sums over images.
+                self.curves[f"{part}_loss"].append(loss / (self.steps if part == "train" else counts[part]))
+                self.curves[f"{part}_accuracy"].append(100 * hits / counts[part])
+        self.epoch, self.left = self.epoch + 1, self.steps
         return True
 
     def run_epoch(self) -> None:
@@ -344,7 +323,8 @@ class Training:
             return 0
         with self.queue.here():
             restore, at = self._snapshot(), self._at.clone()
-            if self.config.plugin and (reason := self._replays_differ(restore, at)):
+            reason = self._replays_differ(restore, at) if self.config.plugin else ""
+            if reason:
                 warnings.warn(f"steps of {self.config.method} are not replayed as a CUDA graph: {reason}", stacklevel=2)
                 self.execution = replace(self.execution, captured=False)
                 self.optimizers = self._make_optimizers()
@@ -415,7 +395,7 @@ class Training:
             "optimizers": [copied(optimizer.state_dict()["state"], device="cpu") for optimizer in self.optimizers],
         }
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Weights:
         """Parameters and buffers by name, on the CPU."""
         return copied(self.model.state_dict(), device="cpu")
 
@@ -426,7 +406,7 @@ class Training:
         with self.queue.here():
             _fill(self.model, state["model"])
             self._load_states(state["optimizers"])
-        self.epoch, self.curves, self._taken = state["epoch"], copied(state["curves"]), None
+        self.epoch, self.curves, self.left = state["epoch"], copied(state["curves"]), self.steps
 
     def _load_states(self, states: list[Mapping[Any, Any]]) -> None:
         """Load the states of the optimizers, without their settings, in the memory format of the parameters."""
@@ -450,7 +430,7 @@ def copied(state: Any, *, device: str | None = None) -> Any:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def _fill(model: nn.Module, weights: Weights) -> None:
     """Copy parameters and buffers in place; `load_state_dict` needs a version that plain dicts lack."""
     own = model.state_dict()
     if own.keys() != weights.keys():
