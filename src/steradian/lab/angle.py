@@ -24,7 +24,7 @@ from steradian.geometry import collapsed, dot, norm
 from steradian.groups import Groups, Layout
 from steradian.lab.config import Config, match_names
 from steradian.lab.experiments import RECORDED, Tracked, store_steps
-from steradian.lab.registry import register_method
+from steradian.lab.registry import optimizer_of, register_method, split_rows
 from steradian.lab.rivals import Hyperball, Rotational
 from steradian.lab.study import Study, pick_device
 from steradian.lab.tables import search
@@ -116,34 +116,34 @@ class AtAngle(Optimizer):
 # Methods
 
 
-def _split(groups: Groups, *, tensors: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Param groups with rows, or with each of their tensors as one row, and the others."""
-    made = groups.param_groups()
-    rows, rest = ([g for g in made if (g.get("rows") is not None) == wanted] for wanted in (True, False))
-    return [{"params": g["params"], "rows": "tensor"} for g in rows] if tensors else rows, rest
+def _tensors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same parameters with one row each."""
+    return [{"params": group["params"], "rows": "tensor"} for group in rows]
 
 
-def _inner(name: str, groups: Groups, config: Config, decay: float) -> Optimizer:
+def _inner(name: str, rows: list[dict[str, Any]], config: Config, decay: float) -> Optimizer:
     """An optimizer of the rows alone."""
-    rows, _ = _split(groups, tensors=name == "Muon")
     if name == "Muon":  # Hyperball's step differs from Muon's by a factor and a radial part for each tensor
-        return Hyperball(rows, 0.01, 0.95)
-    if name in ("SGD-M", "Adam"):
-        make, inertia = {"SGD-M": (torch.optim.SGD, config.momentum), "Adam": (torch.optim.Adam, config.betas)}[name]
-        return make(rows, config.lr, inertia, weight_decay=decay, fused=rows[0]["params"][0].is_cuda)
-    return optim.Adam(rows, config.lr, config.betas, weight_decay=decay, without=name.partition("(")[2].strip(")"))
+        return Hyperball(_tensors(rows), 0.01, 0.95)
+    how: dict[str, Any] = {"lr": config.lr, "weight_decay": decay}
+    if name.startswith("Adam w/o"):
+        return optim.Adam(rows, betas=config.betas, without=name.partition("(")[2].strip(")"), **how)
+    how["fused"] = rows[0]["params"][0].is_cuda
+    if name == "SGD-M":
+        return torch.optim.SGD(rows, momentum=config.momentum, **how)
+    return torch.optim.Adam(rows, betas=config.betas, **how)
 
 
-def _rest(name: str, groups: Groups, config: Config) -> Optimizer:
+def _rest(name: str, rest: list[dict[str, Any]], config: Config) -> Optimizer:
     """SGD-M or Adam on the parameters without rows."""
-    _, rest = _split(groups)
     if name == "SGD-M":
         return torch.optim.SGD(rest, config.rest_lr or 0.1, config.momentum, weight_decay=_REST_DECAY)
     return torch.optim.Adam(rest, config.rest_lr or 1e-3, config.betas, weight_decay=_REST_DECAY)
 
 
 def _crossed(filters: str, others: str, groups: Groups, config: Config) -> list[Optimizer]:
-    return [_inner(filters, groups, config, config.weight_decay), _rest(others, groups, config)]
+    rows, rest = split_rows(groups)
+    return [_inner(filters, rows, config, config.weight_decay), _rest(others, rest, config)]
 
 
 CROSSED = {
@@ -161,11 +161,11 @@ def _matched(name: str, groups: Groups, config: Config) -> list[Optimizer]:
     """A direction without L2, which only changes radii, at SGD-M's angle; SGD-M on the rest."""
     if config.column not in _curves:
         raise ValueError(f"no record of SGD-M's angles on {config.column}: steradian angle matched makes it")
-    rows, names = _split(groups)[0], {id(param): name for name, param in groups.params.items()}
+    (rows, rest), names = split_rows(groups), {id(param): name for name, param in groups.params.items()}
     firsts = [p for group in rows for p in (group["params"][:1] if group.get("joint") else group["params"])]
     angles = np.stack([_curves[config.column][names[id(param)]] for param in firsts], axis=1)
-    turned = AtAngle(_inner(name, groups, config, 0.0), rows, torch.from_numpy(angles).float())
-    return [turned, _rest("SGD-M", groups, config)]
+    turned = AtAngle(_inner(name, rows, config, 0.0), rows, torch.from_numpy(angles).float())
+    return [turned, _rest("SGD-M", rest, config)]
 
 
 MATCHED = {
@@ -177,10 +177,6 @@ for _name, _direction in MATCHED.items():
     register_method(_name, partial(_matched, _direction))
 
 
-def _sgd(groups: Groups, config: Config, make: Callable[..., Optimizer], **more: Any) -> Optimizer:
-    return make(groups.param_groups(), config.lr, config.momentum, weight_decay=config.weight_decay, **more)
-
-
 def _adamw(groups: Groups, config: Config) -> Optimizer:
     """Decay on the rows alone."""
     made = groups.param_groups(weight_decay=config.weight_decay, rest={"weight_decay": 0.0})
@@ -189,13 +185,13 @@ def _adamw(groups: Groups, config: Config) -> Optimizer:
 
 def _on_spheres(groups: Groups, config: Config, make: Callable[..., Optimizer], **more: Any) -> Optimizer:
     """Angles of config.lr on the rows, and SGD-M with L2 on the rest."""
-    rows, rest = _split(groups, tensors=make is Hyperball)
+    rows, rest = split_rows(groups)
     more |= {"weight_decay": config.weight_decay, "rest_lr": config.rest_lr or 0.1}
-    return make([*rows, *rest], config.lr, **more)
+    return make([*(_tensors(rows) if make is Hyperball else rows), *rest], config.lr, **more)
 
 
-register_method("SGD-M, Nesterov", partial(_sgd, make=torch.optim.SGD, nesterov=True))
-register_method("SGD-M, corrected decay", partial(_sgd, make=optim.SGD, corrected_decay=True))
+register_method("SGD-M, Nesterov", optimizer_of(torch.optim.SGD, "momentum", nesterov=True))
+register_method("SGD-M, corrected decay", optimizer_of(optim.SGD, "momentum", corrected_decay=True))
 register_method("AdamW, decay on rows", _adamw)
 for _kind in ("gradient", "adam", "muon"):
     register_method(f"Angular, {_kind}", partial(_on_spheres, make=optim.Angular, direction=_kind))

@@ -205,33 +205,27 @@ class Tracked(Training):
 
     # State
 
-    def _snapshot(self) -> Callable[[], None]:
-        restore, memory = super()._snapshot(), self.memory
-        kept = {} if memory is None else copied(memory.state())
+    def _changing(self, device: str | None = None) -> dict[str, Any]:
+        memory = None if self.memory is None else copied(self.memory.state(), device=device)
+        return {**super()._changing(device), "memory": memory}
 
-        def restore_all() -> None:
-            restore()
-            if memory is not None:
-                memory.load(kept)
-
-        return restore_all
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        if self.memory is not None:
+            self.memory.load(copied(state["memory"], device=str(self.data.device)))
 
     def state(self) -> dict[str, Any]:
         """The training's state and the recorded values."""
         values = torch.from_numpy(np.stack(self._values)) if self._values else torch.zeros(0)
-        memory = None if self.memory is None else copied(self.memory.state(), device="cpu")
-        return {**super().state(), "recorded": {"steps": list(self._recorded), "values": values, "memory": memory}}
+        return {**super().state(), "recorded": {"steps": list(self._recorded), "values": values}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a state."""
-        steps, values, memory = (state["recorded"][name] for name in ("steps", "values", "memory"))
-        if steps != self._wanted[: len(steps)] or (self.memory is None) != (memory is None):
+        steps, values = state["recorded"]["steps"], state["recorded"]["values"]
+        if steps != self._wanted[: len(steps)] or (self.memory is None) != (state["memory"] is None):
             raise ValueError("it was started with other points or other quantities: use the same")
         super().load(state)
         self._recorded, self._values = list(steps), list(values.numpy())
-        if self.memory is not None:
-            with self.queue.here():
-                self.memory.load({name: tensor.to(self.data.device) for name, tensor in memory.items()})
 
 
 def track_study(

@@ -29,10 +29,9 @@ _GROUPS = 8  # of GN, or fewer if there are fewer channels
 
 
 class Convolution(nn.Conv2d):
-    """A convolution that can pad its input channels with zeros, for kernels that take several channels at once."""
+    """A convolution that pads its input channels with zeros to a multiple of `lanes`, which kernels take at once."""
 
     lanes: int = 1
-    """Input channels are padded to a multiple of it."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if missing := -self.in_channels % self.lanes:
@@ -42,10 +41,7 @@ class Convolution(nn.Conv2d):
 
 
 class WeightNormConv2d(Convolution):
-    """A convolution with weights g·v/‖v‖, filter by filter, and a bias (WN).
-
-    `weight` is v, whose length has no effect; `gain` is g.
-    """
+    """A convolution with weights g·v/‖v‖, filter by filter, and a bias (WN); `weight` is v and `gain` is g."""
 
     def __init__(self, channels: int, out: int, kernel: int, stride: int, *, gain: float = math.sqrt(2)) -> None:
         super().__init__(channels, out, kernel, stride, padding=kernel // 2)
@@ -112,10 +108,12 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head."""
+    """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head.
+
+    `route`, if there is one, runs the same network in another way, called with it and the images.
+    """
 
     route: Callable[["ResNet", Tensor], Tensor] | None = None
-    """A function that runs the same network in another way, called with it and the images; None: layer by layer."""
 
     def __init__(
         self, widths: list[int], blocks: int, *, norm: str, project: bool, channels: int, classes: int, size: int

@@ -322,9 +322,14 @@ class Training:
         if not self.execution.captured:
             return 0
         with self.queue.here():
-            restore, at = self._snapshot(), self._at.clone()
-            reason = self._replays_differ(restore, at) if self.config.plugin else ""
-            if reason:
+            before, at, totals = self._changing(), self._at.clone(), self._totals.clone()
+
+            def restore() -> None:
+                self._restore(before)
+                self._at.copy_(at)
+                self._totals.copy_(totals)
+
+            if self.config.plugin and (reason := self._replays_differ(restore)):
                 warnings.warn(f"steps of {self.config.method} are not replayed as a CUDA graph: {reason}", stacklevel=2)
                 self.execution = replace(self.execution, captured=False)
                 self.optimizers = self._make_optimizers()
@@ -341,13 +346,13 @@ class Training:
         self._launch["step"] = self.queue.capture(self._step)
         return 1
 
-    def _replays_differ(self, restore: Callable[[], None], at: Tensor) -> str:
+    def _replays_differ(self, restore: Callable[[], None]) -> str:
         """Why the steps of an unknown optimizer must not be replayed, "" if they may: three steps both ways."""
 
         def weights() -> Tensor:
             return torch.cat([param.detach().flatten() for param in self.model.parameters()])
 
-        gpu, steps, found = self.data.device.type == "cuda", min(3, self.steps - int(at)), [weights()]
+        gpu, steps, found = self.data.device.type == "cuda", min(3, self.steps - int(self._at)), [weights()]
         for kind in ("first", "plain", "replayed"):
             step: Callable[[], None] = self._step
             try:
@@ -364,36 +369,28 @@ class Training:
                 if gpu:
                     torch.cuda.set_sync_debug_mode("default")
                 restore()
-                self._at.copy_(at)
         before, _, plain, replays = found
         # Numbers that the optimizer computes on the host, such as a bias correction, are frozen in a graph.
         alike = (plain - replays).norm() <= _ALIKE * (plain - before).norm()
         return "" if alike else "replayed steps differ from plain ones"
 
-    def _snapshot(self) -> Callable[[], None]:
-        """Copy what a step changes, except the counter of batches; returns a function that restores it in place."""
-        model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        states, totals = [copied(o.state_dict()["state"]) for o in self.optimizers], self._totals.clone()
-
-        def restore() -> None:
-            _fill(self.model, model)
-            self._load_states(states)
-            self._totals.copy_(totals)
-
-        return restore
-
     # State
+
+    def _changing(self, device: str | None = None) -> dict[str, Any]:
+        """Copies of what steps change, except counters."""
+        states = [copied(optimizer.state_dict()["state"], device=device) for optimizer in self.optimizers]
+        return {"model": copied(self.model.state_dict(), device=device), "optimizers": states}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restore it in place."""
+        _fill(self.model, state["model"])
+        self._load_states(state["optimizers"])
 
     def state(self) -> dict[str, Any]:
         """Everything needed to resume from the end of the last epoch, on the CPU."""
         self.queue.wait()
-        return {
-            "config": self.config.to_dict(),
-            "epoch": self.epoch,
-            "curves": copied(self.curves),
-            "model": self.weights(),
-            "optimizers": [copied(optimizer.state_dict()["state"], device="cpu") for optimizer in self.optimizers],
-        }
+        about = {"config": self.config.to_dict(), "epoch": self.epoch, "curves": copied(self.curves)}
+        return about | self._changing("cpu")
 
     def weights(self) -> Weights:
         """Parameters and buffers by name, on the CPU."""
@@ -404,8 +401,7 @@ class Training:
         if Config.from_dict(state["config"]) != self.config:
             raise ValueError(f"the state belongs to another training than {self.config.key}")
         with self.queue.here():
-            _fill(self.model, state["model"])
-            self._load_states(state["optimizers"])
+            self._restore(state)
         self.epoch, self.curves, self.left = state["epoch"], copied(state["curves"]), self.steps
 
     def _load_states(self, states: list[Mapping[Any, Any]]) -> None:
