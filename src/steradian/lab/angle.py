@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -30,9 +31,6 @@ from steradian.lab.study import Study, pick_device
 from steradian.lab.tables import search
 from steradian.optim.rows import RowSet
 from steradian.watching.records import COLUMNS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["CROSSED", "MATCHED", "PARTS", "TUNED", "AtAngle", "angle_study"]
 
@@ -228,9 +226,7 @@ PARTS: dict[str, tuple[dict[str, list[tuple[float, float]]], int]] = {
 class _Recorded(Tracked):
     """A training whose table has the root mean square of every layer's angle at the recorded steps."""
 
-    def table(self) -> "pd.DataFrame":
-        import pandas as pd
-
+    def table(self) -> pd.DataFrame:
         angles = np.arctan(np.stack(self._values)[:, RECORDED.index("velocity")].astype(np.float64))
         parts = []
         for group, span in self.spans():

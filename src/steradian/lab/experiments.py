@@ -10,9 +10,10 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -32,9 +33,6 @@ from steradian.lab.training import Training, copied
 from steradian.phenomena import Memory
 from steradian.scheme import read_step
 from steradian.watching.records import COLUMNS, STATISTICS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["PHENOMENA", "RECORDED", "Tracked", "compare_trajectories", "track_study", "trajectory_study"]
 
@@ -62,10 +60,8 @@ def recorded_steps(total: int, points: int) -> list[int]:
 
 def statistics_table(
     run: str, steps: Sequence[int], quantities: Sequence[str], blocks: Mapping[str, NDArray[Any]]
-) -> "pd.DataFrame":
+) -> pd.DataFrame:
     """A table of `STATISTICS` over the last dimension of each group's (steps, quantities, rows), without NaN."""
-    import pandas as pd
-
     parts = []
     for group, values in blocks.items():
         quantile, mean = (np.nanquantile, np.nanmean) if np.isnan(values).any() else (np.quantile, np.mean)
@@ -139,14 +135,12 @@ class Tracked(Training):
             self.deliver(self)
         return over
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> pd.DataFrame:
         """The recorded statistics: over the living rows of each group, and over the groups `LIVING` and `ALL`.
 
         The quantity "living" of `ALL` is 1 for each living row and 0 for the others; rows whose radius is NaN are left
         out.
         """
-        import pandas as pd
-
         values = np.stack(self._values)
         radius = values[:, self.quantities.index("radius")]
         living = np.where(radius >= _LIVING * radius[:1], 1, np.nan).astype(np.float32)[:, None]
@@ -168,26 +162,23 @@ class Tracked(Training):
     def _record(self, number: int) -> int:
         with self.queue.here():
             before = {name: param.detach().clone() for name, param in self.groups.params.items()}
-        left = self.take_plainly()
+        left, blocks = self.take_plainly(), []
         with self.queue.here(), torch.no_grad():
-            found = [self._measured(group, span, before) for group, span in self.spans()]
-            self._values.append(torch.cat(found, dim=1).float().cpu().numpy())
+            for group, span in self.spans():
+                points = [before[name] for name in group.names]
+                params = [self.groups.params[name] for name in group.names]
+                steps = [read_step(self._optimizer, p, before=x) for p, x in zip(params, points, strict=True)]
+                image = image_step(points, steps, group.spec, check=False)
+                found = [getattr(image, name) for name in RECORDED]
+                if self.memory is not None:
+                    part = Memory(group.spec, check=False)
+                    part.load({name: rows[span, : group.size] for name, rows in self.memory.state().items()})
+                    effects = part.phenomena(steps)
+                    found += [getattr(effects, name).angle for name in PHENOMENA]
+                blocks.append(torch.stack(found))
+            self._values.append(torch.cat(blocks, dim=1).float().cpu().numpy())
         self._recorded.append(number)
         return left
-
-    def _measured(self, group: Group, place: slice, before: Mapping[str, Tensor]) -> Tensor:
-        """The quantities of the rows of a group in the step that was just taken, (quantities, rows)."""
-        points = [before[name] for name in group.names]
-        params = [self.groups.params[name] for name in group.names]
-        steps = [read_step(self._optimizer, p, before=x) for p, x in zip(params, points, strict=True)]
-        image = image_step(points, steps, group.spec, check=False)
-        found = [getattr(image, name) for name in RECORDED]
-        if self.memory is not None:
-            part = Memory(group.spec, check=False)
-            part.load({name: rows[place, : group.size] for name, rows in self.memory.state().items()})
-            effects = part.phenomena(steps)
-            found += [getattr(effects, name).angle for name in PHENOMENA]
-        return torch.stack(found)
 
     @torch.no_grad()
     def _remember(self, *_: Any) -> None:
@@ -282,7 +273,7 @@ def compare_trajectories(
     *,
     points: int = 200,
     progress: Progress | None = None,
-) -> "pd.DataFrame":
+) -> pd.DataFrame:
     """Cosine of every filter under each scheme with the same filter under the first one, over the same batches.
 
     Args:
@@ -329,10 +320,8 @@ def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
 
 def _comparison_table(
     configs: Sequence[Config], groups: Groups, steps: Sequence[int], found: NDArray[np.float64]
-) -> "pd.DataFrame":
+) -> pd.DataFrame:
     """The table of angles (schemes − 1, steps, filters), with the same three filters of every block for all schemes."""
-    import pandas as pd
-
     random, members = np.random.Generator(np.random.Philox(key=0)), dict[str, list[tuple[str, int]]]()
     sizes = {group.names[0]: group.n_rows for group in groups.groups}
     for name, size in sizes.items():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from steradian.files import write_atomically
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA
@@ -23,7 +24,6 @@ from steradian.lab.tables import Rows, accuracy_columns, method_order
 from steradian.watching.records import QUANTITIES
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure as Canvas
 
 __all__ = ["FIGURES", "SUMMARIES", "TRACK_FIGURES", "Chart", "Figure", "Line", "write_figure"]
@@ -129,7 +129,7 @@ def _mean_line(method: str, curves: Sequence[Sequence[float]]) -> Line:
 # Quantities recorded within trainings
 
 
-def _hypotheses(table: "pd.DataFrame", about: About) -> Figure:
+def _hypotheses(table: pd.DataFrame, about: About) -> Figure:
     """The figures of App. C.1.2 and fig:taylor: the largest |A⟨c,u⟩|, z, and z² of SGD over all filters, by epoch.
 
     If filters shrank to less than a thousandth of their first radius, only dashed lines include them.
@@ -150,7 +150,7 @@ def _hypotheses(table: "pd.DataFrame", about: About) -> Figure:
     return Figure([chart for chart in charts.values() if chart.lines])
 
 
-def _hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
+def _hypotheses_summary(table: pd.DataFrame, about: About) -> Rows:
     """For each method the largest |A⟨c,u⟩|, z and z² of a living filter at any recorded step, its epoch, and the usual.
 
     The usual value is the median, over the recorded steps after the first epoch, of the largest over the filters.
@@ -171,7 +171,7 @@ def _hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
     return ["method", *heads, "filters that shrank away"], lines
 
 
-def _trajectories(table: "pd.DataFrame", about: About) -> Figure:
+def _trajectories(table: pd.DataFrame, about: About) -> Figure:
     """fig:track_adamgradg_sgd: cosine with the same filter under SGD, three filters of every block, by iteration.
 
     Thick lines are the medians over all filters of the network.
@@ -193,7 +193,7 @@ def _trajectories(table: "pd.DataFrame", about: About) -> Figure:
     return Figure(charts)
 
 
-def _trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
+def _trajectories_summary(table: pd.DataFrame, about: About) -> Rows:
     """For each network and scheme that did not diverge, the cosines with the filters under SGD at the end."""
     lines = []
     for run in about:
@@ -210,7 +210,7 @@ def _trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
     return ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean", "largest angle (rad)"], lines
 
 
-def _phenomena(table: "pd.DataFrame", about: About) -> Figure:
+def _phenomena(table: pd.DataFrame, about: About) -> Figure:
     """Section 4.1 in figures: the median turn by (a), (b1), (b2) and (c) over the filters of each layer, by epoch.
 
     Layers are those of Adam if it was tracked; thick lines are medians over all filters, of every method.
@@ -236,7 +236,7 @@ def _phenomena(table: "pd.DataFrame", about: About) -> Figure:
     return Figure(charts, colours, f"{runs[shown]}, first layer to last layer")
 
 
-def _phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
+def _phenomena_summary(table: pd.DataFrame, about: About) -> Rows:
     """For each method and phenomenon the median turn of a filter: in the first epoch, before rates fall, at the end.
 
     Also the layer in which the median is largest after the first epoch, with its epoch.
@@ -267,13 +267,13 @@ def _phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
     return heads, lines
 
 
-TRACK_FIGURES: dict[str, Callable[["pd.DataFrame", About], Figure]] = {
+TRACK_FIGURES: dict[str, Callable[[pd.DataFrame, About], Figure]] = {
     "hypotheses": _hypotheses,
     "phenomena": _phenomena,
     "trajectories": _trajectories,
 }
 """Figures of recorded quantities; empty if others were recorded."""
-SUMMARIES: dict[str, Callable[["pd.DataFrame", About], Rows]] = {
+SUMMARIES: dict[str, Callable[[pd.DataFrame, About], Rows]] = {
     "hypotheses": _hypotheses_summary,
     "phenomena": _phenomena_summary,
     "trajectories": _trajectories_summary,
@@ -281,7 +281,7 @@ SUMMARIES: dict[str, Callable[["pd.DataFrame", About], Rows]] = {
 """The tables below them."""
 
 
-def _pick(table: "pd.DataFrame", **wanted: str) -> "pd.DataFrame":
+def _pick(table: pd.DataFrame, **wanted: str) -> pd.DataFrame:
     """The rows with these entries."""
     for name, value in wanted.items():
         table = table[table[name] == value]
@@ -302,14 +302,14 @@ def _number(value: float) -> str:
     return f"{value:.2g}".replace("nan", "")
 
 
-def _largest(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.Series[float]":
+def _largest(table: pd.DataFrame, run: str, group: str, quantity: str) -> "pd.Series[float]":
     """The largest magnitude over the rows, by step."""
     rows = _pick(table, run=run, group=group, quantity=quantity)
     rows = rows[rows["statistic"].isin(["min", "max"])]
     return rows["value"].abs().groupby(rows["step"]).max()
 
 
-def _series(rows: "pd.DataFrame", steps: int = 1) -> tuple[list[float], list[float]]:
+def _series(rows: pd.DataFrame, steps: int = 1) -> tuple[list[float], list[float]]:
     """Epochs, or steps if an epoch has 1 step, and values."""
     return (rows["step"] / steps).tolist(), rows["value"].tolist()
 

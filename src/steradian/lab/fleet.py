@@ -237,10 +237,7 @@ class _Flight:
 
 @contextmanager
 def _first_interruption(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop`, which is to end the work in good order, on the first Ctrl-C, SIGTERM or SIGHUP in this context.
-
-    The next one has its usual effect. Ignored signals, as under nohup, stay ignored.
-    """
+    """Call `stop` on the first Ctrl-C, SIGTERM or SIGHUP that is not ignored; the next has its usual effect."""
     main = threading.current_thread() is threading.main_thread()  # no other thread may handle signals
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main}
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}

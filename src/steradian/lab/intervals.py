@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from steradian.lab.results import Result
 from steradian.lab.tables import LEVEL, Rows, accuracy_columns
@@ -30,8 +31,6 @@ class Difference(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[float], others: Sequence[float]) -> "Difference":
         """Of the means of two samples."""
-        from scipy import stats
-
         mean = float(np.mean(values) - np.mean(others))
         if min(len(values), len(others)) < 2:
             return cls(mean, math.nan, math.nan, math.nan)
@@ -57,8 +56,6 @@ def holm(p: Sequence[float]) -> list[float]:
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean of a sample, and half of its 95 % interval by Student's t; NaN for a single value."""
-    from scipy import stats
-
     mean, n = float(np.mean(values)), len(values)
     return mean, float(stats.t.ppf(1 - LEVEL / 2, n - 1) * stats.sem(values)) if n > 1 else math.nan
 

@@ -201,11 +201,10 @@ class _Trainer:
 
     def __init__(self, shape: Shape, corpus: Corpus, device: torch.device) -> None:
         self.shape, self.corpus, self.device = shape, corpus, device
-        model = self._new(0)
-        groups = find_groups(model, torch.randint(256, (2, min(16, shape.length))))
-        self.model = model.to(device)
-        self.groups = groups.of(self.model)
-        self._text = {part: getattr(corpus, part).to(device) for part in ("train", "val")}
+        self.model = self._new(0)
+        groups = find_groups(self.model, torch.randint(256, (2, min(16, shape.length))))
+        self.groups = groups.of(self.model.to(device))
+        self._train, self._val = corpus.train.to(device), corpus.val.to(device)
         self._loss = compiled(_loss) if device.type == "cuda" else _loss
 
     def _new(self, seed: int) -> LanguageModel:
@@ -232,10 +231,10 @@ class _Trainer:
             shutil.rmtree(record, ignore_errors=True)  # of a training that was killed
         with nullcontext() if record is None else watch(optimizers, self.groups, to=record):
             for epoch in range(config.epochs):
-                starts = places.integers(len(self.corpus.train) - self.shape.length, size=(STEPS, config.batch_size))
+                starts = places.integers(len(self._train) - self.shape.length, size=(STEPS, config.batch_size))
                 sums = torch.zeros(2, device=self.device)
                 for pieces in torch.from_numpy(starts).to(self.device):
-                    loss, share = self._batch("train", pieces, config)
+                    loss, share = self._batch(self._train, pieces, config)
                     loss.backward()
                     for optimizer, schedule in zip(optimizers, schedules, strict=True):
                         optimizer.step()
@@ -250,16 +249,16 @@ class _Trainer:
         where = {**environment(self.device), "data": self.corpus.fingerprint}
         return Result(config, curves, diverged, 0, time.monotonic() - began, where)
 
-    def _batch(self, part: str, starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-        return self._loss(self.model, self._text[part], starts, self.shape.length, config.precision == "bf16")
+    def _batch(self, text: Tensor, starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+        return self._loss(self.model, text, starts, self.shape.length, config.precision == "bf16")
 
     @torch.no_grad()
     def _validate(self, config: Config, batches: int | None) -> list[float]:
         """Mean loss and share of guessed bytes, over all of the validation text or some batches."""
-        starts = torch.arange(0, len(self.corpus.val) - self.shape.length, self.shape.length, device=self.device)
+        starts = torch.arange(0, len(self._val) - self.shape.length, self.shape.length, device=self.device)
         batch = min(config.batch_size, len(starts))
         parts = starts[: len(starts) // batch * batch].view(-1, batch)[:batches]
-        return torch.stack([torch.stack(self._batch("val", part, config)) for part in parts]).mean(dim=0).tolist()
+        return torch.stack([torch.stack(self._batch(self._val, part, config)) for part in parts]).mean(dim=0).tolist()
 
 
 # The study

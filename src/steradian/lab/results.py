@@ -12,16 +12,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
+import pandas as pd
+import pyarrow as pa
 import torch
+from pyarrow import parquet
 
 from steradian.files import remove_parts, write_atomically
 from steradian.lab.config import Config
 from steradian.watching.records import COLUMNS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["CURVES", "PARTS", "Result", "Store", "Tracks", "environment", "has_diverged"]
 
@@ -181,29 +181,21 @@ class Tracks:
 
     path: Path
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> pd.DataFrame:
         """Everything recorded; empty if there is no file."""
-        import pandas as pd
-
         if not self.path.exists():
             return pd.DataFrame(columns=list(COLUMNS))
         return pd.read_parquet(self.path, columns=list(COLUMNS))
 
     def about(self) -> dict[str, dict[str, Any]]:
         """Metadata of each run, by its key."""
-        from pyarrow import parquet
-
         if not self.path.exists():
             return {}
         about: dict[str, dict[str, Any]] = json.loads(parquet.read_schema(self.path).metadata[_ABOUT])
         return about
 
-    def add(self, config: Config, added: "pd.DataFrame", **about: Any) -> None:
+    def add(self, config: Config, added: pd.DataFrame, **about: Any) -> None:
         """Add the table of a run, or replace it; other processes may do so at the same time."""
-        import pandas as pd
-        import pyarrow as pa
-        from pyarrow import parquet
-
         word = pa.dictionary(pa.int32(), pa.string())
         numbers = {"step": pa.int32(), "value": pa.float32()}  # more digits than a figure shows
         schema = pa.schema([(name, numbers.get(name, word)) for name in COLUMNS])

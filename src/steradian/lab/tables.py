@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from scipy import stats
 
 from steradian.lab import paper
 from steradian.lab.config import Config
@@ -80,8 +81,6 @@ class Cell:
             return None
         if self.spread == other.spread == 0:
             return float(self.mean == other.mean)
-        from scipy import stats
-
         ours, theirs = (self.mean, self.spread, self.seeds), (other.mean, other.spread, other.seeds)
         return float(stats.ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue)
 

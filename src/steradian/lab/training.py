@@ -46,11 +46,6 @@ class Execution:
     compiled: bool = False  #: compile the network, and steps that have no fused form, with torch.compile
     joined: bool | None = None  #: run narrow ResNets with BN in bf16 by `lab.kernels.joining`; None: on a GPU
 
-    def on(self, device: torch.device) -> "Execution":
-        """The same with None replaced by the default of a device."""
-        gpu = device.type == "cuda"
-        return replace(self, **{name: gpu for name in ("captured", "joined") if getattr(self, name) is None})
-
 
 @lru_cache(maxsize=16)
 def compiled(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,12 +89,18 @@ class Queue:
 
         Capturing does not run the work, which must have run before and may only depend on memory that stays in place.
         """
+        assert self.stream is not None, "only a GPU has graphs"
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        torch.cuda.synchronize(self.stream.device)
         gc.disable()  # memory that is freed during a capture must not belong to others
         try:
-            # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-                work()
+            with self.here():
+                # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
         finally:
             if collecting:
                 gc.enable()
@@ -125,8 +126,9 @@ class Training:
     def __init__(
         self, config: Config, data: Resident, *, execution: Execution | None = None, weights: Weights | None = None
     ) -> None:
-        self.config, self.data = config, data
-        self.execution = (execution or Execution()).on(data.device)
+        self.config, self.data, given = config, data, execution or Execution()
+        usual = {name: data.device.type == "cuda" for name in ("captured", "joined") if getattr(given, name) is None}
+        self.execution = replace(given, **usual)
         self.epoch, self.curves = 0, {name: list[float]() for name in CURVES}
         self.steps = self.left = data.counts["train"] // config.batch_size
         self.queue = Queue(data.device)
