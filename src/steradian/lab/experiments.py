@@ -138,8 +138,7 @@ class Tracked(Training):
     def table(self) -> pd.DataFrame:
         """The recorded statistics: over the living rows of each group, and over the groups `LIVING` and `ALL`.
 
-        The quantity "living" of `ALL` is 1 for each living row and 0 for the others; rows whose radius is NaN are left
-        out.
+        The quantity "living" of `ALL` is 1 for each living row and 0 for others, without rows whose radius is NaN.
         """
         values = np.stack(self._values)
         radius = values[:, self.quantities.index("radius")]
@@ -213,7 +212,7 @@ class Tracked(Training):
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a state."""
         steps, values = state["recorded"]["steps"], state["recorded"]["values"]
-        if steps != self._wanted[: len(steps)] or (self.memory is None) != (state["memory"] is None):
+        if steps != self._wanted[: len(steps)] or (self.memory is None) != (state.get("memory") is None):
             raise ValueError("it was started with other points or other quantities: use the same")
         super().load(state)
         self._recorded, self._values = list(steps), list(values.numpy())

@@ -318,11 +318,7 @@ def _series(rows: pd.DataFrame, steps: int = 1) -> tuple[list[float], list[float
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write a figure to an .svg, or to an .html that contains it.
-
-    Raises:
-        ValueError: the file's name ends in something else, or there is nothing to show.
-    """
+    """Write a figure that is not empty to an .svg, or to an .html that contains it."""
     if path.suffix not in (".svg", ".html"):
         raise ValueError(f"the file of a figure must end in .svg or .html, got {path.name!r}")
     if figure.empty:

@@ -38,12 +38,9 @@ _PAUSE = 2e-4  # seconds between queries of the device
 
 
 def prepare_device(device: torch.device, *, exact: bool) -> None:
-    """Settings of a process that trains a fleet.
+    """Settings of a process that trains a fleet on a device.
 
-    Args:
-        device: the device.
-        exact: compute float32 as float32 and reproducibly: no tf32, only deterministic algorithms, and none chosen by
-            timing.
+    With `exact`, float32 is computed as such and reproducibly: no tf32, and deterministic algorithms, none by timing.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not exact

@@ -95,10 +95,7 @@ class Result:
 
 
 class Store:
-    """The results of a study in one JSON file, a line for each training.
-
-    Args:
-        path: the file; it need not exist.
+    """The results of a study in one JSON file, a line for each training; the file need not exist.
 
     >>> Store(Path("no-such-file.json")).results()
     []

@@ -213,8 +213,7 @@ def rule_of(columns: Iterable[Column]) -> str:
 def accuracy_columns(results: Iterable[Result]) -> list[Column]:
     """Tables from stored results, in the paper's order, one for each number of epochs; fine-tuning is left out.
 
-    Raises:
-        ValueError: results of one method and column were trained differently, so that they have no common mean.
+    A ValueError is raised if results of one method and column were trained differently: they have no common mean.
     """
     ordered = sorted(results, key=lambda r: (_order(r.config), method_order(r.config.method), r.config.seed))
     made = []

@@ -220,13 +220,7 @@ def _read_packed(root: Path) -> DataSet:
 
 
 def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] = CHECKSUMS) -> DataSet:
-    """CIFAR-10, CIFAR-100 or SVHN from the files that their authors distribute.
-
-    Args:
-        name: "cifar10", "cifar100" or "svhn".
-        root: the folder that holds them.
-        checksums: MD5 of each file.
-    """
+    """CIFAR-10, CIFAR-100 or SVHN from the files in a folder that their authors distribute, with these MD5."""
     for file in _FILES[name]:  # the pickles inside could run any code: only the original ones are read
         with (root / file).open("rb") as content:
             found = hashlib.file_digest(content, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -20,17 +20,9 @@ FILTERS = (16, 32, 64)
 
 
 def convolve(x: Tensor, weight: Tensor, *, stride: int = 1, sums: bool = True) -> tuple[Tensor, Tensor]:
-    """x ∗ weight with padding 1, and its sums.
+    """y = x ∗ weight with padding 1, channels last in the dtype of x; Σy and Σy², (2, filters) in float32, if wanted.
 
-    Args:
-        x: (batch, channels, height, width); products are taken in its dtype.
-        weight: (filters, channels, 3, 3), with one of `FILTERS`; of channels, too, if x needs a gradient.
-        stride: 1, or 2 if height and width are even.
-        sums: add up y and y².
-
-    Returns:
-        y (batch, filters, height, width), channels last, in the dtype of x; Σy and Σy² over all pixels, (2, filters) in
-        float32, empty if not wanted.
+    x is (batch, channels, height, width), weight (filters, channels, 3, 3); stride 2 needs even height and width.
     """
     assert len(weight) in FILTERS, "the plans are for these"
     last = torch.channels_last
