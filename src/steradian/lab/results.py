@@ -72,14 +72,21 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with derived values for readers without this library."""
         reached = {} if self.diverged else {"accuracy": self.accuracy, "final_accuracy": self.final_accuracy}
-        curves = {  # seven digits, more than a curve needs; JSON has no NaN
-            name: [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
-            for name, values in self.curves.items()
+        return {
+            "key": self.config.key,
+            "config": self.config.to_dict(),
+            "diverged": self.diverged,
+            "collapsed": self.collapsed,
+            **reached,
+            "best_epoch": None if self.diverged else self.best_epoch,
+            "seconds": self.seconds,
+            "environment": dict(self.environment),
+            # Seven digits, more than a curve needs; JSON has no NaN.
+            "curves": {
+                name: [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
+                for name, values in self.curves.items()
+            },
         }
-        made: dict[str, Any] = {"key": self.config.key, "config": self.config.to_dict()}
-        made |= {"diverged": self.diverged, "collapsed": self.collapsed, **reached}
-        made |= {"best_epoch": None if self.diverged else self.best_epoch, "seconds": self.seconds}
-        return made | {"environment": dict(self.environment), "curves": curves}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -149,10 +156,14 @@ def environment(device: torch.device) -> dict[str, str]:
     """Hardware, versions and commit of a training."""
     from steradian import __version__
 
-    name = platform.processor() or platform.machine()
-    where = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else name}
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "steradian": __version__}
-    return where | versions | {"commit": _commit()}
+    gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "steradian": __version__,
+        "commit": _commit(),
+    }
 
 
 @lru_cache(maxsize=1)
