@@ -32,7 +32,6 @@ from steradian.discovery.measurements import Measurements
 from steradian.discovery.pairs import find_pairs
 from steradian.discovery.probe import Prober, Reading
 from steradian.discovery.sandbox import name_inputs, tensors_in
-from steradian.discovery.schedule import Schedule
 from steradian.discovery.verify import verify, verify_pairs
 from steradian.groups import Groups, bare, is_flattened, is_sharded, parameters_of, unwrap
 from steradian.names import fold
@@ -86,9 +85,8 @@ def find_groups(
     with torch.inference_mode(False), nullcontext(progress) if progress else _bar() as report:
         prober = Prober(model, inputs, named_inputs, report)  # runs the model in the sandbox
         measured = Measurements(prober, _first_pass(prober))  # at the model's own weights
-        schedule = Schedule(prober, measured)
-        schedule.probe_random_points()  # candidates: ⟨∇L, x⟩ = 0 up to what ε may do
-        schedule.probe_grown_points()  # what is left of ⟨∇L, x⟩ falls as ε does, or the candidate is refuted
+        measured.probe_random_points()  # candidates: ⟨∇L, x⟩ = 0 up to what ε may do
+        measured.probe_grown_points()  # what is left of ⟨∇L, x⟩ falls as ε does, or the candidate is refuted
         verdict = judge(measured)  # the finest rows, of one parameter or of several together
         verdict = verify(measured, verdict)  # f(ρx) = f(x)
         pairs = verify_pairs(measured, find_pairs(measured, verdict.no_effect))  # f(αa, b/α) = f(a, b)

@@ -7,7 +7,7 @@ growth, some fall linearly, and some are inactive at a grown point (`_constant`,
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, product
@@ -41,10 +41,9 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def imbalance(sums: Tensor, floor: float, *, signed: bool = False) -> Tensor:
-    """|Σ g·x| / √Σ(g·x)² per block: of order 1 where nothing cancels, ε/σ² under a normalization.
+    """|Σ g·x| / √Σ(g·x)² per block, with effects up to `floor` as rounding.
 
-    Unlike |cos(x, ∇L)| it does not shrink with the number of entries, so it separates long rows too. Effects up to
-    `floor` are rounding.
+    It is of order 1 where nothing cancels and ε/σ² under a normalization, however long the row is.
     """
     ratio = sums[0] / (sums[1].sqrt() + floor)
     return ratio if signed else ratio.abs()
@@ -54,8 +53,7 @@ def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
     """Whether a defect fell as one due to ε, with the square of the growth, or is settled anyway.
 
     Growing a row by ρ divides ε/σ² by ρ². Anything else that competes with the row, such as another branch added
-    before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5. (An ε that is
-    added to σ loses weight with ρ too: see `_linear`.) Both imbalances are of one point and loss.
+    before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5.
     """
     # The median helps a row whose defect happened to be small before.
     typical = torch.maximum(before, before.median())
@@ -63,10 +61,10 @@ def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
 
 
 def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: int = 2) -> Tensor:
-    """Whether a signed defect is divided by the square of the growth, as ε's is to first order, in most rows.
+    """Whether a signed defect is divided by the growth to this order, in most rows: 2 for ε, 1 for one added to σ.
 
     An activation such as GELU, which becomes ReLU as its inputs grow, loses its defect at the same pace on average
-    over many units, but each row at its own. The order is 1 for an ε that is added to a length instead of its square.
+    over many units, but each row at its own.
     """
     power = (thresholds.GROWTH[1] / thresholds.GROWTH[0]) ** order
     typical = torch.maximum(before.abs(), before.abs().median())
@@ -127,15 +125,14 @@ class Trial:
 
     def evidence(self, cut: Cut) -> list[Evidence]:
         """The probes that have a table of the dimensions of a cut."""
-        key = _key(cut)
-        return [e for e in (*self.random, *self.grown) if key in e.tables]
+        return [e for e in (*self.random, *self.grown) if divided(cut) in e.tables]
 
     def at_random(self, cut: Cut) -> bool:
         """Whether the random points have such a table: those of two dimensions are made at grown points only."""
-        return _key(cut) in self.random[0].tables
+        return divided(cut) in self.random[0].tables
 
 
-def _key(cut: Cut) -> Key:
+def divided(cut: Cut) -> Key:
     """The dimensions that a cut divides."""
     return tuple(i for i, blocks in enumerate(cut) if blocks > 1)
 
@@ -145,11 +142,10 @@ def cut_of(dims: int, blocks: dict[int, int]) -> Cut:
     return tuple(blocks.get(i, 1) for i in range(dims))
 
 
-def block_sums(tables: dict[Key, Table], cut: Cut) -> Tensor:
+def block_sums(tables: Mapping[Key, Table], cut: Cut) -> Tensor:
     """The sums of `Table` on each block of a cut."""
-    key = _key(cut)
-    table = tables[key]
-    for position, i in enumerate(key):
+    table = tables[divided(cut)]
+    for position, i in enumerate(divided(cut)):
         table = table.unflatten(position + 1, (cut[i], -1)).sum(position + 2)
     return table
 
@@ -157,31 +153,29 @@ def block_sums(tables: dict[Key, Table], cut: Cut) -> Tensor:
 # Which blocks are invariant
 
 
-def _small(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks whose imbalance is within its tolerance in every probe that decides, and falls as they grow."""
+def _balanced(evidence: Sequence[Evidence], cut: Cut, share: float = 1.0) -> Tensor:
+    """Probes × blocks: whether the imbalance is within this share of the tolerance."""
+    return torch.stack([e.imbalance(cut) <= share * e.tolerance for e in evidence])
+
+
+def _invariant(cut: Cut, trial: Trial, *, explained: bool = True) -> Tensor:
+    """Blocks whose imbalance is within its tolerance in every probe that decides, and falls as they grow.
+
+    Unless `explained` is False, how it falls must have an explanation.
+    """
     if not trial.grown:
-        return torch.stack([e.imbalance(cut) <= e.tolerance for e in trial.random]).all(0)
-    grown = [e.imbalance(cut) for e in trial.grown]
-    good = torch.stack([d <= e.tolerance for d, e in zip(grown, trial.grown, strict=True)]).all(0)
-    falling = falls(grown[0], grown[-1], trial.precision.settled)
-    good &= falling if bool(falling.all()) else falling | _linear(cut, trial)
-    return good if bool(good.all()) else good | _constant(cut, trial) | _faded(cut, trial)
-
-
-def _invariant(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks that are small and whose defects have an explanation."""
-    good = _small(cut, trial)
-    if len(trial.grown) < 2 or not bool(good.any()):
+        return _balanced(trial.random, cut).all(0)
+    before, after = (trial.grown[i].imbalance(cut, signed=True) for i in (0, -1))
+    special, linear = _constant(cut, trial) | _faded(cut, trial), _linear(cut, trial)
+    falling = falls(before.abs(), after.abs(), trial.precision.settled)
+    good = special | (_balanced(trial.grown, cut).all(0) & (falling | linear))
+    if not explained or len(trial.grown) < 2 or not bool(good.any()):
         return good
-    before, after = (e.imbalance(cut, signed=True) for e in trial.grown)
-    # What is settled at both growths needs no explanation: a row of little effect has rounding of its own.
+    # What is settled at both growths needs no explanation: a row of little effect has rounding of its own. Without a
+    # nonlinearity, what falls is due to ε; where samples differ, not by exactly the square.
     settled = torch.maximum(before.abs(), after.abs()) <= trial.precision.settled
-    explained = settled | follows_growth(before, after, trial.precision.resolution)
-    if trial.known_path:
-        # Without a nonlinearity, what falls is due to ε; where samples differ, not by exactly the square.
-        explained = torch.ones_like(settled)
-    explained |= _constant(cut, trial) | _faded(cut, trial) | _linear(cut, trial)
-    return good & explained & ~_saturated(cut, trial)
+    by_epsilon = settled | follows_growth(before, after, trial.precision.resolution) | trial.known_path
+    return good & (by_epsilon | special | linear) & ~_saturated(cut, trial)
 
 
 def _saturated(cut: Cut, trial: Trial) -> Tensor:
@@ -191,10 +185,8 @@ def _saturated(cut: Cut, trial: Trial) -> Tensor:
     """
     first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
     before, radial, effect = trial.grown[0].imbalance(cut), last[0].abs(), last[1].sqrt()
-    pace = min(
-        float(radial.median() / first[0].abs().median().clamp(min=1e-300)),
-        (thresholds.GROWTH[0] / thresholds.GROWTH[1]) ** 2,
-    )
+    usual = (thresholds.GROWTH[0] / thresholds.GROWTH[1]) ** 2
+    pace = min(float(radial.median() / first[0].abs().median().clamp(min=1e-300)), usual)
     fast = (before > 10 * trial.precision.settled) & (radial < first[0].abs() * pace / thresholds.FASTER)
     fast &= effect >= thresholds.INACTIVE * effect.median()
     if not trial.at_random(cut):
@@ -227,9 +219,14 @@ def _linear(cut: Cut, trial: Trial) -> Tensor:
     if len(trial.grown) < 2 or not trial.at_random(cut):
         return torch.zeros_like(after, dtype=torch.bool)
     defects = torch.stack([e.imbalance(cut) for e in trial.random])
-    most = trial.precision.linear * (thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1)
+    small = (defects <= _of_many(cut) * trial.precision.linear).all(0)
     typical = defects.reshape(len(defects), -1).median(1).values <= trial.precision.linear
-    return typical.all() & (defects <= most).all(0) & follows_growth(before, after, trial.precision.resolution, order=1)
+    return typical.all() & small & follows_growth(before, after, trial.precision.resolution, order=1)
+
+
+def _of_many(cut: Cut) -> int:
+    """Multiple of a tolerance that the rows of a cut may have, 1 if they are few."""
+    return thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1
 
 
 def _faded(cut: Cut, trial: Trial) -> Tensor:
@@ -239,26 +236,22 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
     point they act through ε alone. The imbalance of a unit with hardly any variance starts too high to end where
     others do; it falls as ε does, or is next to nothing in all other probes.
     """
-    first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
+    first, last = (trial.grown[i].sums(cut)[1].sqrt() for i in (0, -1))  # effects
     before, after = trial.grown[0].imbalance(cut), trial.grown[-1].imbalance(cut)
     # A unit that dies on the way was balanced before; one that was dead before cannot be judged.
-    dead = [sums[1].sqrt() < thresholds.INACTIVE * sums[1].sqrt().median() for sums in (first, last)]
-    inactive = dead[1] & (dead[0] | (before <= trial.grown[-1].tolerance))
-    if not trial.at_random(cut):
-        return inactive if bool(inactive.double().mean() <= thresholds.MOST_FADED) else torch.zeros_like(inactive)
-    balanced = torch.stack([e.imbalance(cut) <= e.tolerance for e in trial.random]).double().mean(0) > 0.5
-    certain = torch.stack([e.imbalance(cut) <= thresholds.CERTAIN * e.tolerance for e in trial.random]).all(0)
-    high = (before > trial.grown[0].tolerance) | (after > trial.grown[-1].tolerance)
-    high |= ~falls(before, after, trial.precision.settled)
-    active = first[1] > 0
-    faded = inactive & balanced & active
-    # An effect ‖g ⊙ x‖ does not change when an invariant row grows, unless it is due to ε.
-    faded |= balanced & (last[1].sqrt() <= first[1].sqrt() * thresholds.PACE) & active
-    falling = (after <= before * thresholds.PACE) | (
-        (after <= before * thresholds.GROWTH[0] / thresholds.GROWTH[1]) & trial.known_path
-    )
-    faded |= high & (after < trial.precision.flat) & balanced & falling
-    faded |= high & (trial.grown[-1].beside_others(cut) < trial.precision.flat) & certain
+    dead = [effect < thresholds.INACTIVE * effect.median() for effect in (first, last)]
+    faded = dead[1] & (dead[0] | (before <= trial.grown[-1].tolerance))
+    if trial.at_random(cut):
+        balanced = _balanced(trial.random, cut).double().mean(0) > 0.5
+        certain = _balanced(trial.random, cut, thresholds.CERTAIN).all(0)
+        # An effect ‖g ⊙ x‖ does not change when an invariant row grows, unless it is due to ε.
+        faded = (faded | (last <= first * thresholds.PACE)) & balanced & (first > 0)
+        high = (before > trial.grown[0].tolerance) | (after > trial.grown[-1].tolerance)
+        high |= ~falls(before, after, trial.precision.settled)
+        slower = (after <= before * thresholds.GROWTH[0] / thresholds.GROWTH[1]) & trial.known_path
+        falling = (after <= before * thresholds.PACE) | slower
+        faded |= high & (after < trial.precision.flat) & balanced & falling
+        faded |= high & (trial.grown[-1].beside_others(cut) < trial.precision.flat) & certain
     return faded if bool(faded.double().mean() <= thresholds.MOST_FADED) else torch.zeros_like(faded)
 
 
@@ -266,13 +259,11 @@ def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
     """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there."""
     # Where the random points have no table of a pair of dimensions, each of the two is judged by itself. With a known
     # path, the probe is a typical one: a batch of few samples may leave a normalization hardly any variance.
-    cuts = [cut] if trial.at_random(cut) else [cut_of(len(cut), {i: cut[i]}) for i in _key(cut)]
+    cuts = [cut] if trial.at_random(cut) else [cut_of(len(cut), {i: cut[i]}) for i in divided(cut)]
     across = median_low if trial.known_path else max
     reached = [[e for e in trial.random if bool(e.sums(c)[1].any())] or trial.random for c in cuts]
-    typical = max(
-        across([float(e.imbalance(c).median()) for e in of_cut]) for c, of_cut in zip(cuts, reached, strict=True)
-    )
-    return typical, max(float(e.beside_others(c).max()) for c in cuts for e in trial.random)
+    typical = [across([float(e.imbalance(c).median()) for e in of_c]) for c, of_c in zip(cuts, reached, strict=True)]
+    return max(typical), max(float(e.beside_others(c).max()) for c in cuts for e in trial.random)
 
 
 # The finest cut
@@ -281,13 +272,12 @@ def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
 def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
     """The cut with most rows all of which are invariant; None if not even the whole tensor is.
 
-    A cut that holds implies every coarser one, so the search divides each dimension by itself and combines two only
-    where each can be divided and their table exists (see `pair_keys`). Dimension 0 is preferred between equals. Rows
-    have at least two entries: a single number has a radius only.
+    A cut that holds implies every coarser one, so each dimension is divided by itself, and two together where each can
+    be divided and their table exists. Dimension 0 is preferred between equals. Rows have at least two entries.
     """
     whole = (1,) * len(shape)
     # In the sum of all rows, one of hardly any variance may dominate the others.
-    if not bool(_small(whole, trial).all()) and not slices_balanced(shape, trial):
+    if not bool(_invariant(whole, trial, explained=False).all()) and not slices_balanced(shape, trial):
         return None
     most = {i: _most_blocks(shape, i, trial) for i in range(len(shape))}
     found = [cut_of(len(shape), {i: g}) for i, g in most.items() if g > 1]
@@ -328,10 +318,10 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
 
 
 def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | None:
-    """Blocks of dimension 0 of which some are invariant and others not: (blocks, the invariant ones).
+    """Blocks of dimension 0 of which some are invariant: (blocks, the invariant ones); None if too few are.
 
     Of such cuts, the one that leaves least out and then the coarsest, as in a fused query-key-value weight
-    under QK-norm: (3, [0, 1]). None if too few are invariant.
+    under QK-norm: (3, [0, 1]).
     """
     best: tuple[int, list[int]] | None = None
     for blocks in divisors(shape[0]) if shape else ():
@@ -348,7 +338,7 @@ def to_spec(cut: Cut, shape: Sequence[int]) -> Spec:
     >>> to_spec((8, 1), (8, 3)), to_spec((4, 1), (8, 3)), to_spec((1, 3), (8, 3)), to_spec((2, 3, 1), (8, 3, 5))
     ('filter', 4, ('axis', 1), ('grid', 2, -1))
     """
-    key = _key(cut)
+    key = divided(cut)
     if not key:
         return "filter" if shape and shape[0] == 1 else "tensor"
     if key == (0,):
@@ -381,7 +371,7 @@ def _clearly_invariant(cut: Cut, trial: Trial) -> Tensor:
     Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one counts.
     """
     reached = torch.stack([e.measurable(cut) for e in trial.evidence(cut)]).all(0)
-    certain = torch.stack([e.imbalance(cut) <= thresholds.CERTAIN * e.tolerance for e in trial.random]).all(0)
+    certain = _balanced(trial.random, cut, thresholds.CERTAIN).all(0)
     good = _invariant(cut, trial) & reached & certain
     others = trial.evidence(cut)[-1].imbalance(cut)[reached & ~good]
     clear = len(others) > 0 and bool(others.median() > trial.random[0].tolerance)
@@ -394,9 +384,7 @@ def _holds(cut: Cut, trial: Trial) -> bool:
         return False
     # What becomes invariant as it grows, as GELU becomes ReLU, shows at ordinary scale; with many rows, in how the
     # defects fall.
-    most = max(e.tolerance for e in trial.random) * (
-        thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1
-    )
+    most = _of_many(cut) * max(e.tolerance for e in trial.random)
     if trial.grown and typical_and_worst(cut, trial)[0] > most:
         return False
     # A cut is evidence only if two of its rows have an effect: with one, it is no finer than the whole.

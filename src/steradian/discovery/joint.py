@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
-from steradian.discovery.invariance import Key, Table, falls, follows_growth
+from steradian.discovery.invariance import Cut, Key, Table, block_sums, cut_of, divided, falls, follows_growth
 
 if TYPE_CHECKING:
     from steradian.discovery.measurements import Measurements
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 Indices = tuple[int, ...]
 Shape = tuple[int, ...]
+Cuts = tuple[Cut, ...]
+"""Of each parameter of a set into as many slices, of which those at the same place belong together."""
 
 
 def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ...], bool]:
@@ -40,9 +42,7 @@ def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ..
     explained: dict[Indices, bool] = {}
     for s in _vanishing_sets(measured, grown, allowed, names, least=thresholds.CANCELLATION):
         of_set = [names[i] for i in s]
-        at_grown, at_random = (
-            next(_parts(measured, readings, of_set, [WHOLE])).defects() for readings in (grown, measured.random)
-        )
+        at_grown, at_random = (_whole_parts(measured, of, of_set).defects() for of in (grown, measured.random))
         after, before = torch.tensor(at_grown[[0, -1]], device="cpu")
         linear = bool((np.abs(at_random) <= precision.linear).all())
         linear = linear and bool(follows_growth(before, after, precision.resolution, order=1))
@@ -70,17 +70,10 @@ def candidate_sets(measured: "Measurements", names: list[str]) -> list[tuple[str
 def _vanishing_sets(
     measured: "Measurements", readings: Sequence["Reading"], allowed: Sequence[float], names: list[str], *, least: float
 ) -> list[Indices]:
-    """Sets of parameters whose sums vanish because their parts cancel.
+    """Sets whose sums vanish in these readings, up to the imbalance allowed in each, because their parts cancel.
 
     Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the weight
-    nearly is. Other sets are searched among the unbalanced.
-
-    Args:
-        measured: all readings.
-        readings: where sums must vanish, up to the imbalance that is allowed in each.
-        allowed: per reading.
-        names: the parameters, which a set lists by their indices.
-        least: as in `Parts.cancels`, for the sets that are proposed.
+    nearly is. Other sets are searched among the unbalanced. `least` as in `Parts.cancels`, for those proposed.
     """
     M, sizes = _matrices(readings, names)
     found: set[Indices] = set()
@@ -98,7 +91,7 @@ def _vanishing_sets(
     for s in _zero_sums(M[:, place], sizes[:, place], allowed, most=most):
         indices = tuple(place[i] for i in s)
         of_set = [names[i] for i in indices]
-        if next(_parts(measured, _reaching(readings, of_set), of_set, [WHOLE])).cancels(thresholds.CANCELLATION):
+        if _whole_parts(measured, _reaching(readings, of_set), of_set).cancels(thresholds.CANCELLATION):
             found.add(indices)
     return list(found)
 
@@ -112,13 +105,10 @@ def _vanishes(
     *,
     least: float,
 ) -> bool:
-    """Whether the sum of a set vanishes because its parts cancel: as a whole, or in a typical shared slice.
-
-    As `_vanishing_sets`; `independent` are the readings that show whether parts cancel, if not the same.
-    """
+    """Whether a sum vanishes, as a whole or in a typical shared slice, and its parts cancel in independent readings."""
     reaching = _reaching(readings, names)
     limits = [limit for limit, reading in zip(allowed, readings, strict=True) if reading in reaching]
-    views = [WHOLE, *_many_slices(measured, names)]
+    views = [(), *_many_slices(measured, names)]
     if not any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views)):
         return False
     there = _reaching(independent or readings, names)
@@ -140,16 +130,13 @@ def _reaching(readings: Sequence["Reading"], names: Sequence[str]) -> list["Read
 
 
 def _proposed_sets(measured: "Measurements", names: Sequence[str]) -> list[Indices]:
-    """The sets that the graph proposes, and the parameters of each module, as far as they are in names.
-
-    A parameter that is not in names has no effect, so it may grow or not. The parameters of one module are proposed
-    for graphs that hide their inside.
-    """
+    """The sets that the graph proposes and, as a graph may hide their inside, the parameters of each module."""
     modules: dict[str, list[str]] = {}
     for name in measured.prober.trainable:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
-    sets = [*measured.proposals.sets, *modules.values()]
+    # A parameter that is not in names has no effect, so it may grow or not.
     place = {name: i for i, name in enumerate(names)}
+    sets = [*measured.proposals.sets, *modules.values()]
     found = {tuple(sorted(place[name] for name in s if name in place)) for s in sets}
     return sorted(indices for indices in found if len(indices) > 1)
 
@@ -168,98 +155,6 @@ def _minimal(sets: Iterable[Indices]) -> list[Indices]:
         if not any(set(smaller) <= set(candidate) for smaller in kept):
             kept.append(candidate)
     return kept
-
-
-# The parts of a sum
-
-
-def _matrices(readings: Sequence["Reading"], names: Sequence[str]) -> tuple[Array, Array]:
-    """M = ⟨∇L, x⟩ per probe and parameter, and the sizes that its sums are measured by.
-
-    A size is |M| with a floor, so that a probe in which it happens to be small does not magnify what ε leaves.
-    """
-    M = np.array([[r.radial[name] for name in names] for r in readings]).reshape(len(readings), -1)
-    effects = np.array([[r.effect[name] for name in names] for r in readings]).reshape(len(readings), -1)
-    return M, np.hypot(M, thresholds.LEAST_SHARE * effects)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the members of one set add to its sum: of the whole tensors, or of each slice that they share.
-
-    Rows of a set that happen to have next to no variance (a unit of ReLU that is hardly ever active) keep a large
-    part of what ε does to them, and in the sum over all rows they dominate the others. The slices separate them.
-    """
-
-    parts: Array  # ⟨∇L, x_i⟩, probes × members × slices
-    sizes: Array  # what each is measured by, as in `_matrices`
-    floor: Array  # per probe, the size up to which a slice is rounding
-
-    def defects(self) -> Array:
-        """What is left of each sum, relative to its parts: Σ parts / √Σ sizes², probes × slices."""
-        size = np.linalg.norm(self.sizes, axis=1)
-        result: Array = self.parts.sum(1) / np.where(size > 0, size, 1)
-        return result
-
-    def typical(self) -> Array:
-        """Per probe, the defect of a typical slice; inf if no slice is measurable."""
-        rows = zip(np.abs(self.defects()), self._measurable(), strict=True)
-        return np.array([np.median(defects[counts]) if counts.any() else np.inf for defects, counts in rows])
-
-    def balanced(self, allowed: Sequence[float]) -> bool:
-        """Whether a typical slice vanishes in every probe, up to what is allowed there.
-
-        One of three may leave four times as much: where few units are active, ε has more weight at some points.
-        """
-        left = self.typical() / np.asarray(allowed)
-        return bool((left > 1).sum() <= len(left) // 3) and bool((left <= 4).all())
-
-    def cancels(self, least: float) -> bool:
-        """Whether each member's part is cancelled by the others, rather than small itself.
-
-        A part is on average (of the logarithm) `least` times what is left of the sum: in one probe, parts that do not
-        belong together may happen to cancel. Of many slices, those do not count in which the part is small: a unit of
-        ReLU that is always active does not need the bias of its weight. What is left is at least rounding.
-        """
-        tiny, slices = np.finfo(np.float64).tiny, self.parts.shape[2]
-        rounding = thresholds.ROUNDING_OF_SUM * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny
-        left = np.maximum(np.abs(self.parts.sum(1, keepdims=True)), rounding)
-        ratio = np.log(np.abs(self.parts) + tiny) - np.log(left)
-        counts = np.broadcast_to(self._measurable()[:, None, :], ratio.shape)
-        if slices > 1:
-            counts = counts & (np.abs(self.parts) > self.sizes / 2)
-        number = counts.sum((0, 2))
-        if not self.parts.any() or bool((number < min(slices, thresholds.MANY_ROWS)).any()):
-            return False
-        average = np.where(counts, ratio.clip(max=np.log(1e6)), 0).sum((0, 2)) / number
-        return bool((average > np.log(least)).all())
-
-    def _measurable(self) -> NDArray[np.bool_]:
-        """Probes × slices."""
-        return np.asarray(np.sqrt(np.square(self.sizes).sum(1)) > self.floor[:, None])
-
-
-def _parts(
-    measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str], views: Sequence["Alignment"]
-) -> Iterator[Parts]:
-    """What each member adds in each slice, for the views whose tables the probes have."""
-    for view in views:
-        tables = [view.table(r.tables[name], measured.shapes[name]) for r in readings for name in names]
-        known = [table[:2].reshape(2, -1).numpy() for table in tables if table is not None]
-        if len(known) == len(tables):
-            sums = np.array(known).reshape(len(readings), len(names), 2, -1)
-            parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
-            least = thresholds.MEASURABLE if view.slices > 1 else 0.0
-            floor = np.array([least * measured.floor(reading, names) for reading in readings])
-            yield Parts(parts, np.hypot(parts, thresholds.LEAST_SHARE * effects), floor)
-
-
-def _many_slices(measured: "Measurements", names: Sequence[str]) -> list["Alignment"]:
-    """The ways in which the members share so many slices that a typical one can be judged."""
-    shapes = [measured.shapes[name] for name in names]
-    if all(len(shape) == 1 for shape in shapes):
-        return []  # a single number of each
-    return [view for view in alignments(shapes) if view.slices >= thresholds.MANY_ROWS]
 
 
 def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int = 4) -> list[Indices]:
@@ -283,14 +178,12 @@ def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int 
 
 
 def _matches(M: Array, sizes: Array, left: NDArray[np.intp], right: NDArray[np.intp], allowed: Array) -> list[Indices]:
-    """Unions of a left and a right set whose sums cancel in all probes.
-
-    Sums of the first probe are sorted, so that the possible partners of a sum lie in one interval.
-    """
+    """Unions of a left and a right set whose sums cancel in all probes."""
     a, b = M[:, left].sum(2), M[:, right].sum(2)
     size_a, size_b = np.square(sizes[:, left]).sum(2), np.square(sizes[:, right]).sum(2)
+    # Sums of the first probe are sorted, so that the possible partners of a sum, those of opposite sums, lie in one
+    # interval. That their parts are not much larger than the sum keeps it short.
     order = np.argsort(b[0])
-    # Partners have opposite sums; that their parts are not much larger than the sum keeps the interval short.
     width = 8 * allowed[0] * np.sqrt(size_a[0])
     low, high = (np.searchsorted(b[0][order], -a[0] + sign * width) for sign in (-1, 1))
     counts = high - low
@@ -306,76 +199,126 @@ def _matches(M: Array, sizes: Array, left: NDArray[np.intp], right: NDArray[np.i
     return [s for s in sorted(sets) if len(s) == full][: thresholds.MOST_SETS]
 
 
-# Which slice of one member belongs to which of another
+# The parts of a sum
+
+
+def _matrices(readings: Sequence["Reading"], names: Sequence[str]) -> tuple[Array, Array]:
+    """M = ⟨∇L, x⟩ per probe and parameter, and the sizes that its sums are measured by."""
+    M = np.array([[r.radial[name] for name in names] for r in readings]).reshape(len(readings), -1)
+    effects = np.array([[r.effect[name] for name in names] for r in readings]).reshape(len(readings), -1)
+    return M, _sizes(M, effects)
+
+
+def _sizes(parts: Array, effects: Array) -> Array:
+    """|parts| with a floor, so that a probe in which one happens to be small does not magnify what ε leaves."""
+    return np.asarray(np.hypot(parts, thresholds.LEAST_SHARE * effects))
 
 
 @dataclass(frozen=True)
-class Alignment:
-    """Slices of the members of a set, one for each output.
+class Parts:
+    """What the members of one set add to its sum: of the whole tensors, or of each slice that they share.
+
+    Rows of a set that happen to have next to no variance (a unit of ReLU that is hardly ever active) keep a large
+    part of what ε does to them, and in the sum over all rows they dominate the others. The slices separate them.
+    """
+
+    parts: Array  # ⟨∇L, x_i⟩, probes × members × slices
+    sizes: Array  # what each is measured by
+    floor: Array  # per probe, the size up to which a slice is rounding
+
+    def defects(self) -> Array:
+        """What is left of each sum, relative to its parts: Σ parts / √Σ sizes², probes × slices."""
+        size = np.linalg.norm(self.sizes, axis=1)
+        result: Array = self.parts.sum(1) / np.where(size > 0, size, 1)
+        return result
+
+    def typical(self) -> Array:
+        """Per probe, the defect of a typical slice; inf if no slice is measurable."""
+        rows = zip(np.abs(self.defects()), self._measurable(), strict=True)
+        return np.array([np.median(defects[counts]) if counts.any() else np.inf for defects, counts in rows])
+
+    def balanced(self, allowed: Sequence[float]) -> bool:
+        """Whether a typical slice vanishes in every probe, up to what is allowed there."""
+        left = self.typical() / np.asarray(allowed)
+        # One of three may leave four times as much: where few units are active, ε has more weight at some points.
+        return bool((left > 1).sum() <= len(left) // 3) and bool((left <= 4).all())
+
+    def cancels(self, least: float) -> bool:
+        """Whether each member's part is cancelled by the others, rather than small itself.
+
+        A part is on average (of the logarithm) `least` times what is left of the sum: in one probe, parts that do not
+        belong together may happen to cancel. What is left is at least rounding.
+        """
+        tiny, slices = np.finfo(np.float64).tiny, self.parts.shape[2]
+        rounding = thresholds.ROUNDING_OF_SUM * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny
+        left = np.maximum(np.abs(self.parts.sum(1, keepdims=True)), rounding)
+        ratio = np.log(np.abs(self.parts) + tiny) - np.log(left)
+        counts = np.broadcast_to(self._measurable()[:, None, :], ratio.shape)
+        if slices > 1:
+            # Those do not count in which the part is small: a unit of ReLU that is always active does not need a bias.
+            counts = counts & (np.abs(self.parts) > self.sizes / 2)
+        number = counts.sum((0, 2))
+        if not self.parts.any() or bool((number < min(slices, thresholds.MANY_ROWS)).any()):
+            return False
+        average = np.where(counts, ratio.clip(max=np.log(1e6)), 0).sum((0, 2)) / number
+        return bool((average > np.log(least)).all())
+
+    def _measurable(self) -> NDArray[np.bool_]:
+        """Probes × slices."""
+        return np.asarray(np.sqrt(np.square(self.sizes).sum(1)) > self.floor[:, None])
+
+
+def _parts(
+    measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str], views: Sequence[Cuts]
+) -> Iterator[Parts]:
+    """What each member adds in each slice, for the views whose tables the probes have; () is one of whole tensors."""
+    for view in views:
+        cuts = view or [()] * len(names)
+        tables = [slice_sums(r.tables[name], cut) for r in readings for name, cut in zip(names, cuts, strict=True)]
+        known = [table[:2].numpy() for table in tables if table is not None]
+        if len(known) == len(tables):
+            sums = np.array(known).reshape(len(readings), len(names), 2, -1)
+            least = thresholds.MEASURABLE if view else 0.0
+            floor = np.array([least * measured.floor(reading, names) for reading in readings])
+            yield Parts(sums[:, :, 0], _sizes(sums[:, :, 0], np.sqrt(sums[:, :, 1])), floor)
+
+
+def _whole_parts(measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str]) -> Parts:
+    return next(_parts(measured, readings, names, [()]))
+
+
+def _many_slices(measured: "Measurements", names: Sequence[str]) -> list[Cuts]:
+    """The ways in which the members share so many slices that a typical one can be judged."""
+    shapes = [measured.shapes[name] for name in names]
+    if all(len(shape) == 1 for shape in shapes):
+        return []  # a single number of each
+    return [cuts for cuts in alignments(shapes) if math.prod(cuts[0]) >= thresholds.MANY_ROWS]
+
+
+# Which slice of one member belongs to which of another
+
+
+def alignments(shapes: Sequence[Shape]) -> list[Cuts]:
+    """The ways to lay slices of parameters of these shapes beside each other, one for each output.
 
     A bias has an entry for each output of its weight, and the outputs lie along dimension 0 of a convolution, along
     dimension 1 of a transposed one, and along g blocks of dimension 0 times dimension 1 of one with g groups.
-    """
 
-    slices: int  # how many
-    dim: int  # the dimension of the larger members that they lie along; vectors have only one
-    groups: int = 1  # blocks of dimension 0 that they lie along too
-
-    def table(self, tables: Mapping[Key, Table], shape: Shape) -> Table | None:
-        """The sums of one member per slice; None if the table that it needs was not made."""
-        if self.slices == 1:
-            return tables[()]
-        if self.groups == 1 or len(shape) == 1:
-            return tables.get((0 if len(shape) == 1 else self.dim,))
-        table = tables.get((0, self.dim))
-        return None if table is None else table.unflatten(1, (self.groups, -1)).sum(2).flatten(1)
-
-    def join(self, tables: Sequence[Mapping[Key, Table]], shapes: Sequence[Shape]) -> dict[Key, Table]:
-        """The tables of all members as of one tensor whose dimension 0 are the slices."""
-        parts = [self.table(of_member, shape) for of_member, shape in zip(tables, shapes, strict=True)]
-        joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
-        known = [part for part in parts if part is not None]
-        return joined | ({(0,): torch.stack(known).sum(0)} if self.slices > 1 and len(known) == len(parts) else {})
-
-    def cut(self, blocks: int, shape: Shape) -> tuple[int, ...] | None:
-        """Blocks along each dimension of a member, for the slices in so many equal blocks; None if there is no cut."""
-        if len(shape) < 2:
-            return (blocks,) * len(shape)
-        counts = [1] * len(shape)
-        if self.groups == 1:
-            counts[self.dim] = blocks
-        elif blocks <= self.groups:
-            counts[0] = blocks
-        elif blocks % self.groups:
-            return None
-        else:
-            counts[0], counts[self.dim] = self.groups, blocks // self.groups
-        return tuple(counts)
-
-
-WHOLE = Alignment(1, 0)
-
-
-def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
-    """The ways in which parameters of these shapes may lie beside each other.
-
-    >>> alignments([(8, 3), (8,)]), alignments([(4, 6, 3, 3), (6,)])
-    ([Alignment(slices=8, dim=0, groups=1)], [Alignment(slices=6, dim=1, groups=1)])
-    >>> alignments([(4, 3, 5, 5), (6,)])
-    [Alignment(slices=6, dim=1, groups=2)]
+    >>> alignments([(8, 3), (8,)]), alignments([(4, 6, 3, 3), (6,)]), alignments([(4, 3, 5, 5), (6,)])
+    ([((8, 1), (8,))], [((1, 6, 1, 1), (6,))], [((2, 3, 1, 1), (6,))])
     """
     tensors, vectors = [s for s in shapes if len(s) > 1], {s for s in shapes if len(s) == 1}
     if len(vectors) > 1 or any(not s for s in shapes):
         return []
     if not tensors:
-        return [Alignment(n, 0) for (n,) in vectors]
+        return [tuple(shapes)]
     sizes = [(dim, tensors[0][dim]) for dim in range(min(map(len, tensors)))]
-    found = [Alignment(n, dim) for dim, n in sizes if all(s[dim] == n for s in tensors) and vectors <= {(n,)}]
+    blocks = [{dim: n} for dim, n in sizes if all(s[dim] == n for s in tensors) and vectors <= {(n,)}]
     for (length,) in vectors:
         groups = length // tensors[0][1]
         if groups > 1 and all(_may_have_groups(s, length, groups) for s in tensors):
-            found.append(Alignment(length, 1, groups))
-    return found
+            blocks.append({0: groups, 1: length // groups})
+    return [tuple(s if len(s) == 1 else cut_of(len(s), of_dim) for s in shapes) for of_dim in blocks]
 
 
 def _may_have_groups(shape: Shape, length: int, groups: int) -> bool:
@@ -385,6 +328,36 @@ def _may_have_groups(shape: Shape, length: int, groups: int) -> bool:
     if len(shape) < 3 or (math.prod(shape[2:]) == 1 and shape[0] == length):
         return False
     return shape[1] * groups == length and shape[0] % groups == 0
+
+
+def coarser(cut: Cut, blocks: int) -> Cut | None:
+    """The cut into so many equal blocks of slices, in their order; None if there is none.
+
+    >>> coarser((1, 6, 1), 3), coarser((2, 3), 2), coarser((2, 3), 6), coarser((2, 3), 3)
+    ((1, 3, 1), (2, 1), (2, 3), None)
+    """
+    counts = []
+    for of_dim in cut:
+        counts.append(math.gcd(blocks, of_dim))
+        if counts[-1] not in (blocks, of_dim):
+            return None
+        blocks //= counts[-1]
+    return tuple(counts)
+
+
+def slice_sums(tables: Mapping[Key, Table], cut: Cut) -> Table | None:
+    """The sums of one member per slice; None if the table that it needs was not made."""
+    return block_sums(tables, cut).reshape(4, -1) if divided(cut) in tables else None
+
+
+def join(tables: Sequence[Mapping[Key, Table]], cuts: Cuts) -> dict[Key, Table]:
+    """The tables of all members as of one tensor whose dimension 0 are the slices; without cuts, of the whole."""
+    parts = [slice_sums(of_member, cut) for of_member, cut in zip(tables, cuts, strict=False)]
+    known = [part for part in parts if part is not None]
+    joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
+    if known and len(known) == len(parts):
+        joined[0,] = torch.stack(known).sum(0)
+    return joined
 
 
 def pairs_to_align(shapes: Mapping[str, Shape]) -> dict[str, list[Key]]:
@@ -401,5 +374,7 @@ def pairs_to_align(shapes: Mapping[str, Shape]) -> dict[str, list[Key]]:
         name: [(0, 1)]
         for name, shape in shapes.items()
         if len(shape) > 1 and all(shape)
-        if any(a.groups > 1 for s in vectors.get(name.rpartition(".")[0], ()) for a in alignments([shape, s]))
+        if any(
+            divided(c) == (0, 1) for s in vectors.get(name.rpartition(".")[0], ()) for c, _ in alignments([shape, s])
+        )
     }

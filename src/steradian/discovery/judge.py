@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from steradian.discovery import thresholds
-from steradian.discovery.invariance import Cut, finest, imbalance, is_matrix, partial_cut, to_spec
-from steradian.discovery.joint import WHOLE, Alignment, alignments, joint_sets
+from steradian.discovery.invariance import finest, imbalance, is_matrix, partial_cut, to_spec
+from steradian.discovery.joint import Cuts, alignments, coarser, joint_sets
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Group, Spec
 from steradian.names import ranges
@@ -105,8 +105,7 @@ def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_e
     found = _finest_aligned(measured, names)
     if found is None and not by_epsilon:
         return
-    alignment, cuts = found or (WHOLE, tuple((1,) * len(shape) for shape in shapes))
-    measured.alignments[names] = alignment
+    measured.slices[names], cuts = found or ((), tuple((1,) * len(shape) for shape in shapes))
     n_rows, largest = math.prod(cuts[0]), max(range(len(names)), key=lambda i: len(cuts[i]))
     spec = to_spec(cuts[largest], shapes[largest]) if n_rows > 1 else "tensor"
     taken = {name for group in verdict.rows for name in group.names}
@@ -114,16 +113,17 @@ def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_e
     (verdict.rows if is_weight else verdict.facts).append(_group(measured, names, spec, n_rows))
 
 
-def _finest_aligned(measured: Measurements, names: Names) -> tuple[Alignment, tuple[Cut, ...]] | None:
-    """The way to lay the members beside each other that gives most rows, and the cut of each member."""
-    shapes, best = [measured.shapes[name] for name in names], None
-    for alignment in (WHOLE, *alignments(shapes)):
-        size = sum(map(math.prod, shapes)) // alignment.slices
-        found = finest((alignment.slices, size), measured.trial(names, alignment))
-        cuts = [alignment.cut(found[0], shape) for shape in shapes] if found is not None else [None]
-        known = tuple(cut for cut in cuts if cut is not None)
-        if len(known) == len(shapes) and (best is None or math.prod(known[0]) > math.prod(best[1][0])):
-            best = alignment, known
+def _finest_aligned(measured: Measurements, names: Names) -> tuple[Cuts, Cuts] | None:
+    """The way to lay slices of the members beside each other that gives most rows, and the cut into these."""
+    shapes = [measured.shapes[name] for name in names]
+    size, best = sum(map(math.prod, shapes)), None
+    for slices in (tuple((1,) * len(shape) for shape in shapes), *alignments(shapes)):
+        n = math.prod(slices[0])
+        found = finest((n, size // n), measured.trial(names, slices))
+        rows = [coarser(cut, found[0]) for cut in slices] if found is not None else []
+        cuts = tuple(cut for cut in rows if cut is not None)
+        if len(cuts) == len(shapes) and (best is None or math.prod(cuts[0]) > math.prod(best[1][0])):
+            best = slices, cuts
     return best
 
 

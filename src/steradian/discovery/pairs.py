@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
 from steradian.discovery.graph import readers
-from steradian.discovery.invariance import Cut, block_sums, cut_of, divisors, to_spec
+from steradian.discovery.invariance import Cut, block_sums, cut_of, divided, divisors, to_spec
 from steradian.discovery.joint import Array
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Pair, Spec
@@ -90,7 +90,7 @@ class Side:
         """The folds into g0 × g1 sets, with the sums of each set; slices of two dimensions are not folded."""
         rest = self.size // (g0 * g1)
         folds = [(g0, d0, g1, rest // d0) for d0 in (divisors(rest) if g1 > 1 else (rest,))]
-        return [(fold, self.fold(fold)) for fold in folds if rest == 1 or all(len(_divided(c)) < 2 for c in self.cuts)]
+        return [(fold, self.fold(fold)) for fold in folds if rest == 1 or all(len(divided(c)) < 2 for c in self.cuts)]
 
     def specs(self, fold: Fold, shapes: Mapping[str, Sequence[int]]) -> tuple[Spec, ...]:
         """How each parameter is cut by a fold of the slices."""
@@ -99,21 +99,16 @@ class Side:
             g0, d0, g1, d1 = g0 * g1, d0 * d1, 1, 1
         specs: list[Spec] = []
         for name, cut in zip(self.names, self.cuts, strict=True):
-            *_, dim = 0, *_divided(cut)
+            *_, dim = 0, *divided(cut)
             if self.size == math.prod(cut) and g1 == 1:
                 blocks = (*cut[:dim], g0 // math.prod(cut[:dim]), *cut[dim + 1 :])
                 specs.append(to_spec(blocks, shapes[name]) if cut else "tensor")
-            elif len(_divided(cut)) > 1:
+            elif len(divided(cut)) > 1:
                 specs.append(("fold", dim, self.start, self.length, 1, 1, 1, self.ranges))
             else:
                 ranges = (self.ranges, self.stride) if self.ranges > 1 else ()
                 specs.append(("fold", dim, self.start, g0, d0, g1, d1, *ranges))
         return tuple(specs)
-
-
-def _divided(cut: Cut) -> list[int]:
-    """The dimensions that a cut divides."""
-    return [i for i, blocks in enumerate(cut) if blocks > 1]
 
 
 def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
