@@ -78,7 +78,6 @@ class Call:
     name: str
     kind: str
     composite: bool
-    parent: "Call | None"
     start: int
     end: int = -1
 
@@ -93,8 +92,7 @@ def record_calls(model: nn.Module, calls: list[Call]) -> Iterator[None]:
 
     def enter(name: str, module: nn.Module, _: Any) -> None:
         kind, composite = type(module).__name__.removeprefix("Parametrized"), any(True for _ in module.children())
-        parent = running[-1] if running else None
-        running.append(Call(name, kind, composite, parent, torch._C._autograd._get_sequence_nr()))
+        running.append(Call(name, kind, composite, torch._C._autograd._get_sequence_nr()))
         calls.append(running[-1])
 
     def leave(*_: Any) -> None:
@@ -159,13 +157,8 @@ class Graph:
         return True
 
     def calls_around(self, sequence: int) -> list[Call]:
-        """The innermost call during which a node was made and those around it, from the inside out."""
-        inside = [call for call in self.calls if call.start <= sequence < call.end]
-        chain, call = [], inside[-1] if inside else None
-        while call is not None:
-            chain.append(call)
-            call = call.parent
-        return chain
+        """The calls during which a node was made, from the inside out."""
+        return [call for call in reversed(self.calls) if call.start <= sequence < call.end]
 
 
 def read_graph(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor], calls: Sequence[Call] = ()) -> Graph:
@@ -226,10 +219,8 @@ class Proposals:
     through: dict[str, set[str]] = field(default_factory=dict)
 
     def parallel(self, names: Sequence[str]) -> bool:
-        """Whether no member acts through another: weight and bias, two embeddings, not a residual stream.
-
-        A recurrent weight acts through itself and so through everything beside it; that does not count.
-        """
+        """Whether no member acts through another: weight and bias, two embeddings, not a residual stream."""
+        # A recurrent weight acts through itself and so through everything beside it; that does not count.
         acting = {name: self.through.get(name, set()) for name in names}
         return all(others.isdisjoint(names) or name in others for name, others in acting.items())
 

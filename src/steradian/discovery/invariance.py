@@ -26,6 +26,8 @@ Table = Tensor
 """Sums over all dimensions but those of its key of [g·x, (g·x)², g², x²], stacked in this order."""
 Cut = tuple[int, ...]
 """Number of blocks along each dimension."""
+Cuts = tuple[Cut, ...]
+"""Of each parameter of a set into as many slices, of which those at the same place belong together."""
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
@@ -132,6 +134,7 @@ class Trial:
         return divided(cut) in self.random[0].tables
 
 
+@cache
 def divided(cut: Cut) -> Key:
     """The dimensions that a cut divides."""
     return tuple(i for i, blocks in enumerate(cut) if blocks > 1)
@@ -148,6 +151,21 @@ def block_sums(tables: Mapping[Key, Table], cut: Cut) -> Tensor:
     for position, i in enumerate(divided(cut)):
         table = table.unflatten(position + 1, (cut[i], -1)).sum(position + 2)
     return table
+
+
+def slice_sums(tables: Mapping[Key, Table], cut: Cut) -> Table | None:
+    """The sums of one member per slice; None if the table that it needs was not made."""
+    return block_sums(tables, cut).reshape(4, -1) if divided(cut) in tables else None
+
+
+def join(tables: Sequence[Mapping[Key, Table]], cuts: Cuts) -> dict[Key, Table]:
+    """The tables of all members as of one tensor whose dimension 0 are the slices; without cuts, of the whole."""
+    parts = [slice_sums(of_member, cut) for of_member, cut in zip(tables, cuts, strict=False)]
+    known = [part for part in parts if part is not None]
+    joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
+    if known and len(known) == len(parts):
+        joined[0,] = torch.stack(known).sum(0)
+    return joined
 
 
 # Which blocks are invariant

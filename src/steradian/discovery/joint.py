@@ -7,7 +7,7 @@ sums, larger ones among the sets that the graph proposes.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
-from steradian.discovery.invariance import Cut, Key, Table, block_sums, cut_of, divided, falls, follows_growth
+from steradian.discovery.invariance import Cut, Cuts, cut_of, falls, follows_growth, slice_sums
 
 if TYPE_CHECKING:
     from steradian.discovery.measurements import Measurements
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 Indices = tuple[int, ...]
 Shape = tuple[int, ...]
-Cuts = tuple[Cut, ...]
-"""Of each parameter of a set into as many slices, of which those at the same place belong together."""
 
 
 def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ...], bool]:
@@ -343,38 +341,3 @@ def coarser(cut: Cut, blocks: int) -> Cut | None:
             return None
         blocks //= counts[-1]
     return tuple(counts)
-
-
-def slice_sums(tables: Mapping[Key, Table], cut: Cut) -> Table | None:
-    """The sums of one member per slice; None if the table that it needs was not made."""
-    return block_sums(tables, cut).reshape(4, -1) if divided(cut) in tables else None
-
-
-def join(tables: Sequence[Mapping[Key, Table]], cuts: Cuts) -> dict[Key, Table]:
-    """The tables of all members as of one tensor whose dimension 0 are the slices; without cuts, of the whole."""
-    parts = [slice_sums(of_member, cut) for of_member, cut in zip(tables, cuts, strict=False)]
-    known = [part for part in parts if part is not None]
-    joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
-    if known and len(known) == len(parts):
-        joined[0,] = torch.stack(known).sum(0)
-    return joined
-
-
-def pairs_to_align(shapes: Mapping[str, Shape]) -> dict[str, list[Key]]:
-    """Tables that grouped slices need, by parameter: of weights beside a vector of the same module.
-
-    >>> pairs_to_align({"up.weight": (4, 3, 5, 5), "up.bias": (6,), "down.weight": (12, 3, 1, 1), "down.bias": (12,)})
-    {'up.weight': [(0, 1)]}
-    """
-    vectors: dict[str, set[Shape]] = {}
-    for name, shape in shapes.items():
-        if len(shape) == 1:
-            vectors.setdefault(name.rpartition(".")[0], set()).add(shape)
-    return {
-        name: [(0, 1)]
-        for name, shape in shapes.items()
-        if len(shape) > 1 and all(shape)
-        if any(
-            divided(c) == (0, 1) for s in vectors.get(name.rpartition(".")[0], ()) for c, _ in alignments([shape, s])
-        )
-    }

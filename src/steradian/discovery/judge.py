@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from steradian.discovery import thresholds
-from steradian.discovery.invariance import finest, imbalance, is_matrix, partial_cut, to_spec
-from steradian.discovery.joint import Cuts, alignments, coarser, joint_sets
+from steradian.discovery.invariance import Cuts, finest, imbalance, is_matrix, partial_cut, to_spec
+from steradian.discovery.joint import alignments, coarser, joint_sets
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Group, Spec
 from steradian.names import ranges

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from steradian.discovery import invariance, thresholds
 from steradian.discovery.graph import Graph, Path, Proposals, follow, propose
-from steradian.discovery.invariance import Cut, Evidence, Key, Table, Trial, is_matrix, pair_keys, partial_cut
-from steradian.discovery.joint import Cuts, candidate_sets, join
+from steradian.discovery.invariance import Cut, Cuts, Evidence, Key, Table, Trial, is_matrix, pair_keys, partial_cut
+from steradian.discovery.joint import candidate_sets
 from steradian.discovery.probe import Point, Prober, Reading, output_change
 from steradian.groups import Group, Layout
 
@@ -318,7 +318,7 @@ class Measurements:
     def _tables(self, reading: Reading, names: Names, cuts: Cuts) -> dict[Key, Table]:
         """Tables of one parameter, or of several as if they were one tensor of slices."""
         tables = [reading.tables[name] for name in names]
-        return tables[0] if len(names) == 1 else join(tables, cuts)
+        return tables[0] if len(names) == 1 else invariance.join(tables, cuts)
 
     def is_fully_grown(self, reading: Reading) -> bool:
         """Whether the candidates have their full growth there, so that ε no longer shows."""
