@@ -7,7 +7,7 @@ so every tensor proposes its set, and the measured inner products decide. `reade
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from heapq import heappop, heappush
@@ -99,15 +99,11 @@ def record_calls(model: nn.Module, calls: list[Call]) -> Iterator[None]:
         if running:
             running.pop().end = torch._C._autograd._get_sequence_nr()
 
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(enter, bare(name)), prepend=True))
-        handles.append(module.register_forward_hook(leave))
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(partial(enter, bare(name)), prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass

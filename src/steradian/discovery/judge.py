@@ -44,15 +44,12 @@ def judge(measured: Measurements) -> Verdict:
         if is_matrix(measured.shapes[name]) and not measured.nonlinear((name,)):
             found = partial_cut(measured.shapes[name], measured.trial((name,)))
             if found is not None:
-                text = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
-                verdict.partial[name] = text
+                which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
+                verdict.partial[name] = which
     verdict.nonlinear = [group for group in verdict.rows if measured.nonlinear(group.names)]
     verdict.rows = [group for group in verdict.rows if group not in verdict.nonlinear]
     verdict.facts = [group for group in verdict.facts if not measured.nonlinear(group.names)]
     return verdict
-
-
-# Effects
 
 
 def _without_effect(measured: Measurements) -> dict[str, str]:
@@ -68,17 +65,11 @@ def _without_effect(measured: Measurements) -> dict[str, str]:
 
 
 def _effect_vanishes(measured: Measurements, name: str) -> bool:
-    """Whether the effect of a parameter is divided by the square of its growth, as ε is, or by its fourth power.
-
-    The latter where two of them in a row have grown.
-    """
+    """Whether the effect of a parameter is divided by the square of its growth, as ε is, or by its fourth power."""
     if measured.suspects_grown is None or measured.first is None:
         return False
     ratio = measured.suspects_grown.effect[name] / (measured.first.effect[name] or 1.0)
-    return any(0.5 < ratio * thresholds.GROWTH[0] ** power < 2 for power in (2, 4))
-
-
-# Single parameters
+    return any(0.5 < ratio * thresholds.GROWTH[0] ** power < 2 for power in (2, 4))  # 4 where two in a row have grown
 
 
 def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
@@ -96,9 +87,6 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
     return True
 
 
-# Joint sets
-
-
 def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_epsilon: bool) -> None:
     """Add the rows of a joint set to the verdict, with the finest spec that its members share."""
     shapes = [measured.shapes[name] for name in names]
@@ -109,7 +97,10 @@ def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_e
     n_rows, largest = math.prod(cuts[0]), max(range(len(names)), key=lambda i: len(cuts[i]))
     spec = to_spec(cuts[largest], shapes[largest]) if n_rows > 1 else "tensor"
     taken = {name for group in verdict.rows for name in group.names}
-    is_weight = _parallel(measured, names) and any(map(is_matrix, shapes)) and not taken & set(names)
+    # A set that the graph does not have is one of a module.
+    known = measured.graph.leaf_nodes.keys() >= set(names)
+    parallel = measured.proposals.parallel(names) if known else len({name.rpartition(".")[0] for name in names}) == 1
+    is_weight = parallel and any(map(is_matrix, shapes)) and not taken & set(names)
     (verdict.rows if is_weight else verdict.facts).append(_group(measured, names, spec, n_rows))
 
 
@@ -125,16 +116,6 @@ def _finest_aligned(measured: Measurements, names: Names) -> tuple[Cuts, Cuts] |
         if len(cuts) == len(shapes) and (best is None or math.prod(cuts[0]) > math.prod(best[1][0])):
             best = slices, cuts
     return best
-
-
-def _parallel(measured: Measurements, names: Names) -> bool:
-    """Whether no member acts through another; without a graph, whether they belong to one module."""
-    if not measured.graph.leaf_nodes.keys() >= set(names):
-        return len({name.rpartition(".")[0] for name in names}) == 1
-    return measured.proposals.parallel(names)
-
-
-# Groups
 
 
 def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Group:

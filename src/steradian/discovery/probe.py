@@ -8,7 +8,7 @@ float64 where the model allows it, so that an exact invariance reads 1e-12 and n
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import repeat
@@ -374,14 +374,11 @@ class Prober:
         wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         # A function written in Python may run backward inside: then a gradient comes in parts.
         whole = {} if any(isinstance(node, BackwardCFunction) for node in nodes) else wanted
-        handles = [
-            leaf.register_post_accumulate_grad_hook(lambda _, name=name: take(name)) for name, leaf in whole.items()
-        ]
-        try:
+        with ExitStack() as stack:
+            for name, leaf in whole.items():
+                handle = leaf.register_post_accumulate_grad_hook(lambda _, name=name: take(name))
+                stack.callback(handle.remove)
             torch.autograd.backward(losses, inputs=list(wanted.values()))
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _blocks(model: nn.Module) -> dict[str, int]:

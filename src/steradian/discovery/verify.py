@@ -1,10 +1,7 @@
-"""The forward check f(ρx) = f(x): all rows are scaled at once by random factors, and the outputs must not move.
-
-That of pairs is f(αa, b/α) = f(a, b).
-"""
+"""The forward checks: f(ρx) = f(x) with all rows scaled at once by random factors, f(αa, b/α) = f(a, b) of pairs."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,7 +14,7 @@ from steradian.discovery.invariance import imbalance
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
 from steradian.discovery.probe import Factors, Prober, Reading, noise_of, output_change, output_spread
-from steradian.groups import Group, Pair, set_numbers
+from steradian.groups import Group, Pair, Spec, set_numbers
 
 T = TypeVar("T")
 
@@ -30,17 +27,19 @@ def verify(measured: Measurements, verdict: Verdict) -> Verdict:
     """
     if not measured.grown:
         return verdict
-    check, prober = _ForwardCheck(measured), measured.prober
-    rows = check.passing(verdict.rows, (), check.reading_for(verdict.rows))
+    check, rows, facts = _ForwardCheck(measured), verdict.rows, verdict.facts
+    readings = [*([measured.first] if measured.first else []), *measured.grown]
+    # The first one where ε moves the outputs less than scaling a row would.
+    usable = (reading for reading in readings if check.predicted(rows, reading) <= thresholds.MOST_PREDICTED)
+    rows = check.passing(rows, [], next(usable, readings[-1]))
     late = [group for group in rows if not measured.late.isdisjoint(group.names)]
-    if measured.further is not None and late and prober.left > bool(verdict.facts):
-        kept = check.passing(late, (), measured.further)
+    if measured.further is not None and late and measured.prober.left > bool(facts):
+        kept = check.passing(late, [], measured.further)
         rows = [group for group in rows if group not in late or group in kept]
-    facts = verdict.facts
     if facts:
-        facts = check.passing(facts, tuple(rows), measured.grown[-1])
-    elif prober.left:
-        rows = check.passing(rows, (), measured.grown[-1])
+        facts = check.passing(facts, rows, measured.grown[-1])
+    elif measured.prober.left:
+        rows = check.passing(rows, [], measured.grown[-1])
     return replace(verdict, rows=rows, facts=facts, rejected=check.rejected)
 
 
@@ -61,9 +60,7 @@ def verify_pairs(measured: Measurements, pairs: list[Pair]) -> list[Pair]:
 
 def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober) -> tuple[list[T], list[T]]:
     """What holds and what does not; on a failure, halves are tried while the budget lasts."""
-    if not tested:
-        return [], []
-    if prober.left and holds(tested):
+    if not tested or (prober.left and holds(tested)):
         return tested, []
     if len(tested) == 1 or not prober.left:
         return [], tested
@@ -85,16 +82,32 @@ def _moved(prober: Prober, before: Reading, factors: list[Factors]) -> float:
 
 
 def _pair_factors(pair: Pair, parameters: Mapping[str, Tensor], seed: int) -> list[Factors]:
-    """A random α per set for one side, and 1/α for the other; 1 for what is in no set."""
+    """A random α per set for one side, and 1/α for the other."""
     exponent = torch.empty(pair.n, dtype=torch.float64, device="cpu")
     exponent.uniform_(-thresholds.PAIR_FACTORS, thresholds.PAIR_FACTORS, generator=noise_of(seed)(exponent.device))
-    factors: list[Factors] = []
-    for names, specs, sign in ((pair.a, pair.a_specs, 1), (pair.b, pair.b_specs, -1)):
-        alpha = torch.cat([(sign * exponent).exp2(), exponent.new_ones(1)])  # the last one is that of −1
-        for name, spec in zip(names, specs, strict=True):
-            numbers = set_numbers(spec, parameters[name].shape)
-            factors.append({name: alpha[numbers].to(parameters[name].device)})
-    return factors
+    sides = (exponent, pair.a, pair.a_specs), (-exponent, pair.b, pair.b_specs)
+    return [_spread(power.exp2(), names, specs, parameters) for power, names, specs in sides]
+
+
+def _row_factors(group: Group, parameters: Mapping[str, Tensor], seed: int, how: str, left_out: Tensor) -> Factors:
+    """A random ρ per row; 1 for rows that are left out.
+
+    Between 1/2 and 2 and not near 1 ("either way"), between 4 and 16 ("up": growing removes ε's weight, which moves a
+    true row less than shrinking would, and any other row more), or between 1.01 and 1.02 either way ("a little").
+    """
+    host = torch.device("cpu")
+    generator = noise_of(seed)(host)
+    exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
+    sign = torch.where(torch.rand(group.n_rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
+    rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
+    return _spread(rho.masked_fill(left_out, 1.0), group.names, [group.spec] * len(group.names), parameters)
+
+
+def _spread(factors: Tensor, names: Sequence[str], specs: Sequence[Spec], parameters: Mapping[str, Tensor]) -> Factors:
+    """A factor per set of rows, repeated over its entries in each parameter; 1 for what is in no set."""
+    factors = torch.cat([factors, factors.new_ones(1)])  # the last one is that of −1
+    cut = zip(names, specs, strict=True)
+    return {n: factors[set_numbers(spec, parameters[n].shape)].to(parameters[n].device) for n, spec in cut}
 
 
 class _ForwardCheck:
@@ -103,49 +116,43 @@ class _ForwardCheck:
         self.rejected: list[Group] = []
         self._draw = 0
 
-    def reading_for(self, tested: list[Group]) -> Reading:
-        """The first reading, from ordinary scale on, where ε moves the outputs less than scaling a row would."""
-        readings = [*([self.measured.first] if self.measured.first else []), *self.measured.grown]
-        good = (reading for reading in readings if self._predicted(tested, reading) <= thresholds.MOST_PREDICTED)
-        return next(good, readings[-1])
-
-    def passing(self, tested: list[Group], known: tuple[Group, ...], before: Reading) -> list[Group]:
-        """The groups that hold."""
+    def passing(self, tested: list[Group], known: list[Group], before: Reading) -> list[Group]:
+        """The groups that hold, scaled together with known ones."""
         kept, rejected = _passing(tested, lambda groups: self._holds(groups, known, before), self.prober)
         self.rejected += rejected
         return kept
 
-    def _holds(self, tested: list[Group], known: tuple[Group, ...], before: Reading) -> bool:
-        grown = self.measured.is_fully_grown(before)
-        moved = self._moved(tested, known, before, "either way" if grown else "up")
-        if moved <= self._tolerance([*known, *tested], before):
+    def _holds(self, tested: list[Group], known: list[Group], before: Reading) -> bool:
+        grown, scaled = self.measured.is_fully_grown(before), [*known, *tested]
+        moved = self._moved(scaled, before, "either way" if grown else "up")
+        if moved <= self._tolerance(scaled, before):
             return True
         # Where rows have next to no variance, ε does more than their derivatives predict, but gradually: a factor of
         # 1.02 does about a hundredth of what one of 4 to 16 does. What jumps at some size does more.
         known_path = all(self.measured.path(group.names).known for group in tested)
         if grown or moved > thresholds.MOST_GRADUAL_MOVE or not known_path or not self.prober.left:
             return False
-        return self._moved(tested, known, before, "a little") <= thresholds.GRADUAL * moved
+        return self._moved(scaled, before, "a little") <= thresholds.GRADUAL * moved
 
-    def _moved(self, tested: list[Group], known: tuple[Group, ...], before: Reading, how: str) -> float:
+    def _moved(self, scaled: list[Group], before: Reading, how: str) -> float:
         """How far the outputs move when the rows are scaled, relative to their spread."""
         self._draw += 1
         factors = [
             _row_factors(group, self.prober.parameters, 1000 * self._draw + i, how, self._left_out(group, before))
-            for i, group in enumerate([*known, *tested])
+            for i, group in enumerate(scaled)
         ]
         return _moved(self.prober, before, factors)
 
-    def _left_out(self, group: Group, before: Reading) -> Tensor | None:
+    def _left_out(self, group: Group, before: Reading) -> Tensor:
         """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
-        sums, floor = self.measured.row_sums(before, group)
-        dominated = imbalance(sums, floor) > thresholds.LEFT_OUT
+        dominated = imbalance(*self.measured.row_sums(before, group)) > thresholds.LEFT_OUT
         few = group.n_rows == len(dominated) and float(dominated.double().mean()) < thresholds.MOST_LEFT_OUT
-        return dominated if before is self.measured.first and few else None
+        none = torch.zeros(group.n_rows, dtype=torch.bool, device="cpu")
+        return dominated if before is self.measured.first and few else none
 
     def _tolerance(self, scaled: list[Group], before: Reading) -> float:
         """How far outputs may move: what ε does to a row, it does to the outputs when that row is scaled."""
-        same, predicted = self.prober.precision.same, 3 * self._predicted(scaled, before)
+        same, predicted = self.prober.precision.same, 3 * self.predicted(scaled, before)
         if self.measured.is_fully_grown(before):
             by_defect = max(10 * max(self.measured.worst_rows(group)[1] for group in scaled), predicted)
             return max(same, min(by_defect, thresholds.MOST_MOVE))
@@ -154,7 +161,7 @@ class _ForwardCheck:
             return least
         return max(least, min(10 * max(self.measured.worst_rows(group)[0] for group in scaled), thresholds.MOST_MOVE))
 
-    def _predicted(self, scaled: list[Group], before: Reading) -> float:
+    def predicted(self, scaled: list[Group], before: Reading) -> float:
         """How far the outputs move by ⟨∇L, x⟩ when ε loses its weight, relative to their spread.
 
         dL/d log ρ falls from D = ⟨∇L, x⟩ with 1/ρ², so that growing changes L by D/2. L is the outputs' product with
@@ -167,22 +174,3 @@ class _ForwardCheck:
             spread = math.hypot(*(output_spread(t) for t in reading.outputs))
             moves.append(change / spread if spread else 0.0)
         return max(moves)
-
-
-def _row_factors(
-    group: Group, parameters: Mapping[str, Tensor], seed: int, how: str, left_out: Tensor | None = None
-) -> Factors:
-    """A random ρ per row, repeated over the entries of its parameters; 1 for rows that are left out.
-
-    Between 1/2 and 2 and not near 1 ("either way"), between 4 and 16 ("up": growing removes ε's weight, which moves a
-    true row less than shrinking would, and any other row more), or between 1.01 and 1.02 either way ("a little").
-    """
-    host = torch.device("cpu")
-    generator = noise_of(seed)(host)
-    exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
-    sign = torch.where(torch.rand(group.n_rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
-    rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
-    if left_out is not None:
-        rho = rho.masked_fill(left_out, 1.0)
-    members = {name: parameters[name] for name in group.names}
-    return {name: rho[set_numbers(group.spec, p.shape)].to(p.device) for name, p in members.items()}
