@@ -32,10 +32,7 @@ def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Gro
 
 
 def _reason(measured: Measurements, group: Group) -> str:
-    """The nearest module that every path passes and in which a change of the rows' scale disappears, by the graph.
-
-    There are several where paths part before that. No list of layers is consulted, and ε plays no part.
-    """
+    """The nearest modules that every path passes and in which a change of the rows' scale disappears, by the graph."""
     graph, path = measured.graph_of(group.names), measured.path(group.names)
     ends: dict[str, list[int]] = {}  # the nodes in which the change disappears, by innermost module
     for number in sorted(path.ends, key=lambda number: graph.nodes[number].sequence) if path.traced else ():
@@ -72,13 +69,10 @@ def _details(measured: Measurements, verdict: Verdict, name: str) -> str:
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
     """Further names of tied parameters, by first name."""
-    first: dict[int, str] = {}
-    aliases: dict[str, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = bare(name)
-        if first.setdefault(id(parameter), name) != name:
-            aliases.setdefault(first[id(parameter)], []).append(name)
-    return aliases
+        names.setdefault(id(parameter), []).append(bare(name))
+    return {first: others for first, *others in names.values() if others}
 
 
 def _notes(measured: Measurements, verdict: Verdict) -> list[str]:

@@ -61,9 +61,9 @@ class Side:
 
     def piece(self, start: int, length: int, ranges: int) -> "Side":
         """A part of each range, or, of a single one, of so many equal parts of it."""
-        inside = self.sums.reshape(*self.sums.shape[:2], ranges, -1)[..., start : start + length]
+        shape = self.sums.shape[:2]
+        sums = self.sums.reshape(*shape, ranges, -1)[..., start : start + length].reshape(*shape, -1)
         stride = self.stride if self.ranges > 1 or ranges == 1 else self.size // ranges
-        sums = inside.reshape(*self.sums.shape[:2], -1)
         return replace(self, start=self.start + start, sums=sums, ranges=ranges, stride=stride)
 
     def disjoint(self, other: "Side") -> bool:
@@ -173,17 +173,12 @@ class _Search:
                 if len({math.prod(cut) for cut in cuts}) == 1:
                     ways[tuple(cuts)] = number
         ways[tuple(cut_of(len(shape), {}) for shape in shapes)] = 1
-        return [
-            Side(tuple(names), cuts, self._sums(names, cuts), number, stride=math.prod(cuts[0]) // number)
-            for cuts, number in ways.items()
-        ]
+        return [self._side(tuple(names), cuts, number) for cuts, number in ways.items()]
 
-    def _sums(self, names: Sequence[str], cuts: Sequence[Cut]) -> Array:
-        parts = [
-            [block_sums(r.tables[name], cut)[:2].reshape(2, -1).numpy() for name, cut in zip(names, cuts, strict=True)]
-            for r in self.readings
-        ]
-        return np.array(parts).sum(1)
+    def _side(self, names: Names, cuts: tuple[Cut, ...], blocks: int) -> Side:
+        members = list(zip(names, cuts, strict=True))
+        sums = [[block_sums(r.tables[n], cut)[:2].reshape(2, -1).numpy() for n, cut in members] for r in self.readings]
+        return Side(names, cuts, np.array(sums).sum(1), blocks, stride=math.prod(cuts[0]) // blocks)
 
     def pair_up(self, a: list[Side], b: list[Side]) -> list[tuple[list[Side], int]]:
         """Add the pair of two sides, or of parts of one with the other; return a and its parts, and the sets of each.
@@ -210,13 +205,9 @@ class _Search:
         return [(a, 0), *left.values()]
 
     def pair(self, a: list[Side], b: list[Side], reason: str, *, more_than: int = 0) -> int:
-        """Add the pair of two sides that has most sets, if there is one; the number of sets, 0 for none.
+        """Add the pair with most sets among the ways to cut two sides; the number of sets, 0 for none.
 
-        Args:
-            a: the ways to cut one side.
-            b: the ways to cut the other.
-            reason: why they are a pair.
-            more_than: sets that both have against a third side, so that fewer or as many follow from that.
+        Both have `more_than` sets against a third side, so that fewer or as many follow from that.
         """
         names = (*a[0].names, *b[0].names)
         for *both, pair in self.found:
@@ -227,12 +218,12 @@ class _Search:
             (one, other, math.gcd(one.size, other.size))
             for one, other in product(a, b)
             if one.disjoint(other)
-            and self._agree(one.fold((1, one.size, 1, 1)), other.fold((1, other.size, 1, 1)), floor)
+            if self._agree(one.sums.sum(2, keepdims=True), other.sums.sum(2, keepdims=True), floor).all()
         ]
         for sets in sorted({sets for *_, most in able for sets in divisors(most) if sets > more_than}, reverse=True):
             for one, other, _ in (sides for sides in able if sides[2] % sets == 0):
                 for (fold_a, sums_a), (fold_b, sums_b) in _folded(one, other, sets):
-                    if self._agree(sums_a, sums_b, floor):
+                    if self._agree(sums_a, sums_b, floor).all():
                         if not _has_effect(sums_a, sums_b, floor):
                             return 0
                         parts = self._split(one, other, sets, floor)
@@ -244,34 +235,27 @@ class _Search:
         return 0
 
     def _split(self, one: Side, other: Side, sets: int, floor: Array) -> list[tuple[list[Side], list[Side]]]:
-        """Of both sides, the channels of each head that agree one by one, and the others: only these are rotated.
+        """Of both sides, the channels of each head that agree one by one, and the others, if that gives more sets.
 
-        The result is empty if that gives no more sets than there are.
+        Only the others are rotated by a position.
         """
         least, most = sorted((one.size, other.size))
         found = []
         for heads in divisors(least) if sets < least and most % least == 0 else ():
             a, b = (side.fold((heads, side.size // least, least // heads, 1)) for side in (one, other))
-            channels = np.atleast_1d(self._agreeing(a, b, floor).reshape(-1, least // heads).all(0))
+            channels = np.atleast_1d(self._agree(a, b, floor).reshape(-1, least // heads).all(0))
             if not channels.all() and all(side.ranges in (1, heads * side.size // least) for side in (one, other)):
-                found += [
-                    (heads * int(run.cumprod().sum()), heads, i) for i, run in ((0, channels), (1, channels[::-1]))
-                ]
+                runs = enumerate((channels, channels[::-1]))
+                found += [(heads * int(run.cumprod().sum()), heads, behind) for behind, run in runs]
         n, heads, behind = max(found, default=(0, 1, 0))
         if n < max(sets, 1):
             return []
         size, rest = n // heads, (least - n) // heads
         ranges = [(rest, size), (0, rest)] if behind else [(0, size), (size, rest)]
-        one_parts, other_parts = (
-            [[side.piece(start, length, heads * side.size // least)] for start, length in ranges]
-            for side in (one, other)
-        )
-        return list(zip(one_parts, other_parts, strict=True))
+        blocks = [heads * side.size // least for side in (one, other)]
+        return [([one.piece(*where, blocks[0])], [other.piece(*where, blocks[1])]) for where in ranges]
 
-    def _agree(self, sums_a: Array, sums_b: Array, floor: Array) -> bool:
-        return bool(self._agreeing(sums_a, sums_b, floor).all())
-
-    def _agreeing(self, sums_a: Array, sums_b: Array, floor: Array) -> NDArray[np.bool_]:
+    def _agree(self, sums_a: Array, sums_b: Array, floor: Array) -> NDArray[np.bool_]:
         """Whether ⟨∇L, a⟩ = ⟨∇L, b⟩ of each set in each reading, up to rounding."""
         allowed = self.measured.prober.precision.resolution * np.sqrt(sums_a[:, 1] + sums_b[:, 1]) + floor
         return np.asarray(np.abs(sums_a[:, 0] - sums_b[:, 0]) <= allowed)
@@ -306,10 +290,8 @@ def _folded(a: Side, b: Side, sets: int) -> Iterator[tuple[tuple[Fold, Array], t
 
 
 def _parts(side: Side, other: Side) -> Iterator[Side]:
-    """Parts of a side that may go with another: of the whole, or of each of several equal blocks of it, as heads.
-
-    They are equal ones, both ends, or one large and two small ones. Where slices agree one by one, any range may.
-    """
+    """Parts of a side that may go with another: of the whole, or of each of several equal blocks of it, as heads."""
+    # Equal ones, both ends, or one large and two small ones. Where slices agree one by one, any range may.
     for blocks in divisors(math.gcd(side.size, other.size)) if side.ranges == 1 else (side.ranges,):
         n, size = side.size // blocks, other.size // blocks
         if size < n <= thresholds.MOST_PARTS * size and side.size // n * size > 1:
@@ -320,12 +302,9 @@ def _parts(side: Side, other: Side) -> Iterator[Side]:
                 yield from (side.piece(start, small, blocks) for start in (size, size + small))
     if side.ranges == 1 and 1 < other.size < side.size:
         strongest = int(other.sums[0, 1].argmax())
-        near = _near(side.sums[0], other.sums[0, :, strongest])
-        yield from (
-            side.piece(start, other.size, 1)
-            for start in (np.flatnonzero(near) - strongest).tolist()
-            if 0 <= start <= side.size - other.size
-        )
+        near = np.flatnonzero(_near(side.sums[0], other.sums[0, :, strongest])) - strongest
+        inside = near[(near >= 0) & (near <= side.size - other.size)]
+        yield from (side.piece(start, other.size, 1) for start in inside.tolist())
 
 
 def _beside(part: Side, side: Side) -> Iterator[Side]:
@@ -333,12 +312,6 @@ def _beside(part: Side, side: Side) -> Iterator[Side]:
     size, n = part.length, side.size // part.ranges
     first = part.start - side.start
     for start, stop in ((0, first), (first + size, n)):
-        middle = (start + stop) // 2
-        cuts = {
-            (start, stop),
-            (start, middle),
-            (stop - middle + start, stop),
-            (start, stop - size),
-            (stop - size, stop),
-        }
+        half = (stop - start) // 2
+        cuts = {(start, stop), (start, start + half), (stop - half, stop), (start, stop - size), (stop - size, stop)}
         yield from (side.piece(i, j - i, part.ranges) for i, j in cuts if start <= i < j)

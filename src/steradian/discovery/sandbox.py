@@ -14,9 +14,9 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import is_not
-from types import ModuleType, NoneType
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -91,8 +91,7 @@ class _Attributes:
     """The attributes of modules, and of the user's objects that they hold, swapped for private copies.
 
     A forward pass may count in a dictionary of dictionaries, keep its last activations in a queue, or draw from a
-    generator of its own. Copied are tensors, containers, generators and small arrays; anything else is shared.
-    `copies` are those that exist already, by the id of the original.
+    generator of its own. `copies` are those that exist already, by the id of the original.
     """
 
     def __init__(self, copies: Mapping[int, Any], dtype: torch.dtype | None) -> None:
@@ -139,11 +138,8 @@ class _Attributes:
 
 def _has_own_state(value: Any) -> bool:
     """Whether a value is an object of the user's that holds state: no function, module or owner of a module."""
-    if isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
-        return False
-    if type(value).__module__.partition(".")[0] in ("torch", "builtins"):
-        return False
-    return not any(isinstance(item, nn.Module) for item in value.__dict__.values())
+    own = hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in ("torch", "builtins")
+    return own and not any(isinstance(item, nn.Module) for item in value.__dict__.values())
 
 
 # Global state, and the dtype of the probe
@@ -208,9 +204,6 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 def tensors_in(value: Any) -> list[Tensor]:
     """Tensors in tuples, lists, mappings, dataclasses and plain objects, in order, each once.
 
-    Caches of keys and values, which some models return for the next token, are skipped: no loss is computed from
-    them.
-
     >>> len(tensors_in({"a": (torch.ones(1), [torch.ones(2)]), "b": "text"}))
     2
     """
@@ -225,7 +218,7 @@ def _search(value: Any, depth: int) -> Iterator[Tensor]:
         return
     items: Iterable[Any] = ()
     if type(value).__name__.endswith("Cache"):
-        pass
+        pass  # keys and values for the next token: no loss is computed from them
     elif isinstance(value, Mapping):
         items = [item for key, item in value.items() if key != "past_key_values"]
     elif isinstance(value, list | tuple | set | frozenset):
@@ -243,8 +236,7 @@ def map_inputs(value: Any, change: Callable[[Tensor, str], Tensor], name: str = 
     if isinstance(value, Tensor):
         return change(value, name)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = zip(value._fields, value, strict=True)
-        return type(value)(*(map_inputs(item, change, key) for key, item in fields))
+        return type(value)(*map(map_inputs, value, repeat(change), value._fields))
     if isinstance(value, list | tuple):
         return type(value)(map_inputs(item, change, name) for item in value)
     if isinstance(value, dict):
