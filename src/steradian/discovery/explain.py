@@ -102,9 +102,5 @@ def _notes(measured: Measurements, verdict: Verdict) -> list[str]:
 
 
 def in_words(error: Exception) -> str:
-    """An exception in one line.
-
-    >>> in_words(KeyError("x"))
-    "KeyError ('x')"
-    """
+    """An exception in one line."""
     return f"{type(error).__name__} ({(str(error).strip().splitlines() or ['no message'])[0]})"

@@ -328,11 +328,9 @@ class Path:
 
 
 def follow(graph: Graph, names: Sequence[str], against: Sequence[str] = ()) -> Path:
-    """Follow the factor by which some parameters grow together, and others shrink, until it disappears on every path.
-
-    Each tensor has a power of the factor, NaN if it is unknown. It is certain up to the first operation that may be
-    part of a normalization: behind that, it explains an invariance, but does not refute one.
-    """
+    """Follow the factor by which some parameters grow together, and others shrink, until it has disappeared."""
+    # Each tensor has a power of the factor, NaN if it is unknown. It is certain up to the first operation that may be
+    # part of a normalization: behind that, it explains an invariance, but does not refute one.
     given = dict.fromkeys(names, 1.0) | dict.fromkeys(against, -1.0)
     power, uncertain = {graph.leaf_nodes[n]: p for n, p in given.items() if n in graph.leaf_nodes}, set[int]()
     path = Path(known=len(power) == len(given), traced=len(power) == len(given))

@@ -31,11 +31,7 @@ Cuts = tuple[Cut, ...]
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether more than one dimension is longer than 1: a weight, not a gain, a bias or a token.
-
-    >>> is_matrix((8, 3)), is_matrix((8, 1, 1)), is_matrix(())
-    (True, False, False)
-    """
+    """Whether more than one dimension is longer than 1: a weight, not a gain, a bias or a token."""
     return sum(size > 1 for size in shape) >= 2
 
 
@@ -43,31 +39,23 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def imbalance(sums: Tensor, floor: float, *, signed: bool = False) -> Tensor:
-    """|Σ g·x| / √Σ(g·x)² per block, with effects up to `floor` as rounding.
-
-    It is of order 1 where nothing cancels and ε/σ² under a normalization, however long the row is.
-    """
+    """|Σ g·x| / √Σ(g·x)² per block, with effects up to `floor` as rounding; long rows have the same as short ones."""
     ratio = sums[0] / (sums[1].sqrt() + floor)
     return ratio if signed else ratio.abs()
 
 
 def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
-    """Whether a defect fell as one due to ε, with the square of the growth, or is settled anyway.
-
-    Growing a row by ρ divides ε/σ² by ρ². Anything else that competes with the row, such as another branch added
-    before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5.
-    """
+    """Whether a defect fell as one due to ε, with the square of the growth, or is settled anyway."""
+    # Growing a row by ρ divides ε/σ² by ρ². Whatever else competes with the row, such as a branch added before the
+    # normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5.
     # The median helps a row whose defect happened to be small before.
     typical = torch.maximum(before, before.median())
     return after <= torch.clamp(typical * thresholds.PACE, min=settled)
 
 
 def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: int = 2) -> Tensor:
-    """Whether a signed defect is divided by the growth to this order, in most rows: 2 for ε, 1 for one added to σ.
-
-    An activation such as GELU, which becomes ReLU as its inputs grow, loses its defect at the same pace on average
-    over many units, but each row at its own.
-    """
+    """Whether a signed defect is divided by the growth to this order, in most rows: 2 for ε, 1 for one added to σ."""
+    # GELU, which becomes ReLU as its inputs grow, loses its defect at that pace on average, but each row at its own.
     power = (thresholds.GROWTH[1] / thresholds.GROWTH[0]) ** order
     typical = torch.maximum(before.abs(), before.abs().median())
     many = before.numel() >= thresholds.MANY_ROWS
@@ -177,10 +165,7 @@ def _balanced(evidence: Sequence[Evidence], cut: Cut, share: float = 1.0) -> Ten
 
 
 def _invariant(cut: Cut, trial: Trial, *, explained: bool = True) -> Tensor:
-    """Blocks whose imbalance is within its tolerance in every probe that decides, and falls as they grow.
-
-    Unless `explained` is False, how it falls must have an explanation.
-    """
+    """Blocks whose imbalance is within its tolerance in every probe that decides and falls, as can be explained."""
     if not trial.grown:
         return _balanced(trial.random, cut).all(0)
     before, after = (trial.grown[i].imbalance(cut, signed=True) for i in (0, -1))
@@ -197,10 +182,7 @@ def _invariant(cut: Cut, trial: Trial, *, explained: bool = True) -> Tensor:
 
 
 def _saturated(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks whose defect falls much faster than ε's, from ordinary scale to the smaller growth or from there on.
-
-    A path around the normalization that saturates does that, and makes its rows not invariant.
-    """
+    """Blocks whose defect falls much faster than ε's, as a path around the normalization does that saturates."""
     first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
     before, radial, effect = trial.grown[0].imbalance(cut), last[0].abs(), last[1].sqrt()
     usual = (thresholds.GROWTH[0] / thresholds.GROWTH[1]) ** 2
@@ -229,10 +211,8 @@ def _constant(cut: Cut, trial: Trial) -> Tensor:
 
 
 def _linear(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks whose defect falls with the growth itself and is small at ordinary scale: (w − mean) / (std + ε).
-
-    Anything else that is added before a normalization falls like that too, but seldom starts so small.
-    """
+    """Blocks whose defect falls with the growth itself and is small at ordinary scale: (w − mean) / (std + ε)."""
+    # Anything else that is added before a normalization falls like that too, but seldom starts so small.
     before, after = (trial.grown[i].imbalance(cut, signed=True) for i in (0, -1))
     if len(trial.grown) < 2 or not trial.at_random(cut):
         return torch.zeros_like(after, dtype=torch.bool)
@@ -248,12 +228,10 @@ def _of_many(cut: Cut) -> int:
 
 
 def _faded(cut: Cut, trial: Trial) -> Tensor:
-    """Few blocks among others that ε dominates at one point, and that are balanced in most probes at ordinary scale.
-
-    A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: at that
-    point they act through ε alone. The imbalance of a unit with hardly any variance starts too high to end where
-    others do; it falls as ε does, or is next to nothing in all other probes.
-    """
+    """Few blocks among others that ε dominates at one point, and that are balanced in most probes at ordinary scale."""
+    # A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: there
+    # they act through ε alone. The imbalance of a unit with hardly any variance starts too high to end where others do;
+    # it falls as ε does, or is next to nothing in all other probes.
     first, last = (trial.grown[i].sums(cut)[1].sqrt() for i in (0, -1))  # effects
     before, after = trial.grown[0].imbalance(cut), trial.grown[-1].imbalance(cut)
     # A unit that dies on the way was balanced before; one that was dead before cannot be judged.
@@ -288,11 +266,9 @@ def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
 
 
 def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
-    """The cut with most rows all of which are invariant; None if not even the whole tensor is.
-
-    A cut that holds implies every coarser one, so each dimension is divided by itself, and two together where each can
-    be divided and their table exists. Dimension 0 is preferred between equals. Rows have at least two entries.
-    """
+    """The cut with most rows, of two entries or more, all of which are invariant; None if the whole tensor is not."""
+    # A cut that holds implies every coarser one, so each dimension is divided by itself, and two together where each
+    # can be and their table exists. Dimension 0 is preferred between equals.
     whole = (1,) * len(shape)
     # In the sum of all rows, one of hardly any variance may dominate the others.
     if not bool(_invariant(whole, trial, explained=False).all()) and not slices_balanced(shape, trial):
@@ -317,11 +293,9 @@ def pair_keys(shape: Sequence[int], trial: Trial) -> list[Key]:
 
 
 def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
-    """Whether so many slices along some dimension are balanced that it cannot be chance.
-
-    Where the rows are small, ε leaves a defect of several percent: too much to judge one row by, but not hundreds.
-    Defects due to ε are distributed like a normal variable, so that hardly any is four times the typical one.
-    """
+    """Whether so many slices along some dimension are balanced that it cannot be chance."""
+    # Where the rows are small, ε leaves a defect of several percent: too much to judge one row by, but not hundreds.
+    # Defects due to ε are distributed like a normal variable, so that hardly any is four times the typical one.
 
     def mostly_balanced(cut: Cut, evidence: Evidence) -> bool:
         defects = evidence.imbalance(cut)[evidence.measurable(cut)].sort().values
@@ -384,10 +358,8 @@ def _most_blocks(shape: Sequence[int], dim: int, trial: Trial) -> int:
 
 
 def _clearly_invariant(cut: Cut, trial: Trial) -> Tensor:
-    """Invariant blocks with an effect in every probe; none if the others are nearly balanced too.
-
-    Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one counts.
-    """
+    """Invariant blocks with an effect in every probe; none if the others are nearly balanced too."""
+    # Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one counts.
     reached = torch.stack([e.measurable(cut) for e in trial.evidence(cut)]).all(0)
     certain = _balanced(trial.random, cut, thresholds.CERTAIN).all(0)
     good = _invariant(cut, trial) & reached & certain

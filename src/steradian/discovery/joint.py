@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from steradian.discovery.probe import Reading
 
 
+Readings = Sequence["Reading"]
 Array = NDArray[np.float64]
 Indices = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -47,9 +48,8 @@ def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ..
         falling = bool(falls(before.abs(), after.abs(), precision.settled))
         where = grown if s in proposed else independent
         # A set that vanishes by chance at one point must not hide the larger one that it is part of.
-        if (linear or falling or _slices_fall(measured, grown, of_set)) and _vanishes(
-            measured, measured.random, loose, of_set, where, least=thresholds.CANCELLATION
-        ):
+        known = linear or falling or _slices_fall(measured, grown, of_set)
+        if known and _vanishes(measured, measured.random, loose, of_set, where, thresholds.CANCELLATION):
             by_sum = falling and bool(follows_growth(before, after, precision.resolution))
             explained[s] = linear or len(grown) < len(thresholds.GROWTH) or by_sum
     return {tuple(names[i] for i in s): explained[s] for s in _minimal(explained)}
@@ -66,13 +66,11 @@ def candidate_sets(measured: "Measurements", names: list[str]) -> list[tuple[str
 
 
 def _vanishing_sets(
-    measured: "Measurements", readings: Sequence["Reading"], allowed: Sequence[float], names: list[str], *, least: float
+    measured: "Measurements", readings: Readings, allowed: list[float], names: list[str], *, least: float
 ) -> list[Indices]:
-    """Sets whose sums vanish in these readings, up to the imbalance allowed in each, because their parts cancel.
-
-    Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the weight
-    nearly is. Other sets are searched among the unbalanced. `least` as in `Parts.cancels`, for those proposed.
-    """
+    """Sets whose sums vanish in these readings, up to the imbalance allowed in each, because their parts cancel."""
+    # Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the weight
+    # nearly is. Other sets are searched among the unbalanced.
     M, sizes = _matrices(readings, names)
     found: set[Indices] = set()
     for proposed in _proposed_sets(measured, names):
@@ -80,7 +78,8 @@ def _vanishing_sets(
         some, every = _essential(M, proposed), proposed
         left, left_of_all = (np.abs(M[:, list(s)].sum(1)).max(initial=0) for s in (some, every))
         for indices in (every, some) if left_of_all < left / 4 else (some, every):
-            if len(indices) > 1 and _vanishes(measured, readings, allowed, [names[i] for i in indices], least=least):
+            of_set = [names[i] for i in indices]
+            if len(indices) > 1 and _vanishes(measured, readings, allowed, of_set, readings, least):
                 found.add(indices)
                 break
     place = [i for i, name in enumerate(names) if not measured.may_be_invariant(name)]
@@ -95,25 +94,18 @@ def _vanishing_sets(
 
 
 def _vanishes(
-    measured: "Measurements",
-    readings: Sequence["Reading"],
-    allowed: Sequence[float],
-    names: Sequence[str],
-    independent: Sequence["Reading"] | None = None,
-    *,
-    least: float,
+    measured: "Measurements", readings: Readings, allowed: list[float], names: list[str], shown: Readings, least: float
 ) -> bool:
-    """Whether a sum vanishes, as a whole or in a typical shared slice, and its parts cancel in independent readings."""
+    """Whether a sum vanishes, as a whole or in a typical shared slice, and its parts cancel where that shows."""
     reaching = _reaching(readings, names)
     limits = [limit for limit, reading in zip(allowed, readings, strict=True) if reading in reaching]
     views = [(), *_many_slices(measured, names)]
     if not any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views)):
         return False
-    there = _reaching(independent or readings, names)
-    return any(parts.cancels(least) for parts in _parts(measured, there, names, views))
+    return any(parts.cancels(least) for parts in _parts(measured, _reaching(shown, names), names, views))
 
 
-def _slices_fall(measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str]) -> bool:
+def _slices_fall(measured: "Measurements", readings: Readings, names: Sequence[str]) -> bool:
     """Whether what is left of a typical shared slice falls as ε does, from the second reading to the first."""
     if len(readings) < 2:
         return False
@@ -122,7 +114,7 @@ def _slices_fall(measured: "Measurements", readings: Sequence["Reading"], names:
     return any(bool(falls(before, after, measured.prober.precision.settled)) for after, before in defects)
 
 
-def _reaching(readings: Sequence["Reading"], names: Sequence[str]) -> list["Reading"]:
+def _reaching(readings: Readings, names: Sequence[str]) -> list["Reading"]:
     """The readings that reach a set: chance or the data may skip it. All of them if none does."""
     return [reading for reading in readings if any(reading.slope[name] for name in names)] or list(readings)
 
@@ -200,7 +192,7 @@ def _matches(M: Array, sizes: Array, left: NDArray[np.intp], right: NDArray[np.i
 # The parts of a sum
 
 
-def _matrices(readings: Sequence["Reading"], names: Sequence[str]) -> tuple[Array, Array]:
+def _matrices(readings: Readings, names: Sequence[str]) -> tuple[Array, Array]:
     """M = ⟨∇L, x⟩ per probe and parameter, and the sizes that its sums are measured by."""
     M = np.array([[r.radial[name] for name in names] for r in readings]).reshape(len(readings), -1)
     effects = np.array([[r.effect[name] for name in names] for r in readings]).reshape(len(readings), -1)
@@ -242,11 +234,7 @@ class Parts:
         return bool((left > 1).sum() <= len(left) // 3) and bool((left <= 4).all())
 
     def cancels(self, least: float) -> bool:
-        """Whether each member's part is cancelled by the others, rather than small itself.
-
-        A part is on average (of the logarithm) `least` times what is left of the sum: in one probe, parts that do not
-        belong together may happen to cancel. What is left is at least rounding.
-        """
+        """Whether each member's part is, on average of the logarithm, `least` times what the others leave of it."""
         tiny, slices = np.finfo(np.float64).tiny, self.parts.shape[2]
         rounding = thresholds.ROUNDING_OF_SUM * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny
         left = np.maximum(np.abs(self.parts.sum(1, keepdims=True)), rounding)
@@ -267,7 +255,7 @@ class Parts:
 
 
 def _parts(
-    measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str], views: Sequence[Cuts]
+    measured: "Measurements", readings: Readings, names: Sequence[str], views: Sequence[Cuts]
 ) -> Iterator[Parts]:
     """What each member adds in each slice, for the views whose tables the probes have; () is one of whole tensors."""
     for view in views:
@@ -281,7 +269,7 @@ def _parts(
             yield Parts(sums[:, :, 0], _sizes(sums[:, :, 0], np.sqrt(sums[:, :, 1])), floor)
 
 
-def _whole_parts(measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str]) -> Parts:
+def _whole_parts(measured: "Measurements", readings: Readings, names: Sequence[str]) -> Parts:
     return next(_parts(measured, readings, names, [()]))
 
 

@@ -65,11 +65,9 @@ class Measurements:
         self._probe_suspects()
 
     def _flip_signs(self, reading: Reading | None) -> Reading | None:
-        """One more probe that activates the parameters without gradient; None if there is no use in another.
-
-        What feeds a unit of ReLU that is dead at every point may look invariant. If the parameters of the unit change
-        sign, it is active. What the model skips by chance may be there in another draw.
-        """
+        """One more probe that activates the parameters without gradient; None if there is no use in another."""
+        # What feeds a unit of ReLU that is dead at every point may look invariant: if its parameters change sign, it is
+        # active. What the model skips by chance may be there in another draw.
         without = self._without_gradient()
         if reading is None or not without:
             return None
@@ -123,12 +121,10 @@ class Measurements:
     # Grown points
 
     def probe_grown_points(self) -> None:
-        """One random point with the candidates grown by two factors: how a defect falls shows its origin.
-
-        A parameter that was balanced by chance may saturate the model when it grows. Then the candidates that are
-        least balanced, and those that meet a nonlinearity, do not grow in a second try.
-        """
+        """One random point with the candidates grown by two factors: how a defect falls shows its origin."""
         self._grow()
+        # A parameter that was balanced by chance may saturate the model when it grows. Then the candidates that are
+        # least balanced, and those that meet a nonlinearity, do not grow in a second try.
         if self._effect_lost() and self.prober.left >= 2 * len(thresholds.GROWTH):
             certain = {n for n in self.growing if self._balanced(n, thresholds.CERTAIN) or self._slices_balanced(n)}
             kept = (certain | self._in_sets) - self._clipped()
@@ -177,10 +173,8 @@ class Measurements:
         return clipped - {name for s in sets if clipped.isdisjoint(s) for name in s}
 
     def _reach_further(self) -> None:
-        """Two more probes for candidates that the grown point does not reach: at a random one that does, grown.
-
-        An expert may get no token, and a layer may be skipped by chance, at one point and not at another.
-        """
+        """Two more probes for candidates that the grown point does not reach: at a random one that does, grown."""
+        # An expert may get no token, and a layer may be skipped by chance, at one point and not at another.
         if len(self.grown) < len(thresholds.GROWTH) or self.prober.left <= len(thresholds.GROWTH):
             return
         missed = self._whole_sets({n for n in self.growing if not all(r.slope[n] for r in self.grown)})
@@ -263,10 +257,8 @@ class Measurements:
         return all(self.imbalance(reading, name) <= share * self.prober.precision.loose for reading in self.random)
 
     def _mostly_balanced(self, name: str) -> bool:
-        """Whether it is balanced at most random points, and the graph shows that no nonlinearity can be the reason.
-
-        In a narrow model one sample may leave a normalization hardly any variance, and there ε dominates.
-        """
+        """Whether it is balanced at most random points, and the graph shows that no nonlinearity can be the reason."""
+        # In a narrow model one sample may leave a normalization hardly any variance, and there ε dominates.
         loose = self.prober.precision.loose
         balanced = [self.imbalance(reading, name) <= loose for reading in self.random if reading.slope[name]]
         return 2 * sum(balanced) > len(balanced) and self.path((name,)).known
@@ -304,11 +296,8 @@ class Measurements:
 
     @cached_property
     def _growth_undone(self) -> bool:
-        """Whether the outputs stay the same from one growth to the other.
-
-        They do if another normalization undoes the growth of a row. A logarithm of its length also leaves a defect
-        that stays, but it moves the outputs.
-        """
+        """Whether the outputs stay the same from one growth to the other, as another normalization undoes it."""
+        # A logarithm of the length of a row also leaves a defect that stays, but it moves the outputs.
         change = output_change(self.grown[0].outputs, self.grown[-1].outputs)
         return len(self.grown) > 1 and change <= 10 * self.prober.precision.same
 

@@ -205,10 +205,7 @@ class _Search:
         return [(a, 0), *left.values()]
 
     def pair(self, a: list[Side], b: list[Side], reason: str, *, more_than: int = 0) -> int:
-        """Add the pair with most sets among the ways to cut two sides; the number of sets, 0 for none.
-
-        Both have `more_than` sets against a third side, so that fewer or as many follow from that.
-        """
+        """Add the pair with most sets, more than some number, among the ways to cut two sides; how many it has."""
         names = (*a[0].names, *b[0].names)
         for *both, pair in self.found:
             if set(names).issuperset((*pair.a, *pair.b)) and _follows((a[0], b[0]), both):
@@ -235,10 +232,7 @@ class _Search:
         return 0
 
     def _split(self, one: Side, other: Side, sets: int, floor: Array) -> list[tuple[list[Side], list[Side]]]:
-        """Of both sides, the channels of each head that agree one by one, and the others, if that gives more sets.
-
-        Only the others are rotated by a position.
-        """
+        """Of both sides, the channels of each head that agree one by one, and the others, which are rotated."""
         least, most = sorted((one.size, other.size))
         found = []
         for heads in divisors(least) if sets < least and most % least == 0 else ():

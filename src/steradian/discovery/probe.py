@@ -102,11 +102,9 @@ def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
-    """A random input like the given one: noise of half its size, clamped to its range.
-
-    Integers are token ids or labels, two values or infinities are masks: those stay, and so do sparse and nested
-    tensors. A constant input, such as a dummy batch of zeros, becomes random; a small one is rescaled to the size 1.
-    """
+    """A random input like the given one: noise of half its size, clamped to its range."""
+    # Integers are token ids or labels, two values or infinities are masks: those stay, and so do sparse and nested
+    # tensors. A constant input, such as a dummy batch of zeros, becomes random; a small one is rescaled to the size 1.
     dense = floating(tensor) and tensor.layout == torch.strided and tensor.numel() > 0
     if not dense or "mask" in name or not bool(torch.isfinite(tensor).all()):
         return tensor

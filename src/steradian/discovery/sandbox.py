@@ -54,10 +54,7 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def swapped(
     model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torch.dtype | None, epsilon: float = math.inf
 ) -> Iterator[None]:
-    """Run the model in training mode on the leaves and on copies of everything else; restore it afterwards.
-
-    A module's ε, if it is an attribute, is at most `epsilon`.
-    """
+    """Run the model in training mode on the leaves and on copies of all else, with an ε of at most `epsilon`."""
     attributes = _Attributes({id(p): leaves[name] for name, p in parameters_of(model).items()}, dtype)
     try:
         for module in list(model.modules()):
@@ -202,11 +199,7 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Tensors in tuples, lists, mappings, dataclasses and plain objects, in order, each once.
-
-    >>> len(tensors_in({"a": (torch.ones(1), [torch.ones(2)]), "b": "text"}))
-    2
-    """
+    """Tensors in tuples, lists, mappings, dataclasses and plain objects, in order, each once."""
     return list({id(tensor): tensor for tensor in _search(value, NEST_DEPTH)}.values())
 
 

@@ -20,11 +20,9 @@ T = TypeVar("T")
 
 
 def verify(measured: Measurements, verdict: Verdict) -> Verdict:
-    """Scale what was found, and keep what does not move the outputs.
-
-    Rows are scaled at a point of ordinary scale, where nothing is saturated (unless ε alone moves the outputs there),
-    and then, together with the facts, at the grown one, where ε no longer shows.
-    """
+    """Scale what was found, and keep what does not move the outputs."""
+    # Rows are scaled at a point of ordinary scale, where nothing is saturated (unless ε alone moves the outputs there),
+    # and then, together with the facts, at the grown one, where ε no longer shows.
     if not measured.grown:
         return verdict
     check, rows, facts = _ForwardCheck(measured), verdict.rows, verdict.facts
@@ -90,11 +88,8 @@ def _pair_factors(pair: Pair, parameters: Mapping[str, Tensor], seed: int) -> li
 
 
 def _row_factors(group: Group, parameters: Mapping[str, Tensor], seed: int, how: str, left_out: Tensor) -> Factors:
-    """A random ρ per row; 1 for rows that are left out.
-
-    Between 1/2 and 2 and not near 1 ("either way"), between 4 and 16 ("up": growing removes ε's weight, which moves a
-    true row less than shrinking would, and any other row more), or between 1.01 and 1.02 either way ("a little").
-    """
+    """A random ρ per row, 1 for rows that are left out: 1/2 to 2 either way, 4 to 16 up, or 1.01 to 1.02 a little."""
+    # Growing removes ε's weight, which moves a true row less than shrinking would, and any other row more.
     host = torch.device("cpu")
     generator = noise_of(seed)(host)
     exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
@@ -162,11 +157,9 @@ class _ForwardCheck:
         return max(least, min(10 * max(self.measured.worst_rows(group)[0] for group in scaled), thresholds.MOST_MOVE))
 
     def predicted(self, scaled: list[Group], before: Reading) -> float:
-        """How far the outputs move by ⟨∇L, x⟩ when ε loses its weight, relative to their spread.
-
-        dL/d log ρ falls from D = ⟨∇L, x⟩ with 1/ρ², so that growing changes L by D/2. L is the outputs' product with
-        a normal vector, which changes about as much as they do. Rows may act together or each for itself.
-        """
+        """How far the outputs move by ⟨∇L, x⟩ when ε loses its weight, relative to their spread."""
+        # dL/d log ρ falls from D = ⟨∇L, x⟩ with 1/ρ², so that growing changes L by D/2. L is the outputs' product with
+        # a normal vector, which changes about as much as they do. Rows may act together or each for itself.
         moves = [0.0]
         for reading in self.measured.random if before is self.measured.first else [before]:
             radial = [self.measured.row_sums(reading, group)[0][0] for group in scaled]
