@@ -126,17 +126,14 @@ class Layout:
         Raises:
             ValueError: a tensor of this shape has other rows.
 
-        >>> x = torch.randn(4, 6, 3)
-        >>> layout = Layout(("axis", 1))
-        >>> bool((layout.restore(layout.rows(x), x.shape) == x).all())
+        >>> x, layout = torch.randn(4, 6, 3), Layout(("axis", 1))
+        >>> torch.equal(layout.restore(layout.rows(x), x.shape), x)
         True
         """
-        shape, counts = tuple(shape), self.blocks(shape)
-        if tuple(rows.shape) != self.size(shape):
-            raise ValueError(
-                f"rows of shape {self.size(shape)} make a tensor of shape {shape}, got {tuple(rows.shape)}"
-            )
-        cut, order = _split(shape, counts)
+        shape, size = tuple(shape), self.size(shape)
+        if tuple(rows.shape) != size:
+            raise ValueError(f"rows of shape {size} make a tensor of shape {shape}, got {tuple(rows.shape)}")
+        cut, order = _split(shape, self.blocks(shape))
         back = sorted(range(len(order)), key=order.__getitem__)
         return rows.reshape([cut[i] for i in order]).permute(back).reshape(shape)
 
@@ -178,27 +175,16 @@ def _split(shape: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one parameter, or of several that are invariant only together.
+    """The rows of one parameter, or of several that are invariant only together."""
 
-    Attributes:
-        names: the parameters, in the model's order; more than one is a joint set.
-        spec: how each of them is cut.
-        n_rows: the number n of rows.
-        size: the number d of entries in a row, over all parameters of the set.
-        reason: the module that makes the rows invariant, or "unknown".
-        defect: largest |cos(x, ∇L)| over the rows, at the model's own weights and ε.
-        unseen: rows that the inputs did not reach, such as the embeddings of absent tokens.
-        small: rows whose radius is so small that a normalization's ε dominates.
-    """
-
-    names: tuple[str, ...]
-    spec: Spec
-    n_rows: int
-    size: int
-    reason: str
-    defect: float
-    unseen: int = 0
-    small: int = 0
+    names: tuple[str, ...]  #: the parameters, in the model's order; more than one is a joint set
+    spec: Spec  #: how each of them is cut
+    n_rows: int  #: the number n of rows
+    size: int  #: the number d of entries in a row, over all parameters of the set
+    reason: str  #: the module that makes the rows invariant, or "unknown"
+    defect: float  #: largest abs(cos(x, ∇L)) over the rows, at the model's own weights and ε
+    unseen: int = 0  #: rows that the inputs did not reach, such as the embeddings of absent tokens
+    small: int = 0  #: rows whose radius is so small that a normalization's ε dominates
 
 
 @dataclass(frozen=True)
@@ -210,22 +196,14 @@ class Pair:
     dimension k from `start` on are a (g0, d0, g1, d1) array, and a set has one index of each g and all of each d. With
     one further number, so many blocks of dimension 0 are cut like that, each for itself. With two, n and a stride,
     the entries are n equal ranges at that distance, as the values of each head among its queries and keys.
-
-    Attributes:
-        a: the names of the parameters of one side.
-        b: those of the other.
-        a_specs: how each of a is cut.
-        b_specs: how each of b is cut.
-        n: the number of sets on each side.
-        reason: how the factors meet.
     """
 
-    a: tuple[str, ...]
-    b: tuple[str, ...]
-    a_specs: tuple[Spec, ...]
-    b_specs: tuple[Spec, ...]
-    n: int
-    reason: str
+    a: tuple[str, ...]  #: the names of the parameters of one side
+    b: tuple[str, ...]  #: those of the other
+    a_specs: tuple[Spec, ...]  #: how each of a is cut
+    b_specs: tuple[Spec, ...]  #: how each of b is cut
+    n: int  #: the number of sets on each side
+    reason: str  #: how the factors meet
 
     def __str__(self) -> str:
         a, b = (" + ".join(map(_cut_in_words, *side)) for side in ((self.a, self.a_specs), (self.b, self.b_specs)))
@@ -280,32 +258,23 @@ class Groups:
     BN's affine part gives to a positively homogeneous block is removed by the next BN), and so is everything
     that writes to the residual stream of a pre-norm transformer. Such facts are true, but training them on a
     sphere is not what the paper studies: they are listed in `facts` and given to optimizers on request only.
-
-    Attributes:
-        params: the model's parameters by name.
-        groups: the rows that optimizers get.
-        facts: further sets that are invariant, each proved like the others.
-        pairs: sides that keep the outputs when one grows as the other shrinks; neither is invariant by itself.
-        no_effect: trainable parameters that no output depends on; they belong to the rest.
-        frozen: parameters that do not require gradients; they are in no parameter group.
-        partial: parameters some of whose equal blocks are invariant, with a description.
-        aliases: further names of tied parameters, by first name.
-        details: what was measured, by parameter.
-        notes: remarks about the model as a whole.
-        passes: forward and backward passes that discovery made.
     """
 
-    params: dict[str, nn.Parameter]
-    groups: list[Group] = field(default_factory=list)
-    facts: list[Group] = field(default_factory=list)
+    params: dict[str, nn.Parameter]  #: the model's parameters by name
+    groups: list[Group] = field(default_factory=list)  #: the rows that optimizers get
+    facts: list[Group] = field(default_factory=list)  #: further sets that are invariant, each proved like the others
+    #: sides that keep the outputs when one grows as the other shrinks; neither is invariant by itself
     pairs: list[Pair] = field(default_factory=list)
+    #: trainable parameters that no output depends on; they belong to the rest
     no_effect: list[str] = field(default_factory=list)
+    #: parameters that do not require gradients; they are in no parameter group
     frozen: list[str] = field(default_factory=list)
+    #: parameters some of whose equal blocks are invariant, with a description
     partial: dict[str, str] = field(default_factory=dict)
-    aliases: dict[str, list[str]] = field(default_factory=dict)
-    details: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    passes: tuple[int, int] = (0, 0)
+    aliases: dict[str, list[str]] = field(default_factory=dict)  #: further names of tied parameters, by first name
+    details: dict[str, str] = field(default_factory=dict)  #: what was measured, by parameter
+    notes: list[str] = field(default_factory=list)  #: remarks about the model as a whole
+    passes: tuple[int, int] = (0, 0)  #: forward and backward passes that discovery made
 
     @property
     def layouts(self) -> dict[str, Spec]:
@@ -382,11 +351,7 @@ class Groups:
         return replace(self, params=_fitting({name: p.shape for name, p in self.params.items()}, self.frozen, model))
 
     def save(self, path: str | Path) -> None:
-        """Write what was found to a JSON file, for `load`.
-
-        Args:
-            path: of the file, such as "groups.json".
-        """
+        """Write what was found to a JSON file such as "groups.json", for `load`."""
         content = {"format": _FORMAT, "shapes": {name: list(param.shape) for name, param in self.params.items()}}
         content |= {key: value for key, value in asdict(replace(self, params={})).items() if key != "params"}
         write_atomically(path, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
@@ -522,11 +487,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def bare(name: str) -> str:
-    """A name without the parts that `torch.compile` and activation checkpointing add.
-
-    >>> bare("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
-    'layers.0.weight'
-    """
+    """A name without the parts that `torch.compile` and activation checkpointing add, such as "_orig_mod"."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -19,11 +19,7 @@ Box = tuple[tuple[int, ...], ...]
 
 
 def plural(number: int, noun: str) -> str:
-    """A number of things, in the singular or plural.
-
-    >>> plural(1, "row"), plural(2, "row")
-    ('1 row', '2 rows')
-    """
+    """A number of things: "1 row", "2 rows"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

@@ -1,13 +1,7 @@
 """find_groups: from a model and a batch to its rows, in at most twelve passes.
 
-1. One pass at the model's own weights detects errors and measures the defect at the model's own ε.
-2. Passes at random points, with ε ≤ 1e-5 in all modules: what is balanced there, ⟨∇L, x⟩ = 0 up to what ε may do, is
-   a candidate.
-3. Passes with the candidates 32 and 1024 times larger: a defect due to ε is divided by the square of that factor, any
-   other is not. This is the line between "invariant up to ε" and "not invariant".
-4. Forward passes with random factors on all rows found: f(ρx) = f(x). The layer in which the factors disappear, by the
-   autograd graph, is the reason.
-5. Sides that scale against each other have ⟨∇L, a⟩ = ⟨∇L, b⟩ in all these passes. One more proves f(αa, b/α) = f(a, b).
+A row has ⟨∇L, x⟩ = 0 at every point, up to what a normalization's ε does. When the row grows, a defect due to ε is
+divided by the square of the factor, and any other is not: the line between "invariant up to ε" and "not invariant".
 """
 
 import inspect
@@ -27,12 +21,11 @@ from torch.nn.parameter import is_lazy
 from steradian.discovery import thresholds
 from steradian.discovery.explain import assemble, in_words
 from steradian.discovery.invariance import is_matrix
-from steradian.discovery.judge import judge
+from steradian.discovery.judge import judge, verify, verify_pairs
 from steradian.discovery.measurements import Measurements
 from steradian.discovery.pairs import find_pairs
 from steradian.discovery.probe import Prober, Reading
 from steradian.discovery.sandbox import name_inputs, tensors_in
-from steradian.discovery.verify import verify, verify_pairs
 from steradian.groups import Groups, bare, is_flattened, is_sharded, parameters_of, unwrap
 from steradian.names import fold
 

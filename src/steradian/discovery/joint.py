@@ -71,8 +71,10 @@ def _vanishing_sets(
     """Sets whose sums vanish in these readings, up to the imbalance allowed in each, because their parts cancel."""
     # Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the weight
     # nearly is. Other sets are searched among the unbalanced.
-    M, sizes = _matrices(readings, names)
-    found: set[Indices] = set()
+    if not names:
+        return []
+    whole, found = _whole_parts(measured, readings, names), set[Indices]()
+    M, sizes = whole.parts[:, :, 0], whole.sizes[:, :, 0]
     for proposed in _proposed_sets(measured, names):
         # The members that take part in the sum go first, unless all leave much less of it.
         some, every = _essential(M, proposed), proposed
@@ -158,7 +160,7 @@ def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int 
     """
     n, allowed = M.shape[1], np.asarray(tolerance)
     single = np.arange(n)[:, None]
-    pairs = np.array([(i, j) for i in range(n) for j in range(i + 1, n)], dtype=np.intp).reshape(-1, 2)
+    pairs = np.stack(np.triu_indices(n, 1), axis=1)
     found = _matches(M, sizes, single, single, allowed)
     if most >= 3 and 3 <= n <= thresholds.MOST_FOR_THREE:
         found += _matches(M, sizes, pairs, single, thresholds.LARGER_SETS * allowed)
@@ -192,18 +194,6 @@ def _matches(M: Array, sizes: Array, left: NDArray[np.intp], right: NDArray[np.i
 # The parts of a sum
 
 
-def _matrices(readings: Readings, names: Sequence[str]) -> tuple[Array, Array]:
-    """M = ⟨∇L, x⟩ per probe and parameter, and the sizes that its sums are measured by."""
-    M = np.array([[r.radial[name] for name in names] for r in readings]).reshape(len(readings), -1)
-    effects = np.array([[r.effect[name] for name in names] for r in readings]).reshape(len(readings), -1)
-    return M, _sizes(M, effects)
-
-
-def _sizes(parts: Array, effects: Array) -> Array:
-    """|parts| with a floor, so that a probe in which one happens to be small does not magnify what ε leaves."""
-    return np.asarray(np.hypot(parts, thresholds.LEAST_SHARE * effects))
-
-
 @dataclass(frozen=True)
 class Parts:
     """What the members of one set add to its sum: of the whole tensors, or of each slice that they share.
@@ -213,7 +203,7 @@ class Parts:
     """
 
     parts: Array  # ⟨∇L, x_i⟩, probes × members × slices
-    sizes: Array  # what each is measured by
+    sizes: Array  # their absolute values, with a floor: a probe in which one is small must not magnify what ε leaves
     floor: Array  # per probe, the size up to which a slice is rounding
 
     def defects(self) -> Array:
@@ -264,9 +254,10 @@ def _parts(
         known = [table[:2].numpy() for table in tables if table is not None]
         if len(known) == len(tables):
             sums = np.array(known).reshape(len(readings), len(names), 2, -1)
+            parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
             least = thresholds.MEASURABLE if view else 0.0
             floor = np.array([least * measured.floor(reading, names) for reading in readings])
-            yield Parts(sums[:, :, 0], _sizes(sums[:, :, 0], np.sqrt(sums[:, :, 1])), floor)
+            yield Parts(parts, np.hypot(parts, thresholds.LEAST_SHARE * effects), floor)
 
 
 def _whole_parts(measured: "Measurements", readings: Readings, names: Sequence[str]) -> Parts:

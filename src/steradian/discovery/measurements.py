@@ -53,7 +53,9 @@ class Measurements:
             # skips there is not what it skips in float64.
             seed, first = next(self._seeds), self.first
             skips = first is None or any(self.own.slope[n] and not first.slope[n] for n in self.prober.trainable)
-            reading = self._probe(self._random_point(seed), seed, graph=first is None, quick=not skips)
+            reading = self._probe(
+                replace(self.prober.own, seed=1000 + seed), seed, graph=first is None, quick=not skips
+            )
             if reading is not None:
                 self.random.append(reading)
                 self.first = first or reading
@@ -110,7 +112,7 @@ class Measurements:
             shape = self.shapes[name]
             if name in self.growing or not is_matrix(shape):
                 continue
-            found = partial_cut(shape, self._trial_at_random(name))
+            found = partial_cut(shape, self.trial((name,), grown=False))
             if found is not None:  # only some blocks are balanced, and only these grow
                 blocks, balanced = found
                 share = torch.zeros(blocks, device="cpu")
@@ -135,7 +137,7 @@ class Measurements:
     def _grow(self) -> None:
         """Both growths of one point; parameters that lose their gradient in the first change sign, as at random."""
         seed, pairs = next(self._seeds), self._pairs()
-        base = self._random_point(seed)
+        base = replace(self.prober.own, seed=1000 + seed)
         first = self._probe_grown(base, seed, thresholds.GROWTH[0], pairs)
         before = [name for name in self.prober.trainable if any(r.slope[name] for r in self.random)]
         lost = [name for name in before if first and first.slope[name] == 0]
@@ -146,7 +148,7 @@ class Measurements:
         self.grown = [reading for reading in readings if reading is not None]
 
     def _pairs(self) -> dict[str, list[Key]]:
-        return {name: pair_keys(self.shapes[name], self._trial_at_random(name)) for name in self.growing}
+        return {name: pair_keys(self.shapes[name], self.trial((name,), grown=False)) for name in self.growing}
 
     def _probe_grown(
         self, base: Point, seed: int, growth: float, pairs: dict[str, list[Key]], draw: int | None = None
@@ -196,9 +198,6 @@ class Measurements:
     def _whole_sets(self, names: set[str]) -> set[str]:
         """Those in no set, or in one that is contained as a whole: its members are measured at one point."""
         return (names - self._in_sets) | {name for s in self._sets if names.issuperset(s) for name in s}
-
-    def _random_point(self, seed: int) -> Point:
-        return replace(self.prober.own, seed=1000 + seed)
 
     def _probe(self, point: Point, seed: int, **options: Any) -> Reading | None:
         """A reading with the options of `Prober.read`; None if the model raises or gives no finite numbers there."""
@@ -266,7 +265,7 @@ class Measurements:
     def _slices_balanced(self, name: str) -> bool:
         """Whether so many of its slices are balanced that it cannot be chance."""
         shape = self.shapes[name]
-        return is_matrix(shape) and invariance.slices_balanced(shape, self._trial_at_random(name))
+        return is_matrix(shape) and invariance.slices_balanced(shape, self.trial((name,), grown=False))
 
     def may_be_invariant(self, name: str) -> bool:
         """Whether a parameter may be invariant by itself, as a whole or slice by slice, by the random points."""
@@ -275,22 +274,22 @@ class Measurements:
             self._may_be_invariant[name] = reached and (self._balanced(name) or self._slices_balanced(name))
         return self._may_be_invariant[name]
 
-    def _trial_at_random(self, name: str) -> Trial:
-        """The evidence of the random points about a parameter."""
-        precision = self.prober.precision
-        return Trial(precision, [self._evidence(reading, (name,), precision.loose) for reading in self.random])
-
-    def trial(self, names: Names, cuts: Cuts = ()) -> Trial:
+    def trial(self, names: Names, cuts: Cuts = (), *, grown: bool = True) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as they are cut."""
         precision = self.prober.precision
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
-        tolerances = [precision.loose, precision.strict][-len(self.grown) :]
-        readings = zip(self.grown, tolerances, strict=True)
+        readings = (
+            [*zip(self.grown, [precision.loose, precision.strict][-len(self.grown) :], strict=True)] if grown else []
+        )
+
+        def evidence(reading: Reading, tolerance: float) -> Evidence:
+            return Evidence(self._tables(reading, names, cuts), self.floor(reading, names), tolerance)
+
         return Trial(
             precision,
-            random=[self._evidence(reading, names, precision.loose, cuts) for reading in self.random],
-            grown=[self._evidence(reading, names, tolerance, cuts) for reading, tolerance in readings],
-            constant=precision.flat if self._growth_undone else precision.flat / 10,
+            random=[evidence(reading, precision.loose) for reading in self.random],
+            grown=[evidence(reading, tolerance) for reading, tolerance in readings],
+            constant=precision.flat if readings and self._growth_undone else precision.flat / 10,
             known_path=self.path(names).known,
         )
 
@@ -300,9 +299,6 @@ class Measurements:
         # A logarithm of the length of a row also leaves a defect that stays, but it moves the outputs.
         change = output_change(self.grown[0].outputs, self.grown[-1].outputs)
         return len(self.grown) > 1 and change <= 10 * self.prober.precision.same
-
-    def _evidence(self, reading: Reading, names: Names, tolerance: float, cuts: Cuts = ()) -> Evidence:
-        return Evidence(self._tables(reading, names, cuts), self.floor(reading, names), tolerance)
 
     def _tables(self, reading: Reading, names: Names, cuts: Cuts) -> dict[Key, Table]:
         """Tables of one parameter, or of several as if they were one tensor of slices."""
