@@ -9,8 +9,6 @@ from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
 from steradian.groups import Group, Groups, Pair, bare
 
-UNKNOWN = "unknown"
-
 
 def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Groups:
     """The result of `find_groups`."""
@@ -43,11 +41,11 @@ def _reason(measured: Measurements, group: Group) -> str:
         if graph.all_paths_pass(group.names, others):
             del ends[module]
     if not ends or "" in ends:
-        return UNKNOWN
+        return "unknown"
     own = graph.calls_around(min(graph.first_use(name) for name in group.names))
     # A module that contains the layer of the rows and much else is not a normalization.
     inside = any(call.composite and str(call) in ends for call in own)
-    return f"{UNKNOWN}, inside {' and '.join(ends)}" if inside else " and ".join(ends)
+    return f"unknown, inside {' and '.join(ends)}" if inside else " and ".join(ends)
 
 
 def _details(measured: Measurements, verdict: Verdict, name: str) -> str:

@@ -152,13 +152,14 @@ def _idle_parts(measured: Measurements) -> list[str]:
             idle |= {name: f"{slices} of {shape[0]} slices of "} if slices else {}
         elif is_matrix(shape) and not all(reading.slope[name] for reading in measured.random):
             idle[name] = ""
+    if not idle:
+        return []
     parts = list(idle.values())
     texts = [f"{parts[members[0]]}{name}" for name, members in fold(list(idle), parts)]
-    note = (
+    return [
         "what is found depends on the batch: in some passes or all no gradient reached these parts, as an expert that "
         f"gets no token; a larger batch may prove more: {', '.join(texts)}"
-    )
-    return [note] if idle else []
+    ]
 
 
 def _first_pass(prober: Prober) -> Reading:

@@ -1,6 +1,6 @@
 """The autograd graph of a pass, and what it says about parameters that grow by one factor.
 
-One table of operations answers three questions. `propose`: for every tensor h of the model, which parameters scale h
+One table of operations answers three questions. `proposals`: for every tensor h of the model, which parameters scale h
 when they grow together? If h is normalized, that set is jointly invariant; the graph does not know what is normalized,
 so every tensor proposes its set, and the measured inner products decide. `readers`: which parameters multiply h next?
 `follow`: where does the factor of a set go? It may reach a nonlinearity, and it disappears in a normalization.
@@ -29,15 +29,13 @@ _KINDS = {
     # Part of a normalization, of a polynomial, or of an activation with a threshold.
     "power": "pow sqrt rsqrt reciprocal clamp clampmin clampmax",
     # Homogeneous of degree 1 in all inputs together.
-    "linear": """sum mean cumsum neg relu leakyrelu abs amax
-        maxpool2dwithindices maxpool3dwithindices adaptivemaxpool2d adaptivemaxpool3d
-        avgpool2d avgpool3d adaptiveavgpool2d adaptiveavgpool3d
-        nativedropout fuseddropout embedding embeddingbag channelshuffle nativechannelshuffle index indexselect gather
-        view unsafeview reshapealias t transpose permute expand clone tocopy alias
-        squeeze unsqueeze select slice split splitwithsizes unbind repeat
-        roll flip diagonal tril triu asstrided pixelshuffle pixelunshuffle im2col col2im
-        constantpadnd reflectionpad1d reflectionpad2d replicationpad1d replicationpad2d
-        upsamplenearest1d upsamplenearest2d upsamplebilinear2d upsamplebicubic2d""",
+    "linear": """sum mean cumsum neg relu leakyrelu abs amax maxpool2dwithindices maxpool3dwithindices adaptivemaxpool2d
+        adaptivemaxpool3d avgpool2d avgpool3d adaptiveavgpool2d adaptiveavgpool3d nativedropout fuseddropout embedding
+        embeddingbag channelshuffle nativechannelshuffle index indexselect gather view unsafeview reshapealias t
+        transpose permute expand clone tocopy alias squeeze unsqueeze select slice split splitwithsizes unbind repeat
+        roll flip diagonal tril triu asstrided pixelshuffle pixelunshuffle im2col col2im constantpadnd reflectionpad1d
+        reflectionpad2d replicationpad1d replicationpad2d upsamplenearest1d upsamplenearest2d upsamplebilinear2d
+        upsamplebicubic2d""",
     "sum": "add sub rsub",
     "concatenation": "cat stack copyslices",
     # Entries come from one input or another, or the inputs play different roles.
@@ -137,6 +135,17 @@ class Graph:
         used = [name for name, leaf in self.leaf_nodes.items() if self.nodes[leaf].consumers]
         return {name: place for place, name in enumerate(sorted(used, key=self.first_use))}
 
+    @cached_property
+    def proposals(self) -> tuple[list[tuple[str, ...]], dict[str, set[str]]]:
+        """Sets that may be jointly invariant, and for each parameter those that it multiplies: everything upstream."""
+        return _propose(self)
+
+    def parallel(self, names: Sequence[str]) -> bool:
+        """Whether no member acts through another: weight and bias, two embeddings, not a residual stream."""
+        # A recurrent weight acts through itself and so through everything beside it; that does not count.
+        acting = {name: self.proposals[1].get(name, set()) for name in names}
+        return all(others.isdisjoint(names) or name in others for name, others in acting.items())
+
     def first_use(self, name: str) -> int:
         """The sequence number of the first operation that reads a parameter."""
         return min(self.nodes[i].sequence for i in self.nodes[self.leaf_nodes[name]].consumers)
@@ -206,23 +215,8 @@ Mask = int
 """A set of parameters, one bit each."""
 
 
-@dataclass
-class Proposals:
-    """What the graph says about sets."""
-
-    sets: list[tuple[str, ...]] = field(default_factory=list)  # sets that may be jointly invariant
-    # Per parameter, those that it multiplies: a weight acts on everything upstream of it.
-    through: dict[str, set[str]] = field(default_factory=dict)
-
-    def parallel(self, names: Sequence[str]) -> bool:
-        """Whether no member acts through another: weight and bias, two embeddings, not a residual stream."""
-        # A recurrent weight acts through itself and so through everything beside it; that does not count.
-        acting = {name: self.through.get(name, set()) for name in names}
-        return all(others.isdisjoint(names) or name in others for name, others in acting.items())
-
-
-def propose(graph: Graph) -> Proposals:
-    """For each tensor of the graph, the parameters that scale it when they grow together."""
+def _propose(graph: Graph) -> tuple[list[tuple[str, ...]], dict[str, set[str]]]:
+    """For each tensor of the graph, the parameters that scale it when they grow together; and what each multiplies."""
     names = list(graph.leaf_nodes)
     bits = {name: 1 << i for i, name in enumerate(names)}
     sets: set[Mask] = set()
@@ -253,7 +247,7 @@ def propose(graph: Graph) -> Proposals:
         if scaling[-1].bit_count() > 1:
             sets.add(scaling[-1])
     acting = {names[one.bit_length() - 1]: set(_members(others, names)) for one, others in through.items()}
-    return Proposals([_members(mask, names) for mask in sets], acting)
+    return [_members(mask, names) for mask in sets], acting
 
 
 def _terms(node: Node) -> list[int | None] | None:

@@ -8,8 +8,8 @@ growth, some fall linearly, and some are inactive at a grown point (`_constant`,
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import combinations, product
 from statistics import median_low
 
@@ -71,27 +71,19 @@ def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: i
     return follows
 
 
-@dataclass(frozen=True)
 class Evidence:
     """One probe's tables of one parameter (or of several joined along dimension 0), and what to make of them."""
 
-    tables: dict[Key, Table]  # the sums that the probe kept, by key
-    floor: float  # effects below this are rounding; a row with no other effect cannot be judged
-    tolerance: float  # imbalance up to which a row counts as invariant
-    _sums: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
-    _imbalances: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
+    def __init__(self, tables: dict[Key, Table], floor: float, tolerance: float) -> None:
+        self.tables = tables  # the sums that the probe kept, by key
+        self.floor = floor  # effects below this are rounding; a row with no other effect cannot be judged
+        self.tolerance = tolerance  # imbalance up to which a row counts as invariant
+        self.sums = cache(partial(block_sums, tables))  # the sums of `Table` on each block of a cut
+        self.signed = cache(lambda cut: imbalance(self.sums(cut), floor, signed=True))  # imbalance of each block
 
-    def sums(self, cut: Cut) -> Tensor:
-        """The sums of `Table` on each block of a cut."""
-        if cut not in self._sums:
-            self._sums[cut] = block_sums(self.tables, cut)
-        return self._sums[cut]
-
-    def imbalance(self, cut: Cut, *, signed: bool = False) -> Tensor:
+    def imbalance(self, cut: Cut) -> Tensor:
         """Of each block of a cut."""
-        if cut not in self._imbalances:
-            self._imbalances[cut] = imbalance(self.sums(cut), self.floor, signed=True)
-        return self._imbalances[cut] if signed else self._imbalances[cut].abs()
+        return self.signed(cut).abs()
 
     def beside_others(self, cut: Cut) -> Tensor:
         """The same, but small for rows that hardly have an effect beside the typical one."""
@@ -168,7 +160,7 @@ def _invariant(cut: Cut, trial: Trial, *, explained: bool = True) -> Tensor:
     """Blocks whose imbalance is within its tolerance in every probe that decides and falls, as can be explained."""
     if not trial.grown:
         return _balanced(trial.random, cut).all(0)
-    before, after = (trial.grown[i].imbalance(cut, signed=True) for i in (0, -1))
+    before, after = (trial.grown[i].signed(cut) for i in (0, -1))
     special, linear = _constant(cut, trial) | _faded(cut, trial), _linear(cut, trial)
     falling = falls(before.abs(), after.abs(), trial.precision.settled)
     good = special | (_balanced(trial.grown, cut).all(0) & (falling | linear))
@@ -213,7 +205,7 @@ def _constant(cut: Cut, trial: Trial) -> Tensor:
 def _linear(cut: Cut, trial: Trial) -> Tensor:
     """Blocks whose defect falls with the growth itself and is small at ordinary scale: (w − mean) / (std + ε)."""
     # Anything else that is added before a normalization falls like that too, but seldom starts so small.
-    before, after = (trial.grown[i].imbalance(cut, signed=True) for i in (0, -1))
+    before, after = (trial.grown[i].signed(cut) for i in (0, -1))
     if len(trial.grown) < 2 or not trial.at_random(cut):
         return torch.zeros_like(after, dtype=torch.bool)
     defects = torch.stack([e.imbalance(cut) for e in trial.random])

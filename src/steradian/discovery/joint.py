@@ -84,7 +84,7 @@ def _vanishing_sets(
             if len(indices) > 1 and _vanishes(measured, readings, allowed, of_set, readings, least):
                 found.add(indices)
                 break
-    place = [i for i, name in enumerate(names) if not measured.may_be_invariant(name)]
+    place = [i for i, name in enumerate(names) if name not in measured.may_be_invariant]
     # Among thousands of sets, some vanish by chance in float32.
     most = 4 if measured.prober.precision.dtype == torch.float64 else 2
     for s in _zero_sums(M[:, place], sizes[:, place], allowed, most=most):
@@ -128,7 +128,7 @@ def _proposed_sets(measured: "Measurements", names: Sequence[str]) -> list[Indic
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     # A parameter that is not in names has no effect, so it may grow or not.
     place = {name: i for i, name in enumerate(names)}
-    sets = [*measured.proposals.sets, *modules.values()]
+    sets = [*measured.graph.proposals[0], *modules.values()]
     found = {tuple(sorted(place[name] for name in s if name in place)) for s in sets}
     return sorted(indices for indices in found if len(indices) > 1)
 
@@ -292,19 +292,10 @@ def alignments(shapes: Sequence[Shape]) -> list[Cuts]:
     sizes = [(dim, tensors[0][dim]) for dim in range(min(map(len, tensors)))]
     blocks = [{dim: n} for dim, n in sizes if all(s[dim] == n for s in tensors) and vectors <= {(n,)}]
     for (length,) in vectors:
-        groups = length // tensors[0][1]
-        if groups > 1 and all(_may_have_groups(s, length, groups) for s in tensors):
+        groups = length // tensors[0][1]  # only convolutions have any
+        if groups > 1 and all(len(s) > 2 and s[1] * groups == length and s[0] % groups == 0 for s in tensors):
             blocks.append({0: groups, 1: length // groups})
     return [tuple(s if len(s) == 1 else cut_of(len(s), of_dim) for s in shapes) for of_dim in blocks]
-
-
-def _may_have_groups(shape: Shape, length: int, groups: int) -> bool:
-    """Whether a weight may be that of a transposed convolution with groups."""
-    # Only convolutions have groups. A table of both dimensions of a matrix is larger than the matrix, and so is that of
-    # a 1 × 1 convolution, which has an entry of the vector for each slice of dimension 0 already.
-    if len(shape) < 3 or (math.prod(shape[2:]) == 1 and shape[0] == length):
-        return False
-    return shape[1] * groups == length and shape[0] % groups == 0
 
 
 def coarser(cut: Cut, blocks: int) -> Cut | None:

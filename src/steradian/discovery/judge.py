@@ -107,9 +107,8 @@ def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_e
     n_rows, largest = math.prod(cuts[0]), max(range(len(names)), key=lambda i: len(cuts[i]))
     spec = to_spec(cuts[largest], shapes[largest]) if n_rows > 1 else "tensor"
     taken = {name for group in verdict.rows for name in group.names}
-    # A set that the graph does not have is one of a module.
-    known = measured.graph.leaf_nodes.keys() >= set(names)
-    parallel = measured.proposals.parallel(names) if known else len({name.rpartition(".")[0] for name in names}) == 1
+    graph, modules = measured.graph, {name.rpartition(".")[0] for name in names}
+    parallel = graph.parallel(names) if graph.leaf_nodes.keys() >= set(names) else len(modules) == 1
     is_weight = parallel and any(map(is_matrix, shapes)) and not taken & set(names)
     (verdict.rows if is_weight else verdict.facts).append(_group(measured, names, spec, n_rows))
 

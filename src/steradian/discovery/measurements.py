@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from steradian.discovery import invariance, thresholds
-from steradian.discovery.graph import Graph, Path, Proposals, follow, propose
+from steradian.discovery.graph import Graph, Path, follow
 from steradian.discovery.invariance import Cut, Cuts, Evidence, Key, Table, Trial, is_matrix, pair_keys, partial_cut
 from steradian.discovery.joint import candidate_sets
 from steradian.discovery.probe import Point, Prober, Reading, output_change
@@ -34,14 +34,13 @@ class Measurements:
         self.further: Reading | None = None  # the same with the larger factor, at a point that reaches other parts
         self.late: set[str] = set()  # parameters that only this one reaches
         self.graphs: list[Graph] = []  # of the first random point, and of passes that reach further parameters
-        self.graph, self.proposals = Graph(), Proposals()  # the first of them, and what it says about sets
+        self.graph = Graph()  # the first of them
         self.growing: dict[str, float | Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
         self.suspects_grown: Reading | None = None  # the first random point, with parameters of next to no effect grown
         self.slices: dict[Names, Cuts] = {}  # of joint sets that have several rows
         self._sets: list[Names] = []  # that may be jointly invariant
         self._in_sets: set[str] = set()
         self._seeds = count(1)
-        self._may_be_invariant: dict[str, bool] = {}
         self._paths: dict[Names, Path] = {}
 
     # Random points
@@ -103,7 +102,7 @@ class Measurements:
             name
             for name in able
             if name not in self._in_sets
-            and (self.may_be_invariant(name) or self._mostly_balanced(name) or self.path((name,)).removed)
+            and (name in self.may_be_invariant or self._mostly_balanced(name) or self.path((name,)).removed)
             # A gain or a bias can only become a fact: it grows if that is next to certain.
             and (is_matrix(self.shapes[name]) or self._balanced(name, thresholds.CERTAIN))
         ]
@@ -204,8 +203,10 @@ class Measurements:
         try:
             reading = self.prober.read(point, seed=seed, **options)
             if reading.finite:
-                if reading.graph is not None:
-                    self._add_graph(reading.graph)
+                if reading.graph is not None:  # which may have parameters that the others lack
+                    self.graphs.append(reading.graph)
+                    self.graph = self.graphs[0]
+                    self._paths.clear()
                 return reading
         except torch.OutOfMemoryError:  # not a property of the point
             raise
@@ -267,12 +268,12 @@ class Measurements:
         shape = self.shapes[name]
         return is_matrix(shape) and invariance.slices_balanced(shape, self.trial((name,), grown=False))
 
-    def may_be_invariant(self, name: str) -> bool:
-        """Whether a parameter may be invariant by itself, as a whole or slice by slice, by the random points."""
-        if name not in self._may_be_invariant:
-            reached = any(reading.slope[name] for reading in self.random)
-            self._may_be_invariant[name] = reached and (self._balanced(name) or self._slices_balanced(name))
-        return self._may_be_invariant[name]
+    @cached_property
+    def may_be_invariant(self) -> set[str]:
+        """Parameters that may be invariant by themselves, as a whole or slice by slice, by the random points."""
+        real = [name for name in self.prober.trainable if not self.prober.parameters[name].is_complex()]
+        reached = [name for name in real if any(reading.slope[name] for reading in self.random)]
+        return {name for name in reached if self._balanced(name) or self._slices_balanced(name)}
 
     def trial(self, names: Names, cuts: Cuts = (), *, grown: bool = True) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as they are cut."""
@@ -330,13 +331,6 @@ class Measurements:
         return Layout(group.spec).blocks(self.shapes[group.names[0]]) if one else (group.n_rows,)
 
     # Graphs
-
-    def _add_graph(self, graph: Graph) -> None:
-        """Keep a graph, which may have parameters that the others lack."""
-        if not self.graphs:
-            self.graph, self.proposals = graph, propose(graph)
-        self.graphs.append(graph)
-        self._paths.clear()
 
     def graph_of(self, names: Names) -> Graph:
         """The first graph that has all of these parameters, or else the first of all."""

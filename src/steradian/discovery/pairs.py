@@ -1,7 +1,7 @@
 """Sides that scale against each other: f(αa, b/α) = f(a, b), such as the rows of `up` and the columns of `down`.
 
 Then ⟨∇L, a⟩ = ⟨∇L, b⟩ in every probe, and the tables of the probes have these sums for every slice of every parameter.
-The graph says which sides to compare: parameters that scale a tensor together (`propose`) with those that multiply it
+The graph says which sides to compare: parameters that scale a tensor together (`proposals`) with those that multiply it
 next (`readers`), or with parameters that scale another tensor which meets it before that, as queries meet keys. Sides
 whose totals agree are cut into sets as finely as the sums of these agree.
 """
@@ -119,7 +119,7 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
     reads, order = readers(measured.graph), measured.graph.order_of_use
     names = frozenset(name for name in measured.names_with_effect() if name in order and name not in no_effect)
     place = {name: i for i, name in enumerate(measured.prober.trainable)}.__getitem__
-    proposed = [*measured.proposals.sets, *((name,) for name in names)]
+    proposed = [*measured.graph.proposals[0], *((name,) for name in names)]
     sets = {tuple(sorted(names.intersection(s), key=place)) for s in proposed}
     # By what reads them, sides that may have another partner, with the number of sets of the pair that they are in.
     unpaired: dict[frozenset[str], list[tuple[list[Side], int]]] = {}

@@ -27,8 +27,6 @@ from steradian.discovery.sandbox import Leaves, as_dtype, floating, tensors_in
 from steradian.groups import bare, parameters_of
 
 Factors = Mapping[str, float | Tensor]
-
-
 Noise = Callable[[torch.device], torch.Generator]
 
 
@@ -274,24 +272,14 @@ class Prober:
         self,
         point: Point,
         *,
-        seed: int,
-        pairs: Mapping[str, Sequence[Key]] | None = None,
-        graph: bool = False,
-        backward: bool = True,
-        quick: bool = False,
-        draw: int | None = None,
+        seed: int,  # 0 takes the inputs as given; any other adds noise to them
+        pairs: Mapping[str, Sequence[Key]] | None = None,  # dimensions to tabulate together, by parameter
+        graph: bool = False,  # whether to keep the autograd graph
+        backward: bool = True,  # whether to compute gradients
+        quick: bool = False,  # in the model's own float32 if it is on the CPU, which is several times faster
+        draw: int | None = None,  # seed of the global generators that the model draws from, if not `seed`
     ) -> Reading:
-        """One pass at a point.
-
-        Args:
-            point: the values of the parameters.
-            seed: 0 takes the inputs as given; any other adds noise to them.
-            pairs: pairs of dimensions to tabulate, by parameter.
-            graph: whether to keep the autograd graph.
-            backward: whether to compute gradients.
-            quick: in the model's own float32 if it is on the CPU, which is several times faster.
-            draw: seed of the global generators that the model draws from, if not `seed`.
-        """
+        """One pass at a point."""
         precision = self._quick if quick else self.precision
         leaves, noise = self._leaves(precision.dtype), noise_of(seed)
         point.write(leaves)
