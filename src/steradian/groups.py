@@ -253,11 +253,10 @@ def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
 class Groups:
     """The rows of a model, and the rest.
 
-    Optimizers get weights only as rows: parameters with at least two dimensions, alone or with the
-    biases that they need. Gains and biases of normalization layers are often invariant too (the scale that
-    BN's affine part gives to a positively homogeneous block is removed by the next BN), and so is everything
-    that writes to the residual stream of a pre-norm transformer. Such facts are true, but training them on a
-    sphere is not what the paper studies: they are listed in `facts` and given to optimizers on request only.
+    Optimizers get weights only as rows: parameters with at least two dimensions, alone or with the biases that they
+    need. Gains and biases of normalization layers are often invariant too (the next BN removes the scale that BN's
+    affine part gives to a positively homogeneous block), and so is everything that writes to the residual stream of a
+    pre-norm transformer. The paper does not study them on spheres: they are in `facts`, for optimizers on request.
     """
 
     params: dict[str, nn.Parameter]  #: the model's parameters by name

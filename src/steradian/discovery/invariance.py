@@ -302,11 +302,8 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
 
 
 def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | None:
-    """Blocks of dimension 0 of which some are invariant: (blocks, the invariant ones); None if too few are.
-
-    Of such cuts, the one that leaves least out and then the coarsest, as in a fused query-key-value weight
-    under QK-norm: (3, [0, 1]).
-    """
+    """Into how many blocks dimension 0 is cut and which are invariant, as (3, [0, 1]); None if too few are."""
+    # The cut that leaves least out and then the coarsest, as in a fused query-key-value weight under QK-norm.
     best: tuple[int, list[int]] | None = None
     for blocks in divisors(shape[0]) if shape else ():
         if 1 < blocks <= shape[0] // 2:

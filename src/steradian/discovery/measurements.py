@@ -52,9 +52,8 @@ class Measurements:
             # skips there is not what it skips in float64.
             seed, first = next(self._seeds), self.first
             skips = first is None or any(self.own.slope[n] and not first.slope[n] for n in self.prober.trainable)
-            reading = self._probe(
-                replace(self.prober.own, seed=1000 + seed), seed, graph=first is None, quick=not skips
-            )
+            point = replace(self.prober.own, seed=1000 + seed)
+            reading = self._probe(point, seed, graph=first is None, quick=not skips)
             if reading is not None:
                 self.random.append(reading)
                 self.first = first or reading
@@ -152,10 +151,9 @@ class Measurements:
     def _probe_grown(
         self, base: Point, seed: int, growth: float, pairs: dict[str, list[Key]], draw: int | None = None
     ) -> Reading | None:
-        wants_graph = False
-        if growth == thresholds.GROWTH[0] and self.graphs:
-            # Parameters that this pass reaches and the first did not, by chance or by the data, need a graph too.
-            wants_graph = not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
+        # Parameters that this pass reaches and the first did not, by chance or by the data, need a graph too.
+        able = growth == thresholds.GROWTH[0] and bool(self.graphs)
+        wants_graph = able and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
         point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.growing.items()})
         return self._probe(point, seed, graph=wants_graph, pairs=pairs, draw=draw)
 

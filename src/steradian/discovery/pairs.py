@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from steradian.discovery import thresholds
 from steradian.discovery.graph import readers
 from steradian.discovery.invariance import Cut, block_sums, cut_of, divided, divisors, to_spec
-from steradian.discovery.joint import Array
+from steradian.discovery.joint import Array, coarser
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Pair, Spec
 
@@ -101,8 +101,7 @@ class Side:
         for name, cut in zip(self.names, self.cuts, strict=True):
             *_, dim = 0, *divided(cut)
             if self.size == math.prod(cut) and g1 == 1:
-                blocks = (*cut[:dim], g0 // math.prod(cut[:dim]), *cut[dim + 1 :])
-                specs.append(to_spec(blocks, shapes[name]) if cut else "tensor")
+                specs.append(to_spec(coarser(cut, g0) or (), shapes[name]) if cut else "tensor")
             elif len(divided(cut)) > 1:
                 specs.append(("fold", dim, self.start, self.length, 1, 1, 1, self.ranges))
             else:
@@ -181,11 +180,9 @@ class _Search:
         return Side(names, cuts, np.array(sums).sum(1), blocks, stride=math.prod(cuts[0]) // blocks)
 
     def pair_up(self, a: list[Side], b: list[Side]) -> list[tuple[list[Side], int]]:
-        """Add the pair of two sides, or of parts of one with the other; return a and its parts, and the sets of each.
-
-        Parts of a tensor are several in one, as queries, keys and values, or come from several, as a concatenation.
-        They may have readers of their own.
-        """
+        """Add the pair of two sides, or of parts of one with the other; return a and its parts, and their sets."""
+        # Parts are several in one tensor, as queries, keys and values, or of several, as in a concatenation, and may
+        # have readers of their own.
         reason = "b reads what a scales"
         if n := self.pair(a, b, reason):
             return [(a, n)]

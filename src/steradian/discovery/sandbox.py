@@ -77,9 +77,8 @@ def _train(model: nn.Module) -> None:
         return
     # A submodule in eval mode was put there on purpose; one with its own `train` may not have been called yet.
     frozen = [module for module in model.modules() if not module.training]
-    for module in list(model.modules()):
-        if type(module).train is not nn.Module.train:
-            module.train(module.training)
+    for module in [module for module in model.modules() if type(module).train is not nn.Module.train]:
+        module.train(module.training)
     for module in frozen:
         module.training = False
 
