@@ -67,9 +67,9 @@ def _details(measured: Measurements, verdict: Verdict, name: str) -> str:
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
     """Further names of tied parameters, by first name."""
-    names: dict[int, list[str]] = {}
+    names: dict[int, dict[str, None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(bare(name))
+        names.setdefault(id(parameter), {})[bare(name)] = None
     return {first: others for first, *others in names.values() if others}
 
 

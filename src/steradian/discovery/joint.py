@@ -45,12 +45,16 @@ def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ..
         after, before = torch.tensor(at_grown[[0, -1]], device="cpu")
         linear = bool((np.abs(at_random) <= precision.linear).all())
         linear = linear and bool(follows_growth(before, after, precision.resolution, order=1))
-        falling = bool(falls(before.abs(), after.abs(), precision.settled))
+        # Of the whole, and of a typical slice that the members share.
+        views = _parts(measured, grown, of_set, [(), *_many_slices(measured, of_set)])
+        left = [torch.tensor(parts.typical()[[-1, 0]], device="cpu")[:, None] for parts in views]
+        falling = [bool(falls(old, new, precision.settled)) for old, new in left]
         where = grown if s in proposed else independent
         # A set that vanishes by chance at one point must not hide the larger one that it is part of.
-        known = linear or falling or _slices_fall(measured, grown, of_set)
-        if known and _vanishes(measured, measured.random, loose, of_set, where, thresholds.CANCELLATION):
-            by_sum = falling and bool(follows_growth(before, after, precision.resolution))
+        if (linear or any(falling)) and _vanishes(
+            measured, measured.random, loose, of_set, where, thresholds.CANCELLATION
+        ):
+            by_sum = falling[0] and bool(follows_growth(before, after, precision.resolution))
             explained[s] = linear or len(grown) < len(thresholds.GROWTH) or by_sum
     return {tuple(names[i] for i in s): explained[s] for s in _minimal(explained)}
 
@@ -105,15 +109,6 @@ def _vanishes(
     if not any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views)):
         return False
     return any(parts.cancels(least) for parts in _parts(measured, _reaching(shown, names), names, views))
-
-
-def _slices_fall(measured: "Measurements", readings: Readings, names: Sequence[str]) -> bool:
-    """Whether what is left of a typical shared slice falls as ε does, from the second reading to the first."""
-    if len(readings) < 2:
-        return False
-    views = _parts(measured, readings, names, _many_slices(measured, names))
-    defects = [torch.tensor(parts.typical(), device="cpu")[:, None] for parts in views]
-    return any(bool(falls(before, after, measured.prober.precision.settled)) for after, before in defects)
 
 
 def _reaching(readings: Readings, names: Sequence[str]) -> list["Reading"]:

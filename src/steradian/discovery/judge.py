@@ -140,12 +140,8 @@ def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Gro
             break
     cosine = sums[0].abs() / (sums[2] * sums[3]).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     dominated = measurable & (imbalance(sums, floor) > thresholds.EPSILON_DOMINATES) | (sums[3] == 0)
-    return replace(
-        group,
-        defect=float(cosine[measurable].max()) if bool(measurable.any()) else 0.0,
-        unseen=int((~reached).sum()),
-        small=int(dominated.sum()),
-    )
+    defect = float(cosine[measurable].max()) if bool(measurable.any()) else 0.0
+    return replace(group, defect=defect, unseen=int((~reached).sum()), small=int(dominated.sum()))
 
 
 # Forward checks

@@ -97,24 +97,21 @@ class Measurements:
         self._in_sets = {name for s in self._sets for name in s}
         # What meets a nonlinearity is no row, and growing it would only change what lies behind.
         able = [name for name in names if not self.nonlinear((name,))]
-        single = [
-            name
-            for name in able
-            if name not in self._in_sets
-            and (name in self.may_be_invariant or self._mostly_balanced(name) or self.path((name,)).removed)
-            # A gain or a bias can only become a fact: it grows if that is next to certain.
-            and (is_matrix(self.shapes[name]) or self._balanced(name, thresholds.CERTAIN))
+        balanced = [
+            n for n in able if n in self.may_be_invariant or self._mostly_balanced(n) or self.path((n,)).removed
         ]
-        self.growing = dict.fromkeys([*single, *self._in_sets], 1.0)
+        # A gain or a bias can only become a fact: it grows if that is next to certain.
+        certain = [n for n in balanced if is_matrix(self.shapes[n]) or self._balanced(n, thresholds.CERTAIN)]
+        self.growing = dict.fromkeys([*(n for n in certain if n not in self._in_sets), *self._in_sets], 1.0)
         for name in able:
             shape = self.shapes[name]
             if name in self.growing or not is_matrix(shape):
                 continue
             found = partial_cut(shape, self.trial((name,), grown=False))
             if found is not None:  # only some blocks are balanced, and only these grow
-                blocks, balanced = found
+                blocks, which = found
                 share = torch.zeros(blocks, device="cpu")
-                share[balanced] = 1.0
+                share[which] = 1.0
                 share = share.repeat_interleave(shape[0] // blocks).to(self.prober.parameters[name].device)
                 self.growing[name] = share.reshape(-1, *[1] * (len(shape) - 1))
 
@@ -284,13 +281,10 @@ class Measurements:
         def evidence(reading: Reading, tolerance: float) -> Evidence:
             return Evidence(self._tables(reading, names, cuts), self.floor(reading, names), tolerance)
 
-        return Trial(
-            precision,
-            random=[evidence(reading, precision.loose) for reading in self.random],
-            grown=[evidence(reading, tolerance) for reading, tolerance in readings],
-            constant=precision.flat if readings and self._growth_undone else precision.flat / 10,
-            known_path=self.path(names).known,
-        )
+        at_random = [evidence(reading, precision.loose) for reading in self.random]
+        at_grown = [evidence(reading, tolerance) for reading, tolerance in readings]
+        constant = precision.flat if readings and self._growth_undone else precision.flat / 10
+        return Trial(precision, at_random, at_grown, constant, self.path(names).known)
 
     @cached_property
     def _growth_undone(self) -> bool:

@@ -266,11 +266,8 @@ def _follows(both: Sequence[Side], known: Sequence[Side]) -> bool:
 def _has_effect(sums_a: Array, sums_b: Array, floor: Array) -> bool:
     """Whether a typical set with an effect changes the outputs when one side alone is scaled."""
     effect = np.sqrt(np.maximum(sums_a[:, 1], sums_b[:, 1]))
-    shares = [
-        np.median(np.abs(radial[counts]) / size[counts])
-        for radial, size, counts in zip(sums_a[:, 0], effect, effect > thresholds.MEASURABLE * floor, strict=True)
-        if counts.any()
-    ]
+    probes = zip(sums_a[:, 0], effect, effect > thresholds.MEASURABLE * floor, strict=True)
+    shares = [np.median(np.abs(radial[counts]) / size[counts]) for radial, size, counts in probes if counts.any()]
     return bool(min(shares, default=0.0) > thresholds.INVARIANT_SIDE)
 
 

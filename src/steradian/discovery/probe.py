@@ -172,10 +172,8 @@ def _tabulate(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
     parts = [_chunk_tables(*chunk, terms, keys) for chunk in zip(_chunks(g), split, strict=True)]
     if len(parts) == 1:
         return parts[0]
-    return {
-        key: torch.cat([p[key] for p in parts], dim=1) if 0 in key else torch.stack([p[key] for p in parts]).sum(0)
-        for key in keys
-    }
+    tables = {key: torch.stack([p[key] for p in parts]).sum(0) for key in keys if 0 not in key}
+    return tables | {key: torch.cat([p[key] for p in parts], dim=1) for key in keys if 0 in key}
 
 
 def _chunk_tables(g: Tensor, x: Tensor, buffer: Tensor, keys: Sequence[Key]) -> dict[Key, Table]:
