@@ -27,11 +27,8 @@ def fold(texts: Sequence[str], alike: Sequence[Hashable] | None = None) -> list[
     """Texts of names that differ by numbers alone as one text with ranges, each with the positions of its texts.
 
     A text may hold several names, such as a parameter and its reason; numbers at the same place of two names then
-    change together. The numbers of a folded text are a full product: no name is in it that was not given.
-
-    Args:
-        texts: names of parameters and modules, with anything between them.
-        alike: what must be equal for two texts to be folded, such as their shapes.
+    change together. The numbers of a folded text are a full product: no name is in it that was not given. Texts are
+    folded only if what `alike` has for them, such as their shapes, is equal.
 
     >>> fold(["layers.0.up layers.1.norm", "layers.1.up layers.2.norm", "head", "layers.2.up layers.3.norm"])
     [('layers.{0-2}.up layers.{1-3}.norm', [0, 1, 3]), ('head', [2])]

@@ -128,8 +128,9 @@ def cut_of(dims: int, blocks: dict[int, int]) -> Cut:
 def block_sums(tables: Mapping[Key, Table], cut: Cut) -> Tensor:
     """The sums of `Table` on each block of a cut."""
     table = tables[divided(cut)]
-    for position, i in enumerate(divided(cut)):
-        table = table.unflatten(position + 1, (cut[i], -1)).sum(position + 2)
+    for dim, i in enumerate(divided(cut), 1):
+        if table.shape[dim] > cut[i]:
+            table = table.unflatten(dim, (cut[i], -1)).sum(dim + 1)
     return table
 
 

@@ -273,16 +273,15 @@ class Measurements:
     def trial(self, names: Names, cuts: Cuts = (), *, grown: bool = True) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as they are cut."""
         precision = self.prober.precision
+        readings = self.grown if grown else []
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
-        readings = (
-            [*zip(self.grown, [precision.loose, precision.strict][-len(self.grown) :], strict=True)] if grown else []
-        )
+        tolerances = [precision.loose, precision.strict][2 - len(readings) :]
 
         def evidence(reading: Reading, tolerance: float) -> Evidence:
             return Evidence(self._tables(reading, names, cuts), self.floor(reading, names), tolerance)
 
         at_random = [evidence(reading, precision.loose) for reading in self.random]
-        at_grown = [evidence(reading, tolerance) for reading, tolerance in readings]
+        at_grown = [evidence(*both) for both in zip(readings, tolerances, strict=True)]
         constant = precision.flat if readings and self._growth_undone else precision.flat / 10
         return Trial(precision, at_random, at_grown, constant, self.path(names).known)
 
