@@ -67,10 +67,13 @@ def _details(measured: Measurements, verdict: Verdict, name: str) -> str:
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
     """Further names of tied parameters, by first name."""
-    names: dict[int, dict[str, None]] = {}
+    first: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), {})[bare(name)] = None
-    return {first: others for first, *others in names.values() if others}
+        name = bare(name)
+        if first.setdefault(id(parameter), name) != name:
+            aliases.setdefault(first[id(parameter)], []).append(name)
+    return aliases
 
 
 def _notes(measured: Measurements, verdict: Verdict) -> list[str]:

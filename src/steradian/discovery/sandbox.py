@@ -190,7 +190,8 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """The products of blocks of rows with one matrix each, which torch does not compute in float64."""
     stops = [0, *ends.tolist()]
     parts = [a[start:stop] @ b[i] for i, (start, stop) in enumerate(pairwise(stops))]
-    return torch.cat([*parts, a.new_zeros(len(a) - stops[-1], b.shape[-1])])
+    left = len(a) - stops[-1]  # zeros only if there are any: the graph has them as a constant beside the products
+    return torch.cat([*parts, a.new_zeros(left, b.shape[-1])] if left else parts)
 
 
 # Nested inputs and outputs
