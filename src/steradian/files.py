@@ -9,14 +9,8 @@ from pathlib import Path
 def write_atomically(path: str | Path, content: bytes) -> None:
     """Write a file so that readers find its old or its new content, never a part of it, even after a power cut.
 
-    The folder is created if it does not exist. If the path is a symbolic link, its target is written.
-
-    Args:
-        path: the file.
-        content: its new content.
-
-    Raises:
-        OSError: it cannot be written; the old file is then unchanged.
+    The folder is created if it does not exist. If the path is a symbolic link, its target is written. If it cannot be
+    written, an OSError names it, and the old file is unchanged.
     """
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)

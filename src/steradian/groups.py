@@ -77,27 +77,21 @@ class Layout:
         ((1, 2, 1, 1), (2,))
         """
         spec, shape = self.spec, tuple(shape)
-        counts = [1] * len(shape)
+        cut: dict[int, int] = {}  # number of blocks by dimension, −1 for slices
         if isinstance(spec, tuple) and len(shape) == 1:
             # A vector beside a larger tensor, such as its bias, has an entry for each slice, in the order of the rows.
-            counts[0] = shape[0] if spec[0] == "axis" or -1 in spec else math.prod(int(g) for g in spec[1:])
-        elif isinstance(spec, tuple) and spec[0] == "axis":
-            k = int(spec[1])
+            cut[0] = -1 if spec[0] == "axis" or -1 in spec else math.prod(int(g) for g in spec[1:])
+        elif isinstance(spec, tuple):
+            cut = {int(spec[1]): -1} if spec[0] == "axis" else {k: int(g) for k, g in enumerate(spec[1:])}
+        elif spec not in ("tensor", 1) and (shape or spec != "filter"):
+            cut[0] = -1 if spec == "filter" else int(spec)
+        counts = [1] * len(shape)
+        for k, g in cut.items():
             if not -len(shape) <= k < len(shape):
                 raise ValueError(f"rows {spec!r} need a dimension {k}, but the tensor has shape {shape}")
-            counts[k] = shape[k]
-        elif isinstance(spec, tuple):
-            if len(spec) - 1 > len(shape):
-                raise ValueError(f"rows {spec!r} need {len(spec) - 1} dimensions, but the tensor has shape {shape}")
-            for i, g in enumerate(spec[1:]):
-                counts[i] = shape[i] if g == -1 else int(g)
-        elif spec != "tensor" and shape:
-            counts[0] = shape[0] if spec == "filter" else int(spec)
-        elif isinstance(spec, int) and spec != 1:
-            raise ValueError(f"a tensor without dimensions cannot be cut into {spec} blocks")
-        for size, count in zip(shape, counts, strict=True):
-            if count and size % count:
-                raise ValueError(f"rows {spec!r} do not divide the shape {shape}: {size} entries in {count} blocks")
+            counts[k] = shape[k] if g == -1 else g
+            if counts[k] and shape[k] % counts[k]:
+                raise ValueError(f"rows {spec!r} do not divide the shape {shape}: {shape[k]} entries in {g} blocks")
         return tuple(counts)
 
     def size(self, shape: Sequence[int]) -> tuple[int, int]:
@@ -132,17 +126,14 @@ class Layout:
         Raises:
             ValueError: a tensor of this shape has other rows.
 
-        >>> x = torch.randn(4, 6, 3)
-        >>> layout = Layout(("axis", 1))
-        >>> bool((layout.restore(layout.rows(x), x.shape) == x).all())
+        >>> x, layout = torch.randn(4, 6, 3), Layout(("axis", 1))
+        >>> torch.equal(layout.restore(layout.rows(x), x.shape), x)
         True
         """
-        shape, counts = tuple(shape), self.blocks(shape)
-        if tuple(rows.shape) != self.size(shape):
-            raise ValueError(
-                f"rows of shape {self.size(shape)} make a tensor of shape {shape}, got {tuple(rows.shape)}"
-            )
-        cut, order = _split(shape, counts)
+        shape, size = tuple(shape), self.size(shape)
+        if tuple(rows.shape) != size:
+            raise ValueError(f"rows of shape {size} make a tensor of shape {shape}, got {tuple(rows.shape)}")
+        cut, order = _split(shape, self.blocks(shape))
         back = sorted(range(len(order)), key=order.__getitem__)
         return rows.reshape([cut[i] for i in order]).permute(back).reshape(shape)
 
@@ -184,27 +175,16 @@ def _split(shape: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one parameter, or of several that are invariant only together.
+    """The rows of one parameter, or of several that are invariant only together."""
 
-    Attributes:
-        names: the parameters, in the model's order; more than one is a joint set.
-        spec: how each of them is cut.
-        n_rows: the number n of rows.
-        size: the number d of entries in a row, over all parameters of the set.
-        reason: the module that makes the rows invariant, or "unknown".
-        defect: largest |cos(x, ∇L)| over the rows, at the model's own weights and ε.
-        unseen: rows that the inputs did not reach, such as the embeddings of absent tokens.
-        small: rows whose radius is so small that a normalization's ε dominates.
-    """
-
-    names: tuple[str, ...]
-    spec: Spec
-    n_rows: int
-    size: int
-    reason: str
-    defect: float
-    unseen: int = 0
-    small: int = 0
+    names: tuple[str, ...]  #: the parameters, in the model's order; more than one is a joint set
+    spec: Spec  #: how each of them is cut
+    n_rows: int  #: the number n of rows
+    size: int  #: the number d of entries in a row, over all parameters of the set
+    reason: str  #: the module that makes the rows invariant, or "unknown"
+    defect: float  #: largest abs(cos(x, ∇L)) over the rows, at the model's own weights and ε
+    unseen: int = 0  #: rows that the inputs did not reach, such as the embeddings of absent tokens
+    small: int = 0  #: rows whose radius is so small that a normalization's ε dominates
 
 
 @dataclass(frozen=True)
@@ -216,33 +196,22 @@ class Pair:
     dimension k from `start` on are a (g0, d0, g1, d1) array, and a set has one index of each g and all of each d. With
     one further number, so many blocks of dimension 0 are cut like that, each for itself. With two, n and a stride,
     the entries are n equal ranges at that distance, as the values of each head among its queries and keys.
-
-    Attributes:
-        a: the names of the parameters of one side.
-        b: those of the other.
-        a_specs: how each of a is cut.
-        b_specs: how each of b is cut.
-        n: the number of sets on each side.
-        reason: how the factors meet.
     """
 
-    a: tuple[str, ...]
-    b: tuple[str, ...]
-    a_specs: tuple[Spec, ...]
-    b_specs: tuple[Spec, ...]
-    n: int
-    reason: str
+    a: tuple[str, ...]  #: the names of the parameters of one side
+    b: tuple[str, ...]  #: those of the other
+    a_specs: tuple[Spec, ...]  #: how each of a is cut
+    b_specs: tuple[Spec, ...]  #: how each of b is cut
+    n: int  #: the number of sets on each side
+    reason: str  #: how the factors meet
 
     def __str__(self) -> str:
-        a, b = (
-            " + ".join(map(_cut_in_words, names, specs))
-            for names, specs in ((self.a, self.a_specs), (self.b, self.b_specs))
-        )
+        a, b = (" + ".join(map(_cut_in_words, *side)) for side in ((self.a, self.a_specs), (self.b, self.b_specs)))
         return f"{a} against {b} ({plural(self.n, 'pair')}, {self.reason})"
 
 
 def _cut_in_words(name: str, spec: Spec) -> str:
-    """A parameter and its spec; of a fold, the range and, if entries are joined, the shape that joins them."""
+    """A parameter and its spec; of a fold, the ranges and, if entries are joined, the shape that joins them."""
     if not (isinstance(spec, tuple) and spec[0] == "fold"):
         return f"{name} {spec!r}"
     k, start, *fold = map(int, spec[1:7])
@@ -259,66 +228,52 @@ def set_numbers(spec: Spec, shape: Sequence[int]) -> Tensor:
     >>> set_numbers(("fold", 1, 0, 2, 2, 1, 1), (3, 4)).tolist(), set_numbers(("fold", 0, 2, 1, 2, 1, 1), (4,)).tolist()
     ([[0, 0, 1, 1]], [-1, -1, 0, 0])
     """
-    host = torch.device("cpu")  # whatever the default is
-    if isinstance(spec, tuple) and spec[0] == "fold":
+    with torch.device("cpu"):  # whatever the default is
+        if not (isinstance(spec, tuple) and spec[0] == "fold"):
+            counts = Layout(spec).blocks(shape)
+            numbers = torch.arange(math.prod(counts)).reshape(counts)
+            for i, count in enumerate(counts):
+                numbers = numbers.repeat_interleave(shape[i] // count, i) if count > 1 else numbers
+            return numbers
         k, start, g0, d0, g1, d1, *more = map(int, spec[1:])
-        count = more[0] if more else 1
-        g0 *= count if len(more) == 1 else 1
-        inside = torch.arange(g0 * g1, device=host).reshape(g0, 1, g1, 1).expand(g0, d0, g1, d1).reshape(count, -1)
-        place = start + torch.arange(inside.shape[1], device=host)
+        count, stride = (*more, 0)[:2] if more else (1, 0)
+        blocks = count if len(more) == 1 else 1  # of dimension 0
+        g0 *= blocks
+        inside = torch.arange(g0 * g1).reshape(g0, 1, g1, 1).expand(g0, d0, g1, d1).reshape(count, -1)
+        which = torch.arange(count)[:, None]
+        numbers = torch.full((blocks, shape[k]), -1)
+        numbers[which % blocks, start + stride * which + torch.arange(inside.shape[1])] = inside
+        numbers = numbers.repeat_interleave(shape[0] // blocks, 0) if blocks > 1 else numbers
         sizes = [1] * len(shape)
-        if len(more) == 2:
-            numbers = torch.full((1, shape[k]), -1, device=host)
-            numbers[0, place + more[1] * torch.arange(count, device=host)[:, None]] = inside
-        else:
-            numbers = torch.full((count, shape[k]), -1, device=host)
-            numbers[:, place] = inside
-            numbers = numbers.repeat_interleave(shape[0] // count, 0) if count > 1 else numbers
         sizes[0], sizes[k] = len(numbers), shape[k]
         return numbers.reshape(sizes)
-    counts = Layout(spec).blocks(shape)
-    numbers = torch.arange(math.prod(counts), device=host).reshape(counts)
-    for i, count in enumerate(counts):
-        if count > 1:
-            numbers = numbers.repeat_interleave(shape[i] // count, i)
-    return numbers
 
 
 @dataclass
 class Groups:
     """The rows of a model, and the rest.
 
-    Optimizers get weights only as rows: parameters with at least two dimensions, alone or with the
-    biases that they need. Gains and biases of normalization layers are often invariant too (the scale that
-    BN's affine part gives to a positively homogeneous block is removed by the next BN), and so is everything
-    that writes to the residual stream of a pre-norm transformer. Such facts are true, but training them on a
-    sphere is not what the paper studies: they are listed in `facts` and given to optimizers on request only.
-
-    Attributes:
-        params: the model's parameters by name.
-        groups: the rows that optimizers get.
-        facts: further sets that are invariant, each proved like the others.
-        pairs: sides that keep the outputs when one grows as the other shrinks; neither is invariant by itself.
-        no_effect: trainable parameters that no output depends on; they belong to the rest.
-        frozen: parameters that do not require gradients; they are in no parameter group.
-        partial: parameters some of whose equal blocks are invariant, with a description.
-        aliases: further names of tied parameters, by first name.
-        details: what was measured, by parameter.
-        notes: remarks about the model as a whole.
-        passes: forward and backward passes that discovery made.
+    Optimizers get weights only as rows: parameters with at least two dimensions, alone or with the biases that they
+    need. Gains and biases of normalization layers are often invariant too (the next BN removes the scale that BN's
+    affine part gives to a positively homogeneous block), and so is everything that writes to the residual stream of a
+    pre-norm transformer. The paper does not study them on spheres: they are in `facts`, for optimizers on request.
     """
 
-    params: dict[str, nn.Parameter]
-    groups: list[Group] = field(default_factory=list)
-    facts: list[Group] = field(default_factory=list)
+    params: dict[str, nn.Parameter]  #: the model's parameters by name
+    groups: list[Group] = field(default_factory=list)  #: the rows that optimizers get
+    facts: list[Group] = field(default_factory=list)  #: further sets that are invariant, each proved like the others
+    #: sides that keep the outputs when one grows as the other shrinks; neither is invariant by itself
     pairs: list[Pair] = field(default_factory=list)
+    #: trainable parameters that no output depends on; they belong to the rest
     no_effect: list[str] = field(default_factory=list)
+    #: parameters that do not require gradients; they are in no parameter group
     frozen: list[str] = field(default_factory=list)
+    #: parameters some of whose equal blocks are invariant, with a description
     partial: dict[str, str] = field(default_factory=dict)
-    aliases: dict[str, list[str]] = field(default_factory=dict)
-    details: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    passes: tuple[int, int] = (0, 0)
+    aliases: dict[str, list[str]] = field(default_factory=dict)  #: further names of tied parameters, by first name
+    details: dict[str, str] = field(default_factory=dict)  #: what was measured, by parameter
+    notes: list[str] = field(default_factory=list)  #: remarks about the model as a whole
+    passes: tuple[int, int] = (0, 0)  #: forward and backward passes that discovery made
 
     @property
     def layouts(self) -> dict[str, Spec]:
@@ -392,16 +347,10 @@ class Groups:
         >>> groups.of(copy).param_groups()[0]["params"][0] is copy.weight
         True
         """
-        return replace(
-            self, params=_fitting({name: tuple(p.shape) for name, p in self.params.items()}, self.frozen, model)
-        )
+        return replace(self, params=_fitting({name: p.shape for name, p in self.params.items()}, self.frozen, model))
 
     def save(self, path: str | Path) -> None:
-        """Write what was found to a JSON file, for `load`.
-
-        Args:
-            path: of the file, such as "groups.json".
-        """
+        """Write what was found to a JSON file such as "groups.json", for `load`."""
         content = {"format": _FORMAT, "shapes": {name: list(param.shape) for name, param in self.params.items()}}
         content |= {key: value for key, value in asdict(replace(self, params={})).items() if key != "params"}
         write_atomically(path, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
@@ -483,17 +432,16 @@ class Groups:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         lines = [""]
         n_rows, layouts = sum(group.n_rows for group in self.groups), self.layouts
-        inside = sum(self.params[name].numel() for name in layouts)
-        total = sum(p.numel() for p in self.params.values())
-        share = 100 * inside / total if total else 0.0
+        inside, total = (sum(self.params[name].numel() for name in names) for names in (layouts, self.params))
         where = f"{plural(n_rows, 'row')} in {plural(len(layouts), 'parameter')}"
-        lines.append(f"{where}: {inside} of {plural(total, 'number')} ({share:.1f} %)")
+        lines.append(f"{where}: {inside} of {plural(total, 'number')} ({100 * inside / max(total, 1):.1f} %)")
         plain = [name for name in self.rest if name not in self.no_effect and name not in self.partial]
         for title, names in [("rest", plain), ("no effect", self.no_effect), ("frozen", self.frozen)]:
             if names:
                 lines.append(f"{title}: {plural(len(names), 'parameter')}: {_folded(names)}")
-        for text, members in fold(list(self.partial), list(self.partial.values())):
-            lines.append(f"partly invariant, left to the rest: {text}: {list(self.partial.values())[members[0]]}")
+        partial = list(self.partial.values())
+        for text, members in fold(list(self.partial), partial):
+            lines.append(f"partly invariant, left to the rest: {text}: {partial[members[0]]}")
         tied = [" = ".join((name, *others)) for name, others in self.aliases.items()]
         lines += [f"tied: {text}" for text, _ in fold(tied)]
         for text, reason, fact, n in _merged(self.facts):
@@ -505,7 +453,10 @@ class Groups:
             few = ", ".join(f"{small[members[0]].small} of {text}" for text, members in texts)
             lines.append(f"rows so small that ε dominates: {few}")
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join([*_table(self.groups, width), *(_wrapped(line, width) for line in lines)])
+        if width is not None:
+            options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+            lines = [textwrap.fill(line, width, subsequent_indent="  ", **options) for line in lines]
+        return "\n".join([*_table(self.groups, width), *lines])
 
     def __repr__(self) -> str:
         n_rows = plural(sum(group.n_rows for group in self.groups), "row")
@@ -527,20 +478,15 @@ def is_flattened(param: Tensor) -> bool:
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside data-parallel and compiled ones, whose parameters have the names that its author gave them."""
     while True:
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif (inner := model._modules.get("_orig_mod")) is not None:
-            model = inner
-        else:
+        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        inner = model._modules.get("module" if parallel else "_orig_mod")
+        if inner is None:
             return model
+        model = inner
 
 
 def bare(name: str) -> str:
-    """A name without the parts that `torch.compile` and activation checkpointing add.
-
-    >>> bare("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
-    'layers.0.weight'
-    """
+    """A name without the parts that `torch.compile` and activation checkpointing add, such as "_orig_mod"."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -553,11 +499,9 @@ def _fitting(shapes: Mapping[str, Sequence[int]], frozen: Sequence[str], model: 
     """The parameters of a model; raises unless it has those in which rows were found and no others."""
     there, start = parameters_of(model), "model must be the one in which the rows were found, or a copy of it: "
     for name, shape in shapes.items():
-        if name not in there:
-            raise ValueError(f"{start}{name!r} has shape {tuple(shape)}, and the model has no such parameter")
-        if tuple(there[name].shape) != tuple(shape):
-            has = tuple(there[name].shape)
-            raise ValueError(f"{start}{name!r} has shape {tuple(shape)}, and the model has one of shape {has}")
+        has = f"one of shape {tuple(there[name].shape)}" if name in there else "no such parameter"
+        if name not in there or tuple(there[name].shape) != tuple(shape):
+            raise ValueError(f"{start}{name!r} has shape {tuple(shape)}, and the model has {has}")
     for name, param in there.items():
         if name not in shapes:
             raise ValueError(f"{start}the model also has {name!r}")
@@ -586,8 +530,7 @@ def _merged(groups: Sequence[Group], between: str = ", ") -> list[tuple[str, str
         names, _, reason = text.partition("\t")
         if len(members) == 1:
             names = _folded(groups[members[0]].names, between)
-        worst = max((groups[i] for i in members), key=lambda group: group.defect)
-        merged.append((names, reason, worst, len(members)))
+        merged.append((names, reason, max((groups[i] for i in members), key=lambda group: group.defect), len(members)))
     return merged
 
 
@@ -597,11 +540,8 @@ def _folded_pairs(pairs: Sequence[Pair]) -> list[str]:
     lines = []
     for text, members in fold(texts, [(pair.a_specs, pair.b_specs, pair.n) for pair in pairs]):
         pair, (*names, reason) = pairs[members[0]], text.split("\t")
-        split = len(pair.a)
-        a, b = (
-            " + ".join(_cut_in_words(name, specs[of_name[0]]) for name, of_name in fold(side, specs))
-            for side, specs in ((names[:split], pair.a_specs), (names[split:], pair.b_specs))
-        )
+        sides = (names[: len(pair.a)], pair.a_specs), (names[len(pair.a) :], pair.b_specs)
+        a, b = (" + ".join(_cut_in_words(n, specs[i]) for n, (i, *_) in fold(side, specs)) for side, specs in sides)
         lines.append(f"{a} against {b} ({plural(pair.n, 'pair')}, {reason})")
     return lines
 
@@ -626,9 +566,3 @@ def _table(groups: Sequence[Group], width: int | None) -> list[str]:
     with console.capture() as capture:
         console.print(table)
     return [line.rstrip() for line in capture.get().splitlines()]
-
-
-def _wrapped(line: str, width: int | None) -> str:
-    if width is None:
-        return line
-    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

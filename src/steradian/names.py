@@ -19,11 +19,7 @@ Box = tuple[tuple[int, ...], ...]
 
 
 def plural(number: int, noun: str) -> str:
-    """A number of things, in the singular or plural.
-
-    >>> plural(1, "row"), plural(2, "row")
-    ('1 row', '2 rows')
-    """
+    """A number of things: "1 row", "2 rows"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -31,25 +27,18 @@ def fold(texts: Sequence[str], alike: Sequence[Hashable] | None = None) -> list[
     """Texts of names that differ by numbers alone as one text with ranges, each with the positions of its texts.
 
     A text may hold several names, such as a parameter and its reason; numbers at the same place of two names then
-    change together. The numbers of a folded text are a full product: no name is in it that was not given.
-
-    Args:
-        texts: names of parameters and modules, with anything between them.
-        alike: what must be equal for two texts to be folded, such as their shapes.
+    change together. The numbers of a folded text are a full product: no name is in it that was not given. Texts are
+    folded only if what `alike` has for them, such as their shapes, is equal.
 
     >>> fold(["layers.0.up layers.1.norm", "layers.1.up layers.2.norm", "head", "layers.2.up layers.3.norm"])
     [('layers.{0-2}.up layers.{1-3}.norm', [0, 1, 3]), ('head', [2])]
     """
-    kinds: dict[tuple[Template, Hashable], list[tuple[tuple[int, ...], int]]] = {}
-    for position, text in enumerate(texts):
+    kinds: dict[tuple[Template, Hashable], list[tuple[Box, list[int]]]] = {}
+    for position, (text, kind) in enumerate(zip(texts, alike or [None] * len(texts), strict=True)):
         template, numbers = _parse(text)
-        key = (template, alike[position] if alike is not None else None)
-        kinds.setdefault(key, []).append((numbers, position))
+        kinds.setdefault((template, kind), []).append((tuple((number,) for number in numbers), [position]))
     folded = []
-    for (template, _), members in kinds.items():
-        boxes: list[tuple[Box, list[int]]] = [
-            (tuple((number,) for number in numbers), [position]) for numbers, position in members
-        ]
+    for (template, _), boxes in kinds.items():
         for slot in reversed(range(len(boxes[0][0]))):
             merged: dict[Box, tuple[set[int], list[int]]] = {}
             for box, positions in boxes:
@@ -98,9 +87,6 @@ def _text(template: Template, box: Box) -> str:
     """The template with its numbers filled in, several in braces."""
     parts = []
     for part in template:
-        if isinstance(part, str):
-            parts.append(part)
-        else:
-            text = ranges(number + part[1] for number in box[part[0]])
-            parts.append(text if text.isdigit() else f"{{{text}}}")
+        text = part if isinstance(part, str) else ranges(number + part[1] for number in box[part[0]])
+        parts.append(text if isinstance(part, str) or text.isdigit() else f"{{{text}}}")
     return "".join(parts)

@@ -9,8 +9,6 @@ from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
 from steradian.groups import Group, Groups, Pair, bare
 
-UNKNOWN = "unknown"
-
 
 def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Groups:
     """The result of `find_groups`."""
@@ -32,10 +30,7 @@ def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Gro
 
 
 def _reason(measured: Measurements, group: Group) -> str:
-    """The nearest module that every path passes and in which a change of the rows' scale disappears, by the graph.
-
-    There are several where paths part before that. No list of layers is consulted, and ε plays no part.
-    """
+    """The nearest modules that every path passes and in which a change of the rows' scale disappears, by the graph."""
     graph, path = measured.graph_of(group.names), measured.path(group.names)
     ends: dict[str, list[int]] = {}  # the nodes in which the change disappears, by innermost module
     for number in sorted(path.ends, key=lambda number: graph.nodes[number].sequence) if path.traced else ():
@@ -46,11 +41,11 @@ def _reason(measured: Measurements, group: Group) -> str:
         if graph.all_paths_pass(group.names, others):
             del ends[module]
     if not ends or "" in ends:
-        return UNKNOWN
+        return "unknown"
     own = graph.calls_around(min(graph.first_use(name) for name in group.names))
     # A module that contains the layer of the rows and much else is not a normalization.
     inside = any(call.composite and str(call) in ends for call in own)
-    return f"{UNKNOWN}, inside {' and '.join(ends)}" if inside else " and ".join(ends)
+    return f"unknown, inside {' and '.join(ends)}" if inside else " and ".join(ends)
 
 
 def _details(measured: Measurements, verdict: Verdict, name: str) -> str:
@@ -108,9 +103,5 @@ def _notes(measured: Measurements, verdict: Verdict) -> list[str]:
 
 
 def in_words(error: Exception) -> str:
-    """An exception in one line.
-
-    >>> in_words(KeyError("x"))
-    "KeyError ('x')"
-    """
+    """An exception in one line."""
     return f"{type(error).__name__} ({(str(error).strip().splitlines() or ['no message'])[0]})"

@@ -1,19 +1,13 @@
 """find_groups: from a model and a batch to its rows, in at most twelve passes.
 
-1. One pass at the model's own weights detects errors and measures the defect at the model's own ε.
-2. Passes at random points, with ε ≤ 1e-5 in all modules: what is balanced there, ⟨∇L, x⟩ = 0 up to what ε may do, is
-   a candidate.
-3. Passes with the candidates 32 and 1024 times larger: a defect due to ε is divided by the square of that factor, any
-   other is not. This is the line between "invariant up to ε" and "not invariant".
-4. Forward passes with random factors on all rows found: f(ρx) = f(x). The layer in which the factors disappear, by the
-   autograd graph, is the reason.
-5. Sides that scale against each other have ⟨∇L, a⟩ = ⟨∇L, b⟩ in all these passes. One more proves f(αa, b/α) = f(a, b).
+A row has ⟨∇L, x⟩ = 0 at every point, up to what a normalization's ε does. When the row grows, a defect due to ε is
+divided by the square of the factor, and any other is not: the line between "invariant up to ε" and "not invariant".
 """
 
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,13 +21,11 @@ from torch.nn.parameter import is_lazy
 from steradian.discovery import thresholds
 from steradian.discovery.explain import assemble, in_words
 from steradian.discovery.invariance import is_matrix
-from steradian.discovery.judge import judge
+from steradian.discovery.judge import judge, verify, verify_pairs
 from steradian.discovery.measurements import Measurements
 from steradian.discovery.pairs import find_pairs
 from steradian.discovery.probe import Prober, Reading
 from steradian.discovery.sandbox import name_inputs, tensors_in
-from steradian.discovery.schedule import Schedule
-from steradian.discovery.verify import verify, verify_pairs
 from steradian.groups import Groups, bare, is_flattened, is_sharded, parameters_of, unwrap
 from steradian.names import fold
 
@@ -86,9 +78,8 @@ def find_groups(
     with torch.inference_mode(False), nullcontext(progress) if progress else _bar() as report:
         prober = Prober(model, inputs, named_inputs, report)  # runs the model in the sandbox
         measured = Measurements(prober, _first_pass(prober))  # at the model's own weights
-        schedule = Schedule(prober, measured)
-        schedule.probe_random_points()  # candidates: ⟨∇L, x⟩ = 0 up to what ε may do
-        schedule.probe_grown_points()  # what is left of ⟨∇L, x⟩ falls as ε does, or the candidate is refuted
+        measured.probe_random_points()  # candidates: ⟨∇L, x⟩ = 0 up to what ε may do
+        measured.probe_grown_points()  # what is left of ⟨∇L, x⟩ falls as ε does, or the candidate is refuted
         verdict = judge(measured)  # the finest rows, of one parameter or of several together
         verdict = verify(measured, verdict)  # f(ρx) = f(x)
         pairs = verify_pairs(measured, find_pairs(measured, verdict.no_effect))  # f(αa, b/α) = f(a, b)
@@ -111,25 +102,24 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"the model ({type(model).__name__}) has no parameters, so there is nothing to group")
     for name, parameter in parameters.items():
         if is_lazy(parameter):
-            raise ValueError(f"parameter {name!r} is not initialized yet; run the lazy model once on a batch first")
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device, without values; call model.to_empty first, or {_ON_A_COPY}"
+            problem = "not initialized yet; run the lazy model once on a batch first"
+        elif parameter.is_meta:
+            problem = f"on the meta device, without values; call model.to_empty first, or {_ON_A_COPY}"
+        elif parameter.requires_grad and parameter.layout != torch.strided:
+            problem = "sparse, and rows are cut from dense tensors; pass the dense parameter"
+        elif is_flattened(parameter):
+            problem = (
+                "a piece of a tensor that FullyShardedDataParallel flattened, without rows; shard with fully_shard, "
+                "after the rows are found"
             )
-        if parameter.requires_grad and parameter.layout != torch.strided:
-            raise ValueError(
-                f"parameter {name!r} is sparse, and rows are cut from dense tensors; pass the dense parameter"
+        elif is_sharded(parameter):
+            problem = (
+                "sharded over several processes; call find_groups before fully_shard, then groups.of(model) gives the "
+                f"rows of the sharded parameters; or {_ON_A_COPY}"
             )
-        if is_flattened(parameter):
-            raise ValueError(
-                f"parameter {name!r} is a piece of a tensor that FullyShardedDataParallel flattened, without rows; "
-                "shard with fully_shard, after the rows are found"
-            )
-        if is_sharded(parameter):
-            raise ValueError(
-                f"parameter {name!r} is sharded over several processes; call find_groups before fully_shard, then "
-                f"groups.of(model) gives the rows of the sharded parameters; or {_ON_A_COPY}"
-            )
+        else:
+            continue
+        raise ValueError(f"parameter {name!r} is {problem}")
 
 
 @contextmanager
@@ -153,14 +143,13 @@ def _bar() -> Iterator[Callable[[int, int], object]]:
 
 def _idle_parts(measured: Measurements) -> list[str]:
     """A note on weights, and on experts that are slices of one, that some pass did not reach: a larger batch may."""
-    idle: dict[str, str] = {}  # name → which part of it
+    idle: dict[str, str] = {}  # which part of each name
     for name in measured.prober.trainable:
         shape = measured.shapes[name]
         if len(shape) == 3 and shape[0] > 1:
             passes = [*measured.random, *measured.grown]
             slices = max(int((reading.tables[name][0,][2] == 0).sum()) for reading in passes)
-            if slices:
-                idle[name] = f"{slices} of {shape[0]} slices of "
+            idle |= {name: f"{slices} of {shape[0]} slices of "} if slices else {}
         elif is_matrix(shape) and not all(reading.slope[name] for reading in measured.random):
             idle[name] = ""
     if not idle:
@@ -171,9 +160,6 @@ def _idle_parts(measured: Measurements) -> list[str]:
         "what is found depends on the batch: in some passes or all no gradient reached these parts, as an expert that "
         f"gets no token; a larger batch may prove more: {', '.join(texts)}"
     ]
-
-
-# The first pass
 
 
 def _first_pass(prober: Prober) -> Reading:
@@ -189,13 +175,14 @@ def _first_pass(prober: Prober) -> Reading:
             f"the model's output holds {what}, so no derivative can be taken; return the floating-point outputs that "
             "the loss is computed from, without detach() or torch.no_grad()"
         )
-    if any(bool(t.isnan().any()) for t in reading.outputs):
-        raise ValueError(
-            "the model's output contains NaN on these inputs, so nothing can be measured; check the inputs for NaN "
-            "and infinities and the parameters for divergence"
-        )
     if not reading.finite:
-        raise ValueError("the gradients of the model are not finite on these inputs; check them for NaN and infinities")
+        what = (
+            "output contains NaN" if any(bool(t.isnan().any()) for t in reading.outputs) else "gradients are not finite"
+        )
+        raise ValueError(
+            f"the model's {what} on these inputs, so nothing can be measured; check the inputs for NaN and infinities "
+            "and the parameters for divergence"
+        )
     return reading
 
 
@@ -224,13 +211,11 @@ def _small_batches(prober: Prober) -> Iterator[None]:
         if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
             small[name] = None
 
-    norms = {bare(name): module for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)}
-    hooks = [norm.register_forward_pre_hook(partial(check, name)) for name, norm in norms.items()]
-    try:
+    with ExitStack() as stack:
+        for name, module in prober.model.named_modules():
+            if isinstance(module, _BatchNorm):
+                stack.callback(module.register_forward_pre_hook(partial(check, bare(name))).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
     if small:
         prober.remarks.append(
             "batch normalization of two values per channel keeps nothing but their order, so that weights in front "
@@ -248,9 +233,14 @@ def _in_plain_words(prober: Prober, error: Exception) -> Exception:
             f"move the inputs with .to({sorted(model_on)[0]!r})"
         )
     for position, value in enumerate(prober.args):
-        if isinstance(value, Mapping) and _rejected(prober, position, error):
+        kind, others = type(value).__name__, [other for i, other in enumerate(prober.args) if i != position]
+        if isinstance(value, Mapping):
+            try:  # whether forward takes its items by keyword
+                inspect.signature(prober.model.forward).bind(*others, **value, **prober.kwargs)
+            except (TypeError, ValueError):
+                if not isinstance(error, TypeError | AttributeError) or kind not in str(error):
+                    continue
             name = name_inputs(prober.model, prober.args)[position] or f"number {position + 1}"
-            kind = type(value).__name__
             return TypeError(
                 f"the model does not take a {kind} as its argument {name}: it raised {in_words(error)}; "
                 f"pass the items of the {kind} by keyword: find_groups(model, **batch)"
@@ -259,14 +249,3 @@ def _in_plain_words(prober: Prober, error: Exception) -> Exception:
     if "more than 1 value per channel" in str(error):
         hint = "batch normalization needs more than one sample: pass a larger batch"
     return RuntimeError(f"on these inputs the model raised {in_words(error)}; {hint}")
-
-
-def _rejected(prober: Prober, position: int, error: Exception) -> bool:
-    """Whether the model wants the items of a mapping by keyword: by its signature, or by what it raised."""
-    mapping = prober.args[position]
-    others = [value for i, value in enumerate(prober.args) if i != position]
-    try:
-        inspect.signature(prober.model.forward).bind(*others, **mapping, **prober.kwargs)
-    except (TypeError, ValueError):
-        return isinstance(error, TypeError | AttributeError) and type(mapping).__name__ in str(error)
-    return True

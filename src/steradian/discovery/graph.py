@@ -1,13 +1,13 @@
 """The autograd graph of a pass, and what it says about parameters that grow by one factor.
 
-One table of operations answers three questions. `propose`: for every tensor h of the model, which parameters scale h
+One table of operations answers three questions. `proposals`: for every tensor h of the model, which parameters scale h
 when they grow together? If h is normalized, that set is jointly invariant; the graph does not know what is normalized,
 so every tensor proposes its set, and the measured inner products decide. `readers`: which parameters multiply h next?
 `follow`: where does the factor of a set go? It may reach a nonlinearity, and it disappears in a normalization.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from heapq import heappop, heappush
@@ -29,15 +29,13 @@ _KINDS = {
     # Part of a normalization, of a polynomial, or of an activation with a threshold.
     "power": "pow sqrt rsqrt reciprocal clamp clampmin clampmax",
     # Homogeneous of degree 1 in all inputs together.
-    "linear": """sum mean cumsum neg relu leakyrelu abs amax
-        maxpool2dwithindices maxpool3dwithindices adaptivemaxpool2d adaptivemaxpool3d
-        avgpool2d avgpool3d adaptiveavgpool2d adaptiveavgpool3d
-        nativedropout fuseddropout embedding embeddingbag channelshuffle nativechannelshuffle index indexselect gather
-        view unsafeview reshapealias t transpose permute expand clone tocopy alias
-        squeeze unsqueeze select slice split splitwithsizes unbind repeat
-        roll flip diagonal tril triu asstrided pixelshuffle pixelunshuffle im2col col2im
-        constantpadnd reflectionpad1d reflectionpad2d replicationpad1d replicationpad2d
-        upsamplenearest1d upsamplenearest2d upsamplebilinear2d upsamplebicubic2d""",
+    "linear": """sum mean cumsum neg relu leakyrelu abs amax maxpool2dwithindices maxpool3dwithindices adaptivemaxpool2d
+        adaptivemaxpool3d avgpool2d avgpool3d adaptiveavgpool2d adaptiveavgpool3d nativedropout fuseddropout embedding
+        embeddingbag channelshuffle nativechannelshuffle index indexselect gather view unsafeview reshapealias t
+        transpose permute expand clone tocopy alias squeeze unsqueeze select slice split splitwithsizes unbind repeat
+        roll flip diagonal tril triu asstrided pixelshuffle pixelunshuffle im2col col2im constantpadnd reflectionpad1d
+        reflectionpad2d replicationpad1d replicationpad2d upsamplenearest1d upsamplenearest2d upsamplebilinear2d
+        upsamplebicubic2d""",
     "sum": "add sub rsub",
     "concatenation": "cat stack copyslices",
     # Entries come from one input or another, or the inputs play different roles.
@@ -78,7 +76,6 @@ class Call:
     name: str
     kind: str
     composite: bool
-    parent: "Call | None"
     start: int
     end: int = -1
 
@@ -93,23 +90,18 @@ def record_calls(model: nn.Module, calls: list[Call]) -> Iterator[None]:
 
     def enter(name: str, module: nn.Module, _: Any) -> None:
         kind, composite = type(module).__name__.removeprefix("Parametrized"), any(True for _ in module.children())
-        parent = running[-1] if running else None
-        running.append(Call(name, kind, composite, parent, torch._C._autograd._get_sequence_nr()))
+        running.append(Call(name, kind, composite, torch._C._autograd._get_sequence_nr()))
         calls.append(running[-1])
 
     def leave(*_: Any) -> None:
         if running:
             running.pop().end = torch._C._autograd._get_sequence_nr()
 
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(enter, bare(name)), prepend=True))
-        handles.append(module.register_forward_hook(leave))
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(partial(enter, bare(name)), prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass
@@ -143,6 +135,17 @@ class Graph:
         used = [name for name, leaf in self.leaf_nodes.items() if self.nodes[leaf].consumers]
         return {name: place for place, name in enumerate(sorted(used, key=self.first_use))}
 
+    @cached_property
+    def proposals(self) -> tuple[list[tuple[str, ...]], dict[str, set[str]]]:
+        """Sets that may be jointly invariant, and for each parameter those that it multiplies: everything upstream."""
+        return _propose(self)
+
+    def parallel(self, names: Sequence[str]) -> bool:
+        """Whether no member acts through another: weight and bias, two embeddings, not a residual stream."""
+        # A recurrent weight acts through itself and so through everything beside it; that does not count.
+        acting = {name: self.proposals[1].get(name, set()) for name in names}
+        return all(others.isdisjoint(names) or name in others for name, others in acting.items())
+
     def first_use(self, name: str) -> int:
         """The sequence number of the first operation that reads a parameter."""
         return min(self.nodes[i].sequence for i in self.nodes[self.leaf_nodes[name]].consumers)
@@ -159,13 +162,8 @@ class Graph:
         return True
 
     def calls_around(self, sequence: int) -> list[Call]:
-        """The innermost call during which a node was made and those around it, from the inside out."""
-        inside = [call for call in self.calls if call.start <= sequence < call.end]
-        chain, call = [], inside[-1] if inside else None
-        while call is not None:
-            chain.append(call)
-            call = call.parent
-        return chain
+        """The calls during which a node was made, from the inside out."""
+        return [call for call in reversed(self.calls) if call.start <= sequence < call.end]
 
 
 def read_graph(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor], calls: Sequence[Call] = ()) -> Graph:
@@ -217,25 +215,8 @@ Mask = int
 """A set of parameters, one bit each."""
 
 
-@dataclass
-class Proposals:
-    """What the graph says about sets."""
-
-    sets: list[tuple[str, ...]] = field(default_factory=list)  # sets that may be jointly invariant
-    # Per parameter, those that it multiplies: a weight acts on everything upstream of it.
-    through: dict[str, set[str]] = field(default_factory=dict)
-
-    def parallel(self, names: Sequence[str]) -> bool:
-        """Whether no member acts through another: weight and bias, two embeddings, not a residual stream.
-
-        A recurrent weight acts through itself and so through everything beside it; that does not count.
-        """
-        acting = {name: self.through.get(name, set()) for name in names}
-        return all(others.isdisjoint(names) or name in others for name, others in acting.items())
-
-
-def propose(graph: Graph) -> Proposals:
-    """For each tensor of the graph, the parameters that scale it when they grow together."""
+def _propose(graph: Graph) -> tuple[list[tuple[str, ...]], dict[str, set[str]]]:
+    """For each tensor of the graph, the parameters that scale it when they grow together; and what each multiplies."""
     names = list(graph.leaf_nodes)
     bits = {name: 1 << i for i, name in enumerate(names)}
     sets: set[Mask] = set()
@@ -266,7 +247,7 @@ def propose(graph: Graph) -> Proposals:
         if scaling[-1].bit_count() > 1:
             sets.add(scaling[-1])
     acting = {names[one.bit_length() - 1]: set(_members(others, names)) for one, others in through.items()}
-    return Proposals([_members(mask, names) for mask in sets], acting)
+    return [_members(mask, names) for mask in sets], acting
 
 
 def _terms(node: Node) -> list[int | None] | None:
@@ -341,11 +322,9 @@ class Path:
 
 
 def follow(graph: Graph, names: Sequence[str], against: Sequence[str] = ()) -> Path:
-    """Follow the factor by which some parameters grow together, and others shrink, until it disappears on every path.
-
-    Each tensor has a power of the factor, NaN if it is unknown. It is certain up to the first operation that may be
-    part of a normalization: behind that, it explains an invariance, but does not refute one.
-    """
+    """Follow the factor by which some parameters grow together, and others shrink, until it has disappeared."""
+    # Each tensor has a power of the factor, NaN if it is unknown. It is certain up to the first operation that may be
+    # part of a normalization: behind that, it explains an invariance, but does not refute one.
     given = dict.fromkeys(names, 1.0) | dict.fromkeys(against, -1.0)
     power, uncertain = {graph.leaf_nodes[n]: p for n, p in given.items() if n in graph.leaf_nodes}, set[int]()
     path = Path(known=len(power) == len(given), traced=len(power) == len(given))

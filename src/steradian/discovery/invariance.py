@@ -7,9 +7,9 @@ growth, some fall linearly, and some are inactive at a grown point (`_constant`,
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import combinations, product
 from statistics import median_low
 
@@ -26,14 +26,12 @@ Table = Tensor
 """Sums over all dimensions but those of its key of [g·x, (g·x)², g², x²], stacked in this order."""
 Cut = tuple[int, ...]
 """Number of blocks along each dimension."""
+Cuts = tuple[Cut, ...]
+"""Of each parameter of a set into as many slices, of which those at the same place belong together."""
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether more than one dimension is longer than 1: a weight, not a gain, a bias or a token.
-
-    >>> is_matrix((8, 3)), is_matrix((8, 1, 1)), is_matrix(())
-    (True, False, False)
-    """
+    """Whether more than one dimension is longer than 1: a weight, not a gain, a bias or a token."""
     return sum(size > 1 for size in shape) >= 2
 
 
@@ -41,33 +39,23 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def imbalance(sums: Tensor, floor: float, *, signed: bool = False) -> Tensor:
-    """|Σ g·x| / √Σ(g·x)² per block: of order 1 where nothing cancels, ε/σ² under a normalization.
-
-    Unlike |cos(x, ∇L)| it does not shrink with the number of entries, so it separates long rows too. Effects up to
-    `floor` are rounding.
-    """
+    """|Σ g·x| / √Σ(g·x)² per block, with effects up to `floor` as rounding; long rows have the same as short ones."""
     ratio = sums[0] / (sums[1].sqrt() + floor)
     return ratio if signed else ratio.abs()
 
 
 def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
-    """Whether a defect fell as one due to ε, with the square of the growth, or is settled anyway.
-
-    Growing a row by ρ divides ε/σ² by ρ². Anything else that competes with the row, such as another branch added
-    before the normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5. (An ε that is
-    added to σ loses weight with ρ too: see `_linear`.) Both imbalances are of one point and loss.
-    """
+    """Whether a defect fell as one due to ε, with the square of the growth, or is settled anyway."""
+    # Growing a row by ρ divides ε/σ² by ρ². Whatever else competes with the row, such as a branch added before the
+    # normalization, loses weight with ρ only. The line is drawn between the two, at ρ^1.5.
     # The median helps a row whose defect happened to be small before.
     typical = torch.maximum(before, before.median())
     return after <= torch.clamp(typical * thresholds.PACE, min=settled)
 
 
 def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: int = 2) -> Tensor:
-    """Whether a signed defect is divided by the square of the growth, as ε's is to first order, in most rows.
-
-    An activation such as GELU, which becomes ReLU as its inputs grow, loses its defect at the same pace on average
-    over many units, but each row at its own. The order is 1 for an ε that is added to a length instead of its square.
-    """
+    """Whether a signed defect is divided by the growth to this order, in most rows: 2 for ε, 1 for one added to σ."""
+    # GELU, which becomes ReLU as its inputs grow, loses its defect at that pace on average, but each row at its own.
     power = (thresholds.GROWTH[1] / thresholds.GROWTH[0]) ** order
     typical = torch.maximum(before.abs(), before.abs().median())
     many = before.numel() >= thresholds.MANY_ROWS
@@ -83,27 +71,19 @@ def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: i
     return follows
 
 
-@dataclass(frozen=True)
 class Evidence:
     """One probe's tables of one parameter (or of several joined along dimension 0), and what to make of them."""
 
-    tables: dict[Key, Table]  # the sums that the probe kept, by key
-    floor: float  # effects below this are rounding; a row with no other effect cannot be judged
-    tolerance: float  # imbalance up to which a row counts as invariant
-    _sums: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
-    _imbalances: dict[Cut, Tensor] = field(default_factory=dict, repr=False)
+    def __init__(self, tables: dict[Key, Table], floor: float, tolerance: float) -> None:
+        self.tables = tables  # the sums that the probe kept, by key
+        self.floor = floor  # effects below this are rounding; a row with no other effect cannot be judged
+        self.tolerance = tolerance  # imbalance up to which a row counts as invariant
+        self.sums = cache(partial(block_sums, tables))  # the sums of `Table` on each block of a cut
+        self.signed = cache(lambda cut: imbalance(self.sums(cut), floor, signed=True))  # imbalance of each block
 
-    def sums(self, cut: Cut) -> Tensor:
-        """The sums of `Table` on each block of a cut."""
-        if cut not in self._sums:
-            self._sums[cut] = block_sums(self.tables, cut)
-        return self._sums[cut]
-
-    def imbalance(self, cut: Cut, *, signed: bool = False) -> Tensor:
+    def imbalance(self, cut: Cut) -> Tensor:
         """Of each block of a cut."""
-        if cut not in self._imbalances:
-            self._imbalances[cut] = imbalance(self.sums(cut), self.floor, signed=True)
-        return self._imbalances[cut] if signed else self._imbalances[cut].abs()
+        return self.signed(cut).abs()
 
     def beside_others(self, cut: Cut) -> Tensor:
         """The same, but small for rows that hardly have an effect beside the typical one."""
@@ -127,15 +107,15 @@ class Trial:
 
     def evidence(self, cut: Cut) -> list[Evidence]:
         """The probes that have a table of the dimensions of a cut."""
-        key = _key(cut)
-        return [e for e in (*self.random, *self.grown) if key in e.tables]
+        return [e for e in (*self.random, *self.grown) if divided(cut) in e.tables]
 
     def at_random(self, cut: Cut) -> bool:
         """Whether the random points have such a table: those of two dimensions are made at grown points only."""
-        return _key(cut) in self.random[0].tables
+        return divided(cut) in self.random[0].tables
 
 
-def _key(cut: Cut) -> Key:
+@cache
+def divided(cut: Cut) -> Key:
     """The dimensions that a cut divides."""
     return tuple(i for i, blocks in enumerate(cut) if blocks > 1)
 
@@ -145,56 +125,61 @@ def cut_of(dims: int, blocks: dict[int, int]) -> Cut:
     return tuple(blocks.get(i, 1) for i in range(dims))
 
 
-def block_sums(tables: dict[Key, Table], cut: Cut) -> Tensor:
+def block_sums(tables: Mapping[Key, Table], cut: Cut) -> Tensor:
     """The sums of `Table` on each block of a cut."""
-    key = _key(cut)
-    table = tables[key]
-    for position, i in enumerate(key):
-        table = table.unflatten(position + 1, (cut[i], -1)).sum(position + 2)
+    table = tables[divided(cut)]
+    for dim, i in enumerate(divided(cut), 1):
+        if table.shape[dim] > cut[i]:
+            table = table.unflatten(dim, (cut[i], -1)).sum(dim + 1)
     return table
+
+
+def slice_sums(tables: Mapping[Key, Table], cut: Cut) -> Table | None:
+    """The sums of one member per slice; None if the table that it needs was not made."""
+    return block_sums(tables, cut).reshape(4, -1) if divided(cut) in tables else None
+
+
+def join(tables: Sequence[Mapping[Key, Table]], cuts: Cuts) -> dict[Key, Table]:
+    """The tables of all members as of one tensor whose dimension 0 are the slices; without cuts, of the whole."""
+    parts = [slice_sums(of_member, cut) for of_member, cut in zip(tables, cuts, strict=False)]
+    known = [part for part in parts if part is not None]
+    joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
+    if known and len(known) == len(parts):
+        joined[0,] = torch.stack(known).sum(0)
+    return joined
 
 
 # Which blocks are invariant
 
 
-def _small(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks whose imbalance is within its tolerance in every probe that decides, and falls as they grow."""
+def _balanced(evidence: Sequence[Evidence], cut: Cut, share: float = 1.0) -> Tensor:
+    """Probes × blocks: whether the imbalance is within this share of the tolerance."""
+    return torch.stack([e.imbalance(cut) <= share * e.tolerance for e in evidence])
+
+
+def _invariant(cut: Cut, trial: Trial, *, explained: bool = True) -> Tensor:
+    """Blocks whose imbalance is within its tolerance in every probe that decides and falls, as can be explained."""
     if not trial.grown:
-        return torch.stack([e.imbalance(cut) <= e.tolerance for e in trial.random]).all(0)
-    grown = [e.imbalance(cut) for e in trial.grown]
-    good = torch.stack([d <= e.tolerance for d, e in zip(grown, trial.grown, strict=True)]).all(0)
-    falling = falls(grown[0], grown[-1], trial.precision.settled)
-    good &= falling if bool(falling.all()) else falling | _linear(cut, trial)
-    return good if bool(good.all()) else good | _constant(cut, trial) | _faded(cut, trial)
-
-
-def _invariant(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks that are small and whose defects have an explanation."""
-    good = _small(cut, trial)
-    if len(trial.grown) < 2 or not bool(good.any()):
+        return _balanced(trial.random, cut).all(0)
+    before, after = (trial.grown[i].signed(cut) for i in (0, -1))
+    special, linear = _constant(cut, trial) | _faded(cut, trial), _linear(cut, trial)
+    falling = falls(before.abs(), after.abs(), trial.precision.settled)
+    good = special | (_balanced(trial.grown, cut).all(0) & (falling | linear))
+    if not explained or len(trial.grown) < 2 or not bool(good.any()):
         return good
-    before, after = (e.imbalance(cut, signed=True) for e in trial.grown)
-    # What is settled at both growths needs no explanation: a row of little effect has rounding of its own.
+    # What is settled at both growths needs no explanation: a row of little effect has rounding of its own. Without a
+    # nonlinearity, what falls is due to ε; where samples differ, not by exactly the square.
     settled = torch.maximum(before.abs(), after.abs()) <= trial.precision.settled
-    explained = settled | follows_growth(before, after, trial.precision.resolution)
-    if trial.known_path:
-        # Without a nonlinearity, what falls is due to ε; where samples differ, not by exactly the square.
-        explained = torch.ones_like(settled)
-    explained |= _constant(cut, trial) | _faded(cut, trial) | _linear(cut, trial)
-    return good & explained & ~_saturated(cut, trial)
+    by_epsilon = settled | follows_growth(before, after, trial.precision.resolution) | trial.known_path
+    return good & (by_epsilon | special | linear) & ~_saturated(cut, trial)
 
 
 def _saturated(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks whose defect falls much faster than ε's, from ordinary scale to the smaller growth or from there on.
-
-    A path around the normalization that saturates does that, and makes its rows not invariant.
-    """
+    """Blocks whose defect falls much faster than ε's, as a path around the normalization does that saturates."""
     first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
     before, radial, effect = trial.grown[0].imbalance(cut), last[0].abs(), last[1].sqrt()
-    pace = min(
-        float(radial.median() / first[0].abs().median().clamp(min=1e-300)),
-        (thresholds.GROWTH[0] / thresholds.GROWTH[1]) ** 2,
-    )
+    usual = (thresholds.GROWTH[0] / thresholds.GROWTH[1]) ** 2
+    pace = min(float(radial.median() / first[0].abs().median().clamp(min=1e-300)), usual)
     fast = (before > 10 * trial.precision.settled) & (radial < first[0].abs() * pace / thresholds.FASTER)
     fast &= effect >= thresholds.INACTIVE * effect.median()
     if not trial.at_random(cut):
@@ -219,46 +204,43 @@ def _constant(cut: Cut, trial: Trial) -> Tensor:
 
 
 def _linear(cut: Cut, trial: Trial) -> Tensor:
-    """Blocks whose defect falls with the growth itself and is small at ordinary scale: (w − mean) / (std + ε).
-
-    Anything else that is added before a normalization falls like that too, but seldom starts so small.
-    """
-    before, after = (trial.grown[i].imbalance(cut, signed=True) for i in (0, -1))
+    """Blocks whose defect falls with the growth itself and is small at ordinary scale: (w − mean) / (std + ε)."""
+    # Anything else that is added before a normalization falls like that too, but seldom starts so small.
+    before, after = (trial.grown[i].signed(cut) for i in (0, -1))
     if len(trial.grown) < 2 or not trial.at_random(cut):
         return torch.zeros_like(after, dtype=torch.bool)
     defects = torch.stack([e.imbalance(cut) for e in trial.random])
-    most = trial.precision.linear * (thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1)
+    small = (defects <= _of_many(cut) * trial.precision.linear).all(0)
     typical = defects.reshape(len(defects), -1).median(1).values <= trial.precision.linear
-    return typical.all() & (defects <= most).all(0) & follows_growth(before, after, trial.precision.resolution, order=1)
+    return typical.all() & small & follows_growth(before, after, trial.precision.resolution, order=1)
+
+
+def _of_many(cut: Cut) -> int:
+    """Multiple of a tolerance that the rows of a cut may have, 1 if they are few."""
+    return thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1
 
 
 def _faded(cut: Cut, trial: Trial) -> Tensor:
-    """Few blocks among others that ε dominates at one point, and that are balanced in most probes at ordinary scale.
-
-    A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: at that
-    point they act through ε alone. The imbalance of a unit with hardly any variance starts too high to end where
-    others do; it falls as ε does, or is next to nothing in all other probes.
-    """
-    first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
+    """Few blocks among others that ε dominates at one point, and that are balanced in most probes at ordinary scale."""
+    # A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: there
+    # they act through ε alone. The imbalance of a unit with hardly any variance starts too high to end where others do;
+    # it falls as ε does, or is next to nothing in all other probes.
+    first, last = (trial.grown[i].sums(cut)[1].sqrt() for i in (0, -1))  # effects
     before, after = trial.grown[0].imbalance(cut), trial.grown[-1].imbalance(cut)
     # A unit that dies on the way was balanced before; one that was dead before cannot be judged.
-    dead = [sums[1].sqrt() < thresholds.INACTIVE * sums[1].sqrt().median() for sums in (first, last)]
-    inactive = dead[1] & (dead[0] | (before <= trial.grown[-1].tolerance))
-    if not trial.at_random(cut):
-        return inactive if bool(inactive.double().mean() <= thresholds.MOST_FADED) else torch.zeros_like(inactive)
-    balanced = torch.stack([e.imbalance(cut) <= e.tolerance for e in trial.random]).double().mean(0) > 0.5
-    certain = torch.stack([e.imbalance(cut) <= thresholds.CERTAIN * e.tolerance for e in trial.random]).all(0)
-    high = (before > trial.grown[0].tolerance) | (after > trial.grown[-1].tolerance)
-    high |= ~falls(before, after, trial.precision.settled)
-    active = first[1] > 0
-    faded = inactive & balanced & active
-    # An effect ‖g ⊙ x‖ does not change when an invariant row grows, unless it is due to ε.
-    faded |= balanced & (last[1].sqrt() <= first[1].sqrt() * thresholds.PACE) & active
-    falling = (after <= before * thresholds.PACE) | (
-        (after <= before * thresholds.GROWTH[0] / thresholds.GROWTH[1]) & trial.known_path
-    )
-    faded |= high & (after < trial.precision.flat) & balanced & falling
-    faded |= high & (trial.grown[-1].beside_others(cut) < trial.precision.flat) & certain
+    dead = [effect < thresholds.INACTIVE * effect.median() for effect in (first, last)]
+    faded = dead[1] & (dead[0] | (before <= trial.grown[-1].tolerance))
+    if trial.at_random(cut):
+        balanced = _balanced(trial.random, cut).double().mean(0) > 0.5
+        certain = _balanced(trial.random, cut, thresholds.CERTAIN).all(0)
+        # An effect ‖g ⊙ x‖ does not change when an invariant row grows, unless it is due to ε.
+        faded = (faded | (last <= first * thresholds.PACE)) & balanced & (first > 0)
+        high = (before > trial.grown[0].tolerance) | (after > trial.grown[-1].tolerance)
+        high |= ~falls(before, after, trial.precision.settled)
+        slower = (after <= before * thresholds.GROWTH[0] / thresholds.GROWTH[1]) & trial.known_path
+        falling = (after <= before * thresholds.PACE) | slower
+        faded |= high & (after < trial.precision.flat) & balanced & falling
+        faded |= high & (trial.grown[-1].beside_others(cut) < trial.precision.flat) & certain
     return faded if bool(faded.double().mean() <= thresholds.MOST_FADED) else torch.zeros_like(faded)
 
 
@@ -266,28 +248,23 @@ def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
     """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there."""
     # Where the random points have no table of a pair of dimensions, each of the two is judged by itself. With a known
     # path, the probe is a typical one: a batch of few samples may leave a normalization hardly any variance.
-    cuts = [cut] if trial.at_random(cut) else [cut_of(len(cut), {i: cut[i]}) for i in _key(cut)]
+    cuts = [cut] if trial.at_random(cut) else [cut_of(len(cut), {i: cut[i]}) for i in divided(cut)]
     across = median_low if trial.known_path else max
     reached = [[e for e in trial.random if bool(e.sums(c)[1].any())] or trial.random for c in cuts]
-    typical = max(
-        across([float(e.imbalance(c).median()) for e in of_cut]) for c, of_cut in zip(cuts, reached, strict=True)
-    )
-    return typical, max(float(e.beside_others(c).max()) for c in cuts for e in trial.random)
+    typical = [across([float(e.imbalance(c).median()) for e in of_c]) for c, of_c in zip(cuts, reached, strict=True)]
+    return max(typical), max(float(e.beside_others(c).max()) for c in cuts for e in trial.random)
 
 
 # The finest cut
 
 
 def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
-    """The cut with most rows all of which are invariant; None if not even the whole tensor is.
-
-    A cut that holds implies every coarser one, so the search divides each dimension by itself and combines two only
-    where each can be divided and their table exists (see `pair_keys`). Dimension 0 is preferred between equals. Rows
-    have at least two entries: a single number has a radius only.
-    """
+    """The cut with most rows, of two entries or more, all of which are invariant; None if the whole tensor is not."""
+    # A cut that holds implies every coarser one, so each dimension is divided by itself, and two together where each
+    # can be and their table exists. Dimension 0 is preferred between equals.
     whole = (1,) * len(shape)
     # In the sum of all rows, one of hardly any variance may dominate the others.
-    if not bool(_small(whole, trial).all()) and not slices_balanced(shape, trial):
+    if not bool(_invariant(whole, trial, explained=False).all()) and not slices_balanced(shape, trial):
         return None
     most = {i: _most_blocks(shape, i, trial) for i in range(len(shape))}
     found = [cut_of(len(shape), {i: g}) for i, g in most.items() if g > 1]
@@ -309,11 +286,9 @@ def pair_keys(shape: Sequence[int], trial: Trial) -> list[Key]:
 
 
 def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
-    """Whether so many slices along some dimension are balanced that it cannot be chance.
-
-    Where the rows are small, ε leaves a defect of several percent: too much to judge one row by, but not hundreds.
-    Defects due to ε are distributed like a normal variable, so that hardly any is four times the typical one.
-    """
+    """Whether so many slices along some dimension are balanced that it cannot be chance."""
+    # Where the rows are small, ε leaves a defect of several percent: too much to judge one row by, but not hundreds.
+    # Defects due to ε are distributed like a normal variable, so that hardly any is four times the typical one.
 
     def mostly_balanced(cut: Cut, evidence: Evidence) -> bool:
         defects = evidence.imbalance(cut)[evidence.measurable(cut)].sort().values
@@ -328,11 +303,8 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
 
 
 def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | None:
-    """Blocks of dimension 0 of which some are invariant and others not: (blocks, the invariant ones).
-
-    Of such cuts, the one that leaves least out and then the coarsest, as in a fused query-key-value weight
-    under QK-norm: (3, [0, 1]). None if too few are invariant.
-    """
+    """Into how many blocks dimension 0 is cut and which are invariant, as (3, [0, 1]); None if too few are."""
+    # The cut that leaves least out and then the coarsest, as in a fused query-key-value weight under QK-norm.
     best: tuple[int, list[int]] | None = None
     for blocks in divisors(shape[0]) if shape else ():
         if 1 < blocks <= shape[0] // 2:
@@ -348,7 +320,7 @@ def to_spec(cut: Cut, shape: Sequence[int]) -> Spec:
     >>> to_spec((8, 1), (8, 3)), to_spec((4, 1), (8, 3)), to_spec((1, 3), (8, 3)), to_spec((2, 3, 1), (8, 3, 5))
     ('filter', 4, ('axis', 1), ('grid', 2, -1))
     """
-    key = _key(cut)
+    key = divided(cut)
     if not key:
         return "filter" if shape and shape[0] == 1 else "tensor"
     if key == (0,):
@@ -376,12 +348,10 @@ def _most_blocks(shape: Sequence[int], dim: int, trial: Trial) -> int:
 
 
 def _clearly_invariant(cut: Cut, trial: Trial) -> Tensor:
-    """Invariant blocks with an effect in every probe; none if the others are nearly balanced too.
-
-    Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one counts.
-    """
+    """Invariant blocks with an effect in every probe; none if the others are nearly balanced too."""
+    # Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one counts.
     reached = torch.stack([e.measurable(cut) for e in trial.evidence(cut)]).all(0)
-    certain = torch.stack([e.imbalance(cut) <= thresholds.CERTAIN * e.tolerance for e in trial.random]).all(0)
+    certain = _balanced(trial.random, cut, thresholds.CERTAIN).all(0)
     good = _invariant(cut, trial) & reached & certain
     others = trial.evidence(cut)[-1].imbalance(cut)[reached & ~good]
     clear = len(others) > 0 and bool(others.median() > trial.random[0].tolerance)
@@ -394,9 +364,7 @@ def _holds(cut: Cut, trial: Trial) -> bool:
         return False
     # What becomes invariant as it grows, as GELU becomes ReLU, shows at ordinary scale; with many rows, in how the
     # defects fall.
-    most = max(e.tolerance for e in trial.random) * (
-        thresholds.MANY_ROWS_TOLERANCE if math.prod(cut) >= thresholds.MANY_ROWS else 1
-    )
+    most = _of_many(cut) * max(e.tolerance for e in trial.random)
     if trial.grown and typical_and_worst(cut, trial)[0] > most:
         return False
     # A cut is evidence only if two of its rows have an effect: with one, it is no finer than the whole.

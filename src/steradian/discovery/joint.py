@@ -7,7 +7,7 @@ sums, larger ones among the sets that the graph proposes.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,13 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
-from steradian.discovery.invariance import Key, Table, falls, follows_growth
+from steradian.discovery.invariance import Cut, Cuts, cut_of, falls, follows_growth, slice_sums
 
 if TYPE_CHECKING:
     from steradian.discovery.measurements import Measurements
     from steradian.discovery.probe import Reading
 
 
+Readings = Sequence["Reading"]
 Array = NDArray[np.float64]
 Indices = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -40,19 +41,20 @@ def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ..
     explained: dict[Indices, bool] = {}
     for s in _vanishing_sets(measured, grown, allowed, names, least=thresholds.CANCELLATION):
         of_set = [names[i] for i in s]
-        at_grown, at_random = (
-            next(_parts(measured, readings, of_set, [WHOLE])).defects() for readings in (grown, measured.random)
-        )
+        at_grown, at_random = (_whole_parts(measured, of, of_set).defects() for of in (grown, measured.random))
         after, before = torch.tensor(at_grown[[0, -1]], device="cpu")
         linear = bool((np.abs(at_random) <= precision.linear).all())
         linear = linear and bool(follows_growth(before, after, precision.resolution, order=1))
-        falling = bool(falls(before.abs(), after.abs(), precision.settled))
+        # Of the whole, and of a typical slice that the members share.
+        views = _parts(measured, grown, of_set, [(), *_many_slices(measured, of_set)])
+        left = [torch.tensor(parts.typical()[[-1, 0]], device="cpu")[:, None] for parts in views]
+        falling = [bool(falls(old, new, precision.settled)) for old, new in left]
         where = grown if s in proposed else independent
         # A set that vanishes by chance at one point must not hide the larger one that it is part of.
-        if (linear or falling or _slices_fall(measured, grown, of_set)) and _vanishes(
-            measured, measured.random, loose, of_set, where, least=thresholds.CANCELLATION
+        if (linear or any(falling)) and _vanishes(
+            measured, measured.random, loose, of_set, where, thresholds.CANCELLATION
         ):
-            by_sum = falling and bool(follows_growth(before, after, precision.resolution))
+            by_sum = falling[0] and bool(follows_growth(before, after, precision.resolution))
             explained[s] = linear or len(grown) < len(thresholds.GROWTH) or by_sum
     return {tuple(names[i] for i in s): explained[s] for s in _minimal(explained)}
 
@@ -68,88 +70,60 @@ def candidate_sets(measured: "Measurements", names: list[str]) -> list[tuple[str
 
 
 def _vanishing_sets(
-    measured: "Measurements", readings: Sequence["Reading"], allowed: Sequence[float], names: list[str], *, least: float
+    measured: "Measurements", readings: Readings, allowed: list[float], names: list[str], *, least: float
 ) -> list[Indices]:
-    """Sets of parameters whose sums vanish because their parts cancel.
-
-    Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the weight
-    nearly is. Other sets are searched among the unbalanced.
-
-    Args:
-        measured: all readings.
-        readings: where sums must vanish, up to the imbalance that is allowed in each.
-        allowed: per reading.
-        names: the parameters, which a set lists by their indices.
-        least: as in `Parts.cancels`, for the sets that are proposed.
-    """
-    M, sizes = _matrices(readings, names)
-    found: set[Indices] = set()
+    """Sets whose sums vanish in these readings, up to the imbalance allowed in each, because their parts cancel."""
+    # Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the weight
+    # nearly is. Other sets are searched among the unbalanced.
+    if not names:
+        return []
+    whole, found = _whole_parts(measured, readings, names), set[Indices]()
+    M, sizes = whole.parts[:, :, 0], whole.sizes[:, :, 0]
     for proposed in _proposed_sets(measured, names):
         # The members that take part in the sum go first, unless all leave much less of it.
         some, every = _essential(M, proposed), proposed
         left, left_of_all = (np.abs(M[:, list(s)].sum(1)).max(initial=0) for s in (some, every))
         for indices in (every, some) if left_of_all < left / 4 else (some, every):
-            if len(indices) > 1 and _vanishes(measured, readings, allowed, [names[i] for i in indices], least=least):
+            of_set = [names[i] for i in indices]
+            if len(indices) > 1 and _vanishes(measured, readings, allowed, of_set, readings, least):
                 found.add(indices)
                 break
-    place = [i for i, name in enumerate(names) if not measured.may_be_invariant(name)]
+    place = [i for i, name in enumerate(names) if name not in measured.may_be_invariant]
     # Among thousands of sets, some vanish by chance in float32.
     most = 4 if measured.prober.precision.dtype == torch.float64 else 2
     for s in _zero_sums(M[:, place], sizes[:, place], allowed, most=most):
         indices = tuple(place[i] for i in s)
         of_set = [names[i] for i in indices]
-        if next(_parts(measured, _reaching(readings, of_set), of_set, [WHOLE])).cancels(thresholds.CANCELLATION):
+        if _whole_parts(measured, _reaching(readings, of_set), of_set).cancels(thresholds.CANCELLATION):
             found.add(indices)
     return list(found)
 
 
 def _vanishes(
-    measured: "Measurements",
-    readings: Sequence["Reading"],
-    allowed: Sequence[float],
-    names: Sequence[str],
-    independent: Sequence["Reading"] | None = None,
-    *,
-    least: float,
+    measured: "Measurements", readings: Readings, allowed: list[float], names: list[str], shown: Readings, least: float
 ) -> bool:
-    """Whether the sum of a set vanishes because its parts cancel: as a whole, or in a typical shared slice.
-
-    As `_vanishing_sets`; `independent` are the readings that show whether parts cancel, if not the same.
-    """
+    """Whether a sum vanishes, as a whole or in a typical shared slice, and its parts cancel where that shows."""
     reaching = _reaching(readings, names)
     limits = [limit for limit, reading in zip(allowed, readings, strict=True) if reading in reaching]
-    views = [WHOLE, *_many_slices(measured, names)]
+    views = [(), *_many_slices(measured, names)]
     if not any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views)):
         return False
-    there = _reaching(independent or readings, names)
-    return any(parts.cancels(least) for parts in _parts(measured, there, names, views))
+    return any(parts.cancels(least) for parts in _parts(measured, _reaching(shown, names), names, views))
 
 
-def _slices_fall(measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str]) -> bool:
-    """Whether what is left of a typical shared slice falls as ε does, from the second reading to the first."""
-    if len(readings) < 2:
-        return False
-    views = _parts(measured, readings, names, _many_slices(measured, names))
-    defects = [torch.tensor(parts.typical(), device="cpu")[:, None] for parts in views]
-    return any(bool(falls(before, after, measured.prober.precision.settled)) for after, before in defects)
-
-
-def _reaching(readings: Sequence["Reading"], names: Sequence[str]) -> list["Reading"]:
+def _reaching(readings: Readings, names: Sequence[str]) -> list["Reading"]:
     """The readings that reach a set: chance or the data may skip it. All of them if none does."""
     return [reading for reading in readings if any(reading.slope[name] for name in names)] or list(readings)
 
 
 def _proposed_sets(measured: "Measurements", names: Sequence[str]) -> list[Indices]:
-    """The sets that the graph proposes, and the parameters of each module, as far as they are in names.
-
-    A parameter that is not in names has no effect, so it may grow or not. The parameters of one module are proposed
-    for graphs that hide their inside.
-    """
+    """The sets that the graph proposes and, as a graph may hide their inside, the parameters of each module."""
     modules: dict[str, list[str]] = {}
     for name in measured.prober.trainable:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
-    sets = [*measured.proposals.sets, *modules.values()]
+    # A parameter that is not in names has no effect, so it may grow or not.
     place = {name: i for i, name in enumerate(names)}
+    sets = [*measured.graph.proposals[0], *modules.values()]
     found = {tuple(sorted(place[name] for name in s if name in place)) for s in sets}
     return sorted(indices for indices in found if len(indices) > 1)
 
@@ -170,98 +144,6 @@ def _minimal(sets: Iterable[Indices]) -> list[Indices]:
     return kept
 
 
-# The parts of a sum
-
-
-def _matrices(readings: Sequence["Reading"], names: Sequence[str]) -> tuple[Array, Array]:
-    """M = ⟨∇L, x⟩ per probe and parameter, and the sizes that its sums are measured by.
-
-    A size is |M| with a floor, so that a probe in which it happens to be small does not magnify what ε leaves.
-    """
-    M = np.array([[r.radial[name] for name in names] for r in readings]).reshape(len(readings), -1)
-    effects = np.array([[r.effect[name] for name in names] for r in readings]).reshape(len(readings), -1)
-    return M, np.hypot(M, thresholds.LEAST_SHARE * effects)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the members of one set add to its sum: of the whole tensors, or of each slice that they share.
-
-    Rows of a set that happen to have next to no variance (a unit of ReLU that is hardly ever active) keep a large
-    part of what ε does to them, and in the sum over all rows they dominate the others. The slices separate them.
-    """
-
-    parts: Array  # ⟨∇L, x_i⟩, probes × members × slices
-    sizes: Array  # what each is measured by, as in `_matrices`
-    floor: Array  # per probe, the size up to which a slice is rounding
-
-    def defects(self) -> Array:
-        """What is left of each sum, relative to its parts: Σ parts / √Σ sizes², probes × slices."""
-        size = np.linalg.norm(self.sizes, axis=1)
-        result: Array = self.parts.sum(1) / np.where(size > 0, size, 1)
-        return result
-
-    def typical(self) -> Array:
-        """Per probe, the defect of a typical slice; inf if no slice is measurable."""
-        rows = zip(np.abs(self.defects()), self._measurable(), strict=True)
-        return np.array([np.median(defects[counts]) if counts.any() else np.inf for defects, counts in rows])
-
-    def balanced(self, allowed: Sequence[float]) -> bool:
-        """Whether a typical slice vanishes in every probe, up to what is allowed there.
-
-        One of three may leave four times as much: where few units are active, ε has more weight at some points.
-        """
-        left = self.typical() / np.asarray(allowed)
-        return bool((left > 1).sum() <= len(left) // 3) and bool((left <= 4).all())
-
-    def cancels(self, least: float) -> bool:
-        """Whether each member's part is cancelled by the others, rather than small itself.
-
-        A part is on average (of the logarithm) `least` times what is left of the sum: in one probe, parts that do not
-        belong together may happen to cancel. Of many slices, those do not count in which the part is small: a unit of
-        ReLU that is always active does not need the bias of its weight. What is left is at least rounding.
-        """
-        tiny, slices = np.finfo(np.float64).tiny, self.parts.shape[2]
-        rounding = thresholds.ROUNDING_OF_SUM * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny
-        left = np.maximum(np.abs(self.parts.sum(1, keepdims=True)), rounding)
-        ratio = np.log(np.abs(self.parts) + tiny) - np.log(left)
-        counts = np.broadcast_to(self._measurable()[:, None, :], ratio.shape)
-        if slices > 1:
-            counts = counts & (np.abs(self.parts) > self.sizes / 2)
-        number = counts.sum((0, 2))
-        if not self.parts.any() or bool((number < min(slices, thresholds.MANY_ROWS)).any()):
-            return False
-        average = np.where(counts, ratio.clip(max=np.log(1e6)), 0).sum((0, 2)) / number
-        return bool((average > np.log(least)).all())
-
-    def _measurable(self) -> NDArray[np.bool_]:
-        """Probes × slices."""
-        return np.asarray(np.sqrt(np.square(self.sizes).sum(1)) > self.floor[:, None])
-
-
-def _parts(
-    measured: "Measurements", readings: Sequence["Reading"], names: Sequence[str], views: Sequence["Alignment"]
-) -> Iterator[Parts]:
-    """What each member adds in each slice, for the views whose tables the probes have."""
-    for view in views:
-        tables = [view.table(r.tables[name], measured.shapes[name]) for r in readings for name in names]
-        known = [table[:2].reshape(2, -1).numpy() for table in tables if table is not None]
-        if len(known) == len(tables):
-            sums = np.array(known).reshape(len(readings), len(names), 2, -1)
-            parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
-            least = thresholds.MEASURABLE if view.slices > 1 else 0.0
-            floor = np.array([least * measured.floor(reading, names) for reading in readings])
-            yield Parts(parts, np.hypot(parts, thresholds.LEAST_SHARE * effects), floor)
-
-
-def _many_slices(measured: "Measurements", names: Sequence[str]) -> list["Alignment"]:
-    """The ways in which the members share so many slices that a typical one can be judged."""
-    shapes = [measured.shapes[name] for name in names]
-    if all(len(shape) == 1 for shape in shapes):
-        return []  # a single number of each
-    return [view for view in alignments(shapes) if view.slices >= thresholds.MANY_ROWS]
-
-
 def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int = 4) -> list[Indices]:
     """Sets of two to `most` columns whose sum vanishes in every row, smallest first; some may contain others.
 
@@ -273,7 +155,7 @@ def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int 
     """
     n, allowed = M.shape[1], np.asarray(tolerance)
     single = np.arange(n)[:, None]
-    pairs = np.array([(i, j) for i in range(n) for j in range(i + 1, n)], dtype=np.intp).reshape(-1, 2)
+    pairs = np.stack(np.triu_indices(n, 1), axis=1)
     found = _matches(M, sizes, single, single, allowed)
     if most >= 3 and 3 <= n <= thresholds.MOST_FOR_THREE:
         found += _matches(M, sizes, pairs, single, thresholds.LARGER_SETS * allowed)
@@ -283,14 +165,12 @@ def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int 
 
 
 def _matches(M: Array, sizes: Array, left: NDArray[np.intp], right: NDArray[np.intp], allowed: Array) -> list[Indices]:
-    """Unions of a left and a right set whose sums cancel in all probes.
-
-    Sums of the first probe are sorted, so that the possible partners of a sum lie in one interval.
-    """
+    """Unions of a left and a right set whose sums cancel in all probes."""
     a, b = M[:, left].sum(2), M[:, right].sum(2)
     size_a, size_b = np.square(sizes[:, left]).sum(2), np.square(sizes[:, right]).sum(2)
+    # Sums of the first probe are sorted, so that the possible partners of a sum, those of opposite sums, lie in one
+    # interval. That their parts are not much larger than the sum keeps it short.
     order = np.argsort(b[0])
-    # Partners have opposite sums; that their parts are not much larger than the sum keeps the interval short.
     width = 8 * allowed[0] * np.sqrt(size_a[0])
     low, high = (np.searchsorted(b[0][order], -a[0] + sign * width) for sign in (-1, 1))
     counts = high - low
@@ -306,100 +186,123 @@ def _matches(M: Array, sizes: Array, left: NDArray[np.intp], right: NDArray[np.i
     return [s for s in sorted(sets) if len(s) == full][: thresholds.MOST_SETS]
 
 
-# Which slice of one member belongs to which of another
+# The parts of a sum
 
 
 @dataclass(frozen=True)
-class Alignment:
-    """Slices of the members of a set, one for each output.
+class Parts:
+    """What the members of one set add to its sum: of the whole tensors, or of each slice that they share.
+
+    Rows of a set that happen to have next to no variance (a unit of ReLU that is hardly ever active) keep a large
+    part of what ε does to them, and in the sum over all rows they dominate the others. The slices separate them.
+    """
+
+    parts: Array  # ⟨∇L, x_i⟩, probes × members × slices
+    sizes: Array  # their absolute values, with a floor: a probe in which one is small must not magnify what ε leaves
+    floor: Array  # per probe, the size up to which a slice is rounding
+
+    def defects(self) -> Array:
+        """What is left of each sum, relative to its parts: Σ parts / √Σ sizes², probes × slices."""
+        size = np.linalg.norm(self.sizes, axis=1)
+        result: Array = self.parts.sum(1) / np.where(size > 0, size, 1)
+        return result
+
+    def typical(self) -> Array:
+        """Per probe, the defect of a typical slice; inf if no slice is measurable."""
+        rows = zip(np.abs(self.defects()), self._measurable(), strict=True)
+        return np.array([np.median(defects[counts]) if counts.any() else np.inf for defects, counts in rows])
+
+    def balanced(self, allowed: Sequence[float]) -> bool:
+        """Whether a typical slice vanishes in every probe, up to what is allowed there."""
+        left = self.typical() / np.asarray(allowed)
+        # One of three may leave four times as much: where few units are active, ε has more weight at some points.
+        return bool((left > 1).sum() <= len(left) // 3) and bool((left <= 4).all())
+
+    def cancels(self, least: float) -> bool:
+        """Whether each member's part is, on average of the logarithm, `least` times what the others leave of it."""
+        tiny, slices = np.finfo(np.float64).tiny, self.parts.shape[2]
+        rounding = thresholds.ROUNDING_OF_SUM * np.sqrt(np.square(self.sizes).sum(1, keepdims=True)) + tiny
+        left = np.maximum(np.abs(self.parts.sum(1, keepdims=True)), rounding)
+        ratio = np.log(np.abs(self.parts) + tiny) - np.log(left)
+        counts = np.broadcast_to(self._measurable()[:, None, :], ratio.shape)
+        if slices > 1:
+            # Those do not count in which the part is small: a unit of ReLU that is always active does not need a bias.
+            counts = counts & (np.abs(self.parts) > self.sizes / 2)
+        number = counts.sum((0, 2))
+        if not self.parts.any() or bool((number < min(slices, thresholds.MANY_ROWS)).any()):
+            return False
+        average = np.where(counts, ratio.clip(max=np.log(1e6)), 0).sum((0, 2)) / number
+        return bool((average > np.log(least)).all())
+
+    def _measurable(self) -> NDArray[np.bool_]:
+        """Probes × slices."""
+        return np.asarray(np.sqrt(np.square(self.sizes).sum(1)) > self.floor[:, None])
+
+
+def _parts(
+    measured: "Measurements", readings: Readings, names: Sequence[str], views: Sequence[Cuts]
+) -> Iterator[Parts]:
+    """What each member adds in each slice, for the views whose tables the probes have; () is one of whole tensors."""
+    for view in views:
+        cuts = view or [()] * len(names)
+        tables = [slice_sums(r.tables[name], cut) for r in readings for name, cut in zip(names, cuts, strict=True)]
+        known = [table[:2].numpy() for table in tables if table is not None]
+        if len(known) == len(tables):
+            sums = np.array(known).reshape(len(readings), len(names), 2, -1)
+            parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
+            least = thresholds.MEASURABLE if view else 0.0
+            floor = np.array([least * measured.floor(reading, names) for reading in readings])
+            yield Parts(parts, np.hypot(parts, thresholds.LEAST_SHARE * effects), floor)
+
+
+def _whole_parts(measured: "Measurements", readings: Readings, names: Sequence[str]) -> Parts:
+    return next(_parts(measured, readings, names, [()]))
+
+
+def _many_slices(measured: "Measurements", names: Sequence[str]) -> list[Cuts]:
+    """The ways in which the members share so many slices that a typical one can be judged."""
+    shapes = [measured.shapes[name] for name in names]
+    if all(len(shape) == 1 for shape in shapes):
+        return []  # a single number of each
+    return [cuts for cuts in alignments(shapes) if math.prod(cuts[0]) >= thresholds.MANY_ROWS]
+
+
+# Which slice of one member belongs to which of another
+
+
+def alignments(shapes: Sequence[Shape]) -> list[Cuts]:
+    """The ways to lay slices of parameters of these shapes beside each other, one for each output.
 
     A bias has an entry for each output of its weight, and the outputs lie along dimension 0 of a convolution, along
     dimension 1 of a transposed one, and along g blocks of dimension 0 times dimension 1 of one with g groups.
-    """
 
-    slices: int  # how many
-    dim: int  # the dimension of the larger members that they lie along; vectors have only one
-    groups: int = 1  # blocks of dimension 0 that they lie along too
-
-    def table(self, tables: Mapping[Key, Table], shape: Shape) -> Table | None:
-        """The sums of one member per slice; None if the table that it needs was not made."""
-        if self.slices == 1:
-            return tables[()]
-        if self.groups == 1 or len(shape) == 1:
-            return tables.get((0 if len(shape) == 1 else self.dim,))
-        table = tables.get((0, self.dim))
-        return None if table is None else table.unflatten(1, (self.groups, -1)).sum(2).flatten(1)
-
-    def join(self, tables: Sequence[Mapping[Key, Table]], shapes: Sequence[Shape]) -> dict[Key, Table]:
-        """The tables of all members as of one tensor whose dimension 0 are the slices."""
-        parts = [self.table(of_member, shape) for of_member, shape in zip(tables, shapes, strict=True)]
-        joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
-        known = [part for part in parts if part is not None]
-        return joined | ({(0,): torch.stack(known).sum(0)} if self.slices > 1 and len(known) == len(parts) else {})
-
-    def cut(self, blocks: int, shape: Shape) -> tuple[int, ...] | None:
-        """Blocks along each dimension of a member, for the slices in so many equal blocks; None if there is no cut."""
-        if len(shape) < 2:
-            return (blocks,) * len(shape)
-        counts = [1] * len(shape)
-        if self.groups == 1:
-            counts[self.dim] = blocks
-        elif blocks <= self.groups:
-            counts[0] = blocks
-        elif blocks % self.groups:
-            return None
-        else:
-            counts[0], counts[self.dim] = self.groups, blocks // self.groups
-        return tuple(counts)
-
-
-WHOLE = Alignment(1, 0)
-
-
-def alignments(shapes: Sequence[Shape]) -> list[Alignment]:
-    """The ways in which parameters of these shapes may lie beside each other.
-
-    >>> alignments([(8, 3), (8,)]), alignments([(4, 6, 3, 3), (6,)])
-    ([Alignment(slices=8, dim=0, groups=1)], [Alignment(slices=6, dim=1, groups=1)])
-    >>> alignments([(4, 3, 5, 5), (6,)])
-    [Alignment(slices=6, dim=1, groups=2)]
+    >>> alignments([(8, 3), (8,)]), alignments([(4, 6, 3, 3), (6,)]), alignments([(4, 3, 5, 5), (6,)])
+    ([((8, 1), (8,))], [((1, 6, 1, 1), (6,))], [((2, 3, 1, 1), (6,))])
     """
     tensors, vectors = [s for s in shapes if len(s) > 1], {s for s in shapes if len(s) == 1}
     if len(vectors) > 1 or any(not s for s in shapes):
         return []
     if not tensors:
-        return [Alignment(n, 0) for (n,) in vectors]
+        return [tuple(shapes)]
     sizes = [(dim, tensors[0][dim]) for dim in range(min(map(len, tensors)))]
-    found = [Alignment(n, dim) for dim, n in sizes if all(s[dim] == n for s in tensors) and vectors <= {(n,)}]
+    blocks = [{dim: n} for dim, n in sizes if all(s[dim] == n for s in tensors) and vectors <= {(n,)}]
     for (length,) in vectors:
-        groups = length // tensors[0][1]
-        if groups > 1 and all(_may_have_groups(s, length, groups) for s in tensors):
-            found.append(Alignment(length, 1, groups))
-    return found
+        groups = length // tensors[0][1]  # only convolutions have any
+        if groups > 1 and all(len(s) > 2 and s[1] * groups == length and s[0] % groups == 0 for s in tensors):
+            blocks.append({0: groups, 1: length // groups})
+    return [tuple(s if len(s) == 1 else cut_of(len(s), of_dim) for s in shapes) for of_dim in blocks]
 
 
-def _may_have_groups(shape: Shape, length: int, groups: int) -> bool:
-    """Whether a weight may be that of a transposed convolution with groups."""
-    # Only convolutions have groups. A table of both dimensions of a matrix is larger than the matrix, and so is that of
-    # a 1 × 1 convolution, which has an entry of the vector for each slice of dimension 0 already.
-    if len(shape) < 3 or (math.prod(shape[2:]) == 1 and shape[0] == length):
-        return False
-    return shape[1] * groups == length and shape[0] % groups == 0
+def coarser(cut: Cut, blocks: int) -> Cut | None:
+    """The cut into so many equal blocks of slices, in their order; None if there is none.
 
-
-def pairs_to_align(shapes: Mapping[str, Shape]) -> dict[str, list[Key]]:
-    """Tables that grouped slices need, by parameter: of weights beside a vector of the same module.
-
-    >>> pairs_to_align({"up.weight": (4, 3, 5, 5), "up.bias": (6,), "down.weight": (12, 3, 1, 1), "down.bias": (12,)})
-    {'up.weight': [(0, 1)]}
+    >>> coarser((1, 6, 1), 3), coarser((2, 3), 2), coarser((2, 3), 6), coarser((2, 3), 3)
+    ((1, 3, 1), (2, 1), (2, 3), None)
     """
-    vectors: dict[str, set[Shape]] = {}
-    for name, shape in shapes.items():
-        if len(shape) == 1:
-            vectors.setdefault(name.rpartition(".")[0], set()).add(shape)
-    return {
-        name: [(0, 1)]
-        for name, shape in shapes.items()
-        if len(shape) > 1 and all(shape)
-        if any(a.groups > 1 for s in vectors.get(name.rpartition(".")[0], ()) for a in alignments([shape, s]))
-    }
+    counts = []
+    for of_dim in cut:
+        counts.append(math.gcd(blocks, of_dim))
+        if counts[-1] not in (blocks, of_dim):
+            return None
+        blocks //= counts[-1]
+    return tuple(counts)

@@ -1,16 +1,26 @@
-"""The verdict: which parameters have rows, which sets have them together, and which have no effect."""
+"""The verdict: which parameters have rows, which sets have them together, and which have no effect; and its proof.
+
+The forward checks are f(ρx) = f(x) with all rows scaled at once by random factors, and f(αa, b/α) = f(a, b) of pairs.
+"""
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from steradian.discovery import thresholds
-from steradian.discovery.invariance import Cut, finest, imbalance, is_matrix, partial_cut, to_spec
-from steradian.discovery.joint import WHOLE, Alignment, alignments, joint_sets
+from steradian.discovery.graph import follow
+from steradian.discovery.invariance import Cuts, finest, imbalance, is_matrix, partial_cut, to_spec
+from steradian.discovery.joint import alignments, coarser, joint_sets
 from steradian.discovery.measurements import Measurements, Names
-from steradian.groups import Group, Spec
+from steradian.discovery.probe import Factors, Prober, Reading, noise_of, output_change, output_spread
+from steradian.groups import Group, Pair, Spec, set_numbers
 from steradian.names import ranges
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -44,15 +54,12 @@ def judge(measured: Measurements) -> Verdict:
         if is_matrix(measured.shapes[name]) and not measured.nonlinear((name,)):
             found = partial_cut(measured.shapes[name], measured.trial((name,)))
             if found is not None:
-                text = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
-                verdict.partial[name] = text
+                which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
+                verdict.partial[name] = which
     verdict.nonlinear = [group for group in verdict.rows if measured.nonlinear(group.names)]
     verdict.rows = [group for group in verdict.rows if group not in verdict.nonlinear]
     verdict.facts = [group for group in verdict.facts if not measured.nonlinear(group.names)]
     return verdict
-
-
-# Effects
 
 
 def _without_effect(measured: Measurements) -> dict[str, str]:
@@ -68,17 +75,11 @@ def _without_effect(measured: Measurements) -> dict[str, str]:
 
 
 def _effect_vanishes(measured: Measurements, name: str) -> bool:
-    """Whether the effect of a parameter is divided by the square of its growth, as ε is, or by its fourth power.
-
-    The latter where two of them in a row have grown.
-    """
+    """Whether the effect of a parameter is divided by the square of its growth, as ε is, or by its fourth power."""
     if measured.suspects_grown is None or measured.first is None:
         return False
     ratio = measured.suspects_grown.effect[name] / (measured.first.effect[name] or 1.0)
-    return any(0.5 < ratio * thresholds.GROWTH[0] ** power < 2 for power in (2, 4))
-
-
-# Single parameters
+    return any(0.5 < ratio * thresholds.GROWTH[0] ** power < 2 for power in (2, 4))  # 4 where two in a row have grown
 
 
 def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
@@ -96,45 +97,34 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
     return True
 
 
-# Joint sets
-
-
 def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_epsilon: bool) -> None:
     """Add the rows of a joint set to the verdict, with the finest spec that its members share."""
     shapes = [measured.shapes[name] for name in names]
     found = _finest_aligned(measured, names)
     if found is None and not by_epsilon:
         return
-    alignment, cuts = found or (WHOLE, tuple((1,) * len(shape) for shape in shapes))
-    measured.alignments[names] = alignment
+    measured.slices[names], cuts = found or ((), tuple((1,) * len(shape) for shape in shapes))
     n_rows, largest = math.prod(cuts[0]), max(range(len(names)), key=lambda i: len(cuts[i]))
     spec = to_spec(cuts[largest], shapes[largest]) if n_rows > 1 else "tensor"
     taken = {name for group in verdict.rows for name in group.names}
-    is_weight = _parallel(measured, names) and any(map(is_matrix, shapes)) and not taken & set(names)
+    graph, modules = measured.graph, {name.rpartition(".")[0] for name in names}
+    parallel = graph.parallel(names) if graph.leaf_nodes.keys() >= set(names) else len(modules) == 1
+    is_weight = parallel and any(map(is_matrix, shapes)) and not taken & set(names)
     (verdict.rows if is_weight else verdict.facts).append(_group(measured, names, spec, n_rows))
 
 
-def _finest_aligned(measured: Measurements, names: Names) -> tuple[Alignment, tuple[Cut, ...]] | None:
-    """The way to lay the members beside each other that gives most rows, and the cut of each member."""
-    shapes, best = [measured.shapes[name] for name in names], None
-    for alignment in (WHOLE, *alignments(shapes)):
-        size = sum(map(math.prod, shapes)) // alignment.slices
-        found = finest((alignment.slices, size), measured.trial(names, alignment))
-        cuts = [alignment.cut(found[0], shape) for shape in shapes] if found is not None else [None]
-        known = tuple(cut for cut in cuts if cut is not None)
-        if len(known) == len(shapes) and (best is None or math.prod(known[0]) > math.prod(best[1][0])):
-            best = alignment, known
+def _finest_aligned(measured: Measurements, names: Names) -> tuple[Cuts, Cuts] | None:
+    """The way to lay slices of the members beside each other that gives most rows, and the cut into these."""
+    shapes = [measured.shapes[name] for name in names]
+    size, best = sum(map(math.prod, shapes)), None
+    for slices in (tuple((1,) * len(shape) for shape in shapes), *alignments(shapes)):
+        n = math.prod(slices[0])
+        found = finest((n, size // n), measured.trial(names, slices))
+        rows = [coarser(cut, found[0]) for cut in slices] if found is not None else []
+        cuts = tuple(cut for cut in rows if cut is not None)
+        if len(cuts) == len(shapes) and (best is None or math.prod(cuts[0]) > math.prod(best[1][0])):
+            best = slices, cuts
     return best
-
-
-def _parallel(measured: Measurements, names: Names) -> bool:
-    """Whether no member acts through another; without a graph, whether they belong to one module."""
-    if not measured.graph.leaf_nodes.keys() >= set(names):
-        return len({name.rpartition(".")[0] for name in names}) == 1
-    return measured.proposals.parallel(names)
-
-
-# Groups
 
 
 def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Group:
@@ -150,9 +140,158 @@ def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Gro
             break
     cosine = sums[0].abs() / (sums[2] * sums[3]).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     dominated = measurable & (imbalance(sums, floor) > thresholds.EPSILON_DOMINATES) | (sums[3] == 0)
-    return replace(
-        group,
-        defect=float(cosine[measurable].max()) if bool(measurable.any()) else 0.0,
-        unseen=int((~reached).sum()),
-        small=int(dominated.sum()),
-    )
+    defect = float(cosine[measurable].max()) if bool(measurable.any()) else 0.0
+    return replace(group, defect=defect, unseen=int((~reached).sum()), small=int(dominated.sum()))
+
+
+# Forward checks
+
+
+def verify(measured: Measurements, verdict: Verdict) -> Verdict:
+    """Scale what was found, and keep what does not move the outputs."""
+    # Rows are scaled at a point of ordinary scale, where nothing is saturated (unless ε alone moves the outputs there),
+    # and then, together with the facts, at the grown one, where ε no longer shows.
+    if not measured.grown:
+        return verdict
+    check, rows, facts = _ForwardCheck(measured), verdict.rows, verdict.facts
+    readings = [*([measured.first] if measured.first else []), *measured.grown]
+    # The first one where ε moves the outputs less than scaling a row would.
+    usable = (reading for reading in readings if check.predicted(rows, reading) <= thresholds.MOST_PREDICTED)
+    rows = check.passing(rows, [], next(usable, readings[-1]))
+    late = [group for group in rows if not measured.late.isdisjoint(group.names)]
+    if measured.further is not None and late and measured.prober.left > bool(facts):
+        kept = check.passing(late, [], measured.further)
+        rows = [group for group in rows if group not in late or group in kept]
+    if facts:
+        facts = check.passing(facts, rows, measured.grown[-1])
+    elif measured.prober.left:
+        rows = check.passing(rows, [], measured.grown[-1])
+    return replace(verdict, rows=rows, facts=facts, rejected=check.rejected)
+
+
+def verify_pairs(measured: Measurements, pairs: list[Pair]) -> list[Pair]:
+    """The pairs that keep the outputs when all of them are scaled at once, at a random point."""
+    before, prober = measured.first or measured.own, measured.prober
+
+    def holds(tested: list[Pair]) -> bool:
+        factors = [factor for i, pair in enumerate(tested) for factor in _pair_factors(pair, prober.parameters, i)]
+        return _moved(prober, before, factors) <= prober.precision.same
+
+    # What may meet a clamp, which shows far out only, is scaled apart from the others.
+    clear = [pair for pair in pairs if follow(measured.graph, pair.a, pair.b).known]
+    others = [pair for pair in pairs if pair not in clear]
+    kept = [*_passing(clear, holds, prober)[0], *_passing(others, holds, prober)[0]]
+    return [pair for pair in pairs if pair in kept]
+
+
+def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober) -> tuple[list[T], list[T]]:
+    """What holds and what does not; on a failure, halves are tried while the budget lasts."""
+    if not tested or (prober.left and holds(tested)):
+        return tested, []
+    if len(tested) == 1 or not prober.left:
+        return [], tested
+    half = len(tested) // 2
+    (kept, rejected), (more_kept, more) = (_passing(h, holds, prober) for h in (tested[:half], tested[half:]))
+    return kept + more_kept, rejected + more
+
+
+def _moved(prober: Prober, before: Reading, factors: list[Factors]) -> float:
+    """How far the outputs move from a reading when parameters are scaled, relative to their spread."""
+    try:
+        reading = prober.read(before.point.scaled(*factors), seed=before.seed, backward=False, draw=before.draw)
+    except torch.OutOfMemoryError:  # not a property of the rows
+        raise
+    except Exception as error:  # a point at which the model fails proves nothing
+        prober.raised = error
+        return math.inf
+    return output_change(before.outputs, reading.outputs)
+
+
+def _pair_factors(pair: Pair, parameters: Mapping[str, Tensor], seed: int) -> list[Factors]:
+    """A random α per set for one side, and 1/α for the other."""
+    exponent = torch.empty(pair.n, dtype=torch.float64, device="cpu")
+    exponent.uniform_(-thresholds.PAIR_FACTORS, thresholds.PAIR_FACTORS, generator=noise_of(seed)(exponent.device))
+    sides = (exponent, pair.a, pair.a_specs), (-exponent, pair.b, pair.b_specs)
+    return [_spread(power.exp2(), names, specs, parameters) for power, names, specs in sides]
+
+
+def _row_factors(group: Group, parameters: Mapping[str, Tensor], seed: int, how: str, left_out: Tensor) -> Factors:
+    """A random ρ per row, 1 for rows that are left out: 1/2 to 2 either way, 4 to 16 up, or 1.01 to 1.02 a little."""
+    # Growing removes ε's weight, which moves a true row less than shrinking would, and any other row more.
+    host = torch.device("cpu")
+    generator = noise_of(seed)(host)
+    exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
+    sign = torch.where(torch.rand(group.n_rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
+    rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
+    return _spread(rho.masked_fill(left_out, 1.0), group.names, [group.spec] * len(group.names), parameters)
+
+
+def _spread(factors: Tensor, names: Sequence[str], specs: Sequence[Spec], parameters: Mapping[str, Tensor]) -> Factors:
+    """A factor per set of rows, repeated over its entries in each parameter; 1 for what is in no set."""
+    factors = torch.cat([factors, factors.new_ones(1)])  # the last one is that of −1
+    cut = zip(names, specs, strict=True)
+    return {n: factors[set_numbers(spec, parameters[n].shape)].to(parameters[n].device) for n, spec in cut}
+
+
+class _ForwardCheck:
+    def __init__(self, measured: Measurements) -> None:
+        self.prober, self.measured = measured.prober, measured
+        self.rejected: list[Group] = []
+        self._draw = 0
+
+    def passing(self, tested: list[Group], known: list[Group], before: Reading) -> list[Group]:
+        """The groups that hold, scaled together with known ones."""
+        kept, rejected = _passing(tested, lambda groups: self._holds(groups, known, before), self.prober)
+        self.rejected += rejected
+        return kept
+
+    def _holds(self, tested: list[Group], known: list[Group], before: Reading) -> bool:
+        grown, scaled = self.measured.is_fully_grown(before), [*known, *tested]
+        moved = self._moved(scaled, before, "either way" if grown else "up")
+        if moved <= self._tolerance(scaled, before):
+            return True
+        # Where rows have next to no variance, ε does more than their derivatives predict, but gradually: a factor of
+        # 1.02 does about a hundredth of what one of 4 to 16 does. What jumps at some size does more.
+        known_path = all(self.measured.path(group.names).known for group in tested)
+        if grown or moved > thresholds.MOST_GRADUAL_MOVE or not known_path or not self.prober.left:
+            return False
+        return self._moved(scaled, before, "a little") <= thresholds.GRADUAL * moved
+
+    def _moved(self, scaled: list[Group], before: Reading, how: str) -> float:
+        """How far the outputs move when the rows are scaled, relative to their spread."""
+        self._draw += 1
+        factors = [
+            _row_factors(group, self.prober.parameters, 1000 * self._draw + i, how, self._left_out(group, before))
+            for i, group in enumerate(scaled)
+        ]
+        return _moved(self.prober, before, factors)
+
+    def _left_out(self, group: Group, before: Reading) -> Tensor:
+        """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
+        dominated = imbalance(*self.measured.row_sums(before, group)) > thresholds.LEFT_OUT
+        few = group.n_rows == len(dominated) and float(dominated.double().mean()) < thresholds.MOST_LEFT_OUT
+        none = torch.zeros(group.n_rows, dtype=torch.bool, device="cpu")
+        return dominated if before is self.measured.first and few else none
+
+    def _tolerance(self, scaled: list[Group], before: Reading) -> float:
+        """How far outputs may move: what ε does to a row, it does to the outputs when that row is scaled."""
+        same, predicted = self.prober.precision.same, 3 * self.predicted(scaled, before)
+        if self.measured.is_fully_grown(before):
+            by_defect = max(10 * max(self.measured.worst_rows(group)[1] for group in scaled), predicted)
+            return max(same, min(by_defect, thresholds.MOST_MOVE))
+        least = max(same, thresholds.LEAST_MOVE, min(predicted, thresholds.MOST_PREDICTED))
+        if before is not self.measured.first:
+            return least
+        return max(least, min(10 * max(self.measured.worst_rows(group)[0] for group in scaled), thresholds.MOST_MOVE))
+
+    def predicted(self, scaled: list[Group], before: Reading) -> float:
+        """How far the outputs move by ⟨∇L, x⟩ when ε loses its weight, relative to their spread."""
+        # dL/d log ρ falls from D = ⟨∇L, x⟩ with 1/ρ², so that growing changes L by D/2. L is the outputs' product with
+        # a normal vector, which changes about as much as they do. Rows may act together or each for itself.
+        moves = [0.0]
+        for reading in self.measured.random if before is self.measured.first else [before]:
+            radial = [self.measured.row_sums(reading, group)[0][0] for group in scaled]
+            change = sum(max(abs(float(D.sum())), float(D.norm())) for D in radial) / 2
+            spread = math.hypot(*(output_spread(t) for t in reading.outputs))
+            moves.append(change / spread if spread else 0.0)
+        return max(moves)

@@ -1,23 +1,30 @@
-"""All readings of a model, and the questions that the schedule, the judge and the forward check ask of them."""
+"""The readings of a model: which probe comes next, and the questions that are asked of all of them.
+
+Three random points at least, then one more at which the candidates have grown 32-fold and 1024-fold. Further probes
+only where these do not reach a part of the model, or where a gain or a bias has next to no effect.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from steradian.discovery import invariance, thresholds
-from steradian.discovery.graph import Graph, Path, Proposals, follow, propose
-from steradian.discovery.invariance import Cut, Evidence, Key, Table, Trial, is_matrix
-from steradian.discovery.joint import WHOLE, Alignment
-from steradian.discovery.probe import Prober, Reading, output_change
+from steradian.discovery.graph import Graph, Path, follow
+from steradian.discovery.invariance import Cut, Cuts, Evidence, Key, Table, Trial, is_matrix, pair_keys, partial_cut
+from steradian.discovery.joint import candidate_sets
+from steradian.discovery.probe import Point, Prober, Reading, output_change
 from steradian.groups import Group, Layout
 
 Names = tuple[str, ...]
 
 
 class Measurements:
-    """All readings of a model."""
+    """Makes the probes of a model and keeps their readings."""
 
     def __init__(self, prober: Prober, own: Reading) -> None:
         self.prober, self.own, self.shapes = prober, own, prober.shapes
@@ -27,12 +34,181 @@ class Measurements:
         self.further: Reading | None = None  # the same with the larger factor, at a point that reaches other parts
         self.late: set[str] = set()  # parameters that only this one reaches
         self.graphs: list[Graph] = []  # of the first random point, and of passes that reach further parameters
-        self.graph, self.proposals = Graph(), Proposals()  # the first of them, and what it says about sets
+        self.graph = Graph()  # the first of them
         self.growing: dict[str, float | Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
         self.suspects_grown: Reading | None = None  # the first random point, with parameters of next to no effect grown
-        self.alignments: dict[Names, Alignment] = {}  # of joint sets that have several rows
-        self._may_be_invariant: dict[str, bool] = {}
+        self.slices: dict[Names, Cuts] = {}  # of joint sets that have several rows
+        self._sets: list[Names] = []  # that may be jointly invariant
+        self._in_sets: set[str] = set()
+        self._seeds = count(1)
         self._paths: dict[Names, Path] = {}
+
+    # Random points
+
+    def probe_random_points(self) -> None:
+        """Random points of ordinary scale; candidates are what is balanced up to ε."""
+        for _ in range(thresholds.RANDOM_POINTS):
+            # Balance up to some percent needs no float64. But random numbers differ in float32, so that what chance
+            # skips there is not what it skips in float64.
+            seed, first = next(self._seeds), self.first
+            skips = first is None or any(self.own.slope[n] and not first.slope[n] for n in self.prober.trainable)
+            point = replace(self.prober.own, seed=1000 + seed)
+            reading = self._probe(point, seed, graph=first is None, quick=not skips)
+            if reading is not None:
+                self.random.append(reading)
+                self.first = first or reading
+        flipped = self.first
+        for _ in range(thresholds.SIGN_FLIPS):
+            flipped = self._flip_signs(flipped)
+        self.random = self.random or [self.own]  # the model only runs at its own weights
+        self._choose_candidates()
+        self._probe_suspects()
+
+    def _flip_signs(self, reading: Reading | None) -> Reading | None:
+        """One more probe that activates the parameters without gradient; None if there is no use in another."""
+        # What feeds a unit of ReLU that is dead at every point may look invariant: if its parameters change sign, it is
+        # active. What the model skips by chance may be there in another draw.
+        without = self._without_gradient()
+        if reading is None or not without:
+            return None
+        point = reading.point.scaled(dict.fromkeys(without, -1.0))
+        flipped = self._probe(point, reading.seed, draw=100 + len(self.random))
+        if flipped is None:
+            return None
+        self.random.append(flipped)
+        return flipped if len(self._without_gradient()) < len(without) else None
+
+    def _without_gradient(self) -> list[str]:
+        """Parameters in the graph, or with a gradient at the model's own weights, that have none at random points."""
+        silent = [n for n in self.prober.trainable if not any(reading.slope[n] for reading in self.random)]
+        in_use = [n for n in silent if n in self.graph.leaf_nodes or self.own.slope[n]]
+        return [n for n in in_use if self.prober.parameters[n].numel()] if self.graphs else []
+
+    def _probe_suspects(self) -> None:
+        """One more probe if gains or biases have next to no effect: grown, they lose it if it is due to ε alone."""
+        suspects = [name for name in self.names_with_effect() if self.is_suspect(name)]
+        if suspects and self.first is not None and self.prober.left > thresholds.RESERVED_PASSES + 1:
+            point = self.first.point.scaled(dict.fromkeys(suspects, thresholds.GROWTH[0]))
+            self.suspects_grown = self._probe(point, self.first.seed)
+
+    def _choose_candidates(self) -> None:
+        names = self.names_with_effect()
+        self._sets = [s for s in candidate_sets(self, names) if not self.nonlinear(s)]
+        self._in_sets = {name for s in self._sets for name in s}
+        # What meets a nonlinearity is no row, and growing it would only change what lies behind.
+        able = [name for name in names if not self.nonlinear((name,))]
+        balanced = [
+            n for n in able if n in self.may_be_invariant or self._mostly_balanced(n) or self.path((n,)).removed
+        ]
+        # A gain or a bias can only become a fact: it grows if that is next to certain.
+        certain = [n for n in balanced if is_matrix(self.shapes[n]) or self._balanced(n, thresholds.CERTAIN)]
+        self.growing = dict.fromkeys([*(n for n in certain if n not in self._in_sets), *self._in_sets], 1.0)
+        for name in able:
+            shape = self.shapes[name]
+            if name in self.growing or not is_matrix(shape):
+                continue
+            found = partial_cut(shape, self.trial((name,), grown=False))
+            if found is not None:  # only some blocks are balanced, and only these grow
+                blocks, which = found
+                share = torch.zeros(blocks, device="cpu")
+                share[which] = 1.0
+                share = share.repeat_interleave(shape[0] // blocks).to(self.prober.parameters[name].device)
+                self.growing[name] = share.reshape(-1, *[1] * (len(shape) - 1))
+
+    # Grown points
+
+    def probe_grown_points(self) -> None:
+        """One random point with the candidates grown by two factors: how a defect falls shows its origin."""
+        self._grow()
+        # A parameter that was balanced by chance may saturate the model when it grows. Then the candidates that are
+        # least balanced, and those that meet a nonlinearity, do not grow in a second try.
+        if self._effect_lost() and self.prober.left >= 2 * len(thresholds.GROWTH):
+            certain = {n for n in self.growing if self._balanced(n, thresholds.CERTAIN) or self._slices_balanced(n)}
+            kept = (certain | self._in_sets) - self._clipped()
+            self.growing = {name: share for name, share in self.growing.items() if name in kept}
+            self._grow()
+        self._reach_further()
+
+    def _grow(self) -> None:
+        """Both growths of one point; parameters that lose their gradient in the first change sign, as at random."""
+        seed, pairs = next(self._seeds), self._pairs()
+        base = replace(self.prober.own, seed=1000 + seed)
+        first = self._probe_grown(base, seed, thresholds.GROWTH[0], pairs)
+        before = [name for name in self.prober.trainable if any(r.slope[name] for r in self.random)]
+        lost = [name for name in before if first and first.slope[name] == 0]
+        if lost and self.prober.left > thresholds.RESERVED_PASSES:
+            base = base.scaled(dict.fromkeys(lost, -1.0))
+            first = self._probe_grown(base, seed, thresholds.GROWTH[0], pairs)
+        readings = first, self._probe_grown(base, seed, thresholds.GROWTH[1], pairs)
+        self.grown = [reading for reading in readings if reading is not None]
+
+    def _pairs(self) -> dict[str, list[Key]]:
+        return {name: pair_keys(self.shapes[name], self.trial((name,), grown=False)) for name in self.growing}
+
+    def _probe_grown(
+        self, base: Point, seed: int, growth: float, pairs: dict[str, list[Key]], draw: int | None = None
+    ) -> Reading | None:
+        # Parameters that this pass reaches and the first did not, by chance or by the data, need a graph too.
+        able = growth == thresholds.GROWTH[0] and bool(self.graphs)
+        wants_graph = able and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
+        point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.growing.items()})
+        return self._probe(point, seed, graph=wants_graph, pairs=pairs, draw=draw)
+
+    def _effect_lost(self) -> bool:
+        """Whether a candidate has lost its effect, which the growth of an invariant row does not change."""
+        if len(self.grown) < len(thresholds.GROWTH):
+            return True
+        least = {n: thresholds.LOST_EFFECT * min(r.effect[n] for r in self.random) for n in self.growing}
+        return any(self.grown[-1].effect[name] < least[name] for name in self.growing)
+
+    def _clipped(self) -> set[str]:
+        """Candidates that meet a nonlinearity: one far out, as ReLU6's, leaves no defect at ordinary scale."""
+        sets = [*self._sets, *((name,) for name in self.growing if name not in self._in_sets)]
+        clipped = {name for s in sets if self.path(s).nonlinear for name in s}
+        # A member of another set as well grows with that.
+        return clipped - {name for s in sets if clipped.isdisjoint(s) for name in s}
+
+    def _reach_further(self) -> None:
+        """Two more probes for candidates that the grown point does not reach: at a random one that does, grown."""
+        # An expert may get no token, and a layer may be skipped by chance, at one point and not at another.
+        if len(self.grown) < len(thresholds.GROWTH) or self.prober.left <= len(thresholds.GROWTH):
+            return
+        missed = self._whole_sets({n for n in self.growing if not all(r.slope[n] for r in self.grown)})
+        reaching = [reading for reading in self.random if any(reading.slope[name] for name in missed)]
+        if not reaching:
+            return
+        there = max(reaching, key=lambda reading: sum(reading.slope[name] > 0 for name in missed))
+        pairs = self._pairs()
+        probes = [self._probe_grown(there.point, there.seed, g, pairs, there.draw) for g in thresholds.GROWTH]
+        found = [reading for reading in probes if reading is not None]
+        if len(found) < len(thresholds.GROWTH):
+            return
+        self.further = found[-1]
+        self.late = self._whole_sets({name for name in missed if all(reading.slope[name] for reading in found)})
+        for reading, other in zip(self.grown, found, strict=True):
+            for name in self.late:
+                reading.put(name, other.tables[name])
+
+    def _whole_sets(self, names: set[str]) -> set[str]:
+        """Those in no set, or in one that is contained as a whole: its members are measured at one point."""
+        return (names - self._in_sets) | {name for s in self._sets if names.issuperset(s) for name in s}
+
+    def _probe(self, point: Point, seed: int, **options: Any) -> Reading | None:
+        """A reading with the options of `Prober.read`; None if the model raises or gives no finite numbers there."""
+        try:
+            reading = self.prober.read(point, seed=seed, **options)
+            if reading.finite:
+                if reading.graph is not None:  # which may have parameters that the others lack
+                    self.graphs.append(reading.graph)
+                    self.graph = self.graphs[0]
+                    self._paths.clear()
+                return reading
+        except torch.OutOfMemoryError:  # not a property of the point
+            raise
+        except Exception as error:
+            self.prober.raised = error
+        self.prober.noisy = False  # a failed probe is not fatal: the next one has no noise on the inputs
+        return None
 
     # Effects
 
@@ -46,25 +222,20 @@ class Measurements:
         return self.local_share(name) > self.own.noise
 
     def local_share(self, name: str) -> float:
-        """The largest effect of a parameter relative to its neighbors, in an exact reading if any reaches it.
-
-        Chance or the data may skip a part of the model, and then a reading cannot judge that part.
-        """
+        """The largest effect of a parameter relative to those used shortly before and after it in the forward pass."""
+        # Chance or the data may skip a part of the model, and then a reading cannot judge that part. Exact readings
+        # count if any reaches it.
         readings = (self.own, *self.random)
         exact = [r for r in readings if r.noise == self.own.noise and r.slope[name]] or readings
-        return max(reading.share(name, self._neighbors(name)) for reading in exact)
+        # In a deep model effects may grow by a constant factor per layer: there is no common scale.
+        order, beside = self.graph.order_of_use, self.prober.trainable
+        if name in order:
+            beside = list(order)[max(0, order[name] - thresholds.NEIGHBORS) : order[name] + thresholds.NEIGHBORS + 1]
+        return max(reading.share(name, beside) for reading in exact)
 
     def is_suspect(self, name: str) -> bool:
         """Whether a gain or a bias has so little effect that it may act through a normalization's ε alone."""
         return not is_matrix(self.shapes[name]) and self.local_share(name) < thresholds.LITTLE_EFFECT
-
-    def _neighbors(self, name: str) -> Sequence[str]:
-        """Parameters that are used shortly before and after one in the forward pass, and itself."""
-        # In a deep model effects may grow by a constant factor per layer: there is no common scale.
-        order = self.graph.order_of_use
-        if name not in order:
-            return self.prober.trainable
-        return list(order)[max(0, order[name] - thresholds.NEIGHBORS) : order[name] + thresholds.NEIGHBORS + 1]
 
     def floor(self, reading: Reading, names: Sequence[str]) -> float:
         """The effect below which a row of these parameters is rounding."""
@@ -76,66 +247,55 @@ class Measurements:
         """Of the whole parameter in one probe."""
         return float(invariance.imbalance(reading.tables[name][()], self.floor(reading, (name,))))
 
-    def balanced(self, name: str, share: float = 1.0) -> bool:
+    def _balanced(self, name: str, share: float = 1.0) -> bool:
         """Whether the whole parameter is balanced at random points, up to a share of the tolerance."""
         return all(self.imbalance(reading, name) <= share * self.prober.precision.loose for reading in self.random)
 
-    def mostly_balanced(self, name: str) -> bool:
-        """Whether it is balanced at most random points, and the graph shows that no nonlinearity can be the reason.
-
-        In a narrow model one sample may leave a normalization hardly any variance, and there ε dominates.
-        """
+    def _mostly_balanced(self, name: str) -> bool:
+        """Whether it is balanced at most random points, and the graph shows that no nonlinearity can be the reason."""
+        # In a narrow model one sample may leave a normalization hardly any variance, and there ε dominates.
         loose = self.prober.precision.loose
         balanced = [self.imbalance(reading, name) <= loose for reading in self.random if reading.slope[name]]
         return 2 * sum(balanced) > len(balanced) and self.path((name,)).known
 
-    def slices_balanced(self, name: str) -> bool:
+    def _slices_balanced(self, name: str) -> bool:
         """Whether so many of its slices are balanced that it cannot be chance."""
-        return is_matrix(self.shapes[name]) and invariance.slices_balanced(self.shapes[name], self.random_trial(name))
+        shape = self.shapes[name]
+        return is_matrix(shape) and invariance.slices_balanced(shape, self.trial((name,), grown=False))
 
-    def may_be_invariant(self, name: str) -> bool:
-        """Whether a parameter may be invariant by itself, as a whole or slice by slice, by the random points."""
-        if name not in self._may_be_invariant:
-            reached = any(reading.slope[name] for reading in self.random)
-            self._may_be_invariant[name] = reached and (self.balanced(name) or self.slices_balanced(name))
-        return self._may_be_invariant[name]
+    @cached_property
+    def may_be_invariant(self) -> set[str]:
+        """Parameters that may be invariant by themselves, as a whole or slice by slice, by the random points."""
+        real = [name for name in self.prober.trainable if not self.prober.parameters[name].is_complex()]
+        reached = [name for name in real if any(reading.slope[name] for reading in self.random)]
+        return {name for name in reached if self._balanced(name) or self._slices_balanced(name)}
 
-    def random_trial(self, name: str) -> Trial:
-        """The evidence of the random points about a parameter."""
+    def trial(self, names: Names, cuts: Cuts = (), *, grown: bool = True) -> Trial:
+        """All evidence about a parameter, or about several as one, slice beside slice as they are cut."""
         precision = self.prober.precision
-        return Trial(precision, [self._evidence(reading, (name,), precision.loose) for reading in self.random])
-
-    def trial(self, names: Names, alignment: Alignment = WHOLE) -> Trial:
-        """All evidence about a parameter, or about several as one, slice beside slice as the alignment says."""
-        precision = self.prober.precision
+        readings = self.grown if grown else []
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
-        tolerances = [precision.loose, precision.strict][-len(self.grown) :]
-        readings = zip(self.grown, tolerances, strict=True)
-        return Trial(
-            precision,
-            random=[self._evidence(reading, names, precision.loose, alignment) for reading in self.random],
-            grown=[self._evidence(reading, names, tolerance, alignment) for reading, tolerance in readings],
-            constant=precision.flat if self._growth_undone else precision.flat / 10,
-            known_path=self.path(names).known,
-        )
+        tolerances = [precision.loose, precision.strict][2 - len(readings) :]
+
+        def evidence(reading: Reading, tolerance: float) -> Evidence:
+            return Evidence(self._tables(reading, names, cuts), self.floor(reading, names), tolerance)
+
+        at_random = [evidence(reading, precision.loose) for reading in self.random]
+        at_grown = [evidence(*both) for both in zip(readings, tolerances, strict=True)]
+        constant = precision.flat if readings and self._growth_undone else precision.flat / 10
+        return Trial(precision, at_random, at_grown, constant, self.path(names).known)
 
     @cached_property
     def _growth_undone(self) -> bool:
-        """Whether the outputs stay the same from one growth to the other.
-
-        They do if another normalization undoes the growth of a row. A logarithm of its length also leaves a defect
-        that stays, but it moves the outputs.
-        """
+        """Whether the outputs stay the same from one growth to the other, as another normalization undoes it."""
+        # A logarithm of the length of a row also leaves a defect that stays, but it moves the outputs.
         change = output_change(self.grown[0].outputs, self.grown[-1].outputs)
         return len(self.grown) > 1 and change <= 10 * self.prober.precision.same
 
-    def _evidence(self, reading: Reading, names: Names, tolerance: float, alignment: Alignment = WHOLE) -> Evidence:
-        return Evidence(self._tables(reading, names, alignment), self.floor(reading, names), tolerance)
-
-    def _tables(self, reading: Reading, names: Names, alignment: Alignment) -> dict[Key, Table]:
+    def _tables(self, reading: Reading, names: Names, cuts: Cuts) -> dict[Key, Table]:
         """Tables of one parameter, or of several as if they were one tensor of slices."""
         tables = [reading.tables[name] for name in names]
-        return tables[0] if len(names) == 1 else alignment.join(tables, [self.shapes[name] for name in names])
+        return tables[0] if len(names) == 1 else invariance.join(tables, cuts)
 
     def is_fully_grown(self, reading: Reading) -> bool:
         """Whether the candidates have their full growth there, so that ε no longer shows."""
@@ -145,33 +305,23 @@ class Measurements:
 
     def row_sums(self, reading: Reading, group: Group) -> tuple[Tensor, float]:
         """The sums of `Table` per row of a group in one probe, and the effect below which they are rounding."""
-        tables, cut = self._tables(reading, group.names, self._alignment(group)), self._cut(group)
+        tables, cut = self._tables(reading, group.names, self.slices.get(group.names, ())), self._cut(group)
         if sum(blocks > 1 for blocks in cut) > 1:
             # The table of a pair of dimensions is made at grown points only; here one of them has to do.
             widest = max(range(len(cut)), key=lambda i: cut[i])
-            cut = tuple(blocks if i == widest else 1 for i, blocks in enumerate(cut))
+            cut = invariance.cut_of(len(cut), {widest: cut[widest]})
         return invariance.block_sums(tables, cut).reshape(4, -1), self.floor(reading, group.names)
 
     def worst_rows(self, group: Group) -> tuple[float, float]:
         """The largest imbalance of a row at random points, and the largest that growth has left."""
-        trial, cut = self.trial(group.names, self._alignment(group)), self._cut(group)
+        trial, cut = self.trial(group.names, self.slices.get(group.names, ())), self._cut(group)
         return invariance.typical_and_worst(cut, trial)[1], float(trial.grown[-1].beside_others(cut).max())
-
-    def _alignment(self, group: Group) -> Alignment:
-        return self.alignments.get(group.names, WHOLE)
 
     def _cut(self, group: Group) -> Cut:
         one = len(group.names) == 1
         return Layout(group.spec).blocks(self.shapes[group.names[0]]) if one else (group.n_rows,)
 
     # Graphs
-
-    def add_graph(self, graph: Graph) -> None:
-        """Keep a graph, which may have parameters that the others lack."""
-        if not self.graphs:
-            self.graph, self.proposals = graph, propose(graph)
-        self.graphs.append(graph)
-        self._paths.clear()
 
     def graph_of(self, names: Names) -> Graph:
         """The first graph that has all of these parameters, or else the first of all."""
@@ -185,12 +335,8 @@ class Measurements:
 
     def nonlinear(self, names: Names) -> bool:
         """Whether a set has a defect and meets a nonlinearity: then ε need not be the reason."""
-        return self.path(names).nonlinear and self._has_defect(names)
-
-    def _has_defect(self, names: Names) -> bool:
-        """Whether more than rounding is left of a set's sum, at the first random point or another that reaches it."""
-        reaching = [r for r in self.random if any(r.slope[name] for name in names)]
-        if not reaching:
+        reaching = [reading for reading in self.random if any(reading.slope[name] for name in names)]
+        if not reaching or not self.path(names).nonlinear:
             return False
         reading = self.first if self.first in reaching else reaching[0]
         exact = reading is self.first  # other readings may be in the model's own float32

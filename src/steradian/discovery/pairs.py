@@ -1,7 +1,7 @@
 """Sides that scale against each other: f(αa, b/α) = f(a, b), such as the rows of `up` and the columns of `down`.
 
 Then ⟨∇L, a⟩ = ⟨∇L, b⟩ in every probe, and the tables of the probes have these sums for every slice of every parameter.
-The graph says which sides to compare: parameters that scale a tensor together (`propose`) with those that multiply it
+The graph says which sides to compare: parameters that scale a tensor together (`proposals`) with those that multiply it
 next (`readers`), or with parameters that scale another tensor which meets it before that, as queries meet keys. Sides
 whose totals agree are cut into sets as finely as the sums of these agree.
 """
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
 from steradian.discovery.graph import readers
-from steradian.discovery.invariance import Cut, block_sums, cut_of, divisors, to_spec
-from steradian.discovery.joint import Array
+from steradian.discovery.invariance import Cut, block_sums, cut_of, divided, divisors, to_spec
+from steradian.discovery.joint import Array, coarser
 from steradian.discovery.measurements import Measurements, Names
 from steradian.groups import Pair, Spec
 
@@ -61,9 +61,9 @@ class Side:
 
     def piece(self, start: int, length: int, ranges: int) -> "Side":
         """A part of each range, or, of a single one, of so many equal parts of it."""
-        inside = self.sums.reshape(*self.sums.shape[:2], ranges, -1)[..., start : start + length]
+        shape = self.sums.shape[:2]
+        sums = self.sums.reshape(*shape, ranges, -1)[..., start : start + length].reshape(*shape, -1)
         stride = self.stride if self.ranges > 1 or ranges == 1 else self.size // ranges
-        sums = inside.reshape(*self.sums.shape[:2], -1)
         return replace(self, start=self.start + start, sums=sums, ranges=ranges, stride=stride)
 
     def disjoint(self, other: "Side") -> bool:
@@ -90,7 +90,7 @@ class Side:
         """The folds into g0 × g1 sets, with the sums of each set; slices of two dimensions are not folded."""
         rest = self.size // (g0 * g1)
         folds = [(g0, d0, g1, rest // d0) for d0 in (divisors(rest) if g1 > 1 else (rest,))]
-        return [(fold, self.fold(fold)) for fold in folds if rest == 1 or all(len(_divided(c)) < 2 for c in self.cuts)]
+        return [(fold, self.fold(fold)) for fold in folds if rest == 1 or all(len(divided(c)) < 2 for c in self.cuts)]
 
     def specs(self, fold: Fold, shapes: Mapping[str, Sequence[int]]) -> tuple[Spec, ...]:
         """How each parameter is cut by a fold of the slices."""
@@ -99,21 +99,15 @@ class Side:
             g0, d0, g1, d1 = g0 * g1, d0 * d1, 1, 1
         specs: list[Spec] = []
         for name, cut in zip(self.names, self.cuts, strict=True):
-            *_, dim = 0, *_divided(cut)
+            *_, dim = 0, *divided(cut)
             if self.size == math.prod(cut) and g1 == 1:
-                blocks = (*cut[:dim], g0 // math.prod(cut[:dim]), *cut[dim + 1 :])
-                specs.append(to_spec(blocks, shapes[name]) if cut else "tensor")
-            elif len(_divided(cut)) > 1:
+                specs.append(to_spec(coarser(cut, g0) or (), shapes[name]) if cut else "tensor")
+            elif len(divided(cut)) > 1:
                 specs.append(("fold", dim, self.start, self.length, 1, 1, 1, self.ranges))
             else:
                 ranges = (self.ranges, self.stride) if self.ranges > 1 else ()
                 specs.append(("fold", dim, self.start, g0, d0, g1, d1, *ranges))
         return tuple(specs)
-
-
-def _divided(cut: Cut) -> list[int]:
-    """The dimensions that a cut divides."""
-    return [i for i, blocks in enumerate(cut) if blocks > 1]
 
 
 def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
@@ -124,7 +118,7 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
     reads, order = readers(measured.graph), measured.graph.order_of_use
     names = frozenset(name for name in measured.names_with_effect() if name in order and name not in no_effect)
     place = {name: i for i, name in enumerate(measured.prober.trainable)}.__getitem__
-    proposed = [*measured.proposals.sets, *((name,) for name in names)]
+    proposed = [*measured.graph.proposals[0], *((name,) for name in names)]
     sets = {tuple(sorted(names.intersection(s), key=place)) for s in proposed}
     # By what reads them, sides that may have another partner, with the number of sets of the pair that they are in.
     unpaired: dict[frozenset[str], list[tuple[list[Side], int]]] = {}
@@ -178,24 +172,17 @@ class _Search:
                 if len({math.prod(cut) for cut in cuts}) == 1:
                     ways[tuple(cuts)] = number
         ways[tuple(cut_of(len(shape), {}) for shape in shapes)] = 1
-        return [
-            Side(tuple(names), cuts, self._sums(names, cuts), number, stride=math.prod(cuts[0]) // number)
-            for cuts, number in ways.items()
-        ]
+        return [self._side(tuple(names), cuts, number) for cuts, number in ways.items()]
 
-    def _sums(self, names: Sequence[str], cuts: Sequence[Cut]) -> Array:
-        parts = [
-            [block_sums(r.tables[name], cut)[:2].reshape(2, -1).numpy() for name, cut in zip(names, cuts, strict=True)]
-            for r in self.readings
-        ]
-        return np.array(parts).sum(1)
+    def _side(self, names: Names, cuts: tuple[Cut, ...], blocks: int) -> Side:
+        members = list(zip(names, cuts, strict=True))
+        sums = [[block_sums(r.tables[n], cut)[:2].reshape(2, -1).numpy() for n, cut in members] for r in self.readings]
+        return Side(names, cuts, np.array(sums).sum(1), blocks, stride=math.prod(cuts[0]) // blocks)
 
     def pair_up(self, a: list[Side], b: list[Side]) -> list[tuple[list[Side], int]]:
-        """Add the pair of two sides, or of parts of one with the other; return a and its parts, and the sets of each.
-
-        Parts of a tensor are several in one, as queries, keys and values, or come from several, as a concatenation.
-        They may have readers of their own.
-        """
+        """Add the pair of two sides, or of parts of one with the other; return a and its parts, and their sets."""
+        # Parts are several in one tensor, as queries, keys and values, or of several, as in a concatenation, and may
+        # have readers of their own.
         reason = "b reads what a scales"
         if n := self.pair(a, b, reason):
             return [(a, n)]
@@ -215,14 +202,7 @@ class _Search:
         return [(a, 0), *left.values()]
 
     def pair(self, a: list[Side], b: list[Side], reason: str, *, more_than: int = 0) -> int:
-        """Add the pair of two sides that has most sets, if there is one; the number of sets, 0 for none.
-
-        Args:
-            a: the ways to cut one side.
-            b: the ways to cut the other.
-            reason: why they are a pair.
-            more_than: sets that both have against a third side, so that fewer or as many follow from that.
-        """
+        """Add the pair with most sets, more than some number, among the ways to cut two sides; how many it has."""
         names = (*a[0].names, *b[0].names)
         for *both, pair in self.found:
             if set(names).issuperset((*pair.a, *pair.b)) and _follows((a[0], b[0]), both):
@@ -232,12 +212,12 @@ class _Search:
             (one, other, math.gcd(one.size, other.size))
             for one, other in product(a, b)
             if one.disjoint(other)
-            and self._agree(one.fold((1, one.size, 1, 1)), other.fold((1, other.size, 1, 1)), floor)
+            if self._agree(one.sums.sum(2, keepdims=True), other.sums.sum(2, keepdims=True), floor).all()
         ]
         for sets in sorted({sets for *_, most in able for sets in divisors(most) if sets > more_than}, reverse=True):
             for one, other, _ in (sides for sides in able if sides[2] % sets == 0):
                 for (fold_a, sums_a), (fold_b, sums_b) in _folded(one, other, sets):
-                    if self._agree(sums_a, sums_b, floor):
+                    if self._agree(sums_a, sums_b, floor).all():
                         if not _has_effect(sums_a, sums_b, floor):
                             return 0
                         parts = self._split(one, other, sets, floor)
@@ -249,34 +229,24 @@ class _Search:
         return 0
 
     def _split(self, one: Side, other: Side, sets: int, floor: Array) -> list[tuple[list[Side], list[Side]]]:
-        """Of both sides, the channels of each head that agree one by one, and the others: only these are rotated.
-
-        The result is empty if that gives no more sets than there are.
-        """
+        """Of both sides, the channels of each head that agree one by one, and the others, which are rotated."""
         least, most = sorted((one.size, other.size))
         found = []
         for heads in divisors(least) if sets < least and most % least == 0 else ():
             a, b = (side.fold((heads, side.size // least, least // heads, 1)) for side in (one, other))
-            channels = np.atleast_1d(self._agreeing(a, b, floor).reshape(-1, least // heads).all(0))
+            channels = np.atleast_1d(self._agree(a, b, floor).reshape(-1, least // heads).all(0))
             if not channels.all() and all(side.ranges in (1, heads * side.size // least) for side in (one, other)):
-                found += [
-                    (heads * int(run.cumprod().sum()), heads, i) for i, run in ((0, channels), (1, channels[::-1]))
-                ]
+                runs = enumerate((channels, channels[::-1]))
+                found += [(heads * int(run.cumprod().sum()), heads, behind) for behind, run in runs]
         n, heads, behind = max(found, default=(0, 1, 0))
         if n < max(sets, 1):
             return []
         size, rest = n // heads, (least - n) // heads
         ranges = [(rest, size), (0, rest)] if behind else [(0, size), (size, rest)]
-        one_parts, other_parts = (
-            [[side.piece(start, length, heads * side.size // least)] for start, length in ranges]
-            for side in (one, other)
-        )
-        return list(zip(one_parts, other_parts, strict=True))
+        blocks = [heads * side.size // least for side in (one, other)]
+        return [([one.piece(*where, blocks[0])], [other.piece(*where, blocks[1])]) for where in ranges]
 
-    def _agree(self, sums_a: Array, sums_b: Array, floor: Array) -> bool:
-        return bool(self._agreeing(sums_a, sums_b, floor).all())
-
-    def _agreeing(self, sums_a: Array, sums_b: Array, floor: Array) -> NDArray[np.bool_]:
+    def _agree(self, sums_a: Array, sums_b: Array, floor: Array) -> NDArray[np.bool_]:
         """Whether ⟨∇L, a⟩ = ⟨∇L, b⟩ of each set in each reading, up to rounding."""
         allowed = self.measured.prober.precision.resolution * np.sqrt(sums_a[:, 1] + sums_b[:, 1]) + floor
         return np.asarray(np.abs(sums_a[:, 0] - sums_b[:, 0]) <= allowed)
@@ -296,11 +266,8 @@ def _follows(both: Sequence[Side], known: Sequence[Side]) -> bool:
 def _has_effect(sums_a: Array, sums_b: Array, floor: Array) -> bool:
     """Whether a typical set with an effect changes the outputs when one side alone is scaled."""
     effect = np.sqrt(np.maximum(sums_a[:, 1], sums_b[:, 1]))
-    shares = [
-        np.median(np.abs(radial[counts]) / size[counts])
-        for radial, size, counts in zip(sums_a[:, 0], effect, effect > thresholds.MEASURABLE * floor, strict=True)
-        if counts.any()
-    ]
+    probes = zip(sums_a[:, 0], effect, effect > thresholds.MEASURABLE * floor, strict=True)
+    shares = [np.median(np.abs(radial[counts]) / size[counts]) for radial, size, counts in probes if counts.any()]
     return bool(min(shares, default=0.0) > thresholds.INVARIANT_SIDE)
 
 
@@ -311,10 +278,8 @@ def _folded(a: Side, b: Side, sets: int) -> Iterator[tuple[tuple[Fold, Array], t
 
 
 def _parts(side: Side, other: Side) -> Iterator[Side]:
-    """Parts of a side that may go with another: of the whole, or of each of several equal blocks of it, as heads.
-
-    They are equal ones, both ends, or one large and two small ones. Where slices agree one by one, any range may.
-    """
+    """Parts of a side that may go with another: of the whole, or of each of several equal blocks of it, as heads."""
+    # Equal ones, both ends, or one large and two small ones. Where slices agree one by one, any range may.
     for blocks in divisors(math.gcd(side.size, other.size)) if side.ranges == 1 else (side.ranges,):
         n, size = side.size // blocks, other.size // blocks
         if size < n <= thresholds.MOST_PARTS * size and side.size // n * size > 1:
@@ -325,12 +290,9 @@ def _parts(side: Side, other: Side) -> Iterator[Side]:
                 yield from (side.piece(start, small, blocks) for start in (size, size + small))
     if side.ranges == 1 and 1 < other.size < side.size:
         strongest = int(other.sums[0, 1].argmax())
-        near = _near(side.sums[0], other.sums[0, :, strongest])
-        yield from (
-            side.piece(start, other.size, 1)
-            for start in (np.flatnonzero(near) - strongest).tolist()
-            if 0 <= start <= side.size - other.size
-        )
+        near = np.flatnonzero(_near(side.sums[0], other.sums[0, :, strongest])) - strongest
+        inside = near[(near >= 0) & (near <= side.size - other.size)]
+        yield from (side.piece(start, other.size, 1) for start in inside.tolist())
 
 
 def _beside(part: Side, side: Side) -> Iterator[Side]:
@@ -338,12 +300,6 @@ def _beside(part: Side, side: Side) -> Iterator[Side]:
     size, n = part.length, side.size // part.ranges
     first = part.start - side.start
     for start, stop in ((0, first), (first + size, n)):
-        middle = (start + stop) // 2
-        cuts = {
-            (start, stop),
-            (start, middle),
-            (stop - middle + start, stop),
-            (start, stop - size),
-            (stop - size, stop),
-        }
+        half = (stop - start) // 2
+        cuts = {(start, stop), (start, start + half), (stop - half, stop), (start, stop - size), (stop - size, stop)}
         yield from (side.piece(i, j - i, part.ranges) for i, j in cuts if start <= i < j)

@@ -8,9 +8,10 @@ float64 where the model allows it, so that an exact invariance reads 1e-12 and n
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,10 @@ from torch.nn.modules.conv import _ConvNd
 from steradian.discovery import sandbox, thresholds
 from steradian.discovery.graph import Call, Graph, graph_nodes, read_graph, record_calls
 from steradian.discovery.invariance import Key, Table, is_matrix
-from steradian.discovery.joint import pairs_to_align
 from steradian.discovery.sandbox import Leaves, as_dtype, floating, tensors_in
 from steradian.groups import bare, parameters_of
 
 Factors = Mapping[str, float | Tensor]
-
-
-# Points
-
-
 Noise = Callable[[torch.device], torch.Generator]
 
 
@@ -50,16 +45,11 @@ class Point:
 
     parameters: Mapping[str, Tensor]  # the model's own
     seed: int | None = None  # of the noise on trainable parameters; None leaves them as they are
-    # What each parameter is multiplied by afterwards, broadcasting against it.
-    factors: Mapping[str, Sequence[float | Tensor]] = field(default_factory=dict)
+    factors: tuple[Factors, ...] = ()  # what parameters are multiplied by afterwards, broadcasting against them
 
     def scaled(self, *factors: Factors) -> "Point":
         """The point with some parameters multiplied."""
-        merged = {name: list(of_name) for name, of_name in self.factors.items()}
-        for more in factors:
-            for name, factor in more.items():
-                merged.setdefault(name, []).append(factor)
-        return replace(self, factors=merged)
+        return replace(self, factors=(*self.factors, *factors))
 
     @torch.no_grad()
     def write(self, leaves: Mapping[str, Tensor]) -> None:
@@ -70,7 +60,7 @@ class Point:
             leaf.copy_(parameter)
             if noise is not None and parameter.requires_grad and leaf.numel():
                 _move(torch.view_as_real(leaf) if leaf.is_complex() else leaf, noise(leaf.device))
-            for factor in self.factors.get(name, ()):
+            for factor in [factors[name] for factors in self.factors if name in factors]:
                 leaf.mul_(factor)
 
 
@@ -110,23 +100,19 @@ def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
-    """A random input like the given one: noise of half its size, clamped to its range.
-
-    Integers are token ids or labels, zeros and ones or infinities are masks: those stay as they are, and so do sparse
-    and nested tensors. A constant input, such as a dummy batch of zeros, has no range and becomes random; one much
-    smaller than 1, which a normalization's ε would dominate, is rescaled to the size 1.
-    """
-    if not floating(tensor) or tensor.layout != torch.strided or tensor.numel() == 0 or "mask" in name:
-        return tensor.clone()
-    if not bool(torch.isfinite(tensor).all()):
-        return tensor.clone()
+    """A random input like the given one: noise of half its size, clamped to its range."""
+    # Integers are token ids or labels, two values or infinities are masks: those stay, and so do sparse and nested
+    # tensors. A constant input, such as a dummy batch of zeros, becomes random; a small one is rescaled to the size 1.
+    dense = floating(tensor) and tensor.layout == torch.strided and tensor.numel() > 0
+    if not dense or "mask" in name or not bool(torch.isfinite(tensor).all()):
+        return tensor
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     low, high = values.min(), values.max()
     noise = torch.randn(values.shape, dtype=values.dtype, device=values.device, generator=noise_on(values.device))
     if bool(low == high):
         noisy = values + noise * (high.abs() if bool(high != 0) else 1)
     elif bool(((values == low) | (values == high)).all()):
-        return tensor.clone()
+        return tensor
     else:
         size = values.square().mean().sqrt()
         noisy = (values + size / 2 * noise).clamp(low, high)
@@ -141,7 +127,7 @@ def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
 class Reading:
     """What one probe measured, and how to repeat it."""
 
-    point: Point  # as in `Prober.read`
+    point: Point
     seed: int
     draw: int | None
     graph: Graph | None
@@ -168,10 +154,8 @@ class Reading:
         return not any(bool(t.isnan().any()) for t in self.outputs) and all(bool(t.isfinite()) for t in totals)
 
     def share(self, name: str, beside: Sequence[str]) -> float:
-        """How much outputs depend on a parameter, relative to the one among others that they depend on most.
-
-        Measured by ‖g ⊙ x‖ and by ‖g‖, because a parameter that is zero has an effect too.
-        """
+        """How much outputs depend on a parameter, relative to the one among others that they depend on most."""
+        # By ‖g ⊙ x‖ and by ‖g‖, because a parameter that is zero has an effect too.
         peak, steepest = max(self.effect[n] for n in beside), max(self.slope[n] for n in beside)
         return max(self.effect[name] / (peak or 1.0), self.slope[name] / (steepest or 1.0))
 
@@ -181,17 +165,15 @@ def _tabulate(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
     if g.is_complex():
         g, x = torch.view_as_real(g), torch.view_as_real(x)
     g, x = g.double(), x.double()
-    keys: list[Key] = [(), *((i,) for i in range(x.ndim) if x.shape[i] > 1), *pairs]
+    keys: list[Key] = [(), *((i,) for i in range(x.ndim) if x.shape[i] > 1), *dict.fromkeys(pairs)]
     split = _chunks(x)
     # One buffer for the terms of all chunks: allocating memory costs more than the arithmetic.
     terms = torch.empty(4, *split[0].shape, dtype=torch.float64, device=x.device)
     parts = [_chunk_tables(*chunk, terms, keys) for chunk in zip(_chunks(g), split, strict=True)]
     if len(parts) == 1:
         return parts[0]
-    return {
-        key: torch.cat([p[key] for p in parts], dim=1) if 0 in key else torch.stack([p[key] for p in parts]).sum(0)
-        for key in keys
-    }
+    tables = {key: torch.stack([p[key] for p in parts]).sum(0) for key in keys if 0 not in key}
+    return tables | {key: torch.cat([p[key] for p in parts], dim=1) for key in keys if 0 in key}
 
 
 def _chunk_tables(g: Tensor, x: Tensor, buffer: Tensor, keys: Sequence[Key]) -> dict[Key, Table]:
@@ -225,20 +207,17 @@ def _to_host(tables: dict[str, dict[Key, Table]]) -> dict[str, dict[Key, Table]]
 
 
 def output_change(before: list[Tensor], after: list[Tensor]) -> float:
-    """Largest ‖a − b‖ of two outputs over the spread of a; inf if their shapes differ.
-
-    Entries that are infinite in both, such as masked logits, do not count.
-    """
+    """Largest ‖a − b‖ of two outputs over the spread of a; entries infinite in both, such as masked logits, count 0."""
     if [t.shape for t in before] != [t.shape for t in after]:
-        return float("inf")
+        return math.inf
     changes = []
     for a, b in zip(before, after, strict=True):
         finite = torch.isfinite(a)
         if not torch.equal(finite, torch.isfinite(b)):
-            return float("inf")
-        spread, moved = output_spread(a), float(torch.linalg.vector_norm(a[finite] - b[finite]))
-        changes.append(moved / spread if spread else moved)
-    return max(changes, default=float("inf"))
+            return math.inf
+        moved = float(torch.linalg.vector_norm(a[finite] - b[finite]))
+        changes.append(moved / (output_spread(a) or 1.0))
+    return max(changes, default=math.inf)
 
 
 def output_spread(a: Tensor) -> float:
@@ -269,7 +248,6 @@ class Prober:
         self.noisy = True  # whether noise is added to the inputs, until the model fails
         self.remarks: list[str] = []  # notes of the first pass for the user
         self.raised: Exception | None = None  # by the model, in a later pass
-        self._pairs_to_align = pairs_to_align({name: self.shapes[name] for name in self.trainable})
         self.blocks = _blocks(model)
         self._noise_of_seed: dict[int, bool] = {}
         self._made: tuple[torch.dtype | None, Leaves] | None = None
@@ -292,30 +270,19 @@ class Prober:
         self,
         point: Point,
         *,
-        seed: int,
-        pairs: Mapping[str, Sequence[Key]] | None = None,
-        graph: bool = False,
-        backward: bool = True,
-        quick: bool = False,
-        draw: int | None = None,
+        seed: int,  # 0 takes the inputs as given; any other adds noise to them
+        pairs: Mapping[str, Sequence[Key]] | None = None,  # dimensions to tabulate together, by parameter
+        graph: bool = False,  # whether to keep the autograd graph
+        backward: bool = True,  # whether to compute gradients
+        quick: bool = False,  # in the model's own float32 if it is on the CPU, which is several times faster
+        draw: int | None = None,  # seed of the global generators that the model draws from, if not `seed`
     ) -> Reading:
-        """One pass at a point.
-
-        Args:
-            point: the values of the parameters.
-            seed: 0 takes the inputs as given; any other adds noise to them.
-            pairs: pairs of dimensions to tabulate, by parameter.
-            graph: whether to keep the autograd graph.
-            backward: whether to compute gradients.
-            quick: in the model's own float32 if it is on the CPU, which is several times faster.
-            draw: seed of the global generators that the model draws from, if not `seed`.
-        """
+        """One pass at a point."""
         precision = self._quick if quick else self.precision
         leaves, noise = self._leaves(precision.dtype), noise_of(seed)
-        with torch.inference_mode(False):
-            point.write(leaves)
+        point.write(leaves)
         for leaf in leaves.values():
-            leaf.grad = None
+            leaf.grad = None  # of a pass that failed
         epsilon = math.inf if point.seed is None else thresholds.EPSILON
         swapped = sandbox.swapped(self.model, leaves, dtype=precision.dtype, epsilon=epsilon)
         with sandbox.isolated(precision.dtype), swapped:
@@ -334,19 +301,17 @@ class Prober:
             @torch.no_grad()
             def take(name: str) -> None:
                 """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
-                leaf, also = leaves[name], pairs.get(name, ()) if pairs else ()
+                leaf, keys = leaves[name], list(pairs.get(name, ())) if pairs else []
                 grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense()
-                of_blocks = [(0, k) for k in range(1, min(leaf.ndim, 3))] if name in self.blocks else []
-                keys = dict.fromkeys([*self._pairs_to_align.get(name, ()), *of_blocks, *also])
-                tables[name] = _tabulate(grad, leaf.detach(), list(keys))
+                keys += [(0, k) for k in range(1, min(leaf.ndim, 3))] if name in self.blocks else []
+                tables[name] = _tabulate(grad, leaf.detach(), keys)
                 leaf.grad = None
 
             if backward:
                 self._backward([t for t in outputs if t.requires_grad], leaves, noise, take)
         if backward:
-            for name in self.trainable:
-                if name not in tables:
-                    take(name)
+            for name in [name for name in self.trainable if name not in tables]:
+                take(name)
             for name, of_name in _to_host({name: tables[name] for name in self.trainable}).items():
                 reading.put(name, of_name)
             reading.peak = max(reading.effect.values())
@@ -365,17 +330,14 @@ class Prober:
             self._made = dtype, leaves
         return self._made[1]
 
-    def _inputs(
-        self, noise: Noise, dtype: torch.dtype | None, *, noisy: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _inputs(self, noise: Noise, dtype: torch.dtype | None, *, noisy: bool) -> tuple[list[Any], dict[str, Any]]:
         def change(tensor: Tensor, name: str) -> Tensor:
             fresh = as_dtype(tensor, dtype)
             fresh = _perturb(fresh, name, noise) if noisy else fresh
             return fresh.requires_grad_(tensor.requires_grad)
 
         names = sandbox.name_inputs(self.model, self.args)
-        args = tuple(sandbox.map_inputs(value, change, name) for value, name in zip(self.args, names, strict=True))
-        return args, {name: sandbox.map_inputs(value, change, name) for name, value in self.kwargs.items()}
+        return list(map(sandbox.map_inputs, self.args, repeat(change), names)), sandbox.map_inputs(self.kwargs, change)
 
     def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise, take: Callable[[str], None]) -> None:
         """Derivatives of a random loss. Each gradient is taken as soon as it is complete, where that can be known."""
@@ -396,14 +358,11 @@ class Prober:
         wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         # A function written in Python may run backward inside: then a gradient comes in parts.
         whole = {} if any(isinstance(node, BackwardCFunction) for node in nodes) else wanted
-        handles = [
-            leaf.register_post_accumulate_grad_hook(lambda _, name=name: take(name)) for name, leaf in whole.items()
-        ]
-        try:
+        with ExitStack() as stack:
+            for name, leaf in whole.items():
+                handle = leaf.register_post_accumulate_grad_hook(lambda _, name=name: take(name))
+                stack.callback(handle.remove)
             torch.autograd.backward(losses, inputs=list(wanted.values()))
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _blocks(model: nn.Module) -> dict[str, int]:

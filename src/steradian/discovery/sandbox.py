@@ -14,9 +14,9 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import is_not
-from types import ModuleType, NoneType
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,7 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def swapped(
     model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torch.dtype | None, epsilon: float = math.inf
 ) -> Iterator[None]:
-    """Run the model in training mode on the leaves and on copies of everything else; restore it afterwards.
-
-    A module's ε, if it is an attribute, is at most `epsilon`.
-    """
+    """Run the model in training mode on the leaves and on copies of all else, with an ε of at most `epsilon`."""
     attributes = _Attributes({id(p): leaves[name] for name, p in parameters_of(model).items()}, dtype)
     try:
         for module in list(model.modules()):
@@ -80,9 +77,8 @@ def _train(model: nn.Module) -> None:
         return
     # A submodule in eval mode was put there on purpose; one with its own `train` may not have been called yet.
     frozen = [module for module in model.modules() if not module.training]
-    for module in list(model.modules()):
-        if type(module).train is not nn.Module.train:
-            module.train(module.training)
+    for module in [module for module in model.modules() if type(module).train is not nn.Module.train]:
+        module.train(module.training)
     for module in frozen:
         module.training = False
 
@@ -91,8 +87,7 @@ class _Attributes:
     """The attributes of modules, and of the user's objects that they hold, swapped for private copies.
 
     A forward pass may count in a dictionary of dictionaries, keep its last activations in a queue, or draw from a
-    generator of its own. Copied are tensors, containers, generators and small arrays; anything else is shared.
-    `copies` are those that exist already, by the id of the original.
+    generator of its own. `copies` are those that exist already, by the id of the original.
     """
 
     def __init__(self, copies: Mapping[int, Any], dtype: torch.dtype | None) -> None:
@@ -139,11 +134,8 @@ class _Attributes:
 
 def _has_own_state(value: Any) -> bool:
     """Whether a value is an object of the user's that holds state: no function, module or owner of a module."""
-    if isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
-        return False
-    if type(value).__module__.partition(".")[0] in ("torch", "builtins"):
-        return False
-    return not any(isinstance(item, nn.Module) for item in value.__dict__.values())
+    own = hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in ("torch", "builtins")
+    return own and not any(isinstance(item, nn.Module) for item in value.__dict__.values())
 
 
 # Global state, and the dtype of the probe
@@ -198,7 +190,7 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """The products of blocks of rows with one matrix each, which torch does not compute in float64."""
     stops = [0, *ends.tolist()]
     parts = [a[start:stop] @ b[i] for i, (start, stop) in enumerate(pairwise(stops))]
-    left = len(a) - stops[-1]
+    left = len(a) - stops[-1]  # zeros only if there are any: the graph has them as a constant beside the products
     return torch.cat([*parts, a.new_zeros(left, b.shape[-1])] if left else parts)
 
 
@@ -206,14 +198,7 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Tensors in tuples, lists, mappings, dataclasses and plain objects, in order, each once.
-
-    Caches of keys and values, which some models return for the next token, are skipped: no loss is computed from
-    them.
-
-    >>> len(tensors_in({"a": (torch.ones(1), [torch.ones(2)]), "b": "text"}))
-    2
-    """
+    """Tensors in tuples, lists, mappings, dataclasses and plain objects, in order, each once."""
     return list({id(tensor): tensor for tensor in _search(value, NEST_DEPTH)}.values())
 
 
@@ -225,7 +210,7 @@ def _search(value: Any, depth: int) -> Iterator[Tensor]:
         return
     items: Iterable[Any] = ()
     if type(value).__name__.endswith("Cache"):
-        pass
+        pass  # keys and values for the next token: no loss is computed from them
     elif isinstance(value, Mapping):
         items = [item for key, item in value.items() if key != "past_key_values"]
     elif isinstance(value, list | tuple | set | frozenset):
@@ -243,8 +228,7 @@ def map_inputs(value: Any, change: Callable[[Tensor, str], Tensor], name: str = 
     if isinstance(value, Tensor):
         return change(value, name)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = zip(value._fields, value, strict=True)
-        return type(value)(*(map_inputs(item, change, key) for key, item in fields))
+        return type(value)(*map(map_inputs, value, repeat(change), value._fields))
     if isinstance(value, list | tuple):
         return type(value)(map_inputs(item, change, name) for item in value)
     if isinstance(value, dict):
