@@ -10,9 +10,9 @@ from steradian import geometry
 from steradian.equivalence import adagradg_from_sgd
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim.base import Options, Params, RowOptimizer, State, settings
 from steradian.optim.checks import check, is_number
-from steradian.optim.state import fill, per_row
+from steradian.optim.state import fill
 
 __all__ = ["AdaGradG"]
 
@@ -93,18 +93,20 @@ class AdaGradG(RowOptimizer):
             fine = bool((each > 0).all()) if isinstance(each, Tensor) else is_number(each) and 0 < each < math.inf
             check(fine, "v0", each, "positive: a number, or a tensor with one for each row")
 
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        if layout is None:
-            return {}
-        v, v0 = per_row(param, group, layout), group["v0"]
-        if isinstance(v0, list):
-            v0 = next(each for each, other in zip(v0, group["params"], strict=True) if other is param)
-        if isinstance(v0, Tensor):
-            check(v0.numel() in (1, len(v)), "v0", tuple(v0.shape), f"one number for each of {len(v)} rows")
-            fill(v, v0.reshape(-1).expand(len(v)))
-        else:
-            v.fill_(v0)
-        return {"sum": v}
+    def _entries(self, group: Options) -> tuple[str, ...]:
+        return ("sum",) if self._updates_rows(group) else ()
 
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _new_state(self, param: Tensor, group: Options) -> State:
+        state, v0 = super()._new_state(param, group), group["v0"]
+        for v in state.values():
+            if isinstance(v0, list):
+                v0 = next(each for each, other in zip(v0, group["params"], strict=True) if other is param)
+            if isinstance(v0, Tensor):
+                check(v0.numel() in (1, len(v)), "v0", tuple(v0.shape), f"one number for each of {len(v)} rows")
+                fill(v, v0.reshape(-1).expand(len(v)))
+            else:
+                v.fill_(v0)
+        return state
+
+    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         torch_updates.sgd(params, states, group)

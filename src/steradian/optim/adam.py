@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from steradian.groups import Layout
-from steradian.optim import reference, torch_updates
+from steradian.optim import reference
 from steradian.optim.base import Options, Params, RowOptimizer, settings
 from steradian.optim.checks import check
 from steradian.optim.rows import RowSet, peak_rate
@@ -92,16 +91,10 @@ class Adam(RowOptimizer):
         return all(self._is_fused(group) for group in self.param_groups)
 
     def _updates_rows(self, group: Options) -> bool:
-        return bool(group["without"]) or peak_rate(group) is not None
+        return group.get("rows") is not None and (bool(group["without"]) or peak_rate(group) is not None)
 
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if "a" in group["without"] else frozenset()
-
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        return self._adam_state(param, group, layout if "a" in group["without"] else None)
-
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        torch_updates.adam(params, states, group, *self._scaler)
 
     def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
         reference.emit_adam(rows, before, group)

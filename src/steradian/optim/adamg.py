@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from steradian.groups import Layout
-from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim import reference
+from steradian.optim.base import Params, RowOptimizer, settings
 
 __all__ = ["AdamG"]
 
@@ -56,9 +55,3 @@ class AdamG(RowOptimizer):
         capturable: bool = False,
     ) -> None:
         super().__init__(params, settings(locals()))
-
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        return self._adam_state(param, group, layout)
-
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        torch_updates.adam(params, states, group)

@@ -3,15 +3,12 @@
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim.base import Options, Params, RowOptimizer, State, settings
 from steradian.optim.checks import check
 from steradian.optim.rows import RowSet, by_shape
-from steradian.optim.state import per_row, step_count
 
 __all__ = ["Angular"]
 
@@ -60,6 +57,7 @@ class Angular(RowOptimizer):
         fused: None for the fused step where there is an NVIDIA GPU that it runs on (direction "gradient"); False for
             the plain step. True to have an error where it cannot be fused; with "muon", momenta and turns are fused.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.randn(8, 3))
     >>> optimizer = Angular([{"params": [weight], "rows": "filter"}], lr=0.01)
     """
@@ -112,23 +110,16 @@ class Angular(RowOptimizer):
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if group["spread"] == "rms" else frozenset()
 
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        if layout is None and group["rest"] == "sgd":
-            return {}
-        state = {"step": step_count(param, on_device=self._on_device(group))}
-        if layout is None:
-            return state | {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-        state["momentum_buffer"] = torch.zeros_like(param)
-        if group["direction"] == "adam":
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        if group["spread"] == "rms":
-            state["norm_sq"] = per_row(param, group, layout)
-        return state
+    def _entries(self, group: Options) -> tuple[str, ...]:
+        if not self._updates_rows(group):
+            return super()._entries(group) if group["rest"] == "adamw" else ()
+        second = ("exp_avg_sq",) if group["direction"] == "adam" else ()
+        return ("step", "momentum_buffer", *second, *self._per_row(group))
 
     def _together(self, sets: list[RowSet], group: Options) -> Iterable[RowSet]:
         return by_shape(sets) if group["direction"] == "muon" else super()._together(sets, group)
 
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         if group["rest"] == "sgd":
             torch_updates.sgd(params, states, {**group, "dampening": 0.0})
         else:

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo as untraced
 from torch.optim.optimizer import Optimizer
 
 from steradian.groups import Groups, Layout, is_sharded
+from steradian.optim import torch_updates
 from steradian.optim.checks import check_gradients, check_rate, check_rows, check_settings
 from steradian.optim.fused import decide
 from steradian.optim.rows import RowSet, check_shape, together
@@ -26,7 +27,8 @@ logger = logging.getLogger("steradian")
 
 Options = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-Classic = list[tuple[Options, list[Tensor], list[dict[str, Tensor]]]]
+State = dict[str, Tensor]
+Classic = list[tuple[Options, list[Tensor], list[State]]]
 """Param groups for the classic update, each with its parameters that have a gradient, and their states."""
 Work = list[tuple[Options, list[RowSet]]]
 """Param groups with rows, each with its row sets that have a gradient."""
@@ -40,15 +42,14 @@ class RowOptimizer(Optimizer, ABC):
     | "rows" | a spec (`groups.Layout`): how the parameters are cut. None or no key: they get the classic update |
     | "joint" | True: the parameters of the group are cut into rows together |
 
-    All of them: run the closure once, with gradients enabled; do not write `p.grad`; keep only tensors in the state;
-    do not change a parameter without a gradient (the rows of a joint set are then those of its other parameters);
-    compute half-precision rows in float32; keep one number per row in float32, in float64 for float64 parameters;
-    never wait for an accelerator.
+    A parameter without a gradient is not changed; the rows of a joint set are then those of its other parameters.
+    Half-precision rows are computed in float32. Numbers per row are float32, or float64 for float64 parameters. A step
+    never waits for an accelerator.
 
     A subclass names its row update (`update`), says whether there is a fused one (`_has_fused`), which settings
     identify a saved state as its own (`_marks`), whether rows are put on the unit sphere (`_fixes_radius`) and whether
-    the classic update takes sparse gradients (`_takes_sparse`), and implements `_check`, `_new_state` and `_step_rest`.
-    If it has a setting `rest_lr`, that is the rate of param groups without rows that give none.
+    the classic update takes sparse gradients (`_takes_sparse`). State and classic update are Adam's unless it has its
+    own `_entries` and `_step_rest`. A setting `rest_lr` is the rate of param groups without rows that give none.
 
     Attributes:
         row_state: entries of the state that have one number per row, in param groups where the row update does so.
@@ -85,33 +86,25 @@ class RowOptimizer(Optimizer, ABC):
         """Raise a ValueError that names the argument for settings that make no sense."""
         check_settings(group, self.defaults)
 
-    @abstractmethod
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        """The state of a parameter before its first step."""
+    def _entries(self, group: Options) -> tuple[str, ...]:
+        """The entries of a parameter's state before its first step."""
+        return ("step", "exp_avg", "exp_avg_sq")
 
-    def _adam_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        """Adam's, whose second moment has one number per row if there is a layout."""
-        return {
-            "step": step_count(param, on_device=self._on_device(group)),
-            "exp_avg": torch.zeros_like(param),
-            "exp_avg_sq": torch.zeros_like(param) if layout is None else per_row(param, group, layout),
-        }
-
-    @abstractmethod
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         """The classic update."""
+        torch_updates.adam(params, states, group, *self._scaler)
 
     def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
-        """Telemetry of rows that got the classic update, for optimizers whose `_layout` may give them to it."""
+        """Telemetry of rows that got the classic update, for optimizers whose `_updates_rows` gives them to it."""
         raise AssertionError("the rows of this optimizer never get the classic update")
 
     def _updates_rows(self, group: Options) -> bool:
-        """Whether the rows of a group get the row update with its settings, not the classic one."""
-        return True
+        """Whether a group gets the row update with its settings, not the classic one."""
+        return group.get("rows") is not None
 
-    def _layout(self, group: Options) -> Layout | None:
-        """How the rows of a group are cut for the row update; None if it gets the classic one."""
-        return Layout(group["rows"]) if group.get("rows") is not None and self._updates_rows(group) else None
+    def _per_row(self, group: Options) -> frozenset[str]:
+        """Entries of the state that have one number per row in this group."""
+        return self.row_state if self._updates_rows(group) else frozenset()
 
     def _together(self, sets: list[RowSet], group: Options) -> Iterable[RowSet]:
         """Row sets of a group that are updated together."""
@@ -188,14 +181,13 @@ class RowOptimizer(Optimizer, ABC):
         work: Work = []
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            layout = self._layout(group)
-            if params and layout is None:
-                classic.append((group, params, [self._state_of(param, group, None) for param in params]))
-            elif params and layout is not None:
-                work.append((group, self._row_sets(params, group, layout)))
+            if params and self._updates_rows(group):
+                work.append((group, self._row_sets(params, group)))
+            elif params:
+                classic.append((group, params, [self._state_of(param, group, classic=True) for param in params]))
         return classic, work
 
-    def _step_classic(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_classic(self, params: list[Tensor], states: list[State], group: Options) -> None:
         emits = self.telemetry is not None and group.get("rows") is not None
         (self._step_and_emit if emits else self._step_rest)(params, states, group)
         for param, state in zip(params, states, strict=True):
@@ -203,9 +195,9 @@ class RowOptimizer(Optimizer, ABC):
                 self.state[param] = state
 
     @untraced
-    def _step_and_emit(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_and_emit(self, params: list[Tensor], states: list[State], group: Options) -> None:
         """The classic update of parameters with rows, and its telemetry."""
-        sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
+        sets = self._row_sets(params, group, classic=True)
         before = [(rows, rows.read("param", rows.whole).clone()) for rows in sets if rows.n and rows.d]
         self._step_rest(params, states, group)
         for rows, x in before:
@@ -239,12 +231,12 @@ class RowOptimizer(Optimizer, ABC):
         """Whether a group's step count is on the device of its parameters."""
         return bool(group.get("capturable")) or self._is_fused(group)
 
-    def _row_sets(self, params: list[Tensor], group: Options, layout: Layout, *, classic: bool = False) -> list[RowSet]:
+    def _row_sets(self, params: list[Tensor], group: Options, *, classic: bool = False) -> list[RowSet]:
         """The rows of parameters that have a gradient, with their states and the place of their telemetry."""
-        sets = []
+        sets, layout = [], Layout(group["rows"])
         for members in _sets(params, group):
             newcomers = [param for param in members if not self.state.get(param)]
-            states = [self._state_of(param, group, None if classic else layout) for param in members]
+            states = [self._state_of(param, group, classic=classic) for param in members]
             absent = self._absent(members, newcomers, group) if group.get("joint") and not classic else []
             make = sharding().ShardedRowSet if any(map(is_sharded, members)) else RowSet
             rows = make(layout, members, states, absent=absent, fresh=len(newcomers) == len(members))
@@ -253,7 +245,7 @@ class RowOptimizer(Optimizer, ABC):
             sets.append(rows)
         return sets
 
-    def _absent(self, params: list[Tensor], newcomers: list[Tensor], group: Options) -> list[dict[str, Tensor]]:
+    def _absent(self, params: list[Tensor], newcomers: list[Tensor], group: Options) -> list[State]:
         """The states of a joint set's parameters that have no gradient now.
 
         The step count and the numbers per row are the set's: a parameter that joins later takes them from the others.
@@ -265,27 +257,24 @@ class RowOptimizer(Optimizer, ABC):
                 self.state[param][name].copy_(self.state[known[0]][name])
         return [self.state[param] for param in known if id(param) not in present]
 
-    def _row_counts(self) -> list[tuple[Tensor, int, torch.dtype]]:
-        """The keys of the telemetry, with the number of rows that are stepped here and their dtype."""
-        return [
-            (params[0], _count_rows(params, Layout(group["rows"])), row_dtype(params[0], group))
-            for group in self.param_groups
-            if group.get("rows") is not None
-            for params in _sets(group["params"], group)
-        ]
-
-    def _state_of(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[param] if self.state.get(param) else self._new_state(param, group, layout)
+    def _state_of(self, param: Tensor, group: Options, *, classic: bool) -> State:
+        state: State = self.state[param] if self.state.get(param) else self._new_state(param, group)
         if state:  # as torch, an optimizer that keeps nothing of a parameter has no entry for it
             self.state[param] = state
-        for name in self.row_state.intersection(state) if layout is None else ():
+        for name in self.row_state.intersection(state) if classic else ():
             if state[name].shape != param.shape:
                 check_shape(name, state[name], param.shape)
         return state
 
-    def _per_row(self, group: Options) -> frozenset[str]:
-        """Entries of the state that have one number per row in this group."""
-        return self.row_state if self._layout(group) is not None else frozenset()
+    def _new_state(self, param: Tensor, group: Options) -> State:
+        """The state of a parameter before its first step: zeros."""
+        state, one_per_row = {}, self._per_row(group)
+        for name in self._entries(group):
+            if name == "step":
+                state[name] = step_count(param, on_device=self._on_device(group))
+            else:
+                state[name] = per_row(param, group) if name in one_per_row else torch.zeros_like(param)
+        return state
 
     def _check_capture(self) -> None:
         if torch.compiler.is_compiling() or "capturable" not in self.defaults:
@@ -319,8 +308,13 @@ class RowOptimizer(Optimizer, ABC):
             self._cover_rows()
 
     def _cover_rows(self) -> None:
+        """Let the telemetry have room for the rows that are stepped here."""
         if self.telemetry is not None:
-            self.telemetry.cover(self._row_counts())
+            with_rows = [group for group in self.param_groups if group.get("rows") is not None]
+            sets = [(params, group) for group in with_rows for params in _sets(group["params"], group)]
+            self.telemetry.cover(
+                [(params[0], _count_rows(params, group), row_dtype(params[0], group)) for params, group in sets]
+            )
 
     # Groups and state
 
@@ -397,7 +391,8 @@ def _sets(params: list[Tensor], group: Options) -> list[list[Tensor]]:
     return [params] if group.get("joint") and params else [[param] for param in params]
 
 
-def _count_rows(params: list[Tensor], layout: Layout) -> int:
+def _count_rows(params: list[Tensor], group: Options) -> int:
+    layout = Layout(group["rows"])
     if any(map(is_sharded, params)):
         return int(sharding().count_rows(params, layout))
     return layout.size(params[0].shape)[0]

@@ -1,11 +1,9 @@
 """SGD whose momentum moves with radially invariant rows (Section 4, App. D.2 applied to SGD with momentum)."""
 
-import torch
 from torch import Tensor
 
-from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim.base import Options, Params, RowOptimizer, State, settings
 from steradian.optim.checks import check
 from steradian.optim.rows import RowSet, peak_rate
 
@@ -36,6 +34,7 @@ class SGD(RowOptimizer):
         maximize: ascend.
         fused: None or False; there is no fused SGD.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(8, 3))
     >>> optimizer = SGD([{"params": [weight], "rows": "filter"}], lr=0.1, momentum=0.9, without="bc")
     """
@@ -67,12 +66,12 @@ class SGD(RowOptimizer):
 
     def _updates_rows(self, group: Options) -> bool:
         moves = bool(group["momentum"]) and ("b" in group["without"] or "c" in group["without"])
-        return moves or peak_rate(group) is not None
+        return group.get("rows") is not None and (moves or peak_rate(group) is not None)
 
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        return {} if layout is None else {"momentum_buffer": torch.zeros_like(param)}
+    def _entries(self, group: Options) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self._updates_rows(group) else ()  # torch makes its own in the first step
 
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         torch_updates.sgd(params, states, group)
 
     def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:

@@ -40,9 +40,9 @@ def row_dtype(param: Tensor, group: Options) -> torch.dtype:
     return arithmetic(*(each.dtype for each in group["params"])) if group.get("joint") else arithmetic(param.dtype)
 
 
-def per_row(param: Tensor, group: Options, layout: Layout) -> Tensor:
+def per_row(param: Tensor, group: Options) -> Tensor:
     """One zero for each row."""
-    dtype = row_dtype(param, group)
+    dtype, layout = row_dtype(param, group), Layout(group["rows"])
     if is_sharded(param):
         return sharding().per_row(param, layout, dtype)
     # Of the class of the momentum: plain tensors may not mix with it, and the parameter's class may encode its numbers.
@@ -93,7 +93,7 @@ def _take(optimizer: "RowOptimizer", param: Tensor, group: Options, saved: Mappi
     if not saved:
         del optimizer.state[param]
         return
-    state = optimizer._new_state(param, group, optimizer._layout(group))
+    state = optimizer._new_state(param, group)
     if not state.keys() <= saved.keys():
         raise ValueError(
             f"a state of {type(optimizer).__name__} must have {_quoted(state)} here, got {_quoted(saved)}: "
