@@ -40,7 +40,7 @@ def _hyperball(rows: RowSet, group: Options) -> None:
     beta = group["momentum"]
     for piece, (x, gradient, m) in rows.pieces("param", "grad", "momentum_buffer"):
         m.mul_(beta).add_(gradient)
-        u = rows.from_matrices([orthogonalized(each) for each in rows.matrices(gradient.add(m, alpha=beta))])
+        u = rows.on_matrices(orthogonalized, gradient.add(m, alpha=beta))
         length = norm(u)
         pace = (rate_of(group) * norm(x) / length).masked_fill(length == 0, 0)
         _land(rows, piece, x, x - pace * u, gradient, pace)

@@ -5,7 +5,7 @@ from torch import Tensor
 from steradian.optim import reference
 from steradian.optim.base import Options, Params, RowOptimizer, settings
 from steradian.optim.checks import check
-from steradian.optim.rows import RowSet, peak_rate
+from steradian.optim.rows import peak_rate
 
 __all__ = ["Adam", "AdamS", "AdamSRT"]
 
@@ -60,6 +60,7 @@ class Adam(RowOptimizer):
     """
 
     update = staticmethod(reference.adam)
+    _emit_rest = staticmethod(reference.emit_adam)
     _has_fused = True
     row_state = frozenset({"exp_avg_sq"})
     _marks = frozenset({"betas", "without"})
@@ -95,9 +96,6 @@ class Adam(RowOptimizer):
 
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if "a" in group["without"] else frozenset()
-
-    def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
-        reference.emit_adam(rows, before, group)
 
 
 class AdamS(Adam):

@@ -127,7 +127,7 @@ def read_angular(taken: Taken) -> Step:
         n = torch.where(v > 0, n / v.sqrt(), 0)
     if group["direction"] == "muon":
         rows = RowSet(_layout(taken), [before.contiguous()], [{}])
-        n = rows.from_matrices([orthogonalized(stack) for stack in rows.matrices(n)])
+        n = rows.on_matrices(orthogonalized, n)
     d, slope = geometry.tangent(n, u), geometry.angle(u, p).tan()
     lr, turned = taken.setting("lr"), (slope > 0) & (r > 0)
     a, b = d / r, lr * geometry.norm(d) / (r**2 * slope)

@@ -1,8 +1,8 @@
 """The steps in plain torch, row by row: the oracle of the fused ones, for any device and dtype.
 
-One function per optimizer, called with the rows of one parameter (or joint set) and its param group. Rows are
-(n, d), numbers per row (n, 1); x is a row before the step and y the row after it. Nothing is read back from the
-device.
+One function per optimizer, whose class has the formulas, called with the rows of one parameter (or joint set) and its
+param group. Rows are (n, d), numbers per row (n, 1); x is a row before the step and y the row after it. Nothing is read
+back from the device. In all but SGD a row whose ‖∇L(x)‖² is not finite takes no step.
 """
 
 import math
@@ -21,13 +21,8 @@ from steradian.optim.transport import Motion, carry, carry_in_plane, emit
 def adam(rows: RowSet, group: Options) -> None:
     """Adam without any of (a), (b), (c) (Section 4.2, App. D.2, Algorithm 1).
 
-    g = ∇L(x) + λx;  m ← β1 m + (1−β1) g;  v ← β2 v + (1−β2) g², without (a) the mean of g² over the row;
-    x' = x − η/(1−β1^t) · m/(√(v/(1−β2^t)) + ε), and (1−ηλ)x with g = ∇L(x) where the decay is decoupled;
-    without (b) m ← Γ(m) from u to u'; without (c) m ← (r/r') m and v ← (r/r')² v.
-
     Where (b) is neutralized the L2 term never enters m, since the transport drops it: it acts through
-    x' = (1 − s(1−β1)λ)x − s m, so a row without a gradient keeps its direction. A row whose ‖g‖² is not finite
-    takes no step, as every row does under a gradient scaler.
+    x' = (1 − s(1−β1)λ)x − s m, so a row without a gradient keeps its direction.
     """
     step = rows.advance()
     beta1, beta2 = group["betas"]
@@ -123,11 +118,7 @@ def _mean_square(q: Tensor) -> Tensor:
 
 
 def sgd(rows: RowSet, group: Options) -> None:
-    """SGD whose momentum moves with the row: transported without (b), times r/r' without (c).
-
-    g = ∇L(x) + λx;  m ← μ m + (1−τ) g, in the first step m ← g;  x' = x − η m, with Nesterov x − η (g + μ m).
-    As in `adam`, where (b) is neutralized the L2 term acts on x alone.
-    """
+    """SGD whose momentum moves with the row; as in `adam`, where (b) is neutralized the L2 term acts on x alone."""
     for piece, tensors in rows.pieces("param", "grad", "momentum_buffer"):
         _sgd(rows, piece, tensors, group)
 
@@ -191,10 +182,7 @@ def _landed(u: Tensor, y: Tensor) -> Tensor:
 
 
 def adagradg(rows: RowSet, group: Options) -> None:
-    """AdaGradG (Section 3.2): x̂ = x − η ∇L(x)/√v;  x' = x̂/‖x̂‖;  v ← β v + ‖∇L(x)‖².
-
-    v is used before it is updated. A row whose new v is not finite takes no step.
-    """
+    """AdaGradG (Section 3.2), whose v is used before it is updated."""
     v = rows.number("sum")
     for piece, (x, gradient) in rows.pieces("param", "grad"):
         u, g = _on_sphere(x, gradient, group)
@@ -211,12 +199,7 @@ def adagradg(rows: RowSet, group: Options) -> None:
 
 
 def adamg(rows: RowSet, group: Options) -> None:
-    """Adam-G of Cho & Lee (2017), per unit row, with h the tangent gradient clipped to ‖h‖ ≤ clip.
-
-    m ← β1 m + (1−β1)h;  v ← β2 v + (1−β2)‖h‖²;  δ = −η √(1−β2^t)/(1−β1^t) · m/√(v + ε);
-    x' = Exp_x(δ), and m is transported along the geodesic. With `retraction` there is no clip and
-    x' = (x + δ)/‖x + δ‖. A row whose ‖h‖² is not finite takes no step.
-    """
+    """Adam-G of Cho & Lee (2017), with h the tangent gradient, clipped, and δ the step along the sphere."""
     step = rows.advance()
     beta1, beta2 = group["betas"]
     rate = rate_of(group) * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
@@ -254,11 +237,7 @@ def adamg(rows: RowSet, group: Options) -> None:
 
 
 def adamp(rows: RowSet, group: Options) -> None:
-    """AdamP (Heo et al., 2021) on rows that are known to be radial: the step is always projected.
-
-    q = m/(√(v/(1−β2^t)) + ε), with Nesterov β1 m + (1−β1)g for m;  q^⊥ = q − ⟨q,ū⟩ū with ū = x/(‖x‖ + ε);
-    x' = (1 − ηλρ)x − η/(1−β1^t) q^⊥, with ρ the ratio of the decay. A row whose ‖g‖² is not finite takes no step.
-    """
+    """AdamP (Heo et al., 2021) on rows that are known to be radial: the step q is always projected."""
     step = rows.advance()
     beta1, beta2 = group["betas"]
     lr = rate_of(group)
@@ -287,15 +266,7 @@ def adamp(rows: RowSet, group: Options) -> None:
 
 
 def angular(rows: RowSet, group: Options) -> None:
-    """Angular: a row turns by a given angle θ along −d and keeps its radius; h = r∇L(x)^⊥ is the gradient at u.
-
-    m ← β m + h;  n = m, with Nesterov h + β m;  d = n, or (n ⊘ √(V/(1−β2^t)))^⊥ with V ← β2 V + (1−β2) h²
-    element-wise (0/0 = 0), or NS(n)^⊥ of matrices;  θ = lr, or min(lr ‖d‖/√(v/(1−β2^t)), ½) with
-    v ← β2 v + (1−β2)‖d‖²;  x' = r Exp_u(−θ d/‖d‖);  m ← Γ(m) from u to u'.
-
-    A row whose h is 0, up to the rounding of a radial gradient, does not turn. A row whose ‖h‖² is not finite takes no
-    step.
-    """
+    """Angular: a row turns by an angle θ along −d and keeps its radius; h = r∇L(x)^⊥ is the gradient at u."""
     if group["direction"] == "muon":
         if rows.d:
             _angular_by_matrix(rows, group)
@@ -328,7 +299,7 @@ def _angular_by_matrix(rows: RowSet, group: Options) -> None:
         _, h, _, stays = _pushed([x, gradient, n], group)
         n = h.add_(n, alpha=group["momentum"]) if group["nesterov"] else n
         pieces += zeroed(stays, n)
-    along = rows.from_matrices([orthogonalized(stack) for stack in rows.matrices(torch.cat(pieces))])
+    along = rows.on_matrices(orthogonalized, torch.cat(pieces))
     root = _root_of_bias(rows, group)
     for piece, tensors in rows.pieces(*names):
         at = root[piece].to(rows.dtype) if isinstance(root, Tensor) and root.ndim else root

@@ -5,7 +5,7 @@ from torch import Tensor
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer, State, settings
 from steradian.optim.checks import check
-from steradian.optim.rows import RowSet, peak_rate
+from steradian.optim.rows import peak_rate
 
 __all__ = ["SGD"]
 
@@ -40,6 +40,7 @@ class SGD(RowOptimizer):
     """
 
     update = staticmethod(reference.sgd)
+    _emit_rest = staticmethod(reference.emit_sgd)
     _marks = frozenset({"momentum", "without"})
     _takes_sparse = True
 
@@ -73,6 +74,3 @@ class SGD(RowOptimizer):
 
     def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         torch_updates.sgd(params, states, group)
-
-    def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
-        reference.emit_sgd(rows, before, group)

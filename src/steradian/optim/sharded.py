@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from steradian.groups import Layout
-from steradian.optim.rows import RowSet
+from steradian.optim.rows import Function, RowSet
 
 State = dict[str, Any]
 
@@ -113,18 +113,15 @@ class ShardedRowSet(RowSet):
                 if isinstance(value, DTensor):
                     keep(value, whole[name])
 
-    def _gathered(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks."""
+    def _on_whole(self, function: Function, rows: Tensor) -> Tensor:
+        """The matrix of all ranks' rows, of which this rank keeps its own."""
         if not self.in_place:
-            return rows
+            return super()._on_whole(function, rows)
         owner = self.owners[0]
         shape, stride = torch.Size((self.layout.size(owner.shape)[0], self.d)), (self.d, 1)
         mesh, placements = owner.device_mesh, owner.placements
-        return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
-
-    def _own(self, rows: Tensor) -> Tensor:
-        """Those of this rank."""
-        return _part_of(self.owners[0], rows.contiguous()) if self.in_place else rows
+        gathered = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return _part_of(owner, function(gathered.full_tensor().unsqueeze(0)).squeeze(0).contiguous())
 
     def _here(self, tensor: DTensor) -> Tensor:
         """The part on this rank, which shares the memory, or a copy of the whole tensor."""

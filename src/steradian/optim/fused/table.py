@@ -233,7 +233,7 @@ class Plan:
     def _orthogonalize(self, *_: Tensor) -> None:
         for rows, span in self.stacks:
             n = self.along[span].view(-1, rows.d)
-            n.copy_(rows.from_matrices([orthogonalized(stack) for stack in rows.matrices(n)]))
+            n.copy_(rows.on_matrices(orthogonalized, n))
 
     # The table
 
