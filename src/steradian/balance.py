@@ -1,14 +1,8 @@
 """The radius and angle at which growth and weight decay balance, and the way there under a schedule.
 
-The gradient of a row x of radius r is orthogonal to it, ‖∇L(x)‖ = γ/r with γ = ‖∇L(u)‖ (Lemma 1). Steps orthogonal to
-the row make it longer, weight decay makes it shorter. If gradients of successive steps are uncorrelated (noise
-dominates, as it does late in training at a constant rate), both changes of r² per step are known to leading order.
-
-A gradient enters a momentum with weights (1−β)β^k, k = 0, 1, …. As in a random walk, r² grows by the square of the
-*whole* contribution, while one step moves by the square root of the sum of squares, which is smaller by √((1−β)/(1+β)).
-If the momentum is transported with the row (without (b)), it stays tangent, only the squares of the single steps count,
-and coupled decay acts on x alone. The radius is constant in equilibrium, so (c) changes nothing, and a second moment
-per row, (a), has the same norm. What follows for an optimizer is in the function that is registered for it.
+Steps orthogonal to a row make it longer, weight decay makes it shorter. If gradients of successive steps are
+uncorrelated, both changes of r² per step are known to leading order (docs/theory/equilibrium.md). What follows for an
+optimizer is in the function that is registered for it, with γ = ‖∇L(u)‖, so that ‖∇L(x)‖ = γ/r (Lemma 1).
 
 **Under a schedule** the radius follows: with r* and θ* the equilibrium at the rate of a step, r² changes by the factor
 1 + δ((r*/r)^k − 1), where k = 4 for SGD, 2 for decoupled and 3 for coupled Adam, and δ is the decay of r² in a step:
@@ -82,7 +76,7 @@ class Balance:
 
 
 Balanced = Callable[[Mapping[str, Any], int], Balance]
-"""The equilibrium under the settings of a param group, for rows of a size d; `register` adds it to a class."""
+"""The equilibrium under the settings of a param group, for rows of d entries; `register` adds it to a class."""
 _balances: dict[type[Optimizer], Balanced] = {}
 _by_angle: set[type[Optimizer]] = set()
 
@@ -92,12 +86,10 @@ def register(kind: type[Optimizer]) -> Callable[[Balanced], Balanced]:
 
     It is called only for param groups with weight decay.
 
-    >>> class Halved(torch.optim.SGD):
-    ...     "SGD at half of its rate."
-    >>> @register(Halved)
-    ... def halved(settings, size):
-    ...     balance = sgd(settings, size)
-    ...     return Balance(balance.gain / 2, balance.power, balance.root, balance.pace / 2, balance.free)
+    >>> class HalfDecay(torch.optim.SGD): ...
+    >>> @register(HalfDecay)
+    ... def half_decay(settings, size):
+    ...     return sgd({**settings, "weight_decay": settings["weight_decay"] / 2}, size)
     """
 
     def add(balanced: Balanced) -> Balanced:
@@ -119,9 +111,6 @@ def balance_of(optimizer: Optimizer, settings: Mapping[str, Any], size: int) -> 
         optimizer: torch's or our SGD, Adam or AdamW, or one whose class was registered.
         settings: the param group of the rows.
         size: the number d of entries in a row.
-
-    Returns:
-        A function of the rate and of γ = ‖∇L(u)‖ that gives radius and angle; or a sentence for a person.
 
     >>> x = torch.nn.Parameter(torch.ones(1, 8))
     >>> adamw = torch.optim.AdamW([x], lr=0.1, weight_decay=0.05)
@@ -148,22 +137,15 @@ def sgd(settings: Mapping[str, Any], size: int) -> Balance:
 
     Growth is η²γ²/((1−β)²r²) and decay 2ηλr²/(1−β). Without (b), r⁴ = ηγ²/(2λ(1−β²)) and θ² = 2ηλ. Dampening and
     Nesterov change the weights of a gradient.
-
-    Args:
-        settings: a param group; "without" counts if it has "rows", as ours do.
-        size: not used.
     """
-    beta, damped = float(settings.get("momentum", 0)), 1 - float(settings.get("dampening", 0) or 0)
-    decay, transported = float(settings["weight_decay"]), bool(beta) and _transported(settings)
-    if not beta:
-        damped = 1.0
+    beta, decay = float(settings.get("momentum", 0)), float(settings["weight_decay"])
+    nesterov, transported = bool(settings.get("nesterov")), bool(beta) and _transported(settings)
+    damped = 1 - float(settings.get("dampening", 0) or 0) if beta else 1.0
     # Squares of the weights with which a gradient enters the steps that follow it.
-    squares = 1 / (1 - beta**2)
-    if settings.get("nesterov"):
-        squares = (1 + beta) ** 2 + beta**4 / (1 - beta**2)
+    squares = (1 + beta) ** 2 + beta**4 / (1 - beta**2) if nesterov else 1 / (1 - beta**2)
     whole = squares if transported else 1 / (1 - beta) ** 2
     # How often λx enters: through the momentum, or once, twice with Nesterov.
-    entered = 1 + beta * bool(settings.get("nesterov")) if transported else 1 / (1 - beta)
+    entered = 1 + beta * nesterov if transported else 1 / (1 - beta)
     gain, pace = damped * whole / (2 * decay * entered), damped * 2 * decay * entered * squares / whole
     return Balance(gain, power=2, root=4, pace=pace, free=True, shrink=2 * decay * entered)
 
@@ -177,16 +159,12 @@ def adam(settings: Mapping[str, Any], size: int) -> Balance:
     A normalized step has the norm √d, so growth is η²d. Decoupled decay is 2ηλr², hence θ² = 2ηλ(1−β1)/(1+β1). Coupled
     decay is divided by √v = γ/(r√d) too and is 2ηλr³√d/γ. Without (b), r³ = ηγ√d/(2λ(1+β1)), or decoupled
     r² = ηd(1−β1)/(2λ(1+β1)) and θ² = 2ηλ.
-
-    Args:
-        settings: a param group; "without" counts if it has "rows", as ours do.
-        size: the number d of entries in a row.
     """
     (beta1, beta2), decay = map(float, settings["betas"]), float(settings["weight_decay"])
-    transported, decoupled = _transported(settings), bool(settings.get("decoupled_weight_decay"))
+    transported = _transported(settings)
     single = _single(beta1, nesterov="momentum_decay" in settings)  # NAdam's factor has approached β1
     growth, pace = single if transported else 1.0, (size * single) ** 0.5
-    if decoupled:
+    if settings.get("decoupled_weight_decay"):
         gain, shrink = size * growth / (2 * decay), 2 * decay
         return Balance(gain, power=0, root=2, pace=pace, free=False, shrink=shrink, memory=beta2)
     entered = 2 * decay * (1 - beta1 if transported else 1.0)
@@ -212,13 +190,8 @@ def lion(settings: Mapping[str, Any], size: int) -> Balance:
     A step is the sign of c = β1 m + (1−β1)∇L(x). Signs of Gaussian numbers of correlation ρ have the correlation
     (2/π) asin ρ, and c at a distance of k ≥ 1 steps has ρ_k ∝ β2^k. The momentum lasts so long that decay acts on what
     it added: s = 1 + (4/π) Σ (1−ηλ)^k asin ρ_k.
-
-    Args:
-        settings: a param group.
-        size: the number d of entries in a row.
     """
-    beta1, beta2 = (float(beta) for beta in settings["betas"])
-    decay = float(settings["weight_decay"])
+    (beta1, beta2), decay = map(float, settings["betas"]), float(settings["weight_decay"])
     kept = 1 - float(settings.get("lr", 0)) * decay
     older = (beta1 * (1 - beta2)) ** 2 / (1 - beta2**2)
     first = (beta1 * (1 - beta1) * (1 - beta2) + beta2 * older) / ((1 - beta1) ** 2 + older)
@@ -261,9 +234,9 @@ def equilibrium(
 ) -> list[Equilibrium]:
     """The angle and radius of rows where growth and weight decay balance, or on the way there under a schedule.
 
-    r² ← r²(1 + δ((r*/r)^k − 1)) over the rates to come, with r* and θ* in equilibrium at each rate (see above). With
-    Adam and decoupled decay this follows from the settings. SGD and coupled Adam need γ = ‖∇L(u)‖ over time: without
-    `slopes` it is taken as constant, and the rows as in equilibrium at the first rate.
+    r² ← r²(1 + δ((r*/r)^k − 1)) over the rates to come. With Adam and decoupled decay this follows from the settings.
+    SGD and coupled Adam need γ = ‖∇L(u)‖ over time: without `slopes` it is taken as constant, and the rows as in
+    equilibrium at the first rate.
 
     Args:
         optimizer: torch's or our SGD, Adam or AdamW, `torch.optim.Muon`, Angular, or one whose class was registered.

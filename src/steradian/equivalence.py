@@ -15,16 +15,13 @@ __all__ = ["Comparison", "Difference", "adagradg_from_sgd", "compare", "exponent
 
 
 def exponential_schedule(lr: float, weight_decay: float) -> Callable[[int], float]:
-    """The L2-free twin of SGD: η_k = η(1−ηλ)^{−2k−1} (App. C.1.4).
+    """The rate at step k = 0, 1, … of SGD's L2-free twin: η_k = η(1−ηλ)^{−2k−1} (App. C.1.4).
 
     SGD with rate η and L2 λ moves the directions exactly as SGD without L2 and with this rate.
 
     Args:
         lr: η of the run with L2.
         weight_decay: its λ, with ηλ < 1.
-
-    Returns:
-        The rate at step k = 0, 1, …
 
     >>> schedule = exponential_schedule(0.1, 1e-2)
     >>> round(schedule(0), 7), round(schedule(1000), 4)
@@ -43,9 +40,6 @@ def adagradg_from_sgd(lr: float, weight_decay: float, radius: float | Tensor) ->
         lr: SGD's rate η.
         weight_decay: SGD's L2 coefficient λ, with ηλ < 1.
         radius: r_0 of each row; v_0 has its shape.
-
-    Returns:
-        `lr`, `beta` and `v0`.
 
     >>> constants = adagradg_from_sgd(1e-2, 1e-3, torch.tensor([1.0, 2.0]))
     >>> round(constants["lr"], 4), round(constants["beta"], 5), constants["v0"].round().tolist()
@@ -79,13 +73,9 @@ class Difference:
 
 
 def lemma3(run: Sequence[ImageStep], other: Sequence[ImageStep]) -> Difference:
-    """Check the sufficient condition for equivalence on two recorded runs of one parameter (Lemma 3).
+    """Check Lemma 3 on the image steps of two recorded runs of one parameter, one per step.
 
     u_0 = ũ_0 and, at every step, η^e = η̃^e and c^⊥ = c̃^⊥ give u_k = ũ_k.
-
-    Args:
-        run: image steps of the first run, one per step.
-        other: image steps of the second, as many.
     """
     _same_length(run, other)
     pairs = list(zip(run, other, strict=True))
@@ -111,12 +101,7 @@ class Comparison:
 
 
 def compare(run: Sequence[Tensor], other: Sequence[Tensor], rows: Spec = "filter") -> Comparison:
-    """Cosine and angle between two recorded trajectories, per row and point (Section 3.3).
-
-    Args:
-        run: the parameter at each point of the first run, in its own shape.
-        other: the same for the second run.
-        rows: how the parameter is cut into rows.
+    """Cosine and angle between two recorded trajectories of a parameter, per point and row of the spec (Section 3.3).
 
     >>> turned = compare([torch.eye(2)], [torch.eye(2).flip(0)])
     >>> turned.cosine.tolist(), turned.angle.tolist()

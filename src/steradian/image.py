@@ -21,13 +21,12 @@ Tensors = Tensor | Sequence[Tensor]
 class ImageNumbers:
     """The image of a step on the unit sphere in numbers per row (Theorem 1, Table 1).
 
-    With q = a ⊘ b the step is x' = (r̃ − η⟨q,u⟩)u − ηq^⊥, and every quantity follows exactly from its part along u and
-    its part orthogonal to u, even where H1 fails. r̃ = (1 − ηδ)r is the radius that the step starts from: a decoupled
-    decay δ first moves a row along its own direction, so the theorem holds with r̃ in place of r.
+    With q = a ⊘ b the step is x' = (r̃ − η⟨q,u⟩)u − ηq^⊥, from which every quantity follows exactly, even where H1
+    fails. A decoupled decay δ first moves a row along its own direction: r̃ = (1 − ηδ)r takes the place of r.
     In the paper's letters b̄ = d^{-1/2}‖b‖, c = r̃ a ⊘ (b/b̄) and A = η/(r̃²b̄).
 
-    Properties are computed on first use and have the shape of the radius, (n,) for the n rows of one step. Those that
-    cannot be known from two points alone are None in an observed step.
+    Properties have the shape of the radius, (n,) for the n rows of one step. Those that cannot be known from two points
+    alone are None in an observed step.
 
     Attributes:
         radius: r.
@@ -47,10 +46,7 @@ class ImageNumbers:
 
     @cached_property
     def collapsed(self) -> Tensor:
-        """The row has no direction before or after the step.
-
-        Its angle, velocity, effective rate and radial part are then 0, and the hypotheses do not hold.
-        """
+        """The row has no direction before or after the step: its numbers are 0, and the hypotheses do not hold."""
         return geometry.collapsed(self.radius) | geometry.collapsed(self.next_radius)
 
     @cached_property
@@ -107,10 +103,7 @@ class ImageNumbers:
 
     @cached_property
     def exponential_error(self) -> Tensor:
-        """Angle between the exact next direction and the exponential-map form, |z − atan z|.
-
-        Both lie on one great circle, so the difference of their angles is the error: the O(z³) of the theorem.
-        """
+        """Angle between the exact next direction and the exponential-map form, |z − atan z|: the theorem's O(z³)."""
         z = self.velocity.abs()
         square = z * z
         # z − atan z cancels for small z; its series z³/3 − z⁵/5 + … does not, and at 1/4 it ends below 1e-17.
@@ -171,10 +164,6 @@ def image_step(x: Tensors, step: Step | Sequence[Step], rows: Spec = "filter", *
         rows: how the parameter is cut into rows.
         check: raise on NaN and infinite entries; it synchronizes with the device.
 
-    Raises:
-        ValueError: shapes differ, a tensor is empty, or holds NaN; joint steps of different rates.
-        TypeError: a tensor is complex or of integers.
-
     >>> x, b = torch.tensor([[3.0, 4.0]]), torch.ones(1, 2)
     >>> image = image_step(x, Step(a=torch.tensor([[-8.0, 6.0]]), b=b, lr=0.25))
     >>> image.velocity.item(), round(image.effective_lr.item(), 6), round(image.next_radius.item(), 6)
@@ -218,9 +207,6 @@ def observed_step(x: Tensors, x_next: Tensors, rows: Spec = "filter", *, check: 
         rows: how the parameter is cut into rows.
         check: raise on NaN and infinite entries; it synchronizes with the device.
 
-    Raises:
-        ValueError, TypeError: as `image_step`.
-
     >>> image = observed_step(torch.tensor([[2.0, 0.0]]), torch.tensor([[2.0, 2.0]]))
     >>> image.velocity.item(), image.angle.item(), image.effective_lr
     (1.0, 0.785398..., None)
@@ -254,7 +240,7 @@ def _paired_rows(layout: Layout, x: Tensors, other: Tensors, name: str) -> tuple
         raise ValueError(f"x and {name} must have the same shapes, got {shapes} and {other_shapes}")
     if any(t.numel() == 0 for t in xs):
         raise ValueError(f"x has no entries: its shape is {shapes if len(shapes) > 1 else shapes[0]}")
-    first, second = (
-        layout.join([geometry.as_float(t.detach(), what) for t in each]) for each, what in ((xs, "x"), (others, name))
-    )
-    return first, second
+    joined = [
+        layout.join([geometry.as_float(t.detach(), of) for t in each]) for each, of in ((xs, "x"), (others, name))
+    ]
+    return joined[0], joined[1]

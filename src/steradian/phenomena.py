@@ -27,13 +27,7 @@ def c_grad(points: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, r
 
 
 def c_l2(points: Sequence[Tensor], beta: float, rows: Spec = "filter") -> Tensor:
-    """c_k^L2 = u_k + Σ_{i<k} β^{k−i} (r_i/r_k) u_i, (n, d) rows (Eq. 21).
-
-    Args:
-        points: x_0 … x_k, in the parameter's shape.
-        beta: the momentum factor β.
-        rows: how the parameter is cut into rows.
-    """
+    """c_k^L2 = u_k + Σ_{i<k} β^{k−i} (r_i/r_k) u_i, (n, d) rows (Eq. 21); arguments as in `c_grad`."""
     history, _ = _history(points, points, rows)
     return _faded(history, beta) / geometry.norm(history[-1])  # as r_i u_i = x_i
 
@@ -41,11 +35,7 @@ def c_l2(points: Sequence[Tensor], beta: float, rows: Spec = "filter") -> Tensor
 def c(points: Sequence[Tensor], gradients: Sequence[Tensor], step: Step, rows: Spec = "filter") -> Tensor:
     """c_k = (c_k^grad + λr_k² c_k^L2) ⊘ (b_k/b̄_k) from the recorded history, (n, d) rows (Eq. 19).
 
-    Args:
-        points: x_0 … x_k, in the parameter's shape.
-        gradients: ∇L(x_0) … ∇L(x_k), without L2.
-        step: the step taken at x_k, of which β, λ and b are used.
-        rows: how the parameter is cut into rows.
+    Arguments are as in `c_grad`; of the step taken at x_k, β, λ and b are used.
     """
     r, beta = geometry.norm(Layout(rows).rows(points[-1].detach())), float(step.beta)
     momentum = c_grad(points, gradients, beta, rows) + step.l2 * r**2 * c_l2(points, beta, rows)
@@ -71,8 +61,7 @@ def nu(
         betas: Adam's β1 and β2.
         l2: λ.
         rows: how the parameter is cut into rows.
-        rescaled: ν^R_k of Adam without (abc) (App. D.2), whose summands are ‖∇L(u_i) + λr_i²u_i‖², free of
-            r_k/r_i. (The paper prints λr_i r_k in them; the recursion of v, rescaled at every step, gives λr_i².)
+        rescaled: ν^R_k of Adam without (abc) (App. D.2), whose summands are ‖∇L(u_i) + λr_i²u_i‖², free of r_k/r_i.
     """
     history, slopes = _history(points, gradients, rows)
     beta1, beta2 = betas
@@ -102,8 +91,8 @@ class Effect:
 class Phenomena:
     """The four phenomena in one step, each as the turn of the effective direction that it causes (Section 4.1).
 
-    (a) compares c^⊥ with the momentum before the division. The others compare the tangent part of that
-    momentum, c^grad + λr²c^L2, with what it would be without the one phenomenon, all else kept.
+    (a) compares c^⊥ with the momentum before the division, the others compare the tangent part of that momentum,
+    c^grad + λr²c^L2, with what it would be without the one phenomenon.
 
     Attributes:
         deformation: (a), the element-wise division: against (r a)^⊥.
@@ -121,13 +110,11 @@ class Phenomena:
 class Memory:
     """The sums behind c_k, kept by recursion: what an optimizer's momentum remembers of one parameter.
 
-    With a^grad_k = β a^grad_{k−1} + ∇L(x_k) and p_k = β p_{k−1} + x_k it is c^grad = r_k a^grad and
-    c^L2 = p/r_k. Beside them it keeps the same sums with gradients transported from point to point, and on
-    the unit sphere, where no radius enters: five tensors of the parameter's size.
+    With a^grad_k = β a^grad_{k−1} + ∇L(x_k) and p_k = β p_{k−1} + x_k, c^grad = r_k a^grad and c^L2 = p/r_k. The same
+    sums with transported gradients, and on the unit sphere, make five tensors of the parameter's size.
 
-    Call `update` once per step with the point and gradient that the step starts from. A row that has no
-    direction adds nothing to the sums on the sphere. After the first update the sums stay where they are in
-    memory, so that with `check=False` further ones can be captured in a CUDA graph.
+    Call `update` once per step with the point and gradient that the step starts from. A row that has no direction adds
+    nothing to the sums on the sphere. With `check=False` all updates but the first can be captured in a CUDA graph.
 
     Args:
         rows: how the parameter is cut into rows. None: points, gradients and steps are (n, d) rows in float32 or

@@ -93,8 +93,7 @@ class Taken:
     def regularized(self, pace: float | Tensor, *, pushed: float | Tensor = 0.0) -> Tensor:
         """∇L(x) + λx at the point before the step x' = x − pace·(∇L(x) + λx) − pushed.
 
-        From `before` if it was given. Otherwise x is solved for: with g = ∇L(x),
-        g + λx = (g + λ(x' + pushed))/(1 − pace·λ).
+        If `before` was not given it is (∇L(x) + λ(x' + pushed))/(1 − pace·λ).
         """
         gradient, l2 = self.gradient(), self.setting("weight_decay")
         if not isinstance(l2, Tensor) and l2 == 0:
@@ -124,11 +123,8 @@ def register(kind: type[Optimizer]) -> Callable[[Reader], Reader]:
 
     It also reads subclasses that keep the class's `step`.
 
-    >>> class Halved(torch.optim.SGD):
-    ...     def step(self, closure=None):
-    ...         for group in self.param_groups:
-    ...             for param in group["params"]:
-    ...                 param.data -= 0.5 * group["lr"] * param.grad
+    >>> class Halved(torch.optim.Optimizer):
+    ...     "x' = x − η∇L(x)/2"
     >>> @register(Halved)
     ... def read_halved(taken: Taken) -> Step:
     ...     gradient = taken.gradient()
@@ -148,17 +144,14 @@ def read_step(optimizer: Optimizer, param: Tensor, *, before: Tensor | None = No
 
     Call it after `optimizer.step()`, before the gradient is cleared and before a scheduler changes the rate.
     Reads torch's SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adafactor and Muon with all of their
-    options, for loop, foreach, fused and capturable alike, classes called Lion and schedule-free ones, and every class
-    passed to `register`. The result is a snapshot: later steps do not change it.
+    options, classes called Lion and schedule-free ones, and every class passed to `register`. The result is a snapshot,
+    in float32 for half-precision parameters.
 
     Args:
         optimizer: the optimizer.
         param: one of its parameters.
         before: the parameter before the step. Adafactor, Muon and schedule-free optimizers need it. Of the others only
             those that keep no momentum, with L2: without it the point is recovered from the point after.
-
-    Returns:
-        The step, computed in float32 for half-precision parameters.
 
     Raises:
         UnreadableOptimizerError: the optimizer is none of these; `image.observed_step` needs only two points.
@@ -184,11 +177,7 @@ def read_step(optimizer: Optimizer, param: Tensor, *, before: Tensor | None = No
 
 
 def reader_of(optimizer: Optimizer) -> Reader:
-    """The function that reads this optimizer's steps.
-
-    Raises:
-        UnreadableOptimizerError: there is none.
-    """
+    """The function that reads this optimizer's steps; an `UnreadableOptimizerError` if there is none."""
     if not isinstance(optimizer, Optimizer):
         raise UnreadableOptimizerError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     own = type(optimizer)
@@ -218,11 +207,7 @@ def _uniform(value: float | Tensor, like: Tensor) -> Tensor:
 
 @register(SGD)
 def read_sgd(taken: Taken) -> Step:
-    """SGD: b = 1, and a is the momentum buffer.
-
-    With dampening τ the buffer adds (1−τ)∇L, so a = buffer/(1−τ) and b = 1/(1−τ) keep a in units of a
-    gradient. With Nesterov, a = ∇L(x) + λx + β·buffer.
-    """
+    """SGD: a is the momentum buffer, b = 1, both over 1−τ with dampening; with Nesterov a = ∇L(x) + λx + β·buffer."""
     lr, l2, beta = taken.setting("lr"), taken.setting("weight_decay"), taken.setting("momentum")
     if beta == 0:
         a = taken.regularized(lr)
@@ -238,10 +223,7 @@ def read_sgd(taken: Taken) -> Step:
 
 @register(Adam)
 def read_adam(taken: Taken) -> Step:
-    """Adam and AdamW: a = m/(1−β1), b = (1−β1^{k+1})/(1−β1)·(√(v/(1−β2^{k+1})) + ε) (Section 2.2).
-
-    ε is outside the root, as in torch. With amsgrad, v is its running maximum.
-    """
+    """Adam and AdamW: a = m/(1−β1), b = (1−β1^{k+1})/(1−β1)·(√(v/(1−β2^{k+1})) + ε), ε as in torch (Section 2.2)."""
     m, beta1, beta2, step = _moments(taken)
     v = taken.need("max_exp_avg_sq" if taken.group["amsgrad"] else "exp_avg_sq")
     share, root = (1 - beta1**step) / (1 - beta1), (1 - beta2**step).sqrt()
@@ -278,11 +260,7 @@ def _read_adagrad(taken: Taken) -> Step:
 
 @register(RMSprop)
 def _read_rmsprop(taken: Taken) -> Step:
-    """RMSprop: b = √v + ε (v − m² when centered).
-
-    Without momentum a = ∇L(x) + λx. With momentum the buffer sums quotients, Σ β^{k−i} a_i ⊘ b_i, and
-    a = buffer ⊙ b reads it with the divisor of this step.
-    """
+    """RMSprop: b = √v + ε (v − m² when centered); a = ∇L(x) + λx, with momentum buffer ⊙ b, as it sums quotients."""
     v = taken.need("square_avg")
     if taken.group["centered"]:
         v = v.addcmul(taken.need("grad_avg"), taken.need("grad_avg"), value=-1)
