@@ -2,7 +2,6 @@
 
 A `Plan` holds the addresses of everything and assigns rows to programs. A step compares addresses and settings with the
 table, copies the table if something changed (pinned and asynchronous, so the host never waits), and launches.
-Everything that a step needs from the host is in one table, so there is one copy.
 """
 
 import functools
@@ -41,6 +40,7 @@ _CHUNK = 60
 _CAPTURES = 8
 _ADDRESS, _STRIDE = Tensor.data_ptr, Tensor.stride
 _DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
+Launched = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class Plan:
         self.expected: list[object] = [*strides, *strides, *[self.dtype] * len(self.params)]
         self.seen, self.settings = list[Any](), list[tuple[Any, ...]]()
         self.classes, self.odd = list[int](), list[int]()
-        self.launches: dict[bool, list[Callable[[Tensor, Tensor, Tensor], None]]] = {}
+        self.launches: dict[bool, list[Launched]] = {}
         self._stack_matrices()
         self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.one, self.zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
@@ -150,8 +150,11 @@ class Plan:
     def use(self, settings: list[tuple[Any, ...]]) -> None:
         """Take the settings of the groups (`setting`) as they are now."""
         if settings != self.settings:
-            self.settings = settings
-            self._set_settings()
+            self.settings, self.changed = settings, True
+            self.host_groups[: 8 * len(settings)] = [
+                x for kind, _, *line in settings for x in (*line, kind == "address")
+            ]
+            self.host_rates[: len(settings)] = [rate if kind == "number" else 0.0 for kind, rate, *_ in settings]
 
     # The step
 
@@ -184,7 +187,7 @@ class Plan:
         number = number.to(self.device, torch.float32)
         return number if number.data_ptr() % 16 == 0 else number.clone()
 
-    def _launches(self, scaled: bool) -> list[Callable[[Tensor, Tensor, Tensor], None]]:
+    def _launches(self, scaled: bool) -> list[Launched]:
         entries, computed = DTYPES[self.dtype]
         tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
         constants = (self.kind, self.emitting, scaled, entries, computed)
@@ -202,7 +205,7 @@ class Plan:
 
         if self.kind >= 4:
             return [step(self.kind), self._orthogonalize, step(6)]
-        made: list[Callable[[Tensor, Tensor, Tensor], None]] = [step(self.kind)]
+        made: list[Launched] = [step(self.kind)]
         if len(self.long_items):
             items = (self.long_items, *tables, self.emitted_of_long_rows, self.telemetry, self.sums)
             options = {"num_warps": _WARPS}
@@ -252,12 +255,9 @@ class Plan:
         self.changed = self.moved = True
         # Usually only gradients have new addresses, with the same alignment as before.
         odd = [address % 16 for address in (*params, *gradients)]
-        if odd != self.odd:
-            self._set_classes()
-            self.odd = odd
-
-    def _set_classes(self) -> None:
-        """How each row is read: sixteen bytes at a time if all of its tensors are aligned to that."""
+        if odd == self.odd:
+            return
+        # Rows are read sixteen bytes at a time if all of their tensors are aligned to that.
         even = (self.host_lines[:, :3] % 16 == 0).all(axis=1).tolist()
         wide = [rows.d % 4 == 0 and rows.d * self.dtype.itemsize % 16 == 0 for _, rows in self.sets]
         each = zip(self.sets, even, wide, strict=True)
@@ -265,14 +265,7 @@ class Plan:
         if classes != self.classes:
             with torch.device("cpu"):  # whatever the default is
                 self._make_items(classes)
-            self.classes = classes
-
-    def _set_settings(self) -> None:
-        lines = [[*line, kind == "address"] for kind, _, *line in self.settings]
-        rates = [rate if kind == "number" else 0.0 for kind, rate, *_ in self.settings]
-        self.host_groups[: 8 * len(lines)] = np.array(lines, dtype=np.float64).ravel()
-        self.host_rates[: len(rates)] = rates
-        self.changed = True
+        self.classes, self.odd = classes, odd
 
     def _write(self, capturing: bool) -> None:
         """Copy the values to the device; a table that a captured graph reads is not changed, a new one is made."""
@@ -350,9 +343,7 @@ class Plan:
 
 
 def _columns(*values: int | Tensor) -> Tensor:
-    length = max(len(value) for value in values if isinstance(value, Tensor))
-    parts = [value if isinstance(value, Tensor) else torch.full((length,), value) for value in values]
-    return torch.stack(parts, dim=1)
+    return torch.stack(torch.broadcast_tensors(*map(torch.as_tensor, values)), dim=1)
 
 
 def _class(d: int, *, aligned: bool) -> int:
