@@ -1,6 +1,5 @@
 """Angular: the rate is the angle by which a radially invariant row turns in a step."""
 
-import math
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -33,10 +32,9 @@ class Angular(RowOptimizer):
     | "equal" | lr |
     | "rms" | min(lr ‖d‖/√(v/(1−β2^t)), ½) with v ← β2 v + (1−β2)‖d‖²: lr in the root mean square over time |
 
-    Newton–Schulz takes the matrix of all rows of a parameter, or each block as a matrix of its own where rows are
-    blocks, such as heads. It computes in bfloat16 on an accelerator, in float32 on a CPU, and in float64 for float64
-    parameters. If parameters are sharded (FSDP2), "muon" gathers the momentum of each matrix in every step; the other
-    directions communicate nothing.
+    Newton–Schulz takes the matrix of all rows of a parameter, or of each block where rows are blocks, such as heads: in
+    bfloat16 on an accelerator, in float32 on a CPU, in float64 for float64 parameters. If parameters are sharded
+    (FSDP2), "muon" gathers the momentum of each matrix in every step; the other directions communicate nothing.
 
     A row whose h is 0, up to the rounding of a radial gradient, does not turn, and m ← β m (dead filters, idle
     experts). A row without a direction does not turn either. A row whose ‖h‖² is not finite takes no step.
@@ -93,15 +91,13 @@ class Angular(RowOptimizer):
 
     def _check(self, group: Options) -> None:
         super()._check(group)
-        lr = group["lr"]
-        known = not isinstance(lr, Tensor) or lr.device.type == "cpu"
-        limit = math.inf if group.get("rows") is None else 0.5
-        check(not known or float(lr) <= limit, "lr", lr, "an angle of at most 0.5 radians on rows")
-        check(group["momentum"] < 1, "momentum", group["momentum"], "a number in [0, 1)")
-        fused = group["fused"] and group["direction"] == "adam"
-        check(not fused, "fused", group["fused"], f"None or False for the direction {group['direction']!r}")
-        fine = not group["nesterov"] or group["momentum"] > 0
-        check(fine, "nesterov", group["nesterov"], "False without momentum")
+        lr, momentum, direction = group["lr"], group["momentum"], group["direction"]
+        known = group.get("rows") is not None and (not isinstance(lr, Tensor) or lr.device.type == "cpu")
+        check(not known or float(lr) <= 0.5, "lr", lr, "an angle of at most 0.5 radians on rows")
+        check(momentum < 1, "momentum", momentum, "a number in [0, 1)")
+        fine = not group["fused"] or direction != "adam"
+        check(fine, "fused", group["fused"], f"None or False for the direction {direction!r}")
+        check(not group["nesterov"] or momentum > 0, "nesterov", group["nesterov"], "False without momentum")
 
     def _is_fused(self, group: Options) -> bool:
         wanted = group["direction"] == "gradient" or (group["direction"] == "muon" and group["fused"])

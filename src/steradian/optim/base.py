@@ -132,7 +132,9 @@ class RowOptimizer(Optimizer, ABC):
         again = self._repeat_untraced if torch.compiler.is_compiling() else self._repeat_step
         if not again():
             with torch.no_grad():
-                self._new_step()
+                classic, work = self._collect()
+                if not self._take_fused_step(classic, work):
+                    self._step_plain(classic, work)
         return loss
 
     def _repeat_step(self) -> bool:
@@ -143,11 +145,6 @@ class RowOptimizer(Optimizer, ABC):
         return True
 
     _repeat_untraced = untraced(_repeat_step)
-
-    def _new_step(self) -> None:
-        classic, work = self._collect()
-        if not self._take_fused_step(classic, work):
-            self._step_plain(classic, work)
 
     def _step_plain(self, classic: Classic, work: Work) -> None:
         for group, params, states in classic:
@@ -215,11 +212,6 @@ class RowOptimizer(Optimizer, ABC):
         self._fused_step = step  # only if it ran
         return True
 
-    @functools.cached_property
-    def _in_graphs(self) -> list[object]:
-        """What captured graphs refer to, so that it lives as long as the optimizer."""
-        return []
-
     def _is_fused(self, group: Options) -> bool:
         """Whether a group gets the fused step: by its setting, or by default on devices where it works."""
         wanted = group.get("fused")
@@ -277,12 +269,10 @@ class RowOptimizer(Optimizer, ABC):
         return state
 
     def _check_capture(self) -> None:
-        if torch.compiler.is_compiling() or "capturable" not in self.defaults:
+        if torch.compiler.is_compiling() or all(group.get("capturable", True) for group in self.param_groups):
             return
         on_cuda = torch.cuda.is_available() if self._fused_step is None else self._fused_step.on_cuda
-        if not on_cuda or not torch.cuda.is_current_stream_capturing():
-            return
-        if not all(group["capturable"] for group in self.param_groups):
+        if on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"to capture {type(self).__name__}.step() in a graph, construct it with capturable=True")
 
     @untraced
@@ -308,7 +298,6 @@ class RowOptimizer(Optimizer, ABC):
             self._cover_rows()
 
     def _cover_rows(self) -> None:
-        """Let the telemetry have room for the rows that are stepped here."""
         if self.telemetry is not None:
             with_rows = [group for group in self.param_groups if group.get("rows") is not None]
             sets = [(params, group) for group in with_rows for params in _sets(group["params"], group)]
@@ -326,28 +315,23 @@ class RowOptimizer(Optimizer, ABC):
             rest = "rest_lr" in self.defaults and param_group.get("rows") is None
             param_group = {**({"lr": self.defaults["rest_lr"]} if rest else {}), **param_group}
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            self._check_group(self.param_groups[-1])
+            self._check(group)
+            if group.get("fused") and not (self._has_fused and decide.available(group["params"])):
+                why = "needs Triton and parameters on a GPU" if self._has_fused else "does not exist"
+                raise ValueError(f"fused must be None or False here, got True: a fused {type(self).__name__} {why}")
+            check_rows(group, fixed_radius=self._fixes_radius)
         except Exception:
             self.param_groups.pop()
             raise
         self._cover_rows()
 
-    def _check_group(self, group: Options) -> None:
-        self._check(group)
-        if group.get("fused") and not (self._has_fused and decide.available(group["params"])):
-            raise ValueError(
-                f"fused must be None or False here, got True: a fused {type(self).__name__} "
-                + ("needs Triton and parameters on a GPU" if self._has_fused else "does not exist")
-            )
-        check_rows(group, fixed_radius=self._fixes_radius)
-
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, on the parameters' device and in their memory format, without sharing memory with it.
 
-        torch casts everything that it loads to the parameter's dtype; one number per row keeps the dtype that rows are
-        computed in. Settings that the saved groups lack, such as "rows" in a state of torch's Adam, stay as they are.
+        Settings that the saved groups lack, such as "rows" in a state of torch's Adam, stay as they are.
 
         Raises:
             ValueError: the state does not fit the parameters, or was made by another optimizer or under other
@@ -372,13 +356,12 @@ class RowOptimizer(Optimizer, ABC):
 def _warn_of_no_rows(optimizer: str, searched: bool, has_rest_lr: bool) -> None:
     """Once: somebody may have one optimizer for each of many parameters, and some of these have no rows."""
     rate = " at the rate rest_lr, not lr" if has_rest_lr else ""
-    why = (
-        "find_groups found no invariant weights in this model" if searched else
-        "pass st.find_groups(model, batch).param_groups()"
-    )  # fmt: skip
-    logger.warning(
-        "%s: no param group has rows, so that every parameter gets the classic update%s: %s", optimizer, rate, why
+    found, ask = (
+        "find_groups found no invariant weights in this model",
+        "pass st.find_groups(model, batch).param_groups()",
     )
+    says = "%s: no param group has rows, so that every parameter gets the classic update%s: %s"
+    logger.warning(says, optimizer, rate, found if searched else ask)
 
 
 def settings(arguments: Options) -> Options:

@@ -67,11 +67,10 @@ def read_adamp(taken: Taken) -> Step:
 
 @register(AdamG)
 def read_adamg(taken: Taken) -> Step:
-    """AdamG: a = m/(1−β1) before its transport, b = (1−β1^t)/(1−β1)·√((v + ε)/(1−β2^t)), both at u.
+    """AdamG: a = m/(1−β1) before its transport, b = (1−β1^t)/(1−β1)·√((v + ε)/(1−β2^t)), both at u; a/r and b/r² at r.
 
-    At radius r, where the first step may start, they are a/r and b/r². The exponential map goes to Exp_u(δ), in
-    the direction of u + (tan θ/θ)δ with θ = ‖δ‖: b carries θ/tan θ. The generic step then lands on the ray of x',
-    not at radius 1.
+    Exp_u(δ) is in the direction of u + (tan θ/θ)δ with θ = ‖δ‖: b carries θ/tan θ. The generic step lands on the ray of
+    x', not at radius 1.
     """
     if not _radial(taken):
         return _classic(taken, scheme.read_adam, amsgrad=False)
@@ -106,9 +105,9 @@ def read_adagradg(taken: Taken) -> Step:
 
 @register(Angular)
 def read_angular(taken: Taken) -> Step:
-    """Angular: a = d/r and b = η‖d‖/(r² tan θ), with d before the step; it lands on the ray of x', not at radius r.
+    """Angular: a = d/r and b = η‖d‖/(r² tan θ), with d before the step, so that the effective rate is tan θ/‖d‖.
 
-    d is tangent, so the effective rate is tan θ/‖d‖. A row that did not turn has a = 0.
+    It lands on the ray of x', not at radius r. A row that did not turn has a = 0.
     """
     group = taken.group
     if not _radial(taken):

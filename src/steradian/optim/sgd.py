@@ -14,11 +14,9 @@ class SGD(RowOptimizer):
     """SGD, and with a momentum that is transported and rescaled on param groups that have rows.
 
     g = ∇L(x) + λx;  m ← μ m + (1−τ) g (m ← g in the first step);  x' = x − η m, with Nesterov x − η (g + μ m).
-    Then "b": m is transported from u to u', and "c": m ← (r/r') m. With Nesterov the step is not along m and the
-    transport is the general isometry. SGD does not deform gradients: "a" is accepted and changes nothing.
-    `without=""`, no momentum, and parameters whose group has no rows get `torch.optim.SGD`'s update, bit for bit.
-
-    A row that has no direction before or after a step keeps its momentum as it is.
+    Then "b": m is transported from u to u', with Nesterov by the general isometry, and "c": m ← (r/r') m. "a" changes
+    nothing. `without=""`, no momentum, and parameters whose group has no rows get `torch.optim.SGD`'s update, bit for
+    bit. A row that has no direction before or after a step keeps its momentum as it is.
 
     Args:
         params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).
@@ -29,8 +27,8 @@ class SGD(RowOptimizer):
         nesterov: Nesterov's momentum.
         without: letters out of "abc", in any order; a param group may have its own.
         corrected_decay: on rows, λη/η_max in the place of λ, so that a falling rate is not undone by shrinking radii
-            (SGDC, AdamC: Defazio, 2025). η_max is the group's "max_lr", or else "initial_lr", which torch's schedulers
-            set, or else the rate that it was made with.
+            (SGDC: Defazio, 2025). η_max is the group's "max_lr", or else "initial_lr", which torch's schedulers set, or
+            else the rate that it was made with.
         maximize: ascend.
         fused: None or False; there is no fused SGD.
 

@@ -1,9 +1,8 @@
 """Sharded parameters (DTensor, as FSDP2 makes them).
 
 `fully_shard` cuts dimension 0, so rows that are slices of it are whole on one rank: each rank steps its own, and
-nothing is communicated. Rows that are spread over several ranks are gathered, every rank takes the same step, and keeps
-its part. Angular's direction "muon" needs whole matrices: where each rank steps its own rows, the momentum of every
-matrix is gathered for it.
+nothing is communicated, but for the momenta of whole matrices that Angular's "muon" needs. Rows that are spread over
+several ranks are gathered, every rank takes the same step, and keeps its part.
 """
 
 from collections.abc import Sequence

@@ -29,10 +29,12 @@ def sharding() -> ModuleType:
 
 def step_count(param: Tensor, *, on_device: bool) -> Tensor:
     """A counter: on the host, or on the device if the step must not depend on the host."""
-    if on_device:
-        return torch.zeros((), dtype=torch.float32, device=param.device)
-    # From a number, as torch does: then a fake tensor has a known value.
-    return torch.tensor(0.0, dtype=torch.float32, device="cpu")
+    # On the host from a number, as torch does: then a fake tensor has a known value.
+    return (
+        torch.zeros((), dtype=torch.float32, device=param.device)
+        if on_device
+        else torch.tensor(0.0, dtype=torch.float32, device="cpu")
+    )
 
 
 def row_dtype(param: Tensor, group: Options) -> torch.dtype:
@@ -64,24 +66,20 @@ def take_state(optimizer: "RowOptimizer", saved: Mapping[str, Any], before: Sequ
     Raises:
         ValueError: the state does not fit the parameters, or was made by another optimizer or under other settings.
     """
-    for number, (group, of_group, old) in enumerate(
-        zip(optimizer.param_groups, saved["param_groups"], before, strict=True)
-    ):
+    each = zip(optimizer.param_groups, saved["param_groups"], before, strict=True)
+    for number, (group, of_group, old) in enumerate(each):
         if of_group.get("rows") is not None and not optimizer._marks <= of_group.keys():
             raise ValueError(
                 f"a state of {type(optimizer).__name__} must have the settings {_quoted(optimizer._marks)} for its "
                 f"rows, got {_quoted(of_group.keys() - {'params'})}: it was made by another optimizer"
             )
-        for name, value in old.items():
-            group.setdefault(name, value)
+        group |= {**old, **group}
         optimizer._check(group)
         check_rows(group)
         for name in ("rows", "joint", "without"):
             if name in old and group[name] != old[name]:
-                logger.warning(
-                    "load_state_dict: param group %d has %s=%r from the checkpoint now, instead of %r",
-                    *(number, name, group[name], old[name]),
-                )
+                says = "load_state_dict: param group %d has %s=%r from the checkpoint now, instead of %r"
+                logger.warning(says, number, name, group[name], old[name])
         for key, param in zip(of_group["params"], group["params"], strict=True):
             if param in optimizer.state:
                 _take(optimizer, param, group, saved["state"][key])
@@ -101,8 +99,9 @@ def _take(optimizer: "RowOptimizer", param: Tensor, group: Options, saved: Mappi
         )
     for name, value in saved.items():
         if name == "step":
-            # Before torch 1.12 it was a plain number.
-            value = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+            value = torch.as_tensor(
+                value, device=None if isinstance(value, Tensor) else "cpu"
+            )  # before torch 1.12 it was a plain number
             if value.numel() != 1:
                 raise ValueError(f"the state 'step' must be one number, got {tuple(value.shape)}")
             value = value.reshape(())

@@ -118,10 +118,10 @@ class FusedStep:
                 by_kind.setdefault(alike if fused and can_step(rows, group) else None, []).append(rows)
             for alike, same in by_kind.items():
                 (self.plain if alike is None else chosen.setdefault(alike, [])).append((group, same))
-        kept, telemetry = optimizer._in_graphs, optimizer.telemetry
+        kept: list[object] = vars(optimizer).setdefault("_in_graphs", [])  # it must live as long as the optimizer
         self.plans = [Plan(entries, kind, names, kept) for (kind, names, *_), entries in chosen.items()]
         planned = [rows for plan in self.plans for _, rows in plan.sets]
-        lengths = [len(buffer) for buffer in telemetry.buffers] if telemetry is not None else []
+        lengths = [len(buffer) for buffer in optimizer.telemetry.buffers] if optimizer.telemetry else []
         self.covers_telemetry = lengths == [sum(rows.n for rows in planned)]
         self.sharded = [rows for _, sets in work for rows in sets if rows.sharded]
         self.in_place = all(rows.in_place for rows in self.sharded)
