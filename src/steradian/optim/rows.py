@@ -365,22 +365,29 @@ class _Stack(RowSet):
 
 
 # Numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory.
-MATRICES = 2**27
+_MATRICES = 2**27
 
 
 def by_shape(sets: list[RowSet]) -> Iterable[RowSet]:
     """Row sets whose matrices are computed together: parameters of one shape stacked, each with its own step count."""
-    alike: dict[object, list[RowSet]] = {}
-    counts: Counter[object] = Counter()
+    kinds: list[object] = []
     for place, rows in enumerate(sets):
         param = rows.params[0]
         tensors = (*rows._tensors("param"), *rows._tensors("grad"), rows.states[0]["momentum_buffer"])
         fits = rows.n * rows.d and rows.is_dense() and not (rows.sharded or rows.absent)
         fits = fits and all(is_plain(t) and t.is_contiguous() and t.dtype == param.dtype for t in tensors)
-        kind: object = (param.shape, param.dtype, param.device) if fits else place
+        kinds.append((param.shape, param.dtype, param.device) if fits else place)
+    return (_MatrixStack(same) if len(same) > 1 else same[0] for same in batches(sets, kinds))
+
+
+def batches(sets: list[RowSet], kinds: Iterable[object]) -> Iterable[list[RowSet]]:
+    """Row sets of one kind, as many as are computed at once."""
+    alike: dict[object, list[RowSet]] = {}
+    counts: Counter[object] = Counter()
+    for rows, kind in zip(sets, kinds, strict=True):
         counts[kind] += rows.n * rows.d
-        alike.setdefault((kind, counts[kind] // MATRICES), []).append(rows)
-    return (_MatrixStack(same) if len(same) > 1 else same[0] for same in alike.values())
+        alike.setdefault((kind, counts[kind] // _MATRICES), []).append(rows)
+    return alike.values()
 
 
 class _MatrixStack(_Stack):

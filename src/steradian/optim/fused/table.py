@@ -8,7 +8,6 @@ import functools
 import itertools
 import math
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from steradian.optim.fused import kernels
 from steradian.optim.reference import orthogonalized
-from steradian.optim.rows import MATRICES, Options, RowSet, arithmetic, peak_rate
+from steradian.optim.rows import Options, RowSet, arithmetic, batches, peak_rate
 from steradian.optim.telemetry import TELEMETRY
 
 LANES = int(kernels.LANES.value)
@@ -94,8 +93,7 @@ class Plan:
         self.params = [rows.params[0] for _, rows in self.sets]
         self.states = [rows.states[0] for _, rows in self.sets]
         self.device, self.dtype = self.params[0].device, self.params[0].dtype
-        self.kind, self.entries = kind, operator.itemgetter(*entries)
-        self.kept = kept
+        self.kind, self.entries, self.kept = kind, operator.itemgetter(*entries), kept
         strides = [param.stride() for param in self.params]
         self.expected: list[object] = [*strides, *strides, *[self.dtype] * len(self.params)]
         self.seen, self.settings = list[Any](), list[tuple[Any, ...]]()
@@ -113,8 +111,7 @@ class Plan:
         self.parts = [8 * count, 8 * groups, groups, groups]
         self.values = torch.zeros(sum(self.parts), dtype=torch.int64, device="cpu")
         # The same memory as arrays: a few numbers are written in a tenth of the time that torch's operations take.
-        cuts = np.cumsum(self.parts[:-1])
-        lines, groups_of, rates, self.host_addresses_of_rates = np.split(self.values.numpy(), cuts)
+        lines, groups_of, rates, self.host_addresses_of_rates = map(Tensor.numpy, self.values.split(self.parts))
         self.host_lines = lines.reshape(count, 8)
         self.host_groups, self.host_rates = groups_of.view(np.float64), rates.view(np.float64)
         self.host_lines[:, 5:] = [(rows.d, rows.n, group) for group, rows in self.sets]
@@ -216,20 +213,15 @@ class Plan:
 
     def _stack_matrices(self) -> None:
         """Memory for what rows turn along, in which parameters of one shape follow each other."""
-        alike: dict[object, list[RowSet]] = {}
-        counts: Counter[object] = Counter()
-        for _, rows in self.sets if self.kind >= 4 else ():
-            shape = rows.params[0].shape, rows.layout.spec
-            counts[shape] += rows.n * rows.d
-            alike.setdefault((shape, counts[shape] // MATRICES), []).append(rows)
         self.stacks: list[tuple[RowSet, slice]] = []
         self.starts = dict[int, int]()  # of each row set
         end = 0
-        for same in alike.values():
+        sets = [rows for _, rows in self.sets if self.kind >= 4]
+        for same in batches(sets, [(rows.params[0].shape, rows.layout.spec) for rows in sets]):
             begin, size = end, same[0].n * same[0].d
             self.starts |= {id(rows): begin + k * size for k, rows in enumerate(same)}
-            self.stacks.append((same[0], slice(begin, begin + size * len(same))))
             end = begin + size * len(same)
+            self.stacks.append((same[0], slice(begin, end)))
         self.along = torch.zeros(end, dtype=arithmetic(self.dtype), device=self.device)
 
     @torch.no_grad()
@@ -275,13 +267,10 @@ class Plan:
         own = self.rates.data_ptr()
         addresses = [line[1] if line[0] == "address" else own + 8 * k for k, line in enumerate(self.settings)]
         self.host_addresses_of_rates[: len(addresses)] = addresses
-        if capturing:
-            if not self.spare:
-                raise RuntimeError(f"more than {_CAPTURES} graphs changed what this optimizer steps on")
-            source = self.spare.pop().copy_(self.values)
-            self.kept.append(source)
-        else:
-            source = self._pinned(self.values)
+        if capturing and not self.spare:
+            raise RuntimeError(f"more than {_CAPTURES} graphs changed what this optimizer steps on")
+        source = self.spare.pop().copy_(self.values) if capturing else self._pinned(self.values)
+        self.kept += [source] if capturing else []
         self.table.copy_(source, non_blocking=True)
         # Programs hold addresses only: if just the rate changes, as under a schedule, they stay as they are.
         if self.moved or self.only_captured or capturing:
@@ -333,10 +322,8 @@ class Plan:
 
     def _targets(self, table: Tensor) -> Tensor:
         """Where in `telemetry` each program writes, as an offset in numbers."""
-        if not self.emitting:
-            return self.zero
-        first = torch.tensor([rows.telemetry.storage_offset() for _, rows in self.sets if rows.telemetry is not None])
-        return self._sent(first[table[:, 0]] + table[:, 1] * len(TELEMETRY))
+        first = [rows.telemetry.storage_offset() for _, rows in self.sets if rows.telemetry is not None]
+        return self._sent(torch.tensor(first)[table[:, 0]] + table[:, 1] * len(TELEMETRY)) if first else self.zero
 
     def _sent(self, values: Tensor) -> Tensor:
         return self._pinned(values).to(self.device, non_blocking=True)
@@ -361,9 +348,7 @@ def _class(d: int, *, aligned: bool) -> int:
 def setting(group: Options, device: torch.device) -> tuple[Any, ...]:
     """How the rate of a group is given (number, address, or copied), it, and what `kernels.settings_of` reads."""
     lr = group["lr"]
-    if type(lr) is float:
-        kind, rate = "number", lr
-    elif not isinstance(lr, Tensor) or lr.device.type == "cpu":
+    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
         kind, rate = "number", float(lr)
     elif lr.dtype == torch.float32 and lr.device == device:
         kind, rate = "address", lr.data_ptr()
