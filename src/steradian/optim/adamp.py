@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, State, settings
+from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim.rows import State
 
 __all__ = ["AdamP"]
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, State, settings
+from steradian.optim.base import Options, Params, RowOptimizer, settings
 from steradian.optim.checks import check
-from steradian.optim.rows import RowSet, by_shape
+from steradian.optim.rows import RowSet, State, by_shape
 
 __all__ = ["Angular"]
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as untraced
 from torch.optim.optimizer import Optimizer
 
+from steradian.geometry import is_plain
 from steradian.groups import Groups, Layout, is_sharded
 from steradian.optim import torch_updates
 from steradian.optim.checks import check_gradients, check_rate, check_rows, check_settings
 from steradian.optim.fused import decide
-from steradian.optim.rows import RowSet, check_shape, together
-from steradian.optim.state import per_row, row_dtype, sharding, step_count, take_state
+from steradian.optim.rows import RowSet, State, arithmetic, check_shape, sharding, together
 from steradian.optim.telemetry import Telemetry
 
 __all__ = ["RowOptimizer"]
@@ -27,7 +27,6 @@ logger = logging.getLogger("steradian")
 
 Options = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-State = dict[str, Tensor]
 Classic = list[tuple[Options, list[Tensor], list[State]]]
 """Param groups for the classic update, each with its parameters that have a gradient, and their states."""
 Work = list[tuple[Options, list[RowSet]]]
@@ -231,7 +230,7 @@ class RowOptimizer(Optimizer, ABC):
             states = [self._state_of(param, group, classic=classic) for param in members]
             absent = self._absent(members, newcomers, group) if group.get("joint") and not classic else []
             make = sharding().ShardedRowSet if any(map(is_sharded, members)) else RowSet
-            rows = make(layout, members, states, absent=absent, fresh=len(newcomers) == len(members))
+            rows = make(layout, members, states, absent, fresh=len(newcomers) == len(members))
             if self.telemetry is not None:
                 rows.telemetry = self.telemetry[group["params"][0] if group.get("joint") else members[0]]
             sets.append(rows)
@@ -260,12 +259,16 @@ class RowOptimizer(Optimizer, ABC):
 
     def _new_state(self, param: Tensor, group: Options) -> State:
         """The state of a parameter before its first step: zeros."""
-        state, one_per_row = {}, self._per_row(group)
+        state, per_row = {}, self._per_row(group)
         for name in self._entries(group):
-            if name == "step":
-                state[name] = step_count(param, on_device=self._on_device(group))
-            else:
-                state[name] = per_row(param, group) if name in one_per_row else torch.zeros_like(param)
+            if name in per_row:
+                state[name] = _zeros_per_row(param, group)
+            elif name != "step":
+                state[name] = torch.zeros_like(param)
+            elif self._on_device(group):
+                state[name] = torch.zeros((), dtype=torch.float32, device=param.device)
+            else:  # from a number, as torch does: then a fake tensor has a known value
+                state[name] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         return state
 
     def _check_capture(self) -> None:
@@ -300,10 +303,8 @@ class RowOptimizer(Optimizer, ABC):
     def _cover_rows(self) -> None:
         if self.telemetry is not None:
             with_rows = [group for group in self.param_groups if group.get("rows") is not None]
-            sets = [(params, group) for group in with_rows for params in _sets(group["params"], group)]
-            self.telemetry.cover(
-                [(params[0], _count_rows(params, group), row_dtype(params[0], group)) for params, group in sets]
-            )
+            sets = [(params, Layout(group["rows"])) for group in with_rows for params in _sets(group["params"], group)]
+            self.telemetry.cover([(params[0], _count_rows(params, layout), _dtype(params)) for params, layout in sets])
 
     # Groups and state
 
@@ -344,24 +345,69 @@ class RowOptimizer(Optimizer, ABC):
         handle = self.register_load_state_dict_pre_hook(lambda _, last: loaded.append(last))
         try:
             super().load_state_dict(state_dict)
-            take_state(self, loaded[-1], groups)
+            for number, saved in enumerate(loaded[-1]["param_groups"]):
+                group = self.param_groups[number]
+                self._take_settings(number, saved, groups[number])
+                for key, param in zip(saved["params"], group["params"], strict=True):
+                    if param in self.state:
+                        self._take_state(param, group, loaded[-1]["state"][key])
         except Exception:
             self.state, self.param_groups = state, groups
             raise
         finally:
             handle.remove()
 
+    def _take_settings(self, number: int, saved: Options, old: Options) -> None:
+        """Complete a param group that torch loaded with the settings that only the one before it had."""
+        group = self.param_groups[number]
+        if saved.get("rows") is not None and not self._marks <= saved.keys():
+            raise ValueError(
+                f"a state of {type(self).__name__} must have the settings {_quoted(self._marks)} for its rows, got "
+                f"{_quoted(saved.keys() - {'params'})}: it was made by another optimizer"
+            )
+        group |= {**old, **group}
+        self._check(group)
+        check_rows(group)
+        for name in ("rows", "joint", "without"):
+            if name in old and group[name] != old[name]:
+                says = "load_state_dict: param group %d has %s=%r from the checkpoint now, instead of %r"
+                logger.warning(says, number, name, group[name], old[name])
+
+    def _take_state(self, param: Tensor, group: Options, saved: Mapping[str, Any]) -> None:
+        """Copy a saved state into a new one, which has the right dtypes, devices and memory formats."""
+        saved = {name: value for name, value in saved.items() if value is not None}  # torch had momentum of 0 saved so
+        if not saved:
+            del self.state[param]
+            return
+        state = self._new_state(param, group)
+        if not state.keys() <= saved.keys():
+            raise ValueError(
+                f"a state of {type(self).__name__} must have {_quoted(state)} here, got {_quoted(saved)}: "
+                "it was made by another optimizer or under other settings"
+            )
+        for name, value in saved.items():
+            if name == "step":
+                # Before torch 1.12 it was a plain number.
+                value = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+                if value.numel() != 1:
+                    raise ValueError(f"the state 'step' must be one number, got {tuple(value.shape)}")
+                value = value.reshape(())
+            if not isinstance(value, Tensor):
+                raise ValueError(f"the state {name!r} must be a tensor, got {value!r}")
+            if name not in state:
+                state[name] = torch.zeros_like(param)  # torch makes SGD's momentum in the first step
+            fill(state[name], check_shape(name, value, state[name].shape))
+        self.state[param] = state
+
 
 @functools.cache
 def _warn_of_no_rows(optimizer: str, searched: bool, has_rest_lr: bool) -> None:
     """Once: somebody may have one optimizer for each of many parameters, and some of these have no rows."""
     rate = " at the rate rest_lr, not lr" if has_rest_lr else ""
-    found, ask = (
-        "find_groups found no invariant weights in this model",
-        "pass st.find_groups(model, batch).param_groups()",
-    )
+    why = "find_groups found no invariant weights in this model"
+    why = why if searched else "pass st.find_groups(model, batch).param_groups()"
     says = "%s: no param group has rows, so that every parameter gets the classic update%s: %s"
-    logger.warning(says, optimizer, rate, found if searched else ask)
+    logger.warning(says, optimizer, rate, why)
 
 
 def settings(arguments: Options) -> Options:
@@ -374,8 +420,34 @@ def _sets(params: list[Tensor], group: Options) -> list[list[Tensor]]:
     return [params] if group.get("joint") and params else [[param] for param in params]
 
 
-def _count_rows(params: list[Tensor], group: Options) -> int:
-    layout = Layout(group["rows"])
+def _count_rows(params: list[Tensor], layout: Layout) -> int:
     if any(map(is_sharded, params)):
         return int(sharding().count_rows(params, layout))
     return layout.size(params[0].shape)[0]
+
+
+def _dtype(params: list[Tensor]) -> torch.dtype:
+    """What the rows of a set of parameters are computed in, and what one number per row is kept in."""
+    return arithmetic(*(param.dtype for param in params))
+
+
+def _zeros_per_row(param: Tensor, group: Options) -> Tensor:
+    dtype, layout = _dtype(group["params"] if group.get("joint") else [param]), Layout(group["rows"])
+    if is_sharded(param):
+        zeros: Tensor = sharding().per_row(param, layout, dtype)
+        return zeros
+    # Of the class of the momentum: plain tensors may not mix with it, and the parameter's class may encode its numbers.
+    alike = param if is_plain(param) else torch.zeros_like(param)
+    return alike.new_zeros(layout.size(param.shape)[0], dtype=dtype)
+
+
+def fill(entry: Tensor, numbers: Tensor) -> None:
+    """Copy numbers into an entry of the state; if it is sharded they may be those of the whole parameter."""
+    if is_sharded(entry) and not is_sharded(numbers):
+        sharding().keep(entry, numbers.to(entry.device).contiguous())
+    else:
+        entry.copy_(numbers)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names))

@@ -1,12 +1,14 @@
 """What an optimizer steps on: the rows of one parameter, or of several together, with gradients and state."""
 
 import functools
+import importlib
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,10 +19,16 @@ from steradian.groups import Layout
 
 Options = Mapping[str, Any]
 """A param group."""
+State = dict[str, Tensor]
 Function = Callable[[Tensor], Tensor]
 
 # Numbers of a tensor that one pass of a step works on, on a CPU: several such temporaries stay in its cache.
 _PIECE = 2**18
+
+
+def sharding() -> ModuleType:
+    """`steradian.optim.sharded`, imported when a parameter is sharded: not every torch has what it needs."""
+    return importlib.import_module("steradian.optim.sharded")
 
 
 def arithmetic(*dtypes: torch.dtype) -> torch.dtype:
@@ -91,9 +99,8 @@ class RowSet:
         self,
         layout: Layout,
         params: list[Tensor],
-        states: list[dict[str, Tensor]],
-        *,
-        absent: Sequence[dict[str, Tensor]] = (),
+        states: list[State],
+        absent: Sequence[State] = (),
         fresh: bool = False,
     ) -> None:
         self.layout, self.params, self.states = layout, params, states
@@ -134,9 +141,8 @@ class RowSet:
 
     def read(self, name: str, piece: slice) -> Tensor:
         """Some rows of "param", "grad" or a parameter-shaped entry of the state."""
-        parts = [
-            cut.rows(tensor, piece).to(self.dtype) for cut, tensor in zip(self._cuts, self._tensors(name), strict=True)
-        ]
+        tensors = zip(self._cuts, self._tensors(name), strict=True)
+        parts = [cut.rows(tensor, piece).to(self.dtype) for cut, tensor in tensors]
         if name == "grad" and self.scale is not None:
             parts = [part / self.scale.to(part) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -194,16 +200,17 @@ class RowSet:
     @contextmanager
     def scaled(self, scale: Tensor | None, found: Tensor | None) -> Iterator[None]:
         """Gradients are read unscaled; all is restored if the step is to be skipped, which the host does not know."""
-        self.scale, tensors = scale, list[Tensor]()
-        if found is not None:
-            tensors += self.params if self.telemetry is None else [*self.params, self.telemetry]
-            tensors += [value for state in (*self.states, *self.absent) for value in state.values()]
-        before = [tensor.detach().clone() for tensor in tensors]
-        yield
+        self.scale = scale
+        if found is None:
+            yield
+        else:
+            tensors = self.params if self.telemetry is None else [*self.params, self.telemetry]
+            tensors = [*tensors, *(value for state in (*self.states, *self.absent) for value in state.values())]
+            before = [tensor.detach().clone() for tensor in tensors]
+            yield
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.copy_(torch.where(found.reshape(()).to(tensor.device) != 0, old, tensor))
         self.scale = None
-        for tensor, old in zip(tensors, before, strict=True):
-            assert found is not None, "else nothing is restored"
-            tensor.copy_(torch.where(found.reshape(()).to(tensor.device) != 0, old, tensor))
 
     def _tensors(self, name: str) -> list[Tensor]:
         if name == "param":

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, State, settings
+from steradian.optim.base import Options, Params, RowOptimizer, settings
 from steradian.optim.checks import check
-from steradian.optim.rows import peak_rate
+from steradian.optim.rows import State, peak_rate
 
 __all__ = ["SGD"]
 

@@ -76,7 +76,6 @@ class ShardedRowSet(RowSet):
         layout: Layout,
         params: list[DTensor],
         states: list[State],
-        *,
         absent: Sequence[State] = (),
         fresh: bool = False,
     ) -> None:
@@ -85,7 +84,7 @@ class ShardedRowSet(RowSet):
         own = [{k: self._here(v) if isinstance(v, DTensor) else v for k, v in state.items()} for state in states]
         # Only the step count and the numbers per row of these are written, and each rank has its own.
         others = [{k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()} for state in absent]
-        super().__init__(layout, parts, own, absent=others, fresh=fresh)
+        super().__init__(layout, parts, own, others, fresh=fresh)
         self.owners: list[Any] = params
         self._sharded_states = states
         self.refresh()
