@@ -8,15 +8,11 @@ optimizer is in the function that is registered for it, with γ = ‖∇L(u)‖,
 1 + δ((r*/r)^k − 1), where k = 4 for SGD, 2 for decoupled and 3 for coupled Adam, and δ is the decay of r² in a step:
 2ηλ/(1−β), 2ηλ, 2ηλr√d/γ. The angle is θ*(r*/r)² for SGD and θ*r*/r for the others. Adam's √v remembers γ/r of the past:
 its steps are κ times as long, with κ² the present (γ/r)² over its mean with β2. `equilibrium` integrates this.
-
-See van Laarhoven, *L2 regularization versus batch and weight normalization* (2017); Li and Arora, *An exponential
-learning rate schedule for deep learning* (2020); Wan et al., *Spherical motion dynamics* (2021); Kosson, Messmer and
-Jaggi, *Rotational equilibrium* (2024), for SGD and AdamW; the others follow in the same way.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -174,10 +170,9 @@ def adam(settings: Mapping[str, Any], size: int) -> Balance:
 
 @register(Muon)
 def muon(settings: Mapping[str, Any], size: int) -> Balance:
-    """Muon: every step has one length, as Adam's with decoupled decay, so θ² = 2ηλ(1−β)/(1+β).
+    """Muon: every step has one length, so θ² = 2ηλ(1−β)/(1+β), with Nesterov 2ηλ(1−β)²((1+β)² + β⁴/(1−β²)).
 
-    With Nesterov, as in NAdam, a step contains more of the newest gradient: θ² = 2ηλ(1−β)²((1+β)² + β⁴/(1−β²)). The
-    radius is not derived: it depends on the shape of the matrix and on how exact the orthogonalization is.
+    The radius is not derived: it depends on the shape of the matrix and on how exact the orthogonalization is.
     """
     beta, decay = float(settings["momentum"]), float(settings["weight_decay"])
     pace = 2 * decay * _single(beta, nesterov=bool(settings.get("nesterov")))
@@ -315,22 +310,19 @@ def _predicted(
     elif underived and rates is not None:
         note = "the rows are taken as in equilibrium at the first rate"
 
-    balances = [known[rate] if rate else first for rate in path.tolist()]
-    each = {
-        field.name: torch.tensor([getattr(balance, field.name) for balance in balances], dtype=torch.float64)
-        for field in fields(Balance)
-    }
-    each["gain"].nan_to_num_(1.0)
+    lines = {rate: tuple(vars(balance).values()) for rate, balance in known.items()}
+    each = torch.tensor([lines[rate or path[begin].item()] for rate in path.tolist()], dtype=torch.float64)
+    gain, power, roots, pace, free, shrinks, memory = each.unbind(1)
     gamma = gamma.expand(len(path))
-    targets, steady = Balance(**each)(path, gamma)
+    targets, steady = Balance(gain.nan_to_num(1.0), power, roots, pace, free)(path, gamma)
     r = targets[begin].item() if blind or underived or rates is None else radius
-    decay = path * each["shrink"]  # of r² in a step; times r/γ with coupled Adam
+    decay = path * shrinks  # of r² in a step; times r/γ with coupled Adam
     lost = decay[begin].item() * (r / gamma[begin].item() if first.root == 3 and gamma[begin] else 1.0)
     steps = 3 / (lost * float(first.root) / 2) if lost else math.inf
 
     angles, radii, mean = [], [], 0.0
-    columns = (decay, gamma, targets, steady, each["root"], each["memory"])
-    for k, (delta, slope, target, angle, root, beta2) in enumerate(zip(*map(Tensor.tolist, columns), strict=True)):
+    columns = torch.stack([decay, gamma, targets, steady, roots, memory], dim=1).tolist()
+    for k, (delta, slope, target, angle, root, beta2) in enumerate(columns):
         radii.append(r)
         if r == 0:
             angles.append(math.nan)
@@ -363,11 +355,8 @@ def _agreed(one: Equilibrium, other: Equilibrium) -> Equilibrium:
 
 
 def _single(beta: float, *, nesterov: bool) -> float:
-    """The square of one step over that of the whole contribution of a gradient, whose weights are (1−β)β^k.
-
-    With Nesterov they are (1−β)(1+β) for the newest gradient and (1−β)β^(k+1) for older ones.
-    """
-    if nesterov:
+    """The square of one step over that of the whole contribution of a gradient, whose weights are (1−β)β^k."""
+    if nesterov:  # they are (1−β)(1+β) for the newest gradient and (1−β)β^(k+1) for older ones
         return (1 - beta) ** 2 * ((1 + beta) ** 2 + beta**4 / (1 - beta**2))
     return (1 - beta) / (1 + beta)
 

@@ -62,9 +62,7 @@ class ImageNumbers:
     @cached_property
     def effective_lr(self) -> Tensor | None:
         """η^e = A/(1 − A⟨c,u⟩) (Eq. 14); infinite where H1 fails with equality, negative beyond."""
-        if self.nu is None:
-            return None
-        return (self.lr / self.nu / self._along).masked_fill(self.collapsed, 0)
+        return None if self.nu is None else (self.lr / self.nu / self._along).masked_fill(self.collapsed, 0)
 
     @cached_property
     def direction_norm(self) -> Tensor | None:
@@ -173,9 +171,9 @@ def image_step(x: Tensors, step: Step | Sequence[Step], rows: Spec = "filter", *
     points, a = _paired_rows(layout, x, [s.a for s in steps], "step.a")
     _, b = _paired_rows(layout, x, [s.b for s in steps], "step.b")
     for name in ("lr", "decay"):
+        values = [getattr(s, name) for s in steps]
         # As texts: a diverged training may have the rate NaN, which is not equal to itself.
-        if len({str(value) for value in (getattr(s, name) for s in steps) if not isinstance(value, Tensor)}) > 1:
-            values = [getattr(s, name) for s in steps]
+        if len({str(value) for value in values if not isinstance(value, Tensor)}) > 1:
             raise ValueError(f"joint rows take one step together, but their {name} differ: {values}")
     return image_of_rows(points, Step(a, b, steps[0].lr, decay=steps[0].decay), check=check)
 
