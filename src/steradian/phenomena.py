@@ -8,6 +8,7 @@ from torch import Tensor
 
 from steradian import geometry
 from steradian.groups import Layout, Spec
+from steradian.image import Tensors
 from steradian.scheme import Step
 
 __all__ = ["Effect", "Memory", "Phenomena", "c", "c_grad", "c_l2", "nu"]
@@ -76,11 +77,11 @@ def nu(
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """How much one phenomenon changes a direction in the tangent space.
+    """How much one phenomenon changes a direction in the tangent space, for each row.
 
     Attributes:
-        angle: between the direction with the phenomenon and without it, (n,), in radians.
-        change: norm of their difference relative to the direction with it, (n,).
+        angle: between the direction with the phenomenon and without it.
+        change: norm of their difference relative to the direction with it.
     """
 
     angle: Tensor
@@ -134,23 +135,14 @@ class Memory:
         self._state: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(
-        self,
-        x: Tensor | Sequence[Tensor],
-        gradient: Tensor | Sequence[Tensor],
-        *,
-        beta: float | Tensor,
-        skip: Tensor | None = None,
-    ) -> None:
+    def update(self, x: Tensors, gradient: Tensors, *, beta: float | Tensor, skip: Tensor | None = None) -> None:
         """Add the point x_k that a step starts from and ∇L(x_k), without L2; β may differ from step to step.
 
         If `skip`, one number, is not 0, the step was skipped and the sums stay as they were.
         """
         point, slope = self._rows(x, "x"), self._rows(gradient, "gradient")
         if point.shape != slope.shape:
-            raise ValueError(
-                f"x and gradient must have the same shape, got {tuple(point.shape)} and {tuple(slope.shape)}"
-            )
+            raise ValueError(f"x and gradient must have the same shape, got {(*point.shape,)} and {(*slope.shape,)}")
         r, u = geometry.split(point, check=self._check)
         if self._check:
             geometry.check_finite(geometry.norm(slope), "gradient")
@@ -220,7 +212,7 @@ class Memory:
             raise ValueError("the memory is empty: call update(x, gradient, beta=…) first")
         return self._state[name]
 
-    def _rows(self, value: Tensor | Sequence[Tensor], name: str) -> Tensor:
+    def _rows(self, value: Tensors, name: str) -> Tensor:
         tensors = [value] if isinstance(value, Tensor) else list(value)
         if self.layout is None:
             return tensors[0]
@@ -238,11 +230,9 @@ def _faded(terms: Sequence[Tensor], beta: float) -> Tensor:
 
 
 def _history(points: Sequence[Tensor], gradients: Sequence[Tensor], rows: Spec) -> tuple[list[Tensor], list[Tensor]]:
-    if not points or len(points) != len(gradients):
-        raise ValueError(
-            f"a history needs one gradient per point, got {len(points)} points and {len(gradients)} gradients"
-        )
-    layout = Layout(rows)
+    n, n_gradients, layout = len(points), len(gradients), Layout(rows)
+    if not n or n != n_gradients:
+        raise ValueError(f"a history needs one gradient per point, got {n} points and {n_gradients} gradients")
     history, slopes = ([layout.rows(geometry.as_float(x.detach(), "x")) for x in xs] for xs in (points, gradients))
     for i, x in enumerate(history):
         if bool(geometry.collapsed(geometry.split(x)[0]).any()):

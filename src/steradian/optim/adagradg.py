@@ -1,6 +1,5 @@
 """AdaGradG: the scheme on the unit sphere that SGD is equivalent to (Section 3.2, Theorem 4)."""
 
-import math
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -88,7 +87,7 @@ class AdaGradG(RowOptimizer):
         if isinstance(v0, list):
             check(len(v0) == len(group["params"]), "v0", v0, "a list with one tensor for each parameter")
         for each in v0 if isinstance(v0, list) else [v0]:
-            fine = bool((each > 0).all()) if isinstance(each, Tensor) else is_number(each) and 0 < each < math.inf
+            fine = bool((each > 0).all()) if isinstance(each, Tensor) else is_number(each) and each > 0
             check(fine, "v0", each, "positive: a number, or a tensor with one for each row")
 
     def _entries(self, group: Options) -> tuple[str, ...]:

@@ -278,7 +278,7 @@ def angular(rows: RowSet, group: Options) -> None:
 
 def _angular_by_row(rows: RowSet, group: Options) -> None:
     """`angular` along n or n ⊘ √V, in one pass."""
-    root = _root_of_bias(rows, group)
+    root = (1 - group["beta2"] ** rows.advance()) ** 0.5
     names = ["exp_avg_sq"] if group["direction"] == "adam" else []
     for piece, (x, gradient, m, *second) in rows.pieces("param", "grad", "momentum_buffer", *names):
         _, h, _, stays = pushed = _pushed([x, gradient, m], group)
@@ -300,23 +300,16 @@ def _angular_by_matrix(rows: RowSet, group: Options) -> None:
         n = h.add_(n, alpha=group["momentum"]) if group["nesterov"] else n
         pieces += zeroed(stays, n)
     along = rows.on_matrices(orthogonalized, torch.cat(pieces))
-    root = _root_of_bias(rows, group)
+    root = (1 - group["beta2"] ** rows.advance()) ** 0.5
     for piece, tensors in rows.pieces(*names):
         at = root[piece].to(rows.dtype) if isinstance(root, Tensor) and root.ndim else root
         _turn(rows, piece, tensors, group, _pushed(tensors, group), along[piece], at)
 
 
-def _root_of_bias(rows: RowSet, group: Options) -> float | Tensor:
-    """√(1−β2^t) of this step, which is counted."""
-    root: float | Tensor = (1 - group["beta2"] ** rows.advance()) ** 0.5
-    return root
-
-
 def orthogonalized(stack: Tensor) -> Tensor:
     """The five Newton–Schulz steps of `torch.optim.Muon` on matrices of one shape, (k, a, b); 0 stays 0.
 
-    X ← n/‖n‖;  five times G = XXᵀ, X ← aX + (bG + cG²)X: in bfloat16 on an accelerator, in float32 on a CPU, and in
-    float64 for float64.
+    X ← n/‖n‖;  five times G = XXᵀ, X ← aX + (bG + cG²)X.
     """
     x = stack.mT if stack.shape[1] > stack.shape[2] else stack
     size = norm(x.flatten(1)).unsqueeze(2)
