@@ -147,23 +147,23 @@ class RowOptimizer(Optimizer, ABC):
 
     def _step_plain(self, classic: Classic, work: Work) -> None:
         for group, params, states in classic:
-            self._step_classic(params, states, group)
+            emits = self.telemetry is not None and group.get("rows") is not None
+            (self._step_and_emit if emits else self._step_rest)(params, states, group)
+            for param, state in zip(params, states, strict=True):
+                if state and param not in self.state:
+                    self.state[param] = state
+        # An update that replaces the class's own, such as a compiled one, takes row sets one by one.
+        alone, scaler = self.update is not type(self).update, self._scaler
         for group, sets in work:
-            self._step_rows(sets, group)
+            for rows in sets if alone else self._together(sets, group):
+                with rows.scaled(*scaler):
+                    self.update(rows, group)
+                rows.finish()
 
     @property
     def _scaler(self) -> tuple[Tensor | None, Tensor | None]:
         """A gradient scaler's scale and found_inf, which it sets for a step; they are read on the device."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-
-    def _step_rows(self, sets: list[RowSet], group: Options) -> None:
-        """The row update of a group's sets."""
-        # An update that replaces the class's own, such as a compiled one, takes row sets one by one.
-        alone, scaler = self.update is not type(self).update, self._scaler
-        for rows in sets if alone else self._together(sets, group):
-            with rows.scaled(*scaler):
-                self.update(rows, group)
-            rows.finish()
 
     @untraced
     def _collect(self) -> tuple[Classic, Work]:
@@ -182,13 +182,6 @@ class RowOptimizer(Optimizer, ABC):
             elif params:
                 classic.append((group, params, [self._state_of(param, group, classic=True) for param in params]))
         return classic, work
-
-    def _step_classic(self, params: list[Tensor], states: list[State], group: Options) -> None:
-        emits = self.telemetry is not None and group.get("rows") is not None
-        (self._step_and_emit if emits else self._step_rest)(params, states, group)
-        for param, state in zip(params, states, strict=True):
-            if state and param not in self.state:
-                self.state[param] = state
 
     @untraced
     def _step_and_emit(self, params: list[Tensor], states: list[State], group: Options) -> None:
@@ -237,10 +230,7 @@ class RowOptimizer(Optimizer, ABC):
         return sets
 
     def _absent(self, params: list[Tensor], newcomers: list[Tensor], group: Options) -> list[State]:
-        """The states of a joint set's parameters that have no gradient now.
-
-        The step count and the numbers per row are the set's: a parameter that joins later takes them from the others.
-        """
+        """The states of a joint set's parameters without a gradient; newcomers take over what belongs to the set."""
         present, new = set(map(id, params)), set(map(id, newcomers))
         known = [param for param in group["params"] if self.state.get(param) and id(param) not in new]
         for param in newcomers if known else ():
@@ -292,10 +282,7 @@ class RowOptimizer(Optimizer, ABC):
     # Telemetry
 
     def emit(self, on: bool = True) -> None:
-        """Start, or stop, writing the numbers of `TELEMETRY` to `telemetry`, for every row of every step.
-
-        This is not part of the state, and a copy of the optimizer starts without it.
-        """
+        """Start, or stop, writing the numbers of `TELEMETRY` to `telemetry`; a copy of the optimizer starts without."""
         if on != (self.telemetry is not None):
             self._fused_step, self.telemetry = None, Telemetry() if on else None
             self._cover_rows()

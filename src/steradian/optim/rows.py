@@ -109,10 +109,6 @@ class RowSet:
         self._cuts = [_Cut.of(param.shape, param.stride(), layout) for param in params]
         self.n, self.d = self._cuts[0].n, sum(cut.d for cut in self._cuts)
 
-    def refresh(self) -> bool:
-        """Called before the rows are stepped again: takes the owners' new gradients; False if it cannot."""
-        return True
-
     def finish(self) -> None:
         """Called after the step."""
 

@@ -105,9 +105,9 @@ class FusedStep:
     """
 
     def __init__(self, optimizer: "RowOptimizer", classic: "Classic", work: "Work") -> None:
-        from steradian.optim.fused.table import Plan, setting
+        from steradian.optim.fused.table import Plan
 
-        self.classic, self.setting, self.made_from = classic, setting, _made_from(optimizer)
+        self.classic, self.made_from = classic, _made_from(optimizer)
         self.plain: Work = []
         chosen: dict[Any, list[tuple[Options, list[RowSet]]]] = {}
         for group, sets in work:
@@ -123,7 +123,7 @@ class FusedStep:
         planned = [rows for plan in self.plans for _, rows in plan.sets]
         lengths = [len(buffer) for buffer in optimizer.telemetry.buffers] if optimizer.telemetry else []
         self.covers_telemetry = lengths == [sum(rows.n for rows in planned)]
-        self.sharded = [rows for _, sets in work for rows in sets if rows.sharded]
+        self.sharded: list[Any] = [rows for _, sets in work for rows in sets if rows.sharded]
         self.in_place = all(rows.in_place for rows in self.sharded)
         known = {id(param) for rows in planned for param in rows.owners}
         others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
@@ -156,8 +156,7 @@ class FusedStep:
             # A captured graph would write to the same memory in every replay.
             telemetry.left = also = telemetry.also if self.covers_telemetry and not capturing else None
         for plan in self.plans:
-            plan.use([self.setting(group, plan.device) for group in plan.groups])
-            plan.launch(grad_scale=scale, found_inf=found, also=also, capturing=capturing)
+            plan.launch(scale, found, also, capturing)
         if self.classic or self.plain:
             with torch.no_grad():
                 optimizer._step_plain(self.classic, self.plain)

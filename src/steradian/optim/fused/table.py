@@ -113,7 +113,7 @@ class Plan:
         # The same memory as arrays: a few numbers are written in a tenth of the time that torch's operations take.
         lines, groups_of, rates, self.host_addresses_of_rates = map(Tensor.numpy, self.values.split(self.parts))
         self.host_lines = lines.reshape(count, 8)
-        self.host_groups, self.host_rates = groups_of.view(np.float64), rates.view(np.float64)
+        self.host_groups, self.host_rates = groups_of.view(np.float64).reshape(-1, 8), rates.view(np.float64)
         self.host_lines[:, 5:] = [(rows.d, rows.n, group) for group, rows in self.sets]
         self._new_table()
         # A graph reads its source at every replay, and no memory can be pinned while it is captured.
@@ -144,21 +144,15 @@ class Plan:
         self.seen = seen
         return self.kind < 4 or _CHUNK not in self.classes
 
-    def use(self, settings: list[tuple[Any, ...]]) -> None:
-        """Take the settings of the groups (`setting`) as they are now."""
-        if settings != self.settings:
-            self.settings, self.changed = settings, True
-            self.host_groups[: 8 * len(settings)] = [
-                x for kind, _, *line in settings for x in (*line, kind == "address")
-            ]
-            self.host_rates[: len(settings)] = [rate if kind == "number" else 0.0 for kind, rate, *_ in settings]
-
     # The step
 
-    def launch(
-        self, *, grad_scale: Tensor | None, found_inf: Tensor | None, also: Tensor | None, capturing: bool
-    ) -> None:
-        """Take one step of all rows, after `fits` and `use`; `also` is a second tensor for the telemetry."""
+    def launch(self, grad_scale: Tensor | None, found_inf: Tensor | None, also: Tensor | None, capturing: bool) -> None:
+        """Take one step of all rows, after `fits`; `also` is a second tensor for the telemetry."""
+        settings = [setting(group, self.device) for group in self.groups]
+        if settings != self.settings:
+            self.settings, self.changed = settings, True
+            self.host_groups[: len(settings)] = [[*line, kind == "address"] for kind, _, *line in settings]
+            self.host_rates[: len(settings)] = [rate if kind == "number" else 0.0 for kind, rate, *_ in settings]
         if self.changed or self.only_captured:
             self._write(capturing)
         for k, group in enumerate(self.groups):
