@@ -81,8 +81,8 @@ def lemma3(run: Sequence[ImageStep], other: Sequence[ImageStep]) -> Difference:
     pairs = list(zip(run, other, strict=True))
     return Difference(
         start=float(geometry.angle(run[0].direction, other[0].direction).max()),
-        effective_lr=max(_gap(*(_known(step.effective_lr).unsqueeze(-1) for step in pair)) for pair in pairs),
-        effective_direction=max(_gap(*(_known(step.effective_direction) for step in pair)) for pair in pairs),
+        effective_lr=max(_gap(one.effective_lr, two.effective_lr) for one, two in pairs),
+        effective_direction=max(_gap(one.effective_direction, two.effective_direction) for one, two in pairs),
         trajectory=max(float(geometry.angle(one.next_direction, two.next_direction).max()) for one, two in pairs),
     )
 
@@ -108,28 +108,21 @@ def compare(run: Sequence[Tensor], other: Sequence[Tensor], rows: Spec = "filter
     ([[0.0, 0.0]], [[1.570796..., 1.570796...]])
     """
     _same_length(run, other)
-    layout, cosines, angles = Layout(rows), [], []
     for x, y in zip(run, other, strict=True):
         if x.shape != y.shape:
             raise ValueError(f"the runs have different shapes, {tuple(x.shape)} and {tuple(y.shape)}")
-        u, p = (geometry.split(layout.rows(point.detach()))[1] for point in (x, y))
-        cosines.append(geometry.dot(u, p).squeeze(-1))
-        angles.append(geometry.angle(u, p).squeeze(-1))
-    return Comparison(torch.stack(cosines), torch.stack(angles))
+    paths = (torch.stack([Layout(rows).rows(point.detach()) for point in points]) for points in (run, other))
+    u, p = (geometry.split(path)[1] for path in paths)
+    return Comparison(geometry.dot(u, p).squeeze(-1), geometry.angle(u, p).squeeze(-1))
 
 
-def _gap(one: Tensor, two: Tensor) -> float:
-    """Largest difference of two lists of vectors, relative to the longer of each pair."""
+def _gap(one: Tensor | None, two: Tensor | None) -> float:
+    """Largest difference of two lists of numbers or vectors, relative to the longer of each pair."""
+    if one is None or two is None:
+        raise ValueError("Lemma 3 needs effective rates and directions, which an observed step lacks: read the step")
+    one, two = (each.view(len(each), -1) for each in (one, two))
     longer = torch.maximum(geometry.norm(one), geometry.norm(two))
     return float((geometry.norm(one - two) / longer.masked_fill(longer == 0, 1)).max())
-
-
-def _known(value: Tensor | None) -> Tensor:
-    if value is None:
-        raise ValueError(
-            "Lemma 3 needs effective rates and directions, which an observed step does not have: read the step"
-        )
-    return value
 
 
 def _kept(lr: float, weight_decay: float) -> float:

@@ -1,6 +1,6 @@
 """What one step does on the sphere: Theorem 1, the effective quantities, the radius, the hypotheses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -168,8 +168,7 @@ def image_step(x: Tensors, step: Step | Sequence[Step], rows: Spec = "filter", *
     (0.5, 0.01, 5.59017)
     """
     layout, steps = Layout(rows), [step] if isinstance(step, Step) else list(step)
-    points, a = _paired_rows(layout, x, [s.a for s in steps], "step.a")
-    _, b = _paired_rows(layout, x, [s.b for s in steps], "step.b")
+    points, a, b = _joined(layout, {"x": x, "step.a": [s.a for s in steps], "step.b": [s.b for s in steps]})
     for name in ("lr", "decay"):
         values = [getattr(s, name) for s in steps]
         # As texts: a diverged training may have the rate NaN, which is not equal to itself.
@@ -185,12 +184,8 @@ def image_of_rows(x: Tensor, step: Step, *, check: bool = True) -> ImageStep:
         raise ValueError(
             f"x, a and b must have one shape, got {(*x.shape,)}, {(*step.a.shape,)} and {(*step.b.shape,)}"
         )
-    r, u = geometry.split(x, check=check)
     scale = norm(step.b).squeeze(-1) / x.shape[-1] ** 0.5
-    image = _decompose(r, r * (1 - step.lr * step.decay), u, step.a.to(u.dtype) / step.b, step.lr, scale)
-    if check:
-        geometry.check_finite(image.next_radius.unsqueeze(-1), "the step a ⊘ b")
-    return image
+    return _decompose(x, step.a.to(x.dtype) / step.b, step.lr, step.decay, scale, "the step a ⊘ b" if check else "")
 
 
 @torch.no_grad()
@@ -209,12 +204,8 @@ def observed_step(x: Tensors, x_next: Tensors, rows: Spec = "filter", *, check: 
     >>> image.velocity.item(), image.angle.item(), image.effective_lr
     (1.0, 0.785398..., None)
     """
-    points, next_points = _paired_rows(Layout(rows), x, x_next, "x_next")
-    r, u = geometry.split(points, check=check)
-    image = _decompose(r, r, u, points.to(u.dtype) - next_points, lr=1.0, scale=None)
-    if check:
-        geometry.check_finite(image.next_radius.unsqueeze(-1), "x_next")
-    return image
+    points, next_points = _joined(Layout(rows), {"x": x, "x_next": x_next})
+    return _decompose(points, points - next_points, 1.0, 0.0, None, "x_next" if check else "")
 
 
 def invariance_defect(slope: Tensor, length: Tensor) -> Tensor:
@@ -222,23 +213,28 @@ def invariance_defect(slope: Tensor, length: Tensor) -> Tensor:
     return (slope.abs() / length.masked_fill(length == 0, 1)).clamp(max=1)
 
 
-def _decompose(r: Tensor, start: Tensor, u: Tensor, q: Tensor, lr: float | Tensor, scale: Tensor | None) -> ImageStep:
-    """Split q, which is overwritten, into its parts along u and orthogonal to u."""
+def _decompose(
+    x: Tensor, q: Tensor, lr: float | Tensor, decay: float | Tensor, scale: Tensor | None, checked: str
+) -> ImageStep:
+    """Split q, which is overwritten, into its parts along u and orthogonal to u; `checked` is its name, if it is."""
+    r, u = geometry.split(x, check=bool(checked))
     inward = dot(q, u)
     tangential = q.addcmul_(inward, u, value=-1)
-    radius, start, inward, across = (each.squeeze(-1) for each in (r, start, inward, norm(tangential)))
-    return ImageStep(radius, start, inward, across, lr, scale, direction=u, tangential=tangential)
+    radius, start, inward, across = (t.squeeze(-1) for t in (r, r * (1 - lr * decay), inward, norm(tangential)))
+    image = ImageStep(radius, start, inward, across, lr, scale, direction=u, tangential=tangential)
+    if checked:
+        geometry.check_finite(image.next_radius.unsqueeze(-1), checked)
+    return image
 
 
-def _paired_rows(layout: Layout, x: Tensors, other: Tensors, name: str) -> tuple[Tensor, Tensor]:
-    """Rows of two lists of tensors of the same shapes."""
-    xs, others = ([each] if isinstance(each, Tensor) else list(each) for each in (x, other))
-    shapes, other_shapes = ([tuple(t.shape) for t in each] for each in (xs, others))
-    if shapes != other_shapes:
-        raise ValueError(f"x and {name} must have the same shapes, got {shapes} and {other_shapes}")
-    if any(t.numel() == 0 for t in xs):
-        raise ValueError(f"x has no entries: its shape is {shapes if len(shapes) > 1 else shapes[0]}")
-    joined = [
-        layout.join([geometry.as_float(t.detach(), of) for t in each]) for each, of in ((xs, "x"), (others, name))
-    ]
-    return joined[0], joined[1]
+def _joined(layout: Layout, named: Mapping[str, Tensors]) -> list[Tensor]:
+    """The rows of lists of tensors that have the shapes of the first list, x."""
+    lists = {name: [each] if isinstance(each, Tensor) else list(each) for name, each in named.items()}
+    shapes = {name: [tuple(tensor.shape) for tensor in each] for name, each in lists.items()}
+    first = shapes["x"]
+    for name, others in shapes.items():
+        if others != first:
+            raise ValueError(f"x and {name} must have the same shapes, got {first} and {others}")
+    if any(tensor.numel() == 0 for tensor in lists["x"]):
+        raise ValueError(f"x has no entries: its shape is {first if len(first) > 1 else first[0]}")
+    return [layout.join([geometry.as_float(t.detach(), name) for t in each]) for name, each in lists.items()]
