@@ -55,7 +55,7 @@ class Adam(RowOptimizer):
     """
 
     update = staticmethod(reference.adam)
-    _emit_rest = staticmethod(reference.emit_adam)
+    _rest_pace = staticmethod(reference.adam_pace)
     _has_fused = True
     row_state = frozenset({"exp_avg_sq"})
     _marks = frozenset({"betas", "without"})

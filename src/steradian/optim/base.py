@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from steradian.geometry import is_plain
 from steradian.groups import Groups, Layout, is_sharded
-from steradian.optim import torch_updates
+from steradian.optim import torch_updates, transport
 from steradian.optim.checks import check_gradients, check_rate, check_rows, check_settings
 from steradian.optim.fused import decide
 from steradian.optim.rows import RowSet, State, arithmetic, check_shape, sharding, together
@@ -94,8 +94,9 @@ class RowOptimizer(Optimizer, ABC):
         torch_updates.adam(params, states, group, *self._scaler)
 
     @staticmethod
-    def _emit_rest(rows: RowSet, before: Tensor, group: Mapping[str, Any]) -> None:
-        """Telemetry of rows that got the classic update, for optimizers whose `_updates_rows` gives them to it."""
+    def _rest_pace(rows: RowSet, group: Mapping[str, Any]) -> tuple[Tensor, float | Tensor]:
+        """What `transport.emit` needs of rows that got the classic update, where `_updates_rows` gives them to it."""
+        raise NotImplementedError
 
     def _updates_rows(self, group: Options) -> bool:
         """Whether a group gets the row update with its settings, not the classic one."""
@@ -191,7 +192,9 @@ class RowOptimizer(Optimizer, ABC):
         self._step_rest(params, states, group)
         for rows, x in before:
             with rows.scaled(*self._scaler):
-                self._emit_rest(rows, x, group)
+                pace, start = self._rest_pace(rows, group)
+                y, gradient = rows.read("param", rows.whole), rows.read("grad", rows.whole)
+                transport.emit(rows, rows.whole, x, y, gradient, pace=pace, start=start)
 
     @untraced
     def _take_fused_step(self, classic: Classic, work: Work) -> bool:
@@ -210,10 +213,6 @@ class RowOptimizer(Optimizer, ABC):
         if wanted is False or not self._has_fused:
             return False
         return decide.available(group["params"]) if wanted else decide.works(group["params"])
-
-    def _on_device(self, group: Options) -> bool:
-        """Whether a group's step count is on the device of its parameters."""
-        return bool(group.get("capturable")) or self._is_fused(group)
 
     def _row_sets(self, params: list[Tensor], group: Options, *, classic: bool = False) -> list[RowSet]:
         """The rows of parameters that have a gradient, with their states and the place of their telemetry."""
@@ -255,7 +254,7 @@ class RowOptimizer(Optimizer, ABC):
                 state[name] = _zeros_per_row(param, group)
             elif name != "step":
                 state[name] = torch.zeros_like(param)
-            elif self._on_device(group):
+            elif group.get("capturable") or self._is_fused(group):
                 state[name] = torch.zeros((), dtype=torch.float32, device=param.device)
             else:  # from a number, as torch does: then a fake tensor has a known value
                 state[name] = torch.tensor(0.0, dtype=torch.float32, device="cpu")

@@ -15,8 +15,6 @@ from steradian.geometry import dot, failing, norm, square, zeroed
 from steradian.optim.rows import Options, RowSet, decay_of, exact, rate_of
 from steradian.optim.transport import Motion, carry, carry_in_plane, emit
 
-# Adam -------------------------------------------------------------------------------------------------------
-
 
 def adam(rows: RowSet, group: Options) -> None:
     """Adam without any of (a), (b), (c) (Section 4.2, App. D.2, Algorithm 1).
@@ -79,14 +77,12 @@ def _adam(
     x.copy_(y)
 
 
-def emit_adam(rows: RowSet, before: Tensor, group: Options) -> None:
-    """Telemetry of rows that took torch's Adam step, from v as it left it."""
+def adam_pace(rows: RowSet, group: Options) -> tuple[Tensor, float | Tensor]:
+    """η/b̄ and 1 − ηδ of rows that took torch's Adam step, from v as it left it."""
     step, (beta1, beta2) = exact(rows.states[0]["step"]), group["betas"]
     divisor = (rows.read("exp_avg_sq", rows.whole).sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
     pace = rate_of(group) * (1 - beta1) / (1 - beta1**step) / _mean_square(divisor).sqrt_()
-    start = 1 - rate_of(group) * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
-    x, gradient = rows.read("param", rows.whole), rows.read("grad", rows.whole)
-    emit(rows, rows.whole, before, x, gradient, pace=pace, start=start)
+    return pace, 1 - rate_of(group) * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
 
 
 def _with_l2(gradient: Tensor, x: Tensor, decay: float | Tensor) -> Tensor:
@@ -114,9 +110,6 @@ def _mean_square(q: Tensor) -> Tensor:
     return dot(q, q) / q.shape[1]
 
 
-# SGD --------------------------------------------------------------------------------------------------------
-
-
 def sgd(rows: RowSet, group: Options) -> None:
     """SGD whose momentum moves with the row; as in `adam`, where (b) is neutralized the L2 term acts on x alone."""
     for piece, tensors in rows.pieces("param", "grad", "momentum_buffer"):
@@ -142,20 +135,14 @@ def _sgd(rows: RowSet, piece: slice, tensors: list[Tensor], group: Options) -> N
     elif "c" in without:
         m.mul_(Motion.of(x, y).shrink.sqrt())
     if rows.telemetry is not None:
-        emit(rows, piece, x, y, gradient, pace=_sgd_pace(rows, group))
+        emit(rows, piece, x, y, gradient, pace=sgd_pace(rows, group)[0])
     x.copy_(y)
 
 
-def emit_sgd(rows: RowSet, before: Tensor, group: Options) -> None:
-    """Telemetry of rows that took torch's SGD step."""
-    x, gradient = rows.read("param", rows.whole), rows.read("grad", rows.whole)
-    emit(rows, rows.whole, before, x, gradient, pace=_sgd_pace(rows, group))
-
-
-def _sgd_pace(rows: RowSet, group: Options) -> Tensor:
-    """η/b̄: b is 1/(1−τ) where a is in units of a gradient."""
+def sgd_pace(rows: RowSet, group: Options) -> tuple[Tensor, float]:
+    """η/b̄ of rows that took torch's SGD step, and 1: b is 1/(1−τ) where a is in units of a gradient."""
     pace = rate_of(group) * (1 - group["dampening"] if group["momentum"] else 1)
-    return pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=rows.dtype, device="cpu")
+    return pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=rows.dtype, device="cpu"), 1.0
 
 
 # On the unit sphere -----------------------------------------------------------------------------------------
@@ -233,9 +220,6 @@ def adamg(rows: RowSet, group: Options) -> None:
     rows.share("exp_avg_sq")
 
 
-# AdamP ------------------------------------------------------------------------------------------------------
-
-
 def adamp(rows: RowSet, group: Options) -> None:
     """AdamP (Heo et al., 2021) on rows that are known to be radial: the step q is always projected."""
     step = rows.advance()
@@ -260,9 +244,6 @@ def adamp(rows: RowSet, group: Options) -> None:
         if rows.telemetry is not None:
             emit(rows, piece, x, y, g, pace=(1 - beta1) * pace / _mean_square(divisor).sqrt_(), start=kept)
         x.copy_(y)
-
-
-# Angular ----------------------------------------------------------------------------------------------------
 
 
 def angular(rows: RowSet, group: Options) -> None:

@@ -309,17 +309,17 @@ def together(sets: list[RowSet]) -> Iterable[RowSet]:
     """The row sets of a param group, on a CPU with small ones of one kind stacked; no digit depends on it."""
     if len(sets) < 2 or not at_hand(sets[0].params[0]):
         return sets
-    alike: dict[object, list[RowSet]] = {}
+    kinds: list[object] = []
     times: Counter[int] = Counter()
     for place, rows in enumerate(sets):
-        kind: object = _kind(rows)
+        kind = _kind(rows)
         if kind is not None:
             # Parameters that share their memory are stepped one after the other.
             address = rows.params[0].data_ptr()
             times[address] += 1
-            kind = kind, place // _AT_ONCE, times[address]
-        alike.setdefault(place if kind is None else kind, []).append(rows)
-    return (_Stack(same) if len(same) > 1 else same[0] for same in alike.values())
+            kind = (*kind, place // _AT_ONCE, times[address])
+        kinds.append(place if kind is None else kind)
+    return (_Stack(same) if len(same) > 1 else same[0] for same in batches(sets, kinds))
 
 
 def _kind(rows: RowSet) -> tuple[object, ...] | None:

@@ -38,7 +38,7 @@ class SGD(RowOptimizer):
     """
 
     update = staticmethod(reference.sgd)
-    _emit_rest = staticmethod(reference.emit_sgd)
+    _rest_pace = staticmethod(reference.sgd_pace)
     _marks = frozenset({"momentum", "without"})
     _takes_sparse = True
 

@@ -21,7 +21,6 @@ from steradian.optim.rows import Options, RowSet
 if TYPE_CHECKING:
     from steradian.optim.base import Classic, RowOptimizer, Work
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _GRAD = attrgetter("grad")
 _ALWAYS_A_TILE = 5 * 512
 # Settings that decide which rows are fused.
@@ -66,9 +65,9 @@ def can_step(rows: RowSet, group: Options) -> bool:
     """
     param, gradient, state = rows.params[0], rows.params[0].grad, rows.states[0]
     kind, (momentum, second, _) = _kind(group)
-    if group.get("joint") or gradient is None or param.dtype not in _DTYPES or not rows.n or not rows.d:
+    if group.get("joint") or gradient is None or not rows.n or not rows.d or not rows.in_place:
         return False
-    if not rows.in_place or not (is_plain(param) and is_plain(gradient)):
+    if not (is_plain(param) and is_plain(gradient)):
         return False
     needs_tile = kind == 1 or (kind > 1 and param.dtype.itemsize < 4)
     if (needs_tile and rows.d > _ALWAYS_A_TILE) or (kind >= 4 and not _has_matrices(rows, state[momentum])):

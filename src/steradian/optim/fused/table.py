@@ -203,8 +203,6 @@ class Plan:
             made.append(Launch(kernels.step_long_rows, len(self.long_items), items, (), constants, options))
         return made
 
-    # Muon's direction
-
     def _stack_matrices(self) -> None:
         """Memory for what rows turn along, in which parameters of one shape follow each other."""
         self.stacks: list[tuple[RowSet, slice]] = []
@@ -223,8 +221,6 @@ class Plan:
         for rows, span in self.stacks:
             n = self.along[span].view(-1, rows.d)
             n.copy_(rows.on_matrices(orthogonalized, n))
-
-    # The table
 
     def _new_table(self) -> None:
         self.table = torch.zeros_like(self.values, device=self.device)
@@ -275,8 +271,6 @@ class Plan:
 
     def _pinned(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self.device.type == "cuda" else values
-
-    # Programs
 
     def _make_items(self, classes: list[int]) -> None:
         """Which program steps which rows, as the distance of its line from the line of its parameter."""
