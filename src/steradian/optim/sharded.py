@@ -5,7 +5,6 @@ nothing is communicated, but for the momenta of whole matrices that Angular's "m
 several ranks are gathered, every rank takes the same step, and keeps its part.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,12 +71,7 @@ class ShardedRowSet(RowSet):
     sharded = True
 
     def __init__(
-        self,
-        layout: Layout,
-        params: list[DTensor],
-        states: list[State],
-        absent: Sequence[State] = (),
-        fresh: bool = False,
+        self, layout: Layout, params: list[DTensor], states: list[State], absent: list[State], fresh: bool
     ) -> None:
         self.in_place = all(_stays_whole(param, layout) for param in params)
         parts = [self._here(param) for param in params]
