@@ -53,14 +53,17 @@ def norm(q: Tensor) -> Tensor:
     """
     q = _rows(q, "q")
     if at_hand(q):
-        # Most rows need no scaling; the results are the same to the last bit.
-        length = _root_of_squares(q)
-        if _ordinary(length):
+        # Most rows need no scaling, because no square overflows and none that matters vanishes; every bit is the same.
+        length, far = _root_of_squares(q), torch.finfo(q.dtype).max ** 0.375
+        if length.numel() > 0 and bool((length.amin() > 1 / far) & (length.amax() < far)):
             return length
     if q.dtype == torch.float32 and q.device.type == "cuda":
         # The squares of all float32 numbers are normal float64 numbers: one pass, no scale needed.
         return torch.linalg.vector_norm(q, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
-    scale = _scale(q)
+    # Two reductions: torch's infinity norm is not vectorized on the CPU and takes fifty times as long.
+    largest = torch.maximum(q.amax(-1, keepdim=True), -q.amin(-1, keepdim=True))
+    # Dividing by a power of two is exact.
+    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1).masked_fill_(largest == 0, 1)
     return scale * _root_of_squares(q / scale)
 
 
@@ -207,19 +210,6 @@ def failing(condition: Tensor) -> Tensor | None:
 def zeroed(where: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
     """Rows with some of them set to 0, because 0·inf is NaN; None: no rows."""
     return rows if where is None else tuple(each.masked_fill(where, 0) for each in rows)
-
-
-def _scale(x: Tensor) -> Tensor:
-    """The power of two below the largest magnitude of each row, 1 where the row is 0: dividing by it is exact."""
-    # Two reductions: torch's infinity norm is not vectorized on the CPU and takes fifty times as long.
-    largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
-    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1).masked_fill_(largest == 0, 1)
-
-
-def _ordinary(length: Tensor) -> bool:
-    """No square on the way to these lengths overflowed, and none that matters vanished."""
-    far = torch.finfo(length.dtype).max ** 0.375
-    return length.numel() > 0 and bool((length.amin() > 1 / far) & (length.amax() < far))
 
 
 def _or_one(r: Tensor) -> Tensor:

@@ -119,21 +119,18 @@ class RowSet:
 
     def pieces(self, *names: str, write: bool = True) -> Iterator[tuple[slice, list[Tensor]]]:
         """Ranges of rows, each with these rows of some quantities; changes in place are kept if `write` (not grad)."""
-        for piece in self._ranges():
-            tensors = [self.read(name, piece) for name in names]
-            yield piece, tensors
-            for name, rows in zip(names, tensors, strict=True):
-                if write and name != "grad":
-                    self._write(name, piece, rows)
-
-    def _ranges(self) -> Iterator[slice]:
         at_once = self.n
         if self.params[0].device.type == "cpu" and not torch.compiler.is_compiling():
             # A piece is whole blocks of every tensor's outermost cut dimension.
             whole = math.lcm(*(cut.rows_per_block for cut in self._cuts))
             at_once = whole * max(1, _PIECE // max(1, self.d * whole))
         for start in range(0, self.n if self.d else 0, max(1, at_once)):
-            yield slice(start, min(start + at_once, self.n))
+            piece = slice(start, min(start + at_once, self.n))
+            tensors = [self.read(name, piece) for name in names]
+            yield piece, tensors
+            for name, rows in zip(names, tensors, strict=True):
+                if write and name != "grad":
+                    self._write(name, piece, rows)
 
     def read(self, name: str, piece: slice) -> Tensor:
         """Some rows of "param", "grad" or a parameter-shaped entry of the state."""
