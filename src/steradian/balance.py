@@ -1,28 +1,18 @@
 """The radius and angle at which growth and weight decay balance, and the way there under a schedule.
 
-The gradient of a row x of radius r is orthogonal to it, ‖∇L(x)‖ = γ/r with γ = ‖∇L(u)‖ (Lemma 1). Steps orthogonal to
-the row make it longer, weight decay makes it shorter. If gradients of successive steps are uncorrelated (noise
-dominates, as it does late in training at a constant rate), both changes of r² per step are known to leading order.
-
-A gradient enters a momentum with weights (1−β)β^k, k = 0, 1, …. As in a random walk, r² grows by the square of the
-*whole* contribution, while one step moves by the square root of the sum of squares, which is smaller by √((1−β)/(1+β)).
-If the momentum is transported with the row (without (b)), it stays tangent, only the squares of the single steps count,
-and coupled decay acts on x alone. The radius is constant in equilibrium, so (c) changes nothing, and a second moment
-per row, (a), has the same norm. What follows for an optimizer is in the function that is registered for it.
+Steps orthogonal to a row make it longer, weight decay makes it shorter. If gradients of successive steps are
+uncorrelated, both changes of r² per step are known to leading order (docs/theory/equilibrium.md). What follows for an
+optimizer is in the function that is registered for it, with γ = ‖∇L(u)‖, so that ‖∇L(x)‖ = γ/r (Lemma 1).
 
 **Under a schedule** the radius follows: with r* and θ* the equilibrium at the rate of a step, r² changes by the factor
 1 + δ((r*/r)^k − 1), where k = 4 for SGD, 2 for decoupled and 3 for coupled Adam, and δ is the decay of r² in a step:
 2ηλ/(1−β), 2ηλ, 2ηλr√d/γ. The angle is θ*(r*/r)² for SGD and θ*r*/r for the others. Adam's √v remembers γ/r of the past:
 its steps are κ times as long, with κ² the present (γ/r)² over its mean with β2. `equilibrium` integrates this.
-
-See van Laarhoven, *L2 regularization versus batch and weight normalization* (2017); Li and Arora, *An exponential
-learning rate schedule for deep learning* (2020); Wan et al., *Spherical motion dynamics* (2021); Kosson, Messmer and
-Jaggi, *Rotational equilibrium* (2024), for SGD and AdamW; the others follow in the same way.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,7 +72,7 @@ class Balance:
 
 
 Balanced = Callable[[Mapping[str, Any], int], Balance]
-"""The equilibrium under the settings of a param group, for rows of a size d; `register` adds it to a class."""
+"""The equilibrium under the settings of a param group, for rows of d entries; `register` adds it to a class."""
 _balances: dict[type[Optimizer], Balanced] = {}
 _by_angle: set[type[Optimizer]] = set()
 
@@ -92,12 +82,10 @@ def register(kind: type[Optimizer]) -> Callable[[Balanced], Balanced]:
 
     It is called only for param groups with weight decay.
 
-    >>> class Halved(torch.optim.SGD):
-    ...     "SGD at half of its rate."
-    >>> @register(Halved)
-    ... def halved(settings, size):
-    ...     balance = sgd(settings, size)
-    ...     return Balance(balance.gain / 2, balance.power, balance.root, balance.pace / 2, balance.free)
+    >>> class HalfDecay(torch.optim.SGD): ...
+    >>> @register(HalfDecay)
+    ... def half_decay(settings, size):
+    ...     return sgd({**settings, "weight_decay": settings["weight_decay"] / 2}, size)
     """
 
     def add(balanced: Balanced) -> Balanced:
@@ -119,9 +107,6 @@ def balance_of(optimizer: Optimizer, settings: Mapping[str, Any], size: int) -> 
         optimizer: torch's or our SGD, Adam or AdamW, or one whose class was registered.
         settings: the param group of the rows.
         size: the number d of entries in a row.
-
-    Returns:
-        A function of the rate and of γ = ‖∇L(u)‖ that gives radius and angle; or a sentence for a person.
 
     >>> x = torch.nn.Parameter(torch.ones(1, 8))
     >>> adamw = torch.optim.AdamW([x], lr=0.1, weight_decay=0.05)
@@ -148,22 +133,15 @@ def sgd(settings: Mapping[str, Any], size: int) -> Balance:
 
     Growth is η²γ²/((1−β)²r²) and decay 2ηλr²/(1−β). Without (b), r⁴ = ηγ²/(2λ(1−β²)) and θ² = 2ηλ. Dampening and
     Nesterov change the weights of a gradient.
-
-    Args:
-        settings: a param group; "without" counts if it has "rows", as ours do.
-        size: not used.
     """
-    beta, damped = float(settings.get("momentum", 0)), 1 - float(settings.get("dampening", 0) or 0)
-    decay, transported = float(settings["weight_decay"]), bool(beta) and _transported(settings)
-    if not beta:
-        damped = 1.0
+    beta, decay = float(settings.get("momentum", 0)), float(settings["weight_decay"])
+    nesterov, transported = bool(settings.get("nesterov")), bool(beta) and _transported(settings)
+    damped = 1 - float(settings.get("dampening", 0) or 0) if beta else 1.0
     # Squares of the weights with which a gradient enters the steps that follow it.
-    squares = 1 / (1 - beta**2)
-    if settings.get("nesterov"):
-        squares = (1 + beta) ** 2 + beta**4 / (1 - beta**2)
+    squares = (1 + beta) ** 2 + beta**4 / (1 - beta**2) if nesterov else 1 / (1 - beta**2)
     whole = squares if transported else 1 / (1 - beta) ** 2
     # How often λx enters: through the momentum, or once, twice with Nesterov.
-    entered = 1 + beta * bool(settings.get("nesterov")) if transported else 1 / (1 - beta)
+    entered = 1 + beta * nesterov if transported else 1 / (1 - beta)
     gain, pace = damped * whole / (2 * decay * entered), damped * 2 * decay * entered * squares / whole
     return Balance(gain, power=2, root=4, pace=pace, free=True, shrink=2 * decay * entered)
 
@@ -177,16 +155,12 @@ def adam(settings: Mapping[str, Any], size: int) -> Balance:
     A normalized step has the norm √d, so growth is η²d. Decoupled decay is 2ηλr², hence θ² = 2ηλ(1−β1)/(1+β1). Coupled
     decay is divided by √v = γ/(r√d) too and is 2ηλr³√d/γ. Without (b), r³ = ηγ√d/(2λ(1+β1)), or decoupled
     r² = ηd(1−β1)/(2λ(1+β1)) and θ² = 2ηλ.
-
-    Args:
-        settings: a param group; "without" counts if it has "rows", as ours do.
-        size: the number d of entries in a row.
     """
     (beta1, beta2), decay = map(float, settings["betas"]), float(settings["weight_decay"])
-    transported, decoupled = _transported(settings), bool(settings.get("decoupled_weight_decay"))
+    transported = _transported(settings)
     single = _single(beta1, nesterov="momentum_decay" in settings)  # NAdam's factor has approached β1
     growth, pace = single if transported else 1.0, (size * single) ** 0.5
-    if decoupled:
+    if settings.get("decoupled_weight_decay"):
         gain, shrink = size * growth / (2 * decay), 2 * decay
         return Balance(gain, power=0, root=2, pace=pace, free=False, shrink=shrink, memory=beta2)
     entered = 2 * decay * (1 - beta1 if transported else 1.0)
@@ -196,10 +170,9 @@ def adam(settings: Mapping[str, Any], size: int) -> Balance:
 
 @register(Muon)
 def muon(settings: Mapping[str, Any], size: int) -> Balance:
-    """Muon: every step has one length, as Adam's with decoupled decay, so θ² = 2ηλ(1−β)/(1+β).
+    """Muon: every step has one length, so θ² = 2ηλ(1−β)/(1+β), with Nesterov 2ηλ(1−β)²((1+β)² + β⁴/(1−β²)).
 
-    With Nesterov, as in NAdam, a step contains more of the newest gradient: θ² = 2ηλ(1−β)²((1+β)² + β⁴/(1−β²)). The
-    radius is not derived: it depends on the shape of the matrix and on how exact the orthogonalization is.
+    The radius is not derived: it depends on the shape of the matrix and on how exact the orthogonalization is.
     """
     beta, decay = float(settings["momentum"]), float(settings["weight_decay"])
     pace = 2 * decay * _single(beta, nesterov=bool(settings.get("nesterov")))
@@ -212,13 +185,8 @@ def lion(settings: Mapping[str, Any], size: int) -> Balance:
     A step is the sign of c = β1 m + (1−β1)∇L(x). Signs of Gaussian numbers of correlation ρ have the correlation
     (2/π) asin ρ, and c at a distance of k ≥ 1 steps has ρ_k ∝ β2^k. The momentum lasts so long that decay acts on what
     it added: s = 1 + (4/π) Σ (1−ηλ)^k asin ρ_k.
-
-    Args:
-        settings: a param group.
-        size: the number d of entries in a row.
     """
-    beta1, beta2 = (float(beta) for beta in settings["betas"])
-    decay = float(settings["weight_decay"])
+    (beta1, beta2), decay = map(float, settings["betas"]), float(settings["weight_decay"])
     kept = 1 - float(settings.get("lr", 0)) * decay
     older = (beta1 * (1 - beta2)) ** 2 / (1 - beta2**2)
     first = (beta1 * (1 - beta1) * (1 - beta2) + beta2 * older) / ((1 - beta1) ** 2 + older)
@@ -261,9 +229,9 @@ def equilibrium(
 ) -> list[Equilibrium]:
     """The angle and radius of rows where growth and weight decay balance, or on the way there under a schedule.
 
-    r² ← r²(1 + δ((r*/r)^k − 1)) over the rates to come, with r* and θ* in equilibrium at each rate (see above). With
-    Adam and decoupled decay this follows from the settings. SGD and coupled Adam need γ = ‖∇L(u)‖ over time: without
-    `slopes` it is taken as constant, and the rows as in equilibrium at the first rate.
+    r² ← r²(1 + δ((r*/r)^k − 1)) over the rates to come. With Adam and decoupled decay this follows from the settings.
+    SGD and coupled Adam need γ = ‖∇L(u)‖ over time: without `slopes` it is taken as constant, and the rows as in
+    equilibrium at the first rate.
 
     Args:
         optimizer: torch's or our SGD, Adam or AdamW, `torch.optim.Muon`, Angular, or one whose class was registered.
@@ -342,22 +310,19 @@ def _predicted(
     elif underived and rates is not None:
         note = "the rows are taken as in equilibrium at the first rate"
 
-    balances = [known[rate] if rate else first for rate in path.tolist()]
-    each = {
-        field.name: torch.tensor([getattr(balance, field.name) for balance in balances], dtype=torch.float64)
-        for field in fields(Balance)
-    }
-    each["gain"].nan_to_num_(1.0)
+    lines = {rate: tuple(vars(balance).values()) for rate, balance in known.items()}
+    each = torch.tensor([lines[rate or path[begin].item()] for rate in path.tolist()], dtype=torch.float64)
+    gain, power, roots, pace, free, shrinks, memory = each.unbind(1)
     gamma = gamma.expand(len(path))
-    targets, steady = Balance(**each)(path, gamma)
+    targets, steady = Balance(gain.nan_to_num(1.0), power, roots, pace, free)(path, gamma)
     r = targets[begin].item() if blind or underived or rates is None else radius
-    decay = path * each["shrink"]  # of r² in a step; times r/γ with coupled Adam
+    decay = path * shrinks  # of r² in a step; times r/γ with coupled Adam
     lost = decay[begin].item() * (r / gamma[begin].item() if first.root == 3 and gamma[begin] else 1.0)
     steps = 3 / (lost * float(first.root) / 2) if lost else math.inf
 
     angles, radii, mean = [], [], 0.0
-    columns = (decay, gamma, targets, steady, each["root"], each["memory"])
-    for k, (delta, slope, target, angle, root, beta2) in enumerate(zip(*map(Tensor.tolist, columns), strict=True)):
+    columns = torch.stack([decay, gamma, targets, steady, roots, memory], dim=1).tolist()
+    for k, (delta, slope, target, angle, root, beta2) in enumerate(columns):
         radii.append(r)
         if r == 0:
             angles.append(math.nan)
@@ -390,11 +355,8 @@ def _agreed(one: Equilibrium, other: Equilibrium) -> Equilibrium:
 
 
 def _single(beta: float, *, nesterov: bool) -> float:
-    """The square of one step over that of the whole contribution of a gradient, whose weights are (1−β)β^k.
-
-    With Nesterov they are (1−β)(1+β) for the newest gradient and (1−β)β^(k+1) for older ones.
-    """
-    if nesterov:
+    """The square of one step over that of the whole contribution of a gradient, whose weights are (1−β)β^k."""
+    if nesterov:  # they are (1−β)(1+β) for the newest gradient and (1−β)β^(k+1) for older ones
         return (1 - beta) ** 2 * ((1 + beta) ** 2 + beta**4 / (1 - beta**2))
     return (1 - beta) / (1 + beta)
 

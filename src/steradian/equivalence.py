@@ -15,16 +15,13 @@ __all__ = ["Comparison", "Difference", "adagradg_from_sgd", "compare", "exponent
 
 
 def exponential_schedule(lr: float, weight_decay: float) -> Callable[[int], float]:
-    """The L2-free twin of SGD: η_k = η(1−ηλ)^{−2k−1} (App. C.1.4).
+    """The rate at step k = 0, 1, … of SGD's L2-free twin: η_k = η(1−ηλ)^{−2k−1} (App. C.1.4).
 
     SGD with rate η and L2 λ moves the directions exactly as SGD without L2 and with this rate.
 
     Args:
         lr: η of the run with L2.
         weight_decay: its λ, with ηλ < 1.
-
-    Returns:
-        The rate at step k = 0, 1, …
 
     >>> schedule = exponential_schedule(0.1, 1e-2)
     >>> round(schedule(0), 7), round(schedule(1000), 4)
@@ -43,9 +40,6 @@ def adagradg_from_sgd(lr: float, weight_decay: float, radius: float | Tensor) ->
         lr: SGD's rate η.
         weight_decay: SGD's L2 coefficient λ, with ηλ < 1.
         radius: r_0 of each row; v_0 has its shape.
-
-    Returns:
-        `lr`, `beta` and `v0`.
 
     >>> constants = adagradg_from_sgd(1e-2, 1e-3, torch.tensor([1.0, 2.0]))
     >>> round(constants["lr"], 4), round(constants["beta"], 5), constants["v0"].round().tolist()
@@ -79,20 +73,16 @@ class Difference:
 
 
 def lemma3(run: Sequence[ImageStep], other: Sequence[ImageStep]) -> Difference:
-    """Check the sufficient condition for equivalence on two recorded runs of one parameter (Lemma 3).
+    """Check Lemma 3 on the image steps of two recorded runs of one parameter, one per step.
 
     u_0 = ũ_0 and, at every step, η^e = η̃^e and c^⊥ = c̃^⊥ give u_k = ũ_k.
-
-    Args:
-        run: image steps of the first run, one per step.
-        other: image steps of the second, as many.
     """
     _same_length(run, other)
     pairs = list(zip(run, other, strict=True))
     return Difference(
         start=float(geometry.angle(run[0].direction, other[0].direction).max()),
-        effective_lr=max(_gap(*(_known(step.effective_lr).unsqueeze(-1) for step in pair)) for pair in pairs),
-        effective_direction=max(_gap(*(_known(step.effective_direction) for step in pair)) for pair in pairs),
+        effective_lr=max(_gap(one.effective_lr, two.effective_lr) for one, two in pairs),
+        effective_direction=max(_gap(one.effective_direction, two.effective_direction) for one, two in pairs),
         trajectory=max(float(geometry.angle(one.next_direction, two.next_direction).max()) for one, two in pairs),
     )
 
@@ -111,40 +101,28 @@ class Comparison:
 
 
 def compare(run: Sequence[Tensor], other: Sequence[Tensor], rows: Spec = "filter") -> Comparison:
-    """Cosine and angle between two recorded trajectories, per row and point (Section 3.3).
-
-    Args:
-        run: the parameter at each point of the first run, in its own shape.
-        other: the same for the second run.
-        rows: how the parameter is cut into rows.
+    """Cosine and angle between two recorded trajectories of a parameter, per point and row of the spec (Section 3.3).
 
     >>> turned = compare([torch.eye(2)], [torch.eye(2).flip(0)])
     >>> turned.cosine.tolist(), turned.angle.tolist()
     ([[0.0, 0.0]], [[1.570796..., 1.570796...]])
     """
     _same_length(run, other)
-    layout, cosines, angles = Layout(rows), [], []
     for x, y in zip(run, other, strict=True):
         if x.shape != y.shape:
             raise ValueError(f"the runs have different shapes, {tuple(x.shape)} and {tuple(y.shape)}")
-        u, p = (geometry.split(layout.rows(point.detach()))[1] for point in (x, y))
-        cosines.append(geometry.dot(u, p).squeeze(-1))
-        angles.append(geometry.angle(u, p).squeeze(-1))
-    return Comparison(torch.stack(cosines), torch.stack(angles))
+    paths = (torch.stack([Layout(rows).rows(point.detach()) for point in points]) for points in (run, other))
+    u, p = (geometry.split(path)[1] for path in paths)
+    return Comparison(geometry.dot(u, p).squeeze(-1), geometry.angle(u, p).squeeze(-1))
 
 
-def _gap(one: Tensor, two: Tensor) -> float:
-    """Largest difference of two lists of vectors, relative to the longer of each pair."""
+def _gap(one: Tensor | None, two: Tensor | None) -> float:
+    """Largest difference of two lists of numbers or vectors, relative to the longer of each pair."""
+    if one is None or two is None:
+        raise ValueError("Lemma 3 needs effective rates and directions, which an observed step lacks: read the step")
+    one, two = (each.view(len(each), -1) for each in (one, two))
     longer = torch.maximum(geometry.norm(one), geometry.norm(two))
     return float((geometry.norm(one - two) / longer.masked_fill(longer == 0, 1)).max())
-
-
-def _known(value: Tensor | None) -> Tensor:
-    if value is None:
-        raise ValueError(
-            "Lemma 3 needs effective rates and directions, which an observed step does not have: read the step"
-        )
-    return value
 
 
 def _kept(lr: float, weight_decay: float) -> float:

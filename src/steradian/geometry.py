@@ -16,18 +16,14 @@ _PIECE, _SCATTERED = 2**12, 2**8
 
 
 def split(x: Tensor, *, check: bool = True) -> tuple[Tensor, Tensor]:
-    """Radius and direction of each row, x = r u (Section 2.1).
+    """Radius (…, 1) and direction of each row, x = r u (Section 2.1).
 
-    Squares neither overflow nor vanish: any row whose radius is a normal number has a unit direction. A collapsed
-    row (see `collapsed`) keeps its radius and gets the direction 0.
+    Squares neither overflow nor vanish. A collapsed row (see `collapsed`) keeps its radius and gets the direction 0.
 
     Args:
         x: rows on the last dimension.
         check: raise on NaN and infinite entries. It reads one number back from the device; pass False inside
             captured or compiled code, where such a row stays NaN and does not affect others.
-
-    Returns:
-        r with the last dimension kept (…, 1), and u in x's shape.
 
     >>> r, u = split(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     >>> r.squeeze(-1).tolist(), u.tolist()
@@ -57,14 +53,17 @@ def norm(q: Tensor) -> Tensor:
     """
     q = _rows(q, "q")
     if at_hand(q):
-        # Most rows need no scaling; the results are the same to the last bit.
-        length = _root_of_squares(q)
-        if _ordinary(length):
+        # Most rows need no scaling, because no square overflows and none that matters vanishes; every bit is the same.
+        length, far = _root_of_squares(q), torch.finfo(q.dtype).max ** 0.375
+        if length.numel() > 0 and bool((length.amin() > 1 / far) & (length.amax() < far)):
             return length
     if q.dtype == torch.float32 and q.device.type == "cuda":
         # The squares of all float32 numbers are normal float64 numbers: one pass, no scale needed.
         return torch.linalg.vector_norm(q, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
-    scale = _scale(q)
+    # Two reductions: torch's infinity norm is not vectorized on the CPU and takes fifty times as long.
+    largest = torch.maximum(q.amax(-1, keepdim=True), -q.amin(-1, keepdim=True))
+    # Dividing by a power of two is exact.
+    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1).masked_fill_(largest == 0, 1)
     return scale * _root_of_squares(q / scale)
 
 
@@ -74,11 +73,7 @@ def square(q: Tensor) -> Tensor:
 
 
 def tangent(q: Tensor, u: Tensor) -> Tensor:
-    """Part of q tangent to the sphere at u, q^⊥ = q − ⟨q,u⟩u (Section 2.1).
-
-    Args:
-        q: any rows.
-        u: unit rows.
+    """Part of the rows q tangent to the sphere at the unit rows u, q^⊥ = q − ⟨q,u⟩u (Section 2.1).
 
     >>> tangent(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])).tolist()
     [0.0, 2.0]
@@ -88,11 +83,7 @@ def tangent(q: Tensor, u: Tensor) -> Tensor:
 
 
 def exp(u: Tensor, w: Tensor) -> Tensor:
-    """Exponential map, Exp_u(w) = cos‖w‖ u + sin‖w‖ w/‖w‖ (App. C.1.1).
-
-    Args:
-        u: unit rows.
-        w: tangent rows at u; 0 gives u.
+    """Exponential map, Exp_u(w) = cos‖w‖ u + sin‖w‖ w/‖w‖, of rows w tangent at the unit rows u (App. C.1.1).
 
     >>> exp(torch.tensor([1.0, 0.0]), torch.tensor([0.0, torch.pi / 2])).round(decimals=6).tolist()
     [-0.0, 1.0]
@@ -103,14 +94,10 @@ def exp(u: Tensor, w: Tensor) -> Tensor:
 
 
 def log(u: Tensor, p: Tensor) -> Tensor:
-    """Inverse of the exponential map: the shortest tangent w at u with Exp_u(w) = p.
+    """Inverse of the exponential map of unit rows: the shortest tangent w at u with Exp_u(w) = p.
 
-    ‖w‖ is the angle between u and p. At p = −u every direction is a shortest one; the coordinate axis least
-    aligned with u is taken, so that exp(u, log(u, p)) = p holds there too.
-
-    Args:
-        u: unit rows.
-        p: unit rows.
+    ‖w‖ is the angle between u and p. At p = −u, where every direction is a shortest one, w is along the coordinate
+    axis least aligned with u.
 
     >>> log(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])).tolist()
     [0.0, 1.5707963705062866]
@@ -122,10 +109,9 @@ def log(u: Tensor, p: Tensor) -> Tensor:
 def transport(a: Tensor, u: Tensor, p: Tensor) -> Tensor:
     """Parallel transport Γ_u^p of the tangent part of a along the shortest geodesic (App. D.2, corrected).
 
-    With e the heading from u to p at angle θ, it rotates the plane of the motion and leaves the rest:
-    a ↦ a + ⟨a,e⟩((cos θ − 1)e − sin θ u), which equals a − ⟨a,p⟩/(1+⟨u,p⟩)·(u+p) on tangent vectors and stays
-    accurate up to the antipode. The paper's T(a) = ⟨u,p⟩a − ⟨a,p⟩u agrees with it only for a in that plane;
-    it shrinks what is orthogonal to it by cos θ. The radial part of a is not transported (T(u) = 0).
+    With e the heading from u to p at angle θ: a ↦ a + ⟨a,e⟩((cos θ − 1)e − sin θ u), which is
+    a − ⟨a,p⟩/(1+⟨u,p⟩)·(u+p) and stays accurate up to the antipode. The paper's T(a) = ⟨u,p⟩a − ⟨a,p⟩u shrinks what is
+    orthogonal to the plane of u and p by cos θ.
 
     Args:
         a: rows to transport, whose part tangent at u counts.
@@ -146,12 +132,8 @@ def transport(a: Tensor, u: Tensor, p: Tensor) -> Tensor:
 def angle(u: Tensor, p: Tensor) -> Tensor:
     """Angle between rows in [0, π], last dimension kept: 2 atan2(‖u/‖u‖ − p/‖p‖‖, ‖u/‖u‖ + p/‖p‖‖).
 
-    Accurate near 0 and near π, where acos loses half of the digits. A collapsed row has the angle 0 to every
-    other.
-
-    Args:
-        u: rows, of any length.
-        p: rows, of any length.
+    The rows may have any length. Accurate near 0 and near π, where acos loses half of the digits. A collapsed row has
+    the angle 0 to every other.
 
     >>> round(angle(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-6])).item(), 12)
     1e-06
@@ -171,11 +153,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def as_float(x: Tensor, name: str) -> Tensor:
-    """x in the dtype that it is computed in: float32 for half precision, its own otherwise.
-
-    Raises:
-        TypeError: not a tensor, or one of integers, booleans or complex numbers.
-    """
+    """x in the dtype that it is computed in, float32 for half precision; a TypeError if it is no tensor of reals."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
@@ -212,10 +190,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def _root_of_squares(q: Tensor) -> Tensor:
-    """√⟨q,q⟩ of each row, in pieces that torch adds up without losing digits.
-
-    On a CPU torch adds the squares of a row one after the other: a float32 row of 2²⁴ numbers comes out 8e-4 short.
-    """
+    """√⟨q,q⟩ of each row, in pieces: on a CPU torch adds up squares one by one, and 2²⁴ of them are 8e-4 short."""
     length, piece = q.shape[-1], _PIECE if q.stride(-1) == 1 else _SCATTERED
     pieces = length // piece
     if pieces < 2 or not q.is_cpu:
@@ -235,19 +210,6 @@ def failing(condition: Tensor) -> Tensor | None:
 def zeroed(where: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
     """Rows with some of them set to 0, because 0·inf is NaN; None: no rows."""
     return rows if where is None else tuple(each.masked_fill(where, 0) for each in rows)
-
-
-def _scale(x: Tensor) -> Tensor:
-    """The power of two below the largest magnitude of each row, 1 where the row is 0: dividing by it is exact."""
-    # Two reductions: torch's infinity norm is not vectorized on the CPU and takes fifty times as long.
-    largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
-    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1).masked_fill_(largest == 0, 1)
-
-
-def _ordinary(length: Tensor) -> bool:
-    """No square on the way to these lengths overflowed, and none that matters vanished."""
-    far = torch.finfo(length.dtype).max ** 0.375
-    return length.numel() > 0 and bool((length.amin() > 1 / far) & (length.amax() < far))
 
 
 def _or_one(r: Tensor) -> Tensor:

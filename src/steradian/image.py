@@ -1,6 +1,6 @@
 """What one step does on the sphere: Theorem 1, the effective quantities, the radius, the hypotheses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,13 +21,12 @@ Tensors = Tensor | Sequence[Tensor]
 class ImageNumbers:
     """The image of a step on the unit sphere in numbers per row (Theorem 1, Table 1).
 
-    With q = a ⊘ b the step is x' = (r̃ − η⟨q,u⟩)u − ηq^⊥, and every quantity follows exactly from its part along u and
-    its part orthogonal to u, even where H1 fails. r̃ = (1 − ηδ)r is the radius that the step starts from: a decoupled
-    decay δ first moves a row along its own direction, so the theorem holds with r̃ in place of r.
+    With q = a ⊘ b the step is x' = (r̃ − η⟨q,u⟩)u − ηq^⊥, from which every quantity follows exactly, even where H1
+    fails. A decoupled decay δ first moves a row along its own direction: r̃ = (1 − ηδ)r takes the place of r.
     In the paper's letters b̄ = d^{-1/2}‖b‖, c = r̃ a ⊘ (b/b̄) and A = η/(r̃²b̄).
 
-    Properties are computed on first use and have the shape of the radius, (n,) for the n rows of one step. Those that
-    cannot be known from two points alone are None in an observed step.
+    Properties have the shape of the radius, (n,) for the n rows of one step. Those that cannot be known from two points
+    alone are None in an observed step.
 
     Attributes:
         radius: r.
@@ -47,10 +46,7 @@ class ImageNumbers:
 
     @cached_property
     def collapsed(self) -> Tensor:
-        """The row has no direction before or after the step.
-
-        Its angle, velocity, effective rate and radial part are then 0, and the hypotheses do not hold.
-        """
+        """The row has no direction before or after the step: its numbers are 0, and the hypotheses do not hold."""
         return geometry.collapsed(self.radius) | geometry.collapsed(self.next_radius)
 
     @cached_property
@@ -66,9 +62,7 @@ class ImageNumbers:
     @cached_property
     def effective_lr(self) -> Tensor | None:
         """η^e = A/(1 − A⟨c,u⟩) (Eq. 14); infinite where H1 fails with equality, negative beyond."""
-        if self.nu is None:
-            return None
-        return (self.lr / self.nu / self._along).masked_fill(self.collapsed, 0)
+        return None if self.nu is None else (self.lr / self.nu / self._along).masked_fill(self.collapsed, 0)
 
     @cached_property
     def direction_norm(self) -> Tensor | None:
@@ -107,10 +101,7 @@ class ImageNumbers:
 
     @cached_property
     def exponential_error(self) -> Tensor:
-        """Angle between the exact next direction and the exponential-map form, |z − atan z|.
-
-        Both lie on one great circle, so the difference of their angles is the error: the O(z³) of the theorem.
-        """
+        """Angle between the exact next direction and the exponential-map form, |z − atan z|: the theorem's O(z³)."""
         z = self.velocity.abs()
         square = z * z
         # z − atan z cancels for small z; its series z³/3 − z⁵/5 + … does not, and at 1/4 it ends below 1e-17.
@@ -171,22 +162,17 @@ def image_step(x: Tensors, step: Step | Sequence[Step], rows: Spec = "filter", *
         rows: how the parameter is cut into rows.
         check: raise on NaN and infinite entries; it synchronizes with the device.
 
-    Raises:
-        ValueError: shapes differ, a tensor is empty, or holds NaN; joint steps of different rates.
-        TypeError: a tensor is complex or of integers.
-
     >>> x, b = torch.tensor([[3.0, 4.0]]), torch.ones(1, 2)
     >>> image = image_step(x, Step(a=torch.tensor([[-8.0, 6.0]]), b=b, lr=0.25))
     >>> image.velocity.item(), round(image.effective_lr.item(), 6), round(image.next_radius.item(), 6)
     (0.5, 0.01, 5.59017)
     """
     layout, steps = Layout(rows), [step] if isinstance(step, Step) else list(step)
-    points, a = _paired_rows(layout, x, [s.a for s in steps], "step.a")
-    _, b = _paired_rows(layout, x, [s.b for s in steps], "step.b")
+    points, a, b = _joined(layout, {"x": x, "step.a": [s.a for s in steps], "step.b": [s.b for s in steps]})
     for name in ("lr", "decay"):
+        values = [getattr(s, name) for s in steps]
         # As texts: a diverged training may have the rate NaN, which is not equal to itself.
-        if len({str(value) for value in (getattr(s, name) for s in steps) if not isinstance(value, Tensor)}) > 1:
-            values = [getattr(s, name) for s in steps]
+        if len({str(value) for value in values if not isinstance(value, Tensor)}) > 1:
             raise ValueError(f"joint rows take one step together, but their {name} differ: {values}")
     return image_of_rows(points, Step(a, b, steps[0].lr, decay=steps[0].decay), check=check)
 
@@ -198,12 +184,8 @@ def image_of_rows(x: Tensor, step: Step, *, check: bool = True) -> ImageStep:
         raise ValueError(
             f"x, a and b must have one shape, got {(*x.shape,)}, {(*step.a.shape,)} and {(*step.b.shape,)}"
         )
-    r, u = geometry.split(x, check=check)
     scale = norm(step.b).squeeze(-1) / x.shape[-1] ** 0.5
-    image = _decompose(r, r * (1 - step.lr * step.decay), u, step.a.to(u.dtype) / step.b, step.lr, scale)
-    if check:
-        geometry.check_finite(image.next_radius.unsqueeze(-1), "the step a ⊘ b")
-    return image
+    return _decompose(x, step.a.to(x.dtype) / step.b, step.lr, step.decay, scale, "the step a ⊘ b" if check else "")
 
 
 @torch.no_grad()
@@ -218,19 +200,12 @@ def observed_step(x: Tensors, x_next: Tensors, rows: Spec = "filter", *, check: 
         rows: how the parameter is cut into rows.
         check: raise on NaN and infinite entries; it synchronizes with the device.
 
-    Raises:
-        ValueError, TypeError: as `image_step`.
-
     >>> image = observed_step(torch.tensor([[2.0, 0.0]]), torch.tensor([[2.0, 2.0]]))
     >>> image.velocity.item(), image.angle.item(), image.effective_lr
     (1.0, 0.785398..., None)
     """
-    points, next_points = _paired_rows(Layout(rows), x, x_next, "x_next")
-    r, u = geometry.split(points, check=check)
-    image = _decompose(r, r, u, points.to(u.dtype) - next_points, lr=1.0, scale=None)
-    if check:
-        geometry.check_finite(image.next_radius.unsqueeze(-1), "x_next")
-    return image
+    points, next_points = _joined(Layout(rows), {"x": x, "x_next": x_next})
+    return _decompose(points, points - next_points, 1.0, 0.0, None, "x_next" if check else "")
 
 
 def invariance_defect(slope: Tensor, length: Tensor) -> Tensor:
@@ -238,23 +213,28 @@ def invariance_defect(slope: Tensor, length: Tensor) -> Tensor:
     return (slope.abs() / length.masked_fill(length == 0, 1)).clamp(max=1)
 
 
-def _decompose(r: Tensor, start: Tensor, u: Tensor, q: Tensor, lr: float | Tensor, scale: Tensor | None) -> ImageStep:
-    """Split q, which is overwritten, into its parts along u and orthogonal to u."""
+def _decompose(
+    x: Tensor, q: Tensor, lr: float | Tensor, decay: float | Tensor, scale: Tensor | None, checked: str
+) -> ImageStep:
+    """Split q, which is overwritten, into its parts along u and orthogonal to u; `checked` is its name, if it is."""
+    r, u = geometry.split(x, check=bool(checked))
     inward = dot(q, u)
     tangential = q.addcmul_(inward, u, value=-1)
-    radius, start, inward, across = (each.squeeze(-1) for each in (r, start, inward, norm(tangential)))
-    return ImageStep(radius, start, inward, across, lr, scale, direction=u, tangential=tangential)
+    radius, start, inward, across = (t.squeeze(-1) for t in (r, r * (1 - lr * decay), inward, norm(tangential)))
+    image = ImageStep(radius, start, inward, across, lr, scale, direction=u, tangential=tangential)
+    if checked:
+        geometry.check_finite(image.next_radius.unsqueeze(-1), checked)
+    return image
 
 
-def _paired_rows(layout: Layout, x: Tensors, other: Tensors, name: str) -> tuple[Tensor, Tensor]:
-    """Rows of two lists of tensors of the same shapes."""
-    xs, others = ([each] if isinstance(each, Tensor) else list(each) for each in (x, other))
-    shapes, other_shapes = ([tuple(t.shape) for t in each] for each in (xs, others))
-    if shapes != other_shapes:
-        raise ValueError(f"x and {name} must have the same shapes, got {shapes} and {other_shapes}")
-    if any(t.numel() == 0 for t in xs):
-        raise ValueError(f"x has no entries: its shape is {shapes if len(shapes) > 1 else shapes[0]}")
-    first, second = (
-        layout.join([geometry.as_float(t.detach(), what) for t in each]) for each, what in ((xs, "x"), (others, name))
-    )
-    return first, second
+def _joined(layout: Layout, named: Mapping[str, Tensors]) -> list[Tensor]:
+    """The rows of lists of tensors that have the shapes of the first list, x."""
+    lists = {name: [each] if isinstance(each, Tensor) else list(each) for name, each in named.items()}
+    shapes = {name: [tuple(tensor.shape) for tensor in each] for name, each in lists.items()}
+    first = shapes["x"]
+    for name, others in shapes.items():
+        if others != first:
+            raise ValueError(f"x and {name} must have the same shapes, got {first} and {others}")
+    if any(tensor.numel() == 0 for tensor in lists["x"]):
+        raise ValueError(f"x has no entries: its shape is {first if len(first) > 1 else first[0]}")
+    return [layout.join([geometry.as_float(t.detach(), name) for t in each]) for name, each in lists.items()]

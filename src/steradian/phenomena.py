@@ -8,6 +8,7 @@ from torch import Tensor
 
 from steradian import geometry
 from steradian.groups import Layout, Spec
+from steradian.image import Tensors
 from steradian.scheme import Step
 
 __all__ = ["Effect", "Memory", "Phenomena", "c", "c_grad", "c_l2", "nu"]
@@ -27,13 +28,7 @@ def c_grad(points: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, r
 
 
 def c_l2(points: Sequence[Tensor], beta: float, rows: Spec = "filter") -> Tensor:
-    """c_k^L2 = u_k + Σ_{i<k} β^{k−i} (r_i/r_k) u_i, (n, d) rows (Eq. 21).
-
-    Args:
-        points: x_0 … x_k, in the parameter's shape.
-        beta: the momentum factor β.
-        rows: how the parameter is cut into rows.
-    """
+    """c_k^L2 = u_k + Σ_{i<k} β^{k−i} (r_i/r_k) u_i, (n, d) rows (Eq. 21); arguments as in `c_grad`."""
     history, _ = _history(points, points, rows)
     return _faded(history, beta) / geometry.norm(history[-1])  # as r_i u_i = x_i
 
@@ -41,11 +36,7 @@ def c_l2(points: Sequence[Tensor], beta: float, rows: Spec = "filter") -> Tensor
 def c(points: Sequence[Tensor], gradients: Sequence[Tensor], step: Step, rows: Spec = "filter") -> Tensor:
     """c_k = (c_k^grad + λr_k² c_k^L2) ⊘ (b_k/b̄_k) from the recorded history, (n, d) rows (Eq. 19).
 
-    Args:
-        points: x_0 … x_k, in the parameter's shape.
-        gradients: ∇L(x_0) … ∇L(x_k), without L2.
-        step: the step taken at x_k, of which β, λ and b are used.
-        rows: how the parameter is cut into rows.
+    Arguments are as in `c_grad`; of the step taken at x_k, β, λ and b are used.
     """
     r, beta = geometry.norm(Layout(rows).rows(points[-1].detach())), float(step.beta)
     momentum = c_grad(points, gradients, beta, rows) + step.l2 * r**2 * c_l2(points, beta, rows)
@@ -71,8 +62,7 @@ def nu(
         betas: Adam's β1 and β2.
         l2: λ.
         rows: how the parameter is cut into rows.
-        rescaled: ν^R_k of Adam without (abc) (App. D.2), whose summands are ‖∇L(u_i) + λr_i²u_i‖², free of
-            r_k/r_i. (The paper prints λr_i r_k in them; the recursion of v, rescaled at every step, gives λr_i².)
+        rescaled: ν^R_k of Adam without (abc) (App. D.2), whose summands are ‖∇L(u_i) + λr_i²u_i‖², free of r_k/r_i.
     """
     history, slopes = _history(points, gradients, rows)
     beta1, beta2 = betas
@@ -87,11 +77,11 @@ def nu(
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """How much one phenomenon changes a direction in the tangent space.
+    """How much one phenomenon changes a direction in the tangent space, for each row.
 
     Attributes:
-        angle: between the direction with the phenomenon and without it, (n,), in radians.
-        change: norm of their difference relative to the direction with it, (n,).
+        angle: between the direction with the phenomenon and without it.
+        change: norm of their difference relative to the direction with it.
     """
 
     angle: Tensor
@@ -102,8 +92,8 @@ class Effect:
 class Phenomena:
     """The four phenomena in one step, each as the turn of the effective direction that it causes (Section 4.1).
 
-    (a) compares c^⊥ with the momentum before the division. The others compare the tangent part of that
-    momentum, c^grad + λr²c^L2, with what it would be without the one phenomenon, all else kept.
+    (a) compares c^⊥ with the momentum before the division, the others compare the tangent part of that momentum,
+    c^grad + λr²c^L2, with what it would be without the one phenomenon.
 
     Attributes:
         deformation: (a), the element-wise division: against (r a)^⊥.
@@ -121,13 +111,11 @@ class Phenomena:
 class Memory:
     """The sums behind c_k, kept by recursion: what an optimizer's momentum remembers of one parameter.
 
-    With a^grad_k = β a^grad_{k−1} + ∇L(x_k) and p_k = β p_{k−1} + x_k it is c^grad = r_k a^grad and
-    c^L2 = p/r_k. Beside them it keeps the same sums with gradients transported from point to point, and on
-    the unit sphere, where no radius enters: five tensors of the parameter's size.
+    With a^grad_k = β a^grad_{k−1} + ∇L(x_k) and p_k = β p_{k−1} + x_k, c^grad = r_k a^grad and c^L2 = p/r_k. The same
+    sums with transported gradients, and on the unit sphere, make five tensors of the parameter's size.
 
-    Call `update` once per step with the point and gradient that the step starts from. A row that has no
-    direction adds nothing to the sums on the sphere. After the first update the sums stay where they are in
-    memory, so that with `check=False` further ones can be captured in a CUDA graph.
+    Call `update` once per step with the point and gradient that the step starts from. A row that has no direction adds
+    nothing to the sums on the sphere. With `check=False` all updates but the first can be captured in a CUDA graph.
 
     Args:
         rows: how the parameter is cut into rows. None: points, gradients and steps are (n, d) rows in float32 or
@@ -147,23 +135,14 @@ class Memory:
         self._state: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(
-        self,
-        x: Tensor | Sequence[Tensor],
-        gradient: Tensor | Sequence[Tensor],
-        *,
-        beta: float | Tensor,
-        skip: Tensor | None = None,
-    ) -> None:
+    def update(self, x: Tensors, gradient: Tensors, *, beta: float | Tensor, skip: Tensor | None = None) -> None:
         """Add the point x_k that a step starts from and ∇L(x_k), without L2; β may differ from step to step.
 
         If `skip`, one number, is not 0, the step was skipped and the sums stay as they were.
         """
         point, slope = self._rows(x, "x"), self._rows(gradient, "gradient")
         if point.shape != slope.shape:
-            raise ValueError(
-                f"x and gradient must have the same shape, got {tuple(point.shape)} and {tuple(slope.shape)}"
-            )
+            raise ValueError(f"x and gradient must have the same shape, got {(*point.shape,)} and {(*slope.shape,)}")
         r, u = geometry.split(point, check=self._check)
         if self._check:
             geometry.check_finite(geometry.norm(slope), "gradient")
@@ -233,7 +212,7 @@ class Memory:
             raise ValueError("the memory is empty: call update(x, gradient, beta=…) first")
         return self._state[name]
 
-    def _rows(self, value: Tensor | Sequence[Tensor], name: str) -> Tensor:
+    def _rows(self, value: Tensors, name: str) -> Tensor:
         tensors = [value] if isinstance(value, Tensor) else list(value)
         if self.layout is None:
             return tensors[0]
@@ -251,11 +230,9 @@ def _faded(terms: Sequence[Tensor], beta: float) -> Tensor:
 
 
 def _history(points: Sequence[Tensor], gradients: Sequence[Tensor], rows: Spec) -> tuple[list[Tensor], list[Tensor]]:
-    if not points or len(points) != len(gradients):
-        raise ValueError(
-            f"a history needs one gradient per point, got {len(points)} points and {len(gradients)} gradients"
-        )
-    layout = Layout(rows)
+    n, n_gradients, layout = len(points), len(gradients), Layout(rows)
+    if not n or n != n_gradients:
+        raise ValueError(f"a history needs one gradient per point, got {n} points and {n_gradients} gradients")
     history, slopes = ([layout.rows(geometry.as_float(x.detach(), "x")) for x in xs] for xs in (points, gradients))
     for i, x in enumerate(history):
         if bool(geometry.collapsed(geometry.split(x)[0]).any()):

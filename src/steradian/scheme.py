@@ -48,13 +48,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a reader gets: the parameter after a step, and its settings and state in the optimizer.
+    """What a reader gets: a parameter after a step with its gradient, its param group and its state in the optimizer.
 
-    Attributes:
-        param: the parameter, with its gradient.
-        group: its param group, with the settings of the step.
-        state: its state in the optimizer.
-        before: the parameter before the step, where `read_step` was given it.
+    `before` is the parameter before the step, where `read_step` was given it.
     """
 
     param: Tensor
@@ -93,8 +89,7 @@ class Taken:
     def regularized(self, pace: float | Tensor, *, pushed: float | Tensor = 0.0) -> Tensor:
         """∇L(x) + λx at the point before the step x' = x − pace·(∇L(x) + λx) − pushed.
 
-        From `before` if it was given. Otherwise x is solved for: with g = ∇L(x),
-        g + λx = (g + λ(x' + pushed))/(1 − pace·λ).
+        If `before` was not given it is (∇L(x) + λ(x' + pushed))/(1 − pace·λ).
         """
         gradient, l2 = self.gradient(), self.setting("weight_decay")
         if not isinstance(l2, Tensor) and l2 == 0:
@@ -102,10 +97,11 @@ class Taken:
         if self.before is not None:
             return gradient.add_(as_float(self.before.detach(), "before") * l2)
         kept = 1 - (pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=torch.float64, device="cpu")) * l2
-        if bool((kept.abs() < 0.5).any()):
+        smallest = kept.abs().min()
+        if smallest < 0.5:
             raise ValueError(
                 "the point before this step cannot be recovered accurately from the point after it "
-                f"(smallest |1 − rate·λ| = {kept.abs().min():.2g}): pass before=, the parameter before the step"
+                f"(smallest |1 − rate·λ| = {smallest:.2g}): pass before=, the parameter before the step"
             )
         return gradient.add_((as_float(self.param.detach(), "param") + pushed) * l2).div_(kept)
 
@@ -124,11 +120,8 @@ def register(kind: type[Optimizer]) -> Callable[[Reader], Reader]:
 
     It also reads subclasses that keep the class's `step`.
 
-    >>> class Halved(torch.optim.SGD):
-    ...     def step(self, closure=None):
-    ...         for group in self.param_groups:
-    ...             for param in group["params"]:
-    ...                 param.data -= 0.5 * group["lr"] * param.grad
+    >>> class Halved(torch.optim.Optimizer):
+    ...     "x' = x − η∇L(x)/2"
     >>> @register(Halved)
     ... def read_halved(taken: Taken) -> Step:
     ...     gradient = taken.gradient()
@@ -148,17 +141,14 @@ def read_step(optimizer: Optimizer, param: Tensor, *, before: Tensor | None = No
 
     Call it after `optimizer.step()`, before the gradient is cleared and before a scheduler changes the rate.
     Reads torch's SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adafactor and Muon with all of their
-    options, for loop, foreach, fused and capturable alike, classes called Lion and schedule-free ones, and every class
-    passed to `register`. The result is a snapshot: later steps do not change it.
+    options, classes called Lion and schedule-free ones, and every class passed to `register`. The result is a snapshot,
+    in float32 for half-precision parameters.
 
     Args:
         optimizer: the optimizer.
         param: one of its parameters.
         before: the parameter before the step. Adafactor, Muon and schedule-free optimizers need it. Of the others only
             those that keep no momentum, with L2: without it the point is recovered from the point after.
-
-    Returns:
-        The step, computed in float32 for half-precision parameters.
 
     Raises:
         UnreadableOptimizerError: the optimizer is none of these; `image.observed_step` needs only two points.
@@ -184,16 +174,11 @@ def read_step(optimizer: Optimizer, param: Tensor, *, before: Tensor | None = No
 
 
 def reader_of(optimizer: Optimizer) -> Reader:
-    """The function that reads this optimizer's steps.
-
-    Raises:
-        UnreadableOptimizerError: there is none.
-    """
+    """The function that reads this optimizer's steps; an `UnreadableOptimizerError` if there is none."""
     if not isinstance(optimizer, Optimizer):
         raise UnreadableOptimizerError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     own = type(optimizer)
-    # torch wraps `step` in every class it instantiates; below the wrapping, a subclass either keeps the
-    # update of a known class or has its own.
+    # torch wraps `step` in every class; below that a subclass keeps the update of a known class or has its own.
     for kind in own.__mro__:
         if kind in _readers and inspect.unwrap(kind.step) is inspect.unwrap(own.step):
             return _readers[kind]
@@ -218,11 +203,7 @@ def _uniform(value: float | Tensor, like: Tensor) -> Tensor:
 
 @register(SGD)
 def read_sgd(taken: Taken) -> Step:
-    """SGD: b = 1, and a is the momentum buffer.
-
-    With dampening τ the buffer adds (1−τ)∇L, so a = buffer/(1−τ) and b = 1/(1−τ) keep a in units of a
-    gradient. With Nesterov, a = ∇L(x) + λx + β·buffer.
-    """
+    """SGD: a is the momentum buffer, b = 1, both over 1−τ with dampening; with Nesterov a = ∇L(x) + λx + β·buffer."""
     lr, l2, beta = taken.setting("lr"), taken.setting("weight_decay"), taken.setting("momentum")
     if beta == 0:
         a = taken.regularized(lr)
@@ -238,29 +219,24 @@ def read_sgd(taken: Taken) -> Step:
 
 @register(Adam)
 def read_adam(taken: Taken) -> Step:
-    """Adam and AdamW: a = m/(1−β1), b = (1−β1^{k+1})/(1−β1)·(√(v/(1−β2^{k+1})) + ε) (Section 2.2).
-
-    ε is outside the root, as in torch. With amsgrad, v is its running maximum.
-    """
-    m, beta1, beta2, step = _moments(taken)
+    """Adam and AdamW: a = m/(1−β1), b = (1−β1^{k+1})/(1−β1)·(√(v/(1−β2^{k+1})) + ε), ε as in torch (Section 2.2)."""
+    m, beta1, beta2, step, share = _moments(taken)
     v = taken.need("max_exp_avg_sq" if taken.group["amsgrad"] else "exp_avg_sq")
-    share, root = (1 - beta1**step) / (1 - beta1), (1 - beta2**step).sqrt()
-    b = v.sqrt().mul_((share / root).to(v)).add_((share * taken.group["eps"]).to(v))
+    b = v.sqrt().mul_((share / (1 - beta2**step).sqrt()).to(v)).add_((share * taken.group["eps"]).to(v))
     return _adam_step(taken, m / (1 - beta1), b, beta1)
 
 
-def _moments(taken: Taken) -> tuple[Tensor, Any, Any, Tensor]:
-    """The first moment m of Adam's family; β1, β2 and the number of steps, in float64."""
+def _moments(taken: Taken) -> tuple[Tensor, Any, Any, Tensor, Tensor]:
+    """The first moment m of Adam's family; β1, β2, the number t of steps and (1−β1^t)/(1−β1), in float64."""
     m, step = taken.need("exp_avg"), taken.need("step").to(torch.float64)
     beta1, beta2 = (beta.to(torch.float64) if isinstance(beta, Tensor) else beta for beta in taken.group["betas"])
-    return m, beta1, beta2, step
+    return m, beta1, beta2, step, (1 - beta1**step) / (1 - beta1)
 
 
 def _adam_step(taken: Taken, a: Tensor, b: Tensor, beta1: Any) -> Step:
     """A step of Adam's family, whose weight decay is coupled or decoupled."""
-    decay, decoupled = taken.setting("weight_decay"), taken.group.get("decoupled_weight_decay")
-    l2, decay = (0.0, decay) if decoupled else (decay, 0.0)
-    return Step(a, b, taken.setting("lr"), l2, decay, beta1)
+    decay = {"decay" if taken.group.get("decoupled_weight_decay") else "l2": taken.setting("weight_decay")}
+    return Step(a, b, taken.setting("lr"), **decay, beta=beta1)
 
 
 @register(Adagrad)
@@ -272,17 +248,12 @@ def _read_adagrad(taken: Taken) -> Step:
     lr, lr_decay = taken.setting("lr"), taken.group["lr_decay"]
     if lr_decay:
         lr = lr / (1 + (taken.need("step").to(torch.float64) - 1) * lr_decay)
-    a = taken.regularized(lr / b)
-    return Step(a, b, lr, l2=taken.setting("weight_decay"))
+    return Step(taken.regularized(lr / b), b, lr, l2=taken.setting("weight_decay"))
 
 
 @register(RMSprop)
 def _read_rmsprop(taken: Taken) -> Step:
-    """RMSprop: b = √v + ε (v − m² when centered).
-
-    Without momentum a = ∇L(x) + λx. With momentum the buffer sums quotients, Σ β^{k−i} a_i ⊘ b_i, and
-    a = buffer ⊙ b reads it with the divisor of this step.
-    """
+    """RMSprop: b = √v + ε (v − m² when centered); a = ∇L(x) + λx, with momentum buffer ⊙ b, as it sums quotients."""
     v = taken.need("square_avg")
     if taken.group["centered"]:
         v = v.addcmul(taken.need("grad_avg"), taken.need("grad_avg"), value=-1)
@@ -295,26 +266,23 @@ def _read_rmsprop(taken: Taken) -> Step:
 @register(NAdam)
 def _read_nadam(taken: Taken) -> Step:
     """NAdam: a ⊘ b = (c₁(∇L(x) + λx) + c₂m) ⊘ (√(v/(1−β2^t)) + ε), scaled so that a is in units of a gradient."""
-    m, beta1, beta2, step = _moments(taken)
+    m, beta1, beta2, step, _ = _moments(taken)
     mu, following = (beta1 * (1 - 0.5 * 0.96 ** (t * taken.group["momentum_decay"])) for t in (step, step + 1))
     product = taken.need("mu_product").to(torch.float64)
     first, second = (1 - mu) / (1 - product), following / (1 - product * following)
     unit = (first + second * (1 - beta1)).to(m)  # the weight of this step's gradient
     root = taken.need("exp_avg_sq").div((1 - beta2**step).to(m)).sqrt_().add_(taken.group["eps"])
     lr, first, second = taken.setting("lr"), first.to(m), second.to(m)
-    if taken.group["decoupled_weight_decay"]:
-        slope = taken.gradient()
-    else:
-        slope = taken.regularized(lr * first / root, pushed=lr * second * m / root)
+    decoupled = taken.group["decoupled_weight_decay"]
+    slope = taken.gradient() if decoupled else taken.regularized(lr * first / root, pushed=lr * second * m / root)
     return _adam_step(taken, (first * slope + second * m) / unit, root / unit, beta1)
 
 
 @register(RAdam)
 def _read_radam(taken: Taken) -> Step:
     """RAdam: Adam's a; b is Adam's divided by the rectification, or only the bias correction in the first steps."""
-    m, beta1, beta2, step = _moments(taken)
-    share, root = (1 - beta1**step) / (1 - beta1), (1 - beta2**step).sqrt()
-    limit = 2 / (1 - beta2) - 1
+    m, beta1, beta2, step, share = _moments(taken)
+    root, limit = (1 - beta2**step).sqrt(), 2 / (1 - beta2) - 1
     length = limit - 2 * step * beta2**step / root**2
     rectified = ((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)).clamp(min=0).sqrt()
     adapted = taken.need("exp_avg_sq").sqrt().add_(taken.group["eps"]) * (share / (root * rectified)).to(m)
@@ -324,9 +292,8 @@ def _read_radam(taken: Taken) -> Step:
 @register(Adamax)
 def _read_adamax(taken: Taken) -> Step:
     """Adamax: Adam's a, and b = (1−β1^t)/(1−β1)·max of the past gradients, faded by β2."""
-    m, beta1, _, step = _moments(taken)
-    b = taken.need("exp_inf") * ((1 - beta1**step) / (1 - beta1)).to(m)
-    return _adam_step(taken, m / (1 - beta1), b, beta1)
+    m, beta1, *_, share = _moments(taken)
+    return _adam_step(taken, m / (1 - beta1), taken.need("exp_inf") * share.to(m), beta1)
 
 
 @register(Adafactor)

@@ -6,17 +6,14 @@ parameters without rows.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from steradian.geometry import dot, norm
-from steradian.groups import Layout
 from steradian.optim import RowOptimizer, torch_updates
 from steradian.optim.base import Params
 from steradian.optim.checks import check
 from steradian.optim.reference import orthogonalized
 from steradian.optim.rows import Options, RowSet, by_shape, rate_of
-from steradian.optim.state import per_row, step_count
 from steradian.optim.transport import emit
 
 __all__ = ["Hyperball", "Rotational"]
@@ -43,7 +40,7 @@ def _hyperball(rows: RowSet, group: Options) -> None:
     beta = group["momentum"]
     for piece, (x, gradient, m) in rows.pieces("param", "grad", "momentum_buffer"):
         m.mul_(beta).add_(gradient)
-        u = rows.from_matrices([orthogonalized(each) for each in rows.matrices(gradient.add(m, alpha=beta))])
+        u = rows.on_matrices(orthogonalized, gradient.add(m, alpha=beta))
         length = norm(u)
         pace = (rate_of(group) * norm(x) / length).masked_fill(length == 0, 0)
         _land(rows, piece, x, x - pace * u, gradient, pace)
@@ -93,12 +90,8 @@ class Rotational(RowOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "rest_lr": rest_lr}
         super().__init__(params, {**defaults, "capturable": capturable, "nesterov": False, "maximize": False})
 
-    def _new_state(self, param: Tensor, group: dict[str, Any], layout: Layout | None) -> dict[str, Tensor]:
-        if layout is None:
-            return {}
-        step = step_count(param, on_device=self._on_device(group))
-        state = {"step": step, "momentum_buffer": torch.zeros_like(param)}
-        return state | {name: per_row(param, group, layout) for name in self.row_state}
+    def _entries(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("step", "momentum_buffer", *self.row_state) if group.get("rows") is not None else ()
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any]) -> None:
         torch_updates.sgd(params, states, {**group, "dampening": 0.0})

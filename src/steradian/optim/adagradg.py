@@ -1,18 +1,18 @@
 """AdaGradG: the scheme on the unit sphere that SGD is equivalent to (Section 3.2, Theorem 4)."""
 
-import math
 from collections.abc import Iterable
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from steradian import geometry
 from steradian.equivalence import adagradg_from_sgd
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim.base import Options, Params, RowOptimizer, fill, settings
 from steradian.optim.checks import check, is_number
-from steradian.optim.state import fill, per_row
+from steradian.optim.rows import State
 
 __all__ = ["AdaGradG"]
 
@@ -22,21 +22,18 @@ class AdaGradG(RowOptimizer):
 
     x̂ = x − η ∇L(x)/√v;  x' = x̂/‖x̂‖;  v ← β v + ‖∇L(x)‖², with v used before it is updated.
 
-    Rows are put on the sphere by the first step, whatever their radius: it starts from u and takes ∇L(u) as
-    r∇L(x) (Lemma 1). A row of zeros stays until a gradient moves it. The defaults are what Theorem 4 makes of SGD
-    with rate 0.1 and no L2 from radius 1; `from_sgd` does it for any SGD.
+    The first step puts rows on the sphere: it starts from u and takes ∇L(u) as r∇L(x) (Lemma 1). A row of zeros stays
+    until a gradient moves it. The defaults are what Theorem 4 makes of SGD with rate 0.1 and no L2 from radius 1.
 
     Args:
         params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).
         lr: rate η on the sphere.
         beta: β, what each step keeps of v.
-        v0: v before the first step: a number, or in a param group a tensor with one for each row, or a list of
-            such tensors, one for each parameter.
+        v0: v before the first step: a number, or in a param group a tensor with one for each row, or a list of these.
         weight_decay: L2 coefficient of the parameters without rows; rows have none.
         rest_lr: rate of param groups without rows that give no rate.
         maximize: ascend.
 
-    >>> import torch
     >>> weight = torch.nn.Parameter(torch.randn(8, 3))
     >>> optimizer = AdaGradG.from_sgd([{"params": [weight], "rows": "filter"}], lr=0.1, weight_decay=5e-4)
     """
@@ -90,21 +87,21 @@ class AdaGradG(RowOptimizer):
         if isinstance(v0, list):
             check(len(v0) == len(group["params"]), "v0", v0, "a list with one tensor for each parameter")
         for each in v0 if isinstance(v0, list) else [v0]:
-            fine = bool((each > 0).all()) if isinstance(each, Tensor) else is_number(each) and 0 < each < math.inf
+            fine = bool((each > 0).all()) if isinstance(each, Tensor) else is_number(each) and each > 0
             check(fine, "v0", each, "positive: a number, or a tensor with one for each row")
 
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        if layout is None:
-            return {}
-        v, v0 = per_row(param, group, layout), group["v0"]
-        if isinstance(v0, list):
-            v0 = next(each for each, other in zip(v0, group["params"], strict=True) if other is param)
-        if isinstance(v0, Tensor):
+    def _entries(self, group: Options) -> tuple[str, ...]:
+        return ("sum",) if self._updates_rows(group) else ()
+
+    def _new_state(self, param: Tensor, group: Options) -> State:
+        state, v0 = super()._new_state(param, group), group["v0"]
+        for v in state.values():
+            if isinstance(v0, list):
+                v0 = next(each for each, other in zip(v0, group["params"], strict=True) if other is param)
+            v0 = torch.as_tensor(v0, dtype=v.dtype, device=v.device)
             check(v0.numel() in (1, len(v)), "v0", tuple(v0.shape), f"one number for each of {len(v)} rows")
             fill(v, v0.reshape(-1).expand(len(v)))
-        else:
-            v.fill_(v0)
-        return {"sum": v}
+        return state
 
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         torch_updates.sgd(params, states, group)

@@ -2,11 +2,10 @@
 
 from torch import Tensor
 
-from steradian.groups import Layout
-from steradian.optim import reference, torch_updates
+from steradian.optim import reference
 from steradian.optim.base import Options, Params, RowOptimizer, settings
 from steradian.optim.checks import check
-from steradian.optim.rows import RowSet, peak_rate
+from steradian.optim.rows import peak_rate
 
 __all__ = ["Adam", "AdamS", "AdamSRT"]
 
@@ -23,13 +22,9 @@ class Adam(RowOptimizer):
     | "b" | past gradients and L2 terms leave the tangent space | m is transported from u to u' |
     | "c" | past gradients are weighed by r_k/r_i | m ← (r/r') m and v ← (r/r')² v |
 
-    "ab" and "abc" are the paper's; all eight subsets work. The step of "ab" and "abc" is along m, so the transport
-    is the paper's T; where the element-wise division stays ("b", "bc") it is the general isometry. r is the radius
-    before any decay. `without=""`, and every parameter whose group has no rows, gets `torch.optim.Adam`'s update,
-    bit for bit: its default one, and its fused one where the step is fused.
-
-    Decay is coupled (L2), as in the paper. AdamW† of the paper, decoupled on rows alone, is a matter of groups:
-    give the groups with rows `decoupled_weight_decay=True`.
+    "ab" and "abc" are the paper's; all eight subsets work. The transport is the paper's T where the step is along m
+    ("ab", "abc"), else the general isometry. r is the radius before any decay. `without=""`, and every parameter whose
+    group has no rows, gets `torch.optim.Adam`'s update, bit for bit.
 
     A row that has no direction before or after a step keeps its m and v as they are. A row whose ‖g‖² overflows takes
     no step. Neither touches other rows, and none becomes NaN.
@@ -41,15 +36,14 @@ class Adam(RowOptimizer):
         eps: ε.
         weight_decay: λ.
         without: letters out of "abc", in any order; a param group may have its own.
-        decoupled_weight_decay: x ← (1−ηλ)x instead of the L2 term.
+        decoupled_weight_decay: x ← (1−ηλ)x instead of the L2 term; on rows alone it is the paper's AdamW†.
         corrected_decay: on rows, λη/η_max in the place of λ, so that a falling rate is not undone by shrinking radii
-            (SGDC, AdamC: Defazio, 2025). η_max is the group's "max_lr", or else "initial_lr", which torch's schedulers
-            set, or else the rate that it was made with.
+            (AdamC: Defazio, 2025). η_max is the group's "max_lr", or else "initial_lr", which torch's schedulers set,
+            or else the rate that it was made with.
         maximize: ascend.
         capturable: keep the step count on the device, for graphs.
         fused: None for the fused step (Triton kernels, and torch's for parameters without rows) where there is an
-            NVIDIA GPU that they run on; rows that they do not take get the plain one. False for the plain step.
-            True to have an error where it cannot be fused.
+            NVIDIA GPU that they run on. False for the plain step. True to have an error where it cannot be fused.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(8, 3))
@@ -61,6 +55,7 @@ class Adam(RowOptimizer):
     """
 
     update = staticmethod(reference.adam)
+    _rest_pace = staticmethod(reference.adam_pace)
     _has_fused = True
     row_state = frozenset({"exp_avg_sq"})
     _marks = frozenset({"betas", "without"})
@@ -92,19 +87,10 @@ class Adam(RowOptimizer):
         return all(self._is_fused(group) for group in self.param_groups)
 
     def _updates_rows(self, group: Options) -> bool:
-        return bool(group["without"]) or peak_rate(group) is not None
+        return group.get("rows") is not None and (bool(group["without"]) or peak_rate(group) is not None)
 
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if "a" in group["without"] else frozenset()
-
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        return self._adam_state(param, group, layout if "a" in group["without"] else None)
-
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        torch_updates.adam(params, states, group, *self._scaler)
-
-    def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
-        reference.emit_adam(rows, before, group)
 
 
 class AdamS(Adam):

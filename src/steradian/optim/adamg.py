@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from steradian.groups import Layout
-from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim import reference
+from steradian.optim.base import Params, RowOptimizer, settings
 
 __all__ = ["AdamG"]
 
@@ -15,9 +14,9 @@ class AdamG(RowOptimizer):
     With h the tangent part of ∇L(x), clipped to ‖h‖ ≤ clip: m ← β1 m + (1−β1)h;  v ← β2 v + (1−β2)‖h‖²;
     δ = −η √(1−β2^t)/(1−β1^t) · m/√(v + ε);  x' = x cos‖δ‖ + (δ/‖δ‖) sin‖δ‖, and m is transported along the way.
 
-    The paper says that AdamG "projects the weight on the sphere after each step": that is `retraction=True`,
-    x' = (x + δ)/‖x + δ‖ without the clip. Rows are put on the sphere by the first step, whatever their radius: it
-    starts from u and takes ∇L(u) as r∇L(x) (Lemma 1). A row of zeros stays until a gradient moves it.
+    The paper's AdamG "projects the weight on the sphere after each step": that is `retraction=True`. The first step
+    puts rows on the sphere: it starts from u and takes ∇L(u) as r∇L(x) (Lemma 1). A row of zeros stays until a gradient
+    moves it.
 
     Args:
         params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).
@@ -25,7 +24,7 @@ class AdamG(RowOptimizer):
         betas: β1 and β2.
         eps: ε, inside the root on rows and outside on the other parameters.
         clip: longest tangent gradient.
-        retraction: the form that the paper describes.
+        retraction: the form that the paper describes, x' = (x + δ)/‖x + δ‖ without the clip.
         weight_decay: L2 coefficient of the parameters without rows; rows have none.
         rest_lr: rate of param groups without rows that give no rate.
         maximize: ascend.
@@ -56,9 +55,3 @@ class AdamG(RowOptimizer):
         capturable: bool = False,
     ) -> None:
         super().__init__(params, settings(locals()))
-
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        return self._adam_state(param, group, layout)
-
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        torch_updates.adam(params, states, group)

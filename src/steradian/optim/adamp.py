@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer, settings
+from steradian.optim.rows import State
 
 __all__ = ["AdamP"]
 
@@ -50,8 +50,5 @@ class AdamP(RowOptimizer):
     ) -> None:
         super().__init__(params, settings(locals()))
 
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        return self._adam_state(param, group, None)
-
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         torch_updates.adamp(params, states, group)

@@ -1,17 +1,13 @@
 """Angular: the rate is the angle by which a radially invariant row turns in a step."""
 
-import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer, settings
 from steradian.optim.checks import check
-from steradian.optim.rows import RowSet, by_shape
-from steradian.optim.state import per_row, step_count
+from steradian.optim.rows import RowSet, State, by_shape
 
 __all__ = ["Angular"]
 
@@ -36,10 +32,9 @@ class Angular(RowOptimizer):
     | "equal" | lr |
     | "rms" | min(lr ‖d‖/√(v/(1−β2^t)), ½) with v ← β2 v + (1−β2)‖d‖²: lr in the root mean square over time |
 
-    Newton–Schulz takes the matrix of all rows of a parameter, or each block as a matrix of its own where rows are
-    blocks, such as heads. It computes in bfloat16 on an accelerator, in float32 on a CPU, and in float64 for float64
-    parameters. If parameters are sharded (FSDP2), "muon" gathers the momentum of each matrix in every step; the other
-    directions communicate nothing.
+    Newton–Schulz takes the matrix of all rows of a parameter, or of each block where rows are blocks, such as heads: in
+    bfloat16 on an accelerator, in float32 on a CPU, in float64 for float64 parameters. If parameters are sharded
+    (FSDP2), "muon" gathers the momentum of each matrix in every step; the other directions communicate nothing.
 
     A row whose h is 0, up to the rounding of a radial gradient, does not turn, and m ← β m (dead filters, idle
     experts). A row without a direction does not turn either. A row whose ‖h‖² is not finite takes no step.
@@ -60,6 +55,7 @@ class Angular(RowOptimizer):
         fused: None for the fused step where there is an NVIDIA GPU that it runs on (directions "gradient" and "muon");
             False for the plain step. True to have an error where it cannot be fused.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.randn(8, 3))
     >>> optimizer = Angular([{"params": [weight], "rows": "filter"}], lr=0.01)
     """
@@ -95,15 +91,13 @@ class Angular(RowOptimizer):
 
     def _check(self, group: Options) -> None:
         super()._check(group)
-        lr = group["lr"]
-        known = not isinstance(lr, Tensor) or lr.device.type == "cpu"
-        limit = math.inf if group.get("rows") is None else 0.5
-        check(not known or float(lr) <= limit, "lr", lr, "an angle of at most 0.5 radians on rows")
-        check(group["momentum"] < 1, "momentum", group["momentum"], "a number in [0, 1)")
-        fused = group["fused"] and group["direction"] == "adam"
-        check(not fused, "fused", group["fused"], f"None or False for the direction {group['direction']!r}")
-        fine = not group["nesterov"] or group["momentum"] > 0
-        check(fine, "nesterov", group["nesterov"], "False without momentum")
+        lr, momentum, direction = group["lr"], group["momentum"], group["direction"]
+        known = group.get("rows") is not None and (not isinstance(lr, Tensor) or lr.device.type == "cpu")
+        check(not known or float(lr) <= 0.5, "lr", lr, "an angle of at most 0.5 radians on rows")
+        check(momentum < 1, "momentum", momentum, "a number in [0, 1)")
+        fine = not group["fused"] or direction != "adam"
+        check(fine, "fused", group["fused"], f"None or False for the direction {direction!r}")
+        check(not group["nesterov"] or momentum > 0, "nesterov", group["nesterov"], "False without momentum")
 
     def _is_fused(self, group: Options) -> bool:
         return group["direction"] != "adam" and super()._is_fused(group)
@@ -111,23 +105,16 @@ class Angular(RowOptimizer):
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if group["spread"] == "rms" else frozenset()
 
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        if layout is None and group["rest"] == "sgd":
-            return {}
-        state = {"step": step_count(param, on_device=self._on_device(group))}
-        if layout is None:
-            return state | {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-        state["momentum_buffer"] = torch.zeros_like(param)
-        if group["direction"] == "adam":
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        if group["spread"] == "rms":
-            state["norm_sq"] = per_row(param, group, layout)
-        return state
+    def _entries(self, group: Options) -> tuple[str, ...]:
+        if not self._updates_rows(group):
+            return super()._entries(group) if group["rest"] == "adamw" else ()
+        second = ("exp_avg_sq",) if group["direction"] == "adam" else ()
+        return ("step", "momentum_buffer", *second, *self._per_row(group))
 
     def _together(self, sets: list[RowSet], group: Options) -> Iterable[RowSet]:
         return by_shape(sets) if group["direction"] == "muon" else super()._together(sets, group)
 
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         if group["rest"] == "sgd":
             torch_updates.sgd(params, states, {**group, "dampening": 0.0})
         else:

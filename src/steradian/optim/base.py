@@ -13,11 +13,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as untraced
 from torch.optim.optimizer import Optimizer
 
+from steradian.geometry import is_plain
 from steradian.groups import Groups, Layout, is_sharded
+from steradian.optim import torch_updates, transport
 from steradian.optim.checks import check_gradients, check_rate, check_rows, check_settings
 from steradian.optim.fused import decide
-from steradian.optim.rows import RowSet, check_shape, together
-from steradian.optim.state import per_row, row_dtype, sharding, step_count, take_state
+from steradian.optim.rows import RowSet, State, arithmetic, check_shape, sharding, together
 from steradian.optim.telemetry import Telemetry
 
 __all__ = ["RowOptimizer"]
@@ -26,7 +27,7 @@ logger = logging.getLogger("steradian")
 
 Options = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-Classic = list[tuple[Options, list[Tensor], list[dict[str, Tensor]]]]
+Classic = list[tuple[Options, list[Tensor], list[State]]]
 """Param groups for the classic update, each with its parameters that have a gradient, and their states."""
 Work = list[tuple[Options, list[RowSet]]]
 """Param groups with rows, each with its row sets that have a gradient."""
@@ -40,15 +41,14 @@ class RowOptimizer(Optimizer, ABC):
     | "rows" | a spec (`groups.Layout`): how the parameters are cut. None or no key: they get the classic update |
     | "joint" | True: the parameters of the group are cut into rows together |
 
-    All of them: run the closure once, with gradients enabled; do not write `p.grad`; keep only tensors in the state;
-    do not change a parameter without a gradient (the rows of a joint set are then those of its other parameters);
-    compute half-precision rows in float32; keep one number per row in float32, in float64 for float64 parameters;
-    never wait for an accelerator.
+    A parameter without a gradient is not changed; the rows of a joint set are then those of its other parameters.
+    Half-precision rows are computed in float32. Numbers per row are float32, or float64 for float64 parameters. A step
+    never waits for an accelerator.
 
     A subclass names its row update (`update`), says whether there is a fused one (`_has_fused`), which settings
     identify a saved state as its own (`_marks`), whether rows are put on the unit sphere (`_fixes_radius`) and whether
-    the classic update takes sparse gradients (`_takes_sparse`), and implements `_check`, `_new_state` and `_step_rest`.
-    If it has a setting `rest_lr`, that is the rate of param groups without rows that give none.
+    the classic update takes sparse gradients (`_takes_sparse`). State and classic update are Adam's unless it has its
+    own `_entries` and `_step_rest`. A setting `rest_lr` is the rate of param groups without rows that give none.
 
     Attributes:
         row_state: entries of the state that have one number per row, in param groups where the row update does so.
@@ -85,33 +85,26 @@ class RowOptimizer(Optimizer, ABC):
         """Raise a ValueError that names the argument for settings that make no sense."""
         check_settings(group, self.defaults)
 
-    @abstractmethod
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        """The state of a parameter before its first step."""
+    def _entries(self, group: Options) -> tuple[str, ...]:
+        """The entries of a parameter's state before its first step."""
+        return ("step", "exp_avg", "exp_avg_sq")
 
-    def _adam_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        """Adam's, whose second moment has one number per row if there is a layout."""
-        return {
-            "step": step_count(param, on_device=self._on_device(group)),
-            "exp_avg": torch.zeros_like(param),
-            "exp_avg_sq": torch.zeros_like(param) if layout is None else per_row(param, group, layout),
-        }
-
-    @abstractmethod
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         """The classic update."""
+        torch_updates.adam(params, states, group, *self._scaler)
 
-    def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
-        """Telemetry of rows that got the classic update, for optimizers whose `_layout` may give them to it."""
-        raise AssertionError("the rows of this optimizer never get the classic update")
+    @staticmethod
+    def _rest_pace(rows: RowSet, group: Mapping[str, Any]) -> tuple[Tensor, float | Tensor]:
+        """What `transport.emit` needs of rows that got the classic update, where `_updates_rows` gives them to it."""
+        raise NotImplementedError
 
     def _updates_rows(self, group: Options) -> bool:
-        """Whether the rows of a group get the row update with its settings, not the classic one."""
-        return True
+        """Whether a group gets the row update with its settings, not the classic one."""
+        return group.get("rows") is not None
 
-    def _layout(self, group: Options) -> Layout | None:
-        """How the rows of a group are cut for the row update; None if it gets the classic one."""
-        return Layout(group["rows"]) if group.get("rows") is not None and self._updates_rows(group) else None
+    def _per_row(self, group: Options) -> frozenset[str]:
+        """Entries of the state that have one number per row in this group."""
+        return self.row_state if self._updates_rows(group) else frozenset()
 
     def _together(self, sets: list[RowSet], group: Options) -> Iterable[RowSet]:
         """Row sets of a group that are updated together."""
@@ -139,7 +132,9 @@ class RowOptimizer(Optimizer, ABC):
         again = self._repeat_untraced if torch.compiler.is_compiling() else self._repeat_step
         if not again():
             with torch.no_grad():
-                self._new_step()
+                classic, work = self._collect()
+                if not self._take_fused_step(classic, work):
+                    self._step_plain(classic, work)
         return loss
 
     def _repeat_step(self) -> bool:
@@ -151,30 +146,25 @@ class RowOptimizer(Optimizer, ABC):
 
     _repeat_untraced = untraced(_repeat_step)
 
-    def _new_step(self) -> None:
-        classic, work = self._collect()
-        if not self._take_fused_step(classic, work):
-            self._step_plain(classic, work)
-
     def _step_plain(self, classic: Classic, work: Work) -> None:
         for group, params, states in classic:
-            self._step_classic(params, states, group)
+            emits = self.telemetry is not None and group.get("rows") is not None
+            (self._step_and_emit if emits else self._step_rest)(params, states, group)
+            for param, state in zip(params, states, strict=True):
+                if state and param not in self.state:
+                    self.state[param] = state
+        # An update that replaces the class's own, such as a compiled one, takes row sets one by one.
+        alone, scaler = self.update is not type(self).update, self._scaler
         for group, sets in work:
-            self._step_rows(sets, group)
+            for rows in sets if alone else self._together(sets, group):
+                with rows.scaled(*scaler):
+                    self.update(rows, group)
+                rows.finish()
 
     @property
     def _scaler(self) -> tuple[Tensor | None, Tensor | None]:
         """A gradient scaler's scale and found_inf, which it sets for a step; they are read on the device."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-
-    def _step_rows(self, sets: list[RowSet], group: Options) -> None:
-        """The row update of a group's sets."""
-        # An update that replaces the class's own, such as a compiled one, takes row sets one by one.
-        alone, scaler = self.update is not type(self).update, self._scaler
-        for rows in sets if alone else self._together(sets, group):
-            with rows.scaled(*scaler):
-                self.update(rows, group)
-            rows.finish()
 
     @untraced
     def _collect(self) -> tuple[Classic, Work]:
@@ -188,29 +178,23 @@ class RowOptimizer(Optimizer, ABC):
         work: Work = []
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            layout = self._layout(group)
-            if params and layout is None:
-                classic.append((group, params, [self._state_of(param, group, None) for param in params]))
-            elif params and layout is not None:
-                work.append((group, self._row_sets(params, group, layout)))
+            if params and self._updates_rows(group):
+                work.append((group, self._row_sets(params, group)))
+            elif params:
+                classic.append((group, params, [self._state_of(param, group, classic=True) for param in params]))
         return classic, work
 
-    def _step_classic(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
-        emits = self.telemetry is not None and group.get("rows") is not None
-        (self._step_and_emit if emits else self._step_rest)(params, states, group)
-        for param, state in zip(params, states, strict=True):
-            if state and param not in self.state:
-                self.state[param] = state
-
     @untraced
-    def _step_and_emit(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_and_emit(self, params: list[Tensor], states: list[State], group: Options) -> None:
         """The classic update of parameters with rows, and its telemetry."""
-        sets = self._row_sets(params, group, Layout(group["rows"]), classic=True)
+        sets = self._row_sets(params, group, classic=True)
         before = [(rows, rows.read("param", rows.whole).clone()) for rows in sets if rows.n and rows.d]
         self._step_rest(params, states, group)
         for rows, x in before:
             with rows.scaled(*self._scaler):
-                self._emit_rest(rows, x, group)
+                pace, start = self._rest_pace(rows, group)
+                y, gradient = rows.read("param", rows.whole), rows.read("grad", rows.whole)
+                transport.emit(rows, rows.whole, x, y, gradient, pace=pace, start=start)
 
     @untraced
     def _take_fused_step(self, classic: Classic, work: Work) -> bool:
@@ -223,11 +207,6 @@ class RowOptimizer(Optimizer, ABC):
         self._fused_step = step  # only if it ran
         return True
 
-    @functools.cached_property
-    def _in_graphs(self) -> list[object]:
-        """What captured graphs refer to, so that it lives as long as the optimizer."""
-        return []
-
     def _is_fused(self, group: Options) -> bool:
         """Whether a group gets the fused step: by its setting, or by default on devices where it works."""
         wanted = group.get("fused")
@@ -235,29 +214,22 @@ class RowOptimizer(Optimizer, ABC):
             return False
         return decide.available(group["params"]) if wanted else decide.works(group["params"])
 
-    def _on_device(self, group: Options) -> bool:
-        """Whether a group's step count is on the device of its parameters."""
-        return bool(group.get("capturable")) or self._is_fused(group)
-
-    def _row_sets(self, params: list[Tensor], group: Options, layout: Layout, *, classic: bool = False) -> list[RowSet]:
+    def _row_sets(self, params: list[Tensor], group: Options, *, classic: bool = False) -> list[RowSet]:
         """The rows of parameters that have a gradient, with their states and the place of their telemetry."""
-        sets = []
+        sets, layout = [], Layout(group["rows"])
         for members in _sets(params, group):
             newcomers = [param for param in members if not self.state.get(param)]
-            states = [self._state_of(param, group, None if classic else layout) for param in members]
+            states = [self._state_of(param, group, classic=classic) for param in members]
             absent = self._absent(members, newcomers, group) if group.get("joint") and not classic else []
             make = sharding().ShardedRowSet if any(map(is_sharded, members)) else RowSet
-            rows = make(layout, members, states, absent=absent, fresh=len(newcomers) == len(members))
+            rows = make(layout, members, states, absent, fresh=len(newcomers) == len(members))
             if self.telemetry is not None:
                 rows.telemetry = self.telemetry[group["params"][0] if group.get("joint") else members[0]]
             sets.append(rows)
         return sets
 
-    def _absent(self, params: list[Tensor], newcomers: list[Tensor], group: Options) -> list[dict[str, Tensor]]:
-        """The states of a joint set's parameters that have no gradient now.
-
-        The step count and the numbers per row are the set's: a parameter that joins later takes them from the others.
-        """
+    def _absent(self, params: list[Tensor], newcomers: list[Tensor], group: Options) -> list[State]:
+        """The states of a joint set's parameters without a gradient; newcomers take over what belongs to the set."""
         present, new = set(map(id, params)), set(map(id, newcomers))
         known = [param for param in group["params"] if self.state.get(param) and id(param) not in new]
         for param in newcomers if known else ():
@@ -265,35 +237,34 @@ class RowOptimizer(Optimizer, ABC):
                 self.state[param][name].copy_(self.state[known[0]][name])
         return [self.state[param] for param in known if id(param) not in present]
 
-    def _row_counts(self) -> list[tuple[Tensor, int, torch.dtype]]:
-        """The keys of the telemetry, with the number of rows that are stepped here and their dtype."""
-        return [
-            (params[0], _count_rows(params, Layout(group["rows"])), row_dtype(params[0], group))
-            for group in self.param_groups
-            if group.get("rows") is not None
-            for params in _sets(group["params"], group)
-        ]
-
-    def _state_of(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[param] if self.state.get(param) else self._new_state(param, group, layout)
+    def _state_of(self, param: Tensor, group: Options, *, classic: bool) -> State:
+        state: State = self.state[param] if self.state.get(param) else self._new_state(param, group)
         if state:  # as torch, an optimizer that keeps nothing of a parameter has no entry for it
             self.state[param] = state
-        for name in self.row_state.intersection(state) if layout is None else ():
+        for name in self.row_state.intersection(state) if classic else ():
             if state[name].shape != param.shape:
                 check_shape(name, state[name], param.shape)
         return state
 
-    def _per_row(self, group: Options) -> frozenset[str]:
-        """Entries of the state that have one number per row in this group."""
-        return self.row_state if self._layout(group) is not None else frozenset()
+    def _new_state(self, param: Tensor, group: Options) -> State:
+        """The state of a parameter before its first step: zeros."""
+        state, per_row = {}, self._per_row(group)
+        for name in self._entries(group):
+            if name in per_row:
+                state[name] = _zeros_per_row(param, group)
+            elif name != "step":
+                state[name] = torch.zeros_like(param)
+            elif group.get("capturable") or self._is_fused(group):
+                state[name] = torch.zeros((), dtype=torch.float32, device=param.device)
+            else:  # from a number, as torch does: then a fake tensor has a known value
+                state[name] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        return state
 
     def _check_capture(self) -> None:
-        if torch.compiler.is_compiling() or "capturable" not in self.defaults:
+        if torch.compiler.is_compiling() or all(group.get("capturable", True) for group in self.param_groups):
             return
         on_cuda = torch.cuda.is_available() if self._fused_step is None else self._fused_step.on_cuda
-        if not on_cuda or not torch.cuda.is_current_stream_capturing():
-            return
-        if not all(group["capturable"] for group in self.param_groups):
+        if on_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"to capture {type(self).__name__}.step() in a graph, construct it with capturable=True")
 
     @untraced
@@ -310,17 +281,16 @@ class RowOptimizer(Optimizer, ABC):
     # Telemetry
 
     def emit(self, on: bool = True) -> None:
-        """Start, or stop, writing the numbers of `TELEMETRY` to `telemetry`, for every row of every step.
-
-        This is not part of the state, and a copy of the optimizer starts without it.
-        """
+        """Start, or stop, writing the numbers of `TELEMETRY` to `telemetry`; a copy of the optimizer starts without."""
         if on != (self.telemetry is not None):
             self._fused_step, self.telemetry = None, Telemetry() if on else None
             self._cover_rows()
 
     def _cover_rows(self) -> None:
         if self.telemetry is not None:
-            self.telemetry.cover(self._row_counts())
+            with_rows = [group for group in self.param_groups if group.get("rows") is not None]
+            sets = [(params, Layout(group["rows"])) for group in with_rows for params in _sets(group["params"], group)]
+            self.telemetry.cover([(params[0], _count_rows(params, layout), _dtype(params)) for params, layout in sets])
 
     # Groups and state
 
@@ -332,28 +302,23 @@ class RowOptimizer(Optimizer, ABC):
             rest = "rest_lr" in self.defaults and param_group.get("rows") is None
             param_group = {**({"lr": self.defaults["rest_lr"]} if rest else {}), **param_group}
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            self._check_group(self.param_groups[-1])
+            self._check(group)
+            if group.get("fused") and not (self._has_fused and decide.available(group["params"])):
+                why = "needs Triton and parameters on a GPU" if self._has_fused else "does not exist"
+                raise ValueError(f"fused must be None or False here, got True: a fused {type(self).__name__} {why}")
+            check_rows(group, fixed_radius=self._fixes_radius)
         except Exception:
             self.param_groups.pop()
             raise
         self._cover_rows()
 
-    def _check_group(self, group: Options) -> None:
-        self._check(group)
-        if group.get("fused") and not (self._has_fused and decide.available(group["params"])):
-            raise ValueError(
-                f"fused must be None or False here, got True: a fused {type(self).__name__} "
-                + ("needs Triton and parameters on a GPU" if self._has_fused else "does not exist")
-            )
-        check_rows(group, fixed_radius=self._fixes_radius)
-
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, on the parameters' device and in their memory format, without sharing memory with it.
 
-        torch casts everything that it loads to the parameter's dtype; one number per row keeps the dtype that rows are
-        computed in. Settings that the saved groups lack, such as "rows" in a state of torch's Adam, stay as they are.
+        Settings that the saved groups lack, such as "rows" in a state of torch's Adam, stay as they are.
 
         Raises:
             ValueError: the state does not fit the parameters, or was made by another optimizer or under other
@@ -366,25 +331,69 @@ class RowOptimizer(Optimizer, ABC):
         handle = self.register_load_state_dict_pre_hook(lambda _, last: loaded.append(last))
         try:
             super().load_state_dict(state_dict)
-            take_state(self, loaded[-1], groups)
+            for number, saved in enumerate(loaded[-1]["param_groups"]):
+                group = self.param_groups[number]
+                self._take_settings(number, saved, groups[number])
+                for key, param in zip(saved["params"], group["params"], strict=True):
+                    if param in self.state:
+                        self._take_state(param, group, loaded[-1]["state"][key])
         except Exception:
             self.state, self.param_groups = state, groups
             raise
         finally:
             handle.remove()
 
+    def _take_settings(self, number: int, saved: Options, old: Options) -> None:
+        """Complete a param group that torch loaded with the settings that only the one before it had."""
+        group = self.param_groups[number]
+        if saved.get("rows") is not None and not self._marks <= saved.keys():
+            raise ValueError(
+                f"a state of {type(self).__name__} must have the settings {_quoted(self._marks)} for its rows, got "
+                f"{_quoted(saved.keys() - {'params'})}: it was made by another optimizer"
+            )
+        group |= {**old, **group}
+        self._check(group)
+        check_rows(group)
+        for name in ("rows", "joint", "without"):
+            if name in old and group[name] != old[name]:
+                says = "load_state_dict: param group %d has %s=%r from the checkpoint now, instead of %r"
+                logger.warning(says, number, name, group[name], old[name])
+
+    def _take_state(self, param: Tensor, group: Options, saved: Mapping[str, Any]) -> None:
+        """Copy a saved state into a new one, which has the right dtypes, devices and memory formats."""
+        saved = {name: value for name, value in saved.items() if value is not None}  # torch had momentum of 0 saved so
+        if not saved:
+            del self.state[param]
+            return
+        state = self._new_state(param, group)
+        if not state.keys() <= saved.keys():
+            raise ValueError(
+                f"a state of {type(self).__name__} must have {_quoted(state)} here, got {_quoted(saved)}: "
+                "it was made by another optimizer or under other settings"
+            )
+        for name, value in saved.items():
+            if name == "step":
+                # Before torch 1.12 it was a plain number.
+                value = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+                if value.numel() != 1:
+                    raise ValueError(f"the state 'step' must be one number, got {tuple(value.shape)}")
+                value = value.reshape(())
+            if not isinstance(value, Tensor):
+                raise ValueError(f"the state {name!r} must be a tensor, got {value!r}")
+            if name not in state:
+                state[name] = torch.zeros_like(param)  # torch makes SGD's momentum in the first step
+            fill(state[name], check_shape(name, value, state[name].shape))
+        self.state[param] = state
+
 
 @functools.cache
 def _warn_of_no_rows(optimizer: str, searched: bool, has_rest_lr: bool) -> None:
     """Once: somebody may have one optimizer for each of many parameters, and some of these have no rows."""
     rate = " at the rate rest_lr, not lr" if has_rest_lr else ""
-    why = (
-        "find_groups found no invariant weights in this model" if searched else
-        "pass st.find_groups(model, batch).param_groups()"
-    )  # fmt: skip
-    logger.warning(
-        "%s: no param group has rows, so that every parameter gets the classic update%s: %s", optimizer, rate, why
-    )
+    why = "find_groups found no invariant weights in this model"
+    why = why if searched else "pass st.find_groups(model, batch).param_groups()"
+    says = "%s: no param group has rows, so that every parameter gets the classic update%s: %s"
+    logger.warning(says, optimizer, rate, why)
 
 
 def settings(arguments: Options) -> Options:
@@ -401,3 +410,30 @@ def _count_rows(params: list[Tensor], layout: Layout) -> int:
     if any(map(is_sharded, params)):
         return int(sharding().count_rows(params, layout))
     return layout.size(params[0].shape)[0]
+
+
+def _dtype(params: list[Tensor]) -> torch.dtype:
+    """What the rows of a set of parameters are computed in, and what one number per row is kept in."""
+    return arithmetic(*(param.dtype for param in params))
+
+
+def _zeros_per_row(param: Tensor, group: Options) -> Tensor:
+    dtype, layout = _dtype(group["params"] if group.get("joint") else [param]), Layout(group["rows"])
+    if is_sharded(param):
+        zeros: Tensor = sharding().per_row(param, layout, dtype)
+        return zeros
+    # Of the class of the momentum: plain tensors may not mix with it, and the parameter's class may encode its numbers.
+    alike = param if is_plain(param) else torch.zeros_like(param)
+    return alike.new_zeros(layout.size(param.shape)[0], dtype=dtype)
+
+
+def fill(entry: Tensor, numbers: Tensor) -> None:
+    """Copy numbers into an entry of the state; if it is sharded they may be those of the whole parameter."""
+    if is_sharded(entry) and not is_sharded(numbers):
+        sharding().keep(entry, numbers.to(entry.device).contiguous())
+    else:
+        entry.copy_(numbers)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names))

@@ -27,25 +27,21 @@ def check(fine: bool, name: str, value: object, expected: str) -> None:
         raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 
-def is_number(value: object) -> bool:
-    """A real number, of Python or numpy."""
-    return isinstance(value, Real)
+def is_number(value: Any, below: float = math.inf) -> bool:
+    """Whether it is a real number, of Python or numpy, with 0 ≤ value < below."""
+    return isinstance(value, Real) and 0 <= float(value) < below
 
 
-def _is_share(value: Any) -> bool:
-    return is_number(value) and bool(0 <= value < 1)
-
-
-_NUMBER = (lambda value: is_number(value) and 0 <= value < math.inf, "a number ≥ 0")
+_NUMBER = (is_number, "a number ≥ 0")
 _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("eps", "weight_decay", "wd_ratio", "momentum", "dampening", "rest_lr"), _NUMBER),
-    "beta": (lambda value: is_number(value) and 0 <= value <= 1, "in [0, 1]"),
-    "beta2": (_is_share, "a number in [0, 1)"),
+    "beta": (lambda value: is_number(value) and value <= 1, "in [0, 1]"),
+    "beta2": (lambda value: is_number(value, below=1), "a number in [0, 1)"),
     "betas": (
-        lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_share, value)),
+        lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(is_number(x, below=1) for x in value),
         "two numbers in [0, 1)",
     ),
-    "clip": (lambda value: is_number(value) and value > 0, "a number > 0"),
+    "clip": (lambda value: isinstance(value, Real) and float(value) > 0, "a number > 0"),
     "without": (
         lambda value: isinstance(value, str) and set(value) <= set("abc") and len(set(value)) == len(value),
         'letters out of "abc", each at most once',
@@ -87,27 +83,25 @@ def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
         check(not joint, "joint", joint, 'given together with "rows"')
         return
     layout = Layout(group["rows"])
-    spec = f"got {layout.spec!r}"
     for fails, kind, remedy in (
         (is_flattened, "parameters that FullyShardedDataParallel made flat", "fully_shard keeps their rows"),
         (is_lazy, "parameters of lazy modules that have no shape yet", "run the model once first"),
         (torch.is_complex, "complex parameters", "torch.view_as_real makes them real"),
     ):
         if any(map(fails, params)):
-            raise ValueError(f"rows must be None for {kind}, {spec}: {remedy}")
+            raise ValueError(f"rows must be None for {kind}, got {layout.spec!r}: {remedy}")
     group["rows"] = layout.spec
     shapes = [tuple(param.shape) for param in params]
     sizes = [layout.size(shape) for shape in shapes]
-    if joint and len(shapes) < 2:
-        # ZeroRedundancyOptimizer hands single parameters to ranks: rows of a part of the set are not invariant.
-        raise ValueError(f"joint must be for two parameters or more, which stay together, got {len(shapes)}")
+    # ZeroRedundancyOptimizer hands single parameters to ranks: rows of a part of the set are not invariant.
+    check(not joint or len(shapes) > 1, "joint", len(shapes), "for two parameters or more, which stay together")
     if joint and len({n for n, _ in sizes}) > 1:
         raise ValueError(f"rows {layout.spec!r} cut the joint shapes {shapes} into different numbers of rows")
     short = [shape for shape, (n, d) in zip(shapes, sizes, strict=True) if n and d == 1 and not joint]
     if short and fixed_radius:
         raise ValueError(
-            f"rows must have at least two numbers each on the unit sphere, {spec} for the shape {short[0]}: "
-            "a row of one number would become 1 or -1; leave this parameter without rows"
+            f"rows must have at least two numbers each on the unit sphere, got {layout.spec!r} for the shape "
+            f"{short[0]}: a row of one number would become 1 or -1; leave this parameter without rows"
         )
     if short:
         _warn_of_short_rows(str(layout.spec), short[0])
@@ -115,11 +109,8 @@ def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
 
 @functools.cache
 def _warn_of_short_rows(spec: str, shape: tuple[int, ...]) -> None:
-    logger.warning(
-        "rows=%r cuts a parameter of shape %s into rows of one number, whose direction is only a sign: such parameters "
-        "are best left without rows",
-        *(spec, shape),
-    )
+    says = "rows=%r cuts a parameter of shape %s into rows of one number, whose direction is only a sign: such "
+    logger.warning(says + "parameters are best left without rows", spec, shape)
 
 
 def check_gradients(group: Options, optimizer: str, *, sparse: bool) -> None:
@@ -129,10 +120,8 @@ def check_gradients(group: Options, optimizer: str, *, sparse: bool) -> None:
         if param.grad is None:
             continue
         if param.grad.layout != torch.strided and (has_rows or not sparse):
-            raise RuntimeError(
-                f"{optimizer} needs dense gradients{' on rows' if sparse else ''}, got {param.grad.layout}; "
-                "torch.optim.SparseAdam exists"
-            )
+            what = f"dense gradients{' on rows' if sparse else ''}, got {param.grad.layout}"
+            raise RuntimeError(f"{optimizer} needs {what}; torch.optim.SparseAdam exists")
         for dtype in (param.dtype, param.grad.dtype):
             if dtype not in _DTYPES and not dtype.is_complex:
                 raise RuntimeError(f"{optimizer} needs parameters and gradients of {_NAMES}, got {dtype}")

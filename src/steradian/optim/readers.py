@@ -1,7 +1,7 @@
 """How `scheme.read_step` reads our optimizers as the generic step x' = (1 − ηδ)x − η a ⊘ b; their equilibria.
 
-A transported or rescaled momentum stands in the state as it enters the next step, so a cannot be read from it.
-There a is what the step did: a = b ⊙ ((1 − ηδ)x − x')/η, which needs the parameter before the step.
+A momentum that moves with its row stands in the state as it enters the next step, so a is what the step did:
+a = b ⊙ ((1 − ηδ)x − x')/η, which needs the parameter before the step.
 """
 
 from collections.abc import Callable
@@ -67,19 +67,16 @@ def read_adamp(taken: Taken) -> Step:
 
 @register(AdamG)
 def read_adamg(taken: Taken) -> Step:
-    """AdamG: a = m/(1−β1) before its transport, b = (1−β1^t)/(1−β1)·√((v + ε)/(1−β2^t)), both at u.
+    """AdamG: a = m/(1−β1) before its transport, b = (1−β1^t)/(1−β1)·√((v + ε)/(1−β2^t)), both at u; a/r and b/r² at r.
 
-    At radius r, where the first step may start, they are a/r and b/r². The exponential map goes to Exp_u(δ), in
-    the direction of u + (tan θ/θ)δ with θ = ‖δ‖: b carries θ/tan θ. The generic step then lands on the ray of x',
-    not at radius 1.
+    Exp_u(δ) is in the direction of u + (tan θ/θ)δ with θ = ‖δ‖: b carries θ/tan θ. The generic step lands on the ray of
+    x', not at radius 1.
     """
     if not _radial(taken):
         return _classic(taken, scheme.read_adam, amsgrad=False)
     (beta1, beta2), lr = taken.group["betas"], taken.setting("lr")
     t = taken.need("step").to(torch.float64)
-    r, u = geometry.split(_rows(taken, _before(taken)), check=False)
-    _, p = geometry.split(_rows(taken, taken.param), check=False)
-    m = geometry.transport(_rows(taken, taken.need("exp_avg")), p, u)
+    r, _, _, m = _back(taken, "exp_avg")
     root = (taken.need("exp_avg_sq").unsqueeze(1) + taken.group["eps"]).sqrt_()
     b = root * ((1 - beta1**t) / (1 - beta1) / (1 - beta2**t).sqrt()).to(root)
     a = m / (1 - beta1)
@@ -106,9 +103,9 @@ def read_adagradg(taken: Taken) -> Step:
 
 @register(Angular)
 def read_angular(taken: Taken) -> Step:
-    """Angular: a = d/r and b = η‖d‖/(r² tan θ), with d before the step; it lands on the ray of x', not at radius r.
+    """Angular: a = d/r and b = η‖d‖/(r² tan θ), with d before the step, so that the effective rate is tan θ/‖d‖.
 
-    d is tangent, so the effective rate is tan θ/‖d‖. A row that did not turn has a = 0.
+    It lands on the ray of x', not at radius r. A row that did not turn has a = 0.
     """
     group = taken.group
     if not _radial(taken):
@@ -116,18 +113,14 @@ def read_angular(taken: Taken) -> Step:
             return _classic(taken, scheme.read_sgd, dampening=0.0)
         betas = group["momentum"], group["beta2"]
         return _classic(taken, scheme.read_adam, betas=betas, eps=1e-8, amsgrad=False, decoupled_weight_decay=True)
-    before = _before(taken)
-    r, u = geometry.split(_rows(taken, before), check=False)
-    _, p = geometry.split(_rows(taken, taken.param), check=False)
-    n = geometry.transport(_rows(taken, taken.need("momentum_buffer")), p, u)
+    r, u, p, n = _back(taken, "momentum_buffer")
     if group["nesterov"]:
         n = group["momentum"] * n + r * geometry.tangent(_rows(taken, taken.gradient()), u)
     if group["direction"] == "adam":
         v = _rows(taken, taken.need("exp_avg_sq")) / (1 - group["beta2"] ** taken.need("step").to(n))
         n = torch.where(v > 0, n / v.sqrt(), 0)
     if group["direction"] == "muon":
-        rows = RowSet(_layout(taken), [before.contiguous()], [{}])
-        n = rows.from_matrices([orthogonalized(stack) for stack in rows.matrices(n)])
+        n = RowSet(_layout(taken), [_before(taken).contiguous()], [{}]).on_matrices(orthogonalized, n)
     d, slope = geometry.tangent(n, u), geometry.angle(u, p).tan()
     lr, turned = taken.setting("lr"), (slope > 0) & (r > 0)
     a, b = d / r, lr * geometry.norm(d) / (r**2 * slope)
@@ -148,11 +141,16 @@ def _displaced(taken: Taken, step: Step) -> Step:
     return replace(step, a=(moved / lr).masked_fill_(torch.as_tensor(lr == 0, device=moved.device), 0))
 
 
+def _back(taken: Taken, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """r and u of the rows before the step, u' after it, and a momentum, transported back to u."""
+    r, u = geometry.split(_rows(taken, _before(taken)), check=False)
+    _, p = geometry.split(_rows(taken, taken.param), check=False)
+    return r, u, p, geometry.transport(_rows(taken, taken.need(name)), p, u)
+
+
 def _before(taken: Taken) -> Tensor:
     if taken.before is None:
-        raise ValueError(
-            "this step moved the momentum along with the parameter: pass before=, the parameter before the step"
-        )
+        raise ValueError("this step moved the momentum with the parameter: pass before=, the parameter before the step")
     return taken.before.detach()
 
 

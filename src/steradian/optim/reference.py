@@ -1,8 +1,8 @@
 """The steps in plain torch, row by row: the oracle of the fused ones, for any device and dtype.
 
-One function per optimizer, called with the rows of one parameter (or joint set) and its param group. Rows are
-(n, d), numbers per row (n, 1); x is a row before the step and y the row after it. Nothing is read back from the
-device.
+One function per optimizer, whose class has the formulas, called with the rows of one parameter (or joint set) and its
+param group. Rows are (n, d), numbers per row (n, 1); x is a row before the step and y the row after it. Nothing is read
+back from the device. In all but SGD a row whose ‖∇L(x)‖² is not finite takes no step.
 """
 
 import math
@@ -15,19 +15,12 @@ from steradian.geometry import dot, failing, norm, square, zeroed
 from steradian.optim.rows import Options, RowSet, decay_of, exact, rate_of
 from steradian.optim.transport import Motion, carry, carry_in_plane, emit
 
-# Adam -------------------------------------------------------------------------------------------------------
-
 
 def adam(rows: RowSet, group: Options) -> None:
     """Adam without any of (a), (b), (c) (Section 4.2, App. D.2, Algorithm 1).
 
-    g = ∇L(x) + λx;  m ← β1 m + (1−β1) g;  v ← β2 v + (1−β2) g², without (a) the mean of g² over the row;
-    x' = x − η/(1−β1^t) · m/(√(v/(1−β2^t)) + ε), and (1−ηλ)x with g = ∇L(x) where the decay is decoupled;
-    without (b) m ← Γ(m) from u to u'; without (c) m ← (r/r') m and v ← (r/r')² v.
-
     Where (b) is neutralized the L2 term never enters m, since the transport drops it: it acts through
-    x' = (1 − s(1−β1)λ)x − s m, so a row without a gradient keeps its direction. A row whose ‖g‖² is not finite
-    takes no step, as every row does under a gradient scaler.
+    x' = (1 − s(1−β1)λ)x − s m, so a row without a gradient keeps its direction.
     """
     step = rows.advance()
     beta1, beta2 = group["betas"]
@@ -84,14 +77,12 @@ def _adam(
     x.copy_(y)
 
 
-def emit_adam(rows: RowSet, before: Tensor, group: Options) -> None:
-    """Telemetry of rows that took torch's Adam step, from v as it left it."""
+def adam_pace(rows: RowSet, group: Options) -> tuple[Tensor, float | Tensor]:
+    """η/b̄ and 1 − ηδ of rows that took torch's Adam step, from v as it left it."""
     step, (beta1, beta2) = exact(rows.states[0]["step"]), group["betas"]
     divisor = (rows.read("exp_avg_sq", rows.whole).sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
     pace = rate_of(group) * (1 - beta1) / (1 - beta1**step) / _mean_square(divisor).sqrt_()
-    start = 1 - rate_of(group) * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
-    x, gradient = rows.read("param", rows.whole), rows.read("grad", rows.whole)
-    emit(rows, rows.whole, before, x, gradient, pace=pace, start=start)
+    return pace, 1 - rate_of(group) * group["weight_decay"] if group["decoupled_weight_decay"] else 1.0
 
 
 def _with_l2(gradient: Tensor, x: Tensor, decay: float | Tensor) -> Tensor:
@@ -119,15 +110,8 @@ def _mean_square(q: Tensor) -> Tensor:
     return dot(q, q) / q.shape[1]
 
 
-# SGD --------------------------------------------------------------------------------------------------------
-
-
 def sgd(rows: RowSet, group: Options) -> None:
-    """SGD whose momentum moves with the row: transported without (b), times r/r' without (c).
-
-    g = ∇L(x) + λx;  m ← μ m + (1−τ) g, in the first step m ← g;  x' = x − η m, with Nesterov x − η (g + μ m).
-    As in `adam`, where (b) is neutralized the L2 term acts on x alone.
-    """
+    """SGD whose momentum moves with the row; as in `adam`, where (b) is neutralized the L2 term acts on x alone."""
     for piece, tensors in rows.pieces("param", "grad", "momentum_buffer"):
         _sgd(rows, piece, tensors, group)
 
@@ -151,20 +135,14 @@ def _sgd(rows: RowSet, piece: slice, tensors: list[Tensor], group: Options) -> N
     elif "c" in without:
         m.mul_(Motion.of(x, y).shrink.sqrt())
     if rows.telemetry is not None:
-        emit(rows, piece, x, y, gradient, pace=_sgd_pace(rows, group))
+        emit(rows, piece, x, y, gradient, pace=sgd_pace(rows, group)[0])
     x.copy_(y)
 
 
-def emit_sgd(rows: RowSet, before: Tensor, group: Options) -> None:
-    """Telemetry of rows that took torch's SGD step."""
-    x, gradient = rows.read("param", rows.whole), rows.read("grad", rows.whole)
-    emit(rows, rows.whole, before, x, gradient, pace=_sgd_pace(rows, group))
-
-
-def _sgd_pace(rows: RowSet, group: Options) -> Tensor:
-    """η/b̄: b is 1/(1−τ) where a is in units of a gradient."""
+def sgd_pace(rows: RowSet, group: Options) -> tuple[Tensor, float]:
+    """η/b̄ of rows that took torch's SGD step, and 1: b is 1/(1−τ) where a is in units of a gradient."""
     pace = rate_of(group) * (1 - group["dampening"] if group["momentum"] else 1)
-    return pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=rows.dtype, device="cpu")
+    return pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=rows.dtype, device="cpu"), 1.0
 
 
 # On the unit sphere -----------------------------------------------------------------------------------------
@@ -191,10 +169,7 @@ def _landed(u: Tensor, y: Tensor) -> Tensor:
 
 
 def adagradg(rows: RowSet, group: Options) -> None:
-    """AdaGradG (Section 3.2): x̂ = x − η ∇L(x)/√v;  x' = x̂/‖x̂‖;  v ← β v + ‖∇L(x)‖².
-
-    v is used before it is updated. A row whose new v is not finite takes no step.
-    """
+    """AdaGradG (Section 3.2), whose v is used before it is updated."""
     v = rows.number("sum")
     for piece, (x, gradient) in rows.pieces("param", "grad"):
         u, g = _on_sphere(x, gradient, group)
@@ -211,12 +186,7 @@ def adagradg(rows: RowSet, group: Options) -> None:
 
 
 def adamg(rows: RowSet, group: Options) -> None:
-    """Adam-G of Cho & Lee (2017), per unit row, with h the tangent gradient clipped to ‖h‖ ≤ clip.
-
-    m ← β1 m + (1−β1)h;  v ← β2 v + (1−β2)‖h‖²;  δ = −η √(1−β2^t)/(1−β1^t) · m/√(v + ε);
-    x' = Exp_x(δ), and m is transported along the geodesic. With `retraction` there is no clip and
-    x' = (x + δ)/‖x + δ‖. A row whose ‖h‖² is not finite takes no step.
-    """
+    """Adam-G of Cho & Lee (2017), with h the tangent gradient, clipped, and δ the step along the sphere."""
     step = rows.advance()
     beta1, beta2 = group["betas"]
     rate = rate_of(group) * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
@@ -250,15 +220,8 @@ def adamg(rows: RowSet, group: Options) -> None:
     rows.share("exp_avg_sq")
 
 
-# AdamP ------------------------------------------------------------------------------------------------------
-
-
 def adamp(rows: RowSet, group: Options) -> None:
-    """AdamP (Heo et al., 2021) on rows that are known to be radial: the step is always projected.
-
-    q = m/(√(v/(1−β2^t)) + ε), with Nesterov β1 m + (1−β1)g for m;  q^⊥ = q − ⟨q,ū⟩ū with ū = x/(‖x‖ + ε);
-    x' = (1 − ηλρ)x − η/(1−β1^t) q^⊥, with ρ the ratio of the decay. A row whose ‖g‖² is not finite takes no step.
-    """
+    """AdamP (Heo et al., 2021) on rows that are known to be radial: the step q is always projected."""
     step = rows.advance()
     beta1, beta2 = group["betas"]
     lr = rate_of(group)
@@ -283,19 +246,8 @@ def adamp(rows: RowSet, group: Options) -> None:
         x.copy_(y)
 
 
-# Angular ----------------------------------------------------------------------------------------------------
-
-
 def angular(rows: RowSet, group: Options) -> None:
-    """Angular: a row turns by a given angle θ along −d and keeps its radius; h = r∇L(x)^⊥ is the gradient at u.
-
-    m ← β m + h;  n = m, with Nesterov h + β m;  d = n, or (n ⊘ √(V/(1−β2^t)))^⊥ with V ← β2 V + (1−β2) h²
-    element-wise (0/0 = 0), or NS(n)^⊥ of matrices;  θ = lr, or min(lr ‖d‖/√(v/(1−β2^t)), ½) with
-    v ← β2 v + (1−β2)‖d‖²;  x' = r Exp_u(−θ d/‖d‖);  m ← Γ(m) from u to u'.
-
-    A row whose h is 0, up to the rounding of a radial gradient, does not turn. A row whose ‖h‖² is not finite takes no
-    step.
-    """
+    """Angular: a row turns by an angle θ along −d and keeps its radius; h = r∇L(x)^⊥ is the gradient at u."""
     if group["direction"] == "muon":
         if rows.d:
             _angular_by_matrix(rows, group)
@@ -307,7 +259,7 @@ def angular(rows: RowSet, group: Options) -> None:
 
 def _angular_by_row(rows: RowSet, group: Options) -> None:
     """`angular` along n or n ⊘ √V, in one pass."""
-    root = _root_of_bias(rows, group)
+    root = (1 - group["beta2"] ** rows.advance()) ** 0.5
     names = ["exp_avg_sq"] if group["direction"] == "adam" else []
     for piece, (x, gradient, m, *second) in rows.pieces("param", "grad", "momentum_buffer", *names):
         _, h, _, stays = pushed = _pushed([x, gradient, m], group)
@@ -328,24 +280,17 @@ def _angular_by_matrix(rows: RowSet, group: Options) -> None:
         _, h, _, stays = _pushed([x, gradient, n], group)
         n = h.add_(n, alpha=group["momentum"]) if group["nesterov"] else n
         pieces += zeroed(stays, n)
-    along = rows.from_matrices([orthogonalized(stack) for stack in rows.matrices(torch.cat(pieces))])
-    root = _root_of_bias(rows, group)
+    along = rows.on_matrices(orthogonalized, torch.cat(pieces))
+    root = (1 - group["beta2"] ** rows.advance()) ** 0.5
     for piece, tensors in rows.pieces(*names):
         at = root[piece].to(rows.dtype) if isinstance(root, Tensor) and root.ndim else root
         _turn(rows, piece, tensors, group, _pushed(tensors, group), along[piece], at)
 
 
-def _root_of_bias(rows: RowSet, group: Options) -> float | Tensor:
-    """√(1−β2^t) of this step, which is counted."""
-    root: float | Tensor = (1 - group["beta2"] ** rows.advance()) ** 0.5
-    return root
-
-
 def orthogonalized(stack: Tensor) -> Tensor:
     """The five Newton–Schulz steps of `torch.optim.Muon` on matrices of one shape, (k, a, b); 0 stays 0.
 
-    X ← n/‖n‖;  five times G = XXᵀ, X ← aX + (bG + cG²)X: in bfloat16 on an accelerator, in float32 on a CPU, and in
-    float64 for float64.
+    X ← n/‖n‖;  five times G = XXᵀ, X ← aX + (bG + cG²)X.
     """
     x = stack.mT if stack.shape[1] > stack.shape[2] else stack
     size = norm(x.flatten(1)).unsqueeze(2)

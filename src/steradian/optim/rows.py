@@ -1,12 +1,14 @@
 """What an optimizer steps on: the rows of one parameter, or of several together, with gradients and state."""
 
 import functools
+import importlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,25 +19,25 @@ from steradian.groups import Layout
 
 Options = Mapping[str, Any]
 """A param group."""
+State = dict[str, Tensor]
+Function = Callable[[Tensor], Tensor]
 
 # Numbers of a tensor that one pass of a step works on, on a CPU: several such temporaries stay in its cache.
 _PIECE = 2**18
 
 
-def arithmetic(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype that rows of these dtypes are computed in, and that one number per row is kept in.
+def sharding() -> ModuleType:
+    """`steradian.optim.sharded`, imported when a parameter is sharded: not every torch has what it needs."""
+    return importlib.import_module("steradian.optim.sharded")
 
-    >>> arithmetic(torch.bfloat16), arithmetic(torch.float32, torch.float64)
-    (torch.float32, torch.float64)
-    """
+
+def arithmetic(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype that rows of these dtypes are computed in, and that one number per row is kept in."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def exact(step: Tensor) -> Tensor:
-    """A step count in which 1 − β^t keeps its digits: float64, where the device has it.
-
-    It is kept in float32, as torch does; there 1 − 0.999^t has five digits.
-    """
+    """A step count, kept in float32 as torch does, in which 1 − β^t keeps its digits: float64, where there is one."""
     return step if step.device.type == "mps" else step.to(torch.float64)
 
 
@@ -74,38 +76,31 @@ class RowSet:
 
     `read` gives a parameter-shaped quantity as (n, d) rows: a view of its memory where the layout, the strides and the
     dtype allow, else a copy in the arithmetic's dtype. The entries within a row follow the parameter's strides, so that
-    channels_last needs no copy. A step goes through the rows piece by piece (`pieces`), which puts copies back, so that
-    copies and temporaries stay small.
+    channels_last needs no copy. A step goes through the rows piece by piece (`pieces`), which puts copies back.
 
     Attributes:
         layout: how each tensor is cut.
         params: the parameters, all with a gradient.
         states: the optimizer's state of each.
-        absent: the states of parameters of a joint set that have no gradient in this step. The step count and the
-            numbers per row belong to the set, so these follow.
+        absent: the states of a joint set's parameters without a gradient: step count and numbers per row follow.
         fresh: the states were made for this step.
         n: number of rows.
         d: numbers in a row, over all parameters.
         dtype: what rows are computed in: the widest that one of the parameters needs.
-        telemetry: memory for the numbers of `TELEMETRY` for each row, (n, 7); None: telemetry is off.
-        scale: gradients are divided by it when they are read; None: by nothing.
         owners: the optimizer's parameters, of which `params` may be parts or copies.
-        sharded: the owners are sharded.
-        in_place: the rows are the owners' memory, not copies for one step.
     """
 
-    telemetry: Tensor | None = None
-    scale: Tensor | None = None
+    telemetry: Tensor | None = None  # memory for the numbers of `TELEMETRY`, (n, 7); None: it is off
+    scale: Tensor | None = None  # what gradients are divided by when they are read
     sharded: bool = False
-    in_place: bool = True
+    in_place: bool = True  # the rows are the owners' memory, not copies for one step
 
     def __init__(
         self,
         layout: Layout,
         params: list[Tensor],
-        states: list[dict[str, Tensor]],
-        *,
-        absent: Sequence[dict[str, Tensor]] = (),
+        states: list[State],
+        absent: Sequence[State] = (),
         fresh: bool = False,
     ) -> None:
         self.layout, self.params, self.states = layout, params, states
@@ -113,10 +108,6 @@ class RowSet:
         self.dtype = arithmetic(*(param.dtype for param in params))
         self._cuts = [_Cut.of(param.shape, param.stride(), layout) for param in params]
         self.n, self.d = self._cuts[0].n, sum(cut.d for cut in self._cuts)
-
-    def refresh(self) -> bool:
-        """Called before the rows are stepped again: takes the owners' new gradients; False if it cannot."""
-        return True
 
     def finish(self) -> None:
         """Called after the step."""
@@ -127,31 +118,24 @@ class RowSet:
         return slice(0, self.n)
 
     def pieces(self, *names: str, write: bool = True) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Ranges of rows, each with these rows of some quantities, to be changed in place if `write` (but gradients).
-
-        On a CPU a piece is what its cache holds, elsewhere it is all rows at once.
-        """
-        for piece in self._ranges():
-            tensors = [self.read(name, piece) for name in names]
-            yield piece, tensors
-            for name, rows in zip(names, tensors, strict=True):
-                if write and name != "grad":
-                    self._write(name, piece, rows)
-
-    def _ranges(self) -> Iterator[slice]:
+        """Ranges of rows, each with these rows of some quantities; changes in place are kept if `write` (not grad)."""
         at_once = self.n
         if self.params[0].device.type == "cpu" and not torch.compiler.is_compiling():
             # A piece is whole blocks of every tensor's outermost cut dimension.
             whole = math.lcm(*(cut.rows_per_block for cut in self._cuts))
             at_once = whole * max(1, _PIECE // max(1, self.d * whole))
         for start in range(0, self.n if self.d else 0, max(1, at_once)):
-            yield slice(start, min(start + at_once, self.n))
+            piece = slice(start, min(start + at_once, self.n))
+            tensors = [self.read(name, piece) for name in names]
+            yield piece, tensors
+            for name, rows in zip(names, tensors, strict=True):
+                if write and name != "grad":
+                    self._write(name, piece, rows)
 
     def read(self, name: str, piece: slice) -> Tensor:
         """Some rows of "param", "grad" or a parameter-shaped entry of the state."""
-        parts = [
-            cut.rows(tensor, piece).to(self.dtype) for cut, tensor in zip(self._cuts, self._tensors(name), strict=True)
-        ]
+        tensors = zip(self._cuts, self._tensors(name), strict=True)
+        parts = [cut.rows(tensor, piece).to(self.dtype) for cut, tensor in tensors]
         if name == "grad" and self.scale is not None:
             parts = [part / self.scale.to(part) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -172,34 +156,19 @@ class RowSet:
         parts = zip(torch.split(rows, [cut.d for cut in self._cuts], dim=1), self.params, strict=True)
         return torch.cat([_clamp_to(param.dtype, part).to(param.dtype).to(self.dtype) for part, param in parts], dim=1)
 
-    def matrices(self, rows: Tensor) -> list[Tensor]:
-        """Rows as stacks of matrices, (k, a, b): all rows as one, or each block of each tensor if rows are blocks.
+    def on_matrices(self, function: Function, rows: Tensor) -> Tensor:
+        """Rows after a function of matrices, (k, a, b): all rows are one, as filters are, or each block, as heads are.
 
         They may be the rows of several parameters like this one, under each other.
         """
-        if self._are_slices():
-            return [self._gathered(rows).unflatten(0, (max(1, len(rows) // max(1, self.n)), -1))]
-        parts = torch.split(rows, [cut.d for cut in self._cuts], dim=1)
-        return [cut.matrices(part) for cut, part in zip(self._cuts, parts, strict=True)]
-
-    def from_matrices(self, stacks: list[Tensor]) -> Tensor:
-        """The inverse of `matrices`."""
-        if self._are_slices():
-            return self._own(stacks[0].flatten(0, 1))
-        return torch.cat([cut.from_matrices(stack) for cut, stack in zip(self._cuts, stacks, strict=True)], dim=1)
-
-    def _are_slices(self) -> bool:
-        """Whether rows are single slices of a dimension, as filters are, and not blocks of several, as heads are."""
         shape = self.owners[0].shape  # on a rank with one row of several, its part is one block
-        return any(count == size > 1 for count, size in zip(self.layout.blocks(shape), shape, strict=True))
+        if any(count == size > 1 for count, size in zip(self.layout.blocks(shape), shape, strict=True)):
+            return self._on_whole(function, rows)
+        parts = torch.split(rows, [cut.d for cut in self._cuts], dim=1)
+        return torch.cat([cut.on_matrices(function, part) for cut, part in zip(self._cuts, parts, strict=True)], dim=1)
 
-    def _gathered(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks."""
-        return rows
-
-    def _own(self, rows: Tensor) -> Tensor:
-        """Those of this rank."""
-        return rows
+    def _on_whole(self, function: Function, rows: Tensor) -> Tensor:
+        return function(rows.unflatten(0, (max(1, len(rows) // max(1, self.n)), -1))).flatten(0, 1)
 
     def is_dense(self) -> bool:
         """One parameter whose rows lie behind each other in memory."""
@@ -224,16 +193,17 @@ class RowSet:
     @contextmanager
     def scaled(self, scale: Tensor | None, found: Tensor | None) -> Iterator[None]:
         """Gradients are read unscaled; all is restored if the step is to be skipped, which the host does not know."""
-        self.scale, tensors = scale, list[Tensor]()
-        if found is not None:
-            tensors += self.params if self.telemetry is None else [*self.params, self.telemetry]
-            tensors += [value for state in (*self.states, *self.absent) for value in state.values()]
-        before = [tensor.detach().clone() for tensor in tensors]
-        yield
+        self.scale = scale
+        if found is None:
+            yield
+        else:
+            tensors = self.params if self.telemetry is None else [*self.params, self.telemetry]
+            tensors = [*tensors, *(value for state in (*self.states, *self.absent) for value in state.values())]
+            before = [tensor.detach().clone() for tensor in tensors]
+            yield
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.copy_(torch.where(found.reshape(()).to(tensor.device) != 0, old, tensor))
         self.scale = None
-        for tensor, old in zip(tensors, before, strict=True):
-            assert found is not None, "else nothing is restored"
-            tensor.copy_(torch.where(found.reshape(()).to(tensor.device) != 0, old, tensor))
 
     def _tensors(self, name: str) -> list[Tensor]:
         if name == "param":
@@ -299,21 +269,14 @@ class _Cut:
         run = [*self.outer, *self.inner]
         return self._is_one(tensor, run) and (not run or self._stride(tensor, run[-1]) == 1)
 
-    def matrices(self, rows: Tensor) -> Tensor:
-        """Each row as a matrix, whose first dimension is the tensor's: (n, a, b)."""
+    def on_matrices(self, function: Function, rows: Tensor) -> Tensor:
+        """Rows after a function of each of them as a matrix, (n, a, b), whose first dimension is the tensor's."""
         if 1 not in self.inner:
-            return rows.unsqueeze(1)
+            return function(rows.unsqueeze(1)).squeeze(1)
         first = 1 + self.inner.index(1)
-        sizes = [self.shape[k] for k in self.inner]
-        return rows.reshape(-1, *sizes).movedim(first, 1).reshape(len(rows), self.shape[1], -1)
-
-    def from_matrices(self, stack: Tensor) -> Tensor:
-        """The inverse of `matrices`."""
-        if 1 not in self.inner:
-            return stack.flatten(1)
-        first = 1 + self.inner.index(1)
-        others = [self.shape[k] for k in self.inner if k != 1]
-        return stack.reshape(len(stack), self.shape[1], *others).movedim(1, first).reshape(len(stack), self.d)
+        split = rows.unflatten(1, [self.shape[k] for k in self.inner]).movedim(first, 1)
+        stack = split.reshape(len(rows), self.shape[1], self.d // self.shape[1])
+        return function(stack).reshape(split.shape).movedim(1, first).reshape(rows.shape)
 
     def _is_one(self, tensor: Tensor, dims: list[int]) -> bool:
         """Whether some of the split dimensions are as one in memory."""
@@ -340,23 +303,20 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def together(sets: list[RowSet]) -> Iterable[RowSet]:
-    """The row sets of a param group, on a CPU with small ones of one kind stacked; no digit depends on it.
-
-    Stacks are copied one by one as they are iterated over: one must be stepped before the next is asked for.
-    """
+    """The row sets of a param group, on a CPU with small ones of one kind stacked; no digit depends on it."""
     if len(sets) < 2 or not at_hand(sets[0].params[0]):
         return sets
-    alike: dict[object, list[RowSet]] = {}
+    kinds: list[object] = []
     times: Counter[int] = Counter()
     for place, rows in enumerate(sets):
-        kind: object = _kind(rows)
+        kind = _kind(rows)
         if kind is not None:
             # Parameters that share their memory are stepped one after the other.
             address = rows.params[0].data_ptr()
             times[address] += 1
-            kind = kind, place // _AT_ONCE, times[address]
-        alike.setdefault(place if kind is None else kind, []).append(rows)
-    return (_Stack(same) if len(same) > 1 else same[0] for same in alike.values())
+            kind = (*kind, place // _AT_ONCE, times[address])
+        kinds.append(place if kind is None else kind)
+    return (_Stack(same) if len(same) > 1 else same[0] for same in batches(sets, kinds))
 
 
 def _kind(rows: RowSet) -> tuple[object, ...] | None:
@@ -405,22 +365,29 @@ class _Stack(RowSet):
 
 
 # Numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory.
-MATRICES = 2**27
+_MATRICES = 2**27
 
 
 def by_shape(sets: list[RowSet]) -> Iterable[RowSet]:
     """Row sets whose matrices are computed together: parameters of one shape stacked, each with its own step count."""
+    kinds: list[object] = []
+    for place, rows in enumerate(sets):
+        param = rows.params[0]
+        tensors = (*rows._tensors("param"), *rows._tensors("grad"), rows.states[0]["momentum_buffer"])
+        fits = rows.n * rows.d and rows.is_dense() and not (rows.sharded or rows.absent)
+        fits = fits and all(is_plain(t) and t.is_contiguous() and t.dtype == param.dtype for t in tensors)
+        kinds.append((param.shape, param.dtype, param.device) if fits else place)
+    return (_MatrixStack(same) if len(same) > 1 else same[0] for same in batches(sets, kinds))
+
+
+def batches(sets: list[RowSet], kinds: Iterable[object]) -> Iterable[list[RowSet]]:
+    """Row sets of one kind, as many as are computed at once."""
     alike: dict[object, list[RowSet]] = {}
     counts: Counter[object] = Counter()
-    for place, rows in enumerate(sets):
-        param, gradient = rows.params[0], rows.params[0].grad
-        single = rows.sharded or rows.absent or not rows.n * rows.d or not rows.is_dense() or gradient is None
-        tensors = () if gradient is None else (param, gradient, rows.states[0]["momentum_buffer"])
-        single = single or not all(is_plain(t) and t.is_contiguous() and t.dtype == param.dtype for t in tensors)
-        kind: object = place if single else (param.shape, param.dtype, param.device)
+    for rows, kind in zip(sets, kinds, strict=True):
         counts[kind] += rows.n * rows.d
-        alike.setdefault((kind, counts[kind] // MATRICES), []).append(rows)
-    return (_MatrixStack(same) if len(same) > 1 else same[0] for same in alike.values())
+        alike.setdefault((kind, counts[kind] // _MATRICES), []).append(rows)
+    return alike.values()
 
 
 class _MatrixStack(_Stack):
@@ -439,8 +406,5 @@ class _MatrixStack(_Stack):
         fill = functools.partial(torch.full, (self._sets[0].n, 1), dtype=torch.float64, device=self.params[0].device)
         return torch.cat([t.expand(self._sets[0].n, 1) if isinstance(t, Tensor) else fill(t) for t in counts])
 
-    def matrices(self, rows: Tensor) -> list[Tensor]:
-        return self._sets[0].matrices(rows)
-
-    def from_matrices(self, stacks: list[Tensor]) -> Tensor:
-        return self._sets[0].from_matrices(stacks)
+    def on_matrices(self, function: Function, rows: Tensor) -> Tensor:
+        return self._sets[0].on_matrices(function, rows)

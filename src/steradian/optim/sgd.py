@@ -1,13 +1,11 @@
 """SGD whose momentum moves with radially invariant rows (Section 4, App. D.2 applied to SGD with momentum)."""
 
-import torch
 from torch import Tensor
 
-from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
 from steradian.optim.base import Options, Params, RowOptimizer, settings
 from steradian.optim.checks import check
-from steradian.optim.rows import RowSet, peak_rate
+from steradian.optim.rows import State, peak_rate
 
 __all__ = ["SGD"]
 
@@ -16,11 +14,9 @@ class SGD(RowOptimizer):
     """SGD, and with a momentum that is transported and rescaled on param groups that have rows.
 
     g = ∇L(x) + λx;  m ← μ m + (1−τ) g (m ← g in the first step);  x' = x − η m, with Nesterov x − η (g + μ m).
-    Then "b": m is transported from u to u', and "c": m ← (r/r') m. With Nesterov the step is not along m and the
-    transport is the general isometry. SGD does not deform gradients: "a" is accepted and changes nothing.
-    `without=""`, no momentum, and parameters whose group has no rows get `torch.optim.SGD`'s update, bit for bit.
-
-    A row that has no direction before or after a step keeps its momentum as it is.
+    Then "b": m is transported from u to u', with Nesterov by the general isometry, and "c": m ← (r/r') m. "a" changes
+    nothing. `without=""`, no momentum, and parameters whose group has no rows get `torch.optim.SGD`'s update, bit for
+    bit. A row that has no direction before or after a step keeps its momentum as it is.
 
     Args:
         params: parameters, or param groups with the keys "rows" and "joint" (`Groups.param_groups()`).
@@ -31,16 +27,18 @@ class SGD(RowOptimizer):
         nesterov: Nesterov's momentum.
         without: letters out of "abc", in any order; a param group may have its own.
         corrected_decay: on rows, λη/η_max in the place of λ, so that a falling rate is not undone by shrinking radii
-            (SGDC, AdamC: Defazio, 2025). η_max is the group's "max_lr", or else "initial_lr", which torch's schedulers
-            set, or else the rate that it was made with.
+            (SGDC: Defazio, 2025). η_max is the group's "max_lr", or else "initial_lr", which torch's schedulers set, or
+            else the rate that it was made with.
         maximize: ascend.
         fused: None or False; there is no fused SGD.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(8, 3))
     >>> optimizer = SGD([{"params": [weight], "rows": "filter"}], lr=0.1, momentum=0.9, without="bc")
     """
 
     update = staticmethod(reference.sgd)
+    _rest_pace = staticmethod(reference.sgd_pace)
     _marks = frozenset({"momentum", "without"})
     _takes_sparse = True
 
@@ -67,13 +65,10 @@ class SGD(RowOptimizer):
 
     def _updates_rows(self, group: Options) -> bool:
         moves = bool(group["momentum"]) and ("b" in group["without"] or "c" in group["without"])
-        return moves or peak_rate(group) is not None
+        return group.get("rows") is not None and (moves or peak_rate(group) is not None)
 
-    def _new_state(self, param: Tensor, group: Options, layout: Layout | None) -> dict[str, Tensor]:
-        return {} if layout is None else {"momentum_buffer": torch.zeros_like(param)}
+    def _entries(self, group: Options) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self._updates_rows(group) else ()  # torch makes its own in the first step
 
-    def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: Options) -> None:
+    def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         torch_updates.sgd(params, states, group)
-
-    def _emit_rest(self, rows: RowSet, before: Tensor, group: Options) -> None:
-        reference.emit_sgd(rows, before, group)

@@ -1,12 +1,10 @@
 """Sharded parameters (DTensor, as FSDP2 makes them).
 
 `fully_shard` cuts dimension 0, so rows that are slices of it are whole on one rank: each rank steps its own, and
-nothing is communicated. Rows that are spread over several ranks are gathered, every rank takes the same step, and keeps
-its part. Angular's direction "muon" needs whole matrices: where each rank steps its own rows, the momentum of every
-matrix is gathered for it.
+nothing is communicated, but for the momenta of whole matrices that Angular's "muon" needs. Rows that are spread over
+several ranks are gathered, every rank takes the same step, and keeps its part.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from steradian.groups import Layout
-from steradian.optim.rows import RowSet
+from steradian.optim.rows import Function, RowSet
 
 State = dict[str, Any]
 
@@ -73,20 +71,14 @@ class ShardedRowSet(RowSet):
     sharded = True
 
     def __init__(
-        self,
-        layout: Layout,
-        params: list[DTensor],
-        states: list[State],
-        *,
-        absent: Sequence[State] = (),
-        fresh: bool = False,
+        self, layout: Layout, params: list[DTensor], states: list[State], absent: list[State], fresh: bool
     ) -> None:
         self.in_place = all(_stays_whole(param, layout) for param in params)
         parts = [self._here(param) for param in params]
         own = [{k: self._here(v) if isinstance(v, DTensor) else v for k, v in state.items()} for state in states]
         # Only the step count and the numbers per row of these are written, and each rank has its own.
         others = [{k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()} for state in absent]
-        super().__init__(layout, parts, own, absent=others, fresh=fresh)
+        super().__init__(layout, parts, own, others, fresh=fresh)
         self.owners: list[Any] = params
         self._sharded_states = states
         self.refresh()
@@ -113,18 +105,15 @@ class ShardedRowSet(RowSet):
                 if isinstance(value, DTensor):
                     keep(value, whole[name])
 
-    def _gathered(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks."""
+    def _on_whole(self, function: Function, rows: Tensor) -> Tensor:
+        """The matrix of all ranks' rows, of which this rank keeps its own."""
         if not self.in_place:
-            return rows
+            return super()._on_whole(function, rows)
         owner = self.owners[0]
         shape, stride = torch.Size((self.layout.size(owner.shape)[0], self.d)), (self.d, 1)
         mesh, placements = owner.device_mesh, owner.placements
-        return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
-
-    def _own(self, rows: Tensor) -> Tensor:
-        """Those of this rank."""
-        return _part_of(self.owners[0], rows.contiguous()) if self.in_place else rows
+        gathered = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return _part_of(owner, function(gathered.full_tensor().unsqueeze(0)).squeeze(0).contiguous())
 
     def _here(self, tensor: DTensor) -> Tensor:
         """The part on this rank, which shares the memory, or a copy of the whole tensor."""

@@ -14,15 +14,14 @@ TELEMETRY = ("radius", "angle", "effective_lr", "next_radius", "gradient_norm", 
 class Telemetry(Mapping[Tensor, Tensor]):
     """The numbers of `TELEMETRY` for every row in its last step: (n, 7) under each parameter.
 
-    The first parameter of a joint set stands for the set, and a sharded parameter has the rows that this rank
-    steps. All rows of one device and dtype are in one tensor, so that one copy fetches them; the value of a parameter
-    is a view of it. Every step overwrites the memory, which stays at its address, also in a graph, until a param
-    group is added. A parameter that takes no step keeps its last numbers, initially zeros.
+    The first parameter of a joint set stands for the set, and a sharded parameter has the rows that this rank steps.
+    The value of a parameter is a view of one tensor for its device and dtype. Every step overwrites the memory, which
+    stays at its address until a param group is added. A parameter that takes no step keeps its last numbers.
 
     Attributes:
         buffers: the tensors, (N, 7), one for each device and dtype.
-        also: a second tensor like the only buffer, aligned to 16 bytes. A fused step that covers all rows writes its
-            numbers there as well, without a copy; a captured one does not.
+        also: a second tensor like the only buffer, aligned to 16 bytes, to which a fused step that covers all rows and
+            is not captured writes its numbers as well.
         left: that tensor, after a step that wrote to it; else None.
     """
 

@@ -8,22 +8,17 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from steradian.optim.rows import Options, exact, rate_of
+from steradian.optim.rows import Options, State, exact, rate_of
 
-States = Sequence[dict[str, Tensor]]
+States = Sequence[State]
 
 _KIND, _GRAD = attrgetter("device", "dtype"), attrgetter("grad")
 
 
-def adam(
-    params: list[Tensor],
-    states: States,
-    group: Options,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """`torch.optim.Adam`'s update, or AdamW's if the decay is decoupled; a gradient scaler makes it fused."""
+def adam(params: list[Tensor], states: States, group: Options, *scaler: Tensor | None) -> None:
+    """`torch.optim.Adam`'s update, or AdamW's if the decay is decoupled; a scaler (scale, found_inf) makes it fused."""
     lr, device, decoupled = group["lr"], params[0].device, group.get("decoupled_weight_decay", False)
+    grad_scale, found_inf = scaler or (None, None)
     m, v, steps = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
     settings = {name: group[name] for name in ("weight_decay", "eps", "maximize")}
     settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False}
@@ -43,8 +38,7 @@ def adam(
             **settings,
         )
         return
-    # torch's fused update, bit for bit. Its function sorts all tensors by device and dtype in every step, which takes
-    # the host longer than the rest of the step.
+    # Its fused update. Its function sorts all tensors by device and dtype, which takes longer than the rest of a step.
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         lr = lr.to(device, non_blocking=True)
     scale, found = (each if each is None else each.to(device, non_blocking=True) for each in (grad_scale, found_inf))

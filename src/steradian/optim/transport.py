@@ -1,8 +1,4 @@
-"""What a step does to a row besides moving it: momentum transported and rescaled, and telemetry.
-
-Rows are (n, d), numbers per row (n, 1); x is a row before the step and y the row after it. Nothing is read back from
-the device.
-"""
+"""Momentum transported and rescaled after a step, and telemetry. Names and shapes are those of `reference`."""
 
 from dataclasses import dataclass
 
@@ -18,9 +14,8 @@ from steradian.optim.rows import RowSet
 class Motion:
     """⟨x,x⟩ and ⟨y,y⟩ of a step from x to y, the squared ratio (r/r')², and the rows whose m and v stay.
 
-    The step works with squares, so these must be normal numbers to all their digits: radii from 3e-16 to 1e19 in
-    float32, from 1e-146 to 1e154 in float64. A row that shrinks by more than the rounding unit in one step has no
-    direction left either: what remains of it is the rounding of the subtraction.
+    The squares must be normal numbers to all their digits: radii from 3e-16 to 1e19 in float32. A row that shrinks by
+    more than the rounding unit has no direction left either: what remains of it is the rounding of the subtraction.
     """
 
     xx: Tensor
@@ -44,9 +39,8 @@ class Motion:
 def carry_in_plane(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
     """Transport, and rescale, a momentum in the plane of x and y, in place (App. D.2).
 
-    T(m) = (⟨x,y⟩m − ⟨m,y⟩x)/(r r'), which drops the radial part of m. Times r/r' it is Algorithm 1's line,
-    corrected: m ← (⟨y,x⟩m − ⟨m,y⟩x)/⟨y,y⟩. The products are taken from the vectors themselves: identities
-    between them cancel when a row collapses or is thrown far out. Collapsed rows keep their m.
+    T(m) = (⟨x,y⟩m − ⟨m,y⟩x)/(r r'), which drops the radial part of m; times r/r' it is Algorithm 1's line, corrected.
+    The products are taken from the vectors: identities between them cancel when a row collapses or is thrown far out.
     """
     scale = motion.yy if rescale else motion.xx.sqrt() * motion.yy.sqrt()
     kept, removed = dot(x, y).div_(scale), dot(m, y).div_(scale)
@@ -58,9 +52,8 @@ def carry_in_plane(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: 
 def carry(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
     """Transport, and rescale, any momentum, in place: the general isometry of `geometry.transport`.
 
-    For steps that are not along the momentum, where T would shrink what is orthogonal to the plane of x and y. On
-    tangent vectors the isometry is the reflection m ↦ m^⊥ − 2⟨m^⊥,w⟩/⟨w,w⟩·w with w = u + u'. It is taken from w's
-    entries, since ⟨w,w⟩ = 2(1 + ⟨u,u'⟩) has no digits near the antipode; at the antipode itself it is m^⊥.
+    For steps that are not along the momentum. On tangent vectors the isometry is the reflection
+    m ↦ m^⊥ − 2⟨m^⊥,w⟩/⟨w,w⟩·w with w = u + u', and ⟨w,w⟩ = 2(1 + ⟨u,u'⟩) would have no digits near the antipode.
     """
     x, y = zeroed(failing(~motion.gone), x, y)
     u = x / motion.xx.sqrt().masked_fill_(motion.gone, 1)
@@ -86,10 +79,7 @@ def emit(
     end: Tensor | None = None,
     inward: Tensor | None = None,
 ) -> None:
-    """Write the numbers of `TELEMETRY` for the step from x to y.
-
-    The effective rate A/(1 − A⟨c,u⟩) of x' = x − η a ⊘ b (Section 2.4) is (η/b̄)/⟨x,x'⟩. Rate, defect and radial
-    part are 0 for a row that has no direction, the rate also where b̄ is 0 and the defect where the gradient is.
+    """Write the numbers of `TELEMETRY` for the step from x to y, whose effective rate (Section 2.4) is (η/b̄)/⟨x,x'⟩.
 
     `gradient` is ∇L(x), whatever its sign, `pace` η/b̄, `start` 1 − ηδ (what a decoupled decay δ leaves of x before the
     step), `end` where the row lands, if elsewhere on the ray of y, `inward` A⟨c,u⟩, if y is not on a straight line.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steradian.groups import Group, Groups, Layout, is_flattened, is_sharded
-from steradian.optim.state import sharding
+from steradian.optim.rows import sharding
 from steradian.watching.records import listed
 
 __all__ = ["INVARIANT", "Membership", "Piece", "WatchedGroup", "dtype_of", "nominal_rate", "place", "watched_groups"]

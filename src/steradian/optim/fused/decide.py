@@ -7,8 +7,8 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Collection, Sequence
-from itertools import chain, repeat
+from collections.abc import Sequence
+from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from steradian.optim.rows import Options, RowSet
 if TYPE_CHECKING:
     from steradian.optim.base import Classic, RowOptimizer, Work
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _GRAD = attrgetter("grad")
 _ALWAYS_A_TILE = 5 * 512
 # Settings that decide which rows are fused.
@@ -61,18 +60,17 @@ def runs_kernels(device: torch.device) -> bool:
 def can_step(rows: RowSet, group: Options) -> bool:
     """Whether the fused step takes these rows: one dense parameter, cut along dimension 0 alone.
 
-    Element-wise second moments take the fused step only where a tile holds the row, and so does Angular in half
-    precision, whose telemetry is that of the rounded weights, or along Muon's direction.
+    A tile must hold rows with element-wise second moments, and those of Angular in half precision, whose telemetry is
+    that of the rounded weights, or along Muon's direction.
     """
     param, gradient, state = rows.params[0], rows.params[0].grad, rows.states[0]
     kind, (momentum, second, _) = _kind(group)
-    if group.get("joint") or gradient is None or param.dtype not in _DTYPES or not rows.n or not rows.d:
+    if group.get("joint") or gradient is None or not rows.n or not rows.d or not rows.in_place:
         return False
-    if not rows.in_place or not (is_plain(param) and is_plain(gradient)):
+    if not (is_plain(param) and is_plain(gradient)):
         return False
-    if kind >= 4 and not _has_matrices(rows, state[momentum]):
-        return False
-    if rows.d > _ALWAYS_A_TILE and (kind == 1 or (kind > 1 and param.dtype.itemsize < 4)):
+    needs_tile = kind == 1 or (kind > 1 and param.dtype.itemsize < 4)
+    if (needs_tile and rows.d > _ALWAYS_A_TILE) or (kind >= 4 and not _has_matrices(rows, state[momentum])):
         return False
     if kind == 1 and state[second].stride() != param.stride():
         return False
@@ -102,56 +100,48 @@ def _kind(group: Options) -> tuple[int, tuple[str, str, str]]:
 class FusedStep:
     """A whole step of an optimizer: plans for the fused rows, and what gets the plain step.
 
-    It is kept as long as the same parameters have gradients in the same groups, so that a step does not go through
-    groups, layouts and states again.
+    It is kept as long as the same parameters have gradients in the same groups.
     """
 
     def __init__(self, optimizer: "RowOptimizer", classic: "Classic", work: "Work") -> None:
-        from steradian.optim.fused.table import Plan, setting
+        from steradian.optim.fused.table import Plan
 
-        self.classic = classic
+        self.classic, self.made_from = classic, _made_from(optimizer)
         self.plain: Work = []
-        self.setting = setting
-        self.deciding = _deciding(optimizer)
         chosen: dict[Any, list[tuple[Options, list[RowSet]]]] = {}
         for group, sets in work:
             by_kind: dict[Any, list[RowSet]] = {}
             fused = optimizer._is_fused(group)
             for rows in sets:
                 alike = (*_kind(group), rows.params[0].device, rows.params[0].dtype)
-                by_kind.setdefault(alike if fused and can_step(rows, group) else (), []).append(rows)
-            self.plain += [(group, by_kind.pop(()))] if () in by_kind else []
-            for alike, chosen_sets in by_kind.items():
-                chosen.setdefault(alike, []).append((group, chosen_sets))
-        kept, telemetry = optimizer._in_graphs, optimizer.telemetry
+                by_kind.setdefault(alike if fused and can_step(rows, group) else None, []).append(rows)
+            for alike, same in by_kind.items():
+                (self.plain if alike is None else chosen.setdefault(alike, [])).append((group, same))
+        kept: list[object] = vars(optimizer).setdefault("_in_graphs", [])  # it must live as long as the optimizer
         self.plans = [Plan(entries, kind, names, kept) for (kind, names, *_), entries in chosen.items()]
-        stepped = sum(rows.n for plan in self.plans for _, rows in plan.sets)
-        self.covers_telemetry = telemetry is not None and [len(buffer) for buffer in telemetry.buffers] == [stepped]
-        self.sharded = [rows for _, sets in work for rows in sets if rows.sharded]
+        planned = [rows for plan in self.plans for _, rows in plan.sets]
+        lengths = [len(buffer) for buffer in optimizer.telemetry.buffers] if optimizer.telemetry else []
+        self.covers_telemetry = lengths == [sum(rows.n for rows in planned)]
+        self.sharded: list[Any] = [rows for _, sets in work for rows in sets if rows.sharded]
         self.in_place = all(rows.in_place for rows in self.sharded)
-        self.stepped = [param for _, params, _ in classic for param in params]
-        self.stepped += [param for _, sets in self.plain for rows in sets for param in rows.owners]
-        known = {id(param) for _, sets in work for rows in sets for param in rows.owners}
-        known |= {id(param) for param in self.stepped}
-        self.idle = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-        self.groups = list(optimizer.param_groups)
-        self.params = [list(group["params"]) for group in self.groups]
-        self.states = list(optimizer.state.values())
+        known = {id(param) for rows in planned for param in rows.owners}
+        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        self.stepped = [param for param in others if param.grad is not None]
+        self.idle = [param for param in others if param.grad is None]
         self.on_cuda = any(plan.device.type == "cuda" for plan in self.plans)
         fitting = [plan.fits() for plan in self.plans]
         assert all(fitting), "a plan fits what it was made for"
 
     def fits(self, optimizer: "RowOptimizer") -> bool:
         """Whether the optimizer's next step is this one: nothing that it was made from has changed."""
+        # This runs in every step: no line of Python per parameter.
+        now = _made_from(optimizer)
         return (
             self.in_place
-            and _are(optimizer.param_groups, self.groups)
-            and _are(optimizer.state.values(), self.states)
-            and all(_are(group["params"], params) for group, params in zip(self.groups, self.params, strict=True))
-            and self.deciding == _deciding(optimizer)
+            and len(now) == len(self.made_from)
+            and all(map(is_, now, self.made_from))
             and all(rows.refresh() for rows in self.sharded)
             and all(plan.fits() for plan in self.plans)
-            # This runs in every step: no line of Python per parameter.
             and all(map(is_not, map(_GRAD, self.stepped), repeat(None)))
             and all(map(is_, map(_GRAD, self.idle), repeat(None)))
         )
@@ -165,17 +155,15 @@ class FusedStep:
             # A captured graph would write to the same memory in every replay.
             telemetry.left = also = telemetry.also if self.covers_telemetry and not capturing else None
         for plan in self.plans:
-            plan.use([self.setting(group, plan.device) for group in plan.groups])
-            plan.launch(grad_scale=scale, found_inf=found, also=also, capturing=capturing)
+            plan.launch(scale, found, also, capturing)
         if self.classic or self.plain:
             with torch.no_grad():
                 optimizer._step_plain(self.classic, self.plain)
 
 
-def _deciding(optimizer: "RowOptimizer") -> list[object]:
-    return [*chain.from_iterable(map(group.get, _DECIDING) for group in optimizer.param_groups)]
-
-
-def _are(now: Collection[object], known: list[Any]) -> bool:
-    """Whether these are the same objects."""
-    return len(now) == len(known) and all(map(is_, now, known))
+def _made_from(optimizer: "RowOptimizer") -> list[object]:
+    """The objects that a step is made from: param groups, their parameters and deciding settings, and states."""
+    found: list[object] = [*optimizer.param_groups, *optimizer.state.values()]
+    for group in optimizer.param_groups:
+        found += [*group["params"], *map(group.get, _DECIDING)]
+    return found

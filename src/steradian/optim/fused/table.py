@@ -2,14 +2,12 @@
 
 A `Plan` holds the addresses of everything and assigns rows to programs. A step compares addresses and settings with the
 table, copies the table if something changed (pinned and asynchronous, so the host never waits), and launches.
-Everything that a step needs from the host is in one table, so there is one copy.
 """
 
 import functools
 import itertools
 import math
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,13 +21,13 @@ from torch import Tensor
 
 from steradian.optim.fused import kernels
 from steradian.optim.reference import orthogonalized
-from steradian.optim.rows import MATRICES, Options, RowSet, arithmetic, peak_rate
+from steradian.optim.rows import Options, RowSet, arithmetic, batches, peak_rate
 from steradian.optim.telemetry import TELEMETRY
 
 LANES = int(kernels.LANES.value)
 _WARPS = 8
-# Three programs on a multiprocessor instead of two, for a few spilled registers in long rows.
-_REGISTERS = 80
+# More programs on a multiprocessor, for a few spilled registers in long rows: Adam's kind was fastest with 96.
+_REGISTERS = {0: 96, 2: 80}
 DTYPES = {
     torch.float32: (tl.float32, tl.float32),
     torch.bfloat16: (tl.bfloat16, tl.float32),
@@ -41,6 +39,7 @@ _CHUNK = 60
 _CAPTURES = 8
 _ADDRESS, _STRIDE = Tensor.data_ptr, Tensor.stride
 _DTYPE, _GRAD = operator.attrgetter("dtype"), operator.attrgetter("grad")
+Launched = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(eq=False)
@@ -93,13 +92,12 @@ class Plan:
         self.params = [rows.params[0] for _, rows in self.sets]
         self.states = [rows.states[0] for _, rows in self.sets]
         self.device, self.dtype = self.params[0].device, self.params[0].dtype
-        self.kind, self.entries = kind, operator.itemgetter(*entries)
-        self.kept = kept
+        self.kind, self.entries, self.kept = kind, operator.itemgetter(*entries), kept
         strides = [param.stride() for param in self.params]
         self.expected: list[object] = [*strides, *strides, *[self.dtype] * len(self.params)]
         self.seen, self.settings = list[Any](), list[tuple[Any, ...]]()
         self.classes, self.odd = list[int](), list[int]()
-        self.launches: dict[bool, list[Callable[[Tensor, Tensor, Tensor], None]]] = {}
+        self.launches: dict[bool, list[Launched]] = {}
         self._stack_matrices()
         self.finished = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.one, self.zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
@@ -112,10 +110,9 @@ class Plan:
         self.parts = [8 * count, 8 * groups, groups, groups]
         self.values = torch.zeros(sum(self.parts), dtype=torch.int64, device="cpu")
         # The same memory as arrays: a few numbers are written in a tenth of the time that torch's operations take.
-        cuts = np.cumsum(self.parts[:-1])
-        lines, groups_of, rates, self.host_addresses_of_rates = np.split(self.values.numpy(), cuts)
+        lines, groups_of, rates, self.host_addresses_of_rates = map(Tensor.numpy, self.values.split(self.parts))
         self.host_lines = lines.reshape(count, 8)
-        self.host_groups, self.host_rates = groups_of.view(np.float64), rates.view(np.float64)
+        self.host_groups, self.host_rates = groups_of.view(np.float64).reshape(-1, 8), rates.view(np.float64)
         self.host_lines[:, 5:] = [(rows.d, rows.n, group) for group, rows in self.sets]
         self._new_table()
         # A graph reads its source at every replay, and no memory can be pinned while it is captured.
@@ -146,18 +143,15 @@ class Plan:
         self.seen = seen
         return self.kind < 4 or _CHUNK not in self.classes
 
-    def use(self, settings: list[tuple[Any, ...]]) -> None:
-        """Take the settings of the groups (`setting`) as they are now."""
-        if settings != self.settings:
-            self.settings = settings
-            self._set_settings()
-
     # The step
 
-    def launch(
-        self, *, grad_scale: Tensor | None, found_inf: Tensor | None, also: Tensor | None, capturing: bool
-    ) -> None:
-        """Take one step of all rows, after `fits` and `use`; `also` is a second tensor for the telemetry."""
+    def launch(self, grad_scale: Tensor | None, found_inf: Tensor | None, also: Tensor | None, capturing: bool) -> None:
+        """Take one step of all rows, after `fits`; `also` is a second tensor for the telemetry."""
+        settings = [setting(group, self.device) for group in self.groups]
+        if settings != self.settings:
+            self.settings, self.changed = settings, True
+            self.host_groups[: len(settings)] = [[*line, kind == "address"] for kind, _, *line in settings]
+            self.host_rates[: len(settings)] = [rate if kind == "number" else 0.0 for kind, rate, *_ in settings]
         if self.changed or self.only_captured:
             self._write(capturing)
         for k, group in enumerate(self.groups):
@@ -183,13 +177,13 @@ class Plan:
         number = number.to(self.device, torch.float32)
         return number if number.data_ptr() % 16 == 0 else number.clone()
 
-    def _launches(self, scaled: bool) -> list[Callable[[Tensor, Tensor, Tensor], None]]:
+    def _launches(self, scaled: bool) -> list[Launched]:
         entries, computed = DTYPES[self.dtype]
         tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
         constants = (self.kind, self.emitting, scaled, entries, computed)
 
         def step(kind: int) -> Launch:
-            registers = _REGISTERS if kind in (0, 2) and self.dtype != torch.float64 else None
+            registers = _REGISTERS.get(kind) if self.dtype != torch.float64 else None
             return Launch(
                 kernels.step_rows,
                 len(self.items),
@@ -201,39 +195,37 @@ class Plan:
 
         if self.kind >= 4:
             return [step(self.kind), self._orthogonalize, step(6)]
-        made: list[Callable[[Tensor, Tensor, Tensor], None]] = [step(self.kind)]
+        made: list[Launched] = [step(self.kind)]
         if len(self.long_items):
             items = (self.long_items, *tables, self.emitted_of_long_rows, self.telemetry, self.sums)
             options = {"num_warps": _WARPS}
             made.append(Launch(kernels.step_long_rows, len(self.long_items), items, (), constants, options))
         return made
 
-    # Muon's direction
-
     def _stack_matrices(self) -> None:
         """Memory for what rows turn along, in which parameters of one shape follow each other."""
-        alike: dict[object, list[RowSet]] = {}
-        counts: Counter[object] = Counter()
-        for _, rows in self.sets if self.kind >= 4 else ():
-            shape = rows.params[0].shape, rows.layout.spec
-            counts[shape] += rows.n * rows.d
-            alike.setdefault((shape, counts[shape] // MATRICES), []).append(rows)
-        sizes = [sum(rows.n * rows.d for rows in same) for same in alike.values()]
-        self.along = torch.zeros(sum(sizes), dtype=arithmetic(self.dtype), device=self.device)
-        self.stacks: list[Tensor] = []  # views of it, (k, a, b)
+        self.stacks: list[Tensor] = []  # of matrices, (k, a, b): views of `along`
         self.starts = dict[int, int]()  # of each row set
+        sets = [rows for _, rows in self.sets if self.kind >= 4]
+        self.along = torch.zeros(
+            sum(rows.n * rows.d for rows in sets), dtype=arithmetic(self.dtype), device=self.device
+        )
+
+        def keep(stack: Tensor) -> Tensor:
+            self.stacks.append(stack)
+            return stack
+
         end = 0
-        for same, part in zip(alike.values(), self.along.split(sizes), strict=True):
-            self.stacks += same[0].matrices(part.view(-1, same[0].d))
+        for same in batches(sets, [(rows.params[0].shape, rows.layout.spec) for rows in sets]):
+            begin = end
             for rows in same:
                 self.starts[id(rows)], end = end, end + rows.n * rows.d
+            same[0].on_matrices(keep, self.along[begin:end].view(-1, same[0].d))
 
     @torch.no_grad()
     def _orthogonalize(self, *_: Tensor) -> None:
         for stack in self.stacks:
             stack.copy_(orthogonalized(stack))
-
-    # The table
 
     def _new_table(self) -> None:
         self.table = torch.zeros_like(self.values, device=self.device)
@@ -250,12 +242,9 @@ class Plan:
         self.changed = self.moved = True
         # Usually only gradients have new addresses, with the same alignment as before.
         odd = [address % 16 for address in (*params, *gradients)]
-        if odd != self.odd:
-            self._set_classes()
-            self.odd = odd
-
-    def _set_classes(self) -> None:
-        """How each row is read: sixteen bytes at a time if all of its tensors are aligned to that."""
+        if odd == self.odd:
+            return
+        # Rows are read sixteen bytes at a time if all of their tensors are aligned to that.
         even = (self.host_lines[:, :3] % 16 == 0).all(axis=1).tolist()
         wide = [rows.d % 4 == 0 and rows.d * self.dtype.itemsize % 16 == 0 for _, rows in self.sets]
         each = zip(self.sets, even, wide, strict=True)
@@ -263,14 +252,7 @@ class Plan:
         if classes != self.classes:
             with torch.device("cpu"):  # whatever the default is
                 self._make_items(classes)
-            self.classes = classes
-
-    def _set_settings(self) -> None:
-        lines = [[*line, kind == "address"] for kind, _, *line in self.settings]
-        rates = [rate if kind == "number" else 0.0 for kind, rate, *_ in self.settings]
-        self.host_groups[: 8 * len(lines)] = np.array(lines, dtype=np.float64).ravel()
-        self.host_rates[: len(rates)] = rates
-        self.changed = True
+        self.classes, self.odd = classes, odd
 
     def _write(self, capturing: bool) -> None:
         """Copy the values to the device; a table that a captured graph reads is not changed, a new one is made."""
@@ -280,13 +262,10 @@ class Plan:
         own = self.rates.data_ptr()
         addresses = [line[1] if line[0] == "address" else own + 8 * k for k, line in enumerate(self.settings)]
         self.host_addresses_of_rates[: len(addresses)] = addresses
-        if capturing:
-            if not self.spare:
-                raise RuntimeError(f"more than {_CAPTURES} graphs changed what this optimizer steps on")
-            source = self.spare.pop().copy_(self.values)
-            self.kept.append(source)
-        else:
-            source = self._pinned(self.values)
+        if capturing and not self.spare:
+            raise RuntimeError(f"more than {_CAPTURES} graphs changed what this optimizer steps on")
+        source = self.spare.pop().copy_(self.values) if capturing else self._pinned(self.values)
+        self.kept += [source] if capturing else []
         self.table.copy_(source, non_blocking=True)
         # Programs hold addresses only: if just the rate changes, as under a schedule, they stay as they are.
         if self.moved or self.only_captured or capturing:
@@ -297,8 +276,6 @@ class Plan:
 
     def _pinned(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self.device.type == "cuda" else values
-
-    # Programs
 
     def _make_items(self, classes: list[int]) -> None:
         """Which program steps which rows, as the distance of its line from the line of its parameter."""
@@ -338,19 +315,15 @@ class Plan:
 
     def _targets(self, table: Tensor) -> Tensor:
         """Where in `telemetry` each program writes, as an offset in numbers."""
-        if not self.emitting:
-            return self.zero
-        first = torch.tensor([rows.telemetry.storage_offset() for _, rows in self.sets if rows.telemetry is not None])
-        return self._sent(first[table[:, 0]] + table[:, 1] * len(TELEMETRY))
+        first = [rows.telemetry.storage_offset() for _, rows in self.sets if rows.telemetry is not None]
+        return self._sent(torch.tensor(first)[table[:, 0]] + table[:, 1] * len(TELEMETRY)) if first else self.zero
 
     def _sent(self, values: Tensor) -> Tensor:
         return self._pinned(values).to(self.device, non_blocking=True)
 
 
 def _columns(*values: int | Tensor) -> Tensor:
-    length = max(len(value) for value in values if isinstance(value, Tensor))
-    parts = [value if isinstance(value, Tensor) else torch.full((length,), value) for value in values]
-    return torch.stack(parts, dim=1)
+    return torch.stack(torch.broadcast_tensors(*map(torch.as_tensor, values)), dim=1)
 
 
 def _class(d: int, *, aligned: bool) -> int:
@@ -368,9 +341,7 @@ def _class(d: int, *, aligned: bool) -> int:
 def setting(group: Options, device: torch.device) -> tuple[Any, ...]:
     """How the rate of a group is given (number, address, or copied), it, and what `kernels.settings_of` reads."""
     lr = group["lr"]
-    if type(lr) is float:
-        kind, rate = "number", lr
-    elif not isinstance(lr, Tensor) or lr.device.type == "cpu":
+    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
         kind, rate = "number", float(lr)
     elif lr.dtype == torch.float32 and lr.device == device:
         kind, rate = "address", lr.data_ptr()
