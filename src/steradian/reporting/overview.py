@@ -68,20 +68,15 @@ def alerts(runs: Sequence[PageRun]) -> list[tuple[int, str, str]]:
 
 
 def groups(runs: Sequence[PageRun]) -> list[tuple[list[str], list[str], list[list[str]], list[str]]]:
-    """Tables of groups: the runs that share it, headings, lines, and parameters that are not watched."""
-    tables: list[tuple[list[str], list[str], list[list[str]], list[str]]] = []
+    """Tables of groups: the runs that share each, headings, lines, and parameters that are not watched."""
+    shared: dict[str, list[PageRun]] = {}
     for run in runs:
-        own = (*_group_table(run), run.about["rest"])
-        same = [names for names, *table in tables if table == [*own]]
-        if same:
-            same[0].append(run.name)
-        else:
-            tables.append(([run.name], *own))
-    return tables
+        shared.setdefault(repr(_group_table(run)), []).append(run)
+    return [([run.name for run in of], *_group_table(of[0])) for of in shared.values()]
 
 
-def _group_table(run: PageRun) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines, without the columns that are empty."""
+def _group_table(run: PageRun) -> tuple[list[str], list[list[str]], list[str]]:
+    """Headings and lines without the columns that are empty, and parameters that are not watched."""
     heads = ["Parameter", "Label", "Spec", "Rows × d", "Defect", "Because of"]
     lines = []
     for group in run.about["groups"]:
@@ -89,7 +84,7 @@ def _group_table(run: PageRun) -> tuple[list[str], list[list[str]]]:
         spec, size = number(group["layout"]), f"{group['rows']} × {group['size']}"
         lines.append([" + ".join(group["names"]), run.labels[group["name"]], spec, size, defect, group["reason"]])
     shown = [k for k in range(len(heads)) if any(line[k] for line in lines)]
-    return [heads[k] for k in shown], [[line[k] for k in shown] for line in lines]
+    return [heads[k] for k in shown], [[line[k] for k in shown] for line in lines], run.about["rest"]
 
 
 def number(value: Any, digits: int = 4) -> str:

@@ -4,23 +4,12 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from steradian.reporting.data import PageRun, grid
 from steradian.reporting.overview import number
 
-__all__ = [
-    "SECTIONS",
-    "Bound",
-    "Figure",
-    "Section",
-    "all_hold",
-    "asset",
-    "bounds",
-    "left_out",
-    "notes",
-    "shown_sections",
-]
+__all__ = ["SECTIONS", "Figure", "Section", "all_hold", "asset", "bounds", "left_out", "notes", "shown_sections"]
 
 
 @dataclass(frozen=True)
@@ -110,17 +99,8 @@ def left_out(runs: Sequence[PageRun], shown: Sequence[Section]) -> dict[str, lis
     return found
 
 
-class Bound(NamedTuple):
-    """Whether a bound held in a run, at all recorded rows and steps, drawn or not."""
-
-    mark: str  #: "held", "failed" or "unsure"
-    run: str
-    text: str
-    largest: float
-
-
-def bounds(figure: Figure, runs: Sequence[PageRun]) -> Iterator[Bound]:
-    """What is said of a figure's bound, run by run."""
+def bounds(figure: Figure, runs: Sequence[PageRun]) -> Iterator[tuple[str, str, str, float]]:
+    """A mark, run, words and largest value: whether a bound held at all recorded rows and steps, drawn or not."""
     for run in runs:
         worst = run.extremes.get(figure.needs[0])
         if worst is None or figure.bound is None:
@@ -132,12 +112,12 @@ def bounds(figure: Figure, runs: Sequence[PageRun]) -> Iterator[Bound]:
             word = f"{unknown}, below the bound otherwise" if held else f"{word}, and {unknown}"
             mark = "unsure" if held else mark
         where = f"{number(worst.value, 3)} at step {worst.step} in {worst.group}"
-        yield Bound(mark, run.name, f"{word}; largest {where}", worst.value)
+        yield mark, run.name, f"{word}; largest {where}", worst.value
 
 
 def all_hold(section: Section, runs: Sequence[PageRun]) -> str:
     """The largest value in each figure of a section whose bounds all held; "" if one did not, or there is none."""
     found = {figure.title.split(":")[0]: list(bounds(figure, runs)) for figure in section.figures}
-    if not any(found.values()) or any(each.mark != "held" for of in found.values() for each in of):
+    if not any(found.values()) or any(mark != "held" for of in found.values() for mark, *_ in of):
         return ""
-    return ", ".join(f"{title} {number(max(each.largest for each in of), 3)}" for title, of in found.items())
+    return ", ".join(f"{title} {number(max(value for *_, value in of), 3)}" for title, of in found.items())
