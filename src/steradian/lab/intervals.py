@@ -143,7 +143,7 @@ def interval_rows(
     Raises:
         ValueError: results of one method and column were trained differently, so that they have no common mean.
     """
-    heads = ["column", "method", "η, λ", what, "seeds", "− first", "95 % interval", "p (Holm)", "that is"]
+    heads = ["column", "method", "η, λ", what, "seeds", "minus the first", "95 % interval", "p (Holm)", "verdict"]
     columns: dict[str, dict[str, list[Result]]] = {}
     for result in sorted(results, key=lambda result: method_order(result.config.method)):
         c = result.config

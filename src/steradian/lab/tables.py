@@ -140,9 +140,10 @@ class Column:
     def rows(self, *, seeds: bool = False) -> Rows:
         """The table, optionally with the accuracy of every seed; beside the paper's, or beside the best method's."""
         numbers = sorted({result.config.seed for result in self.every})
-        heads = ["method", *(f"seed {k}" for k in numbers if seeds), "ours", "seeds"]
         cells, papers = self.cells, self.papers
-        heads += ["paper", "ours − paper", "that is"] if papers else ["ours − best", "that is"] if self.own else []
+        heads = ["method", *(f"seed {k}" for k in numbers if seeds), "ours" if papers else "mean accuracy", "seeds"]
+        compared = ["paper", "ours − paper"] if papers else ["minus the best"] if self.own else []
+        heads += [*compared, "is that noise?"] if compared else []
         best = max(cells.values(), key=lambda cell: cell.mean if cell.seeds else -math.inf)
         lines = []
         for method, cell in cells.items():

@@ -194,7 +194,7 @@ def unknown(source: Optimizer | str | Path | RecordedRun | float, only: str | No
     """What a match of this source cannot know, in sentences."""
     found = [
         "Not known: how far rows turn before they are in equilibrium, which their radii decide, also after a change "
-        "of the rate. It takes about 1/(lr · weight_decay) steps.",
+        "of the rate; st.equilibrium says how many steps it takes.",
         "Not matched: weights that are not invariant, whose lengths count too, and the directions of steps.",
     ]
     if isinstance(source, Optimizer | Real):
