@@ -2,10 +2,12 @@
 
     python benchmarks/discovery.py            # results/discovery.json
     python benchmarks/discovery.py --memory   # results/discovery-memory.json, Linux only
+    python benchmarks/discovery.py --gpu      # results/discovery-gpu.json
 
 One training step is forward, backward and SGD in the model's own float32; the probes run in float64, which a CPU
 computes several times slower. Memory is the peak of a process above what it has when the model is made, compared with
-that of one forward and backward pass of a float64 copy of the model.
+that of one forward and backward pass of a float64 copy of the model. On a GPU a Qwen3 of half a billion parameters is
+searched, on 2 × 64 tokens.
 """
 
 import copy
@@ -90,6 +92,28 @@ def measure_memory() -> None:
     harness.write("discovery-memory", table)
 
 
+def on_gpu() -> None:
+    from watch import qwen3
+
+    torch.manual_seed(0)
+    model, _ = qwen3()
+    ids = torch.randint(model.config.vocab_size, (2, 64), device="cuda")
+    size = sum(param.numel() for param in model.parameters())
+    table = harness.Table(
+        "model", "parameters", "seconds", "forward passes", "backward passes", "groups", "pairs", "GB"
+    )
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        groups = find_groups(model, input_ids=ids)
+        torch.cuda.synchronize()
+        seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated() / 1e9
+        table.add("Qwen3 0.5 B 2x64", size, seconds, *groups.passes, len(groups.groups), len(groups.pairs), peak)
+    torch.cuda.reset_peak_memory_stats()
+    copy.deepcopy(model).double()(input_ids=ids).logits.square().mean().backward()
+    harness.write("discovery-gpu", table, gigabytes_of_a_float64_pass=torch.cuda.max_memory_allocated() / 1e9)
+
+
 def main() -> None:
     table = harness.Table(
         "model", "forward passes", "backward passes", "seconds", "one step (s)", "steps it costs", "rows"
@@ -112,6 +136,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["--memory"]:
             measure_memory()
+        case ["--gpu"]:
+            on_gpu()
         case [name, what]:
             print_peak(name, what)
         case _:

@@ -10,12 +10,14 @@ installed.
 """
 
 import argparse
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -28,7 +30,7 @@ from shapes import SETS
 LOOP, FUSED = "torch.optim.Adam", "torch.optim.Adam(fused=True)"
 OPTIONS = {"lr": 1e-3, "weight_decay": 1e-4}
 # What one step has to move: gradient, x and m (and v) read, x and m (and v) written.
-TRAFFIC = {"one number per row": 20, "element-wise": 28, "matrices": 20}
+TRAFFIC = {"one number per row": 20, "momentum": 20, "element-wise": 28, "matrices": 20}
 
 
 def ours(params: list[torch.nn.Parameter], **more: object) -> torch.optim.Optimizer:
@@ -78,18 +80,15 @@ def torch_adam(params: list[torch.nn.Parameter], **more: object) -> torch.optim.
 
 def methods() -> dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, object], str, bool]]:
     """Name → constructor, options, traffic, and whether its step can be captured."""
+    options: dict[str, object] = {"fused": True, "capturable": True}
+    sgd = partial(torch.optim.SGD, lr=1e-3, momentum=0.9, weight_decay=1e-4)
     return {
-        "torch.optim.Adam, fused": (torch_adam, {"fused": True, "capturable": True}, "element-wise", True),
-        'Adam, without="abc", fused': (ours, {"fused": True, "capturable": True}, "one number per row", True),
-        "Angular, fused": (angular, {"fused": True, "capturable": True}, "one number per row", True),
+        "torch.optim.Adam, fused": (torch_adam, options, "element-wise", True),
+        "torch.optim.SGD, momentum, fused": (sgd, {"fused": True}, "momentum", True),
+        'Adam, without="abc", fused': (ours, options, "one number per row", True),
+        "Angular, fused": (angular, options, "one number per row", True),
         "torch.optim.Muon": (partial(of_matrices, torch.optim.Muon), {"nesterov": False}, "matrices", False),
-        "Angular, muon": (partial(of_matrices, angular), {"direction": "muon", "capturable": True}, "matrices", True),
-        "Angular, muon, fused": (
-            partial(of_matrices, angular),
-            {"direction": "muon", "capturable": True, "fused": True},
-            "matrices",
-            True,
-        ),
+        "Angular, muon, fused": (partial(of_matrices, angular), {"direction": "muon", **options}, "matrices", True),
         "torch.optim.Adam, foreach": (torch_adam, {"foreach": True, "capturable": True}, "element-wise", True),
         "adamp.AdamP": (adamp, {}, "element-wise", False),
         "geoopt RiemannianAdam": (riemannian, {}, "one number per row", False),
@@ -107,12 +106,12 @@ def make(shapes: list[tuple[int, ...]], device: str, dtype: torch.dtype = torch.
 
 
 def events_ms(work: Callable[[], object], *, repeats: int, batch: int) -> float:
-    """Median milliseconds on the device of a call, over batches between two events: three at least, for a second."""
+    """Median milliseconds on the device of a call, over batches between two events: three at least, for 0.5 s."""
     for _ in range(3):
         work()
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < 3 or (len(times) < repeats and time.perf_counter() - began < 1):
+    while len(times) < 3 or (len(times) < repeats and time.perf_counter() - began < 0.5):
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
         for _ in range(batch):
@@ -168,7 +167,10 @@ def on_gpu(names: list[str]) -> None:
             if method == "torch.optim.Muon":
                 muon = eager
             if method.startswith("Angular, muon"):
-                print(f"{name}: {method} / torch.optim.Muon: eager {eager / muon:.3f}, graph {replay / muon:.3f}")
+                print(
+                    f"{name}: {method} / torch.optim.Muon: eager {eager / muon:.3f}, graph {replay / muon:.3f}",
+                    flush=True,
+                )
             moved = TRAFFIC[traffic]
             share = moved * size / (min(eager, replay if capture else eager) / 1e3) / bandwidth
             table.add(name, method, eager, eager / base[0], replay, replay / base[1], moved, share)
@@ -212,27 +214,50 @@ def adam(
 
 
 def on_cpu(rounds: int = 15) -> None:
-    """Every method takes one step in each round, so that a busy moment of the machine falls on all of them."""
-    steps, dtypes, times = {}, {}, {}
-    for method, (dtype, build) in cpu_methods().items():
-        try:
-            steps[method] = build(make(SETS["ResNet18"], "cpu", dtype)).step
-        except ImportError:
-            continue
+    """Every method takes one step in each round, so that a busy moment of the machine falls on all of them.
+
+    Each has a process of its own, as in a training: how long memory takes to get depends on what else was allocated.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes, dtypes, times = {}, {}, {}
+    for method, (dtype, _) in cpu_methods().items():
+        pipes[method], other = context.Pipe()
+        context.Process(target=take_steps, args=(method, other), daemon=True).start()
+        other.close()
         dtypes[method], times[method] = dtype, []
+    there = [method for method, pipe in pipes.items() if pipe.recv()]
     for k in range(rounds + 2):
-        for method, step in steps.items():
-            started = time.perf_counter()
-            step()
+        for method in there:
+            pipes[method].send(None)
+            taken = pipes[method].recv()
             if k >= 2:
-                times[method].append(1e3 * (time.perf_counter() - started))
-    ms = {method: statistics.median(taken) for method, taken in times.items()}
+                times[method].append(taken)
+    ms = {method: statistics.median(times[method]) for method in there}
     table = Table("set", "method", "ms", "× Adam", "× fused Adam", "dtype")
-    for method, dtype in dtypes.items():
-        suffix = ", bf16" if dtype == torch.bfloat16 else ""
+    for method in there:
+        suffix = ", bf16" if dtypes[method] == torch.bfloat16 else ""
         ratios = ms[method] / ms[LOOP + suffix], ms[method] / ms[FUSED + suffix]
-        table.add("ResNet18", method, ms[method], *ratios, str(dtype).removeprefix("torch."))
+        table.add("ResNet18", method, ms[method], *ratios, str(dtypes[method]).removeprefix("torch."))
     write("bench-step-cpu", table, temporaries=temporaries())
+
+
+def take_steps(method: str, pipe: Connection) -> None:
+    """Take a step whenever asked, and tell its milliseconds; first, whether the method is installed."""
+    dtype, build = cpu_methods()[method]
+    try:
+        step = build(make(SETS["ResNet18"], "cpu", dtype)).step
+    except ImportError:
+        pipe.send(False)
+        return
+    pipe.send(True)
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        started = time.perf_counter()
+        step()
+        pipe.send(1e3 * (time.perf_counter() - started))
 
 
 def temporaries() -> list[dict[str, object]]:

@@ -59,9 +59,9 @@ def small_llama() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return tokens("Llama", 4, 64, vocab_size=1024, hidden_size=192, intermediate_size=512, **heads)
 
 
-def qwen3() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+def qwen3(batch: int = 8, length: int = 1024) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     shape = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
-    return tokens("Qwen3", 8, 1024, num_attention_heads=14, num_key_value_heads=2, head_dim=64, **shape)
+    return tokens("Qwen3", batch, length, num_attention_heads=14, num_key_value_heads=2, head_dim=64, **shape)
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ class Angular(RowOptimizer):
         rest_lr: rate of param groups without rows that give none; None for 0.1 (sgd) or 1e-3 (adamw).
         maximize: ascend.
         capturable: keep the step count on the device, for graphs.
-        fused: None for the fused step where there is an NVIDIA GPU that it runs on (direction "gradient"); False for
-            the plain step. True to have an error where it cannot be fused; with "muon", momenta and turns are fused.
+        fused: None for the fused step where there is an NVIDIA GPU that it runs on (directions "gradient" and "muon");
+            False for the plain step. True to have an error where it cannot be fused.
 
     >>> weight = torch.nn.Parameter(torch.randn(8, 3))
     >>> optimizer = Angular([{"params": [weight], "rows": "filter"}], lr=0.01)
@@ -106,8 +106,7 @@ class Angular(RowOptimizer):
         check(fine, "nesterov", group["nesterov"], "False without momentum")
 
     def _is_fused(self, group: Options) -> bool:
-        wanted = group["direction"] == "gradient" or (group["direction"] == "muon" and group["fused"])
-        return bool(wanted) and super()._is_fused(group)
+        return group["direction"] != "adam" and super()._is_fused(group)
 
     def _per_row(self, group: Options) -> frozenset[str]:
         return super()._per_row(group) if group["spread"] == "rms" else frozenset()

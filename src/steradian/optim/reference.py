@@ -353,7 +353,7 @@ def orthogonalized(stack: Tensor) -> Tensor:
     if x.device.type != "cpu" and x.dtype != torch.float64:
         x = x.bfloat16()
     for _ in range(5):
-        gram = x @ x.mT
+        gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return (x.mT if stack.shape[1] > stack.shape[2] else x).to(stack.dtype)
 

@@ -154,11 +154,13 @@ class Flush:
             if buffer.optimizer is optimizer:
                 buffer.observe(len(self._steps) - 1)
                 # This may run at every step, so there is no Python loop over parameters.
-                usual = self.complete and all(map(is_not, map(_GRAD, params), repeat(None)))
+                have_gradients = buffer.source.all_step or all(map(is_not, map(_GRAD, params), repeat(None)))
+                usual = self.complete and have_gradients
                 groups = buffer.watched
                 self._active[-1][span] = [True] * len(groups) if usual else [group.active() for group in groups]
-                for group in groups:
-                    group.held = None
+                if buffer.source.beforehand:  # only then gradients are held
+                    for group in groups:
+                        group.held = None
 
     def measure_pairs(self, step: int) -> None:
         """Measure the imbalance of the pairs, if the step that was just taken is observed and not sent yet."""

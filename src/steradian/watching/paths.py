@@ -11,6 +11,7 @@ from steradian.watching.rows import INVARIANT, WatchedGroup
 __all__ = ["Paths"]
 
 _POINTS = 128  # points after which every second observation is left out, and again after each further half of them
+_AHEAD = 16  # copies that memory is allocated for at once
 _LONGEST = 2**10  # rows that are longer are not chosen unless the user names them
 
 
@@ -30,6 +31,8 @@ class Paths:
     ) -> None:
         self.stride, self.points = 1, 0
         self._kept: list[tuple[int, list[Tensor]]] = []
+        self._free: list[list[Tensor]] = []  # memory for the next copies
+        self._views, self._addresses = list[Tensor](), list[int]()
         if chosen is None:
             # Only on rank 0, which cannot make the other ranks gather rows.
             usual = [group for group in watched if group.n_rows and group.size <= _LONGEST and not group.gathered]
@@ -51,13 +54,28 @@ class Paths:
         if not self.chosen or number % self.stride:
             return
         with torch.no_grad():
-            here = [group.row(row) for group, row in self.chosen]
-            copies = [torch.empty_like(x, dtype=torch.float32) for x in here]
+            here = self._here()
+            if not self._free:
+                blocks = [torch.empty(_AHEAD, len(x), dtype=torch.float32, device=x.device).unbind() for x in here]
+                self._free = list(map(list, zip(*blocks, strict=True)))
+            copies = self._free.pop()
             torch._foreach_copy_(copies, here)  # one launch for all
         self._kept.append((slot, copies))
         self.points += 1
         if self.points >= _POINTS:
             self.stride, self.points = 2 * self.stride, _POINTS // 2
+
+    def _here(self) -> list[Tensor]:
+        """The rows as they are; views of weights stay valid until a parameter lies elsewhere in memory."""
+        dense = [param for group, _ in self.chosen for param in group.params if not group.sharded]
+        addresses = list(map(Tensor.data_ptr, dense))
+        if not self._views or addresses != self._addresses:
+            rows = [group.row(row) for group, row in self.chosen]
+            storages = {param.untyped_storage().data_ptr() for param in dense}
+            stay = all(row.untyped_storage().data_ptr() in storages for row in rows)
+            self._views, self._addresses = rows if stay else [], addresses
+            return rows
+        return self._views
 
     def take(self) -> tuple[list[int], list[Tensor]]:
         """The copies since the last call: slots, and the points of each row, (slots, d)."""

@@ -34,6 +34,7 @@ Model = nn.Module | Sequence[nn.Module] | Groups | None
 
 INVARIANT, NOT_INVARIANT, UNTESTED = "invariant", "not invariant", "untested"
 _PIECE = 2**16  # numbers that are computed with at once, so that temporaries stay small
+_SIZE = attrgetter("nbytes")
 _FORM = attrgetter("shape", "dtype", "device")
 
 
@@ -292,11 +293,25 @@ class Membership:
         self._optimizers = list({id(group.optimizer): group.optimizer for group in watched}.values())
         self._params = [param for group in watched for param in group.params]
         self._forms = dict(zip(map(id, self._params), map(_FORM, self._params), strict=True))
-        self._known = self._present()
+        self._sharded = any(group.sharded for group in watched)
+        self._known, self._places = self._present(), list[Any]()
+
+    def _members(self) -> list[tuple[int, ...]]:
+        return [(id(group), *map(id, group["params"])) for each in self._optimizers for group in each.param_groups]
 
     def _present(self) -> tuple[list[tuple[int, ...]], list[Any]]:
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return [(id(group), *map(id, group["params"])) for group in groups], list(map(_FORM, self._params))
+        return self._members(), list(map(_FORM, self._params))
+
+    def moved(self) -> bool:
+        """Whether something may have changed since the last call, or a parameter lies elsewhere in memory.
+
+        A parameter of another form is larger or smaller, or lies elsewhere; forms themselves take more time to read.
+        """
+        here = [] if self._sharded else [list(map(_SIZE, self._params)), list(map(Tensor.data_ptr, self._params))]
+        if here and here == self._places and self._known[0] == self._members():
+            return False
+        self._places = here
+        return True
 
     def changed(self) -> bool:
         """Whether param groups or parameters are others than at the last call of `update`."""

@@ -243,8 +243,11 @@ class Watch:
     # At every step
 
     def _hook(self, call: Callable[[Optimizer], None], optimizer: Optimizer, *_: Any) -> None:
-        with self._guard(), self._lock:
-            call(optimizer)
+        try:
+            with self._lock:
+                call(optimizer)
+        except Exception as error:
+            self._fail(error)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -343,6 +346,10 @@ class Watch:
         return True
 
     def _check_membership(self) -> None:
+        if not self._membership.moved():
+            return
+        for buffer in self.buffers:
+            buffer.source.known = None
         if not self._membership.changed():
             return
         lost = self._membership.update()

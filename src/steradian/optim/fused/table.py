@@ -50,19 +50,18 @@ class Launch:
     kernel: Any
     programs: int
     tables: tuple[Tensor, ...]  # its first arguments, which lie at multiples of 16 bytes
-    more: tuple[Tensor | int, ...]  # its arguments behind the three that are given in each step
+    more: tuple[Tensor | int, ...]  # its arguments behind those that are given in each step
     constants: tuple[Any, ...]
     options: dict[str, Any]
     _run: Callable[..., object] | None = None
     _behind: tuple[Any, ...] = ()
 
-    def __call__(self, scale: Tensor, found: Tensor, also: Tensor) -> None:
-        """Launch on the current stream, with a gradient scaler's numbers and a second tensor for telemetry."""
+    def __call__(self, *given: Tensor) -> None:
+        """Launch on the current stream; all that is `given` is aligned as at the first launch."""
         if self._run is not None:
-            self._run(scale.data_ptr(), found.data_ptr(), also.data_ptr(), *self._behind)
+            self._run(*map(_ADDRESS, given), *self._behind)
             return
-        given = (*self.tables, scale, found, also, *self.more, *self.constants)
-        compiled = self.kernel[(self.programs,)](*given, **self.options)
+        compiled = self.kernel[(self.programs,)](*self.tables, *given, *self.more, *self.constants, **self.options)
         if isinstance(compiled, triton.compiler.CompiledKernel):
             self._run = functools.partial(compiled[(self.programs, 1, 1)], *map(_ADDRESS, self.tables))
             more = (each.data_ptr() if isinstance(each, Tensor) else each for each in self.more)
@@ -219,21 +218,20 @@ class Plan:
             shape = rows.params[0].shape, rows.layout.spec
             counts[shape] += rows.n * rows.d
             alike.setdefault((shape, counts[shape] // MATRICES), []).append(rows)
-        self.stacks: list[tuple[RowSet, slice]] = []
+        sizes = [sum(rows.n * rows.d for rows in same) for same in alike.values()]
+        self.along = torch.zeros(sum(sizes), dtype=arithmetic(self.dtype), device=self.device)
+        self.stacks: list[Tensor] = []  # views of it, (k, a, b)
         self.starts = dict[int, int]()  # of each row set
         end = 0
-        for same in alike.values():
-            begin, size = end, same[0].n * same[0].d
-            self.starts |= {id(rows): begin + k * size for k, rows in enumerate(same)}
-            self.stacks.append((same[0], slice(begin, begin + size * len(same))))
-            end = begin + size * len(same)
-        self.along = torch.zeros(end, dtype=arithmetic(self.dtype), device=self.device)
+        for same, part in zip(alike.values(), self.along.split(sizes), strict=True):
+            self.stacks += same[0].matrices(part.view(-1, same[0].d))
+            for rows in same:
+                self.starts[id(rows)], end = end, end + rows.n * rows.d
 
     @torch.no_grad()
     def _orthogonalize(self, *_: Tensor) -> None:
-        for rows, span in self.stacks:
-            n = self.along[span].view(-1, rows.d)
-            n.copy_(rows.from_matrices([orthogonalized(stack) for stack in rows.matrices(n)]))
+        for stack in self.stacks:
+            stack.copy_(orthogonalized(stack))
 
     # The table
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
+from steradian.optim.fused.table import Launch
 from steradian.scheme import UnreadableOptimizerError, reader_of
 from steradian.watching.kernels import sum_rows
 from steradian.watching.rows import WatchedGroup
@@ -61,15 +62,16 @@ class TritonSource(ObservedSource):
         self.adam, self.sgd = isinstance(optimizer, Adam), isinstance(optimizer, SGD)
         self._copies: list[Tensor] = []
         self._kept: list[Tensor] = []  # copies whose addresses are in the table, until the launch
-        self._known: list[Any] | None = None
-        self._moving: list[list[int]] = []
+        self._addresses, self._strides = list[int](), list[Any]()  # of the gradients
+        self._param_groups: list[dict[str, Any]] = []
+        self._launches: dict[bool, Launch] = {}  # from two points or not
         self._lines = torch.zeros(len(self.watched), 8, dtype=torch.int64, device="cpu")
         self._params = [group.params[0] for group in self.watched]
         self._sharded = any(group.sharded for group in self.watched)
         self._settings: list[tuple[float, ...]] = []
         self._table = torch.zeros(len(self.watched), 8, dtype=torch.int64, device=self.device)
         self._setting_table = torch.zeros(len(self.watched), 4, dtype=torch.float64, device=self.device)
-        self._counts: dict[float, Tensor] = {}
+        self._counts: dict[float, Tensor] = {}  # step counts that torch keeps on the host, on the device
         self._items, self._owner = self._programs()
 
     def _programs(self) -> tuple[Tensor, Tensor | None]:
@@ -95,28 +97,35 @@ class TritonSource(ObservedSource):
             self._copies = [torch.empty_like(tensor, memory_format=torch.preserve_format) for tensor in now]
             torch._foreach_copy_(self._copies, now)
 
-    @torch.no_grad()
     def after(self, out: Tensor) -> None:
         if self.two_points and not self._copies:
             return
         self._refresh()
         target = out if self._owner is None else out.new_empty(len(self._owner), out.shape[1])
+        if self.two_points not in self._launches:
+            tables = self._items, self._table, self._setting_table
+            constants = self.adam, self.sgd, self.two_points, _ENTRIES[self.watched[0].dtype], _ROWS, _LANES
+            options = {"num_warps": _WARPS}
+            self._launches[self.two_points] = Launch(sum_rows, len(self._items), tables, (), constants, options)
         with torch.cuda.device_of(out):
-            sum_rows[(len(self._items),)](
-                *(self._items, self._table, self._setting_table, target),
-                *(self.adam, self.sgd, self.two_points, _ENTRIES[self.watched[0].dtype], _ROWS, _LANES),
-                num_warps=_WARPS,
-            )
+            self._launches[self.two_points](target)
         if self._owner is not None:
             out.zero_().index_add_(0, self._owner, target)
         self._copies, self._kept = [], []
 
     def _refresh(self) -> None:
         """Send addresses and settings that changed; from pinned memory, so that the host does not wait."""
-        param_groups = list({id(group.settings): group.settings for group in self.watched}.values())
-        known, moving = self._identity()
-        if known is None or known != self._known:
-            place = {id(settings): k for k, settings in enumerate(param_groups)}
+        # This runs at every observed step, so there is no Python loop over parameters.
+        gradients, states = list(map(_GRAD, self._params)), list(map(self.optimizer.state.get, self._params))
+        self.all_step = not any(map(is_, gradients, repeat(None)))
+        known, addresses = None, list[int]()
+        if self.all_step and all(states) and not (self.two_points or self._sharded):
+            known = list(map(id, states))
+            addresses = list(map(Tensor.data_ptr, gradients))  # torch frees gradients after each step
+        moved = addresses != self._addresses
+        if known is None or known != self.known or (moved and list(map(Tensor.stride, gradients)) != self._strides):
+            self._param_groups = list({id(group.settings): group.settings for group in self.watched}.values())
+            place = {id(settings): k for k, settings in enumerate(self._param_groups)}
             points: Sequence[Tensor | None] = self._copies or [None] * len(self.watched)
             lines = [
                 self._line(group, point, place[id(group.settings)])
@@ -124,36 +133,21 @@ class TritonSource(ObservedSource):
             ]
             self._lines = torch.tensor(lines, dtype=torch.int64, device="cpu")
             self._send(self._lines, self._table)
-            self._known = None if self._kept else known
-        elif moving != self._moving:
-            gradients, counts = moving
-            self._lines[:, 1] = torch.tensor(gradients, device="cpu")
-            if counts:
-                self._lines[:, 4] = torch.tensor(counts, device="cpu")
+            self.known = None if self._kept else known
+            self._strides = list(map(Tensor.stride, gradients)) if known else []
+        elif moved or self._counts:
+            self._lines[:, 1] = torch.tensor(addresses, device="cpu")
+            if self._counts:
+                self._lines[:, 4] = torch.tensor(
+                    [self._count(state["step"]) for state in states if state], device="cpu"
+                )
             self._send(self._lines, self._table)
-        self._moving = moving
-        settings = [self._setting(group) for group in param_groups]
+        self._addresses = addresses
+        settings = list(map(self._setting, self._param_groups))
         if settings != self._settings:
             self._settings = settings
             sent = torch.tensor(settings, dtype=torch.float64, device="cpu")
             self._send(sent, self._setting_table[: len(settings)])
-
-    def _identity(self) -> tuple[list[Any] | None, list[list[int]]]:
-        """What the table of addresses depends on, read without a Python loop; None if it is made anew at each step.
-
-        Then the addresses that change from step to step: torch frees gradients and counts steps on the host.
-        """
-        gradients = list(map(_GRAD, self._params))
-        states = list(map(self.optimizer.state.get, self._params))
-        if self.two_points or self._sharded or any(map(is_, gradients, repeat(None))) or not all(states):
-            return None, []
-        steps = [state["step"] for state in states if state] if self.adam else []
-        on_host = bool(steps) and steps[0].device != self.device
-        fixed = [list(map(Tensor.data_ptr, self._params)), list(map(Tensor.stride, gradients)), list(map(id, states))]
-        return [*fixed, [group.gone for group in self.watched]], [
-            list(map(Tensor.data_ptr, gradients)),
-            list(map(self._count, steps)) if on_host else [],
-        ]
 
     def _line(self, group: WatchedGroup, point: Tensor | None, place: int) -> list[int]:
         """Addresses and numbers of one parameter; zeros if it took no step."""
