@@ -9,6 +9,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from reporting import browser
+
 from pages import PAGES, ROOT
 
 pytest.importorskip("sphinx")
@@ -33,6 +35,7 @@ def test_the_site(tmp_path):
     formulas_are_mathml_and_their_font_comes_along(site)
     code_that_names_something_public_is_a_link_to_it(site)
     every_link_leads_somewhere(site)
+    nothing_is_cut_off_on_a_phone(site)
 
 
 def build(folder):
@@ -84,3 +87,33 @@ def every_link_leads_somewhere(site):
             target = (file.parent / path).resolve() if path else file
             assert target.exists(), f"{file.name}: {link}"
             assert not place or target not in places or place in places[target], f"{file.name}: {link}"
+
+
+OUTSIDE = """() => {
+  const width = document.documentElement.clientWidth;
+  const inside = (box) => box.getBoundingClientRect().right <= width + 1;
+  const scrolled = (box) => {
+    while (box && !["auto", "scroll"].includes(getComputedStyle(box).overflowX)) box = box.parentElement;
+    return box && inside(box);
+  };
+  const found = [...document.querySelectorAll("article *")].filter((box) => !inside(box) && !scrolled(box));
+  return found.slice(0, 3).map((box) => box.tagName + ": " + box.textContent.slice(0, 60));
+}"""
+
+
+def nothing_is_cut_off_on_a_phone(site):
+    """On a screen of 390 pixels everything is inside, or in a box inside that can be scrolled; code is wrapped."""
+    if browser.find() is None:
+        return  # the tests of the page say so
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        opened = browser.launch(playwright)
+        tab = opened.new_page(viewport={"width": 390, "height": 844})
+        for page in sorted(file for file in site.rglob("*.html") if "_modules" not in file.parts):
+            tab.goto(page.as_uri())
+            assert tab.evaluate("document.documentElement.scrollWidth") <= 390, page.name
+            assert tab.evaluate(OUTSIDE) == [], page.name
+            hidden = "pre => pre.scrollWidth > pre.clientWidth + 1"
+            code = f"[...document.querySelectorAll('.highlight-python pre, .doctest pre')].filter({hidden}).length"
+            assert tab.evaluate(code) == 0, page.name
+        opened.close()

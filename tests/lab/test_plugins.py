@@ -111,7 +111,7 @@ def tables(output):
 def test_compare_killed_and_continued_ends_in_the_same_table(call, tmp_path):
     command = f"compare {OPTIONS} --epochs 12 --seeds 2"
     whole = call(command, "whole")
-    assert re.search(r"│ Signs +│ [\d.]+ +│ [\d.]+ +│ [\d.]+ ± [\d.]+ │ 2 ", whole)
+    assert re.search(r"│ Signs +│ [\d.]+ +│ [\d.]+ +│ [\d.]+ ± [\d.]+ +│ 2 ", whole)
     assert "Tiny, stripes, 12 epochs" in whole
     assert re.search(r"(Signs|SGD-M) has the best mean, .*; (within|beyond) the noise", whole)
     page = (tmp_path / "whole" / "results" / "compare-tiny-stripes.html").read_text()

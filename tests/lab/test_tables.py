@@ -161,7 +161,7 @@ def test_a_table_compares_with_the_paper_and_marks_noise():
     results += [result("SGD-M", 0, 92.5), result("SGD-M", 1, diverged=True)]
     [column] = accuracy_columns(results)
     heads, lines = column.rows(seeds=True)
-    assert heads == ["method", "seed 0", "seed 1", "seed 2", "ours", "seeds", "paper", "ours − paper", "that is"]
+    assert heads == ["method", "seed 0", "seed 1", "seed 2", "ours", "seeds", "paper", "ours − paper", "is that noise?"]
     cells = {line[0]: line[1:] for line in lines}
     assert list(cells) == ["SGD-M", "Adam", "Adam w/o (ab)", "Adam w/o (abc)"]
     p = stats.ttest_ind_from_stats(92.0, 0.1, 3, 91.92, 0.18, 5, equal_var=False).pvalue

@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 _EXPECTED = (ValueError, TypeError, KeyError, ImportError, OSError, RuntimeError)
-_LAB = ("pandas", "pyarrow", "plotly", "matplotlib", "PIL", "sklearn", "scipy")
+_LAB = ("pandas", "pyarrow", "plotly", "jinja2", "matplotlib", "PIL", "sklearn", "scipy")
 _WIDE = 160  # columns, if there is no terminal
 _INTERRUPTED = 130
 

@@ -182,8 +182,7 @@ def write_up(
     if not folder.is_dir():  # otherwise every region would say that its study has not been run
         raise ValueError(f"results must be a folder, got {str(folder)!r}")
     lab_documents.write_up(documents, results=folder, figures=figures)
-    written = ", ".join(map(str, documents))
-    screen().print(f"Written: {written}; the figures: {figures}", soft_wrap=True)
+    screen().print(f"Written: {', '.join(map(str, documents))}; the figures: {figures}", soft_wrap=True)
 
 
 def print_table(results: "Sequence[Result]", console: Console) -> None:

@@ -17,6 +17,7 @@ from steradian.cli.show import print_table, show_rows
 if TYPE_CHECKING:
     from steradian.lab.config import Config
     from steradian.lab.study import Study
+    from steradian.lab.tables import Rows
 
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, or original archives.")]
 Seconds = Annotated[
@@ -27,6 +28,7 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 Compile = Annotated[bool | None, typer.Option(help="Compile the networks; on a GPU by default.")]
 _TRACKED = ("hypotheses", "phenomena", "trajectories")
+_AGAIN = "run the same command again to continue"
 _TUNE = """Try as many settings of every method on the validation set, then train the winners over new seeds.
 
 Example: steradian tune --methods SGD-M --methods Adam --points 2 --epochs 2"""
@@ -67,7 +69,8 @@ def compare(
     for path in plugin or ():
         load_plugin(path)
     rates, decays = by_method("lr", _numbers(lr)), by_method("weight_decay", _numbers(weight_decay))
-    several, tunes = [m for m, each in [*rates.items(), *decays.items()] if len(each) > 1], context.info_name == "tune"
+    tunes = context.info_name == "tune"
+    several = [method for method, values in [*rates.items(), *decays.items()] if len(values) > 1]
     if several and not tunes:
         raise ValueError(f"one value for each method, got several for {', '.join(several)}: steradian tune tries them")
     kind: dict[str, Any] = {"network": network, "data": data, "epochs": epochs, "schedule": schedule, "warmup": warmup}
@@ -75,8 +78,7 @@ def compare(
     kind |= {"lr": {m: each[0] for m, each in rates.items()}, "weight_decay": {m: v[0] for m, v in decays.items()}}
     configs = comparison(methods=methods, seeds=1 if tunes else seeds, **kind)
     name = study or f"{context.info_name}-{network}-{data}"
-    how: dict[str, Any] = {"roots": _roots(configs, root), "seconds": seconds, "size": size}
-    how |= {"device": device, "compiled": compile}
+    how = dict[str, Any](roots=_roots(configs, root), seconds=seconds, size=size, device=device, compiled=compile)
     if tunes:
         tried = tuning(configs, points=points, rates={m: v for m, v in rates.items() if len(v) > 1}, decays=decays)
         made, keys = _study(f"{name}-grid"), {config.key for config in tried}
@@ -141,14 +143,13 @@ def reproduce(
     made = _study(study_name(recipe, configs, settings=settings or "printed") if study is None else study)
     how: dict[str, Any] = {"roots": _roots(configs, root), "size": size}
     how |= {"device": device, "seconds": seconds, "compiled": compile}
-    work = partial(made.run, configs, **how)
+    work, tracked = partial(made.run, configs, **how), recipe in _TRACKED
     if recipe == "trajectories":
         work = partial(trajectory_study, configs, made, **how, **recorded)
-    elif recipe in _TRACKED:
+    elif tracked:
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
         chosen = measured if phenomena or recipe == "phenomena" else set()
         work = partial(track_study, configs, made, phenomena=chosen, **how, **recorded)
-    tracked = recipe in _TRACKED
     _run(work, (made.tracks if tracked else made.store).path, () if tracked else configs)
 
 
@@ -177,11 +178,10 @@ def _run(work: Callable[..., bool], path: Path, configs: "Sequence[Config]" = ()
     from steradian.lab.results import Store
 
     console = screen()
-    again = "run the same command again to continue"
     try:
         finished = work(progress=Progress(console))
     except KeyboardInterrupt:
-        console.print(f"Stopped before the end: {again} from the last checkpoint.", soft_wrap=True)
+        console.print(f"Stopped before the end: {_AGAIN} from the last checkpoint.", soft_wrap=True)
         raise
     if configs:
         keys = {config.key for config in configs}
@@ -192,7 +192,7 @@ def _run(work: Callable[..., bool], path: Path, configs: "Sequence[Config]" = ()
             console.print(f"The page: {path.with_suffix('.html')}", soft_wrap=True)
     console.print(f"The {'results' if configs else 'records'}: {path}", soft_wrap=True)
     if not finished:
-        console.print(f"Time is up before the end: {again}.")
+        console.print(f"Time is up before the end: {_AGAIN}.")
     return finished
 
 
@@ -234,20 +234,13 @@ def angle(
     from steradian.lab.progress import Progress
     from steradian.lab.study import Study
 
-    given = _settings(settings)
     usual = (network, data) == ("ResNet20", "cifar10")
     made = Study(study or f"angle-{part}" + ("" if usual else f"-{network}-{data}".lower()))
-    console = screen()
-    how: dict[str, Any] = {"methods": methods, "epochs": epochs, "seeds": seeds, "points": points, "settings": given}
-    how |= {"roots": {data: root} if root else {}, "size": size, "device": device, "seconds": seconds}
-    finished = angle_study(
-        part, data=data, network=network, study=made, compiled=compile, progress=Progress(console), **how
-    )
-    if results := made.store.results():
-        show_rows(console, "Test accuracy in percent, mean and 95 % interval over seeds", *interval_rows(results))
-    console.print(f"The results: {made.store.path}", soft_wrap=True)
-    if not finished:
-        console.print("Time is up before the end: run the same command again to continue.")
+    how: dict[str, Any] = {"methods": methods, "epochs": epochs, "seeds": seeds, "points": points, "size": size}
+    how |= {"data": data, "network": network, "settings": _settings(settings), "roots": {data: root} if root else {}}
+    how |= {"device": device, "seconds": seconds, "compiled": compile, "progress": Progress(screen())}
+    finished = angle_study(part, study=made, **how)
+    _conclude(made, finished, "Test accuracy in percent, mean and 95 % interval over seeds", interval_rows)
 
 
 @app.command()
@@ -271,19 +264,23 @@ def language(
     from steradian.lab.language import RATES, Shape, bits_rows, language_study
     from steradian.lab.study import Study
 
-    given = _settings(settings)
-    sizes = {name: given.pop(name) for name in list(given) if name in Shape.__dataclass_fields__}
-    shape, made, console = Shape(post_norms=post_norms, **sizes), Study(study), screen()
-    rates = lr or RATES
-    how: dict[str, Any] = {"methods": methods, "rates": rates, "seeds": seeds, "device": device, "seconds": seconds}
-    finished = language_study(
-        shape, root, study=made, say=lambda text: console.print(text, soft_wrap=True), **how, **given
+    given, made, say = _settings(settings), Study(study), partial(screen().print, soft_wrap=True)
+    shape = Shape(
+        post_norms=post_norms, **{name: given.pop(name) for name in list(given) if name in Shape.__dataclass_fields__}
     )
-    if results := made.store.results():
-        show_rows(console, "Bits per byte of the validation text", *bits_rows(results))
-    console.print(f"The results: {made.store.path}; recorded runs: {made.work}", soft_wrap=True)
+    how: dict[str, Any] = {"methods": methods, "rates": lr or RATES, "seeds": seeds, "device": device}
+    finished = language_study(shape, root, study=made, say=say, seconds=seconds, **how, **given)
+    _conclude(made, finished, "Bits per byte of the validation text", bits_rows, also=f"; recorded runs: {made.work}")
+
+
+def _conclude(study: "Study", finished: bool, title: str, rows: "Callable[..., Rows]", *, also: str = "") -> None:
+    """Print one table of a study's results, where they are, and how to continue."""
+    console = screen()
+    if results := study.store.results():
+        show_rows(console, title, *rows(results))
+    console.print(f"The results: {study.store.path}{also}", soft_wrap=True)
     if not finished:
-        console.print("Time is up before the end: run the same command again to continue.")
+        console.print(f"Time is up before the end: {_AGAIN}.")
 
 
 def _settings(given: Sequence[str] | None) -> dict[str, Any]:

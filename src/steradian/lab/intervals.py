@@ -124,7 +124,8 @@ def interval_rows(
         margin: as for `compare`.
         **how: other arguments of `compare`.
     """
-    heads, lines = ["column", "method", "η, λ", what, "seeds", "− first", "95 % interval", "p (Holm)", "that is"], []
+    heads = ["column", "method", "η, λ", what, "seeds", "minus the first", "95 % interval", "p (Holm)", "verdict"]
+    lines = []
     for methods in (column.results for column in accuracy_columns(results)):
         samples = {method: [value(run) for run in runs if not run.diverged] for method, runs in methods.items()}
         base = max(samples, key=lambda method: (method.startswith(baseline), len(samples[method])))

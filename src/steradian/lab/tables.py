@@ -116,9 +116,10 @@ class Column:
     def rows(self, *, seeds: bool = False) -> Rows:
         """The table, optionally with the accuracy of every seed; beside the paper's, or beside the best method's."""
         numbers = sorted({result.config.seed for result in self.every}) if seeds else []
-        heads = ["method", *(f"seed {k}" for k in numbers), "ours", "seeds"]
         papers, own = self.papers, self.own
-        heads += ["paper", "ours − paper", "that is"] if papers else ["ours − best", "that is"] if own else []
+        heads = ["method", *(f"seed {k}" for k in numbers), "ours" if papers else "mean accuracy", "seeds"]
+        compared = ["paper", "ours − paper"] if papers else ["minus the best"] if own else []
+        heads += [*compared, "is that noise?"] if compared else []
         best = max(self.cells.values(), key=lambda cell: cell.mean if cell.seeds else -math.inf)
         lines = []
         for method, cell in self.cells.items():

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +76,15 @@ class Extreme:
 
 @dataclass(frozen=True, eq=False)
 class PageRun(RecordedRun):
-    """A run as the page needs it, reduced in time; its own `table` is empty.
+    """A run as the page needs it; its own `table` is empty."""
 
-    Attributes:
-        lines: its table, reduced in time.
-        times: steps and the seconds since the start at them; None if not all observed steps have one.
-        observed: how many steps were observed, of how many.
-        labels: "invariant", "not invariant" or "untested" for each group.
-        extremes: the largest value of each quantity that a hypothesis bounds.
-        not_finite: quantities that are not finite in some group at the end of the run.
-        verdict: what the run says first, in words.
-    """
-
-    lines: Lines
-    times: tuple[np.ndarray, np.ndarray] | None
-    observed: tuple[int, int]
-    labels: dict[str, str]
-    extremes: dict[str, Extreme]
-    not_finite: set[str]
-    verdict: list[Sentence]
+    lines: Lines  #: its table, reduced in time
+    times: tuple[np.ndarray, np.ndarray] | None  #: steps and the seconds at them; None if some observed step has none
+    observed: tuple[int, int]  #: how many steps were observed, of how many
+    labels: dict[str, str]  #: "invariant", "not invariant" or "untested" for each group
+    extremes: dict[str, Extreme]  #: the largest value of each quantity that a hypothesis bounds
+    not_finite: set[str]  #: quantities that are not finite in some group at the end of the run
+    verdict: list[Sentence]  #: what the run says first, in words
 
     @property
     def quantities(self) -> set[str]:
@@ -132,19 +123,13 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def load(paths: Sequence[str | Path]) -> list[PageRun]:
-    """Read runs and reduce each in time.
-
-    Raises:
-        ValueError: no path, a path that is given twice, no run, or a run without a record.
-    """
+    """Read runs and reduce each in time; a path that is given twice, is no run or has no record is a ValueError."""
     if not paths:
         raise ValueError("a page needs at least one run: give the folder that watch(optimizer, to=…) wrote")
-    paths = find_runs(paths)
-    folders = [Path(path).resolve() for path in paths]
-    for path, folder in zip(paths, folders, strict=True):
-        if folders.count(folder) > 1:
-            raise ValueError(f"the run {path} is given twice")
-    runs = [_load(path) for path in paths]
+    folders = [path.resolve() for path in find_runs(paths)]
+    if twice := [str(folder) for folder in folders if folders.count(folder) > 1]:
+        raise ValueError(f"the run {twice[0]} is given twice")
+    runs = [_load(path) for path in find_runs(paths)]
     names = distinct_names([run.name for run in runs], folders)
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
@@ -174,9 +159,8 @@ def _times(table: pd.DataFrame, observed: np.ndarray) -> tuple[np.ndarray, np.nd
     """Steps and seconds; after the last observed step, the run goes on at its mean pace."""
     if len(table) < 2 or len(table) < len(observed):
         return None
-    steps, seconds = table["step"].to_numpy(), table["value"].to_numpy(float)
+    steps, seconds, more = table["step"].to_numpy(), table["value"].to_numpy(float), 1_000_000
     pace = (seconds[-1] - seconds[0]) / (steps[-1] - steps[0])
-    more = 1_000_000
     return np.append(steps, steps[-1] + more), np.append(seconds, seconds[-1] + more * pace)
 
 
@@ -258,12 +242,10 @@ def distinct_names(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
     >>> distinct_names(["adam", "sgd", "adam"], [Path("a/run"), Path("b/run"), Path("c/run")])
     ['adam (a/run)', 'sgd', 'adam (c/run)']
     """
-    result = []
-    for name, folder in zip(names, folders, strict=True):
-        twins = [other for n, other in zip(names, folders, strict=True) if n == name and other != folder]
-        depth = 1
-        while any(other.parts[-depth:] == folder.parts[-depth:] for other in twins):
-            depth += 1
+    result, pairs = [], list(zip(names, folders, strict=True))
+    for name, folder in pairs:
+        twins = [other.parts for n, other in pairs if n == name and other != folder]
+        depth = next(k for k in count(1) if all(other[-k:] != folder.parts[-k:] for other in twins))
         result.append(f"{name} ({'/'.join(folder.parts[-depth:])})" if twins else name)
     return result
 
@@ -271,9 +253,9 @@ def distinct_names(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
 def _extreme(table: pd.DataFrame, quantity: str) -> Extreme | None:
     """The largest value of a quantity over all rows, groups and steps of a run's table."""
     part = table[(table["quantity"] == quantity) & (table["statistic"] == "max")]
-    value = part["value"].to_numpy(float)
-    if not np.isfinite(value).any():
+    finite = part[np.isfinite(part["value"])]
+    if finite.empty:
         return None
-    at = int(np.argmax(np.where(np.isfinite(value), value, -np.inf)))
-    not_finite = part["step"][~np.isfinite(value)].nunique()
-    return Extreme(float(value[at]), int(part["step"].iloc[at]), str(part["group"].iloc[at]), not_finite)
+    worst = finite.iloc[finite["value"].argmax()]
+    lost = part["step"][~np.isfinite(part["value"])].nunique()
+    return Extreme(float(worst["value"]), int(worst["step"]), str(worst["group"]), lost)

@@ -33,20 +33,14 @@ class Drop:
 class Lines:
     """The records of one run, over time in buckets.
 
-    Attributes:
-        steps: the middle step of each bucket, (B,).
-        keys: quantity, group and statistic of each line. Quantities of the run as a whole have the group "": their
-            "min" and "max" are over the bucket.
-        table: (lines, B), NaN where nothing was recorded.
-        drops: sudden changes of the nominal rate.
-        last_step: the last recorded step.
+    Quantities of the run as a whole have the group ""; their "min" and "max" are over the bucket.
     """
 
-    steps: Integers
-    keys: list[tuple[str, str, str]]
-    table: Floats
-    drops: list[Drop]
-    last_step: int
+    steps: Integers  #: the middle step of each bucket, (B,)
+    keys: list[tuple[str, str, str]]  #: quantity, group and statistic of each line
+    table: Floats  #: (lines, B), NaN where nothing was recorded
+    drops: list[Drop]  #: sudden changes of the nominal rate
+    last_step: int  #: the last recorded one
 
     @cached_property
     def values(self) -> dict[str, dict[str, dict[str, Floats]]]:
@@ -62,10 +56,6 @@ def schedule(steps: Integers, rate: Floats) -> list[Drop]:
 
     Between observed steps a smooth schedule may change a lot. A jump is steeper than the schedule on both sides of it,
     in the rate and in its logarithm: a warm-up is even in the first, an exponential decay in the second.
-
-    Args:
-        steps: observed steps.
-        rate: at these.
 
     >>> schedule(np.arange(4), np.array([1.0, 1.0, 0.1, 0.1]))
     [Drop(step=2, factor=0.1)]
@@ -110,40 +100,20 @@ def points_for(lines: int) -> int:
 
 
 def aggregate(table: pd.DataFrame, *, points: int | None = None) -> Lines:
-    """Reduce a table of records in time: minimum of minima, maximum of maxima, average of everything else.
-
-    Args:
-        table: records of one run, with the columns `records.COLUMNS`.
-        points: about how many points a line may have. None: as `points_for`.
-    """
-    columns = [table[name].astype("category").cat for name in ("quantity", "group", "statistic")]
-    quantities, groups, statistics = ([str(word) for word in column.categories] for column in columns)
-    shape = len(quantities), len(groups), len(statistics)
-    q, g, s = (column.codes.to_numpy(np.int32) for column in columns)
-    code = (q * shape[1] + g) * shape[2] + s
-    found = np.flatnonzero(np.bincount(code))
-    line = np.searchsorted(found, np.arange(found[-1] + 1))[code]
-    places = zip(*np.unravel_index(found, shape), strict=True)
-    keys = [(quantities[i], groups[j], statistics[k]) for i, j, k in places]
-    step, value = table["step"].to_numpy(np.int64), table["value"].to_numpy(np.float64)
-    position, steps = pd.factorize(step)
-    order = np.argsort(steps)
-    steps = steps[order]
+    """Reduce a run's table to about `points` buckets: minima of minima, maxima of maxima, averages of the rest."""
+    grouped = table.groupby(["quantity", "group", "statistic"], observed=True)
+    line, keys = np.asarray(grouped.ngroup(), dtype=np.int64), list(grouped.size().index)
+    position, steps = pd.factorize(table["step"].to_numpy(np.int64), sort=True)
     rated = next((k for k, (quantity, *_) in enumerate(keys) if quantity == "lr"), -1)
-    own = np.flatnonzero(line == rated)
-    own = own[np.argsort(step[own], kind="stable")]
-    drops = schedule(step[own], value[own])
+    rate = table[line == rated].sort_values("step", kind="stable")
+    drops = schedule(rate["step"].to_numpy(), rate["value"].to_numpy())
     bucket_of, middles = _cut(steps, points or points_for(len(keys)), drops)
-    bucket = bucket_of[np.argsort(order)][position]
-    parts = [_reduce(line, bucket, value, keys, len(middles))]
-    for k, (quantity, group, statistic) in enumerate(list(keys)):
+    over = _reduce(line, bucket_of[position], table["value"].to_numpy(float), (len(keys), len(middles)))
+    lines = {key: over.get(key[2], over["mean"])[k] for k, key in enumerate(keys)}
+    for k, (quantity, group, statistic) in enumerate(keys):
         if not group and statistic == "mean":  # one number per step: a band shows the range within a bucket
-            own = np.flatnonzero(line == k)
-            both = [(quantity, "", "min"), (quantity, "", "max")]
-            twice = np.repeat([0, 1], len(own)), np.tile(bucket[own], 2), np.tile(value[own], 2)
-            parts.append(_reduce(*twice, both, len(middles)))
-            keys += both
-    return Lines(middles, keys, np.concatenate(parts), drops, int(steps[-1]))
+            lines |= {(quantity, "", extreme): over[extreme][k] for extreme in ("min", "max")}
+    return Lines(middles, list(lines), np.array(list(lines.values())), drops, int(steps[-1]))
 
 
 def coarsen(lines: Lines, points: int) -> Lines:
@@ -153,7 +123,8 @@ def coarsen(lines: Lines, points: int) -> Lines:
     if len(middles) >= length:
         return lines
     line = np.repeat(np.arange(count), length)
-    table = _reduce(line, np.tile(bucket, count), lines.table.ravel(), lines.keys, len(middles))
+    over = _reduce(line, np.tile(bucket, count), lines.table.ravel(), (count, len(middles)))
+    table = np.array([over.get(statistic, over["mean"])[k] for k, (*_, statistic) in enumerate(lines.keys)])
     return replace(lines, steps=middles, table=table)
 
 
@@ -164,18 +135,13 @@ def _cut(steps: Integers, points: int, drops: Sequence[Drop]) -> tuple[Integers,
     return np.repeat(np.arange(len(starts)), ends - starts), (steps[starts] + steps[ends - 1]) // 2
 
 
-def _reduce(
-    line: Integers, bucket: Integers, value: Floats, keys: Sequence[tuple[str, str, str]], count: int
-) -> Floats:
-    """Lines (keys, count) from single values, by each line's statistic; NaN where no value is finite."""
-    size, known = len(keys) * count, np.isfinite(value)
-    kinds = np.array([{"min": 1, "max": 2}.get(statistic, 0) for *_, statistic in keys], dtype=np.int8)
-    kind, cell = kinds[line], line * count + bucket
-    chosen = np.flatnonzero(known & (kind == 0))
+def _reduce(line: Integers, bucket: Integers, value: Floats, shape: tuple[int, int]) -> dict[str, Floats]:
+    """Mean, min and max of the values in each bucket of each line, (lines, buckets); NaN where none is finite."""
+    finite = np.isfinite(value)
+    cell, value, size = (line * shape[1] + bucket)[finite], value[finite], shape[0] * shape[1]
     with np.errstate(invalid="ignore"):
-        total = np.bincount(cell[chosen], value[chosen], minlength=size)
-        flat = total / np.bincount(cell[chosen], minlength=size)
-    for which, extreme in ((1, np.fmin), (2, np.fmax)):
-        chosen = np.flatnonzero(known & (kind == which))
-        extreme.at(flat, cell[chosen], value[chosen])
-    return flat.reshape(len(keys), count)
+        mean = np.bincount(cell, value, minlength=size) / np.bincount(cell, minlength=size)
+    low, high = np.full((2, size), np.nan)
+    np.fmin.at(low, cell, value)
+    np.fmax.at(high, cell, value)
+    return {"mean": mean.reshape(shape), "min": low.reshape(shape), "max": high.reshape(shape)}

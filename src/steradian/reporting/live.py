@@ -19,16 +19,8 @@ class LiveServer(ThreadingHTTPServer):
     """Serves the page of some runs on the loopback address; the page loads again when the runs have changed.
 
     It answers two requests, for the page and for the state of the runs, and hands out no files. Requests under another
-    host name are refused, so that no other site can read the page through the browser.
-
-    Args:
-        runs: folders that `watch` wrote, or folders with such folders, also ones that will appear.
-        port: 0 for any that is free.
-        title: the page's heading. None: the names of the runs.
-
-    Raises:
-        ValueError: a path is no folder.
-        OSError: the port is taken.
+    host name are refused, so that no other site can read the page through the browser. `runs` are folders that `watch`
+    wrote, or folders in which such folders are or will be; port 0 is any that is free.
     """
 
     daemon_threads = True

@@ -1,17 +1,17 @@
 """One self-contained HTML page from one or several recorded runs."""
 
-import html
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from string import Template
 
+from jinja2 import Environment, Template
 from plotly.offline import get_plotlyjs
 
 from steradian.files import write_atomically
-from steradian.reporting import markup
+from steradian.reporting import overview
 from steradian.reporting.data import PageRun, compressed, load, page_data
-from steradian.reporting.sections import asset
+from steradian.reporting.sections import all_hold, asset, bounds, left_out, notes, shown_sections
+from steradian.watching.records import QUANTITIES
 
 __all__ = ["document", "report", "title_of"]
 
@@ -51,25 +51,39 @@ def report(runs: Sequence[str | Path], out: str | Path, *, title: str | None = N
 
 def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
     """The page's text. `live`: the state of the runs that it shows; the page follows them."""
-    shown = markup.shown_sections(runs)
-    data, numbers = page_data(runs)
-    return Template(asset("page.html")).substitute(
-        title=html.escape(title),
+    shown, (cards, common), (data, numbers) = shown_sections(runs), overview.cards(runs), page_data(runs)
+    figures = [figure for section in shown for figure in section.figures]
+
+    def figure_of(quantity: str) -> str:
+        """The figure that draws a quantity; the last one shows any."""
+        return next((each.id for each in figures if quantity in each.needs), figures[-1].id)
+
+    return _template().render(
+        title=title,
         live=live,
         style=asset("page.css"),
-        runs=markup.run_cards(runs),
-        verdict=markup.verdict(runs, shown),
-        alerts=markup.alerts(runs),
-        groups=markup.groups(runs),
-        contents=markup.contents(shown),
-        paper=markup.paper_index(shown),
-        sections=markup.sections(shown, runs),
-        missing=markup.left_out(runs, shown),
+        script="\n".join(map(asset, SCRIPTS)),
+        runs=runs,
+        quantities=QUANTITIES,
+        figure_of=figure_of,
+        alerts=overview.alerts(runs),
+        cards=cards,
+        common=common,
+        groups=overview.groups(runs),
+        sections=shown,
+        all_hold=partial(all_hold, runs=runs),
+        bounds=partial(bounds, runs=runs),
+        notes=partial(notes, runs=runs),
+        missing=left_out(runs, shown),
         data=compressed(data.encode()),
         numbers=numbers,
         plotly=_plotly(),
-        script="\n".join(map(asset, SCRIPTS)),
     )
+
+
+@cache
+def _template() -> Template:
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(asset("page.html"))
 
 
 @cache

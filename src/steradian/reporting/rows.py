@@ -1,5 +1,6 @@
 """Single rows: histograms over the rows of a group, and trajectories of single rows on the sphere."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -29,26 +30,19 @@ MOST_FITTED = 300  # points from which the principal directions are computed
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """The distribution of one quantity over the rows of one group, in all runs, with common bins.
-
-    All histograms of a page have the same number of bins, equal in the logarithm if `log`. Counts are, for each "run",
-    the rows in each bin "at" its "steps", (steps, bins).
-    """
+    """The distribution of one quantity over the rows of one group, in all runs, with common bins."""
 
     quantity: str
     group: str
-    edges: Floats
-    log: bool
-    counts: list[dict[str, Any]]
+    edges: Floats  #: of as many bins as all histograms of a page have
+    log: bool  #: the bins are equal in the logarithm
+    counts: list[dict[str, Any]]  #: for each "run", the rows in each bin "at" its "steps", (steps, bins)
 
 
 def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
-    """The steps at which all rows of a group were recorded.
+    """Steps at which all rows of a group were recorded, at most `most` of them with the first and the last.
 
-    Args:
-        step: of each recorded row of one group and one quantity. Steps with fewer rows than others do not count, since
-            single rows may be recorded more often.
-        most: how many steps at most; of more, some are chosen evenly, the first and the last among them.
+    `step` is that of each recorded row. Steps with fewer rows do not count: single rows may be recorded more often.
 
     >>> whole_steps(np.array([0, 0, 0, 1, 2, 3, 3, 3]))
     [0, 3]
@@ -61,11 +55,7 @@ def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
 
 
 def histograms(runs: Sequence[pd.DataFrame]) -> list[Histogram]:
-    """Histograms of the quantities in `SHOWN` for every group of which more than one row was recorded.
-
-    Args:
-        runs: each run's rows, with the columns `records.ROW_COLUMNS`.
-    """
+    """Histograms of the quantities in `SHOWN` for every group with several recorded rows; `runs`: each one's rows."""
     found: dict[tuple[str, str], list[tuple[int, list[int], list[Floats]]]] = {}
     chosen = [rows[rows["quantity"].isin(SHOWN)] for rows in runs]
     parts = [rows.groupby(["quantity", "group"], observed=True, sort=False) for rows in chosen]
@@ -94,13 +84,9 @@ def _edges(values: Floats, bins: int) -> tuple[Floats, bool]:
     """Bins from the smallest to the largest value, equal in the logarithm where the values span a factor of 4."""
     low, high = float(values.min()), float(values.max())
     if low > 0 and high / low >= 4:
-        edges, log = np.geomspace(low, high, bins + 1), True
-        edges[0], edges[-1] = low, high  # geomspace rounds, and the outermost rows must fall inside
-    else:
-        room = (high - low) / 2 or abs(high) / 100 or 1.0
-        centre = (high + low) / 2
-        edges, log = np.linspace(min(low, centre - room), max(high, centre + room), bins + 1), False
-    return edges, log
+        return np.geomspace(low, high, bins + 1), True
+    room = 0.0 if high > low else abs(high) / 100 or 1.0
+    return np.linspace(low - room, high + room, bins + 1), False
 
 
 # Trajectories
@@ -117,66 +103,46 @@ class Trajectory:
 
 @dataclass(frozen=True, eq=False)
 class Path3:
-    """A trajectory in three dimensions.
+    """A trajectory in three dimensions."""
 
-    Attributes:
-        run: run number.
-        steps: (n,).
-        points: (n, 3), inside the unit ball.
-        turned: the angle between its first and last direction, in radians.
-        travelled: the sum of the angles between recorded directions, in radians: a lower bound of the path's length.
-    """
-
-    run: int
-    steps: Integers
-    points: Floats
-    turned: float
-    travelled: float
+    run: int  #: run number
+    steps: Integers  #: (n,)
+    points: Floats  #: (n, 3), inside the unit ball
+    turned: float  #: the angle between its first and last direction, in radians
+    travelled: float  #: the sum of the angles between recorded directions, a lower bound of the path's length
 
 
 @dataclass(frozen=True, eq=False)
 class Sphere:
-    """One row's trajectories, one per run, in the three principal directions that all runs share.
-
-    Attributes:
-        size: d, the dimension of the space in which the sphere lies.
-        kept: share of the squared length that the three directions hold, averaged over points.
-        moved: share of the motion, the squared distance from the mean direction, that they hold.
-    """
+    """One row's trajectories, one per run, in the three principal directions that all runs share."""
 
     group: str
     row: int
-    size: int
-    kept: float
-    moved: float
+    size: int  #: d, the dimension of the space in which the sphere lies
+    kept: float  #: share of the squared length that the three directions hold, averaged over points
+    moved: float  #: share of the motion, the squared distance from the mean direction, that they hold
     paths: list[Path3]
 
 
 def trajectories(runs: Sequence[pd.DataFrame]) -> dict[tuple[str, int], list[Trajectory]]:
-    """All recorded trajectories by group and row; at most `MOST_POINTS` points of each, evenly chosen.
-
-    Args:
-        runs: each run's paths, with the columns `records.PATH_COLUMNS`.
-    """
+    """The trajectories in each run's paths by group and row; at most `MOST_POINTS` points of each, evenly chosen."""
     found: dict[tuple[str, int], list[Trajectory]] = {}
     for number, paths in enumerate(runs):
         for key, part in paths.groupby(["group", "row"], observed=True, sort=False):
-            group, row = key[0], int(str(key[1]))
+            group, row = str(key[0]), int(str(key[1]))
             kept = part.drop_duplicates("step", keep="last").sort_values("step")
             kept = kept.iloc[_thin(len(kept))]
             directions = np.stack([np.asarray(u, dtype=float) for u in kept["direction"]])
             good = np.isfinite(directions).all(1) & directions.any(1)  # a row that collapsed has no direction
             if good.sum() >= 2:
                 steps = kept["step"].to_numpy(np.int64)[good]
-                found.setdefault((str(group), row), []).append(Trajectory(number, steps, directions[good]))
+                found.setdefault((group, row), []).append(Trajectory(number, steps, directions[good]))
     return found
 
 
 def _thin(count: int) -> Integers:
     """Which of `count` points to keep. Strides are powers of two, so that longer and shorter runs share steps."""
-    stride = 1
-    while count > stride * MOST_POINTS:
-        stride *= 2
+    stride = 2 ** max(0, math.ceil(math.log2(count / MOST_POINTS)))
     return np.union1d(np.arange(0, count, stride), count - 1)
 
 
