@@ -44,7 +44,7 @@ def ours(kind: str, t: dict[str, Tensor]) -> Callable[[], object]:
     if kind == "input gradient":
         return lambda: convolution._input_gradient(t["dy"], t["weight"], t["x"], 1)
     plan = convolution._WEIGHT_GRADIENT[1][t["dy"].shape[1]]
-    parts = plan.parts(len(t["x"]), *t["x"].shape[2:])
+    parts, _ = plan.grid(len(t["x"]), *t["x"].shape[2:])
     return lambda: convolution._weight_gradient(t["x"], t["dy"], 1, parts).sum(dim=0)
 
 

@@ -4,14 +4,11 @@ import errno
 import hashlib
 import io
 import pickle
-import sys
 import tarfile
-import types
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from scipy.io import savemat
 
 from steradian.lab.data import DataSet, Images, Resident, load, pack
@@ -148,30 +145,9 @@ def test_too_few_images_are_refused():
     assert Resident(data(train=2), validation=0.9).counts["train"] == 1
 
 
-def test_the_hub_is_used_if_there_is_no_folder(monkeypatch, tmp_path):
-    """A stand-in for the `datasets` package, which is imported only here."""
-    made, asked = data(), []
-
-    class Rows(list):
-        features = {"label": types.SimpleNamespace(names=list(made.classes))}  # noqa: RUF012
-
-        def __getitem__(self, key):
-            return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
-
-    def rows(part):
-        pairs = zip(part.pixels, part.labels, strict=True)
-        return Rows({"img": Image.fromarray(p), "label": int(label)} for p, label in pairs)
-
-    def load_dataset(*arguments):
-        asked.append(arguments)
-        return {"train": rows(made.train), "test": rows(made.test)}
-
+def test_data_that_is_not_there_raises(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert_same(load("cifar10"), made)
-    assert asked == [("uoft-cs/cifar10", "plain_text")]
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="pip install datasets"):
+    with pytest.raises(ValueError, match="data/cifar10 has neither meta"):
         load("cifar10")
     with pytest.raises(ValueError, match="data must be one of digits, cifar10"):
         load("flowers")

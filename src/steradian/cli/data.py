@@ -14,7 +14,7 @@ data = typer.Typer(help=_HELP, no_args_is_help=True)
 app.add_typer(data, name="data")
 
 Name = Annotated[str, typer.Argument(help="digits, cifar10, cifar100, svhn, or the name of packed data.")]
-Root = Annotated[Path | None, typer.Option(help="Folder of the archives, or packed. None: the hub.")]
+Root = Annotated[Path | None, typer.Option(help="Folder of the archives, or packed. None: data/NAME.")]
 
 
 @data.command()

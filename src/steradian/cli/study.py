@@ -102,8 +102,6 @@ def reproduce(
     seconds: Seconds = None,
     size: Size = None,
     device: Device = None,
-    engine: Annotated[str, typer.Option(help="local, or ray for many machines.")] = "local",
-    address: Annotated[str | None, typer.Option(help="Address of a Ray cluster; none: one is started here.")] = None,
     compile: Compile = None,
     points: Annotated[
         int | None, typer.Option(min=2, help="hypotheses, phenomena, trajectories: steps to record.")
@@ -127,7 +125,7 @@ def reproduce(
     """
     from steradian.lab.experiments import track_study, trajectory_study
     from steradian.lab.recipes import RECIPES
-    from steradian.lab.study import study_name, sweep
+    from steradian.lab.study import study_name
 
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
@@ -142,13 +140,8 @@ def reproduce(
     configs = RECIPES[recipe](**given)
     made = _study(study_name(recipe, configs, settings=settings or "printed") if study is None else study)
     how: dict[str, Any] = {"roots": _roots(configs, root), "size": size}
-    if engine not in ("local", "ray") or (engine == "ray" and recipe in _TRACKED):
-        raise ValueError(f"engine must be local, or ray if no steps are recorded, got {engine!r} for {recipe}")
-    if engine == "ray":
-        work = partial(sweep, configs, made, **how | {"address": address, "size": size or 8})
-    else:
-        how |= {"device": device, "seconds": seconds, "compiled": compile}
-        work = partial(made.run, configs, **how)
+    how |= {"device": device, "seconds": seconds, "compiled": compile}
+    work = partial(made.run, configs, **how)
     if recipe == "trajectories":
         work = partial(trajectory_study, configs, made, **how, **recorded)
     elif recipe in _TRACKED:

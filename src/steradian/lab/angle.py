@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -23,17 +24,13 @@ from steradian import optim
 from steradian.geometry import collapsed, dot, norm
 from steradian.groups import Groups, Layout
 from steradian.lab.config import Config, match_names
-from steradian.lab.experiments import RECORDED, Tracked
-from steradian.lab.registry import register_method
-from steradian.lab.results import environment
+from steradian.lab.experiments import RECORDED, Tracked, store_steps
+from steradian.lab.registry import optimizer_of, register_method, split_rows
 from steradian.lab.rivals import Hyperball, Rotational
 from steradian.lab.study import Study, pick_device
 from steradian.lab.tables import search
 from steradian.optim.rows import RowSet
 from steradian.watching.records import COLUMNS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["CROSSED", "MATCHED", "PARTS", "TUNED", "AtAngle", "angle_study"]
 
@@ -117,16 +114,6 @@ class AtAngle(Optimizer):
 # Methods
 
 
-def _split(groups: Groups) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Param groups with rows, and the others."""
-    made = groups.param_groups()
-    return [g for g in made if g.get("rows") is not None], [g for g in made if g.get("rows") is None]
-
-
-def _is_cuda(rows: Sequence[Mapping[str, Any]]) -> bool:
-    return bool(rows[0]["params"][0].is_cuda)
-
-
 def _tensors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The same parameters with one row each."""
     return [{"params": group["params"], "rows": "tensor"} for group in rows]
@@ -134,13 +121,15 @@ def _tensors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _inner(name: str, rows: list[dict[str, Any]], config: Config, decay: float) -> Optimizer:
     """An optimizer of the rows alone."""
-    if name == "SGD-M":
-        return torch.optim.SGD(rows, config.lr, config.momentum, weight_decay=decay, fused=_is_cuda(rows))
-    if name == "Adam":
-        return torch.optim.Adam(rows, config.lr, config.betas, weight_decay=decay, fused=_is_cuda(rows))
     if name == "Muon":  # Hyperball's step differs from Muon's by a factor and a radial part for each tensor
         return Hyperball(_tensors(rows), 0.01, 0.95)
-    return optim.Adam(rows, config.lr, config.betas, weight_decay=decay, without=name.partition("(")[2].strip(")"))
+    how: dict[str, Any] = {"lr": config.lr, "weight_decay": decay}
+    if name.startswith("Adam w/o"):
+        return optim.Adam(rows, betas=config.betas, without=name.partition("(")[2].strip(")"), **how)
+    how["fused"] = rows[0]["params"][0].is_cuda
+    if name == "SGD-M":
+        return torch.optim.SGD(rows, momentum=config.momentum, **how)
+    return torch.optim.Adam(rows, betas=config.betas, **how)
 
 
 def _rest(name: str, rest: list[dict[str, Any]], config: Config) -> Optimizer:
@@ -151,7 +140,7 @@ def _rest(name: str, rest: list[dict[str, Any]], config: Config) -> Optimizer:
 
 
 def _crossed(filters: str, others: str, groups: Groups, config: Config) -> list[Optimizer]:
-    rows, rest = _split(groups)
+    rows, rest = split_rows(groups)
     return [_inner(filters, rows, config, config.weight_decay), _rest(others, rest, config)]
 
 
@@ -170,11 +159,11 @@ def _matched(name: str, groups: Groups, config: Config) -> list[Optimizer]:
     """A direction without L2, which only changes radii, at SGD-M's angle; SGD-M on the rest."""
     if config.column not in _curves:
         raise ValueError(f"no record of SGD-M's angles on {config.column}: steradian angle matched makes it")
-    (rows, rest), curves = _split(groups), _curves[config.column]
-    names = {id(param): name for name, param in groups.params.items()}
+    (rows, rest), names = split_rows(groups), {id(param): name for name, param in groups.params.items()}
     firsts = [p for group in rows for p in (group["params"][:1] if group.get("joint") else group["params"])]
-    angles = torch.from_numpy(np.stack([curves[names[id(param)]] for param in firsts], axis=1)).float()
-    return [AtAngle(_inner(name, rows, config, 0.0), rows, angles), _rest("SGD-M", rest, config)]
+    angles = np.stack([_curves[config.column][names[id(param)]] for param in firsts], axis=1)
+    turned = AtAngle(_inner(name, rows, config, 0.0), rows, torch.from_numpy(angles).float())
+    return [turned, _rest("SGD-M", rest, config)]
 
 
 MATCHED = {
@@ -186,11 +175,6 @@ for _name, _direction in MATCHED.items():
     register_method(_name, partial(_matched, _direction))
 
 
-def _sgd(groups: Groups, config: Config, **more: Any) -> Optimizer:
-    make: Callable[..., Optimizer] = optim.SGD if "corrected_decay" in more else torch.optim.SGD
-    return make(groups.param_groups(), config.lr, config.momentum, weight_decay=config.weight_decay, **more)
-
-
 def _adamw(groups: Groups, config: Config) -> Optimizer:
     """Decay on the rows alone."""
     made = groups.param_groups(weight_decay=config.weight_decay, rest={"weight_decay": 0.0})
@@ -199,13 +183,13 @@ def _adamw(groups: Groups, config: Config) -> Optimizer:
 
 def _on_spheres(groups: Groups, config: Config, make: Callable[..., Optimizer], **more: Any) -> Optimizer:
     """Angles of config.lr on the rows, and SGD-M with L2 on the rest."""
-    rows, rest = _split(groups)
+    rows, rest = split_rows(groups)
     more |= {"weight_decay": config.weight_decay, "rest_lr": config.rest_lr or 0.1}
     return make([*(_tensors(rows) if make is Hyperball else rows), *rest], config.lr, **more)
 
 
-register_method("SGD-M, Nesterov", partial(_sgd, nesterov=True))
-register_method("SGD-M, corrected decay", partial(_sgd, corrected_decay=True))
+register_method("SGD-M, Nesterov", optimizer_of(torch.optim.SGD, "momentum", nesterov=True))
+register_method("SGD-M, corrected decay", optimizer_of(optim.SGD, "momentum", corrected_decay=True))
 register_method("AdamW, decay on rows", _adamw)
 for _kind in ("gradient", "adam", "muon"):
     register_method(f"Angular, {_kind}", partial(_on_spheres, make=optim.Angular, direction=_kind))
@@ -240,19 +224,15 @@ PARTS: dict[str, tuple[dict[str, list[tuple[float, float]]], int]] = {
 
 
 class _Recorded(Tracked):
-    """A training that records the root mean square of every layer's angle."""
+    """A training whose table has the root mean square of every layer's angle at the recorded steps."""
 
-    def table(self) -> "pd.DataFrame":
-        """The angles at the recorded steps."""
-        import pandas as pd
-
+    def table(self) -> pd.DataFrame:
         angles = np.arctan(np.stack(self._values)[:, RECORDED.index("velocity")].astype(np.float64))
         parts = []
-        for group, start, end in self._spans():
-            value = np.sqrt(np.nanmean(angles[:, start:end] ** 2, axis=1))
+        for group, span in self.spans():
+            value = np.sqrt(np.nanmean(angles[:, span] ** 2, axis=1))
             parts.append(pd.DataFrame({"step": self._recorded, "group": group.names[0], "value": value}))
-        found = pd.concat(parts).assign(run=self.config.key, quantity="angle", statistic="rms")
-        return found[list(COLUMNS)]
+        return pd.concat(parts).assign(run=self.config.key, quantity="angle", statistic="rms")[list(COLUMNS)]
 
 
 def _angles(study: Study, config: Config) -> dict[str, NDArray[np.float64]]:
@@ -312,13 +292,8 @@ def angle_study(
 
     if part == "matched":
         reference = Config(method="SGD-M", lr=0.1, weight_decay=_REST_DECAY, **common)
-
-        def deliver(training: Tracked) -> None:
-            about = {"steps": training.steps, "environment": environment(where)}
-            study.tracks.add(training.config, training.table(), **about)
-
-        make, recorded = partial(_Recorded, points=points, deliver=deliver), study.tracks.about()
-        if reference.key not in recorded and not run([reference], study, make=make):
+        make = partial(_Recorded, points=points, deliver=partial(store_steps, study.tracks))
+        if reference.key not in study.tracks.about() and not run([reference], study, make=make):
             return False
         _curves[reference.column] = _angles(study, reference)
     if part == "tuned":

@@ -48,14 +48,9 @@ class Config:
 
     def __post_init__(self) -> None:
         # 1, 1.0 and numpy's 1.0 are the same rate and must give the same key.
-        for kind, names in (
-            (float, ("lr", "weight_decay", "momentum", "gamma")),
-            (int, ("epochs", "batch_size", "seed")),
-        ):
-            for name in names:
-                object.__setattr__(self, name, kind(getattr(self, name)))
-        object.__setattr__(self, "betas", tuple(map(float, self.betas)))
-        object.__setattr__(self, "milestones", tuple(map(int, self.milestones)))
+        vars(self).update({name: float(getattr(self, name)) for name in ("lr", "weight_decay", "momentum", "gamma")})
+        vars(self).update({name: int(getattr(self, name)) for name in ("epochs", "batch_size", "seed")})
+        vars(self).update(betas=tuple(map(float, self.betas)), milestones=tuple(map(int, self.milestones)))
         checks = {
             "lr": (0 < self.lr < math.inf, "positive and finite"),
             "weight_decay": (self.weight_decay >= 0, "at least 0"),
@@ -115,11 +110,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ValueError: a field is unknown.
-        """
+        """The inverse of `to_dict`; unknown fields raise a ValueError."""
         if unknown := sorted(values.keys() - {f.name for f in fields(cls)}):
             raise ValueError(f"a configuration has unknown fields: {', '.join(unknown)}")
         return cls(**values)
@@ -140,11 +131,7 @@ def match_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def match_names(what: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
-    """The known names that match; all of them if none is given.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """The known names that match, and all of them if none is given; an unknown name raises a ValueError."""
     known = list(known)
     found = {name: match_name(name, known) for name in names or known}
     if unknown := [name for name, match in found.items() if match is None]:

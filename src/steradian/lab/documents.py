@@ -10,28 +10,17 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from steradian.files import write_atomically
+from steradian.lab import tables
 from steradian.lab.figures import FIGURES, SUMMARIES, TRACK_FIGURES, Figure, to_svg, write_figure
 from steradian.lab.intervals import interval_rows
 from steradian.lab.language import bits_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
-from steradian.lab.tables import (
-    Column,
-    Rows,
-    accuracy_columns,
-    markdown_table,
-    method_order,
-    plain_loops,
-    point_rows,
-    rule_of,
-    time_rows,
-)
+from steradian.lab.tables import Column, Rows, accuracy_columns, markdown_table
 
 __all__ = ["write_page", "write_up"]
 
@@ -57,6 +46,8 @@ def regions(text: str) -> list[str]:
 
 def written(document: Path, *, results: Path, figures: Path) -> str:
     """The document with its regions rewritten; the figures are written to their folder."""
+    if not document.is_file():
+        raise ValueError(f"document must be a file, got {document}")
     text = document.read_text(encoding="utf-8")
     regions(text)
 
@@ -78,9 +69,6 @@ def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None
         results: folder of the results.
         figures: folder for the figures.
     """
-    for document in documents:
-        if not document.is_file():
-            raise ValueError(f"document must be a file, got {document}")
     made = {document: written(document, results=results, figures=figures) for document in documents}
     for document, text in made.items():  # only now: an error above leaves all documents unchanged
         write_atomically(document, text.encode())
@@ -89,39 +77,27 @@ def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None
 # The content of a region
 
 
-@dataclass(frozen=True)
 class _Region:
-    """What a region is made from: its kind, its studies, and the folders of results, figures and document."""
+    """What a region is made from: kind, studies and their results, folders of results, figures and document."""
 
-    kind: str
-    studies: Sequence[str]
-    results: Path
-    figures: Path
-    document: Path
-
-    @cached_property
-    def stored(self) -> dict[str, list[Result]]:
-        """The results of each study; none if there is no file."""
-        return {study: Store(self.results / f"{study}.json").results() for study in self.studies}
-
-    @property
-    def every(self) -> list[Result]:
-        """The results of all studies."""
-        return [result for found in self.stored.values() for result in found]
-
-    @cached_property
-    def columns(self) -> list[Column]:
-        """The columns of each study."""
-        return [column for found in self.stored.values() for column in accuracy_columns(found)]
+    def __init__(self, kind: str, studies: Sequence[str], results: Path, figures: Path, document: Path) -> None:
+        self.kind, self.studies, self.results, self.figures, self.document = kind, studies, results, figures, document
+        stored = {study: Store(results / f"{study}.json").results() for study in studies}
+        self.missing = [study for study, found in stored.items() if not found]
+        self.every = [result for found in stored.values() for result in found]
+        self.stored = list(stored.values())
 
     def joined(self, parts: Sequence[str]) -> str:
         """Paragraphs, and the commands that run what is missing."""
-        missing = [study for study, found in self.stored.items() if not found]
-        return "\n\n".join([*parts, *map(_not_run, missing)])
+        return "\n\n".join([*parts, *map(_not_run, self.missing)])
 
     def table(self, rows: Callable[..., Rows], what: Sequence[object], *more: object) -> str:
         """A table of results or columns, if there are any, and the commands that run what is missing."""
         return self.joined([markdown_table(*rows(what, *more))] if what else [])
+
+    def columns(self) -> list[Column]:
+        """The columns of each study."""
+        return [column for found in self.stored for column in accuracy_columns(found)]
 
     def show(self, figure: Figure, name: str) -> str:
         """Write a figure; returns the Markdown that shows it, with its caption."""
@@ -164,12 +140,12 @@ def command(study: str) -> str:
 
 def _table(region: _Region) -> str:
     """Ours beside the paper's; a "table" has statements below it, "numbers" have none."""
-    parts = []
-    for column in region.columns:
+    parts, columns = [], region.columns()
+    for column in columns:
         parts.append(f"**{column.name}**, {column.length}\n\n{markdown_table(*column.rows())}")
         if region.kind == "table":
             parts.append("\n".join(f"- {text}" for text in column.statements()))
-    return region.joined([*parts, rule_of(region.columns)] if parts else [])
+    return region.joined([*parts, tables.rule_of(columns)] if parts else [])
 
 
 _CAPTIONS = {
@@ -210,7 +186,7 @@ def _machine_rows(results: Sequence[Result]) -> Rows:
 def _setting_rows(results: Sequence[Result]) -> Rows:
     """Hyper-parameters of the trainings of each method."""
     lines: dict[tuple[str, ...], None] = {}
-    for c in sorted((result.config for result in results), key=lambda config: method_order(config.method)):
+    for c in sorted((result.config for result in results), key=lambda config: tables.method_order(config.method)):
         adam = c.method.startswith("Ad")  # also AdaGrad
         momentum = {"SGD-M": f"β = {c.momentum:g}", "SGD": "none"}.get(c.method, f"β₁ = {c.betas[0]:g}" if adam else "")
         epochs = f"{c.epochs}, rate × {c.gamma:g} at {', '.join(map(str, c.milestones))}"
@@ -225,8 +201,10 @@ def _setting_rows(results: Sequence[Result]) -> Rows:
 KINDS: dict[str, Callable[[_Region], str]] = {
     "table": _table,
     "numbers": _table,
-    "points": lambda region: region.table(point_rows, [r for r in region.every if r.config.start is None]),
-    "times": lambda region: region.table(time_rows, region.columns, plain_loops(region.results / "bench-fleet.json")),
+    "points": lambda region: region.table(tables.point_rows, [r for r in region.every if r.config.start is None]),
+    "times": lambda region: region.table(
+        tables.time_rows, region.columns(), tables.plain_loops(region.results / "bench-fleet.json")
+    ),
     "intervals": lambda region: region.table(interval_rows, region.every),
     "bits": lambda region: region.table(bits_rows, region.every),
     "machines": lambda region: region.table(_machine_rows, region.every),
@@ -243,7 +221,7 @@ def write_page(results: Sequence[Result], path: Path) -> None:
     parts.append("<style>body{font:15px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}</style>")
     for column in accuracy_columns(results):
         parts += [f"<h1>{html.escape(column.name)}, {column.length}</h1>", _html_table(*column.rows(seeds=True))]
-        parts += [f"<p>{html.escape(text)}</p>" for text in (*column.statements(), rule_of([column]))]
+        parts += [f"<p>{html.escape(text)}</p>" for text in (*column.statements(), tables.rule_of([column]))]
     parts.append(_html_table(*_setting_rows(results)))
     for figure in (make(results) for make in FIGURES.values()):
         if not figure.empty:

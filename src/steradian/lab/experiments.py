@@ -8,10 +8,12 @@ graph does not call: between two recorded steps it could not keep the sums of th
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,15 +27,12 @@ from steradian.lab.data import Resident, load
 from steradian.lab.fleet import prepare_device, read_state
 from steradian.lab.progress import Progress
 from steradian.lab.recipes import trajectories
-from steradian.lab.results import environment
+from steradian.lab.results import Tracks, environment
 from steradian.lab.study import Study, pick_device
 from steradian.lab.training import Training, copied
 from steradian.phenomena import Memory
 from steradian.scheme import read_step
 from steradian.watching.records import COLUMNS, STATISTICS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["PHENOMENA", "RECORDED", "Tracked", "compare_trajectories", "track_study", "trajectory_study"]
 
@@ -47,9 +46,7 @@ _LIVING = 1e-3
 
 
 def recorded_steps(total: int, points: int) -> list[int]:
-    """Steps to record: half of them evenly spaced, half in equal ratios, so that the start is resolved.
-
-    The first and the last step are among them.
+    """Steps to record, with the first and the last: half of them evenly spaced, half in equal ratios.
 
     >>> recorded_steps(1000, 10)
     [0, 5, 31, 177, 250, 500, 749, 999]
@@ -63,10 +60,8 @@ def recorded_steps(total: int, points: int) -> list[int]:
 
 def statistics_table(
     run: str, steps: Sequence[int], quantities: Sequence[str], blocks: Mapping[str, NDArray[Any]]
-) -> "pd.DataFrame":
+) -> pd.DataFrame:
     """A table of `STATISTICS` over the last dimension of each group's (steps, quantities, rows), without NaN."""
-    import pandas as pd
-
     parts = []
     for group, values in blocks.items():
         quantile, mean = (np.nanquantile, np.nanmean) if np.isnan(values).any() else (np.quantile, np.mean)
@@ -107,14 +102,11 @@ class Tracked(Training):
         **how: Any,
     ) -> None:
         super().__init__(config, data, **how)
-        self.quantities = RECORDED + (PHENOMENA if phenomena else ())
-        self.deliver = deliver
+        self.quantities, self.deliver = RECORDED + (PHENOMENA if phenomena else ()), deliver
         self.memory = Memory(None, check=False) if phenomena else None
         self._optimizer = self.optimizers[0]  # which has all rows of the network
         self._wanted = recorded_steps(config.epochs * self.steps, points)
-        self._recorded: list[int] = []
-        self._values: list[NDArray[np.float32]] = []
-        self._places = np.cumsum([0, *(group.n_rows for group in self.groups.groups)]).tolist()
+        self._recorded, self._values = list[int](), list[NDArray[np.float32]]()
         if phenomena:
             letters = set("".join(str(group.get("without", "")) for group in self._optimizer.param_groups))
             sums = isinstance(self._optimizer, torch.optim.SGD | torch.optim.Adam | optim.Adam)
@@ -127,10 +119,7 @@ class Tracked(Training):
             self._optimizer.register_step_pre_hook(self._remember)
 
     def take(self, most: int) -> int:
-        """Enqueue up to `most` steps, but none beyond the next that is recorded; or record that one.
-
-        A step is recorded when the queue is empty, so that nothing waits here.
-        """
+        """Enqueue up to `most` steps, but none beyond the next that is recorded; or record it if the queue is empty."""
         at = self.epoch * self.steps + self.steps - self.left  # number of the next step, over all epochs
         if len(self._recorded) == len(self._wanted):
             return super().take(most)
@@ -146,63 +135,55 @@ class Tracked(Training):
             self.deliver(self)
         return over
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> pd.DataFrame:
         """The recorded statistics: over the living rows of each group, and over the groups `LIVING` and `ALL`.
 
-        The quantity "living" of `ALL` is 1 for each living row and 0 for the others; rows whose radius is NaN are left
-        out.
+        The quantity "living" of `ALL` is 1 for each living row and 0 for others, without rows whose radius is NaN.
         """
-        import pandas as pd
-
         values = np.stack(self._values)
         radius = values[:, self.quantities.index("radius")]
         living = np.where(radius >= _LIVING * radius[:1], 1, np.nan).astype(np.float32)[:, None]
-        blocks = {"+".join(g.names): (values * living)[:, :, start:end] for g, start, end in self._spans()}
+        blocks = {"+".join(group.names): (values * living)[:, :, span] for group, span in self.spans()}
         blocks |= {LIVING: values * living, ALL: values}
         share = np.where(np.isnan(radius)[:, None], np.nan, np.isfinite(living)).astype(np.float32)
-        tables = ((self.quantities, blocks), (["living"], {ALL: share}))
-        return pd.concat(
-            [statistics_table(self.config.key, self._recorded, *each) for each in tables], ignore_index=True
-        )
+        about = self.config.key, self._recorded
+        tables = statistics_table(*about, self.quantities, blocks), statistics_table(*about, ["living"], {ALL: share})
+        return pd.concat(tables, ignore_index=True)
 
-    def _spans(self) -> "zip[tuple[Group, int, int]]":
-        """Each group, with the first of its rows among those of the network and the one after its last."""
-        return zip(self.groups.groups, self._places[:-1], self._places[1:], strict=True)
+    def spans(self) -> list[tuple[Group, slice]]:
+        """Each group, and the place of its rows among those of the network."""
+        groups = self.groups.groups
+        ends = np.cumsum([group.n_rows for group in groups]).tolist()
+        return [(group, slice(end - group.n_rows, end)) for group, end in zip(groups, ends, strict=True)]
 
     # Recording
 
     def _record(self, number: int) -> int:
         with self.queue.here():
             before = {name: param.detach().clone() for name, param in self.groups.params.items()}
-        left = self.take_plainly()
+        left, blocks = self.take_plainly(), []
         with self.queue.here(), torch.no_grad():
-            found = [self._measured(group, slice(start, end), before) for group, start, end in self._spans()]
-            self._values.append(torch.cat(found, dim=1).float().cpu().numpy())
+            for group, span in self.spans():
+                points = [before[name] for name in group.names]
+                params = [self.groups.params[name] for name in group.names]
+                steps = [read_step(self._optimizer, p, before=x) for p, x in zip(params, points, strict=True)]
+                image = image_step(points, steps, group.spec, check=False)
+                found = [getattr(image, name) for name in RECORDED]
+                if self.memory is not None:
+                    part = Memory(group.spec, check=False)
+                    part.load({name: rows[span, : group.size] for name, rows in self.memory.state().items()})
+                    effects = part.phenomena(steps)
+                    found += [getattr(effects, name).angle for name in PHENOMENA]
+                blocks.append(torch.stack(found))
+            self._values.append(torch.cat(blocks, dim=1).float().cpu().numpy())
         self._recorded.append(number)
         return left
 
-    def _measured(self, group: Group, place: slice, before: Mapping[str, Tensor]) -> Tensor:
-        """The quantities of the rows of a group in the step that was just taken, (quantities, rows)."""
-        points = [before[name] for name in group.names]
-        params = [self.groups.params[name] for name in group.names]
-        steps = [read_step(self._optimizer, p, before=x) for p, x in zip(params, points, strict=True)]
-        image = image_step(points, steps, group.spec, check=False)
-        found = [getattr(image, name) for name in RECORDED]
-        if self.memory is not None:
-            part = Memory(group.spec, check=False)
-            part.load({name: rows[place, : group.size] for name, rows in self.memory.state().items()})
-            effects = part.phenomena(steps)
-            found += [getattr(effects, name).angle for name in PHENOMENA]
-        return torch.stack(found)
-
     @torch.no_grad()
     def _remember(self, *_: Any) -> None:
-        """Update the sums of the phenomena.
-
-        All rows are padded with zeros to one length, since launches cost more than arithmetic. Zeros change neither
-        norms nor inner products, and nothing else enters the sums.
-        """
+        """Update the sums of the phenomena, of norms and inner products alone, which the padding leaves as they are."""
         assert self.memory is not None
+        # Rows padded to one length: launches cost more than arithmetic.
         longest = max(group.size for group in self.groups.groups)
         points, gradients = (
             torch.cat([functional.pad(rows, (0, longest - rows.shape[1])) for rows in kind])
@@ -214,33 +195,27 @@ class Tracked(Training):
 
     # State
 
-    def _snapshot(self) -> Callable[[], None]:
-        restore, memory = super()._snapshot(), self.memory
-        kept = {} if memory is None else copied(memory.state())
+    def _changing(self, device: str | None = None) -> dict[str, Any]:
+        memory = None if self.memory is None else copied(self.memory.state(), device=device)
+        return {**super()._changing(device), "memory": memory}
 
-        def restore_all() -> None:
-            restore()
-            if memory is not None:
-                memory.load(kept)
-
-        return restore_all
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        if self.memory is not None:
+            self.memory.load(copied(state["memory"], device=str(self.data.device)))
 
     def state(self) -> dict[str, Any]:
         """The training's state and the recorded values."""
         values = torch.from_numpy(np.stack(self._values)) if self._values else torch.zeros(0)
-        memory = None if self.memory is None else copied(self.memory.state(), device="cpu")
-        return {**super().state(), "recorded": {"steps": list(self._recorded), "values": values, "memory": memory}}
+        return {**super().state(), "recorded": {"steps": list(self._recorded), "values": values}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a state."""
-        steps, values, memory = (state["recorded"][name] for name in ("steps", "values", "memory"))
-        if steps != self._wanted[: len(steps)] or (self.memory is None) != (memory is None):
+        steps, values = state["recorded"]["steps"], state["recorded"]["values"]
+        if steps != self._wanted[: len(steps)] or (self.memory is None) != (state.get("memory") is None):
             raise ValueError("it was started with other points or other quantities: use the same")
         super().load(state)
         self._recorded, self._values = list(steps), list(values.numpy())
-        if self.memory is not None:
-            with self.queue.here():
-                self.memory.load({name: tensor.to(self.data.device) for name, tensor in memory.items()})
 
 
 def track_study(
@@ -274,13 +249,17 @@ def track_study(
             "measures them"
         )
 
-    def deliver(training: Tracked) -> None:
-        tracks.add(training.config, training.table(), steps=training.steps, environment=environment(where))
-
     def make(config: Config, *args: Any, **more: Any) -> Tracked:
-        return Tracked(config, *args, points=points, phenomena=config.method in phenomena, deliver=deliver, **more)
+        deliver, measured = partial(store_steps, tracks), config.method in phenomena
+        return Tracked(config, *args, points=points, phenomena=measured, deliver=deliver, **more)
 
     return study.run(configs, make=make, device=where, **options)
+
+
+def store_steps(tracks: Tracks, training: Tracked) -> None:
+    """Store what a training recorded."""
+    about = {"steps": training.steps, "environment": environment(training.data.device)}
+    tracks.add(training.config, training.table(), **about)
 
 
 # Trajectories of several schemes from one point, compared filter by filter: the experiment of Section 3.3
@@ -293,7 +272,7 @@ def compare_trajectories(
     *,
     points: int = 200,
     progress: Progress | None = None,
-) -> "pd.DataFrame":
+) -> pd.DataFrame:
     """Cosine of every filter under each scheme with the same filter under the first one, over the same batches.
 
     Args:
@@ -324,7 +303,7 @@ def compare_trajectories(
             training.run_epoch()  # what is left of it: the evaluation
         progress.epoch(last.config, last.curves)
     progress.finished(last.config, last.curves)
-    return _comparison_table(configs, reference.groups, wanted[: len(found)], np.stack(found))
+    return _comparison_table(configs, reference.groups, wanted[: len(found)], np.stack(found, axis=1))
 
 
 def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
@@ -338,39 +317,25 @@ def _angles(trainings: Sequence[Training]) -> NDArray[np.float64]:
     return torch.stack([torch.cat(each) for each in found]).cpu().numpy()
 
 
-def _chosen_filters(groups: Groups) -> dict[str, list[int]]:
-    """Three filters of every block of a network, by parameter, the same for all schemes."""
-    random = np.random.Generator(np.random.Philox(key=0))
-    blocks: dict[str, list[tuple[str, int]]] = {}
-    for group in groups.groups:
-        name = group.names[0]
-        blocks.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(group.n_rows))
-    chosen: dict[str, list[int]] = {}
-    for filters in blocks.values():
-        for k in sorted(random.choice(len(filters), size=min(3, len(filters)), replace=False).tolist()):
-            chosen.setdefault(filters[k][0], []).append(filters[k][1])
-    return chosen
-
-
 def _comparison_table(
     configs: Sequence[Config], groups: Groups, steps: Sequence[int], found: NDArray[np.float64]
-) -> "pd.DataFrame":
-    import pandas as pd
-
-    run, filters = configs[0].key, _chosen_filters(groups)
-    blocks: dict[str, NDArray[np.float64]] = {}
-    singles = []
-    for number, config in enumerate(configs[1:]):
-        values = np.stack([np.cos(found[:, number]), found[:, number]], axis=1)
-        blocks[f"{config.method}: {ALL}"] = values
-        start = 0
-        for group in groups.groups:
-            name = group.names[0]
-            own = blocks[f"{config.method}: {name}"] = values[:, :, start : start + group.n_rows]
-            for k in filters.get(name, []):
-                words = {"run": run, "group": f"{config.method}: {name}[{k}]", "quantity": "cosine"}
-                singles.append(pd.DataFrame({"step": steps, "value": own[:, 0, k], **words, "statistic": "mean"}))
-            start += group.n_rows
+) -> pd.DataFrame:
+    """The table of angles (schemes − 1, steps, filters), with the same three filters of every block for all schemes."""
+    random, members = np.random.Generator(np.random.Philox(key=0)), dict[str, list[tuple[str, int]]]()
+    sizes = {group.names[0]: group.n_rows for group in groups.groups}
+    for name, size in sizes.items():
+        members.setdefault(name.rsplit(".", 2)[0], []).extend((name, k) for k in range(size))
+    chosen = []
+    for filters in members.values():
+        chosen += [filters[k] for k in sorted(random.choice(len(filters), min(3, len(filters)), replace=False))]
+    run, blocks, singles = configs[0].key, dict[str, NDArray[np.float64]](), []
+    for config, angles in zip(configs[1:], found, strict=True):
+        values = np.stack([np.cos(angles), angles], axis=1)
+        layers = dict(zip(sizes, np.split(values, np.cumsum([*sizes.values()])[:-1], axis=2), strict=True))
+        blocks |= {f"{config.method}: {name}": own for name, own in {ALL: values, **layers}.items()}
+        for name, k in chosen:
+            words = {"run": run, "group": f"{config.method}: {name}[{k}]", "quantity": "cosine", "statistic": "mean"}
+            singles.append(pd.DataFrame({"step": steps, "value": layers[name][:, 0, k], **words}))
     spread = statistics_table(run, steps, ["cosine", "angle"], blocks)
     return pd.concat([spread, *singles], ignore_index=True)[list(COLUMNS)]
 

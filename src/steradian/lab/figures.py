@@ -7,12 +7,13 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from steradian.files import write_atomically
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA
@@ -23,7 +24,6 @@ from steradian.lab.tables import Rows, accuracy_columns, method_order
 from steradian.watching.records import QUANTITIES
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure as Canvas
 
 __all__ = ["FIGURES", "SUMMARIES", "TRACK_FIGURES", "Chart", "Figure", "Line", "write_figure"]
@@ -68,7 +68,7 @@ class Chart:
     title: str
     x_title: str
     y_title: str
-    lines: Sequence[Line] = ()
+    lines: list[Line] = field(default_factory=list)
     logarithmic: bool = False
     x_range: tuple[float, float] | None = None
     marks: Sequence[tuple[float, str]] = ()
@@ -129,60 +129,49 @@ def _mean_line(method: str, curves: Sequence[Sequence[float]]) -> Line:
 # Quantities recorded within trainings
 
 
-def _hypotheses(table: "pd.DataFrame", about: About) -> Figure:
+def _hypotheses(table: pd.DataFrame, about: About) -> Figure:
     """The figures of App. C.1.2 and fig:taylor: the largest |A⟨c,u⟩|, z, and z² of SGD over all filters, by epoch.
 
-    Filters that shrank to less than a thousandth of their first radius are left out of the full lines; if there are
-    any, dashed lines show all filters.
+    If filters shrank to less than a thousandth of their first radius, only dashed lines include them.
     """
-    wanted: list[tuple[str, str, int, list[tuple[float, str]], Iterable[str]]] = [
-        ("H1: |A⟨c,u⟩| stays below 1", "radial", 1, [(1.0, "1")], METHODS),
-        ("H2: z = ηᵉ‖c⊥‖ stays below π", "velocity", 1, [(np.pi, "π")], METHODS),
-        ("Theorem 4: the Taylor variable z² under SGD", "velocity", 2, [], ("SGD",)),
-    ]
-    charts = []
-    for title, quantity, power, marks, methods in wanted:
-        lines = []
-        for run, method, colour in _by_method(about):
+    h1 = Chart("H1: |A⟨c,u⟩| stays below 1", "epoch", "largest over all filters", [], True, marks=[(1.0, "1")])
+    h2 = replace(h1, title="H2: z = ηᵉ‖c⊥‖ stays below π", lines=[], marks=[(np.pi, "π")])
+    taylor = replace(h1, title="Theorem 4: the Taylor variable z² under SGD", lines=[], marks=[])
+    charts = {("radial", 1): h1, ("velocity", 1): h2, ("velocity", 2): taylor}
+    for run, method, colour in _by_method(about):
+        for (quantity, power), chart in charts.items():
             living, every = (_largest(table, run, group, quantity) ** power for group in (LIVING, ALL))
-            if living.empty or method not in methods:
+            shown = {method: living, f"{method}, with filters that shrank away": every}
+            if living.empty or (chart is taylor and method != "SGD"):
                 continue
-            steps = about[run]["steps"]
-            lines.append(Line(method, (living.index / steps).tolist(), living.tolist(), colour=colour))
-            if not living.equals(every):
-                name, x = f"{method}, with filters that shrank away", (every.index / steps).tolist()
-                lines.append(Line(name, x, every.tolist(), dashed=True, colour=colour))
-        if lines:
-            charts.append(Chart(title, "epoch", "largest over all filters", lines, logarithmic=True, marks=marks))
-    return Figure(charts)
+            for name, values in list(shown.items())[: 1 if living.equals(every) else 2]:
+                x = (values.index / about[run]["steps"]).tolist()
+                chart.lines.append(Line(name, x, values.tolist(), dashed=name != method, colour=colour))
+    return Figure([chart for chart in charts.values() if chart.lines])
 
 
-def _hypotheses_summary(table: "pd.DataFrame", about: About) -> Rows:
+def _hypotheses_summary(table: pd.DataFrame, about: About) -> Rows:
     """For each method the largest |A⟨c,u⟩|, z and z² of a living filter at any recorded step, its epoch, and the usual.
 
     The usual value is the median, over the recorded steps after the first epoch, of the largest over the filters.
     """
-    heads = ["method"]
-    for quantity in ("|A⟨c,u⟩|", "z", "z²"):
-        heads += [f"largest {quantity}", "at epoch", "usually"]
-    lines = []
+    quantities, lines = {"|A⟨c,u⟩|": ("radial", 1), "z": ("velocity", 1), "z²": ("velocity", 2)}, []
+    heads = [head for name in quantities for head in (f"largest {name}", "at epoch", "usually")]
     for run, method, _ in _by_method(about):
         if not len(_pick(table, run=run, quantity="radial")):
             continue
         line, steps = [method], about[run]["steps"]
-        for quantity, power in (("radial", 1), ("velocity", 1), ("velocity", 2)):
+        for quantity, power in quantities.values():
             largest = _largest(table, run, LIVING, quantity) ** power
             later = largest[largest.index >= steps]
             when = f"{largest.idxmax() / steps:.3g}" if len(largest) else ""
-            numbers = largest.max(), (later if len(later) else largest).median()
-            most, usual = (f"{number:.2g}".replace("nan", "") for number in numbers)
-            line += [most, when, usual]
+            line += [_number(largest.max()), when, _number((later if len(later) else largest).median())]
         share = _pick(table, run=run, group=ALL, quantity="living", statistic="mean").sort_values("step")["value"]
         lines.append([*line, f"{1 - share.iloc[-1]:.1%}" if len(share) else ""])
-    return [*heads, "filters that shrank away"], lines
+    return ["method", *heads, "filters that shrank away"], lines
 
 
-def _trajectories(table: "pd.DataFrame", about: About) -> Figure:
+def _trajectories(table: pd.DataFrame, about: About) -> Figure:
     """fig:track_adamgradg_sgd: cosine with the same filter under SGD, three filters of every block, by iteration.
 
     Thick lines are the medians over all filters of the network.
@@ -190,26 +179,22 @@ def _trajectories(table: "pd.DataFrame", about: About) -> Figure:
     charts = []
     for run in about:
         rows = _pick(table, run=run, quantity="cosine")
-        if not len(rows):
-            continue
         lines, medians = [], []
-        for method in ("AdaGrad", "AdaGradG"):  # the latter is drawn on top
+        for method in ("AdaGrad", "AdaGradG") if len(rows) else ():  # the latter is drawn on top
             colour, own = method_colour(method), rows[rows["group"].str.startswith(f"{method}: ")]
             single = own[own["group"].str.endswith("]")].astype({"group": str})
             for _, series in single.groupby("group", sort=False):
                 lines.append(Line("", *_series(series), colour=colour, thin=True))
             median = _pick(own, group=f"{method}: {ALL}", statistic="median")
             medians.append(Line(f"{method}, median of all filters", *_series(median), colour=colour))
-        title, axis = _network(about[run]["config"]), "cosine with the filter under SGD"
-        charts.append(Chart(title, "iteration", axis, lines + medians))
+        if medians:
+            title = _network(about[run]["config"])
+            charts.append(Chart(title, "iteration", "cosine with the filter under SGD", lines + medians))
     return Figure(charts)
 
 
-def _trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
-    """For each network and scheme, the cosine of the filters with those under SGD after the last iteration.
-
-    A scheme that diverged has none.
-    """
+def _trajectories_summary(table: pd.DataFrame, about: About) -> Rows:
+    """For each network and scheme that did not diverge, the cosines with the filters under SGD at the end."""
     lines = []
     for run in about:
         rows = table[(table["run"] == run) & table["quantity"].isin(["cosine", "angle"])]
@@ -225,32 +210,33 @@ def _trajectories_summary(table: "pd.DataFrame", about: About) -> Rows:
     return ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean", "largest angle (rad)"], lines
 
 
-def _phenomena(table: "pd.DataFrame", about: About) -> Figure:
+def _phenomena(table: pd.DataFrame, about: About) -> Figure:
     """Section 4.1 in figures: the median turn by (a), (b1), (b2) and (c) over the filters of each layer, by epoch.
 
     Layers are those of Adam if it was tracked; thick lines are medians over all filters, of every method.
     """
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
     medians = _pick(table, statistic="median")
     runs = {run: method for run, method, _ in _by_method(about) if len(_pick(medians, run=run, quantity=PHENOMENA[0]))}
     if not runs:
         return Figure([])
     shown = next((run for run, method in runs.items() if method == "Adam"), next(iter(runs)))
     layers = [name for name in dict.fromkeys(_pick(medians, run=shown)["group"]) if name not in (ALL, LIVING)]
-    colours = _ramp(len(layers))
-    charts = []
+    charts, ramp = [], LinearSegmentedColormap.from_list("layers", _LAYER_COLOURS)
+    colours = [to_hex(ramp(k / max(1, len(layers) - 1))) for k in range(len(layers))]
     for quantity in PHENOMENA:
+        wanted = [(shown, name, "", colour) for name, colour in zip(layers, colours, strict=True)]
+        wanted += [(run, LIVING, f"{method}, all layers", method_colour(method)) for run, method in runs.items()]
         lines = []
-        for name, colour in zip(layers, colours, strict=True):
-            series = _series(_pick(medians, run=shown, group=name, quantity=quantity), about[shown]["steps"])
-            lines.append(Line("", *series, colour=colour, thin=True))
-        for run, method in runs.items():
-            series = _series(_pick(medians, run=run, group=LIVING, quantity=quantity), about[run]["steps"])
-            lines.append(Line(f"{method}, all layers", *series, colour=method_colour(method)))
+        for run, group, name, colour in wanted:
+            series = _series(_pick(medians, run=run, group=group, quantity=quantity), about[run]["steps"])
+            lines.append(Line(name, *series, colour=colour, thin=not name))
         charts.append(Chart(QUANTITIES[quantity].title, "epoch", "median turn (radians)", lines, logarithmic=True))
     return Figure(charts, colours, f"{runs[shown]}, first layer to last layer")
 
 
-def _phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
+def _phenomena_summary(table: pd.DataFrame, about: About) -> Rows:
     """For each method and phenomenon the median turn of a filter: in the first epoch, before rates fall, at the end.
 
     Also the layer in which the median is largest after the first epoch, with its epoch.
@@ -265,8 +251,12 @@ def _phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
             if not len(own):
                 continue
             own = own.assign(epoch=own["step"] / about[run]["steps"])
-            every = _pick(own, group=LIVING)
-            parts = [_within(every, *span) for span in ((0, 1), (0.9 * falls, falls), (0.95 * end, end))]
+            every, parts = _pick(own, group=LIVING), []
+            for first, last in ((0, 1), (0.9 * falls, falls), (0.95 * end, end)):
+                inside = every[(every["epoch"] >= first) & (every["epoch"] <= last)]
+                if not len(inside) and len(every):  # no step was recorded then: the nearest
+                    inside = every.loc[[(every["epoch"] - (first + last) / 2).abs().idxmin()]]
+                parts.append(_number(inside["value"].median()))
             layers = own[~own["group"].isin([ALL, LIVING]) & (own["epoch"] >= min(1, end / 2))]
             where = ""
             if len(layers):  # a diverged run may have none
@@ -277,13 +267,13 @@ def _phenomena_summary(table: "pd.DataFrame", about: About) -> Rows:
     return heads, lines
 
 
-TRACK_FIGURES: dict[str, Callable[["pd.DataFrame", About], Figure]] = {
+TRACK_FIGURES: dict[str, Callable[[pd.DataFrame, About], Figure]] = {
     "hypotheses": _hypotheses,
     "phenomena": _phenomena,
     "trajectories": _trajectories,
 }
 """Figures of recorded quantities; empty if others were recorded."""
-SUMMARIES: dict[str, Callable[["pd.DataFrame", About], Rows]] = {
+SUMMARIES: dict[str, Callable[[pd.DataFrame, About], Rows]] = {
     "hypotheses": _hypotheses_summary,
     "phenomena": _phenomena_summary,
     "trajectories": _trajectories_summary,
@@ -291,7 +281,7 @@ SUMMARIES: dict[str, Callable[["pd.DataFrame", About], Rows]] = {
 """The tables below them."""
 
 
-def _pick(table: "pd.DataFrame", **wanted: str) -> "pd.DataFrame":
+def _pick(table: pd.DataFrame, **wanted: str) -> pd.DataFrame:
     """The rows with these entries."""
     for name, value in wanted.items():
         table = table[table[name] == value]
@@ -300,52 +290,35 @@ def _pick(table: "pd.DataFrame", **wanted: str) -> "pd.DataFrame":
 
 def _by_method(about: About) -> list[tuple[str, str, str]]:
     """Runs in the order of their methods, with method and colour."""
-    methods = {run: str(facts["config"]["method"]) for run, facts in about.items()}
-    ordered = sorted(methods, key=lambda run: method_order(methods[run]))
-    return [(run, methods[run], method_colour(methods[run])) for run in ordered]
+    found = [(run, str(facts["config"]["method"])) for run, facts in about.items()]
+    return [(run, m, method_colour(m)) for run, m in sorted(found, key=lambda each: method_order(each[1]))]
 
 
 def _network(config: Mapping[str, Any]) -> str:
     return f"{config['model']} {NORM_NAMES[config['norm']]}"
 
 
-def _within(rows: "pd.DataFrame", start: float, end: float) -> str:
-    """The median over the recorded steps of some epochs; without any, the value of the nearest step."""
-    inside = rows[(rows["epoch"] >= start) & (rows["epoch"] <= end)]
-    if not len(inside) and len(rows):
-        inside = rows.loc[[(rows["epoch"] - (start + end) / 2).abs().idxmin()]]
-    return f"{inside['value'].median():.2g}".replace("nan", "")
+def _number(value: float) -> str:
+    return f"{value:.2g}".replace("nan", "")
 
 
-def _largest(table: "pd.DataFrame", run: str, group: str, quantity: str) -> "pd.Series[float]":
+def _largest(table: pd.DataFrame, run: str, group: str, quantity: str) -> "pd.Series[float]":
     """The largest magnitude over the rows, by step."""
     rows = _pick(table, run=run, group=group, quantity=quantity)
     rows = rows[rows["statistic"].isin(["min", "max"])]
     return rows["value"].abs().groupby(rows["step"]).max()
 
 
-def _series(rows: "pd.DataFrame", steps: int = 1) -> tuple[list[float], list[float]]:
+def _series(rows: pd.DataFrame, steps: int = 1) -> tuple[list[float], list[float]]:
     """Epochs, or steps if an epoch has 1 step, and values."""
     return (rows["step"] / steps).tolist(), rows["value"].tolist()
-
-
-def _ramp(count: int) -> list[str]:
-    """Colours of an ordered set, such as layers by depth."""
-    from matplotlib.colors import LinearSegmentedColormap, to_hex
-
-    colours = LinearSegmentedColormap.from_list("layers", _LAYER_COLOURS)
-    return [to_hex(colours(k / max(1, count - 1))) for k in range(count)]
 
 
 # Drawing
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write a figure to an .svg, or to an .html that contains it.
-
-    Raises:
-        ValueError: the file's name ends in something else, or there is nothing to show.
-    """
+    """Write a figure that is not empty to an .svg, or to an .html that contains it."""
     if path.suffix not in (".svg", ".html"):
         raise ValueError(f"the file of a figure must end in .svg or .html, got {path.name!r}")
     if figure.empty:

@@ -38,12 +38,9 @@ _PAUSE = 2e-4  # seconds between queries of the device
 
 
 def prepare_device(device: torch.device, *, exact: bool) -> None:
-    """Settings of a process that trains a fleet.
+    """Settings of a process that trains a fleet on a device.
 
-    Args:
-        device: the device.
-        exact: compute float32 as float32 and reproducibly: no tf32, only deterministic algorithms, and none chosen by
-            timing.
+    With `exact`, float32 is computed as such and reproducibly: no tf32, and deterministic algorithms, none by timing.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not exact
@@ -237,10 +234,7 @@ class _Flight:
 
 @contextmanager
 def _first_interruption(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop`, which is to end the work in good order, on the first Ctrl-C, SIGTERM or SIGHUP in this context.
-
-    The next one has its usual effect. Ignored signals, as under nohup, stay ignored.
-    """
+    """Call `stop` on the first Ctrl-C, SIGTERM or SIGHUP that is not ignored; the next has its usual effect."""
     main = threading.current_thread() is threading.main_thread()  # no other thread may handle signals
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main}
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from steradian.lab.results import Result
-from steradian.lab.tables import LEVEL, Rows, method_order
+from steradian.lab.tables import LEVEL, Rows, accuracy_columns
 
 __all__ = ["Difference", "compare", "holm", "interval_rows", "mean_interval"]
 
@@ -16,8 +16,7 @@ MARGIN = 0.3
 """Points of accuracy: a difference whose 95 % interval lies within ± this is called none."""
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The difference of two means, its 95 % interval and the p of none by Welch's t-test; NaN for a single value.
 
     >>> Difference.of([1.0, 3.0], [5.0, 7.0])
@@ -32,18 +31,14 @@ class Difference:
     @classmethod
     def of(cls, values: Sequence[float], others: Sequence[float]) -> "Difference":
         """Of the means of two samples."""
-        from scipy import stats
-
-        mean, (n, m) = float(np.mean(values) - np.mean(others)), (len(values), len(others))
-        if min(n, m) < 2:
+        mean = float(np.mean(values) - np.mean(others))
+        if min(len(values), len(others)) < 2:
             return cls(mean, math.nan, math.nan, math.nan)
-        first, second = np.var(values, ddof=1) / n, np.var(others, ddof=1) / m
-        if not first + second:
+        if not np.ptp(values) and not np.ptp(others):
             return cls(mean, mean, mean, float(mean == 0))
-        error = math.sqrt(first + second)
-        freedom = (first + second) ** 2 / (first**2 / (n - 1) + second**2 / (m - 1))
-        half = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * error
-        return cls(mean, mean - half, mean + half, float(2 * stats.t.sf(abs(mean) / error, freedom)))
+        test = stats.ttest_ind(values, others, equal_var=False)
+        low, high = test.confidence_interval(1 - LEVEL)
+        return cls(mean, float(low), float(high), float(test.pvalue))
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -61,12 +56,8 @@ def holm(p: Sequence[float]) -> list[float]:
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean of a sample, and half of its 95 % interval by Student's t; NaN for a single value."""
-    from scipy import stats
-
     mean, n = float(np.mean(values)), len(values)
-    if n < 2:
-        return mean, math.nan
-    return mean, float(stats.t.ppf(1 - LEVEL / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
+    return mean, float(stats.t.ppf(1 - LEVEL / 2, n - 1) * stats.sem(values)) if n > 1 else math.nan
 
 
 def compare(
@@ -99,24 +90,17 @@ def compare(
     lines = {}
     for name, values in samples.items():
         mean, half = mean_interval(values) if values else (math.nan, math.nan)
-        text = (
-            "diverged" if not values else f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
-        )
-        line = [text, str(len(values))]
-        each = found.get(name)
-        if each is None:
-            lines[name] = [*line, "", "", "", ""]
-            continue
-        line.append(signed(each.mean))
-        if name not in adjusted:
+        text = f"{mean:.{digits}f}" if math.isnan(half) else f"{mean:.{digits}f} ± {half:.{digits}f}"
+        line, each = [text if values else "diverged", str(len(values))], found.get(name)
+        line.append(signed(each.mean) if each else "")
+        if each is None or name not in adjusted:
             lines[name] = [*line, "", "", ""]
             continue
+        verdict = "better" if (each.mean > 0) == (better == "larger") else "worse"
         if margin is not None and -margin < each.low and each.high < margin:
             verdict = "no difference"
         elif adjusted[name] >= LEVEL:
             verdict = "not decided"
-        else:
-            verdict = "better" if (each.mean > 0) == (better == "larger") else "worse"
         lines[name] = [*line, f"{signed(each.low)} to {signed(each.high)}", f"{adjusted[name]:.2g}", verdict]
     return lines
 
@@ -133,30 +117,20 @@ def interval_rows(
     """A table of the methods of every column, compared with one of them.
 
     Args:
-        results: stored results.
+        results: stored results, as for `tables.accuracy_columns`.
         value: the figure of one.
         what: its name.
         baseline: how the name of the method that others are compared with begins; the one with the most seeds.
         margin: as for `compare`.
         **how: other arguments of `compare`.
-
-    Raises:
-        ValueError: results of one method and column were trained differently, so that they have no common mean.
     """
-    heads = ["column", "method", "η, λ", what, "seeds", "− first", "95 % interval", "p (Holm)", "that is"]
-    columns: dict[str, dict[str, list[Result]]] = {}
-    for result in sorted(results, key=lambda result: method_order(result.config.method)):
-        c = result.config
-        column = columns.setdefault(f"{c.model} {c.norm}, {c.data}, {c.epochs} epochs", {})
-        column.setdefault(c.method, []).append(result)
-    lines = []
-    for name, methods in columns.items():
+    heads, lines = ["column", "method", "η, λ", what, "seeds", "− first", "95 % interval", "p (Holm)", "that is"], []
+    for methods in (column.results for column in accuracy_columns(results)):
         samples = {method: [value(run) for run in runs if not run.diverged] for method, runs in methods.items()}
         base = max(samples, key=lambda method: (method.startswith(baseline), len(samples[method])))
         compared = compare(samples, base, margin=margin, **how)
         for method in sorted(compared, key=lambda method: method != base):
-            if len({run.config.setting for run in methods[method]}) > 1:
-                raise ValueError(f"{name} holds {method} with several settings: they have no common mean")
             c = methods[method][0].config
-            lines.append([name, method, f"{c.lr:g}, {c.weight_decay:g}", *compared[method]])
+            column = f"{c.model} {c.norm}, {c.data}, {c.epochs} epochs"
+            lines.append([column, method, f"{c.lr:g}, {c.weight_decay:g}", *compared[method]])
     return heads, lines

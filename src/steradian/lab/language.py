@@ -51,23 +51,14 @@ _SOME = 8  # batches of the validation text after each epoch; after the last one
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a language model; those of the study by default, 29 million parameters.
+    """The sizes of a language model; those of the study by default, 29 million parameters."""
 
-    Attributes:
-        blocks: number of blocks.
-        width: of the residual stream.
-        heads: of the attention.
-        hidden: width of the gated layer.
-        length: bytes that it sees.
-        post_norms: normalize what a layer adds to the residual stream, too, as Gemma 3 does.
-    """
-
-    blocks: int = 8
-    width: int = 512
-    heads: int = 8
-    hidden: int = 1664
-    length: int = 512
-    post_norms: bool = False
+    blocks: int = 8  #: number of blocks
+    width: int = 512  #: of the residual stream
+    heads: int = 8  #: of the attention
+    hidden: int = 1664  #: width of the gated layer
+    length: int = 512  #: bytes that it sees
+    post_norms: bool = False  #: normalize what a layer adds to the residual stream, too, as Gemma 3 does
 
     @property
     def name(self) -> str:
@@ -159,19 +150,19 @@ def _optimizers(config: Config, groups: Groups, shape: Shape) -> list[Optimizer]
     fused = next(iter(matrices.values())).is_cuda
     adamw = partial(torch.optim.AdamW, betas=config.betas, fused=fused)
     muon = partial(torch.optim.Muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
-    angle, momentum = 0.2 * config.lr / shape.spread, config.momentum
-    angular = partial(optim.Angular, lr=angle, momentum=momentum, nesterov=True, direction="muon")
-    if config.method == "AdamW, proved rows Angular":
-        angular = partial(optim.Angular, lr=angle, momentum=config.betas[0], beta2=config.betas[1], direction="adam")
-    on_spheres, others = METHODS[config.method]
-    made: list[Optimizer] = []
-    if on_spheres == "proved rows":
-        made.append(angular([group for group in groups.param_groups() if group.get("rows") is not None]))
-        matrices = {name: p for name, p in matrices.items() if name not in groups.layouts}
-    elif on_spheres == "all rows":
-        made.append(angular([{"params": list(matrices.values()), "rows": "filter"}]))
-    elif on_spheres == "all tensors":
-        made.append(Hyperball([{"params": list(matrices.values()), "rows": "tensor"}], lr=angle, momentum=momentum))
+    (on_spheres, others), made = METHODS[config.method], list[Optimizer]()
+    turned: dict[str, Any] = {"lr": 0.2 * config.lr / shape.spread, "momentum": config.momentum}
+    if on_spheres == "all tensors":
+        made.append(Hyperball([{"params": list(matrices.values()), "rows": "tensor"}], **turned))
+    elif on_spheres:
+        rows = [{"params": list(matrices.values()), "rows": "filter"}]
+        if on_spheres == "proved rows":
+            rows = [group for group in groups.param_groups() if group.get("rows") is not None]
+            matrices = {name: p for name, p in matrices.items() if name not in groups.layouts}
+        turned |= {"nesterov": True, "direction": "muon"}
+        if others == "AdamW":
+            turned |= {"momentum": config.betas[0], "beta2": config.betas[1], "nesterov": False, "direction": "adam"}
+        made.append(optim.Angular(rows, **turned))
     if others:
         make: Callable[..., Optimizer] = adamw if others == "AdamW" else muon
         made.append(make(list(matrices.values()), lr=config.lr, weight_decay=config.weight_decay))
@@ -193,6 +184,8 @@ METHODS = {
 
 # A training
 
+_CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "test_accuracy")
+
 
 def _loss(model: nn.Module, text: Tensor, starts: Tensor, length: int, half: bool) -> tuple[Tensor, Tensor]:
     """Mean loss in nats, and the share of bytes that are guessed."""
@@ -208,11 +201,10 @@ class _Trainer:
 
     def __init__(self, shape: Shape, corpus: Corpus, device: torch.device) -> None:
         self.shape, self.corpus, self.device = shape, corpus, device
-        model = self._new(0)
-        groups = find_groups(model, torch.randint(256, (2, min(16, shape.length))))
-        self.model = model.to(device)
-        self.groups = groups.of(self.model)
-        self._text = {part: getattr(corpus, part).to(device) for part in ("train", "val")}
+        self.model = self._new(0)
+        groups = find_groups(self.model, torch.randint(256, (2, min(16, shape.length))))
+        self.groups = groups.of(self.model.to(device))
+        self._train, self._val = corpus.train.to(device), corpus.val.to(device)
         self._loss = compiled(_loss) if device.type == "cuda" else _loss
 
     def _new(self, seed: int) -> LanguageModel:
@@ -228,17 +220,21 @@ class _Trainer:
                 param.copy_(fresh[name])
                 param.grad = None
         optimizers, total = _optimizers(config, self.groups, self.shape), config.epochs * STEPS
-        schedules = [LambdaLR(optimizer, partial(_factor, total=total)) for optimizer in optimizers]
+
+        def factor(step: int) -> float:  # of the rate: a linear rise times a cosine
+            return min(1.0, (step + 1) / (_WARM_UP * total)) * (0.5 + 0.5 * math.cos(math.pi * step / total))
+
+        schedules = [LambdaLR(optimizer, factor) for optimizer in optimizers]
         places = np.random.Generator(np.random.Philox(key=config.seed))
         curves: dict[str, list[float]] = {name: [] for name in _CURVES}
         if record is not None:
             shutil.rmtree(record, ignore_errors=True)  # of a training that was killed
         with nullcontext() if record is None else watch(optimizers, self.groups, to=record):
             for epoch in range(config.epochs):
-                starts = places.integers(len(self.corpus.train) - self.shape.length, size=(STEPS, config.batch_size))
+                starts = places.integers(len(self._train) - self.shape.length, size=(STEPS, config.batch_size))
                 sums = torch.zeros(2, device=self.device)
                 for pieces in torch.from_numpy(starts).to(self.device):
-                    loss, share = self._batch("train", pieces, config)
+                    loss, share = self._batch(self._train, pieces, config)
                     loss.backward()
                     for optimizer, schedule in zip(optimizers, schedules, strict=True):
                         optimizer.step()
@@ -253,24 +249,16 @@ class _Trainer:
         where = {**environment(self.device), "data": self.corpus.fingerprint}
         return Result(config, curves, diverged, 0, time.monotonic() - began, where)
 
-    def _batch(self, part: str, starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-        return self._loss(self.model, self._text[part], starts, self.shape.length, config.precision == "bf16")
+    def _batch(self, text: Tensor, starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+        return self._loss(self.model, text, starts, self.shape.length, config.precision == "bf16")
 
     @torch.no_grad()
     def _validate(self, config: Config, batches: int | None) -> list[float]:
         """Mean loss and share of guessed bytes, over all of the validation text or some batches."""
-        starts = torch.arange(0, len(self.corpus.val) - self.shape.length, self.shape.length, device=self.device)
+        starts = torch.arange(0, len(self._val) - self.shape.length, self.shape.length, device=self.device)
         batch = min(config.batch_size, len(starts))
         parts = starts[: len(starts) // batch * batch].view(-1, batch)[:batches]
-        return torch.stack([torch.stack(self._batch("val", part, config)) for part in parts]).mean(dim=0).tolist()
-
-
-def _factor(step: int, *, total: int) -> float:
-    """Of the rate: a linear rise, then a cosine."""
-    return min(1.0, (step + 1) / (_WARM_UP * total)) * (0.5 + 0.5 * math.cos(math.pi * step / total))
-
-
-_CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "test_accuracy")
+        return torch.stack([torch.stack(self._batch(self._val, part, config)) for part in parts]).mean(dim=0).tolist()
 
 
 # The study
@@ -338,12 +326,10 @@ def language_study(
     points = [Config(method=method, lr=lr, **common) for lr in rates for method in taken]
     if not train(points, grid):
         return False
-    tried = {result.config.key: result for result in grid.results()}
-    best = []
-    for method in taken:
-        of_method = [tried[point.key] for point in points if point.method == method]
-        if alive := [result for result in of_method if not result.diverged]:
-            best.append(min(alive, key=bits).config)
+    tried, wanted = grid.results(), {point.key for point in points}
+    alive = [result for result in tried if result.config.key in wanted and not result.diverged]
+    of_method = [[result for result in alive if result.config.method == method] for method in taken]
+    best = [min(each, key=bits).config for each in of_method if each]
     return train([replace(config, seed=seed) for seed in range(1, seeds + 1) for config in best], study.store)
 
 

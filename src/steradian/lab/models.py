@@ -29,10 +29,9 @@ _GROUPS = 8  # of GN, or fewer if there are fewer channels
 
 
 class Convolution(nn.Conv2d):
-    """A convolution that can pad its input channels with zeros, for kernels that take several channels at once."""
+    """A convolution that pads its input channels with zeros to a multiple of `lanes`, which kernels take at once."""
 
     lanes: int = 1
-    """Input channels are padded to a multiple of it."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if missing := -self.in_channels % self.lanes:
@@ -42,10 +41,7 @@ class Convolution(nn.Conv2d):
 
 
 class WeightNormConv2d(Convolution):
-    """A convolution with weights g·v/‖v‖, filter by filter, and a bias (WN).
-
-    `weight` is v, whose length has no effect; `gain` is g.
-    """
+    """A convolution with weights g·v/‖v‖, filter by filter, and a bias (WN); `weight` is v and `gain` is g."""
 
     def __init__(self, channels: int, out: int, kernel: int, stride: int, *, gain: float = math.sqrt(2)) -> None:
         super().__init__(channels, out, kernel, stride, padding=kernel // 2)
@@ -58,29 +54,24 @@ class WeightNormConv2d(Convolution):
         return self._conv_forward(input, self.weight * (self.gain / length), self.bias)
 
 
-def _normalization(norm: str, channels: int) -> nn.Module:
-    """The layer behind a convolution."""
-    if norm in ("bn", "bn-no-affine"):
-        layer = nn.BatchNorm2d(channels, affine=norm == "bn")
-        layer.num_batches_tracked = None  # only an average without momentum needs the count: one kernel less
-        return layer
-    if norm == "in":
-        return nn.InstanceNorm2d(channels, affine=True)
-    if norm in ("gn", "ln"):
-        return nn.GroupNorm(1 if norm == "ln" else math.gcd(_GROUPS, channels), channels)
-    if norm == "wn":
-        return nn.Identity()
-    raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
-
-
-def _convolution(norm: str, channels: int, out: int, kernel: int, stride: int = 1, *, branches: int = 1) -> nn.Module:
-    """A convolution for this normalization; `branches` residual branches add up behind it."""
+def _layers(
+    norm: str, channels: int, out: int, kernel: int, stride: int = 1, *, branches: int = 1
+) -> tuple[nn.Module, nn.Module]:
+    """A convolution and the normalization behind it, where `branches` residual branches add up."""
     if norm == "wn":
         # Nothing else bounds the sum of the branches: each begins with its share of the variance.
-        return WeightNormConv2d(channels, out, kernel, stride, gain=math.sqrt(2 / branches))
-    layer = Convolution(channels, out, kernel, stride, padding=kernel // 2, bias=False)
-    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-    return layer
+        return WeightNormConv2d(channels, out, kernel, stride, gain=math.sqrt(2 / branches)), nn.Identity()
+    convolution = Convolution(channels, out, kernel, stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    if norm in ("bn", "bn-no-affine"):
+        layer = nn.BatchNorm2d(out, affine=norm == "bn")
+        layer.num_batches_tracked = None  # only an average without momentum needs the count: one kernel less
+        return convolution, layer
+    if norm == "in":
+        return convolution, nn.InstanceNorm2d(out, affine=True)
+    if norm in ("gn", "ln"):
+        return convolution, nn.GroupNorm(1 if norm == "ln" else math.gcd(_GROUPS, out), out)
+    raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
 
 
 class Block(nn.Module):
@@ -88,15 +79,13 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, out: int, stride: int, *, norm: str, project: bool, branches: int) -> None:
         super().__init__()
-        self.conv1 = _convolution(norm, channels, out, 3, stride)
-        self.norm1 = _normalization(norm, out)
-        self.conv2 = _convolution(norm, out, out, 3, branches=branches)
-        self.norm2 = _normalization(norm, out)
+        self.conv1, self.norm1 = _layers(norm, channels, out, 3, stride)
+        self.conv2, self.norm2 = _layers(norm, out, out, 3, branches=branches)
         self.shortcut = nn.Sequential()
         self.stride, self.added = stride, out - channels
         if project and (stride > 1 or channels != out):
-            convolution = _convolution(norm, channels, out, 1, stride, branches=2)
-            self.shortcut = _sequential(conv=convolution, norm=_normalization(norm, out))
+            projection, behind = _layers(norm, channels, out, 1, stride, branches=2)
+            self.shortcut = _sequential(conv=projection, norm=behind)
             self.stride, self.added = 1, 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,17 +101,18 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head."""
+    """A residual network for small images: 3 × 3 stem, stages that double the channels, mean, linear head.
+
+    `route`, if there is one, runs the same network in another way, called with it and the images.
+    """
 
     route: Callable[["ResNet", Tensor], Tensor] | None = None
-    """A function that runs the same network in another way, called with it and the images; None: layer by layer."""
 
     def __init__(
         self, widths: list[int], blocks: int, *, norm: str, project: bool, channels: int, classes: int, size: int
     ) -> None:
         super().__init__()
-        self.conv1 = _convolution(norm, channels, widths[0], 3)
-        self.norm1 = _normalization(norm, widths[0])
+        self.conv1, self.norm1 = _layers(norm, channels, widths[0], 3)
         self.stages, before = nn.Sequential(), widths[0]
         for number, width in enumerate(widths):
             # Maps of 2 × 2 are not halved again: IN and BN need more than one position.
@@ -185,7 +175,7 @@ def vgg16(*, norm: str = "bn", channels: int = 3, classes: int = 10, size: int =
     for number, widths in enumerate(stages, start=1):
         layers: dict[str, nn.Module] = {}
         for k, out in enumerate(widths, start=1):
-            layers |= {f"conv{k}": _convolution(norm, before, out, 3), f"norm{k}": _normalization(norm, out)}
+            layers[f"conv{k}"], layers[f"norm{k}"] = _layers(norm, before, out, 3)
             layers[f"relu{k}"], before = nn.ReLU(), out
         if number == len(stages):
             layers["pool"] = nn.MaxPool2d(2) if size == 2 else nn.AdaptiveAvgPool2d(1)

@@ -22,14 +22,12 @@ TABLE_METHODS = tuple(paper.ACCURACY["bn"])
 """Rows of our tables: the paper's six and SGD-M."""
 _INVERTED = {"AdamG† as released": "AdamG†"}  # trained if named, with the settings of the other
 _NETWORKS = ("ResNet20", "ResNet18", "VGG16")
+Names = Sequence[str] | None
+"""Some of the known names; None: all."""
 
 
-def columns_of(data: str | None = None, columns: Sequence[str] | None = None) -> list[tuple[str, str]]:
-    """Network and data of the chosen columns.
-
-    Args:
-        data: one data set; "digits" puts the three networks on digits. None: all of the paper's.
-        columns: names such as "ResNet20 cifar10" or "ResNet20"; None: all.
+def columns_of(data: str | None = None, columns: Names = None) -> list[tuple[str, str]]:
+    """Network and data of the columns with such names; data that the paper lacks has a column for each network.
 
     >>> columns_of("cifar10", ["ResNet20"]), columns_of("digits")
     ([('ResNet20', 'cifar10')], [('ResNet20', 'digits'), ('ResNet18', 'digits'), ('VGG16', 'digits')])
@@ -47,8 +45,8 @@ def accuracy_tables(
     *,
     norm: str = "bn",
     data: str | None = None,
-    columns: Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
+    columns: Names = None,
+    methods: Names = None,
     epochs: int = 405,
     seeds: int = 5,
     settings: str = "printed",
@@ -81,12 +79,7 @@ def accuracy_tables(
 
 
 def hypotheses(
-    *,
-    data: str | None = "cifar10",
-    columns: Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
-    epochs: int = 405,
-    seeds: int = 1,
+    *, data: str | None = "cifar10", columns: Names = None, methods: Names = None, epochs: int = 405, seeds: int = 1
 ) -> list[Config]:
     """The figures on H1, H2 and fig:taylor: trainings to be tracked, with SGD-M, Adam and SGD."""
     taken = match_names("methods", methods, ("SGD-M", "Adam", "SGD"))
@@ -97,14 +90,13 @@ def hypotheses(
 
 
 def pretraining(
-    *, data: str | None = "cifar10", columns: Sequence[str] | None = None, epochs: int = 200, seeds: int = 1
+    *, data: str | None = "cifar10", columns: Names = None, epochs: int = 200, seeds: int = 1
 ) -> list[Config]:
     """App. C.1.6: the networks that the trajectories start from, trained by SGD with momentum."""
-    made = []
+    made, kind = [], {"lr": 0.1, "weight_decay": 1e-4, "epochs": 200, "milestones": (80, 120, 160)}
     norms = ("bn", "bn-no-affine", "wn")
     for seed, column, norm in product(range(seeds), columns_of(data, columns or ["ResNet20"]), norms):
-        config = replace(_config(column, "SGD-M", 0.1, norm=norm, seed=seed), weight_decay=1e-4)
-        made.append(replace(config, epochs=200, milestones=(80, 120, 160)).scaled(epochs))
+        made.append(_config(column, "SGD-M", norm=norm, seed=seed, **kind).scaled(epochs))
     return made
 
 
@@ -124,8 +116,8 @@ def trajectories(starts: Iterable[Config], *, epochs: int = 1) -> list[Config]:
 def grid(
     *,
     data: str | None = "cifar10",
-    columns: Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
+    columns: Names = None,
+    methods: Names = None,
     epochs: int = 405,
     seeds: int = 1,
     lr: Sequence[float] | None = None,
@@ -141,7 +133,7 @@ def grid(
     for seed, column, method in product(range(seeds), columns_of(data, columns), taken):
         tried = (0.99,) if method == "SGD-M" else beta2 or paper.GRID["beta2"]
         for rate, decay, second in product(lr or paper.GRID["lr"], weight_decay or paper.GRID["weight_decay"], tried):
-            config = replace(_config(column, method, rate, seed=seed), weight_decay=decay, betas=(0.9, second))
+            config = _config(column, method, lr=rate, weight_decay=decay, betas=(0.9, second), seed=seed)
             made.append(config.scaled(epochs))
     return made
 
@@ -204,14 +196,11 @@ def comparison(
         raise ValueError(f"lr must be given for {', '.join(unknown)}, such as {unknown[0]}=0.01")
     made = []
     for seed, method in product(range(seeds), taken):
-        if method in paper.LEARNING_RATE:
-            config = _best((model, data), method, norm=norm, seed=seed)
-        else:
-            config = _config((model, data), method, 1.0, norm=norm, seed=seed)
-        if own:
-            config = replace(config, width=None)
-        changes = {name: values[method] for name, values in given.items() if method in values} | settings
-        config = replace(config.scaled(epochs), schedule=schedule, warmup=warmup, **changes)
+        known = method in paper.LEARNING_RATE
+        config = (_best if known else partial(_config, lr=1.0))((model, data), method, norm=norm, seed=seed)
+        changes = {name: values[method] for name, values in given.items() if method in values}
+        changes |= {"width": None if own else config.width, "schedule": schedule, "warmup": warmup} | settings
+        config = replace(config.scaled(epochs), **changes)
         made.append(replace(config, plugin=plugin_of(config)))
     return made
 
@@ -250,16 +239,16 @@ def by_method(what: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
     return {match_names(what, [name], METHODS)[0]: value for name, value in (values or {}).items()}
 
 
-def _config(column: tuple[str, str], method: str, lr: float, **more: object) -> Config:
-    model, data = column
-    sized = {"width": 8, "batch_size": 64, "precision": "float32"} if data == "digits" else {}
-    return Config(model=model, data=data, method=method, lr=lr, **sized, **more)  # type: ignore[arg-type]
+def _config(column: tuple[str, str], method: str, **more: Any) -> Config:
+    if column[1] == "digits":
+        more |= {"width": 8, "batch_size": 64, "precision": "float32"}
+    return Config(model=column[0], data=column[1], method=method, **more)
 
 
-def _best(column: tuple[str, str], method: str, settings: str = "printed", **more: object) -> Config:
+def _best(column: tuple[str, str], method: str, settings: str = "printed", **more: Any) -> Config:
     """A training with the best hyper-parameters of its column, or of CIFAR-10 for columns that the paper lacks."""
     like = (column, (column[0], "cifar10"), paper.COLUMNS[0])
     of = _INVERTED.get(method, method)
     best = next(paper.SETTINGS[settings][of][each] for each in like if each in paper.COLUMNS)
-    config = _config(column, method, paper.LEARNING_RATE[of], **more)
-    return replace(config, weight_decay=best.weight_decay, betas=(0.9, best.beta2))
+    rate, betas = paper.LEARNING_RATE[of], (0.9, best.beta2)
+    return _config(column, method, lr=rate, weight_decay=best.weight_decay, betas=betas, **more)

@@ -10,7 +10,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -75,7 +74,7 @@ def load_plugin(path: Path) -> None:
     global _loading
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(f"plugin must be a Python file, got {str(path)!r}")
-    _loading = _hash(path.read_bytes())
+    _loading = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     try:
         run_file(path)
     finally:
@@ -84,12 +83,10 @@ def load_plugin(path: Path) -> None:
 
 def run_file(path: Path) -> ModuleType:
     """Import a file, as a module with a name that no other has; it can import what is in its folder."""
-    folder = str(path.absolute().parent)
-    if folder not in sys.path:
+    if (folder := str(path.absolute().parent)) not in sys.path:
         sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(f"file {path}", path)
-    assert spec is not None, "every .py file has one"
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None, "every .py file has them"  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # where classes look for their module
     spec.loader.exec_module(module)
@@ -111,75 +108,74 @@ def _register(kind: str, name: str, make: Callable[..., Any]) -> None:
     if not own:  # the file that the function is defined in, or its own text in a notebook
         file = Path(inspect.getsourcefile(function) or "")
         source = file.read_bytes() if file.is_file() else inspect.getsource(function).encode()
-        _sources[kind, name] = _loading or _hash(source)
-
-
-def _hash(source: bytes) -> str:
-    return hashlib.sha256(source).hexdigest()[:12]
+        _sources[kind, name] = _loading or hashlib.sha256(source).hexdigest()[:12]
 
 
 # Schedules
 
 
-def _warm(factor: Callable[["Config", float], float]) -> Callable[["Config", int], float]:
+def _warm(factor: Callable[[float], float]) -> Callable[["Config", int], float]:
     """A schedule of the share of the epochs after the warm-up that are over; in the warm-up the rate rises linearly."""
 
     def scheduled(config: "Config", epoch: int) -> float:
         if epoch < config.warmup:
             return (epoch + 1) / (config.warmup + 1)
-        return factor(config, (epoch - config.warmup) / (config.epochs - config.warmup))
+        return factor((epoch - config.warmup) / (config.epochs - config.warmup))
 
     return scheduled
 
 
 register_schedule("steps", lambda config, epoch: config.gamma ** sum(epoch >= m for m in config.milestones))
-register_schedule("cosine", _warm(lambda _, passed: 0.5 + 0.5 * math.cos(math.pi * passed)))
-register_schedule("linear", _warm(lambda _, passed: 1 - passed))
-register_schedule("constant", _warm(lambda _, passed: 1.0))
+register_schedule("cosine", _warm(lambda passed: 0.5 + 0.5 * math.cos(math.pi * passed)))
+register_schedule("linear", _warm(lambda passed: 1 - passed))
+register_schedule("constant", _warm(lambda _: 1.0))
 
 
 # The methods of the paper's experiments. Parameters without rows are trained by plain Adam with the same rate and L2
 # (`rest_lr` for AdamG), so that only what happens on the rows differs; with AdaGrad and AdaGradG they get SGD.
 
 
-def _sgd(groups: Groups, config: "Config", momentum: float = 0.0) -> Optimizer:
-    return torch.optim.SGD(groups.param_groups(), config.lr, momentum, weight_decay=config.weight_decay)
+def optimizer_of(make: Callable[..., Optimizer], *fields: str, **options: Any) -> MakeMethod:
+    """A method: one optimizer of all parameters, with lr, weight_decay and these fields of the configuration."""
+
+    def made(groups: Groups, config: "Config") -> Optimizer:
+        given = {name: getattr(config, name) for name in ("weight_decay", *fields)}
+        return make(groups.param_groups(), config.lr, **given, **options)
+
+    return made
 
 
-def _adam(groups: Groups, config: "Config", make: Callable[..., Optimizer] = optim.Adam, **more: Any) -> Optimizer:
-    return make(groups.param_groups(), config.lr, betas=config.betas, weight_decay=config.weight_decay, **more)
+def split_rows(groups: Groups) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Param groups with rows, and the others."""
+    made = groups.param_groups()
+    return [g for g in made if g.get("rows") is not None], [g for g in made if g.get("rows") is None]
 
 
 def _adam_w(groups: Groups, config: "Config") -> Optimizer:
-    made = groups.param_groups()
-    for group in made:
-        group["decoupled_weight_decay"] = group.get("rows") is not None
+    made = groups.param_groups(decoupled_weight_decay=True, rest={"decoupled_weight_decay": False})
     return optim.Adam(made, config.lr, config.betas, weight_decay=config.weight_decay)
 
 
 def _adamg_as_released(groups: Groups, config: "Config") -> Optimizer:
+    """The condition that selects Adam-G is inverted in the authors' released code, so that filters get plain Adam."""
     made = groups.param_groups(rest={"lr": config.rest_lr or 1e-3})
     return torch.optim.Adam(made, config.lr, config.betas, weight_decay=config.weight_decay)
 
 
 def _ada_grad(groups: Groups, config: "Config") -> list[Optimizer]:
     """Adam without momentum on the rows."""
-    rows, rest = ([g for g in groups.param_groups() if (g.get("rows") is None) == without] for without in (False, True))
-    decay, betas = config.weight_decay, (0.0, config.betas[1])
-    return [
-        torch.optim.Adam(rows, config.lr, betas, weight_decay=decay),
-        torch.optim.SGD(rest, config.rest_lr or config.lr, weight_decay=decay),
-    ]
+    (rows, rest), decay, betas = split_rows(groups), config.weight_decay, (0.0, config.betas[1])
+    adam = torch.optim.Adam(rows, config.lr, betas, weight_decay=decay)
+    return [adam, torch.optim.SGD(rest, config.rest_lr or config.lr, weight_decay=decay)]
 
 
-register_method("SGD-M", lambda groups, config: _sgd(groups, config, config.momentum))
-register_method("Adam", lambda groups, config: _adam(groups, config, torch.optim.Adam))
+register_method("SGD-M", optimizer_of(torch.optim.SGD, "momentum"))
+register_method("Adam", optimizer_of(torch.optim.Adam, "betas"))
 register_method("AdamW†", _adam_w)
-register_method("AdamG†", lambda groups, config: _adam(groups, config, optim.AdamG, rest_lr=config.rest_lr or 1e-3))
+register_method("AdamG†", lambda groups, c: optimizer_of(optim.AdamG, "betas", rest_lr=c.rest_lr or 1e-3)(groups, c))
 for _letters in ("a", "ab", "abc"):
-    register_method(f"Adam w/o ({_letters})", partial(_adam, without=_letters))
-register_method("SGD", _sgd)
+    register_method(f"Adam w/o ({_letters})", optimizer_of(optim.Adam, "betas", without=_letters))
+register_method("SGD", optimizer_of(torch.optim.SGD))
 register_method("AdaGradG", lambda groups, c: optim.AdaGradG.from_sgd(groups.param_groups(), c.lr, c.weight_decay))
 register_method("AdaGrad", _ada_grad)
-# In the authors' released code the condition that selects Adam-G is inverted, so that filters get plain Adam.
 register_method("AdamG† as released", _adamg_as_released)

@@ -12,16 +12,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
+import pandas as pd
+import pyarrow as pa
 import torch
+from pyarrow import parquet
 
 from steradian.files import remove_parts, write_atomically
 from steradian.lab.config import Config
 from steradian.watching.records import COLUMNS
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["CURVES", "PARTS", "Result", "Store", "Tracks", "environment", "has_diverged"]
 
@@ -62,12 +62,12 @@ class Result:
     @property
     def accuracy(self) -> float:
         """Test accuracy in percent at the best validation epoch, as the authors report it; NaN if it diverged."""
-        return float("nan") if self.diverged else self.curves["test_accuracy"][self.best_epoch]
+        return math.nan if self.diverged else self.curves["test_accuracy"][self.best_epoch]
 
     @property
     def final_accuracy(self) -> float:
         """Test accuracy in percent after the last epoch; NaN if it diverged."""
-        return float("nan") if self.diverged else self.curves["test_accuracy"][-1]
+        return math.nan if self.diverged else self.curves["test_accuracy"][-1]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with derived values for readers without this library."""
@@ -102,10 +102,7 @@ class Result:
 
 
 class Store:
-    """The results of a study in one JSON file, a line for each training.
-
-    Args:
-        path: the file; it need not exist.
+    """The results of a study in one JSON file, a line for each training; the file need not exist.
 
     >>> Store(Path("no-such-file.json")).results()
     []
@@ -116,37 +113,34 @@ class Store:
 
     def results(self) -> list[Result]:
         """Everything stored, ordered by key."""
-        found = {}  # by key, since files may have been merged by hand
-        for row in self._rows():
+        found = []
+        for key, row in self._rows().items():
             try:
-                result = Result.from_dict(row)
+                found.append(Result.from_dict(row))
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{self.path}, run {row.get('key')}: {error}") from error
-            found[result.config.key] = result
-        return list(found.values())
+                raise ValueError(f"{self.path}, run {key}: {error}") from error
+        return found
 
     def keys(self) -> set[str]:
         """Keys of all finished trainings, without parsing their results."""
-        return {_key(row) for row in self._rows()}
+        return set(self._rows())
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def _rows(self) -> dict[str, dict[str, Any]]:
+        """What is stored, by key, since files may have been merged by hand."""
         if not self.path.exists():
-            return []
+            return {}
         try:
             rows = json.loads(self.path.read_text(encoding="utf-8"))["runs"]
+            return {row.get("key") or Config.from_dict(row["config"]).key: row for row in rows}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is not a file of results: {error}") from error
-        return list(rows)
 
     def add(self, results: Iterable[Result]) -> None:
         """Add results and replace those of the same trainings; other processes may do so at the same time."""
         with _locked(self.path):
-            # Stored rows are copied as they are, without being parsed into results.
-            merged = {_key(row): row for row in self._rows()}
-            merged |= {result.config.key: result.to_dict() for result in results}
+            merged = self._rows() | {result.config.key: result.to_dict() for result in results}
             lines = [json.dumps(merged[key], ensure_ascii=False) for key in sorted(merged)]
-            text = '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
-            write_atomically(self.path, text.encode())
+            write_atomically(self.path, ('{"runs": [\n' + ",\n".join(lines) + "\n]}\n").encode())
 
     def elsewhere(self, keys: Iterable[str]) -> list[Result]:
         """Results of these trainings that other studies in the same folder hold and this one does not, by key."""
@@ -156,10 +150,6 @@ class Store:
             with suppress(ValueError):  # not a file of results
                 found |= {r.config.key: r for r in Store(path).results() if r.config.key in missing}
         return [found[key] for key in sorted(found)]
-
-
-def _key(row: Mapping[str, Any]) -> str:
-    return str(row["key"]) if "key" in row else Config.from_dict(row["config"]).key
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -199,29 +189,21 @@ class Tracks:
 
     path: Path
 
-    def table(self) -> "pd.DataFrame":
+    def table(self) -> pd.DataFrame:
         """Everything recorded; empty if there is no file."""
-        import pandas as pd
-
         if not self.path.exists():
             return pd.DataFrame(columns=list(COLUMNS))
         return pd.read_parquet(self.path, columns=list(COLUMNS))
 
     def about(self) -> dict[str, dict[str, Any]]:
         """Metadata of each run, by its key."""
-        from pyarrow import parquet
-
         if not self.path.exists():
             return {}
         about: dict[str, dict[str, Any]] = json.loads(parquet.read_schema(self.path).metadata[_ABOUT])
         return about
 
-    def add(self, config: Config, added: "pd.DataFrame", **about: Any) -> None:
+    def add(self, config: Config, added: pd.DataFrame, **about: Any) -> None:
         """Add the table of a run, or replace it; other processes may do so at the same time."""
-        import pandas as pd
-        import pyarrow as pa
-        from pyarrow import parquet
-
         word = pa.dictionary(pa.int32(), pa.string())
         numbers = {"step": pa.int32(), "value": pa.float32()}  # more digits than a figure shows
         schema = pa.schema([(name, numbers.get(name, word)) for name in COLUMNS])

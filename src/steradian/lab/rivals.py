@@ -96,10 +96,8 @@ class Rotational(RowOptimizer):
     def _new_state(self, param: Tensor, group: dict[str, Any], layout: Layout | None) -> dict[str, Tensor]:
         if layout is None:
             return {}
-        state = {
-            "step": step_count(param, on_device=self._on_device(group)),
-            "momentum_buffer": torch.zeros_like(param),
-        }
+        step = step_count(param, on_device=self._on_device(group))
+        state = {"step": step, "momentum_buffer": torch.zeros_like(param)}
         return state | {name: per_row(param, group, layout) for name in self.row_state}
 
     def _step_rest(self, params: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any]) -> None:
@@ -117,8 +115,7 @@ class Hyperball(Rotational):
         lr: η, a number or a tensor.
         momentum: β.
         weight_decay: L2 of parameters without rows.
-        rest_lr: rate of param groups without rows that give none.
-        capturable: keep the step count on the device, for graphs.
+        **options: rest_lr and capturable, as for `Rotational`.
     """
 
     update = staticmethod(_hyperball)
@@ -131,10 +128,9 @@ class Hyperball(Rotational):
         momentum: float = 0.95,
         *,
         weight_decay: float = 0.0,
-        rest_lr: float = 0.1,
-        capturable: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(params, lr, momentum, weight_decay=weight_decay, rest_lr=rest_lr, capturable=capturable)
+        super().__init__(params, lr, momentum, weight_decay=weight_decay, **options)
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)

@@ -1,7 +1,5 @@
-"""A study: where its files are, and its trainings on one device or, by Ray, on many machines."""
+"""A study: where its files are, and its trainings on one device."""
 
-import importlib
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +10,12 @@ from typing import Any
 import torch
 
 from steradian.lab.config import Config
-from steradian.lab.data import Resident, load, usual_root
-from steradian.lab.fleet import CHECKPOINTS, POLL, Fleet, prepare_device
-from steradian.lab.progress import Progress
+from steradian.lab.data import Resident, load
+from steradian.lab.fleet import Fleet, prepare_device
 from steradian.lab.results import Store, Tracks
 from steradian.lab.training import Execution, Training
 
-__all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name", "sweep"]
+__all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name"]
 
 RESULTS, RUNS = Path("results"), Path("runs")
 
@@ -133,60 +130,3 @@ class Study:
         execution = Execution(compiled=gpu if compiled is None else compiled)
         options |= {"size": size or (40 if gpu else 1), "execution": execution, "keep_weights": keep_weights}
         return Fleet(data, self.store, self.work, make=make, **options).run(configs, seconds=seconds)
-
-
-def sweep(
-    configs: Sequence[Config],
-    study: Study,
-    *,
-    address: str | None = None,
-    roots: Mapping[str, Path] | None = None,
-    size: int = 8,
-    every: float = CHECKPOINTS,
-    progress: Progress | None = None,
-) -> bool:
-    """Run a study on a Ray cluster, a fleet on each GPU; returns whether everything is finished.
-
-    The fleets share the folders of the study and its trainings, as processes on one machine do. If a worker dies, Ray
-    starts another, and any fleet resumes its trainings; if the driver dies, run it again.
-
-    Args:
-        configs: the trainings.
-        study: where results and checkpoints go, in folders that all machines see.
-        address: of an existing Ray cluster; None: one is started on this machine.
-        roots: folders of the data, by name; others are searched for as by `data.load`.
-        size: trainings in a fleet.
-        every: seconds between checkpoints.
-        progress: shows the progress, of finished trainings alone.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        ray: Any = importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError("many machines need Ray: pip install 'steradian[scale]'") from error
-    if started := not ray.is_initialized():
-        quiet = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
-        ray.init(address=address, **({} if address else quiet))
-    try:
-        trainings, done = {config.key for config in configs}, study.store.keys()
-        unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-        fleets = min(int(ray.cluster_resources()[unit]), math.ceil(len(trainings - done) / size))
-        # Workers have another working directory.
-        usual = {config.data: usual_root(config.data) for config in configs if usual_root(config.data).is_dir()}
-        folders = {name: Path(root).absolute() for name, root in (usual | dict(roots or {})).items()}
-        there = Study(study.name, study.results.absolute(), study.runs.absolute())
-        work = ray.remote(**{f"num_{unit.lower()}s": 1}, max_retries=3)(Study.run)
-        tasks = [work.remote(there, configs, roots=folders, size=size, every=every) for _ in range(fleets)]
-        with progress or Progress() as shown:
-            shown.begin(len(trainings), len(trainings & done))
-            while tasks:
-                ready, tasks = ray.wait(tasks, timeout=POLL)
-                ray.get(ready)  # raises the error of a fleet
-                for result in study.store.results():
-                    if result.config.key in trainings - done:
-                        shown.finished(result.config, result.curves)
-                        done.add(result.config.key)
-    finally:
-        if started:
-            ray.shutdown()
-    return trainings <= done

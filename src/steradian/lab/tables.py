@@ -8,11 +8,11 @@ import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from scipy import stats
 
 from steradian.lab import paper
 from steradian.lab.config import Config
@@ -37,11 +37,6 @@ _RULE = (
     f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}."
 )
 _READ_ME = " SGD-M is not in the paper's tables: its figure is from the authors' read-me."
-
-
-def rule_of(columns: "Iterable[Column]") -> str:
-    """What is below tables."""
-    return _RULE + ("" if any(column.own for column in columns) else _READ_ME)
 
 
 def method_order(method: str) -> tuple[int, str]:
@@ -86,86 +81,73 @@ class Cell:
             return None
         if self.spread == other.spread == 0:
             return float(self.mean == other.mean)
-        from scipy import stats
-
         ours, theirs = (self.mean, self.spread, self.seeds), (other.mean, other.spread, other.seeds)
         return float(stats.ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue)
 
 
-@dataclass(frozen=True)
 class Column:
-    """One network with one normalization on one data set, trained for one number of epochs."""
+    """One network with one normalization on one data set, trained for one number of epochs.
 
-    results: dict[str, list[Result]]  #: by method, in the order of `METHODS`, each by seed
+    Args:
+        results: by method, in the order of `METHODS`, each by seed.
 
-    @cached_property
-    def every(self) -> list[Result]:
-        """All results."""
-        return [result for found in self.results.values() for result in found]
+    Attributes:
+        every: all results.
+        config: of the first training: network, normalization, data and epochs are those of all.
+        name: network, normalization and data in words.
+        length: the number of epochs in words.
+        own: it is a comparison of one's own, whose methods or schedules are not the paper's.
+        cells: ours, by method.
+        papers: the paper's, if it has this column; SGD-M's comes from the authors' read-me.
+    """
 
-    @property
-    def config(self) -> Config:
-        """Of the first training: network, normalization, data and epochs are those of all."""
-        return self.every[0].config
-
-    @property
-    def name(self) -> str:
-        """Network, normalization and data in words."""
-        norm, data = paper.NORM_NAMES.get(self.config.norm, self.config.norm), self.config.data
-        return f"{self.config.model} {norm}".strip() + f", {paper.DATA_NAMES.get(data, data)}"
-
-    @property
-    def length(self) -> str:
-        """The number of epochs in words."""
-        return _counted(self.config.epochs, "epoch")
-
-    @cached_property
-    def cells(self) -> dict[str, Cell]:
-        """Ours, by method."""
-        return {method: Cell.of(result.accuracy for result in found) for method, found in self.results.items()}
-
-    @property
-    def own(self) -> bool:
-        """It is a comparison of one's own, whose methods or schedules are not the paper's."""
-        return any(result.config.plugin or result.config.schedule != "steps" for result in self.every)
-
-    @property
-    def papers(self) -> dict[str, Cell]:
-        """The paper's, if it has this column; SGD-M's comes from the authors' read-me."""
-        column = (self.config.model, self.config.data)
-        table = {} if self.own else paper.ACCURACY.get(self.config.norm, {})
-        printed = {method: row[column] for method, row in table.items() if column in row}
-        return {method: Cell(found.mean, found.spread, _PAPERS_SEEDS) for method, found in printed.items()}
+    def __init__(self, results: dict[str, list[Result]]) -> None:
+        self.results, self.every = results, [result for found in results.values() for result in found]
+        self.config = c = self.every[0].config
+        norm, data = paper.NORM_NAMES.get(c.norm, c.norm), paper.DATA_NAMES.get(c.data, c.data)
+        self.name = f"{c.model} {norm}".strip() + f", {data}"
+        self.length = f"{c.epochs} epoch{'s' * (c.epochs != 1)}"
+        self.own = any(result.config.plugin or result.config.schedule != "steps" for result in self.every)
+        self.cells = {method: Cell.of(result.accuracy for result in found) for method, found in results.items()}
+        table = {} if self.own else paper.ACCURACY.get(c.norm, {})
+        printed = {method: row[c.model, c.data] for method, row in table.items() if (c.model, c.data) in row}
+        self.papers = {method: Cell(*figure, _PAPERS_SEEDS) for method, figure in printed.items()}
 
     def rows(self, *, seeds: bool = False) -> Rows:
         """The table, optionally with the accuracy of every seed; beside the paper's, or beside the best method's."""
-        numbers = sorted({result.config.seed for result in self.every})
-        heads = ["method", *(f"seed {k}" for k in numbers if seeds), "ours", "seeds"]
-        cells, papers = self.cells, self.papers
-        heads += ["paper", "ours − paper", "that is"] if papers else ["ours − best", "that is"] if self.own else []
-        best = max(cells.values(), key=lambda cell: cell.mean if cell.seeds else -math.inf)
+        numbers = sorted({result.config.seed for result in self.every}) if seeds else []
+        heads = ["method", *(f"seed {k}" for k in numbers), "ours", "seeds"]
+        papers, own = self.papers, self.own
+        heads += ["paper", "ours − paper", "that is"] if papers else ["ours − best", "that is"] if own else []
+        best = max(self.cells.values(), key=lambda cell: cell.mean if cell.seeds else -math.inf)
         lines = []
-        for method, cell in cells.items():
+        for method, cell in self.cells.items():
             single = {result.config.seed: _percent(result.accuracy) for result in self.results[method]}
-            line = [method, *(single.get(k, "") for k in numbers if seeds), str(cell), cell.count]
-            if papers:
-                line += ["" if method not in papers else str(papers[method]), *_beside(cell, papers.get(method))]
-            elif self.own:
-                line += _beside(cell, None if cell is best else best)
+            line = [method, *(single.get(k, "") for k in numbers), str(cell), cell.count]
+            other = papers.get(method) if papers else best if own and cell is not best else None
+            line += [str(other or "")] if papers else []
+            if papers or own:
+                p = cell.p(other) if other and cell.seeds else None
+                line.append(_signed(cell.mean - other.mean) if other and cell.seeds else "")
+                line.append("" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}")
             lines.append(line)
         return heads, lines
 
     def statements(self) -> list[str]:
         """Cautions and conclusions, a sentence each."""
-        texts = [self.caution(), self.claim(), self.against_sgd(), self.shrunk(), self.time()]
-        return [text for text in texts if text]
+        found = {m: float(np.mean([r.collapsed for r in results])) for m, results in self.results.items()}
+        means = ", ".join(f"{method} {mean:.3g}" for method, mean in found.items() if mean)
+        shrunk = f"Filters without a direction at the end, mean over seeds: {means}." if means else ""
+        return [text for text in (self.caution(), self.claim(), self.against_sgd(), shrunk, self.time()) if text]
 
     def caution(self) -> str:
         """How these trainings differ from the paper's, and from each other."""
         parts = []
         if self.papers and self.config.epochs != paper.EPOCHS:
             parts.append(f"trained for {self.length}, the paper's for {paper.EPOCHS}")
-        if others := [method for method in self.papers if self._differs_from_printed(method)]:
+        best = {m: (paper.LEARNING_RATE[m], *paper.BEST[m][self.config.model, self.config.data]) for m in self.papers}
+        ours = {(r.config.method, (r.config.lr, r.config.weight_decay, r.config.betas[1])) for r in self.every}
+        if others := [m for m, printed in best.items() if any(m == each and s != printed for each, s in ours)]:
             parts.append(f"hyper-parameters other than the paper prints for {', '.join(others)}")
         if self.papers and any(result.config.released for result in self.every):
             parts.append("with the network of the paper's released code")
@@ -179,17 +161,8 @@ class Column:
             parts.append(f"fewer seeds than the paper's {_PAPERS_SEEDS}: {counts}")
         return "Mind: " + "; ".join(parts) + "." if parts else ""
 
-    def _differs_from_printed(self, method: str) -> bool:
-        """Whether ours were trained with other hyper-parameters than those printed."""
-        printed = (paper.LEARNING_RATE[method], *paper.BEST[method][self.config.model, self.config.data])
-        configs = [result.config for result in self.results.get(method, [])]
-        return any((config.lr, config.weight_decay, config.betas[1]) != printed for config in configs)
-
     def claim(self) -> str:
-        """Which method is best and which differences are noise; whether (ab) is best, as the paper says.
-
-        Among all methods in a comparison of one's own, otherwise among the Adam variants.
-        """
+        """Which method, or which Adam variant in the paper's columns, is best, and which differences are noise."""
         cells = _ranked(self.cells, "" if self.own else "Adam")
         if len(cells) < 2:
             return ""
@@ -224,25 +197,23 @@ class Column:
         sure = "" if p is None else f", p = {p:.2g}"
         return f"SGD-M is {abs(lead):.2f} {'above' if lead >= 0 else 'below'} the best Adam variant, {best}{sure}."
 
-    def shrunk(self) -> str:
-        """Rows that collapsed."""
-        found = {m: float(np.mean([r.collapsed for r in results])) for m, results in self.results.items()}
-        means = ", ".join(f"{method} {mean:.3g}" for method, mean in found.items() if mean)
-        return f"Filters without a direction at the end, mean over seeds: {means}." if means else ""
-
     def time(self) -> str:
         """The device time of all trainings together, and the devices."""
         devices = sorted({result.environment.get("device", "an unknown device") for result in self.every})
         seconds = sum(result.seconds for result in self.every)
         took = f"{seconds / 3600:.2f} hours" if seconds >= _HOURS else duration(seconds)
-        return f"{_counted(len(self.every), 'training')} took {took} of {', '.join(devices)}."
+        return f"{len(self.every)} training{'s' * (len(self.every) != 1)} took {took} of {', '.join(devices)}."
+
+
+def rule_of(columns: Iterable[Column]) -> str:
+    """What is below tables."""
+    return _RULE + ("" if any(column.own for column in columns) else _READ_ME)
 
 
 def accuracy_columns(results: Iterable[Result]) -> list[Column]:
     """Tables from stored results, in the paper's order, one for each number of epochs; fine-tuning is left out.
 
-    Raises:
-        ValueError: results of one method and column were trained differently, so that they have no common mean.
+    A ValueError is raised if results of one method and column were trained differently: they have no common mean.
     """
     ordered = sorted(results, key=lambda r: (_order(r.config), method_order(r.config.method), r.config.seed))
     made = []
@@ -302,19 +273,6 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _beside(ours: Cell, other: Cell | None) -> list[str]:
-    """The difference to another accuracy, and whether it is noise."""
-    if other is None or not ours.seeds:
-        return ["", ""]
-    p = ours.p(other)
-    verdict = "" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"
-    return [_signed(ours.mean - other.mean), verdict]
-
-
-def _counted(count: int, name: str) -> str:
-    return f"{count} {name}" + ("" if count == 1 else "s")
 
 
 def _signed(difference: float) -> str:

@@ -32,6 +32,7 @@ from steradian.lab.results import CURVES, PARTS, has_diverged
 
 __all__ = ["Execution", "Training"]
 
+Weights = Mapping[str, Tensor]
 _CHUNK = 500  # images that are evaluated at once
 _LANES = 8  # input channels that a GPU's matrix units take at once
 _ALIKE = 0.01  # share of a move by which replayed steps of an unknown optimizer may differ from plain ones
@@ -44,11 +45,6 @@ class Execution:
     captured: bool | None = None  #: replay the step as a CUDA graph; None: on a GPU
     compiled: bool = False  #: compile the network, and steps that have no fused form, with torch.compile
     joined: bool | None = None  #: run narrow ResNets with BN in bf16 by `lab.kernels.joining`; None: on a GPU
-
-    def on(self, device: torch.device) -> "Execution":
-        """The same with None replaced by the default of a device."""
-        gpu = device.type == "cuda"
-        return replace(self, **{name: gpu for name in ("captured", "joined") if getattr(self, name) is None})
 
 
 @lru_cache(maxsize=16)
@@ -91,16 +87,14 @@ class Queue:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """The work as a CUDA graph; returns a function that replays it.
 
-        Capturing does not run the work. It must have run before, so that lazy initialization is done, and may only
-        depend on memory that stays in place: counters and rates live on the device.
+        Capturing does not run the work, which must have run before and may only depend on memory that stays in place.
         """
         assert self.stream is not None, "only a GPU has graphs"
-        graph = torch.cuda.CUDAGraph()
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         torch.cuda.synchronize(self.stream.device)
-        collecting = gc.isenabled()
         gc.disable()  # memory that is freed during a capture must not belong to others
         try:
-            with torch.cuda.stream(self.stream):
+            with self.here():
                 # Other trainings go on meanwhile: only this thread's calls follow the rules of a capture.
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
@@ -126,32 +120,26 @@ class Training:
         curves: by name in `results.CURVES`, one number for each finished epoch.
         epoch: epochs that are finished.
         steps: steps in an epoch.
+        left: steps of this epoch that have not been enqueued.
     """
 
     def __init__(
-        self,
-        config: Config,
-        data: Resident,
-        *,
-        execution: Execution | None = None,
-        weights: dict[str, Tensor] | None = None,
+        self, config: Config, data: Resident, *, execution: Execution | None = None, weights: Weights | None = None
     ) -> None:
-        self.config, self.data = config, data
-        self.execution = (execution or Execution()).on(data.device)
+        self.config, self.data, given = config, data, execution or Execution()
+        usual = {name: data.device.type == "cuda" for name in ("captured", "joined") if getattr(given, name) is None}
+        self.execution = replace(given, **usual)
         self.epoch, self.curves = 0, {name: list[float]() for name in CURVES}
-        self.steps = data.counts["train"] // config.batch_size
+        self.steps = self.left = data.counts["train"] // config.batch_size
         self.queue = Queue(data.device)
         self._launch: dict[str, Callable[[], None]] = {}
-        self._taken: int | None = None  # steps of this epoch; None: it has not begun
-        self._tested = False
-        self._half = config.precision == "bf16"
+        self._tested, self._half = False, config.precision == "bf16"
         self._loss = compiled(_loss) if self.execution.compiled else _loss
         self._score = compiled(_score) if self.execution.compiled else _score
         with self.queue.here():
-            self._build(weights)
+            self._build(weights, data.device)
 
-    def _build(self, weights: dict[str, Tensor] | None) -> None:
-        device = self.data.device
+    def _build(self, weights: Weights | None, device: torch.device) -> None:
         model, groups = network(self.config, self.data)
         if weights is not None:
             _fill(model, weights)
@@ -229,19 +217,13 @@ class Training:
             self._set_rates(self.config.rate_factor(self.epoch))
             self._at.zero_()
             self._totals.zero_()
-        self._taken = 0
-
-    @property
-    def left(self) -> int:
-        """Steps of this epoch that have not been enqueued."""
-        return self.steps - (self._taken or 0)
 
     def take(self, most: int) -> int:
         """Enqueue up to `most` steps of the epoch; returns how many are left."""
-        if self._taken is None:
+        if self.left == self.steps:
             self.begin_epoch()
         count = min(most, self.left)
-        self._taken = self.steps - self.left + count
+        self.left -= count
         if count and "step" not in self._launch:
             count -= self._prepare()
         with self.queue.here():
@@ -252,11 +234,11 @@ class Training:
 
     def take_plainly(self) -> int:
         """Run one step without replaying it and wait for it, so that the optimizers' state can be read after it."""
-        if self._taken is None:
+        if self.left == self.steps:
             self.begin_epoch()
         with self.queue.here():
             self._step()
-        self._taken = self.steps - self.left + 1
+        self.left -= 1
         self.queue.mark()
         self.queue.wait()
         return self.left
@@ -296,16 +278,15 @@ class Training:
         if not self._tested and 100 * self._totals_host[1, 1].item() / self.data.counts["validation"] > best:
             self._enqueue_evaluation("test")
             return False
-        images = [self.steps * self.config.batch_size, *(self.data.counts[part] for part in PARTS[1:])]
-        # The training loss is a sum over batches, the others are sums over images.
-        terms = [self.steps, *images[1:]]
         if not self.diverged:
             if not self._tested:
                 self._totals_host[2] = math.nan
-            for part, (loss, hits), term, count in zip(PARTS, self._totals_host.tolist(), terms, images, strict=True):
-                self.curves[f"{part}_loss"].append(loss / term)
-                self.curves[f"{part}_accuracy"].append(100 * hits / count)
-        self.epoch, self._taken = self.epoch + 1, None
+            counts = self.data.counts | {"train": self.steps * self.config.batch_size}
+            for part, (loss, hits) in zip(PARTS, self._totals_host.tolist(), strict=True):
+                # The training loss is a sum over batches, the others are sums over images.
+                self.curves[f"{part}_loss"].append(loss / (self.steps if part == "train" else counts[part]))
+                self.curves[f"{part}_accuracy"].append(100 * hits / counts[part])
+        self.epoch, self.left = self.epoch + 1, self.steps
         return True
 
     def run_epoch(self) -> None:
@@ -343,8 +324,14 @@ class Training:
         if not self.execution.captured:
             return 0
         with self.queue.here():
-            restore, at = self._snapshot(), self._at.clone()
-            if self.config.plugin and (reason := self._replays_differ(restore, at)):
+            before, at, totals = self._changing(), self._at.clone(), self._totals.clone()
+
+            def restore() -> None:
+                self._restore(before)
+                self._at.copy_(at)
+                self._totals.copy_(totals)
+
+            if self.config.plugin and (reason := self._replays_differ(restore)):
                 warnings.warn(f"steps of {self.config.method} are not replayed as a CUDA graph: {reason}", stacklevel=2)
                 self.execution = replace(self.execution, captured=False)
                 self.optimizers = self._make_optimizers()
@@ -361,13 +348,13 @@ class Training:
         self._launch["step"] = self.queue.capture(self._step)
         return 1
 
-    def _replays_differ(self, restore: Callable[[], None], at: Tensor) -> str:
+    def _replays_differ(self, restore: Callable[[], None]) -> str:
         """Why the steps of an unknown optimizer must not be replayed, "" if they may: three steps both ways."""
 
         def weights() -> Tensor:
             return torch.cat([param.detach().flatten() for param in self.model.parameters()])
 
-        gpu, steps, found = self.data.device.type == "cuda", min(3, self.steps - int(at)), [weights()]
+        gpu, steps, found = self.data.device.type == "cuda", min(3, self.steps - int(self._at)), [weights()]
         for kind in ("first", "plain", "replayed"):
             step: Callable[[], None] = self._step
             try:
@@ -384,38 +371,30 @@ class Training:
                 if gpu:
                     torch.cuda.set_sync_debug_mode("default")
                 restore()
-                self._at.copy_(at)
         before, _, plain, replays = found
         # Numbers that the optimizer computes on the host, such as a bias correction, are frozen in a graph.
         alike = (plain - replays).norm() <= _ALIKE * (plain - before).norm()
         return "" if alike else "replayed steps differ from plain ones"
 
-    def _snapshot(self) -> Callable[[], None]:
-        """Copy what a step changes, except the counter of batches; returns a function that restores it in place."""
-        model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        states, totals = [copied(o.state_dict()["state"]) for o in self.optimizers], self._totals.clone()
-
-        def restore() -> None:
-            _fill(self.model, model)
-            self._load_states(states)
-            self._totals.copy_(totals)
-
-        return restore
-
     # State
+
+    def _changing(self, device: str | None = None) -> dict[str, Any]:
+        """Copies of what steps change, except counters."""
+        states = [copied(optimizer.state_dict()["state"], device=device) for optimizer in self.optimizers]
+        return {"model": copied(self.model.state_dict(), device=device), "optimizers": states}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restore it in place."""
+        _fill(self.model, state["model"])
+        self._load_states(state["optimizers"])
 
     def state(self) -> dict[str, Any]:
         """Everything needed to resume from the end of the last epoch, on the CPU."""
         self.queue.wait()
-        return {
-            "config": self.config.to_dict(),
-            "epoch": self.epoch,
-            "curves": copied(self.curves),
-            "model": self.weights(),
-            "optimizers": [copied(optimizer.state_dict()["state"], device="cpu") for optimizer in self.optimizers],
-        }
+        about = {"config": self.config.to_dict(), "epoch": self.epoch, "curves": copied(self.curves)}
+        return about | self._changing("cpu")
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Weights:
         """Parameters and buffers by name, on the CPU."""
         return copied(self.model.state_dict(), device="cpu")
 
@@ -424,9 +403,8 @@ class Training:
         if Config.from_dict(state["config"]) != self.config:
             raise ValueError(f"the state belongs to another training than {self.config.key}")
         with self.queue.here():
-            _fill(self.model, state["model"])
-            self._load_states(state["optimizers"])
-        self.epoch, self.curves, self._taken = state["epoch"], copied(state["curves"]), None
+            self._restore(state)
+        self.epoch, self.curves, self.left = state["epoch"], copied(state["curves"]), self.steps
 
     def _load_states(self, states: list[Mapping[Any, Any]]) -> None:
         """Load the states of the optimizers, without their settings, in the memory format of the parameters."""
@@ -450,7 +428,7 @@ def copied(state: Any, *, device: str | None = None) -> Any:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def _fill(model: nn.Module, weights: Weights) -> None:
     """Copy parameters and buffers in place; `load_state_dict` needs a version that plain dicts lack."""
     own = model.state_dict()
     if own.keys() != weights.keys():

@@ -1,7 +1,6 @@
 """Data for the lab: images and labels from any source, packed into few files, resident on the device for training."""
 
-from steradian.lab.data.packed import DataSet, Images, pack
 from steradian.lab.data.resident import Resident
-from steradian.lab.data.sources import Split, digits, load, usual_root
+from steradian.lab.data.sources import DataSet, Images, Split, digits, load, pack
 
-__all__ = ["DataSet", "Images", "Resident", "Split", "digits", "load", "pack", "usual_root"]
+__all__ = ["DataSet", "Images", "Resident", "Split", "digits", "load", "pack"]

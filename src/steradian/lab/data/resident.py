@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from steradian.lab.data.packed import DataSet, Images
+from steradian.lab.data.sources import DataSet
 
 __all__ = ["AUGMENT", "Resident"]
 
@@ -36,28 +36,29 @@ class Resident:
         self.pad, self.flip = AUGMENT.get(data.name, _USUAL)
         self.name, self.device, self.fingerprint = data.name, torch.device(device), data.fingerprint()
         self.size, self.channels, self.classes = data.train.size, data.train.channels, len(data.classes)
-        if len(data.train) < 2 or not len(data.test):
+        train, test = data.train, data.test
+        if len(train) < 2 or not len(test):
             raise ValueError(
                 f"{data.name} must have 2 training images, one of them for validation, and a test image, "
-                f"got {len(data.train)} and {len(data.test)}"
+                f"got {len(train)} and {len(test)}"
             )
-        # By a fixed shuffle.
-        order = np.random.Generator(np.random.Philox(key=0)).permutation(len(data.train))
+        order = np.random.Generator(np.random.Philox(key=0)).permutation(len(train))
         count = min(max(1, round(validation * len(order))), len(order) - 1)
-        kept, held = (
-            Images(data.train.pixels[part], data.train.labels[part])
-            for part in (np.sort(order[count:]), np.sort(order[:count]))
-        )
-        held_images = np.concatenate([held.pixels, data.test.pixels]).reshape(len(held) + len(data.test), -1)
-        self.counts = {"train": len(kept), "validation": len(held), "test": len(data.test)}
-        self.spans = {"validation": (0, len(held)), "test": (len(held), len(held_images))}
-        room = (self.pad, self.pad)
-        padded = np.pad(kept.pixels, ((0, 0), room, room, (0, 0)))  # black, as in random crops of image files
-        self.train_pixels = torch.from_numpy(padded).reshape(len(kept), -1).to(self.device)
-        self.train_labels = torch.from_numpy(kept.labels).to(self.device)
-        self.held_pixels = torch.from_numpy(held_images).to(self.device)
-        self.held_labels = torch.from_numpy(np.concatenate([held.labels, data.test.labels])).to(self.device)
-        mean, spread = _moments(kept.pixels)
+        held, kept = np.sort(order[:count]), np.sort(order[count:])
+        self.counts = {"train": len(kept), "validation": len(held), "test": len(test)}
+        self.spans = {"validation": (0, len(held)), "test": (len(held), len(held) + len(test))}
+        pixels, room = train.pixels[kept], (self.pad, self.pad)
+        padded = np.pad(pixels, ((0, 0), room, room, (0, 0)))  # black, as in random crops of image files
+        self.train_pixels = torch.from_numpy(padded).flatten(1).to(self.device)
+        self.train_labels = torch.from_numpy(train.labels[kept]).to(self.device)
+        held_pixels = np.concatenate([train.pixels[held], test.pixels])
+        self.held_pixels = torch.from_numpy(held_pixels).flatten(1).to(self.device)
+        self.held_labels = torch.from_numpy(np.concatenate([train.labels[held], test.labels])).to(self.device)
+        # Mean and spread of each channel, from its histogram: no copy of the images in floating point.
+        counts = np.stack([np.bincount(pixels[..., c].reshape(-1), minlength=256) for c in range(self.channels)])
+        share, values = counts / counts.sum(axis=1, keepdims=True), np.arange(256)
+        mean = share @ values
+        spread = np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1))
         self.mean = torch.tensor(mean, dtype=torch.float32, device=self.device)
         self.scale = torch.tensor(1 / np.maximum(spread, 1e-6), dtype=torch.float32, device=self.device)
         self.windows = torch.from_numpy(self._windows()).to(self.device)
@@ -100,18 +101,8 @@ class Resident:
         """For each view, where its pixels lie in a padded image, (views, S·S·C)."""
         size, wide = self.size, self.size + 2 * self.pad
         places = np.arange(wide * wide * self.channels).reshape(wide, wide, self.channels)
-        views = []
-        for down in range(2 * self.pad + 1):
-            for right in range(2 * self.pad + 1):
-                window = places[down : down + size, right : right + size]
-                views += [window, window[:, ::-1]] if self.flip else [window]
-        return np.stack([view.reshape(-1) for view in views]).astype(np.int64)
-
-
-def _moments(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and spread of each channel, from its histogram: no copy of the images in floating point."""
-    values = np.arange(256)
-    counts = np.stack([np.bincount(pixels[..., c].reshape(-1), minlength=256) for c in range(pixels.shape[-1])])
-    share = counts / counts.sum(axis=1, keepdims=True)
-    mean = share @ values
-    return mean, np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1))
+        windows = np.lib.stride_tricks.sliding_window_view(places, (size, size), axis=(0, 1))
+        views = windows.transpose(0, 1, 3, 4, 2)  # (down, right, S, S, C)
+        if self.flip:
+            views = np.stack([views, views[:, :, :, ::-1]], axis=2)
+        return views.reshape(-1, size * size * self.channels)

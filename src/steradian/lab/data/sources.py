@@ -1,9 +1,14 @@
-"""Where data comes from: scikit-learn's digits, a packed folder, original archives, the hub, or a plugin."""
+"""Data sets as plain arrays, from scikit-learn, a packed folder, the authors' archives or a plugin.
+
+The packed form is lossless WebP mosaics, labels as .npy, and a meta.json with SHA-256 of every file.
+"""
 
 import hashlib
+import io
+import json
 import pickle
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from steradian.lab.data.packed import DataSet, Images, read_packed
+from steradian.files import write_atomically
 from steradian.lab.registry import DATA, register_data
 
-__all__ = ["Split", "digits", "load", "read_archive", "usual_root"]
+__all__ = ["DataSet", "Images", "Split", "digits", "load", "pack", "read_archive"]
 
 CHECKSUMS = {
     "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
@@ -27,13 +33,66 @@ CHECKSUMS = {
 """MD5 of each file of CIFAR and SVHN, as its authors publish it."""
 _CIFAR10, _CIFAR100, *_SVHN = CHECKSUMS
 _FILES = {"cifar10": [_CIFAR10], "cifar100": [_CIFAR100], "svhn": _SVHN}
-_HUB = {
-    "cifar10": ("uoft-cs/cifar10", "plain_text", "img", "label"),
-    "cifar100": ("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
-    "svhn": ("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
-}
 _SHAPES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32), "svhn": (10, 32)}
 """Classes and size of the known data sets, so that other data is not compared with the paper under their names."""
+_SIDE = 100  # tiles along a mosaic
+_LARGEST = 16_383  # pixels along a WebP image
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Square images (N, S, S, C) as uint8, C = 1 or 3, and labels (N,)."""
+
+    pixels: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        shape = self.pixels.shape
+        square = len(shape) == 4 and shape[1] == shape[2] > 0 and shape[3] in (1, 3)
+        if self.pixels.dtype != np.uint8 or not square:
+            raise ValueError(f"pixels must be uint8 (N, S, S, 1 or 3), got {self.pixels.dtype} {shape}")
+        if self.labels.shape != shape[:1] or self.labels.dtype.kind not in "ui":
+            found = f"{self.labels.dtype} {self.labels.shape}"
+            raise ValueError(f"labels must be a whole number for each of {shape[0]} images, got {found}")
+
+    @property
+    def size(self) -> int:
+        """Height and width."""
+        return self.pixels.shape[1]
+
+    @property
+    def channels(self) -> int:
+        """1 for grey, 3 for colour."""
+        return self.pixels.shape[3]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class DataSet:
+    """Training and test images of one data set, in the source's order, and the names of its classes."""
+
+    name: str
+    train: Images
+    test: Images
+    classes: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for split in (self.train, self.test):
+            if len(split) and not 0 <= int(split.labels.min()) <= int(split.labels.max()) < len(self.classes):
+                raise ValueError(f"labels of {self.name} must lie in [0, {len(self.classes)})")
+        if (self.train.size, self.train.channels) != (self.test.size, self.test.channels):
+            raise ValueError(f"training and test images of {self.name} have different shapes")
+
+    def fingerprint(self) -> str:
+        """A hash of pixels, labels and the number of classes, as sixteen hexadecimal digits."""
+        digest = hashlib.blake2b(f"{len(self.classes)}".encode(), digest_size=8)
+        for split in (self.train, self.test):
+            digest.update(f"{split.pixels.shape}".encode())
+            digest.update(np.ascontiguousarray(split.pixels).data)
+            digest.update(np.ascontiguousarray(split.labels, dtype="<i8").data)
+        return digest.hexdigest()
 
 
 def load(name: str, root: Path | str | None = None) -> DataSet:
@@ -41,8 +100,8 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
 
     Args:
         name: of a registered data set (digits, cifar10, cifar100, svhn, or a plugin's), or any name for packed data.
-        root: a folder with the packed form or with the original archives. None: data/NAME if that exists; otherwise
-            digits come with scikit-learn and the others from the hub, through `datasets`.
+        root: a folder with the packed form or with the original archives. None: data/NAME; digits come with
+            scikit-learn if there is no such folder.
 
     >>> data = load("digits")
     >>> data.train.pixels.shape, len(data.test)
@@ -51,7 +110,7 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     folder = None if root is None else Path(root)
     if folder is not None and not folder.is_dir():
         raise ValueError(f"root must be a folder, got {str(root)!r}")
-    found = DATA[name](folder) if name in DATA else _from_folder(name, folder or usual_root(name))
+    found = DATA[name](folder) if name in DATA else _from_folder(name, folder)
     if isinstance(found, DataSet):
         return found
     images, labels, test_images, test_labels = map(np.asarray, found)
@@ -59,46 +118,109 @@ def load(name: str, root: Path | str | None = None) -> DataSet:
     return DataSet(name, Images(images, labels), Images(test_images, test_labels), classes)
 
 
-def usual_root(name: str) -> Path:
-    """The folder of a data set if none is given."""
-    return Path("data") / name
-
-
-def _known(name: str, root: Path | None) -> DataSet:
-    """One of the known data sets, from a folder or from where it is published."""
-    if root is None and not usual_root(name).is_dir():
-        return _digits() if name == "digits" else _from_hub(name)
-    root = root or usual_root(name)
-    found, (classes, size) = _from_folder(name, root), _SHAPES[name]
+def _from_folder(name: str, root: Path | None) -> DataSet:
+    root = root or Path("data") / name
+    if name == "digits" and not root.is_dir():
+        return _digits()
+    if (root / "meta.json").is_file():
+        found = _read_packed(root)
+        if name in _SHAPES and found.name != name:
+            raise ValueError(f"{root} holds {found.name}, not {name}")
+        found = replace(found, name=name)  # the name decides how it is augmented
+    elif name in _FILES and (root / _FILES[name][0]).is_file():
+        found = read_archive(name, root)
+    else:
+        known = f"data must be one of {', '.join(DATA)}, a plugin's, or packed in a folder"
+        raise ValueError(f"{known}: {root} has neither meta.json nor the archives of {name}")
+    classes, size = _SHAPES.get(name, (len(found.classes), found.train.size))
     if (len(found.classes), found.train.size) != (classes, size):
         raise ValueError(f"{name} has {classes} classes of {size} × {size} pixels, and {root} has other data")
     return found
 
 
 for _name in _SHAPES:
-    register_data(_name, partial(_known, _name))
+    register_data(_name, partial(_from_folder, _name))
 
 
-def _from_folder(name: str, root: Path) -> DataSet:
-    if (root / "meta.json").is_file():
-        data = read_packed(root)
-        if name in _SHAPES and data.name != name:
-            raise ValueError(f"{root} holds {data.name}, not {name}")
-        return replace(data, name=name)  # the name decides how it is augmented
-    if name in _FILES and (root / _FILES[name][0]).is_file():
-        return read_archive(name, root)
-    known = f"data must be one of {', '.join(DATA)}, a plugin's, or packed in a folder"
-    raise ValueError(f"{known}: {root} has neither meta.json nor the archives of {name}")
+# The packed form
+
+
+def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) -> None:
+    """Write a data set in the packed form, `meta.json` last, so that a folder that has one is complete.
+
+    Args:
+        data: the data set.
+        root: the folder, made if missing.
+        source: where the data came from.
+        effort: WebP's effort from 0 (fast) to 6 (small).
+    """
+    from PIL import Image
+
+    root = Path(root)
+    root.mkdir(parents=True, exist_ok=True)
+    side = min(_SIDE, _LARGEST // data.train.size)
+    splits, sums = dict[str, Any](), dict[str, str]()
+    for name, images in (("train", data.train), ("test", data.test)):
+        files = {}
+        for k, start in enumerate(range(0, len(images), side * side)):
+            webp, mosaic = io.BytesIO(), _mosaic(images.pixels[start : start + side * side], side)
+            Image.fromarray(mosaic).save(webp, "WEBP", lossless=True, exact=True, method=effort)
+            files[f"{name}-{k}.webp"] = webp.getvalue()
+        splits[name] = {"images": list(files), "labels": f"{name}-labels.npy", "count": len(images)}
+        labels = io.BytesIO()
+        np.save(labels, images.labels.astype(np.min_scalar_type(max(255, len(data.classes) - 1))))
+        files[f"{name}-labels.npy"] = labels.getvalue()
+        for file, content in files.items():
+            write_atomically(root / file, content)
+            sums[file] = hashlib.sha256(content).hexdigest()
+    meta = {"name": data.name, "tile": data.train.size, "channels": data.train.channels, "mosaic": [side, side]}
+    meta |= {"classes": list(data.classes), "splits": splits, "sha256": sums, "source": source}
+    write_atomically(root / "meta.json", json.dumps(meta, indent=1).encode())
+
+
+def _mosaic(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
+    """Tiles in rows of `side`, the last row padded with black."""
+    count, tile = pixels.shape[:2]
+    rows = -(-count // side)
+    full = np.zeros((rows * side, tile, tile, 3), dtype=np.uint8)
+    full[:count] = pixels
+    return full.reshape(rows, side, tile, tile, 3).swapaxes(1, 2).reshape(rows * tile, side * tile, 3)
+
+
+def _read_packed(root: Path) -> DataSet:
+    """Read the packed form, every file checked against its SHA-256."""
+    from PIL import Image
+
+    meta = json.loads((root / "meta.json").read_text(encoding="utf-8"))
+
+    def checked(file: str) -> io.BytesIO:
+        content = (root / file).read_bytes()
+        if hashlib.sha256(content).hexdigest() != meta["sha256"].get(file):
+            raise ValueError(f"{root / file} is damaged: its SHA-256 is not the one in meta.json")
+        return io.BytesIO(content)
+
+    try:
+        splits = []
+        for split in (meta["splits"][name] for name in ("train", "test")):
+            tile, (rows, columns), parts = meta["tile"], meta["mosaic"], []
+            for file in split["images"]:
+                with Image.open(checked(file)) as picture:
+                    mosaic = np.asarray(picture.convert("RGB"))
+                tiles = mosaic.reshape(mosaic.shape[0] // tile, tile, columns, tile, 3).swapaxes(1, 2)
+                parts.append(tiles.reshape(-1, tile, tile, 3)[: rows * columns, ..., : meta.get("channels", 3)])
+            pixels = np.ascontiguousarray(np.concatenate(parts)[: split["count"]])
+            labels = np.load(checked(split["labels"]), allow_pickle=False)
+            splits.append(Images(pixels, labels.astype(np.int64)))
+        return DataSet(str(meta["name"]), splits[0], splits[1], tuple(map(str, meta["classes"])))
+    except KeyError as error:
+        raise ValueError(f"{root / 'meta.json'} does not describe packed data: it has no {error}") from error
+
+
+# The authors' archives
 
 
 def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] = CHECKSUMS) -> DataSet:
-    """CIFAR-10, CIFAR-100 or SVHN from the files that their authors distribute.
-
-    Args:
-        name: "cifar10", "cifar100" or "svhn".
-        root: the folder that holds them.
-        checksums: MD5 of each file.
-    """
+    """CIFAR-10, CIFAR-100 or SVHN from the files in a folder that their authors distribute, with these MD5."""
     for file in _FILES[name]:  # the pickles inside could run any code: only the original ones are read
         with (root / file).open("rb") as content:
             found = hashlib.file_digest(content, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
@@ -132,11 +254,13 @@ def _svhn(root: Path) -> DataSet:
     from scipy.io import loadmat
 
     splits = []
-    for file in _FILES["svhn"]:
-        content = loadmat(root / file)
+    for content in (loadmat(root / file) for file in _FILES["svhn"]):
         pixels = np.ascontiguousarray(content["X"].transpose(3, 0, 1, 2))
         splits.append(Images(pixels, content["y"].reshape(-1).astype(np.int64) % 10))  # the digit 0 is labelled 10
     return DataSet("svhn", splits[0], splits[1], tuple(map(str, range(10))))
+
+
+# Digits: as a data set, and as normalized tensors for the demo and examples
 
 
 def _digits() -> DataSet:
@@ -145,31 +269,10 @@ def _digits() -> DataSet:
 
     raw = load_digits()
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(raw.target))
-    pixels = (raw.images[order, :, :, None] * 15).astype(np.uint8)
-    labels = raw.target[order].astype(np.int64)
+    pixels, labels = (raw.images[order, :, :, None] * 15).astype(np.uint8), raw.target[order].astype(np.int64)
     kept = len(labels) * 4 // 5 + 1
     train, test = Images(pixels[:kept], labels[:kept]), Images(pixels[kept:], labels[kept:])
     return DataSet("digits", train, test, tuple(map(str, range(10))))
-
-
-def _from_hub(name: str) -> DataSet:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"{name} is neither in data/{name} nor can it come from the hub: pip install datasets, "
-            "or give the folder of the archives or of the packed form as root"
-        ) from error
-    repository, config, image, label = _HUB[name]
-    raw: Any = datasets.load_dataset(repository, config)
-    splits = []
-    for rows in (raw["train"], raw["test"]):
-        pixels = np.stack([np.asarray(row[image].convert("RGB"), dtype=np.uint8) for row in rows])
-        splits.append(Images(pixels, np.asarray(rows[label], dtype=np.int64)))
-    return DataSet(name, splits[0], splits[1], tuple(raw["train"].features[label].names))
-
-
-# The digits as normalized tensors, for the demo and examples
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,17 +20,9 @@ FILTERS = (16, 32, 64)
 
 
 def convolve(x: Tensor, weight: Tensor, *, stride: int = 1, sums: bool = True) -> tuple[Tensor, Tensor]:
-    """x ∗ weight with padding 1, and its sums.
+    """y = x ∗ weight with padding 1, channels last in the dtype of x; Σy and Σy², (2, filters) in float32, if wanted.
 
-    Args:
-        x: (batch, channels, height, width); products are taken in its dtype.
-        weight: (filters, channels, 3, 3), with one of `FILTERS`; of channels, too, if x needs a gradient.
-        stride: 1, or 2 if height and width are even.
-        sums: add up y and y².
-
-    Returns:
-        y (batch, filters, height, width), channels last, in the dtype of x; Σy and Σy² over all pixels, (2, filters) in
-        float32, empty if not wanted.
+    x is (batch, channels, height, width), weight (filters, channels, 3, 3); stride 2 needs even height and width.
     """
     assert len(weight) in FILTERS, "the plans are for these"
     last = torch.channels_last
@@ -44,9 +36,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int, sums: bool) -> tuple[Tensor, Tensor]:
         """Convolve."""
-        size = (x.shape[2] // stride, x.shape[3] // stride)
-        plan = _FORWARD[stride][len(weight)]
-        y, parts = _forward(x, weight, stride, plan.parts(len(x), *size) if sums else 0)
+        grid = _FORWARD[stride][len(weight)].grid(len(x), x.shape[2] // stride, x.shape[3] // stride)
+        y, parts = _forward(x, weight, stride, math.prod(grid) if sums else 0)
         ctx.save_for_backward(x, weight, y if sums else None)
         ctx.stride = stride
         ctx.set_materialize_grads(False)
@@ -63,7 +54,7 @@ class _Convolution(torch.autograd.Function):
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = _input_gradient(dy, weight, x, ctx.stride) if ctx.needs_input_grad[0] else None
         plan = _WEIGHT_GRADIENT[ctx.stride][dy.shape[1]]
-        parts = _weight_gradient(x, dy, ctx.stride, plan.parts(len(x), x.shape[2], dy.shape[3]))
+        parts = _weight_gradient(x, dy, ctx.stride, plan.grid(len(x), x.shape[2], dy.shape[3])[0])
         return dx, parts.sum(dim=0).permute(0, 3, 1, 2).to(weight.dtype), None, None
 
 
@@ -80,9 +71,9 @@ class _Tile(NamedTuple):
     warps: int = 4
     stages: int = 1
 
-    def parts(self, images: int, height: int, width: int) -> int:
+    def grid(self, images: int, height: int, width: int) -> tuple[int, ...]:
         """Number of programs."""
-        return -(-images * height * width // (self.block * self.tiles))
+        return (-(-images * height * width // (self.block * self.tiles)),)
 
 
 class _Strip(NamedTuple):
@@ -93,13 +84,9 @@ class _Strip(NamedTuple):
     warps: int = 4
     stages: int = 2
 
-    def grid(self, images: int, height: int, width: int) -> tuple[int, int]:
+    def grid(self, images: int, height: int, width: int) -> tuple[int, ...]:
         """Number of programs: along a row, and strips of rows."""
         return -(-images * width // self.block), -(-height // self.rows)
-
-    def parts(self, images: int, height: int, width: int) -> int:
-        """Number of programs."""
-        return math.prod(self.grid(images, height, width))
 
 
 class _Corner(NamedTuple):
@@ -112,14 +99,10 @@ class _Corner(NamedTuple):
     warps: int = 4
     stages: int = 1
 
-    def parts(self, images: int, height: int, width: int) -> int:
-        """Number of programs for each share of the taps; pixels are rows of x and columns of y."""
-        return -(-images * height * width // (self.block * self.tiles))
-
-    @property
-    def shares(self) -> int:
-        """Shares of the taps."""
-        return (3 if self.down == 1 else 1) * (3 if self.across == 1 else 1)
+    def grid(self, images: int, height: int, width: int) -> tuple[int, ...]:
+        """Number of programs for each share of the taps, and shares; pixels are rows of x and columns of y."""
+        shares = (3 if self.down == 1 else 1) * (3 if self.across == 1 else 1)
+        return -(-images * height * width // (self.block * self.tiles)), shares
 
 
 # By stride and number of filters, or of channels for the gradient to x, from benchmarks/convolution.py --tune.
@@ -142,28 +125,24 @@ _WEIGHT_GRADIENT: dict[int, dict[int, _Corner]] = {
 # a compiler caches them for longer than a plan above may last.
 
 
-def _pad(channels: int) -> int:
-    """Channels padded to what the matrix units take at once."""
-    return max(16, triton.next_power_of_2(channels))
-
-
 def _options(plan: _Plan | _Corner, x: Tensor) -> dict[str, Any]:
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    return {"BLOCK": plan.block, "PRECISION": precision, "num_warps": plan.warps, "num_stages": plan.stages}
+    """Options of a kernel on x, whose channels are padded to what the matrix units take at once."""
+    made = {"KI": max(16, triton.next_power_of_2(x.shape[1])), "BLOCK": plan.block}
+    made |= {"num_warps": plan.warps, "num_stages": plan.stages}
+    return made | {"PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
 
 
 def _launch(plan: _Plan, x: Tensor, weight: Tensor, y: Tensor, parts: Tensor, stride: int, *, back: bool) -> None:
     """y = x ∗ weight, or dx = dy ∗ weight turned round, and the sums where parts has room for them."""
-    images, (channels, height, width), (filters, *size) = len(x), x.shape[1:], y.shape[1:]
-    tensors = (x, weight, y, parts, images)
+    (channels, height, width), (filters, *size) = x.shape[1:], y.shape[1:]
     shape = {"CI": channels, "CO": filters, "BACK": back, "SUMS": parts.numel() > 0} | _options(plan, x)
     if isinstance(plan, _Strip):
-        triton_kernels.rolling_kernel[plan.grid(images, *size)](
-            *tensors, KI=_pad(channels), HEIGHT=height, WIDTH=width, ROWS=plan.rows, **shape
-        )
+        kernel = triton_kernels.rolling_kernel
+        shape |= {"HEIGHT": height, "WIDTH": width, "ROWS": plan.rows}
     else:
+        kernel = triton_kernels.convolve_kernel
         shape |= {"HI": height, "WI": width, "HO": size[0], "WO": size[1], "STRIDE": stride, "TILES": plan.tiles}
-        triton_kernels.convolve_kernel[(plan.parts(images, *size),)](*tensors, KI=_pad(channels), **shape)
+    kernel[plan.grid(len(x), *size)](x, weight, y, parts, len(x), **shape)
 
 
 @torch.library.custom_op("steradian::convolve", mutates_args=())
@@ -196,14 +175,11 @@ def _like_input_gradient(dy: Tensor, weight: Tensor, x: Tensor, stride: int) -> 
 @torch.library.custom_op("steradian::convolve_weight_gradient", mutates_args=())
 def _weight_gradient(x: Tensor, dy: Tensor, stride: int, parts: int) -> Tensor:
     out = _like_weight_gradient(x, dy, stride, parts)
-    channels, filters = x.shape[1], dy.shape[1]
-    plan = _WEIGHT_GRADIENT[stride][filters]
-    tensors = (x, dy, out, len(x))
-    shape = {"CI": channels, "CO": filters, "HI": x.shape[2], "WI": x.shape[3], "HO": dy.shape[2], "WO": dy.shape[3]}
-    shape |= {"STRIDE": stride, "TILES": plan.tiles} | _options(plan, x)
-    triton_kernels.weight_gradient_kernel[(parts, plan.shares)](
-        *tensors, KI=_pad(channels), DOWN=plan.down, ACROSS=plan.across, **shape
-    )
+    plan = _WEIGHT_GRADIENT[stride][dy.shape[1]]
+    shape = dict(zip(("CI", "HI", "WI", "CO", "HO", "WO"), (*x.shape[1:], *dy.shape[1:]), strict=True))
+    shape |= {"STRIDE": stride, "TILES": plan.tiles, "DOWN": plan.down, "ACROSS": plan.across} | _options(plan, x)
+    _, shares = plan.grid(len(x), x.shape[2], dy.shape[3])
+    triton_kernels.weight_gradient_kernel[(parts, shares)](x, dy, out, len(x), **shape)
     return out
 
 

@@ -27,28 +27,19 @@ def can_join(model: nn.Module) -> bool:
 
 
 def forward(model: ResNet, images: Tensor) -> Tensor:
-    """Logits of a batch of images; under autocast in its dtype, else in the images'.
-
-    Args:
-        model: a network that `can_join`.
-        images: as the network takes them.
-    """
+    """Logits of a network that `can_join` for a batch of images; under autocast in its dtype, else in the images'."""
     kind = images.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else images.dtype
     a = functional.pad(images, (0, 0, 0, 0, 0, -images.shape[1] % _LANES)).to(dtype)
     a = _activated(model.conv1, model.norm1, a)
-    for block in model.stages.modules():
-        if isinstance(block, Block):
-            h = _activated(block.conv1, block.norm1, a)
-            a = _activated(block.conv2, block.norm2, h, added=_shortcut(block, a))
+    for block in (each for each in model.stages.modules() if isinstance(each, Block)):
+        h = _activated(block.conv1, block.norm1, a)
+        if len(block.shortcut):
+            added = _activated(block.shortcut[0], block.shortcut[1], a, rectified=False)
+        else:
+            added = functional.pad(a[:, :, :: block.stride, :: block.stride], (0, 0, 0, 0, 0, block.added))
+        a = _activated(block.conv2, block.norm2, h, added=added)
     return model.head(a.mean(dim=(2, 3)))
-
-
-def _shortcut(block: Block, a: Tensor) -> Tensor:
-    if len(block.shortcut):
-        convolution, norm = block.shortcut
-        return _activated(convolution, norm, a, rectified=False)
-    return functional.pad(a[:, :, :: block.stride, :: block.stride], (0, 0, 0, 0, 0, block.added))
 
 
 def _activated(
