@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_LAB := $(VENV)/.ready-lab
 
-.PHONY: demo docs test test-all lint unit chromium format dist bench study setup clean
+.PHONY: demo docs pictures test test-all lint unit chromium format dist bench study setup clean
 
 setup: $(READY)
 
@@ -24,6 +24,9 @@ demo: $(READY_LAB)  ## train, map every step to the sphere, write demo/index.htm
 
 docs: setup  ## the documentation, build/docs/index.html; it opens without network
 	$(BIN)/python -m sphinx -W --keep-going docs build/docs
+
+pictures: setup chromium  ## the pictures of README and docs, docs/images/*.png
+	$(BIN)/python docs/pictures.py
 
 test: lint unit  ## everything that CI runs
 
