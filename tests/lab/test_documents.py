@@ -172,6 +172,19 @@ def test_the_steps_on_the_page_of_costs_are_those_of_the_file():
     ours = [row for row in content if row["method"] == 'Adam, without="abc", fused']
     assert [line[1:] for line in lines] == [[f"{row[name]:.2f}" for name in names] for row in ours]
     assert [line[0].split()[0] for line in lines] == [row["set"].split()[0] for row in ours]
+    [_, table] = (ROOT / "docs" / "costs.md").read_text().split("| Angular along Muon's direction, eager | graph |\n")
+    lines = [line.strip("| ").split(" | ")[1:] for line in table.split("\n\n")[0].splitlines()[1:]]
+    eager, graph = (
+        {(row["set"], row["method"]): row[name] for row in content}
+        for name in ("eager / fused Adam", "graph / fused Adam")
+    )
+    ms = {(row["set"], row["method"]): (row["eager ms"], row["graph ms"]) for row in content}
+    for line, row in zip(lines, ours, strict=True):
+        name = row["set"]
+        muon = ms[name, "torch.optim.Muon"][0]
+        angular, sgd = (name, "Angular, fused"), (name, "torch.optim.SGD, momentum, fused")
+        ratios = [taken / muon for taken in ms[name, "Angular, muon, fused"]]
+        assert line == [f"{ratio:.2f}" for ratio in (eager[angular], graph[angular], graph[sgd], *ratios)]
 
 
 def test_the_figures_in_the_readme_are_those_of_the_results():

@@ -303,6 +303,13 @@ def test_a_model_whose_layers_are_all_refuted_is_not_sent_to_find_groups():
     assert sentences[-1].text.startswith("No layer is invariant: weight decay regularizes as usual")
 
 
+def test_gradients_that_refute_single_rows_do_not_refute_blocks():
+    inclined = all_of(*(from_step(0, "defect", name, 1e4) for name in LAYERS))
+    sentences = verdict(run(inclined, label="untested"))
+    assert sentences[-1].kind == "find_groups"
+    assert "Blocks of rows, such as the heads of a model with QK-norm, may still be" in sentences[-1].text
+
+
 def test_a_layer_most_of_whose_rows_have_no_gradient_is_not_frozen():
     """An embedding of which a batch uses a few tokens."""
     still = from_step(0, "angle", "c.weight", 0.0)

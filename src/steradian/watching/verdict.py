@@ -88,8 +88,13 @@ def judge(
     if all(sentence.severity == "note" for sentence in found):
         found = [*_healthy(run), *found]
     if not run.invariant.any():
-        refuted = all(labels[run.groups[g]] == "not invariant" for g in np.flatnonzero(run.layers))
-        found = [*found[: _MOST - 1], *run.say("refuted" if refuted else "untested")]
+        layers = [run.groups[g] for g in np.flatnonzero(run.layers)]
+        at_first = {group["name"]: group.get("label") for group in about["groups"]}
+        refuted, by_gradient = (
+            all(known.get(name) == "not invariant" for name in layers) for known in (at_first, labels)
+        )
+        kind = "refuted" if refuted else "refuted_by_gradient" if by_gradient else "untested"
+        found = [*found[: _MOST - 1], *run.say(kind)]
     return found[:_MOST]
 
 
