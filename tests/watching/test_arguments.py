@@ -28,6 +28,7 @@ from small import pair, series, train
         ({"step": -1}, ValueError, "step must be"),
         ({"step": "three"}, ValueError, "step must be"),
         ({"config": "adam"}, TypeError, "config must be a dict, got 'adam'"),
+        ({"evry": 1}, TypeError, "a watch has no option 'evry'; it has to, every, cost,"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, kind, words):

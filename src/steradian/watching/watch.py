@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 from numbers import Integral, Real
@@ -139,7 +139,7 @@ class Watch:
         if not isinstance(model_or_groups, Groups | None) and not all(isinstance(part, nn.Module) for part in parts):
             kinds = "a model, a list of its parts, or what find_groups returned"
             raise TypeError(f"the second argument must be {kinds}, got {type(model_or_groups).__name__}")
-        given = Options(**options)
+        given = Options.of(options)
         phenomena, paths, only = given.phenomena, given.paths, given.only
         every = int(given.every or 1) if phenomena or given.every is not None else None
         self.config = dict(given.config or {})
@@ -613,6 +613,15 @@ class Options:
     paths: Mapping[str, Sequence[int]] | None = None
     config: Mapping[str, Any] | None = None
     step: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Options":
+        """These options; a TypeError for a name that is none of them."""
+        names = [each.name for each in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise TypeError(f"a watch has no option {name!r}; it has {', '.join(['to', *names])}")
+        return cls(**given)
 
     def __post_init__(self) -> None:
         paths, patterns = self.paths, [self.only] if isinstance(self.only, str) else self.only

@@ -22,7 +22,7 @@ class Watching:
     """The watch of a callback: an error in it is logged, and does not end the training."""
 
     def __init__(self, groups: GroupsOf = None, *, to: Any = None, **options: Any) -> None:
-        Options(**options)
+        Options.of(options)
         if groups is not None and not isinstance(groups, Groups) and not callable(groups):
             kinds = "what find_groups returned, or a function of it"
             raise TypeError(f"groups must be {kinds}, got {type(groups).__name__}")
