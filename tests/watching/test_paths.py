@@ -46,17 +46,21 @@ def test_paths_go_through_flushes_and_through_weights_that_move(layout, tmp_path
             np.testing.assert_allclose(direction, expected[name, row, step], rtol=1e-6, atol=1e-6)
 
 
-def test_a_path_goes_on_in_its_coordinates_when_the_memory_format_changes(tmp_path):
+@pytest.mark.parametrize("layout", ["filter", "tensor"])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_path_goes_on_in_its_coordinates_when_the_memory_format_changes(at, layout, tmp_path):
     [param] = params = rows((3, 2, 3, 4), dtype=torch.float32)
-    optimizer = st.optim.Adam(groups_of(params), lr=0.05, without="abc")
-    expected = []
-    with watch(optimizer, to=tmp_path, paths={"w": [1]}):
+    options = [{**group, "rows": layout} for group in groups_of(params)]
+    optimizer = st.optim.Adam(options, lr=0.05, without="abc")
+    expected, row = [], int(layout == "filter")
+    with watch(optimizer, to=tmp_path, paths={"w": [row]}):
         for step in range(6):
-            if step == 3:
+            if step == at:
                 param.data = param.data.to(memory_format=torch.channels_last)
             train(optimizer, params, 1, first=step)
-            expected.append((param[1] / param[1].norm()).detach().flatten().numpy().copy())
-    found = directions(read_run(tmp_path), "w", 1)
+            x = Layout(layout).rows(param.detach())[row]
+            expected.append((x / x.norm()).numpy().copy())
+    found = directions(read_run(tmp_path), "w", row)
     np.testing.assert_allclose(np.stack([found[step] for step in range(6)]), expected, atol=1e-6)
 
 

@@ -56,8 +56,7 @@ class Paths:
         with torch.no_grad():
             here = self._here()
             if not self._free:
-                blocks = [torch.empty(_AHEAD, len(x), dtype=torch.float32, device=x.device).unbind() for x in here]
-                self._free = list(map(list, zip(*blocks, strict=True)))
+                self._free = list(map(list, zip(*map(_room, here), strict=True)))
             copies = self._free.pop()
             torch._foreach_copy_(copies, here)  # one launch for all
         self._kept.append((slot, copies))
@@ -80,5 +79,14 @@ class Paths:
     def take(self) -> tuple[list[int], list[Tensor]]:
         """The copies since the last call: slots, and the points of each row, (slots, d)."""
         kept, self._kept = self._kept, []
-        points = [torch.stack(each) for each in zip(*(copies for _, copies in kept), strict=True)]
+        points = [
+            torch.stack(each).reshape(len(kept), -1) for each in zip(*(copies for _, copies in kept), strict=True)
+        ]
         return [slot for slot, _ in kept], points
+
+
+def _room(row: Tensor) -> tuple[Tensor, ...]:
+    """Memory for copies of a row, with its strides: then all rows are copied in one launch, also if channels are last."""
+    like = torch.empty_like(row, dtype=torch.float32)
+    shape, strides = (_AHEAD, *like.shape), (like.numel(), *like.stride())
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device).unbind()

@@ -116,8 +116,11 @@ class WatchedGroup:
         return self.layout.join(parts)[rows, columns]
 
     def row(self, number: int) -> Tensor:
-        """One row as a vector."""
-        return self.cut(list(map(self.local, self.params)), (slice(number, number + 1), slice(0, self.size)))[0]
+        """One row; where it lies in one parameter, a view in the shape of that part."""
+        here = list(map(self.local, self.params))
+        if len(here) == 1 and self.layout.spec in ("filter", "tensor"):
+            return here[0][number] if self.layout.spec == "filter" and here[0].ndim else here[0]
+        return self.cut(here, (slice(number, number + 1), slice(0, self.size)))[0]
 
     def gradients(self) -> list[Tensor]:
         """The gradients of its parameters, dense; only for an active group."""
