@@ -86,7 +86,7 @@ class Paths:
 
 
 def _room(row: Tensor) -> tuple[Tensor, ...]:
-    """Memory for copies of a row, with its strides: then all rows are copied in one launch, also if channels are last."""
+    """Memory for copies of a row, with its strides, so that all rows are copied in one launch."""
     like = torch.empty_like(row, dtype=torch.float32)
     shape, strides = (_AHEAD, *like.shape), (like.numel(), *like.stride())
     return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device).unbind()
