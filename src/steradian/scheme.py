@@ -16,7 +16,7 @@ __all__ = [
     "Step",
     "Taken",
     "UnreadableOptimizerError",
-    "is_named",
+    "is_foreign",
     "read_adam",
     "read_sgd",
     "read_step",
@@ -191,9 +191,9 @@ def reader_of(optimizer: Optimizer) -> Reader:
     )
 
 
-def is_named(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's reader is known only by the name of its class, which another package may use too."""
-    return reader_of(optimizer) in _named.values() and type(optimizer) not in _readers
+def is_foreign(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step is neither torch's nor ours, so that its reader may be wrong about it."""
+    return inspect.unwrap(type(optimizer).step).__module__.partition(".")[0] not in ("torch", "steradian")
 
 
 def _uniform(value: float | Tensor, like: Tensor) -> Tensor:

@@ -251,8 +251,25 @@ class AdamWScheduleFree(torch.optim.Optimizer):
             param.sub_(0.3 * param.grad)
 
 
+class Misread(Lion):
+    """Its reader is wrong about the rate."""
+
+
+class MisreadAdam(Twisted):
+    """Its reader is that of the class whose step it replaces."""
+
+
+@st.scheme.register(Misread)
+def read_misread(taken):
+    gradient = taken.gradient()
+    return st.scheme.Step(a=gradient, b=torch.ones_like(gradient), lr=taken.setting("lr"))
+
+
+st.scheme.register(MisreadAdam)(st.scheme.read_adam)
+
+
 @pytest.mark.filterwarnings("always::UserWarning")
-@pytest.mark.parametrize("kind", [Twisted, Lion, AdamWScheduleFree])
+@pytest.mark.parametrize("kind", [Twisted, Lion, AdamWScheduleFree, Misread, MisreadAdam])
 def test_an_optimizer_that_does_not_do_what_its_name_or_state_says_is_observed_from_two_points(kind, tmp_path):
     network = llama()
     watcher, history, names = watched(network, kind(list(network.parameters())), tmp_path)

@@ -26,7 +26,8 @@ __all__ = ["ON_INVARIANT", "Buffer", "decoupled_decay", "evenly", "sources_of"]
 
 _SHARE, _NUMBERS = 16, 2**16  # a buffer has one number for this many of the watched weights, or as many as these
 _STEPS = 256  # the most steps in a buffer
-_BYTES, _LEAST = 160, 2**22  # of a flush per row and step; together at most the largest parameter, or this many
+# Of a flush per row and step, with and without invariant rows; together at most the largest parameter, or so many.
+_BYTES, _LEAST = {True: 160, False: 112}, 2**22
 _ALIGNED = 4  # an observation begins at a multiple of 4 numbers: 16 bytes, as a kernel that writes to it may expect
 _FADING = 0.99  # by which the mean of ‖∇L(u)‖² forgets, per observation
 _SINGLE = 64  # single rows of a group that are recorded now and then
@@ -94,7 +95,9 @@ class Buffer:
         total = sum(group.total_rows for group in watched)
         most = max(_NUMBERS, sum(group.total_rows * group.size for group in watched) // _SHARE)
         largest = max(group.total_rows * group.size * group.dtype.itemsize for group in watched)
-        self.steps = max(1, min(_STEPS, most // max(1, total * width), max(_LEAST, largest) // max(1, total * _BYTES)))
+        invariant = any(group.label == INVARIANT for group in watched)
+        room = max(_LEAST, largest) // max(1, total * _BYTES[invariant])
+        self.steps = max(1, min(_STEPS, most // max(1, total * width), room))
         numbers = self.n_rows * width
         aligned = torch.zeros(self.steps, -(-numbers // _ALIGNED) * _ALIGNED, dtype=dtype, device=self.device)
         self.values = aligned[:, :numbers].unflatten(1, (self.n_rows, width))
@@ -118,7 +121,6 @@ class Buffer:
         counts = [group.n_rows for group in watched]
         self._column = torch.from_numpy(np.repeat(self.places, counts)).to(self.device)
         self.group = torch.from_numpy(np.repeat(np.arange(len(watched)), counts)).to(self.device)
-        invariant = any(group.label == INVARIANT for group in watched)
         self._equilibria = Equilibria(self) if invariant else None
         self.may_skip = False  # whether there is a gradient scaler that can skip steps
         self.skips = torch.zeros(self.steps, 2, device=self.device)

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 from steradian import geometry
 from steradian.image import ImageNumbers, invariance_defect
 from steradian.optim import RowOptimizer
-from steradian.scheme import Reader, Step, Taken, UnreadableOptimizerError, is_named, reader_of
+from steradian.scheme import Reader, Step, Taken, UnreadableOptimizerError, is_foreign, reader_of
 from steradian.watching.rows import INVARIANT, Piece, WatchedGroup, dtype_of, nominal_rate, place
 from steradian.watching.sources import PHENOMENA, UNMEASURED, Quantities, Source
 
@@ -27,7 +27,7 @@ SUMS = ("xx", "qx", "qq", "gg", "gx", "gq", "bb")
 
 From two points, x is the point before and q = x − x'. From the state, x stands for the point after, and q = a ⊘ b.
 """
-_AGREES = 1e-2  # a reader that is known by its class's name must predict the displacement to this share of it
+_AGREES = 1e-2  # the reader of somebody else's optimizer must predict the displacement to this share of it
 _ROUNDING = 1e-6
 
 logger = logging.getLogger("steradian")
@@ -36,7 +36,7 @@ logger = logging.getLogger("steradian")
 def tells_step(group: WatchedGroup) -> bool:
     """Whether state and settings after a step determine the point before it, if the optimizer can be read."""
     optimizer, settings = group.optimizer, group.settings
-    if any(param.dtype not in (torch.float32, torch.float64) for param in group.params):
+    if is_foreign(optimizer) or any(param.dtype not in (torch.float32, torch.float64) for param in group.params):
         return False
     with_momentum = isinstance(optimizer, SGD) and settings["momentum"] and not settings["nesterov"]
     return isinstance(optimizer, Adam) or bool(with_momentum)
@@ -148,11 +148,11 @@ class ObservedSource(Source):
         except (ValueError, KeyError) as error:  # the state is not what the reader expects
             self._disagree(str(error))
             return None
-        if before is not None and is_named(self.optimizer) and not self._checked:
+        if before is not None and self._reads_displacement and is_foreign(self.optimizer) and not self._checked:
             moved = before - param
             missed = moved - step.lr * (step.decay * before + step.a / step.b)
             if not bool(geometry.norm(missed).max() <= _AGREES * geometry.norm(moved).max() + 1e-6):
-                self._disagree("its steps are not those that the reader of this name expects")
+                self._disagree("its steps are not those that its reader expects")
                 return None
         return step
 
@@ -169,40 +169,47 @@ class ObservedSource(Source):
         kept = sums["kept"] if "kept" in sums else (1 - rates * decays).to(self.dtype)
         rates, lost = sums.get("rate", rates).to(self.dtype), 1 - kept
         xx, qx, qq, gx = (sums[name] for name in ("xx", "qx", "qq", "gx"))
+        # In place where it can be: these numbers may be most of the memory that the watch takes in a step.
         if self.two_points:
-            moved, along = qq, qx  # of x − x' = ηδx + ηq
+            radius, moved, along = xx.sqrt(), qq.clone(), qx  # of x − x' = ηδx + ηq
         else:  # x = (x' + ηq)/(1 − ηδ)
-            xx = (xx + 2 * rates * qx + rates**2 * qq) / kept**2
+            xx = (xx + 2 * rates * qx).add_(rates**2 * qq).div_(kept**2)
             # A row that was 0, such as a bias at first, is only rounding after the step is taken back.
-            xx = xx.masked_fill(xx < _ROUNDING**2 * rates**2 * qq, 0)
-            qx, gx = (qx + rates * qq) / kept, (gx + rates * sums["gq"]) / kept
-            along = lost * xx + rates * qx
-            moved = lost**2 * xx + 2 * lost * rates * qx + rates**2 * qq
-        radius, length, update = xx.sqrt(), sums["gg"].sqrt(), _root(moved)
+            xx.masked_fill_(xx < _ROUNDING**2 * rates**2 * qq, 0)
+            qx, gx = (rates * qq).add_(qx).div_(kept), (rates * sums["gq"]).add_(gx).div_(kept)
+            along = (lost * xx).add_(rates * qx)
+            moved = (lost**2 * xx).add_(2 * lost * rates * qx).add_(rates**2 * qq)
+            radius = xx.sqrt_()
         safe = radius.masked_fill(radius == 0, 1)
-        across = _root(moved - (along / safe) ** 2)  # η‖q^⊥‖
-        inward = along / safe - lost * radius  # η⟨q,u⟩
-        start = radius * kept
-        found = {
-            "update": (update / safe).masked_fill_(radius == 0, 0),
-            "radial_share": (along.abs() / safe).div_(update.masked_fill_(update == 0, 1)).clamp_(max=1),
-            "lr": rates,
-        }
+        found = {}
         if not self.searches:
-            found |= {"defect": invariance_defect(gx / safe, length), "gradient_norm": length}
-        del xx, gx, moved, along, update  # this may be most of the memory that the watch takes in a step
+            length = sums["gg"].sqrt()
+            found = {"defect": self._row(invariance_defect(gx / safe, length)), "gradient_norm": self._row(length)}
+            del length
+        del xx, gx
+        update, inward = moved.clamp(min=0).sqrt_(), along / safe
+        across = _root(moved.sub_(inward**2))  # η‖q^⊥‖
+        found["update"] = self._row((update / safe).masked_fill_(radius == 0, 0))
+        share = (along.abs() / safe).div_(update.masked_fill_(update == 0, 1)).clamp_(max=1)
+        found |= {"radial_share": self._row(share), "lr": self._row(rates)}
+        del moved, along, update, share
+        inward -= lost * radius  # η⟨q,u⟩
+        start = radius * kept
         scale = None if self.reader is None else (sums["bb"] / self._sizes).sqrt_()
         if scale is not None and self._invariant:
-            found["nu"] = start * scale
+            nu = start * scale
             speed = across / rates.masked_fill(rates == 0, 1) if self.two_points else _root(qq - (qx / safe) ** 2)
-            found["direction_norm"] = speed * found["nu"]
+            found |= {"nu": self._row(nu), "direction_norm": self._row(speed * nu)}
         if scale is not None:
             scale /= rates
         # The image of a step of rate 1, so that nothing is divided by a rate of 0.
-        radius, start, inward, across = (part.to(self.row_dtype) for part in (radius, start, inward, across))
-        scale = None if scale is None else scale.to(self.row_dtype)
-        image = ImageNumbers(radius, start, inward, across, lr=1.0, scale=scale)
-        return image, {name: value.to(self.row_dtype) for name, value in found.items()}
+        radius, start, inward, across = map(self._row, (radius, start, inward, across))
+        scale = None if scale is None else self._row(scale)
+        return ImageNumbers(radius, start, inward, across, lr=1.0, scale=scale), found
+
+    def _row(self, numbers: Tensor) -> Tensor:
+        """Numbers in the dtype in which they are recorded."""
+        return numbers.to(self.row_dtype)
 
     def nbytes(self) -> int:
         """The copies; before a step they are counted as if they were there."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
 from steradian.optim.fused.table import Launch
-from steradian.scheme import UnreadableOptimizerError, reader_of
+from steradian.scheme import UnreadableOptimizerError, is_foreign, reader_of
 from steradian.watching.kernels import sum_rows
 from steradian.watching.rows import WatchedGroup
 from steradian.watching.sources.observed import SUMS, ObservedSource
@@ -31,7 +31,8 @@ def supports(group: WatchedGroup) -> bool:
     settings, optimizer = group.settings, group.optimizer
     try:
         reader_of(optimizer)
-        readable = isinstance(optimizer, Adam) or (isinstance(optimizer, SGD) and settings["momentum"])
+        known = isinstance(optimizer, Adam) or (isinstance(optimizer, SGD) and settings["momentum"])
+        readable = known and not is_foreign(optimizer)
     except UnreadableOptimizerError:
         readable = type(optimizer).__name__ != "LBFGS"
     if not readable or settings.get("nesterov") or settings.get("dampening") == 1:
