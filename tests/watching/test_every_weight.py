@@ -310,6 +310,15 @@ def test_rows_that_are_zero_have_no_direction():
 # Names and rows
 
 
+def test_names_are_those_of_the_model_within_data_parallelism():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for wrapped in (nn.DataParallel(model), torch.compile(nn.DataParallel(model), backend="eager")):
+        with watch(optimizer, wrapped, only="1.*") as watcher:
+            train(model, optimizer, 2, loss=lambda m, step: m(torch.randn(5, 4)).square().mean())
+        assert set(watcher.labels()) == {"1.weight", "1.bias"}
+
+
 def test_names_and_specs_are_those_of_the_model(tmp_path):
     network = qwen3()
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)

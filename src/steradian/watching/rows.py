@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from steradian.groups import Group, Groups, Layout, is_flattened, is_sharded
@@ -230,10 +231,18 @@ def _of_model(model: Model) -> dict[int, str]:
     if isinstance(model, Groups):
         return {id(param): name for name, param in model.params.items()}
     parts = [model] if isinstance(model, nn.Module) else list(model or ())
-    found = {id(param): name for part in parts for name, param in part.named_parameters()}
+    found = {id(param): name for part in map(_unwrapped, parts) for name, param in part.named_parameters()}
     # Without the prefixes of `torch.compile` and activation checkpointing.
     wrappers = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
     return {key: wrappers.sub("", name) for key, name in found.items()}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model without data parallelism around it, whose names are those that `find_groups` gives."""
+    inner: Any = model
+    while isinstance(inner, DataParallel | DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = getattr(inner, "_orig_mod", None) or inner.module
+    return inner
 
 
 # Order and settings
