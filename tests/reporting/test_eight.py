@@ -122,7 +122,9 @@ def test_what_is_proved_is_counted(name, runs):
         label = labels(run)
         size = {each["name"]: each["rows"] * each["size"] for each in run.about["groups"]}
         proved = sum(size[group] for group in size if label[group] == "invariant")
-        assert f"({proved:,} of {sum(size.values()):,}) are invariant: weight decay sets their angle" in found["share"]
+        assert (
+            f"({proved:,} of {sum(size.values()):,}) are invariant: weight decay does not regularize" in found["share"]
+        )
         assert not {"not finite", "frozen", "dead", "collapsed", "find_groups"} & set(found)
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -288,7 +289,52 @@ def test_gradients_that_were_nan_once_are_said_although_training_goes_on():
 
 def test_the_share_of_invariant_weights():
     text = only(verdict(run()), "share").text
-    assert text.startswith("98.8 % of the watched weights (640 of 648) are invariant: weight decay sets their angle")
+    assert text.startswith("98.8 % of the watched weights (640 of 648) are invariant: weight decay does not regularize")
+
+
+def on_spheres(recorded):
+    """The same run under Angular, whose layers are in a param group with rows."""
+    [group] = recorded.about["optimizer"]["groups"]
+    group |= {"direction": "gradient", "spread": "equal"}
+    groups = [{**group, "params": list(LAYERS), "rows": "filter"}, {**group, "params": ["e.bias"], "rows": None}]
+    recorded.about["optimizer"] = {"name": "steradian.optim.angular.Angular", "groups": groups}
+    return recorded
+
+
+def test_under_angular_weight_decay_is_said_to_have_no_effect():
+    text = only(verdict(on_spheres(run())), "share").text
+    assert text.endswith("are invariant: their rate is their angle per step, and weight decay has no effect on them.")
+
+
+def test_an_angle_is_not_compared_with_a_rate():
+    """The head under Angular has a rate, the other layers have an angle."""
+    fast = all_of(from_step(0, "angle", "e.weight", 100.0), from_step(0, "lr", "e.weight", 100.0))
+    assert "at 100 × the usual rate" in only(verdict(run(fast)), "fast").text
+    recorded = on_spheres(run(fast))
+    rows, rest = recorded.about["optimizer"]["groups"]
+    rows["params"].remove("e.weight")
+    rest["params"].append("e.weight")
+    assert "usual rate" not in only(verdict(recorded), "fast").text
+
+
+def test_an_angle_that_lags_behind_a_falling_rate_is_no_fault():
+    def fall(values, at):
+        factor = np.where(at < STEPS // 2, 1.0, 0.01)
+        for group in values["lr"]:
+            values["lr"][group] *= factor
+            values["angle"][group] *= factor
+            values["equilibrium_angle"][group] *= np.sqrt(factor)
+
+    sentence = only(verdict(run(fall)), "equilibrium")
+    assert sentence.severity == "note"
+    assert "as always while a rate falls" in sentence.text
+
+
+def test_the_end_of_a_run_has_no_step_of_its_first_half():
+    """The first 20 steps are all observed, then few: the angle at the end is not that of the start."""
+    recorded = run(from_step(40, "angle", LAYERS[2], 0.01), steps=51)
+    few = replace(recorded, table=recorded.table[recorded.table["step"].isin([*range(20), 50])])
+    assert "c.weight" in only(verdict(few), "slow").text
 
 
 def test_without_proved_rows_one_line_says_how_to_get_them():
@@ -300,7 +346,7 @@ def test_without_proved_rows_one_line_says_how_to_get_them():
 def test_a_model_whose_layers_are_all_refuted_is_not_sent_to_find_groups():
     sentences = verdict(run(label="not invariant"))
     assert kinds(sentences) == ["healthy", "find_groups"]
-    assert sentences[-1].text.startswith("No layer is invariant: weight decay regularizes as usual")
+    assert sentences[-1].text.startswith("No layer is invariant: lengths count as well as directions")
 
 
 def test_gradients_that_refute_single_rows_do_not_refute_blocks():

@@ -1,7 +1,8 @@
 """What a run says about a training, in words: a few sentences from the table, run.json and the alerts. Without torch.
 
 Layers are compared with each other: groups that are matrices or filters, not biases and gains. A sentence is about the
-end of the run, the last tenth of the observed steps, and uses medians over these, because single steps are noisy.
+end of the run: the last tenth of the observed steps, at least five, but none in the first half of the run, of which
+more steps are observed. It uses medians over these, because single steps are noisy.
 """
 
 import math
@@ -175,11 +176,14 @@ class _Run:
         self._values = history.values[:, :, [history.groups.index(name) for name in self.groups]]
         owner = {name: settings for settings in about["optimizer"]["groups"] for name in settings["params"]}
         self.settings = [owner.get(entry["names"][0], {}) for entry in self.entries]
+        # Their rate is an angle.
+        self.turned = np.array([bool(of.get("direction")) and of.get("rows") is not None for of in self.settings])
         refuted = {alert.group for alert in alerts if "not invariant" in alert.text}  # by the gradient
         self.invariant = np.array([labels[n] == "invariant" and n not in refuted for n in self.groups], dtype=bool)
         # Matrices and filters.
         self.layers = np.isin(self.groups, list(records.layers(about)))
-        self.count = max(_FEWEST_STEPS, len(self.steps) // 10)
+        later = 2 * self.steps >= self.steps[0] + self.steps[-1]
+        self.count = min(max(_FEWEST_STEPS, len(self.steps) // 10), int(later.sum()))
         self.end = slice(-self.count, None)  # the last observed steps, which a verdict is about
         self.angle, self.rate = self.now("angle"), self.now("lr", "mean")
         radius, gradient = self.get("radius", "max"), self.get("gradient_norm", "max")
@@ -322,13 +326,15 @@ def _pace(run: _Run) -> Iterator[Sentence]:
     chosen = run.layers & run.moving
     if not chosen.any():
         return
-    usual = float(_median(run.rate[chosen]))
+    # Rates are compared where they mean the same: under one optimizer, and among angles or among others.
+    kinds = [(turned, *sorted(settings)) for turned, settings in zip(run.turned, run.settings, strict=True)]
     course = _ratio(run.get("angle").T, _median(np.where(chosen, run.get("angle"), np.nan).T))
     ratio = np.where(chosen, run.angle / run.median_angle, 1.0)
     for key, sign in (("fast", 1), ("slow", -1)):
         factor = ratio**sign
         out, parts = np.flatnonzero(factor > _APART), []
         for g in out[np.argsort(-factor[out])][:3]:
+            usual = float(_median(run.rate[chosen & [kind == kinds[g] for kind in kinds]]))
             rates = run.rate[g] / usual if usual > 0 else 1.0
             own = f", at {_shown(rates)} × the usual rate" if not 0.67 < rates < 1.5 else ""
             since = run.since(~(_smooth(course[g] ** sign) <= _APART))
@@ -365,10 +371,15 @@ def _equilibrium(run: _Run) -> Iterator[Sentence]:
     pull = np.nan_to_num(run.pull, posinf=0.0)
     # The observed time in units of the time that an equilibrium takes: the sum of ηλ.
     elapsed = np.diff(run.steps) @ ((pull[1:] + pull[:-1]) / 2)
+    rates = run.get("lr", "mean")
+    falls = _ratio(np.nanmax(np.where(np.isfinite(rates), rates, -1.0), axis=0), run.rate) > _FELL
+    late = "weight decay has not had the time to lead there"
+    why = np.where(falls, "as always while a rate falls, because radii follow it slowly", late)
     for word, factor in (("above", ratio), ("below", 1 / np.where(known, ratio, 1.0))):
         out = known & (factor > _OUT)
-        key, median = "equilibrium" if (elapsed[out] > _TIMES).any() else "on the way", float(_median(factor[out]))
-        yield from run.say(key, out, factor, known, word=word, median=median, angle=run.angle, expected=expected)
+        key = "equilibrium" if (elapsed[out & ~falls] > _TIMES).any() else "on the way"
+        given = {"word": word, "median": float(_median(factor[out])), "expected": expected, "why": why}
+        yield from run.say(key, out, factor, known, angle=run.angle, **given)
 
 
 def _of_alerts(run: _Run) -> Iterator[Sentence]:
@@ -419,11 +430,12 @@ def _steps_left(run: _Run, g: int) -> float:
 def _share(run: _Run) -> Iterator[Sentence]:
     """The share of the weights that is invariant."""
     sizes = np.array([entry["rows"] * entry["size"] for entry in run.entries])
-    part, whole = sizes[run.invariant].sum(), sizes.sum()
+    part, whole, turned = sizes[run.invariant].sum(), sizes.sum(), run.turned[run.invariant].all()
     if part:
         decays = any(run.settings[g].get("weight_decay") for g in np.flatnonzero(run.invariant))
-        knob = " sets their angle per step and does not regularize"
-        knob = knob if decays else ", which is 0, would set their angle per step and not regularize"
+        knob = "weight decay does not regularize them; once in balance it sets their angle per step"
+        knob = knob if decays else "weight decay, which is 0, would set their angle per step and not regularize them"
+        knob = "their rate is their angle per step, and weight decay has no effect on them" if turned else knob
         yield from run.say("share", percent=f"{100 * part / whole:.3g}", part=part, whole=whole, knob=knob)
 
 
