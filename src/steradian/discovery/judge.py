@@ -14,8 +14,8 @@ from torch import Tensor
 from steradian.discovery import thresholds
 from steradian.discovery.graph import follow
 from steradian.discovery.invariance import Cuts, finest, imbalance, is_matrix, partial_cut, to_spec
-from steradian.discovery.joint import alignments, coarser, joint_sets
-from steradian.discovery.measurements import Measurements, Names
+from steradian.discovery.joint import Names, alignments, coarser, joint_sets
+from steradian.discovery.measurements import Measurements
 from steradian.discovery.probe import Factors, Prober, Reading, noise_of, output_change, output_spread
 from steradian.groups import Group, Pair, Spec, set_numbers
 from steradian.names import ranges

@@ -16,11 +16,9 @@ from torch import Tensor
 from steradian.discovery import invariance, thresholds
 from steradian.discovery.graph import Graph, Path, follow
 from steradian.discovery.invariance import Cut, Cuts, Evidence, Key, Table, Trial, is_matrix, pair_keys, partial_cut
-from steradian.discovery.joint import candidate_sets
+from steradian.discovery.joint import Names, vanishing_sets
 from steradian.discovery.probe import Point, Prober, Reading, output_change
 from steradian.groups import Group, Layout
-
-Names = tuple[str, ...]
 
 
 class Measurements:
@@ -92,8 +90,10 @@ class Measurements:
             self.suspects_grown = self._probe(point, self.first.seed)
 
     def _choose_candidates(self) -> None:
-        names = self.names_with_effect()
-        self._sets = [s for s in candidate_sets(self, names) if not self.nonlinear(s)]
+        names, loose = self.names_with_effect(), [self.prober.precision.loose] * len(self.random)
+        # Sets whose sums vanish at the random points, up to what ε may leave of them there.
+        vanishing = vanishing_sets(self, self.random, loose, names, least=thresholds.LIKELY_CANCELLATION)
+        self._sets = [s for s in vanishing if not self.nonlinear(s)]
         self._in_sets = {name for s in self._sets for name in s}
         # What meets a nonlinearity is no row, and growing it would only change what lies behind.
         able = [name for name in names if not self.nonlinear((name,))]

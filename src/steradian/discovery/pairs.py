@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from steradian.discovery import thresholds
 from steradian.discovery.graph import readers
 from steradian.discovery.invariance import Cut, block_sums, cut_of, divided, divisors, to_spec
-from steradian.discovery.joint import Array, coarser
-from steradian.discovery.measurements import Measurements, Names
+from steradian.discovery.joint import Array, Names, coarser
+from steradian.discovery.measurements import Measurements
 from steradian.groups import Pair, Spec
 
 Fold = tuple[int, int, int, int]
