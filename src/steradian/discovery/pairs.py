@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
-from steradian.discovery.graph import readers
 from steradian.discovery.invariance import Cut, block_sums, cut_of, divided, divisors, to_spec
 from steradian.discovery.joint import Array, Names, coarser
 from steradian.discovery.measurements import Measurements
@@ -115,7 +114,7 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
     if measured.prober.precision.dtype != torch.float64 or not measured.graphs:
         return []  # in float32, sums agree by chance
     search = _Search(measured)
-    reads, order = readers(measured.graph), measured.graph.order_of_use
+    reads, order = measured.graph.readers(), measured.graph.order_of_use
     names = frozenset(name for name in measured.names_with_effect() if name in order and name not in no_effect)
     place = {name: i for i, name in enumerate(measured.prober.trainable)}.__getitem__
     proposed = [*measured.graph.proposals[0], *((name,) for name in names)]
