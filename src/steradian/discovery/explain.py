@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
@@ -23,7 +22,10 @@ def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Gro
     groups.no_effect = list(verdict.no_effect)
     groups.frozen = [name for name, p in params.items() if not p.requires_grad]
     groups.partial = {name: text for name, text in verdict.partial.items() if name in groups.rest}
-    groups.aliases = _aliases(prober.model)
+    first = {id(parameter): name for name, parameter in params.items()}
+    for name, parameter in prober.model.named_parameters(remove_duplicate=False):
+        if bare(name) != first[id(parameter)]:
+            groups.aliases.setdefault(first[id(parameter)], []).append(bare(name))
     groups.details = {name: _details(measured, verdict, name) for name in prober.trainable}
     groups.notes = _notes(measured, verdict)
     return groups
@@ -63,17 +65,6 @@ def _details(measured: Measurements, verdict: Verdict, name: str) -> str:
     if growing and measured.grown:
         text += f", {measured.imbalance(measured.grown[-1], name):.1e} after growing 1024-fold"
     return text
-
-
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Further names of tied parameters, by first name."""
-    first: dict[int, str] = {}
-    aliases: dict[str, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = bare(name)
-        if first.setdefault(id(parameter), name) != name:
-            aliases.setdefault(first[id(parameter)], []).append(name)
-    return aliases
 
 
 def _notes(measured: Measurements, verdict: Verdict) -> list[str]:

@@ -26,8 +26,7 @@ class Measurements:
 
     def __init__(self, prober: Prober, own: Reading) -> None:
         self.prober, self.own, self.shapes = prober, own, prober.shapes
-        self.random: list[Reading] = []  # at random points
-        self.first: Reading | None = None  # the first of them, with a graph
+        self.random: list[Reading] = []  # at random points, or `own` if the model only runs at its own weights
         self.grown: list[Reading] = []  # at a random point with the candidates grown, by the smaller factor first
         self.further: Reading | None = None  # the same with the larger factor, at a point that reaches other parts
         self.late: set[str] = set()  # parameters that only this one reaches
@@ -48,46 +47,41 @@ class Measurements:
         for _ in range(thresholds.RANDOM_POINTS):
             # Balance up to some percent needs no float64. But random numbers differ in float32, so that what chance
             # skips there is not what it skips in float64.
-            seed, first = next(self._seeds), self.first
-            skips = first is None or any(self.own.slope[n] and not first.slope[n] for n in self.prober.trainable)
+            seed, slopes = next(self._seeds), [reading.slope for reading in self.random[:1]]
+            skips = not slopes or any(self.own.slope[n] and not slopes[0][n] for n in self.prober.trainable)
             point = replace(self.prober.own, seed=1000 + seed)
-            reading = self._probe(point, seed, graph=first is None, quick=not skips)
-            if reading is not None:
-                self.random.append(reading)
-                self.first = first or reading
-        flipped = self.first
-        for _ in range(thresholds.SIGN_FLIPS):
-            flipped = self._flip_signs(flipped)
-        self.random = self.random or [self.own]  # the model only runs at its own weights
-        self._choose_candidates()
-        self._probe_suspects()
-
-    def _flip_signs(self, reading: Reading | None) -> Reading | None:
-        """One more probe that activates the parameters without gradient; None if there is no use in another."""
+            reading = self._probe(point, seed, graph=not self.random, quick=not skips)
+            self.random += [reading] if reading else []
+        self.random = self.random or [self.own]
         # What feeds a unit of ReLU that is dead at every point may look invariant: if its parameters change sign, it is
         # active. What the model skips by chance may be there in another draw.
-        without = self._without_gradient()
-        if reading is None or not without:
-            return None
-        point = reading.point.scaled(dict.fromkeys(without, -1.0))
-        flipped = self._probe(point, reading.seed, draw=100 + len(self.random))
-        if flipped is None:
-            return None
-        self.random.append(flipped)
-        return flipped if len(self._without_gradient()) < len(without) else None
+        last, silent = self.first, self._without_gradient()
+        for _ in range(thresholds.SIGN_FLIPS):
+            point = last.point.scaled(dict.fromkeys(silent, -1.0))
+            flipped = self._probe(point, last.seed, draw=100 + len(self.random)) if silent else None
+            if flipped is None:
+                break
+            self.random.append(flipped)
+            last, before, silent = flipped, silent, self._without_gradient()
+            if len(silent) == len(before):
+                break
+        self._choose_candidates()
+        # Gains and biases of next to no effect lose it when they grow, if it is due to ε alone.
+        suspects = [name for name in self.names_with_effect() if self.is_suspect(name)]
+        if suspects and self.graphs and self.prober.left > thresholds.RESERVED_PASSES + 1:
+            point = self.first.point.scaled(dict.fromkeys(suspects, thresholds.GROWTH[0]))
+            self.suspects_grown = self._probe(point, self.first.seed)
+
+    @property
+    def first(self) -> Reading:
+        """The first random point, with a graph."""
+        return self.random[0]
 
     def _without_gradient(self) -> list[str]:
         """Parameters in the graph, or with a gradient at the model's own weights, that have none at random points."""
         silent = [n for n in self.prober.trainable if not any(reading.slope[n] for reading in self.random)]
         in_use = [n for n in silent if n in self.graph.leaf_nodes or self.own.slope[n]]
         return [n for n in in_use if self.prober.parameters[n].numel()] if self.graphs else []
-
-    def _probe_suspects(self) -> None:
-        """One more probe if gains or biases have next to no effect: grown, they lose it if it is due to ε alone."""
-        suspects = [name for name in self.names_with_effect() if self.is_suspect(name)]
-        if suspects and self.first is not None and self.prober.left > thresholds.RESERVED_PASSES + 1:
-            point = self.first.point.scaled(dict.fromkeys(suspects, thresholds.GROWTH[0]))
-            self.suspects_grown = self._probe(point, self.first.seed)
 
     def _choose_candidates(self) -> None:
         names, loose = self.names_with_effect(), [self.prober.precision.loose] * len(self.random)
@@ -215,14 +209,14 @@ class Measurements:
     def names_with_effect(self) -> list[str]:
         """Real trainable parameters with an effect that is not rounding."""
         parameters = self.prober.parameters
-        return [n for n in self.prober.trainable if not parameters[n].is_complex() and self.has_effect(n)]
-
-    def has_effect(self, name: str) -> bool:
-        """Whether a parameter has an effect in some probe, beside its neighbors: rounding is proportional to theirs."""
-        return self.local_share(name) > self.own.noise
+        real = [n for n in self.prober.trainable if not parameters[n].is_complex()]
+        return [n for n in real if self.local_share(n) > self.own.noise]
 
     def local_share(self, name: str) -> float:
-        """The largest effect of a parameter relative to those used shortly before and after it in the forward pass."""
+        """The largest effect of a parameter relative to those used shortly before and after it in the forward pass.
+
+        Up to the noise, it is rounding, which is proportional to theirs.
+        """
         # Chance or the data may skip a part of the model, and then a reading cannot judge that part. Exact readings
         # count if any reaches it.
         readings = (self.own, *self.random)
@@ -243,9 +237,10 @@ class Measurements:
 
     # Balance
 
-    def imbalance(self, reading: Reading, name: str) -> float:
-        """Of the whole parameter in one probe."""
-        return float(invariance.imbalance(reading.tables[name][()], self.floor(reading, (name,))))
+    def imbalance(self, reading: Reading, *names: str) -> float:
+        """Of a whole parameter, or of a set, in one probe."""
+        sums = torch.stack([reading.tables[name][()] for name in names]).sum(0)
+        return float(invariance.imbalance(sums, self.floor(reading, names)))
 
     def _balanced(self, name: str, share: float = 1.0) -> bool:
         """Whether the whole parameter is balanced at random points, up to a share of the tolerance."""
@@ -338,8 +333,6 @@ class Measurements:
         reaching = [reading for reading in self.random if any(reading.slope[name] for name in names)]
         if not reaching or not self.path(names).nonlinear:
             return False
-        reading = self.first if self.first in reaching else reaching[0]
-        exact = reading is self.first  # other readings may be in the model's own float32
-        tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reading.noise
-        sums = torch.stack([reading.tables[name][()] for name in names]).sum(0)
-        return float(invariance.imbalance(sums, self.floor(reading, names))) > tolerance
+        exact = reaching[0] is self.first  # other readings may be in the model's own float32
+        tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reaching[0].noise
+        return self.imbalance(reaching[0], *names) > tolerance

@@ -145,7 +145,7 @@ class _Search:
         self.measured, self.shapes = measured, measured.shapes
         self.found: list[tuple[Side, Side, Pair]] = []
         exact = [measured.first, *(() if measured.late else measured.grown), measured.own]
-        self.readings = [r for r in exact if r is not None and r.noise == measured.own.noise]
+        self.readings = [reading for reading in exact if reading.noise == measured.own.noise]
 
     def total(self, names: Iterable[str]) -> tuple[float, float]:
         """Σ g·x and Σ (g·x)² of some parameters in the first probe."""
