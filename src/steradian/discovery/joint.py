@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
-from steradian.discovery.invariance import Cut, Cuts, cut_of, falls, follows_growth, slice_sums
+from steradian.discovery.invariance import Cut, Cuts, block_sums, cut_of, divided, falls, follows_growth
 
 if TYPE_CHECKING:
     from steradian.discovery.measurements import Measurements
@@ -228,10 +228,10 @@ def _parts(
     """What each member adds in each slice, for the views whose tables the probes have; () is one of whole tensors."""
     for view in views:
         cuts = view or [()] * len(names)
-        tables = [slice_sums(r.tables[name], cut) for r in readings for name, cut in zip(names, cuts, strict=True)]
-        known = [table[:2].numpy() for table in tables if table is not None]
-        if len(known) == len(tables):
-            sums = np.array(known).reshape(len(readings), len(names), 2, -1)
+        members = [(r.tables[name], cut) for r in readings for name, cut in zip(names, cuts, strict=True)]
+        if all(divided(cut) in tables for tables, cut in members):
+            sums = np.array([block_sums(*member)[:2].numpy() for member in members])
+            sums = sums.reshape(len(readings), len(names), 2, -1)
             parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
             least = thresholds.MEASURABLE if view else 0.0
             floor = np.array([least * measured.floor(reading, names) for reading in readings])

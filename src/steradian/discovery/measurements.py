@@ -267,16 +267,15 @@ class Measurements:
 
     def trial(self, names: Names, cuts: Cuts = (), *, grown: bool = True) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as they are cut."""
-        precision = self.prober.precision
-        readings = self.grown if grown else []
+
+        def evidence(readings: Sequence[Reading], tolerances: list[float]) -> Evidence:
+            tables = [self._tables(reading, names, cuts) for reading in readings]
+            return Evidence(tables, [self.floor(reading, names) for reading in readings], tolerances)
+
+        precision, readings = self.prober.precision, self.grown if grown else []
+        at_random = evidence(self.random, [precision.loose] * len(self.random))
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
-        tolerances = [precision.loose, precision.strict][2 - len(readings) :]
-
-        def evidence(reading: Reading, tolerance: float) -> Evidence:
-            return Evidence(self._tables(reading, names, cuts), self.floor(reading, names), tolerance)
-
-        at_random = [evidence(reading, precision.loose) for reading in self.random]
-        at_grown = [evidence(*both) for both in zip(readings, tolerances, strict=True)]
+        at_grown = evidence(readings, [precision.loose, precision.strict][2 - len(readings) :])
         constant = precision.flat if readings and self._growth_undone else precision.flat / 10
         return Trial(precision, at_random, at_grown, constant, self.path(names).known)
 
@@ -305,12 +304,12 @@ class Measurements:
             # The table of a pair of dimensions is made at grown points only; here one of them has to do.
             widest = max(range(len(cut)), key=lambda i: cut[i])
             cut = invariance.cut_of(len(cut), {widest: cut[widest]})
-        return invariance.block_sums(tables, cut).reshape(4, -1), self.floor(reading, group.names)
+        return invariance.block_sums(tables, cut), self.floor(reading, group.names)
 
     def worst_rows(self, group: Group) -> tuple[float, float]:
         """The largest imbalance of a row at random points, and the largest that growth has left."""
         trial, cut = self.trial(group.names, self.slices.get(group.names, ())), self._cut(group)
-        return invariance.typical_and_worst(cut, trial)[1], float(trial.grown[-1].beside_others(cut).max())
+        return invariance.typical_and_worst(cut, trial)[1], float(trial.grown.beside_others(cut)[-1].max())
 
     def _cut(self, group: Group) -> Cut:
         one = len(group.names) == 1

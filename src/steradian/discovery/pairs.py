@@ -175,7 +175,7 @@ class _Search:
 
     def _side(self, names: Names, cuts: tuple[Cut, ...], blocks: int) -> Side:
         members = list(zip(names, cuts, strict=True))
-        sums = [[block_sums(r.tables[n], cut)[:2].reshape(2, -1).numpy() for n, cut in members] for r in self.readings]
+        sums = [[block_sums(r.tables[n], cut)[:2].numpy() for n, cut in members] for r in self.readings]
         return Side(names, cuts, np.array(sums).sum(1), blocks, stride=math.prod(cuts[0]) // blocks)
 
     def pair_up(self, a: list[Side], b: list[Side]) -> list[tuple[list[Side], int]]:
