@@ -7,8 +7,7 @@ divided by the square of the factor, and any other is not: the line between "inv
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from steradian.discovery import thresholds
@@ -188,39 +188,33 @@ def _first_pass(prober: Prober) -> Reading:
 
 def _try_precisions(prober: Prober) -> Reading:
     """In float64 if the model can, else in its own dtypes; float32 is better than half precision, though."""
+    names = {module: bare(name) for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)}
+    small: dict[str, None] = {}  # batch normalizations of two values per channel
+
+    def check(module: nn.Module, args: tuple[Any, ...]) -> None:
+        used = module in names and module.training and bool(args)
+        if used and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
+            small[names[module]] = None
+
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in prober.parameters.values())
     for dtype in (torch.float64, torch.float32, None) if half else (torch.float64, None):
         try:
             prober.use(dtype)
-            with _small_batches(prober):
-                return prober.read(prober.own, seed=0)
+            with register_module_forward_pre_hook(check):
+                reading = prober.read(prober.own, seed=0)
         except torch.OutOfMemoryError as error:
             error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
             raise
         except Exception as error:  # what fails in one dtype may work in another
             raised = error
+            continue
+        if small:
+            prober.remarks.append(
+                "batch normalization of two values per channel keeps nothing but their order, so that weights in front "
+                f"of it have no effect to measure; pass a larger batch: {', '.join(small)}"
+            )
+        return reading
     raise _in_plain_words(prober, raised) from raised
-
-
-@contextmanager
-def _small_batches(prober: Prober) -> Iterator[None]:
-    """Remark on batch normalizations of two values per channel."""
-    small: dict[str, None] = {}
-
-    def check(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
-            small[name] = None
-
-    with ExitStack() as stack:
-        for name, module in prober.model.named_modules():
-            if isinstance(module, _BatchNorm):
-                stack.callback(module.register_forward_pre_hook(partial(check, bare(name))).remove)
-        yield
-    if small:
-        prober.remarks.append(
-            "batch normalization of two values per channel keeps nothing but their order, so that weights in front "
-            f"of it have no effect to measure; pass a larger batch: {', '.join(small)}"
-        )
 
 
 def _in_plain_words(prober: Prober, error: Exception) -> Exception:

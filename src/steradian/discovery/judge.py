@@ -30,10 +30,11 @@ class Verdict:
     rows: list[Group] = field(default_factory=list)  # groups of weights, for optimizers
     # Further groups: of gains and biases, sets that overlap, members that act through each other.
     facts: list[Group] = field(default_factory=list)
-    nonlinear: list[Group] = field(default_factory=list)  # groups that are balanced, but possibly due to a nonlinearity
     no_effect: dict[str, str] = field(default_factory=dict)  # parameters without effect, with what was measured
     partial: dict[str, str] = field(default_factory=dict)  # partly invariant parameters, with a description
-    rejected: list[Group] = field(default_factory=list)  # groups that the forward check refuted or could not prove
+    # Groups that are balanced, but possibly due to a nonlinearity, and those that the forward check did not prove.
+    nonlinear: list[Group] = field(default_factory=list)
+    rejected: list[Group] = field(default_factory=list)
 
 
 def judge(measured: Measurements) -> Verdict:

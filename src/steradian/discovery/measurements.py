@@ -115,8 +115,11 @@ class Measurements:
         """One random point with the candidates grown by two factors: how a defect falls shows its origin."""
         self._grow()
         # A parameter that was balanced by chance may saturate the model when it grows. Then the candidates that are
-        # least balanced, and those that meet a nonlinearity, do not grow in a second try.
-        if self._effect_lost() and self.prober.left >= 2 * len(thresholds.GROWTH):
+        # least balanced, and those that meet a nonlinearity, do not grow in a second try. An invariant row keeps
+        # its effect.
+        least = {n: thresholds.LOST_EFFECT * min(r.effect[n] for r in self.random) for n in self.growing}
+        lost = len(self.grown) < len(thresholds.GROWTH) or any(self.grown[-1].effect[n] < least[n] for n in least)
+        if lost and self.prober.left >= 2 * len(thresholds.GROWTH):
             certain = {n for n in self.growing if self._balanced(n, thresholds.CERTAIN) or self._slices_balanced(n)}
             kept = (certain | self._in_sets) - self._clipped()
             self.growing = {name: share for name, share in self.growing.items() if name in kept}
@@ -147,13 +150,6 @@ class Measurements:
         wants_graph = able and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
         point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.growing.items()})
         return self._probe(point, seed, graph=wants_graph, pairs=pairs, draw=draw)
-
-    def _effect_lost(self) -> bool:
-        """Whether a candidate has lost its effect, which the growth of an invariant row does not change."""
-        if len(self.grown) < len(thresholds.GROWTH):
-            return True
-        least = {n: thresholds.LOST_EFFECT * min(r.effect[n] for r in self.random) for n in self.growing}
-        return any(self.grown[-1].effect[name] < least[name] for name in self.growing)
 
     def _clipped(self) -> set[str]:
         """Candidates that meet a nonlinearity: one far out, as ReLU6's, leaves no defect at ordinary scale."""

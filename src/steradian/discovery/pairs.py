@@ -171,12 +171,13 @@ class _Search:
                 if len({math.prod(cut) for cut in cuts}) == 1:
                     ways[tuple(cuts)] = number
         ways[tuple(cut_of(len(shape), {}) for shape in shapes)] = 1
-        return [self._side(tuple(names), cuts, number) for cuts, number in ways.items()]
-
-    def _side(self, names: Names, cuts: tuple[Cut, ...], blocks: int) -> Side:
-        members = list(zip(names, cuts, strict=True))
-        sums = [[block_sums(r.tables[n], cut)[:2].numpy() for n, cut in members] for r in self.readings]
-        return Side(names, cuts, np.array(sums).sum(1), blocks, stride=math.prod(cuts[0]) // blocks)
+        sides = []
+        for way, number in ways.items():
+            members = list(zip(names, way, strict=True))
+            sums = [[block_sums(r.tables[n], cut)[:2].numpy() for n, cut in members] for r in self.readings]
+            stride = math.prod(way[0]) // number
+            sides.append(Side(tuple(names), way, np.array(sums).sum(1), number, stride=stride))
+        return sides
 
     def pair_up(self, a: list[Side], b: list[Side]) -> list[tuple[list[Side], int]]:
         """Add the pair of two sides, or of parts of one with the other; return a and its parts, and their sets."""

@@ -64,23 +64,18 @@ def swapped(
             if isinstance(module, nn.SyncBatchNorm):
                 # Its statistics over one process are those of plain batch normalization, which also runs on a CPU.
                 module.__dict__["forward"] = partial(_BatchNorm.forward, module)
-        _train(model)
+        if model.training:
+            # A submodule in eval mode was put there on purpose; one with its own `train` may not have been called yet.
+            frozen = [module for module in model.modules() if not module.training]
+            for module in [module for module in model.modules() if type(module).train is not nn.Module.train]:
+                module.train(module.training)
+            for module in frozen:
+                module.training = False
+        else:
+            model.train()
         yield
     finally:
         attributes.restore()
-
-
-def _train(model: nn.Module) -> None:
-    """Training mode as the model defines it: what it keeps in eval mode stays there."""
-    if not model.training:
-        model.train()
-        return
-    # A submodule in eval mode was put there on purpose; one with its own `train` may not have been called yet.
-    frozen = [module for module in model.modules() if not module.training]
-    for module in [module for module in model.modules() if type(module).train is not nn.Module.train]:
-        module.train(module.training)
-    for module in frozen:
-        module.training = False
 
 
 class _Attributes:
