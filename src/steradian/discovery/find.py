@@ -188,7 +188,8 @@ def _first_pass(prober: Prober) -> Reading:
 
 def _try_precisions(prober: Prober) -> Reading:
     """In float64 if the model can, else in its own dtypes; float32 is better than half precision, though."""
-    names = {module: bare(name) for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)}
+    modules = prober.model.named_modules()
+    names: dict[nn.Module, str] = {module: bare(name) for name, module in modules if isinstance(module, _BatchNorm)}
     small: dict[str, None] = {}  # batch normalizations of two values per channel
 
     def check(module: nn.Module, args: tuple[Any, ...]) -> None:
