@@ -32,9 +32,8 @@ class Verdict:
     facts: list[Group] = field(default_factory=list)
     no_effect: dict[str, str] = field(default_factory=dict)  # parameters without effect, with what was measured
     partial: dict[str, str] = field(default_factory=dict)  # partly invariant parameters, with a description
-    # Groups that are balanced, but possibly due to a nonlinearity, and those that the forward check did not prove.
-    nonlinear: list[Group] = field(default_factory=list)
-    rejected: list[Group] = field(default_factory=list)
+    rejected: list[Group] = field(default_factory=list)  # groups that the forward check refuted or could not prove
+    nonlinear: list[Group] = field(default_factory=list)  # groups that are balanced, but possibly due to a nonlinearity
 
 
 def judge(measured: Measurements) -> Verdict:
@@ -193,14 +192,9 @@ def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober) 
 
 def _moved(prober: Prober, before: Reading, factors: list[Factors]) -> float:
     """How far the outputs move from a reading when parameters are scaled, relative to their spread."""
-    try:
-        reading = prober.read(before.point.scaled(*factors), seed=before.seed, backward=False, draw=before.draw)
-    except torch.OutOfMemoryError:  # not a property of the rows
-        raise
-    except Exception as error:  # a point at which the model fails proves nothing
-        prober.raised = error
-        return math.inf
-    return output_change(before.outputs, reading.outputs)
+    reading = prober.attempt(before.point.scaled(*factors), seed=before.seed, backward=False, draw=before.draw)
+    # A point at which the model fails proves nothing.
+    return output_change(before.outputs, reading.outputs) if reading else math.inf
 
 
 def _spread(factors: Tensor, names: Sequence[str], specs: Sequence[Spec], parameters: Mapping[str, Tensor]) -> Factors:

@@ -185,20 +185,15 @@ class Measurements:
 
     def _probe(self, point: Point, seed: int, **options: Any) -> Reading | None:
         """A reading with the options of `Prober.read`; None if the model raises or gives no finite numbers there."""
-        try:
-            reading = self.prober.read(point, seed=seed, **options)
-            if reading.finite:
-                if reading.graph is not None:  # which may have parameters that the others lack
-                    self.graphs.append(reading.graph)
-                    self.graph = self.graphs[0]
-                    self._paths.clear()
-                return reading
-        except torch.OutOfMemoryError:  # not a property of the point
-            raise
-        except Exception as error:
-            self.prober.raised = error
-        self.prober.noisy = False  # a failed probe is not fatal: the next one has no noise on the inputs
-        return None
+        reading = self.prober.attempt(point, seed=seed, **options)
+        if reading is None or not reading.finite:
+            self.prober.noisy = False  # a failed probe is not fatal: the next one has no noise on the inputs
+            return None
+        if reading.graph is not None:  # which may have parameters that the others lack
+            self.graphs.append(reading.graph)
+            self.graph = self.graphs[0]
+            self._paths.clear()
+        return reading
 
     # Effects
 

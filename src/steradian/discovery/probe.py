@@ -263,6 +263,16 @@ class Prober:
         """Passes left in the budget."""
         return thresholds.MOST_PASSES - self.forwards
 
+    def attempt(self, point: Point, **options: Any) -> Reading | None:
+        """A reading with the options of `read`; None if the model raises there."""
+        try:
+            return self.read(point, **options)
+        except torch.OutOfMemoryError:  # not a property of the point
+            raise
+        except Exception as error:
+            self.raised = error
+            return None
+
     def read(
         self,
         point: Point,
