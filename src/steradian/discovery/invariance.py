@@ -37,10 +37,9 @@ def is_matrix(shape: Sequence[int]) -> bool:
 # How far a row is from invariance, and whether ε is the reason
 
 
-def imbalance(sums: Tensor, floor: float | Tensor, *, signed: bool = False) -> Tensor:
-    """|Σ g·x| / √Σ(g·x)² per block, with effects up to `floor` as rounding; long rows have the same as short ones."""
-    ratio = sums[0] / (sums[1].sqrt() + floor)
-    return ratio if signed else ratio.abs()
+def imbalance(sums: Tensor, floor: float | Tensor) -> Tensor:
+    """Σ g·x / √Σ(g·x)² per block, with effects up to `floor` as rounding; long rows have the same as short ones."""
+    return sums[0] / (sums[1].sqrt() + floor)
 
 
 def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
@@ -82,7 +81,7 @@ class Evidence:
         self.floor = limits[0]  # effects below this are rounding; a row with no other effect cannot be judged
         self.tolerance = limits[1]  # imbalance up to which a row counts as invariant
         self.sums = cache(lambda cut: torch.stack([block_sums(of_probe, cut) for of_probe in tables], 1))
-        self.signed = cache(lambda cut: imbalance(self.sums(cut), self.floor, signed=True))
+        self.signed = cache(lambda cut: imbalance(self.sums(cut), self.floor))
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -102,7 +101,7 @@ class Evidence:
     def beside_others(self, cut: Cut) -> Tensor:
         """The imbalance, but small for rows that hardly have an effect beside the typical one."""
         typical = self.sums(cut)[1].sqrt().median(1, keepdim=True).values
-        return imbalance(self.sums(cut), self.floor + thresholds.LEAST_EFFECT * typical)
+        return imbalance(self.sums(cut), self.floor + thresholds.LEAST_EFFECT * typical).abs()
 
     def measurable(self, cut: Cut) -> Tensor:
         """Blocks with an effect above rounding."""

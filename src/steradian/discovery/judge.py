@@ -129,7 +129,7 @@ def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Gro
         if bool(measurable.any()):
             break
     cosine = sums[0].abs() / (sums[2] * sums[3]).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
-    dominated = measurable & (imbalance(sums, floor) > thresholds.EPSILON_DOMINATES) | (sums[3] == 0)
+    dominated = measurable & (imbalance(sums, floor).abs() > thresholds.EPSILON_DOMINATES) | (sums[3] == 0)
     defect = float(cosine[measurable].max()) if bool(measurable.any()) else 0.0
     return replace(group, defect=defect, unseen=int((~reached).sum()), small=int(dominated.sum()))
 
@@ -244,7 +244,7 @@ class _ForwardCheck:
 
     def _left_out(self, group: Group, before: Reading) -> Tensor:
         """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
-        dominated = imbalance(*self.measured.row_sums(before, group)) > thresholds.LEFT_OUT
+        dominated = imbalance(*self.measured.row_sums(before, group)).abs() > thresholds.LEFT_OUT
         few = group.n_rows == len(dominated) and float(dominated.double().mean()) < thresholds.MOST_LEFT_OUT
         none = torch.zeros(group.n_rows, dtype=torch.bool, device="cpu")
         return dominated if before is self.measured.first and few else none

@@ -231,7 +231,7 @@ class Measurements:
     def imbalance(self, reading: Reading, *names: str) -> float:
         """Of a whole parameter, or of a set, in one probe."""
         sums = torch.stack([reading.tables[name][()] for name in names]).sum(0)
-        return float(invariance.imbalance(sums, self.floor(reading, names)))
+        return float(invariance.imbalance(sums, self.floor(reading, names)).abs())
 
     def _balanced(self, name: str, share: float = 1.0) -> bool:
         """Whether the whole parameter is balanced at random points, up to a share of the tolerance."""
