@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import torch
-from torch import nn
 
+from steradian.discovery.invariance import is_matrix
 from steradian.discovery.judge import Verdict
 from steradian.discovery.measurements import Measurements
 from steradian.groups import Group, Groups, Pair, bare
+from steradian.names import fold
 
 
 def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Groups:
@@ -23,7 +24,10 @@ def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Gro
     groups.no_effect = list(verdict.no_effect)
     groups.frozen = [name for name, p in params.items() if not p.requires_grad]
     groups.partial = {name: text for name, text in verdict.partial.items() if name in groups.rest}
-    groups.aliases = _aliases(prober.model)
+    first = {id(parameter): name for name, parameter in params.items()}
+    for name, parameter in prober.model.named_parameters(remove_duplicate=False):
+        if bare(name) != first[id(parameter)]:
+            groups.aliases.setdefault(first[id(parameter)], []).append(bare(name))
     groups.details = {name: _details(measured, verdict, name) for name in prober.trainable}
     groups.notes = _notes(measured, verdict)
     return groups
@@ -65,17 +69,6 @@ def _details(measured: Measurements, verdict: Verdict, name: str) -> str:
     return text
 
 
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Further names of tied parameters, by first name."""
-    first: dict[int, str] = {}
-    aliases: dict[str, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = bare(name)
-        if first.setdefault(id(parameter), name) != name:
-            aliases.setdefault(first[id(parameter)], []).append(name)
-    return aliases
-
-
 def _notes(measured: Measurements, verdict: Verdict) -> list[str]:
     prober, notes = measured.prober, list(measured.prober.remarks)
     if not prober.model.training:
@@ -99,7 +92,29 @@ def _notes(measured: Measurements, verdict: Verdict) -> list[str]:
     elif raised and verdict.rejected:
         notes.append(f"the model {raised} in one of the passes")
     unproved = [", ".join(group.names) for group in (*verdict.rejected, *verdict.nonlinear)]
-    return [*notes, *(f"balanced but not proved, left to the rest: {names}" for names in unproved)]
+    notes += [f"balanced but not proved, left to the rest: {names}" for names in unproved]
+    return notes + _idle_parts(measured)
+
+
+def _idle_parts(measured: Measurements) -> list[str]:
+    """A note on weights, and on experts that are slices of one, that some pass did not reach: a larger batch may."""
+    idle: dict[str, str] = {}  # which part of each name
+    for name in measured.prober.trainable:
+        shape = measured.shapes[name]
+        if len(shape) == 3 and shape[0] > 1:
+            passes = [*measured.random, *measured.grown]
+            slices = max(int((reading.tables[name][0,][2] == 0).sum()) for reading in passes)
+            idle |= {name: f"{slices} of {shape[0]} slices of "} if slices else {}
+        elif is_matrix(shape) and not all(reading.slope[name] for reading in measured.random):
+            idle[name] = ""
+    if not idle:
+        return []
+    parts = list(idle.values())
+    texts = [f"{parts[members[0]]}{name}" for name, members in fold(list(idle), parts)]
+    return [
+        "what is found depends on the batch: in some passes or all no gradient reached these parts, as an expert that "
+        f"gets no token; a larger batch may prove more: {', '.join(texts)}"
+    ]
 
 
 def in_words(error: Exception) -> str:

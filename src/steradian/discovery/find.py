@@ -8,7 +8,6 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +19,12 @@ from torch.nn.parameter import is_lazy
 
 from steradian.discovery import thresholds
 from steradian.discovery.explain import assemble, in_words
-from steradian.discovery.invariance import is_matrix
 from steradian.discovery.judge import judge, verify, verify_pairs
 from steradian.discovery.measurements import Measurements
 from steradian.discovery.pairs import find_pairs
 from steradian.discovery.probe import Prober, Reading
 from steradian.discovery.sandbox import name_inputs, tensors_in
 from steradian.groups import Groups, bare, is_flattened, is_sharded, parameters_of, unwrap
-from steradian.names import fold
 
 __all__ = ["find_groups"]
 
@@ -83,10 +80,8 @@ def find_groups(
         verdict = judge(measured)  # the finest rows, of one parameter or of several together
         verdict = verify(measured, verdict)  # f(ρx) = f(x)
         pairs = verify_pairs(measured, find_pairs(measured, verdict.no_effect))  # f(αa, b/α) = f(a, b)
-        groups = assemble(measured, verdict, pairs)  # with the layer in which ρ disappears
-        groups.notes += _idle_parts(measured)
         report(prober.forwards, prober.forwards)
-        return groups
+        return assemble(measured, verdict, pairs)  # with the layer in which ρ disappears
 
 
 def _check_model(model: nn.Module) -> None:
@@ -141,27 +136,6 @@ def _bar() -> Iterator[Callable[[int, int], object]]:
             bar.stop()
 
 
-def _idle_parts(measured: Measurements) -> list[str]:
-    """A note on weights, and on experts that are slices of one, that some pass did not reach: a larger batch may."""
-    idle: dict[str, str] = {}  # which part of each name
-    for name in measured.prober.trainable:
-        shape = measured.shapes[name]
-        if len(shape) == 3 and shape[0] > 1:
-            passes = [*measured.random, *measured.grown]
-            slices = max(int((reading.tables[name][0,][2] == 0).sum()) for reading in passes)
-            idle |= {name: f"{slices} of {shape[0]} slices of "} if slices else {}
-        elif is_matrix(shape) and not all(reading.slope[name] for reading in measured.random):
-            idle[name] = ""
-    if not idle:
-        return []
-    parts = list(idle.values())
-    texts = [f"{parts[members[0]]}{name}" for name, members in fold(list(idle), parts)]
-    return [
-        "what is found depends on the batch: in some passes or all no gradient reached these parts, as an expert that "
-        f"gets no token; a larger batch may prove more: {', '.join(texts)}"
-    ]
-
-
 def _first_pass(prober: Prober) -> Reading:
     """One pass at the model's own weights; raises clear errors for inputs and outputs that cannot be used."""
     if any(t.is_meta for t in tensors_in((prober.args, prober.kwargs))):
@@ -188,39 +162,35 @@ def _first_pass(prober: Prober) -> Reading:
 
 def _try_precisions(prober: Prober) -> Reading:
     """In float64 if the model can, else in its own dtypes; float32 is better than half precision, though."""
+    modules = prober.model.named_modules()
+    names: dict[nn.Module, str] = {module: bare(name) for name, module in modules if isinstance(module, _BatchNorm)}
+    small: dict[str, None] = {}  # batch normalizations of two values per channel
+
+    def check(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
+            small[names[module]] = None
+
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in prober.parameters.values())
     for dtype in (torch.float64, torch.float32, None) if half else (torch.float64, None):
         try:
             prober.use(dtype)
-            with _small_batches(prober):
-                return prober.read(prober.own, seed=0)
+            with ExitStack() as stack:
+                for module in names:
+                    stack.callback(module.register_forward_pre_hook(check).remove)
+                reading = prober.read(prober.own, seed=0)
         except torch.OutOfMemoryError as error:
             error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
             raise
         except Exception as error:  # what fails in one dtype may work in another
             raised = error
+            continue
+        if small:
+            prober.remarks.append(
+                "batch normalization of two values per channel keeps nothing but their order, so that weights in front "
+                f"of it have no effect to measure; pass a larger batch: {', '.join(small)}"
+            )
+        return reading
     raise _in_plain_words(prober, raised) from raised
-
-
-@contextmanager
-def _small_batches(prober: Prober) -> Iterator[None]:
-    """Remark on batch normalizations of two values per channel."""
-    small: dict[str, None] = {}
-
-    def check(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
-            small[name] = None
-
-    with ExitStack() as stack:
-        for name, module in prober.model.named_modules():
-            if isinstance(module, _BatchNorm):
-                stack.callback(module.register_forward_pre_hook(partial(check, bare(name))).remove)
-        yield
-    if small:
-        prober.remarks.append(
-            "batch normalization of two values per channel keeps nothing but their order, so that weights in front "
-            f"of it have no effect to measure; pass a larger batch: {', '.join(small)}"
-        )
 
 
 def _in_plain_words(prober: Prober, error: Exception) -> Exception:

@@ -66,7 +66,8 @@ _SUMS = {"linear", "sum", "product", "sum of products"}
 """Kinds that add their inputs, or products of them."""
 
 
-# Reading the graph
+Mask = int
+"""A set of parameters, one bit each."""
 
 
 @dataclass
@@ -138,7 +139,55 @@ class Graph:
     @cached_property
     def proposals(self) -> tuple[list[tuple[str, ...]], dict[str, set[str]]]:
         """Sets that may be jointly invariant, and for each parameter those that it multiplies: everything upstream."""
-        return _propose(self)
+        # For each tensor of the graph, the set of the parameters that scale it when they grow together.
+        names = list(self.leaf_nodes)
+        bits = {name: 1 << i for i, name in enumerate(names)}
+        sets: set[Mask] = set()
+        through: dict[Mask, Mask] = {}
+        scaling: list[Mask] = []  # the parameters that scale each node, 0 if none do
+        depends: list[Mask] = []
+        parts: set[int] = set()  # nodes that are parts of others
+        for number, node in enumerate(self.nodes):
+            if node.parameter is not None:
+                depends.append(bits[node.parameter])
+                scaling.append(bits[node.parameter])
+                continue
+            depends.append(_union(depends[i] for i in node.inputs if i is not None))
+            terms, factors = _terms(node), _factors(node) if node.kind != "normalization" else []
+            if node.operation in _PARTS or (node.kind == "linear" and not parts.isdisjoint(node.inputs)):
+                parts.add(number)
+            able = [i for i in factors if i is not None and scaling[i]] if terms is not None else []
+            if able:
+                # One factor scales a product: the one that depends on fewest parameters, normally a weight. A part of
+                # a tensor does less likely, such as a gate beside shifts, which would scale too.
+                chosen = min(able, key=lambda i: (i in parts, depends[i].bit_count()))
+                if scaling[chosen].bit_count() == 1:
+                    others = _union(depends[i] for i in factors if i is not None and i != chosen)
+                    through[scaling[chosen]] = through.get(scaling[chosen], 0) | others
+                terms = [chosen, *(terms or ())]
+            masks = [scaling[i] for i in terms or () if i is not None] if able or not factors else []
+            scaling.append(_union(masks) if all(masks) else 0)
+            if scaling[-1].bit_count() > 1:
+                sets.add(scaling[-1])
+        acting = {names[one.bit_length() - 1]: set(_members(others, names)) for one, others in through.items()}
+        return [_members(mask, names) for mask in sets], acting
+
+    def readers(self) -> dict[str, set[str]]:
+        """For each parameter, those that multiply what it scales: the first ones on every path downstream."""
+        names = list(self.leaf_nodes)
+        bits = {name: 1 << i for i, name in enumerate(names)}
+        itself: list[Mask] = []  # the parameter, if a node is one or a view of one
+        for node in self.nodes:
+            reads = [i for i in node.inputs if i is not None]
+            view = node.kind == "linear" and len(reads) == 1 and not node.operation.startswith("embedding")
+            itself.append(bits[node.parameter] if node.parameter is not None else itself[reads[0]] if view else 0)
+        found = [0] * len(self.nodes)
+        for number in reversed(range(len(self.nodes))):
+            for consumer in self.nodes[number].consumers:
+                factors = () if itself[number] else _factors(self.nodes[consumer])
+                others = (itself[i] for i in factors if i is not None and i != number) if number in factors else ()
+                found[number] |= _union(others) or found[consumer]
+        return {name: set(_members(found[leaf], names)) for name, leaf in self.leaf_nodes.items()}
 
     def parallel(self, names: Sequence[str]) -> bool:
         """Whether no member acts through another: weight and bias, two embeddings, not a residual stream."""
@@ -175,7 +224,10 @@ def read_graph(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor], calls: S
         inputs = [None if read is None else numbers[read] for read, _ in source.next_functions]
         for read in {i for i in inputs if i is not None}:
             graph.nodes[read].consumers.append(number)
-        operation = _operation(source)
+        operation = str(source.name()).rsplit("::", 1)[-1].lower()
+        operation = operation.rstrip("0123456789").removesuffix("backward").replace("_", "")
+        if operation == "threshold" and getattr(source, "_saved_threshold", None) == 0:
+            operation = "relu"  # a threshold anywhere else is not homogeneous
         exponent = getattr(source, "_saved_exponent", None) if operation == "pow" else _EXPONENT.get(operation)
         exponents = [float(exponent) if isinstance(exponent, int | float) else 1.0] * len(inputs)
         for k, (i, (_, output)) in enumerate(zip(inputs, source.next_functions, strict=True)):
@@ -202,54 +254,6 @@ def graph_nodes(outputs: Sequence[Tensor]) -> list[Any]:
     return list(nodes)
 
 
-def _operation(node: Any) -> str:
-    name = str(node.name()).rsplit("::", 1)[-1].lower()
-    name = name.rstrip("0123456789").removesuffix("backward").replace("_", "")
-    # A threshold at zero is ReLU; anywhere else it is not homogeneous.
-    return "relu" if name == "threshold" and getattr(node, "_saved_threshold", None) == 0 else name
-
-
-# Which parameters may have to grow together
-
-Mask = int
-"""A set of parameters, one bit each."""
-
-
-def _propose(graph: Graph) -> tuple[list[tuple[str, ...]], dict[str, set[str]]]:
-    """For each tensor of the graph, the parameters that scale it when they grow together; and what each multiplies."""
-    names = list(graph.leaf_nodes)
-    bits = {name: 1 << i for i, name in enumerate(names)}
-    sets: set[Mask] = set()
-    through: dict[Mask, Mask] = {}
-    scaling: list[Mask] = []  # the parameters that scale each node, 0 if none do
-    depends: list[Mask] = []
-    parts: set[int] = set()  # nodes that are parts of others
-    for number, node in enumerate(graph.nodes):
-        if node.parameter is not None:
-            depends.append(bits[node.parameter])
-            scaling.append(bits[node.parameter])
-            continue
-        depends.append(_union(depends[i] for i in node.inputs if i is not None))
-        terms, factors = _terms(node), _factors(node) if node.kind != "normalization" else []
-        if node.operation in _PARTS or (node.kind == "linear" and not parts.isdisjoint(node.inputs)):
-            parts.add(number)
-        able = [i for i in factors if i is not None and scaling[i]] if terms is not None else []
-        if able:
-            # One factor scales a product: the one that depends on fewest parameters, normally a weight. A part of a
-            # tensor does less likely, such as a gate beside shifts, which would scale too.
-            chosen = min(able, key=lambda i: (i in parts, depends[i].bit_count()))
-            if scaling[chosen].bit_count() == 1:
-                others = _union(depends[i] for i in factors if i is not None and i != chosen)
-                through[scaling[chosen]] = through.get(scaling[chosen], 0) | others
-            terms = [chosen, *(terms or ())]
-        masks = [scaling[i] for i in terms or () if i is not None] if able or not factors else []
-        scaling.append(_union(masks) if all(masks) else 0)
-        if scaling[-1].bit_count() > 1:
-            sets.add(scaling[-1])
-    acting = {names[one.bit_length() - 1]: set(_members(others, names)) for one, others in through.items()}
-    return [_members(mask, names) for mask in sets], acting
-
-
 def _terms(node: Node) -> list[int | None] | None:
     """The inputs that must all grow for the output to grow, beside a factor; None if a constant is added, or more."""
     reads, kind = node.inputs, node.kind
@@ -263,6 +267,7 @@ def _terms(node: Node) -> list[int | None] | None:
 
 
 def _members(mask: Mask, names: Sequence[str]) -> tuple[str, ...]:
+    """The names of a set."""
     found = []
     while mask:  # from one bit to the next: most sets are small, and there may be thousands of parameters
         lowest = mask & -mask
@@ -273,24 +278,6 @@ def _members(mask: Mask, names: Sequence[str]) -> tuple[str, ...]:
 
 def _union(masks: Iterable[Mask]) -> Mask:
     return reduce(or_, masks, 0)
-
-
-def readers(graph: Graph) -> dict[str, set[str]]:
-    """For each parameter, those that multiply what it scales: the first ones on every path downstream."""
-    names, nodes = list(graph.leaf_nodes), graph.nodes
-    bits = {name: 1 << i for i, name in enumerate(names)}
-    itself: list[Mask] = []  # the parameter, if a node is one or a view of one
-    for node in nodes:
-        reads = [i for i in node.inputs if i is not None]
-        view = node.kind == "linear" and len(reads) == 1 and not node.operation.startswith("embedding")
-        itself.append(bits[node.parameter] if node.parameter is not None else itself[reads[0]] if view else 0)
-    found = [0] * len(nodes)
-    for number in reversed(range(len(nodes))):
-        for consumer in nodes[number].consumers:
-            factors = () if itself[number] else _factors(nodes[consumer])
-            others = (itself[i] for i in factors if i is not None and i != number) if number in factors else ()
-            found[number] |= _union(others) or found[consumer]
-    return {name: set(_members(found[leaf], names)) for name, leaf in graph.leaf_nodes.items()}
 
 
 def _factors(node: Node) -> list[int | None]:

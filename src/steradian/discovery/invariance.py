@@ -9,9 +9,8 @@ growth, some fall linearly, and some are inactive at a grown point (`_constant`,
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import combinations, product
-from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -38,10 +37,9 @@ def is_matrix(shape: Sequence[int]) -> bool:
 # How far a row is from invariance, and whether ε is the reason
 
 
-def imbalance(sums: Tensor, floor: float, *, signed: bool = False) -> Tensor:
-    """|Σ g·x| / √Σ(g·x)² per block, with effects up to `floor` as rounding; long rows have the same as short ones."""
-    ratio = sums[0] / (sums[1].sqrt() + floor)
-    return ratio if signed else ratio.abs()
+def imbalance(sums: Tensor, floor: float | Tensor) -> Tensor:
+    """Σ g·x / √Σ(g·x)² per block, with effects up to `floor` as rounding; long rows have the same as short ones."""
+    return sums[0] / (sums[1].sqrt() + floor)
 
 
 def falls(before: Tensor, after: Tensor, settled: float) -> Tensor:
@@ -72,23 +70,38 @@ def follows_growth(before: Tensor, after: Tensor, resolution: float, *, order: i
 
 
 class Evidence:
-    """One probe's tables of one parameter (or of several joined along dimension 0), and what to make of them."""
+    """The tables of one parameter (or of several joined along dimension 0) in some probes, and what to make of them.
 
-    def __init__(self, tables: dict[Key, Table], floor: float, tolerance: float) -> None:
-        self.tables = tables  # the sums that the probe kept, by key
-        self.floor = floor  # effects below this are rounding; a row with no other effect cannot be judged
-        self.tolerance = tolerance  # imbalance up to which a row counts as invariant
-        self.sums = cache(partial(block_sums, tables))  # the sums of `Table` on each block of a cut
-        self.signed = cache(lambda cut: imbalance(self.sums(cut), floor, signed=True))  # imbalance of each block
+    Results are probes × blocks of a cut.
+    """
+
+    def __init__(self, tables: Sequence[Mapping[Key, Table]], floors: list[float], tolerances: list[float]) -> None:
+        self.tables = tables  # the sums that each probe kept, by key
+        limits = torch.tensor([floors, tolerances], dtype=torch.float64, device="cpu")[..., None]
+        self.floor = limits[0]  # effects below this are rounding; a row with no other effect cannot be judged
+        self.tolerance = limits[1]  # imbalance up to which a row counts as invariant
+        self.sums = cache(lambda cut: torch.stack([block_sums(of_probe, cut) for of_probe in tables], 1))
+        self.signed = cache(lambda cut: imbalance(self.sums(cut), self.floor))
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def knows(self, cut: Cut) -> bool:
+        """Whether the probes have a table of the dimensions of a cut."""
+        return divided(cut) in self.tables[0]
 
     def imbalance(self, cut: Cut) -> Tensor:
         """Of each block of a cut."""
         return self.signed(cut).abs()
 
+    def balanced(self, cut: Cut, share: float = 1.0) -> Tensor:
+        """Whether the imbalance is within this share of the tolerance."""
+        return self.imbalance(cut) <= share * self.tolerance
+
     def beside_others(self, cut: Cut) -> Tensor:
-        """The same, but small for rows that hardly have an effect beside the typical one."""
-        sums = self.sums(cut)
-        return imbalance(sums, self.floor + thresholds.LEAST_EFFECT * float(sums[1].sqrt().median()))
+        """The imbalance, but small for rows that hardly have an effect beside the typical one."""
+        typical = self.sums(cut)[1].sqrt().median(1, keepdim=True).values
+        return imbalance(self.sums(cut), self.floor + thresholds.LEAST_EFFECT * typical).abs()
 
     def measurable(self, cut: Cut) -> Tensor:
         """Blocks with an effect above rounding."""
@@ -100,18 +113,14 @@ class Trial:
     """All evidence about a parameter."""
 
     precision: Precision  # what counts as zero
-    random: Sequence[Evidence]  # probes at random points, independent of each other
-    grown: Sequence[Evidence] = ()  # two growths of one more point, the smaller first; may be empty
-    constant: float = 0.0  # largest defect that may stay as it is, where growth does not change it
-    known_path: bool = False  # whether the graph shows that no nonlinearity lies in front of a normalization
+    random: Evidence  # probes at random points, independent of each other; these have no table of two dimensions
+    grown: Evidence  # two growths of one more point, the smaller first; may be empty
+    constant: float  # largest defect that may stay as it is, where growth does not change it
+    known_path: bool  # whether the graph shows that no nonlinearity lies in front of a normalization
 
-    def evidence(self, cut: Cut) -> list[Evidence]:
-        """The probes that have a table of the dimensions of a cut."""
-        return [e for e in (*self.random, *self.grown) if divided(cut) in e.tables]
-
-    def at_random(self, cut: Cut) -> bool:
-        """Whether the random points have such a table: those of two dimensions are made at grown points only."""
-        return divided(cut) in self.random[0].tables
+    def measurable(self, cut: Cut) -> Tensor:
+        """Blocks with an effect above rounding, in all probes that have a table of the dimensions of a cut."""
+        return torch.cat([e.measurable(cut) for e in (self.random, self.grown) if e and e.knows(cut)])
 
 
 @cache
@@ -131,40 +140,28 @@ def block_sums(tables: Mapping[Key, Table], cut: Cut) -> Tensor:
     for dim, i in enumerate(divided(cut), 1):
         if table.shape[dim] > cut[i]:
             table = table.unflatten(dim, (cut[i], -1)).sum(dim + 1)
-    return table
-
-
-def slice_sums(tables: Mapping[Key, Table], cut: Cut) -> Table | None:
-    """The sums of one member per slice; None if the table that it needs was not made."""
-    return block_sums(tables, cut).reshape(4, -1) if divided(cut) in tables else None
+    return table.reshape(4, -1)
 
 
 def join(tables: Sequence[Mapping[Key, Table]], cuts: Cuts) -> dict[Key, Table]:
     """The tables of all members as of one tensor whose dimension 0 are the slices; without cuts, of the whole."""
-    parts = [slice_sums(of_member, cut) for of_member, cut in zip(tables, cuts, strict=False)]
-    known = [part for part in parts if part is not None]
     joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
-    if known and len(known) == len(parts):
-        joined[0,] = torch.stack(known).sum(0)
+    if cuts and all(divided(cut) in of_member for of_member, cut in zip(tables, cuts, strict=True)):
+        joined[0,] = torch.stack([block_sums(*member) for member in zip(tables, cuts, strict=True)]).sum(0)
     return joined
 
 
 # Which blocks are invariant
 
 
-def _balanced(evidence: Sequence[Evidence], cut: Cut, share: float = 1.0) -> Tensor:
-    """Probes × blocks: whether the imbalance is within this share of the tolerance."""
-    return torch.stack([e.imbalance(cut) <= share * e.tolerance for e in evidence])
-
-
 def _invariant(cut: Cut, trial: Trial, *, explained: bool = True) -> Tensor:
     """Blocks whose imbalance is within its tolerance in every probe that decides and falls, as can be explained."""
     if not trial.grown:
-        return _balanced(trial.random, cut).all(0)
-    before, after = (trial.grown[i].signed(cut) for i in (0, -1))
+        return trial.random.balanced(cut).all(0)
+    before, after = trial.grown.signed(cut)[[0, -1]]
     special, linear = _constant(cut, trial) | _faded(cut, trial), _linear(cut, trial)
     falling = falls(before.abs(), after.abs(), trial.precision.settled)
-    good = special | (_balanced(trial.grown, cut).all(0) & (falling | linear))
+    good = special | (trial.grown.balanced(cut).all(0) & (falling | linear))
     if not explained or len(trial.grown) < 2 or not bool(good.any()):
         return good
     # What is settled at both growths needs no explanation: a row of little effect has rounding of its own. Without a
@@ -176,17 +173,16 @@ def _invariant(cut: Cut, trial: Trial, *, explained: bool = True) -> Tensor:
 
 def _saturated(cut: Cut, trial: Trial) -> Tensor:
     """Blocks whose defect falls much faster than ε's, as a path around the normalization does that saturates."""
-    first, last = trial.grown[0].sums(cut), trial.grown[-1].sums(cut)
-    before, radial, effect = trial.grown[0].imbalance(cut), last[0].abs(), last[1].sqrt()
+    sums, before = trial.grown.sums(cut), trial.grown.imbalance(cut)[0]
+    (first, last), effect = sums[0, [0, -1]].abs(), sums[1, -1].sqrt()
     usual = (thresholds.GROWTH[0] / thresholds.GROWTH[1]) ** 2
-    pace = min(float(radial.median() / first[0].abs().median().clamp(min=1e-300)), usual)
-    fast = (before > 10 * trial.precision.settled) & (radial < first[0].abs() * pace / thresholds.FASTER)
+    pace = min(float(last.median() / first.median().clamp(min=1e-300)), usual)
+    fast = (before > 10 * trial.precision.settled) & (last < first * pace / thresholds.FASTER)
     fast &= effect >= thresholds.INACTIVE * effect.median()
-    if not trial.at_random(cut):
+    if not trial.random.knows(cut):
         return fast
     # A row of few numbers may act along its radius alone at some points, through ε: that is little beside the others.
-    typical = torch.stack([e.beside_others(cut) for e in trial.random]).median(0).values
-    tolerance = trial.random[0].tolerance
+    typical, tolerance = trial.random.beside_others(cut).median(0).values, trial.precision.loose
     if bool(typical.median() > thresholds.CERTAIN * tolerance):  # ε shows everywhere
         return fast
     return fast | ((typical > tolerance) & (before < typical / (thresholds.FASTER * thresholds.GROWTH[0] ** 2)))
@@ -194,10 +190,10 @@ def _saturated(cut: Cut, trial: Trial) -> Tensor:
 
 def _constant(cut: Cut, trial: Trial) -> Tensor:
     """Blocks whose defect stays as it was: where another normalization undoes the growth, ε keeps its weight."""
-    before, after = trial.grown[0].imbalance(cut), trial.grown[-1].imbalance(cut)
-    if not trial.at_random(cut):
+    before, after = trial.grown.imbalance(cut)[[0, -1]]
+    if not trial.random.knows(cut):
         return torch.zeros_like(after, dtype=torch.bool)
-    small = torch.stack([e.imbalance(cut) <= trial.constant for e in trial.evidence(cut)]).all(0)
+    small = torch.cat([e.imbalance(cut) <= trial.constant for e in (trial.random, trial.grown)]).all(0)
     # A defect that grows with the row is a path around the normalization, however narrow.
     most = 4 * torch.maximum(before, before.median()).clamp(min=trial.precision.settled)
     return small & (after > before / 4) & (after <= most)
@@ -206,12 +202,12 @@ def _constant(cut: Cut, trial: Trial) -> Tensor:
 def _linear(cut: Cut, trial: Trial) -> Tensor:
     """Blocks whose defect falls with the growth itself and is small at ordinary scale: (w − mean) / (std + ε)."""
     # Anything else that is added before a normalization falls like that too, but seldom starts so small.
-    before, after = (trial.grown[i].signed(cut) for i in (0, -1))
-    if len(trial.grown) < 2 or not trial.at_random(cut):
+    before, after = trial.grown.signed(cut)[[0, -1]]
+    if len(trial.grown) < 2 or not trial.random.knows(cut):
         return torch.zeros_like(after, dtype=torch.bool)
-    defects = torch.stack([e.imbalance(cut) for e in trial.random])
+    defects = trial.random.imbalance(cut)
     small = (defects <= _of_many(cut) * trial.precision.linear).all(0)
-    typical = defects.reshape(len(defects), -1).median(1).values <= trial.precision.linear
+    typical = defects.median(1).values <= trial.precision.linear
     return typical.all() & small & follows_growth(before, after, trial.precision.resolution, order=1)
 
 
@@ -225,22 +221,23 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
     # A unit of ReLU that is active once in a batch is normalized to the same number whatever its weights are: there
     # they act through ε alone. The imbalance of a unit with hardly any variance starts too high to end where others do;
     # it falls as ε does, or is next to nothing in all other probes.
-    first, last = (trial.grown[i].sums(cut)[1].sqrt() for i in (0, -1))  # effects
-    before, after = trial.grown[0].imbalance(cut), trial.grown[-1].imbalance(cut)
+    first, last = trial.grown.sums(cut)[1, [0, -1]].sqrt()  # effects
+    before, after = trial.grown.imbalance(cut)[[0, -1]]
+    allowed_before, allowed_after = trial.grown.tolerance[[0, -1]]
     # A unit that dies on the way was balanced before; one that was dead before cannot be judged.
     dead = [effect < thresholds.INACTIVE * effect.median() for effect in (first, last)]
-    faded = dead[1] & (dead[0] | (before <= trial.grown[-1].tolerance))
-    if trial.at_random(cut):
-        balanced = _balanced(trial.random, cut).double().mean(0) > 0.5
-        certain = _balanced(trial.random, cut, thresholds.CERTAIN).all(0)
+    faded = dead[1] & (dead[0] | (before <= allowed_after))
+    if trial.random.knows(cut):
+        balanced = trial.random.balanced(cut).double().mean(0) > 0.5
+        certain = trial.random.balanced(cut, thresholds.CERTAIN).all(0)
         # An effect ‖g ⊙ x‖ does not change when an invariant row grows, unless it is due to ε.
         faded = (faded | (last <= first * thresholds.PACE)) & balanced & (first > 0)
-        high = (before > trial.grown[0].tolerance) | (after > trial.grown[-1].tolerance)
+        high = (before > allowed_before) | (after > allowed_after)
         high |= ~falls(before, after, trial.precision.settled)
         slower = (after <= before * thresholds.GROWTH[0] / thresholds.GROWTH[1]) & trial.known_path
         falling = (after <= before * thresholds.PACE) | slower
         faded |= high & (after < trial.precision.flat) & balanced & falling
-        faded |= high & (trial.grown[-1].beside_others(cut) < trial.precision.flat) & certain
+        faded |= high & (trial.grown.beside_others(cut)[-1] < trial.precision.flat) & certain
     return faded if bool(faded.double().mean() <= thresholds.MOST_FADED) else torch.zeros_like(faded)
 
 
@@ -248,11 +245,13 @@ def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
     """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there."""
     # Where the random points have no table of a pair of dimensions, each of the two is judged by itself. With a known
     # path, the probe is a typical one: a batch of few samples may leave a normalization hardly any variance.
-    cuts = [cut] if trial.at_random(cut) else [cut_of(len(cut), {i: cut[i]}) for i in divided(cut)]
-    across = median_low if trial.known_path else max
-    reached = [[e for e in trial.random if bool(e.sums(c)[1].any())] or trial.random for c in cuts]
-    typical = [across([float(e.imbalance(c).median()) for e in of_c]) for c, of_c in zip(cuts, reached, strict=True)]
-    return max(typical), max(float(e.beside_others(c).max()) for c in cuts for e in trial.random)
+    typical, worst = [], []
+    for c in [cut] if trial.random.knows(cut) else [cut_of(len(cut), {i: cut[i]}) for i in divided(cut)]:
+        reached, of_probes = trial.random.sums(c)[1].any(1), trial.random.imbalance(c).median(1).values
+        of_probes = of_probes[reached] if bool(reached.any()) else of_probes
+        typical.append(float(of_probes.median() if trial.known_path else of_probes.max()))
+        worst.append(float(trial.random.beside_others(c).max()))
+    return max(typical), max(worst)
 
 
 # The finest cut
@@ -271,7 +270,7 @@ def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
     if _holds(whole, trial):
         found.append(whole)
     for i, j in combinations([i for i, g in most.items() if g > 1], 2):
-        if all((i, j) in e.tables for e in trial.grown or trial.random):
+        if (trial.grown or trial.random).knows(cut_of(len(shape), {i: most[i], j: most[j]})):
             blocks = product(divisors(most[i])[1:], divisors(most[j])[1:])
             cuts = sorted((cut_of(len(shape), {i: a, j: b}) for a, b in blocks), key=math.prod, reverse=True)
             found += [next((cut for cut in cuts if math.prod(shape) > math.prod(cut) and _holds(cut, trial)), whole)]
@@ -290,16 +289,19 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
     # Where the rows are small, ε leaves a defect of several percent: too much to judge one row by, but not hundreds.
     # Defects due to ε are distributed like a normal variable, so that hardly any is four times the typical one.
 
-    def mostly_balanced(cut: Cut, evidence: Evidence) -> bool:
-        defects = evidence.imbalance(cut)[evidence.measurable(cut)].sort().values
-        if len(defects) < thresholds.MANY_ROWS:
-            return False
-        middle, high = defects[len(defects) // 2], defects[int(0.98 * (len(defects) - 1))]
-        return bool(middle <= 2 * evidence.tolerance) and bool(high <= 8 * evidence.tolerance)
-
-    many = [dim for dim, size in enumerate(shape) if thresholds.MANY_ROWS <= size < math.prod(shape)]
-    cuts = [cut_of(len(shape), {dim: shape[dim]}) for dim in many if (dim,) in trial.random[0].tables]
-    return any(all(mostly_balanced(cut, e) for e in trial.random) for cut in cuts)
+    for dim, size in enumerate(shape):
+        cut, tolerance = cut_of(len(shape), {dim: size}), trial.precision.loose
+        if thresholds.MANY_ROWS <= size < math.prod(shape) and trial.random.knows(cut):
+            probes = zip(trial.random.imbalance(cut), trial.random.measurable(cut), strict=True)
+            sorted_defects = [defects[counts].sort().values for defects, counts in probes]
+            if all(
+                len(defects) >= thresholds.MANY_ROWS
+                and bool(defects[len(defects) // 2] <= 2 * tolerance)
+                and bool(defects[int(0.98 * (len(defects) - 1))] <= 8 * tolerance)
+                for defects in sorted_defects
+            ):
+                return True
+    return False
 
 
 def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | None:
@@ -308,9 +310,17 @@ def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | N
     best: tuple[int, list[int]] | None = None
     for blocks in divisors(shape[0]) if shape else ():
         if 1 < blocks <= shape[0] // 2:
-            good = _clearly_invariant(cut_of(len(shape), {0: blocks}), trial).nonzero().flatten().tolist()
-            if good and (best is None or len(good) * best[0] > len(best[1]) * blocks):
-                best = blocks, good
+            cut = cut_of(len(shape), {0: blocks})
+            # Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one
+            # counts, an effect in every probe, and others that are not nearly balanced too.
+            reached = trial.measurable(cut).all(0)
+            good = _invariant(cut, trial) & reached & trial.random.balanced(cut, thresholds.CERTAIN).all(0)
+            others = (trial.grown or trial.random).imbalance(cut)[-1][reached & ~good]
+            found = good.nonzero().flatten().tolist()
+            if not found or not len(others) or bool(others.median() <= trial.precision.loose):
+                continue
+            if best is None or len(found) * best[0] > len(best[1]) * blocks:
+                best = blocks, found
     return best if best is not None and len(best[1]) * thresholds.LEAST_BLOCKS >= best[0] else None
 
 
@@ -342,20 +352,9 @@ def _most_blocks(shape: Sequence[int], dim: int, trial: Trial) -> int:
     """Into how many blocks a dimension can be divided; 1 if it cannot."""
     for blocks in reversed(divisors(shape[dim])):
         cut = cut_of(len(shape), {dim: blocks})
-        if math.prod(shape) > blocks > 1 and trial.evidence(cut) and _holds(cut, trial):
+        if math.prod(shape) > blocks > 1 and trial.random.knows(cut) and _holds(cut, trial):
             return blocks
     return 1
-
-
-def _clearly_invariant(cut: Cut, trial: Trial) -> Tensor:
-    """Invariant blocks with an effect in every probe; none if the others are nearly balanced too."""
-    # Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one counts.
-    reached = torch.stack([e.measurable(cut) for e in trial.evidence(cut)]).all(0)
-    certain = _balanced(trial.random, cut, thresholds.CERTAIN).all(0)
-    good = _invariant(cut, trial) & reached & certain
-    others = trial.evidence(cut)[-1].imbalance(cut)[reached & ~good]
-    clear = len(others) > 0 and bool(others.median() > trial.random[0].tolerance)
-    return good if clear else torch.zeros_like(good)
 
 
 def _holds(cut: Cut, trial: Trial) -> bool:
@@ -364,9 +363,7 @@ def _holds(cut: Cut, trial: Trial) -> bool:
         return False
     # What becomes invariant as it grows, as GELU becomes ReLU, shows at ordinary scale; with many rows, in how the
     # defects fall.
-    most = _of_many(cut) * max(e.tolerance for e in trial.random)
-    if trial.grown and typical_and_worst(cut, trial)[0] > most:
+    if trial.grown and typical_and_worst(cut, trial)[0] > _of_many(cut) * trial.precision.loose:
         return False
     # A cut is evidence only if two of its rows have an effect: with one, it is no finer than the whole.
-    reached = torch.stack([e.measurable(cut) for e in trial.evidence(cut)]).any(0)
-    return int(reached.sum()) >= min(2, math.prod(cut))
+    return int(trial.measurable(cut).any(0).sum()) >= min(2, math.prod(cut))

@@ -7,8 +7,9 @@ sums, larger ones among the sets that the graph proposes.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
-from steradian.discovery.invariance import Cut, Cuts, cut_of, falls, follows_growth, slice_sums
+from steradian.discovery.invariance import Cut, Cuts, block_sums, cut_of, divided, falls, follows_growth
 
 if TYPE_CHECKING:
     from steradian.discovery.measurements import Measurements
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 Readings = Sequence["Reading"]
 Array = NDArray[np.float64]
 Indices = tuple[int, ...]
-Shape = tuple[int, ...]
+Names = tuple[str, ...]
 
 
-def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ...], bool]:
+def joint_sets(measured: "Measurements", names: list[str]) -> dict[Names, bool]:
     """Minimal sets whose sums vanish in every probe and fall, and whether the sum alone shows that ε is the cause."""
     # The last probe goes first: with the least left of ε, it is the best one to sort sums by.
     grown, precision = measured.grown[::-1], measured.prober.precision
@@ -37,70 +38,68 @@ def joint_sets(measured: "Measurements", names: list[str]) -> dict[tuple[str, ..
     loose = [precision.loose] * len(measured.random)
     # Whether parts cancel shows best where ε is gone. A set that was found by trying alone must cancel in the other
     # probes too; the two growths of one point cancel alike, so that one of them is enough.
-    proposed, independent = set(_proposed_sets(measured, names)), [*measured.random, grown[0]]
-    explained: dict[Indices, bool] = {}
-    for s in _vanishing_sets(measured, grown, allowed, names, least=thresholds.CANCELLATION):
-        of_set = [names[i] for i in s]
-        at_grown, at_random = (_whole_parts(measured, of, of_set).defects() for of in (grown, measured.random))
+    independent = [*measured.random, grown[0]]
+    proposed = {tuple(names[i] for i in indices) for indices in _proposed_sets(measured, names)}
+    explained: dict[Names, bool] = {}
+    for s in vanishing_sets(measured, grown, allowed, names, least=thresholds.CANCELLATION):
+        at_grown, at_random = (_whole_parts(measured, of, s).defects() for of in (grown, measured.random))
         after, before = torch.tensor(at_grown[[0, -1]], device="cpu")
         linear = bool((np.abs(at_random) <= precision.linear).all())
         linear = linear and bool(follows_growth(before, after, precision.resolution, order=1))
         # Of the whole, and of a typical slice that the members share.
-        views = _parts(measured, grown, of_set, [(), *_many_slices(measured, of_set)])
+        views = _parts(measured, grown, s, [(), *_many_slices(measured, s)])
         left = [torch.tensor(parts.typical()[[-1, 0]], device="cpu")[:, None] for parts in views]
         falling = [bool(falls(old, new, precision.settled)) for old, new in left]
         where = grown if s in proposed else independent
         # A set that vanishes by chance at one point must not hide the larger one that it is part of.
-        if (linear or any(falling)) and _vanishes(
-            measured, measured.random, loose, of_set, where, thresholds.CANCELLATION
-        ):
+        if (linear or any(falling)) and _vanishes(measured, measured.random, loose, s, where, thresholds.CANCELLATION):
             by_sum = falling[0] and bool(follows_growth(before, after, precision.resolution))
             explained[s] = linear or len(grown) < len(thresholds.GROWTH) or by_sum
-    return {tuple(names[i] for i in s): explained[s] for s in _minimal(explained)}
-
-
-def candidate_sets(measured: "Measurements", names: list[str]) -> list[tuple[str, ...]]:
-    """Sets whose sums vanish at the random points, up to what ε may leave of them there."""
-    loose = [measured.prober.precision.loose] * len(measured.random)
-    found = _vanishing_sets(measured, measured.random, loose, names, least=thresholds.LIKELY_CANCELLATION)
-    return [tuple(names[i] for i in s) for s in found]
+    place = {name: i for i, name in enumerate(names)}
+    minimal: dict[Names, bool] = {}
+    for s in sorted(explained, key=lambda s: (len(s), [place[name] for name in s])):
+        if not any(set(smaller) <= set(s) for smaller in minimal):
+            minimal[s] = explained[s]
+    return minimal
 
 
 # Sets whose sums vanish
 
 
-def _vanishing_sets(
+def vanishing_sets(
     measured: "Measurements", readings: Readings, allowed: list[float], names: list[str], *, least: float
-) -> list[Indices]:
+) -> list[Names]:
     """Sets whose sums vanish in these readings, up to the imbalance allowed in each, because their parts cancel."""
     # Sets that the graph proposes may contain parameters that look balanced alone: beside a small bias, the weight
     # nearly is. Other sets are searched among the unbalanced.
     if not names:
         return []
-    whole, found = _whole_parts(measured, readings, names), set[Indices]()
+    whole, found = _whole_parts(measured, readings, names), dict[Names, None]()
     M, sizes = whole.parts[:, :, 0], whole.sizes[:, :, 0]
-    for proposed in _proposed_sets(measured, names):
-        # The members that take part in the sum go first, unless all leave much less of it.
-        some, every = _essential(M, proposed), proposed
-        left, left_of_all = (np.abs(M[:, list(s)].sum(1)).max(initial=0) for s in (some, every))
+    for every in _proposed_sets(measured, names):
+        # The members that take part in the sum go first, unless all leave much less of it. A row that is invariant
+        # alone adds only its defect.
+        parts = np.abs(M[:, every])
+        takes_part = parts > thresholds.TAKES_PART * np.linalg.norm(parts, axis=1, keepdims=True)
+        some = tuple(compress(every, takes_part.any(0)))
+        left, left_of_all = (np.abs(M[:, s].sum(1)).max(initial=0) for s in (some, every))
         for indices in (every, some) if left_of_all < left / 4 else (some, every):
-            of_set = [names[i] for i in indices]
-            if len(indices) > 1 and _vanishes(measured, readings, allowed, of_set, readings, least):
-                found.add(indices)
+            of_set = tuple(names[i] for i in indices)
+            if len(of_set) > 1 and _vanishes(measured, readings, allowed, of_set, readings, least):
+                found[of_set] = None
                 break
-    place = [i for i, name in enumerate(names) if name not in measured.may_be_invariant]
+    unbalanced = [i for i, name in enumerate(names) if name not in measured.may_be_invariant]
     # Among thousands of sets, some vanish by chance in float32.
     most = 4 if measured.prober.precision.dtype == torch.float64 else 2
-    for s in _zero_sums(M[:, place], sizes[:, place], allowed, most=most):
-        indices = tuple(place[i] for i in s)
-        of_set = [names[i] for i in indices]
+    for s in _zero_sums(M[:, unbalanced], sizes[:, unbalanced], allowed, most=most):
+        of_set = tuple(names[unbalanced[i]] for i in s)
         if _whole_parts(measured, _reaching(readings, of_set), of_set).cancels(thresholds.CANCELLATION):
-            found.add(indices)
+            found[of_set] = None
     return list(found)
 
 
 def _vanishes(
-    measured: "Measurements", readings: Readings, allowed: list[float], names: list[str], shown: Readings, least: float
+    measured: "Measurements", readings: Readings, allowed: list[float], names: Names, shown: Readings, least: float
 ) -> bool:
     """Whether a sum vanishes, as a whole or in a typical shared slice, and its parts cancel where that shows."""
     reaching = _reaching(readings, names)
@@ -126,22 +125,6 @@ def _proposed_sets(measured: "Measurements", names: Sequence[str]) -> list[Indic
     sets = [*measured.graph.proposals[0], *modules.values()]
     found = {tuple(sorted(place[name] for name in s if name in place)) for s in sets}
     return sorted(indices for indices in found if len(indices) > 1)
-
-
-def _essential(M: Array, indices: Indices) -> Indices:
-    """The members that take part in a sum; a row that is invariant alone adds only its defect."""
-    part = np.abs(M[:, list(indices)])
-    counts = (part > thresholds.TAKES_PART * np.sqrt(np.square(part).sum(1, keepdims=True))).any(0)
-    return tuple(i for i, takes_part in zip(indices, counts, strict=True) if takes_part)
-
-
-def _minimal(sets: Iterable[Indices]) -> list[Indices]:
-    """The sets that contain no other, smallest first, in order."""
-    kept: list[Indices] = []
-    for candidate in sorted(sets, key=lambda s: (len(s), s)):
-        if not any(set(smaller) <= set(candidate) for smaller in kept):
-            kept.append(candidate)
-    return kept
 
 
 def _zero_sums(M: Array, sizes: Array, tolerance: Sequence[float], *, most: int = 4) -> list[Indices]:
@@ -245,10 +228,10 @@ def _parts(
     """What each member adds in each slice, for the views whose tables the probes have; () is one of whole tensors."""
     for view in views:
         cuts = view or [()] * len(names)
-        tables = [slice_sums(r.tables[name], cut) for r in readings for name, cut in zip(names, cuts, strict=True)]
-        known = [table[:2].numpy() for table in tables if table is not None]
-        if len(known) == len(tables):
-            sums = np.array(known).reshape(len(readings), len(names), 2, -1)
+        members = [(r.tables[name], cut) for r in readings for name, cut in zip(names, cuts, strict=True)]
+        if all(divided(cut) in tables for tables, cut in members):
+            sums = np.array([block_sums(*member)[:2].numpy() for member in members])
+            sums = sums.reshape(len(readings), len(names), 2, -1)
             parts, effects = sums[:, :, 0], np.sqrt(sums[:, :, 1])
             least = thresholds.MEASURABLE if view else 0.0
             floor = np.array([least * measured.floor(reading, names) for reading in readings])
@@ -270,7 +253,7 @@ def _many_slices(measured: "Measurements", names: Sequence[str]) -> list[Cuts]:
 # Which slice of one member belongs to which of another
 
 
-def alignments(shapes: Sequence[Shape]) -> list[Cuts]:
+def alignments(shapes: Sequence[tuple[int, ...]]) -> list[Cuts]:
     """The ways to lay slices of parameters of these shapes beside each other, one for each output.
 
     A bias has an entry for each output of its weight, and the outputs lie along dimension 0 of a convolution, along

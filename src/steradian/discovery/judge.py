@@ -14,8 +14,8 @@ from torch import Tensor
 from steradian.discovery import thresholds
 from steradian.discovery.graph import follow
 from steradian.discovery.invariance import Cuts, finest, imbalance, is_matrix, partial_cut, to_spec
-from steradian.discovery.joint import alignments, coarser, joint_sets
-from steradian.discovery.measurements import Measurements, Names
+from steradian.discovery.joint import Names, alignments, coarser, joint_sets
+from steradian.discovery.measurements import Measurements
 from steradian.discovery.probe import Factors, Prober, Reading, noise_of, output_change, output_spread
 from steradian.groups import Group, Pair, Spec, set_numbers
 from steradian.names import ranges
@@ -30,10 +30,10 @@ class Verdict:
     rows: list[Group] = field(default_factory=list)  # groups of weights, for optimizers
     # Further groups: of gains and biases, sets that overlap, members that act through each other.
     facts: list[Group] = field(default_factory=list)
-    nonlinear: list[Group] = field(default_factory=list)  # groups that are balanced, but possibly due to a nonlinearity
     no_effect: dict[str, str] = field(default_factory=dict)  # parameters without effect, with what was measured
     partial: dict[str, str] = field(default_factory=dict)  # partly invariant parameters, with a description
     rejected: list[Group] = field(default_factory=list)  # groups that the forward check refuted or could not prove
+    nonlinear: list[Group] = field(default_factory=list)  # groups that are balanced, but possibly due to a nonlinearity
 
 
 def judge(measured: Measurements) -> Verdict:
@@ -63,23 +63,19 @@ def judge(measured: Measurements) -> Verdict:
 
 
 def _without_effect(measured: Measurements) -> dict[str, str]:
-    found = {}
+    found, grown = {}, measured.suspects_grown
     for name in measured.prober.trainable:
         share = measured.local_share(name)
         text = f"effect {share:.1e} of the largest around it"
-        if not measured.has_effect(name):
+        if share <= measured.own.noise:
             found[name] = text
-        elif measured.is_suspect(name) and (share < thresholds.NO_EFFECT or _effect_vanishes(measured, name)):
-            found[name] = f"{text}: what a normalization's ε lets through"
+        elif measured.is_suspect(name):
+            # An effect due to ε is divided by the square of the growth, by its fourth power where two in a row grow.
+            ratio = grown.effect[name] / (measured.first.effect[name] or 1.0) if grown else math.nan
+            vanishes = any(0.5 < ratio * thresholds.GROWTH[0] ** power < 2 for power in (2, 4))
+            if share < thresholds.NO_EFFECT or vanishes:
+                found[name] = f"{text}: what a normalization's ε lets through"
     return found
-
-
-def _effect_vanishes(measured: Measurements, name: str) -> bool:
-    """Whether the effect of a parameter is divided by the square of its growth, as ε is, or by its fourth power."""
-    if measured.suspects_grown is None or measured.first is None:
-        return False
-    ratio = measured.suspects_grown.effect[name] / (measured.first.effect[name] or 1.0)
-    return any(0.5 < ratio * thresholds.GROWTH[0] ** power < 2 for power in (2, 4))  # 4 where two in a row have grown
 
 
 def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
@@ -100,10 +96,18 @@ def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
 def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_epsilon: bool) -> None:
     """Add the rows of a joint set to the verdict, with the finest spec that its members share."""
     shapes = [measured.shapes[name] for name in names]
-    found = _finest_aligned(measured, names)
-    if found is None and not by_epsilon:
+    size, whole = sum(map(math.prod, shapes)), tuple((1,) * len(shape) for shape in shapes)
+    best: tuple[Cuts, Cuts] | None = None  # slices that lie beside each other, and the cut into rows of them
+    for slices in (whole, *alignments(shapes)):
+        n = math.prod(slices[0])
+        found = finest((n, size // n), measured.trial(names, slices))
+        rows = [coarser(cut, found[0]) for cut in slices] if found is not None else []
+        cuts = tuple(cut for cut in rows if cut is not None)
+        if len(cuts) == len(shapes) and (best is None or math.prod(cuts[0]) > math.prod(best[1][0])):
+            best = slices, cuts
+    if best is None and not by_epsilon:
         return
-    measured.slices[names], cuts = found or ((), tuple((1,) * len(shape) for shape in shapes))
+    measured.slices[names], cuts = best or ((), whole)
     n_rows, largest = math.prod(cuts[0]), max(range(len(names)), key=lambda i: len(cuts[i]))
     spec = to_spec(cuts[largest], shapes[largest]) if n_rows > 1 else "tensor"
     taken = {name for group in verdict.rows for name in group.names}
@@ -111,20 +115,6 @@ def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_e
     parallel = graph.parallel(names) if graph.leaf_nodes.keys() >= set(names) else len(modules) == 1
     is_weight = parallel and any(map(is_matrix, shapes)) and not taken & set(names)
     (verdict.rows if is_weight else verdict.facts).append(_group(measured, names, spec, n_rows))
-
-
-def _finest_aligned(measured: Measurements, names: Names) -> tuple[Cuts, Cuts] | None:
-    """The way to lay slices of the members beside each other that gives most rows, and the cut into these."""
-    shapes = [measured.shapes[name] for name in names]
-    size, best = sum(map(math.prod, shapes)), None
-    for slices in (tuple((1,) * len(shape) for shape in shapes), *alignments(shapes)):
-        n = math.prod(slices[0])
-        found = finest((n, size // n), measured.trial(names, slices))
-        rows = [coarser(cut, found[0]) for cut in slices] if found is not None else []
-        cuts = tuple(cut for cut in rows if cut is not None)
-        if len(cuts) == len(shapes) and (best is None or math.prod(cuts[0]) > math.prod(best[1][0])):
-            best = slices, cuts
-    return best
 
 
 def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Group:
@@ -139,7 +129,7 @@ def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Gro
         if bool(measurable.any()):
             break
     cosine = sums[0].abs() / (sums[2] * sums[3]).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
-    dominated = measurable & (imbalance(sums, floor) > thresholds.EPSILON_DOMINATES) | (sums[3] == 0)
+    dominated = measurable & (imbalance(sums, floor).abs() > thresholds.EPSILON_DOMINATES) | (sums[3] == 0)
     defect = float(cosine[measurable].max()) if bool(measurable.any()) else 0.0
     return replace(group, defect=defect, unseen=int((~reached).sum()), small=int(dominated.sum()))
 
@@ -154,7 +144,7 @@ def verify(measured: Measurements, verdict: Verdict) -> Verdict:
     if not measured.grown:
         return verdict
     check, rows, facts = _ForwardCheck(measured), verdict.rows, verdict.facts
-    readings = [*([measured.first] if measured.first else []), *measured.grown]
+    readings = [measured.first, *measured.grown]
     # The first one where ε moves the outputs less than scaling a row would.
     usable = (reading for reading in readings if check.predicted(rows, reading) <= thresholds.MOST_PREDICTED)
     rows = check.passing(rows, [], next(usable, readings[-1]))
@@ -171,11 +161,16 @@ def verify(measured: Measurements, verdict: Verdict) -> Verdict:
 
 def verify_pairs(measured: Measurements, pairs: list[Pair]) -> list[Pair]:
     """The pairs that keep the outputs when all of them are scaled at once, at a random point."""
-    before, prober = measured.first or measured.own, measured.prober
+    prober, largest = measured.prober, thresholds.PAIR_FACTORS
 
     def holds(tested: list[Pair]) -> bool:
-        factors = [factor for i, pair in enumerate(tested) for factor in _pair_factors(pair, prober.parameters, i)]
-        return _moved(prober, before, factors) <= prober.precision.same
+        factors = []
+        for i, pair in enumerate(tested):
+            exponent = torch.empty(pair.n, dtype=torch.float64, device="cpu")
+            exponent.uniform_(-largest, largest, generator=noise_of(i)(exponent.device))
+            sides = (exponent, pair.a, pair.a_specs), (-exponent, pair.b, pair.b_specs)
+            factors += [_spread(power.exp2(), names, specs, prober.parameters) for power, names, specs in sides]
+        return _moved(prober, measured.first, factors) <= prober.precision.same
 
     # What may meet a clamp, which shows far out only, is scaled apart from the others.
     clear = [pair for pair in pairs if follow(measured.graph, pair.a, pair.b).known]
@@ -197,33 +192,9 @@ def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober) 
 
 def _moved(prober: Prober, before: Reading, factors: list[Factors]) -> float:
     """How far the outputs move from a reading when parameters are scaled, relative to their spread."""
-    try:
-        reading = prober.read(before.point.scaled(*factors), seed=before.seed, backward=False, draw=before.draw)
-    except torch.OutOfMemoryError:  # not a property of the rows
-        raise
-    except Exception as error:  # a point at which the model fails proves nothing
-        prober.raised = error
-        return math.inf
-    return output_change(before.outputs, reading.outputs)
-
-
-def _pair_factors(pair: Pair, parameters: Mapping[str, Tensor], seed: int) -> list[Factors]:
-    """A random α per set for one side, and 1/α for the other."""
-    exponent = torch.empty(pair.n, dtype=torch.float64, device="cpu")
-    exponent.uniform_(-thresholds.PAIR_FACTORS, thresholds.PAIR_FACTORS, generator=noise_of(seed)(exponent.device))
-    sides = (exponent, pair.a, pair.a_specs), (-exponent, pair.b, pair.b_specs)
-    return [_spread(power.exp2(), names, specs, parameters) for power, names, specs in sides]
-
-
-def _row_factors(group: Group, parameters: Mapping[str, Tensor], seed: int, how: str, left_out: Tensor) -> Factors:
-    """A random ρ per row, 1 for rows that are left out: 1/2 to 2 either way, 4 to 16 up, or 1.01 to 1.02 a little."""
-    # Growing removes ε's weight, which moves a true row less than shrinking would, and any other row more.
-    host = torch.device("cpu")
-    generator = noise_of(seed)(host)
-    exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
-    sign = torch.where(torch.rand(group.n_rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
-    rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
-    return _spread(rho.masked_fill(left_out, 1.0), group.names, [group.spec] * len(group.names), parameters)
+    reading = prober.attempt(before.point.scaled(*factors), seed=before.seed, backward=False, draw=before.draw)
+    # A point at which the model fails proves nothing.
+    return output_change(before.outputs, reading.outputs) if reading else math.inf
 
 
 def _spread(factors: Tensor, names: Sequence[str], specs: Sequence[Spec], parameters: Mapping[str, Tensor]) -> Factors:
@@ -258,17 +229,22 @@ class _ForwardCheck:
         return self._moved(scaled, before, "a little") <= thresholds.GRADUAL * moved
 
     def _moved(self, scaled: list[Group], before: Reading, how: str) -> float:
-        """How far the outputs move when the rows are scaled, relative to their spread."""
+        """How far the outputs move when the rows are scaled, by 1/2 to 2 either way, 4 to 16 up or 1.02 a little."""
+        # Growing removes ε's weight, which moves a true row less than shrinking would, and any other row more.
         self._draw += 1
-        factors = [
-            _row_factors(group, self.prober.parameters, 1000 * self._draw + i, how, self._left_out(group, before))
-            for i, group in enumerate(scaled)
-        ]
+        host, factors = torch.device("cpu"), []
+        for i, group in enumerate(scaled):
+            generator = noise_of(1000 * self._draw + i)(host)
+            exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
+            sign = torch.where(torch.rand(group.n_rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
+            rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
+            rho = rho.masked_fill(self._left_out(group, before), 1.0)
+            factors.append(_spread(rho, group.names, [group.spec] * len(group.names), self.prober.parameters))
         return _moved(self.prober, before, factors)
 
     def _left_out(self, group: Group, before: Reading) -> Tensor:
         """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
-        dominated = imbalance(*self.measured.row_sums(before, group)) > thresholds.LEFT_OUT
+        dominated = imbalance(*self.measured.row_sums(before, group)).abs() > thresholds.LEFT_OUT
         few = group.n_rows == len(dominated) and float(dominated.double().mean()) < thresholds.MOST_LEFT_OUT
         none = torch.zeros(group.n_rows, dtype=torch.bool, device="cpu")
         return dominated if before is self.measured.first and few else none

@@ -16,11 +16,9 @@ from torch import Tensor
 from steradian.discovery import invariance, thresholds
 from steradian.discovery.graph import Graph, Path, follow
 from steradian.discovery.invariance import Cut, Cuts, Evidence, Key, Table, Trial, is_matrix, pair_keys, partial_cut
-from steradian.discovery.joint import candidate_sets
+from steradian.discovery.joint import Names, vanishing_sets
 from steradian.discovery.probe import Point, Prober, Reading, output_change
 from steradian.groups import Group, Layout
-
-Names = tuple[str, ...]
 
 
 class Measurements:
@@ -28,8 +26,7 @@ class Measurements:
 
     def __init__(self, prober: Prober, own: Reading) -> None:
         self.prober, self.own, self.shapes = prober, own, prober.shapes
-        self.random: list[Reading] = []  # at random points
-        self.first: Reading | None = None  # the first of them, with a graph
+        self.random: list[Reading] = []  # at random points, or `own` if the model only runs at its own weights
         self.grown: list[Reading] = []  # at a random point with the candidates grown, by the smaller factor first
         self.further: Reading | None = None  # the same with the larger factor, at a point that reaches other parts
         self.late: set[str] = set()  # parameters that only this one reaches
@@ -50,33 +47,35 @@ class Measurements:
         for _ in range(thresholds.RANDOM_POINTS):
             # Balance up to some percent needs no float64. But random numbers differ in float32, so that what chance
             # skips there is not what it skips in float64.
-            seed, first = next(self._seeds), self.first
-            skips = first is None or any(self.own.slope[n] and not first.slope[n] for n in self.prober.trainable)
+            seed, slopes = next(self._seeds), [reading.slope for reading in self.random[:1]]
+            skips = not slopes or any(self.own.slope[n] and not slopes[0][n] for n in self.prober.trainable)
             point = replace(self.prober.own, seed=1000 + seed)
-            reading = self._probe(point, seed, graph=first is None, quick=not skips)
-            if reading is not None:
-                self.random.append(reading)
-                self.first = first or reading
-        flipped = self.first
-        for _ in range(thresholds.SIGN_FLIPS):
-            flipped = self._flip_signs(flipped)
-        self.random = self.random or [self.own]  # the model only runs at its own weights
-        self._choose_candidates()
-        self._probe_suspects()
-
-    def _flip_signs(self, reading: Reading | None) -> Reading | None:
-        """One more probe that activates the parameters without gradient; None if there is no use in another."""
+            reading = self._probe(point, seed, graph=not self.random, quick=not skips)
+            self.random += [reading] if reading else []
+        self.random = self.random or [self.own]
         # What feeds a unit of ReLU that is dead at every point may look invariant: if its parameters change sign, it is
         # active. What the model skips by chance may be there in another draw.
-        without = self._without_gradient()
-        if reading is None or not without:
-            return None
-        point = reading.point.scaled(dict.fromkeys(without, -1.0))
-        flipped = self._probe(point, reading.seed, draw=100 + len(self.random))
-        if flipped is None:
-            return None
-        self.random.append(flipped)
-        return flipped if len(self._without_gradient()) < len(without) else None
+        last, silent = self.first, self._without_gradient()
+        for _ in range(thresholds.SIGN_FLIPS):
+            point = last.point.scaled(dict.fromkeys(silent, -1.0))
+            flipped = self._probe(point, last.seed, draw=100 + len(self.random)) if silent else None
+            if flipped is None:
+                break
+            self.random.append(flipped)
+            last, before, silent = flipped, silent, self._without_gradient()
+            if len(silent) == len(before):
+                break
+        self._choose_candidates()
+        # Gains and biases of next to no effect lose it when they grow, if it is due to ε alone.
+        suspects = [name for name in self.names_with_effect() if self.is_suspect(name)]
+        if suspects and self.graphs and self.prober.left > thresholds.RESERVED_PASSES + 1:
+            point = self.first.point.scaled(dict.fromkeys(suspects, thresholds.GROWTH[0]))
+            self.suspects_grown = self._probe(point, self.first.seed)
+
+    @property
+    def first(self) -> Reading:
+        """The first random point, with a graph."""
+        return self.random[0]
 
     def _without_gradient(self) -> list[str]:
         """Parameters in the graph, or with a gradient at the model's own weights, that have none at random points."""
@@ -84,16 +83,11 @@ class Measurements:
         in_use = [n for n in silent if n in self.graph.leaf_nodes or self.own.slope[n]]
         return [n for n in in_use if self.prober.parameters[n].numel()] if self.graphs else []
 
-    def _probe_suspects(self) -> None:
-        """One more probe if gains or biases have next to no effect: grown, they lose it if it is due to ε alone."""
-        suspects = [name for name in self.names_with_effect() if self.is_suspect(name)]
-        if suspects and self.first is not None and self.prober.left > thresholds.RESERVED_PASSES + 1:
-            point = self.first.point.scaled(dict.fromkeys(suspects, thresholds.GROWTH[0]))
-            self.suspects_grown = self._probe(point, self.first.seed)
-
     def _choose_candidates(self) -> None:
-        names = self.names_with_effect()
-        self._sets = [s for s in candidate_sets(self, names) if not self.nonlinear(s)]
+        names, loose = self.names_with_effect(), [self.prober.precision.loose] * len(self.random)
+        # Sets whose sums vanish at the random points, up to what ε may leave of them there.
+        vanishing = vanishing_sets(self, self.random, loose, names, least=thresholds.LIKELY_CANCELLATION)
+        self._sets = [s for s in vanishing if not self.nonlinear(s)]
         self._in_sets = {name for s in self._sets for name in s}
         # What meets a nonlinearity is no row, and growing it would only change what lies behind.
         able = [name for name in names if not self.nonlinear((name,))]
@@ -121,8 +115,11 @@ class Measurements:
         """One random point with the candidates grown by two factors: how a defect falls shows its origin."""
         self._grow()
         # A parameter that was balanced by chance may saturate the model when it grows. Then the candidates that are
-        # least balanced, and those that meet a nonlinearity, do not grow in a second try.
-        if self._effect_lost() and self.prober.left >= 2 * len(thresholds.GROWTH):
+        # least balanced, and those that meet a nonlinearity, do not grow in a second try. An invariant row keeps
+        # its effect.
+        least = {n: thresholds.LOST_EFFECT * min(r.effect[n] for r in self.random) for n in self.growing}
+        lost = len(self.grown) < len(thresholds.GROWTH) or any(self.grown[-1].effect[n] < least[n] for n in least)
+        if lost and self.prober.left >= 2 * len(thresholds.GROWTH):
             certain = {n for n in self.growing if self._balanced(n, thresholds.CERTAIN) or self._slices_balanced(n)}
             kept = (certain | self._in_sets) - self._clipped()
             self.growing = {name: share for name, share in self.growing.items() if name in kept}
@@ -153,13 +150,6 @@ class Measurements:
         wants_graph = able and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
         point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.growing.items()})
         return self._probe(point, seed, graph=wants_graph, pairs=pairs, draw=draw)
-
-    def _effect_lost(self) -> bool:
-        """Whether a candidate has lost its effect, which the growth of an invariant row does not change."""
-        if len(self.grown) < len(thresholds.GROWTH):
-            return True
-        least = {n: thresholds.LOST_EFFECT * min(r.effect[n] for r in self.random) for n in self.growing}
-        return any(self.grown[-1].effect[name] < least[name] for name in self.growing)
 
     def _clipped(self) -> set[str]:
         """Candidates that meet a nonlinearity: one far out, as ReLU6's, leaves no defect at ordinary scale."""
@@ -195,34 +185,29 @@ class Measurements:
 
     def _probe(self, point: Point, seed: int, **options: Any) -> Reading | None:
         """A reading with the options of `Prober.read`; None if the model raises or gives no finite numbers there."""
-        try:
-            reading = self.prober.read(point, seed=seed, **options)
-            if reading.finite:
-                if reading.graph is not None:  # which may have parameters that the others lack
-                    self.graphs.append(reading.graph)
-                    self.graph = self.graphs[0]
-                    self._paths.clear()
-                return reading
-        except torch.OutOfMemoryError:  # not a property of the point
-            raise
-        except Exception as error:
-            self.prober.raised = error
-        self.prober.noisy = False  # a failed probe is not fatal: the next one has no noise on the inputs
-        return None
+        reading = self.prober.attempt(point, seed=seed, **options)
+        if reading is None or not reading.finite:
+            self.prober.noisy = False  # a failed probe is not fatal: the next one has no noise on the inputs
+            return None
+        if reading.graph is not None:  # which may have parameters that the others lack
+            self.graphs.append(reading.graph)
+            self.graph = self.graphs[0]
+            self._paths.clear()
+        return reading
 
     # Effects
 
     def names_with_effect(self) -> list[str]:
         """Real trainable parameters with an effect that is not rounding."""
         parameters = self.prober.parameters
-        return [n for n in self.prober.trainable if not parameters[n].is_complex() and self.has_effect(n)]
-
-    def has_effect(self, name: str) -> bool:
-        """Whether a parameter has an effect in some probe, beside its neighbors: rounding is proportional to theirs."""
-        return self.local_share(name) > self.own.noise
+        real = [n for n in self.prober.trainable if not parameters[n].is_complex()]
+        return [n for n in real if self.local_share(n) > self.own.noise]
 
     def local_share(self, name: str) -> float:
-        """The largest effect of a parameter relative to those used shortly before and after it in the forward pass."""
+        """The largest effect of a parameter relative to those used shortly before and after it in the forward pass.
+
+        Up to the noise, it is rounding, which is proportional to theirs.
+        """
         # Chance or the data may skip a part of the model, and then a reading cannot judge that part. Exact readings
         # count if any reaches it.
         readings = (self.own, *self.random)
@@ -243,9 +228,10 @@ class Measurements:
 
     # Balance
 
-    def imbalance(self, reading: Reading, name: str) -> float:
-        """Of the whole parameter in one probe."""
-        return float(invariance.imbalance(reading.tables[name][()], self.floor(reading, (name,))))
+    def imbalance(self, reading: Reading, *names: str) -> float:
+        """Of a whole parameter, or of a set, in one probe."""
+        sums = torch.stack([reading.tables[name][()] for name in names]).sum(0)
+        return float(invariance.imbalance(sums, self.floor(reading, names)).abs())
 
     def _balanced(self, name: str, share: float = 1.0) -> bool:
         """Whether the whole parameter is balanced at random points, up to a share of the tolerance."""
@@ -272,16 +258,15 @@ class Measurements:
 
     def trial(self, names: Names, cuts: Cuts = (), *, grown: bool = True) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as they are cut."""
-        precision = self.prober.precision
-        readings = self.grown if grown else []
+
+        def evidence(readings: Sequence[Reading], tolerances: list[float]) -> Evidence:
+            tables = [self._tables(reading, names, cuts) for reading in readings]
+            return Evidence(tables, [self.floor(reading, names) for reading in readings], tolerances)
+
+        precision, readings = self.prober.precision, self.grown if grown else []
+        at_random = evidence(self.random, [precision.loose] * len(self.random))
         # What the smaller growth leaves of a row of hardly any variance, the larger one removes.
-        tolerances = [precision.loose, precision.strict][2 - len(readings) :]
-
-        def evidence(reading: Reading, tolerance: float) -> Evidence:
-            return Evidence(self._tables(reading, names, cuts), self.floor(reading, names), tolerance)
-
-        at_random = [evidence(reading, precision.loose) for reading in self.random]
-        at_grown = [evidence(*both) for both in zip(readings, tolerances, strict=True)]
+        at_grown = evidence(readings, [precision.loose, precision.strict][2 - len(readings) :])
         constant = precision.flat if readings and self._growth_undone else precision.flat / 10
         return Trial(precision, at_random, at_grown, constant, self.path(names).known)
 
@@ -310,12 +295,12 @@ class Measurements:
             # The table of a pair of dimensions is made at grown points only; here one of them has to do.
             widest = max(range(len(cut)), key=lambda i: cut[i])
             cut = invariance.cut_of(len(cut), {widest: cut[widest]})
-        return invariance.block_sums(tables, cut).reshape(4, -1), self.floor(reading, group.names)
+        return invariance.block_sums(tables, cut), self.floor(reading, group.names)
 
     def worst_rows(self, group: Group) -> tuple[float, float]:
         """The largest imbalance of a row at random points, and the largest that growth has left."""
         trial, cut = self.trial(group.names, self.slices.get(group.names, ())), self._cut(group)
-        return invariance.typical_and_worst(cut, trial)[1], float(trial.grown[-1].beside_others(cut).max())
+        return invariance.typical_and_worst(cut, trial)[1], float(trial.grown.beside_others(cut)[-1].max())
 
     def _cut(self, group: Group) -> Cut:
         one = len(group.names) == 1
@@ -338,8 +323,6 @@ class Measurements:
         reaching = [reading for reading in self.random if any(reading.slope[name] for name in names)]
         if not reaching or not self.path(names).nonlinear:
             return False
-        reading = self.first if self.first in reaching else reaching[0]
-        exact = reading is self.first  # other readings may be in the model's own float32
-        tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reading.noise
-        sums = torch.stack([reading.tables[name][()] for name in names]).sum(0)
-        return float(invariance.imbalance(sums, self.floor(reading, names))) > tolerance
+        exact = reaching[0] is self.first  # other readings may be in the model's own float32
+        tolerance = self.prober.precision.resolution if exact else thresholds.ROUNDING_MULTIPLE * reaching[0].noise
+        return self.imbalance(reaching[0], *names) > tolerance

@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from steradian.discovery import thresholds
-from steradian.discovery.graph import readers
 from steradian.discovery.invariance import Cut, block_sums, cut_of, divided, divisors, to_spec
-from steradian.discovery.joint import Array, coarser
-from steradian.discovery.measurements import Measurements, Names
+from steradian.discovery.joint import Array, Names, coarser
+from steradian.discovery.measurements import Measurements
 from steradian.groups import Pair, Spec
 
 Fold = tuple[int, int, int, int]
@@ -115,7 +114,7 @@ def find_pairs(measured: Measurements, no_effect: Container[str]) -> list[Pair]:
     if measured.prober.precision.dtype != torch.float64 or not measured.graphs:
         return []  # in float32, sums agree by chance
     search = _Search(measured)
-    reads, order = readers(measured.graph), measured.graph.order_of_use
+    reads, order = measured.graph.readers(), measured.graph.order_of_use
     names = frozenset(name for name in measured.names_with_effect() if name in order and name not in no_effect)
     place = {name: i for i, name in enumerate(measured.prober.trainable)}.__getitem__
     proposed = [*measured.graph.proposals[0], *((name,) for name in names)]
@@ -146,7 +145,7 @@ class _Search:
         self.measured, self.shapes = measured, measured.shapes
         self.found: list[tuple[Side, Side, Pair]] = []
         exact = [measured.first, *(() if measured.late else measured.grown), measured.own]
-        self.readings = [r for r in exact if r is not None and r.noise == measured.own.noise]
+        self.readings = [reading for reading in exact if reading.noise == measured.own.noise]
 
     def total(self, names: Iterable[str]) -> tuple[float, float]:
         """Σ g·x and Σ (g·x)² of some parameters in the first probe."""
@@ -172,12 +171,13 @@ class _Search:
                 if len({math.prod(cut) for cut in cuts}) == 1:
                     ways[tuple(cuts)] = number
         ways[tuple(cut_of(len(shape), {}) for shape in shapes)] = 1
-        return [self._side(tuple(names), cuts, number) for cuts, number in ways.items()]
-
-    def _side(self, names: Names, cuts: tuple[Cut, ...], blocks: int) -> Side:
-        members = list(zip(names, cuts, strict=True))
-        sums = [[block_sums(r.tables[n], cut)[:2].reshape(2, -1).numpy() for n, cut in members] for r in self.readings]
-        return Side(names, cuts, np.array(sums).sum(1), blocks, stride=math.prod(cuts[0]) // blocks)
+        sides = []
+        for way, number in ways.items():
+            members = list(zip(names, way, strict=True))
+            sums = [[block_sums(r.tables[n], cut)[:2].numpy() for n, cut in members] for r in self.readings]
+            stride = math.prod(way[0]) // number
+            sides.append(Side(tuple(names), way, np.array(sums).sum(1), number, stride=stride))
+        return sides
 
     def pair_up(self, a: list[Side], b: list[Side]) -> list[tuple[list[Side], int]]:
         """Add the pair of two sides, or of parts of one with the other; return a and its parts, and their sets."""

@@ -6,15 +6,12 @@ float64 where the model allows it, so that an exact invariance reads 1e-12 and n
 """
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import repeat
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -266,6 +263,16 @@ class Prober:
         """Passes left in the budget."""
         return thresholds.MOST_PASSES - self.forwards
 
+    def attempt(self, point: Point, **options: Any) -> Reading | None:
+        """A reading with the options of `read`; None if the model raises there."""
+        try:
+            return self.read(point, **options)
+        except torch.OutOfMemoryError:  # not a property of the point
+            raise
+        except Exception as error:
+            self.raised = error
+            return None
+
     def read(
         self,
         point: Point,
@@ -285,8 +292,7 @@ class Prober:
             leaf.grad = None  # of a pass that failed
         epsilon = math.inf if point.seed is None else thresholds.EPSILON
         swapped = sandbox.swapped(self.model, leaves, dtype=precision.dtype, epsilon=epsilon)
-        with sandbox.isolated(precision.dtype), swapped:
-            _seed_generators(seed if draw is None else draw)
+        with sandbox.isolated(precision.dtype, seed if draw is None else draw), swapped:
             noisy = self._noise_of_seed.get(seed, self.noisy and seed != 0)
             args, kwargs = self._inputs(noise, precision.dtype, noisy=noisy)
             self.forwards += 1
@@ -296,25 +302,10 @@ class Prober:
             outputs = [t for t in tensors_in(result) if floating(t)]
             kept = read_graph(outputs, leaves, calls) if graph else None
             reading = Reading(point, seed, draw, kept, [t.detach().clone() for t in outputs], precision.noise)
-            tables: dict[str, dict[Key, Table]] = {}
-
-            @torch.no_grad()
-            def take(name: str) -> None:
-                """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
-                leaf, keys = leaves[name], list(pairs.get(name, ())) if pairs else []
-                grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense()
-                keys += [(0, k) for k in range(1, min(leaf.ndim, 3))] if name in self.blocks else []
-                tables[name] = _tabulate(grad, leaf.detach(), keys)
-                leaf.grad = None
-
-            if backward:
-                self._backward([t for t in outputs if t.requires_grad], leaves, noise, take)
-        if backward:
-            for name in [name for name in self.trainable if name not in tables]:
-                take(name)
-            for name, of_name in _to_host({name: tables[name] for name in self.trainable}).items():
-                reading.put(name, of_name)
-            reading.peak = max(reading.effect.values())
+            tables = self._backward(outputs, leaves, noise, pairs or {}) if backward else {}
+        for name, of_name in _to_host(tables).items():
+            reading.put(name, of_name)
+        reading.peak = max(reading.effect.values(), default=0.0)
         if reading.finite:
             # Later readings with this seed are compared with this one, and must get the same inputs.
             self._noise_of_seed.setdefault(seed, noisy)
@@ -337,32 +328,46 @@ class Prober:
             return fresh.requires_grad_(tensor.requires_grad)
 
         names = sandbox.name_inputs(self.model, self.args)
-        return list(map(sandbox.map_inputs, self.args, repeat(change), names)), sandbox.map_inputs(self.kwargs, change)
+        args = [sandbox.map_inputs(arg, change, name) for arg, name in zip(self.args, names, strict=True)]
+        return args, sandbox.map_inputs(self.kwargs, change)
 
-    def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise, take: Callable[[str], None]) -> None:
-        """Derivatives of a random loss. Each gradient is taken as soon as it is complete, where that can be known."""
-        if not outputs:
-            return
-        self.backwards += 1
-        nodes = graph_nodes(outputs)
+    def _backward(
+        self, outputs: list[Tensor], leaves: Leaves, noise: Noise, pairs: Mapping[str, Sequence[Key]]
+    ) -> dict[str, dict[Key, Table]]:
+        """The tables of each parameter and its derivatives of a random loss."""
+        tables: dict[str, dict[Key, Table]] = {}
+
+        @torch.no_grad()
+        def take(name: str) -> None:
+            """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
+            leaf, keys = leaves[name], [*pairs.get(name, ())]
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense()
+            keys += [(0, k) for k in range(1, min(leaf.ndim, 3))] if name in self.blocks else []
+            tables[name] = _tabulate(grad, leaf.detach(), keys)
+            leaf.grad = None
+
         # Sums and not `grad_tensors`, for which torch imports a computer algebra system.
         losses = []
-        for t in outputs:
+        for t in [t for t in outputs if t.requires_grad]:
             cotangent = torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=noise(t.device))
             cotangent *= torch.isfinite(t.detach())
             losses.append(torch.vdot(cotangent.flatten(), t.flatten()).real)
-        if any("CheckpointFunction" in node.name() for node in nodes):
-            # Reentrant checkpointing refuses `inputs`; the leaves are private, so nothing else is touched.
-            torch.autograd.backward(losses)
-            return
-        wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        # A function written in Python may run backward inside: then a gradient comes in parts.
+        nodes, wanted = graph_nodes(outputs), {name: leaves[name] for name in self.trainable}
+        # Each gradient is taken as soon as it is complete. A function written in Python may run backward inside: then
+        # a gradient comes in parts.
         whole = {} if any(isinstance(node, BackwardCFunction) for node in nodes) else wanted
+        # Reentrant checkpointing refuses `inputs`; the leaves are private, so nothing else is touched.
+        reentrant = any("CheckpointFunction" in node.name() for node in nodes)
         with ExitStack() as stack:
             for name, leaf in whole.items():
                 handle = leaf.register_post_accumulate_grad_hook(lambda _, name=name: take(name))
                 stack.callback(handle.remove)
-            torch.autograd.backward(losses, inputs=list(wanted.values()))
+            if losses:
+                self.backwards += 1
+                torch.autograd.backward(losses, inputs=None if reentrant else list(wanted.values()))
+        for name in [name for name in self.trainable if name not in tables]:
+            take(name)
+        return {name: tables[name] for name in self.trainable}
 
 
 def _blocks(model: nn.Module) -> dict[str, int]:
@@ -374,14 +379,3 @@ def _blocks(model: nn.Module) -> dict[str, int]:
             if number > 1 and p.ndim > 2 and p.shape[1] > 1:
                 blocks[bare(name)] = number
     return blocks
-
-
-def _seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)
-    other = torch.accelerator.is_available() and not torch.cuda.is_available()
-    if other or torch.cuda.is_initialized():
-        torch.manual_seed(seed)
-    else:  # the seed that `torch.manual_seed` leaves for a GPU which is not in use yet could not be restored
-        torch.default_generator.manual_seed(seed)

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import pairwise
 from operator import is_not
 from types import NoneType
 from typing import Any
@@ -64,23 +64,18 @@ def swapped(
             if isinstance(module, nn.SyncBatchNorm):
                 # Its statistics over one process are those of plain batch normalization, which also runs on a CPU.
                 module.__dict__["forward"] = partial(_BatchNorm.forward, module)
-        _train(model)
+        if model.training:
+            # A submodule in eval mode was put there on purpose; one with its own `train` may not have been called yet.
+            frozen = [module for module in model.modules() if not module.training]
+            for module in [module for module in model.modules() if type(module).train is not nn.Module.train]:
+                module.train(module.training)
+            for module in frozen:
+                module.training = False
+        else:
+            model.train()
         yield
     finally:
         attributes.restore()
-
-
-def _train(model: nn.Module) -> None:
-    """Training mode as the model defines it: what it keeps in eval mode stays there."""
-    if not model.training:
-        model.train()
-        return
-    # A submodule in eval mode was put there on purpose; one with its own `train` may not have been called yet.
-    frozen = [module for module in model.modules() if not module.training]
-    for module in [module for module in model.modules() if type(module).train is not nn.Module.train]:
-        module.train(module.training)
-    for module in frozen:
-        module.training = False
 
 
 class _Attributes:
@@ -125,42 +120,42 @@ class _Attributes:
             if not isinstance(value, set) and len(value) <= MOST_ITEMS:
                 for place, item in value.items() if isinstance(value, dict) else enumerate(value):
                     copied[place] = inside(item)
-        elif objects and depth and _has_own_state(value):
-            self._copies[id(value)] = value
-            self.swap(value, depth - 1, objects=False)
+        elif objects and depth and hasattr(value, "__dict__"):
+            of_user = type(value).__module__.partition(".")[0] not in ("torch", "builtins")
+            if of_user and not any(isinstance(item, nn.Module) for item in value.__dict__.values()):
+                self._copies[id(value)] = value
+                self.swap(value, depth - 1, objects=False)
         self._copies[id(value)] = copied
         return copied
-
-
-def _has_own_state(value: Any) -> bool:
-    """Whether a value is an object of the user's that holds state: no function, module or owner of a module."""
-    own = hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in ("torch", "builtins")
-    return own and not any(isinstance(item, nn.Module) for item in value.__dict__.values())
 
 
 # Global state, and the dtype of the probe
 
 
 @contextmanager
-def isolated(dtype: torch.dtype | None) -> Iterator[None]:
-    """Gradients on, compilation off, global generators and defaults restored afterwards."""
-    default, of_python, of_numpy = torch.get_default_dtype(), random.getstate(), np.random.get_state()
-    try:
-        with ExitStack() as stack:
-            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-            stack.enter_context(torch.random.fork_rng(devices=list(devices)))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if dtype is not None:
-                torch.set_default_dtype(dtype)
-                stack.enter_context(_Widen(dtype))
-            yield
-    finally:
-        torch.set_default_dtype(default)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+def isolated(dtype: torch.dtype | None, seed: int) -> Iterator[None]:
+    """Gradients on, compilation off, global generators seeded, and they and defaults restored afterwards."""
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        stack.enter_context(torch.random.fork_rng(devices=list(devices)))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+            stack.enter_context(_Widen(dtype))
+        random.seed(seed)
+        np.random.seed(seed)
+        other = torch.accelerator.is_available() and not torch.cuda.is_available()
+        if other or torch.cuda.is_initialized():
+            torch.manual_seed(seed)
+        else:  # the seed that `torch.manual_seed` leaves for a GPU which is not in use yet could not be restored
+            torch.default_generator.manual_seed(seed)
+        yield
 
 
 class _Widen(TorchFunctionMode):
@@ -227,10 +222,9 @@ def map_inputs(value: Any, change: Callable[[Tensor, str], Tensor], name: str = 
     """The same nest with every tensor replaced by change(tensor, name of the argument or key)."""
     if isinstance(value, Tensor):
         return change(value, name)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(map_inputs, value, repeat(change), value._fields))
     if isinstance(value, list | tuple):
-        return type(value)(map_inputs(item, change, name) for item in value)
+        items = [map_inputs(item, change, name) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         changed = copy.copy(value)
         changed.update({key: map_inputs(item, change, str(key)) for key, item in value.items()})
