@@ -202,9 +202,6 @@ KINDS: dict[str, Callable[[_Region], str]] = {
     "table": _table,
     "numbers": _table,
     "points": lambda region: region.table(tables.point_rows, [r for r in region.every if r.config.start is None]),
-    "times": lambda region: region.table(
-        tables.time_rows, region.columns(), tables.plain_loops(region.results / "bench-fleet.json")
-    ),
     "intervals": lambda region: region.table(interval_rows, region.every),
     "bits": lambda region: region.table(bits_rows, region.every),
     "machines": lambda region: region.table(_machine_rows, region.every),

@@ -10,8 +10,8 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,7 +32,7 @@ from steradian.lab.intervals import interval_rows
 from steradian.lab.results import Result, Store, environment
 from steradian.lab.rivals import Hyperball
 from steradian.lab.study import Study, pick_device
-from steradian.lab.tables import duration
+from steradian.lab.tables import duration, winners
 from steradian.lab.training import compiled
 from steradian.watching.watch import watch
 
@@ -272,13 +272,13 @@ def bits(result: Result) -> float:
 def language_study(
     shape: Shape,
     root: Path,
+    study: Study,
     *,
     methods: Sequence[str] | None = None,
     rates: Sequence[float] = RATES,
     seeds: int = 5,
     device: str | None = None,
     seconds: float | None = None,
-    study: Study | None = None,
     say: Callable[[str], None] = lambda _: None,
     **settings: Any,
 ) -> bool:
@@ -289,48 +289,40 @@ def language_study(
     Args:
         shape: the network.
         root: folder of the corpus.
+        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`.
         methods: names in `METHODS`; None: all.
         rates: the points of the tuning.
         seeds: trainings of each winner, with the seeds 1, 2, …; the tuning has seed 0.
         device: where.
         seconds: start no training that would not end in this time.
-        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`.
         say: is told what is finished.
         **settings: fields of `Config`: epochs, batch_size, precision, …
 
     Returns:
         Whether everything is finished.
     """
-    began, where, study = time.monotonic(), pick_device(device), study or Study("language")
-    corpus, grid = Corpus.read(root), Store(study.results / f"{study.name}-grid.json")
+    ends = math.inf if seconds is None else time.monotonic() + seconds
+    corpus, grid = Corpus.read(root), study.tuning.store
     common: dict[str, Any] = {"model": shape.name, "norm": shape.norm, "data": corpus.name, "schedule": "cosine"}
     common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3}
     common |= {"epochs": 8, "milestones": (), "batch_size": 64} | settings
-    taken = match_names("methods", methods, METHODS)
-    trainer: list[_Trainer] = []
+    trainer = cache(lambda: _Trainer(shape, corpus, pick_device(device)))  # made only if something is left to train
 
     def train(configs: Sequence[Config], store: Store) -> bool:
         done = store.keys()
-        for config in (each for each in configs if each.key not in done):
+        for config in [each for each in configs if each.key not in done]:
             like = [r for each in (grid, study.store) for r in each.results() if r.config.column == config.column]
             expected = median(result.seconds for result in like) if like else 0.0
-            if seconds is not None and time.monotonic() - began + 1.3 * expected > seconds:
+            if time.monotonic() + 1.3 * expected > ends:
                 return False
-            if not trainer:
-                trainer.append(_Trainer(shape, corpus, where))
-            store.add([result := trainer[0].run(config, study.work / config.key if config.seed == 1 else None)])
+            store.add([result := trainer().run(config, study.work / config.key if config.seed == 1 else None)])
             took = f"{bits(result):.4f} bits per byte, {duration(result.seconds)}"
             say(f"{config.method}, lr {config.lr:g}, seed {config.seed}: {took}")
         return True
 
+    taken = match_names("methods", methods, METHODS)
     points = [Config(method=method, lr=lr, **common) for lr in rates for method in taken]
-    if not train(points, grid):
-        return False
-    tried, wanted = grid.results(), {point.key for point in points}
-    alive = [result for result in tried if result.config.key in wanted and not result.diverged]
-    of_method = [[result for result in alive if result.config.method == method] for method in taken]
-    best = [min(each, key=bits).config for each in of_method if each]
-    return train([replace(config, seed=seed) for seed in range(1, seeds + 1) for config in best], study.store)
+    return train(points, grid) and train(winners(points, grid.results(), seeds, lambda run: -bits(run)), study.store)
 
 
 bits_rows = partial(

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,11 @@ class Study:
     def tracks(self) -> Tracks:
         """The recorded steps."""
         return Tracks(self.results / f"{self.name}-tracks.parquet")
+
+    @property
+    def tuning(self) -> "Study":
+        """The study of the settings that were tried for this one."""
+        return replace(self, name=f"{self.name}-grid")
 
     @property
     def work(self) -> Path:

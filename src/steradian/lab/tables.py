@@ -1,15 +1,13 @@
-"""Tables from stored results: accuracies beside the paper's, the best points of grids, and times.
+"""Tables from stored results: accuracies beside the paper's, and the best points of grids.
 
 Two accuracies differ when Welch's t-test on their seeds rejects equal means at 5 %. Otherwise the difference is called
 within the noise; nothing is said about a single seed.
 """
 
-import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -19,12 +17,11 @@ from steradian.lab.config import Config
 from steradian.lab.registry import METHODS
 from steradian.lab.results import Result
 
-__all__ = ["Best", "Cell", "Column", "accuracy_columns", "grid_rows", "is_grid", "point_rows", "search", "time_rows"]
+__all__ = ["Best", "Cell", "Column", "accuracy_columns", "grid_rows", "is_grid", "point_rows", "search"]
+__all__ += ["winners"]
 
 Rows = tuple[list[str], list[list[str]]]
 """Headings and lines of a table."""
-
-T = TypeVar("T", bound=Hashable)
 
 LEVEL = 0.05
 """Below this p a difference of means is not called noise."""
@@ -234,9 +231,9 @@ def _order(c: Config) -> tuple[Any, ...]:
     return _index(list(paper.NORM_NAMES), c.norm), column, c.data, _index(models, c.model), c.norm, c.model, c.epochs
 
 
-def _grouped(results: Iterable[Result], kind: Callable[[Config], T]) -> dict[T, list[Result]]:
+def _grouped(results: Iterable[Result], kind: Callable[[Config], Any]) -> dict[Any, list[Result]]:
     """Results by a property of their configurations, in the order in which they come."""
-    groups: dict[T, list[Result]] = {}
+    groups: dict[Any, list[Result]] = {}
     for result in results:
         groups.setdefault(kind(result.config), []).append(result)
     return groups
@@ -302,15 +299,33 @@ def is_grid(results: Iterable[Result]) -> bool:
     return any(len(settings) > 1 for settings in _searches(results))
 
 
-def search(results: Iterable[Result]) -> list[Best]:
-    """The best setting of each method in each column and length, by mean validation accuracy, without the test set."""
+def _validation(result: Result) -> float:
+    return max(result.curves["validation_accuracy"])
+
+
+def search(results: Iterable[Result], value: Callable[[Result], float] = _validation) -> list[Best]:
+    """The best setting of each method in each column and length, by a mean over its seeds, without the test set.
+
+    Args:
+        results: of the settings that were tried.
+        value: the larger the better; by default the best validation accuracy.
+    """
     found = []
     for settings in _searches(results):
         alive = [kept for runs in settings.values() if (kept := [run for run in runs if not run.diverged])]
-        best = max(alive, key=_validation, default=[])
+        best = max(alive, key=lambda runs: Cell.of(map(value, runs)).mean, default=[])
         [[first, *_], *_] = [best] if best else settings.values()
         found.append(Best(first.config, best, len(settings), len(settings) - len(alive)))
     return sorted(found, key=lambda best: (_where(best.config), method_order(best.config.method), best.config.epochs))
+
+
+def winners(
+    tried: Iterable[Config], results: Iterable[Result], seeds: int, value: Callable[[Result], float] = _validation
+) -> list[Config]:
+    """The best of the settings that were tried for each method, as trainings with the seeds 1, 2, …; see `search`."""
+    keys = {config.key for config in tried}
+    best = search((result for result in results if result.config.key in keys), value)
+    return [replace(each.config, seed=seed) for seed in range(1, seeds + 1) for each in best if each.runs]
 
 
 def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
@@ -327,8 +342,8 @@ def grid_rows(results: Iterable[Result]) -> Rows:
         c, runs = best.config, best.runs
         lost = f" ({best.diverged} diverged)" if best.diverged else ""
         ours = _setting(c.method, c.lr, c.weight_decay, c.betas[1]) if runs else ""
-        test = float(np.mean([run.accuracy for run in runs])) if runs else math.nan
-        figures = [_percent(_validation(runs)), _percent(test), str(len(runs)), f"{best.points}{lost}"]
+        cells = Cell.of(map(_validation, runs)), Cell.of(run.accuracy for run in runs)
+        figures = [*(_percent(cell.mean) for cell in cells), str(len(runs)), f"{best.points}{lost}"]
         papers = paper.BEST.get(c.method, {}).get((c.model, c.data))
         printed = _setting(c.method, paper.LEARNING_RATE[c.method], *papers) if papers else ""
         lines.append([_where(c), c.method, str(c.epochs), ours, printed, *figures])
@@ -345,17 +360,12 @@ def point_rows(results: Iterable[Result]) -> Rows:
     lines = []
     for _, runs in sorted(_grouped(results, kind).items()):
         c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
-        kept = [result for result in runs if not result.diverged]
+        kept = [_validation(result) for result in runs if not result.diverged]
         numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]
-        reached = [_percent(_validation(kept)) if kept else "", str(test), test.count]
+        reached = [_percent(Cell.of(kept).mean) if kept else "", str(test), test.count]
         papers = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
         lines.append([_where(c), c.method, *numbers, str(c.epochs), *reached, f"{papers.mean:.2f}" if papers else ""])
     return heads, lines
-
-
-def _validation(results: Sequence[Result]) -> float:
-    best = [max(result.curves["validation_accuracy"]) for result in results]
-    return float(np.mean(best)) if best else math.nan
 
 
 def _where(config: Config) -> str:
@@ -365,42 +375,3 @@ def _where(config: Config) -> str:
 def _setting(method: str, lr: float, decay: float, beta2: float) -> str:
     """η, λ and, if the method has it, β2."""
     return f"{lr:g}, {decay:g}" + ("" if method.startswith("SGD") else f", {beta2:g}")
-
-
-# Time on the device, beside that of a plain loop
-
-_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "digits": 1_438}
-"""Training images, of which 5 % are held out."""
-
-
-def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
-    """By network, milliseconds per step of the plain loop that `benchmarks/fleet.py` measured, and the device."""
-    if not bench.exists():
-        return {}
-    content: dict[str, Any] = json.loads(bench.read_text(encoding="utf-8"))
-    plain = [row for row in content["rows"] if row["way"].startswith("plain")]
-    return {row["network"]: (row["ms per run and step"], content["environment"]["device"]) for row in plain}
-
-
-def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) -> Rows:
-    """For each column: trainings, steps (of data of known size), device time, and that of a plain loop for these steps.
-
-    Ours includes everything: compiling, evaluations, checkpoints. The time of the plain loop is only that of its steps.
-    """
-    heads = ["column", "trainings", "steps", "device", "our time", "ms per training and step"]
-    heads += ["plain loop, ms per step", "plain loop, the same steps", "ratio"]
-    lines = []
-    for column in columns:
-        every = column.every
-        seconds = sum(result.seconds for result in every)
-        images = round(0.95 * _IMAGES.get(column.config.data, 0))
-        steps = sum(len(r.curves["train_loss"]) * (images // r.config.batch_size) for r in every)
-        device = ", ".join(sorted({result.environment.get("device", "") for result in every}))
-        line = [column.name, str(len(every)), f"{steps:,}" if steps else "", device, duration(seconds)]
-        line.append(f"{1e3 * seconds / steps:.3g}" if steps else "")
-        each, where = plain.get(column.config.model, (0.0, ""))
-        estimate = steps * each / 1e3 if where == device else 0.0
-        ratio = f"{estimate / seconds:.1f} ×" if seconds else ""
-        line += [f"{each:.3g}", duration(estimate), ratio] if estimate else ["not measured there", "", ""]
-        lines.append(line)
-    return heads, lines
