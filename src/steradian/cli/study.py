@@ -226,9 +226,9 @@ def angle(
     Example: steradian angle matched --root data/cifar10 --device cuda --seconds 500
     """
     from steradian.lab.angle import angle_study
-    from steradian.lab.intervals import interval_rows
     from steradian.lab.progress import Progress
     from steradian.lab.study import Study
+    from steradian.lab.tables import interval_rows
 
     usual = (network, data) == ("ResNet20", "cifar10")
     made = Study(study or f"angle-{part}" + ("" if usual else f"-{network}-{data}".lower()))

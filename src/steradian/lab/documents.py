@@ -15,12 +15,11 @@ from pathlib import Path
 from steradian.files import write_atomically
 from steradian.lab import tables
 from steradian.lab.figures import FIGURES, SUMMARIES, TRACK_FIGURES, Figure, to_svg, write_figure
-from steradian.lab.intervals import interval_rows
 from steradian.lab.language import bits_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
-from steradian.lab.tables import Column, Rows, accuracy_columns, markdown_table
+from steradian.lab.tables import Column, Rows, accuracy_columns, interval_rows, markdown_table
 
 __all__ = ["write_page", "write_up"]
 

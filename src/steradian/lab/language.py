@@ -28,11 +28,10 @@ from steradian.discovery import find_groups
 from steradian.groups import Groups
 from steradian.lab.config import Config, match_names
 from steradian.lab.data.text import Corpus
-from steradian.lab.intervals import interval_rows
 from steradian.lab.results import Result, Store, environment
 from steradian.lab.rivals import Hyperball
 from steradian.lab.study import Study, pick_device
-from steradian.lab.tables import duration, winners
+from steradian.lab.tables import duration, interval_rows, winners
 from steradian.lab.training import compiled
 from steradian.watching.watch import watch
 
