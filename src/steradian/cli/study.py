@@ -170,7 +170,7 @@ def _study(name: str) -> "Study":
 def _run(work: Callable[..., bool], path: Path, configs: "Sequence[Config]" = (), *, page: bool = False) -> bool:
     """Run trainings with their progress on the screen; print their table and where they are; whether all are done."""
     from steradian.lab.documents import write_page
-    from steradian.lab.progress import Progress
+    from steradian.lab.fleet import Progress
     from steradian.lab.results import Store
 
     console = screen()
@@ -226,7 +226,7 @@ def angle(
     Example: steradian angle matched --root data/cifar10 --device cuda --seconds 500
     """
     from steradian.lab.angle import angle_study
-    from steradian.lab.progress import Progress
+    from steradian.lab.fleet import Progress
     from steradian.lab.study import Study
     from steradian.lab.tables import interval_rows
 

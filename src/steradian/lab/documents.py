@@ -19,7 +19,7 @@ from steradian.lab.language import bits_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
-from steradian.lab.tables import Column, Rows, accuracy_columns, interval_rows, markdown_table
+from steradian.lab.tables import Rows, accuracy_columns, interval_rows, markdown_table
 
 __all__ = ["write_page", "write_up"]
 
@@ -90,14 +90,6 @@ class _Region:
         """Paragraphs, and the commands that run what is missing."""
         return "\n\n".join([*parts, *map(_not_run, self.missing)])
 
-    def table(self, rows: Callable[..., Rows], what: Sequence[object], *more: object) -> str:
-        """A table of results or columns, if there are any, and the commands that run what is missing."""
-        return self.joined([markdown_table(*rows(what, *more))] if what else [])
-
-    def columns(self) -> list[Column]:
-        """The columns of each study."""
-        return [column for found in self.stored for column in accuracy_columns(found)]
-
     def show(self, figure: Figure, name: str) -> str:
         """Write a figure; returns the Markdown that shows it, with its caption."""
         path, caption = self.figures / f"{name}.svg", _CAPTIONS[self.kind]
@@ -139,7 +131,7 @@ def command(study: str) -> str:
 
 def _table(region: _Region) -> str:
     """Ours beside the paper's; a "table" has statements below it, "numbers" have none."""
-    parts, columns = [], region.columns()
+    parts, columns = [], [column for found in region.stored for column in accuracy_columns(found)]
     for column in columns:
         parts.append(f"**{column.name}**, {column.length}\n\n{markdown_table(*column.rows())}")
         if region.kind == "table":
@@ -197,14 +189,20 @@ def _setting_rows(results: Sequence[Result]) -> Rows:
     return heads, [list(line) for line in lines]
 
 
+_TABLES: dict[str, Callable[[Sequence[Result]], Rows]] = {
+    "points": tables.point_rows,
+    "intervals": interval_rows,
+    "bits": bits_rows,
+    "machines": _machine_rows,
+    "settings": _setting_rows,
+}
 KINDS: dict[str, Callable[[_Region], str]] = {
     "table": _table,
     "numbers": _table,
-    "points": lambda region: region.table(tables.point_rows, [r for r in region.every if r.config.start is None]),
-    "intervals": lambda region: region.table(interval_rows, region.every),
-    "bits": lambda region: region.table(bits_rows, region.every),
-    "machines": lambda region: region.table(_machine_rows, region.every),
-    "settings": lambda region: region.table(_setting_rows, region.every),
+    **dict.fromkeys(
+        _TABLES,
+        lambda region: region.joined([markdown_table(*_TABLES[region.kind](region.every))] if region.every else []),
+    ),
     **dict.fromkeys(FIGURES, _curves),
     **dict.fromkeys(TRACK_FIGURES, _tracked),
 }

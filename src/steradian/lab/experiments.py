@@ -24,8 +24,7 @@ from steradian.groups import Group, Groups
 from steradian.image import image_step
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
-from steradian.lab.fleet import prepare_device, read_state
-from steradian.lab.progress import Progress
+from steradian.lab.fleet import Progress, prepare_device, read_state
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import Tracks, environment
 from steradian.lab.study import Study, pick_device

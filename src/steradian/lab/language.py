@@ -1,12 +1,16 @@
-"""A byte-level language model, and the study of which of its weights may be kept on spheres.
+"""A byte-level language model, its text, and the study of which of its weights may be kept on spheres.
 
 Optimizers that keep matrices on spheres choose them by their shape. `find_groups` knows which are invariant: in a
 pre-norm transformer with QK-norm only those of queries and keys, head by head. The study compares both, under the same
 tuning. An *epoch* is 100 steps here; a step takes `batch_size` pieces of `Shape.length` bytes at random places.
 """
 
+import hashlib
+import json
+import lzma
 import math
 import shutil
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -27,7 +31,6 @@ from steradian import optim
 from steradian.discovery import find_groups
 from steradian.groups import Groups
 from steradian.lab.config import Config, match_names
-from steradian.lab.data.text import Corpus
 from steradian.lab.results import Result, Store, environment
 from steradian.lab.rivals import Hyperball
 from steradian.lab.study import Study, pick_device
@@ -35,7 +38,7 @@ from steradian.lab.tables import duration, interval_rows, winners
 from steradian.lab.training import compiled
 from steradian.watching.watch import watch
 
-__all__ = ["METHODS", "RATES", "LanguageModel", "Shape", "bits_rows", "language_study"]
+__all__ = ["METHODS", "RATES", "Corpus", "LanguageModel", "Shape", "bits_rows", "build_corpus", "language_study"]
 
 STEPS = 100
 """Steps of an epoch."""
@@ -43,6 +46,60 @@ RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 """The points of the tuning, the same for every method; see `_optimizers`."""
 _WARM_UP = 0.05  # share of the steps in which the rate rises
 _SOME = 8  # batches of the validation text after each epoch; after the last one all of it is evaluated
+
+
+_MOST = 64_000_000  # bytes to train on
+
+
+# The text: bytes of Python files, packed into two files
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to train on and to validate on, uint8."""
+
+    name: str
+    train: Tensor
+    val: Tensor
+    fingerprint: str
+
+    @classmethod
+    def read(cls, folder: Path) -> "Corpus":
+        """Read a folder that `build_corpus` wrote, and check its checksums."""
+        about, parts = json.loads((folder / "meta.json").read_text()), {}
+        for part in ("train", "val"):
+            text = lzma.decompress((folder / f"{part}.bin.xz").read_bytes())
+            if hashlib.sha256(text).hexdigest() != about["sha256"][part]:
+                raise ValueError(f"{folder / part}.bin.xz is damaged: its SHA-256 is not that of meta.json")
+            parts[part] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return cls(about["name"], parts["train"], parts["val"], about["sha256"]["train"][:12])
+
+
+def build_corpus(out: Path, source: Path | None = None) -> None:
+    """Write the Python files of an environment as one text.
+
+    All `*.py` of 501 to 199,999 bytes, one of each content, in the order of the SHA-1 of their relative path, joined by
+    a zero byte. The first 1 % of the files are for validation; of the others the first 64 MB are for training.
+
+    Args:
+        out: folder to write.
+        source: folder of the files; None: the packages of this environment.
+    """
+    source, files = source or Path(sysconfig.get_paths()["purelib"]), dict[bytes, bytes]()
+    paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.py") if path.is_file()}
+    for relative in sorted(paths, key=lambda each: hashlib.sha1(each.encode()).digest()):
+        if 500 < paths[relative].stat().st_size < 200_000:
+            files.setdefault(hashlib.sha256(text := paths[relative].read_bytes()).digest(), text)
+    texts, count = list(files.values()), max(1, len(files) // 100)
+    if len(texts) < 2:
+        raise ValueError(f"source must have at least two Python files of 501 to 199,999 bytes, got {source}")
+    parts = {"train": b"\0".join(texts[count:])[:_MOST], "val": b"\0".join(texts[:count])}
+    out.mkdir(parents=True, exist_ok=True)
+    for part, text in parts.items():
+        (out / f"{part}.bin.xz").write_bytes(lzma.compress(text))
+    sums = {part: hashlib.sha256(text).hexdigest() for part, text in parts.items()}
+    sizes = {part: len(text) for part, text in parts.items()}
+    (out / "meta.json").write_text(json.dumps({"name": "python-source", "bytes": sizes, "sha256": sums}, indent=1))
 
 
 # The network

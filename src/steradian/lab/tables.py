@@ -371,14 +371,14 @@ def grid_rows(results: Iterable[Result]) -> Rows:
 
 
 def point_rows(results: Iterable[Result]) -> Rows:
-    """A table of every setting that was tried, with the paper's accuracy beside it."""
+    """A table of every setting that was tried, with the paper's accuracy beside it; fine-tuning is left out."""
 
     def kind(c: Config) -> tuple[Any, ...]:
         return c.column, c.norm, c.released, method_order(c.method), c.lr, c.weight_decay, c.betas[1], c.epochs
 
     heads = ["column", "method", "η", "λ", "β₂", "epochs", "validation", "test", "seeds", "paper"]
     lines = []
-    for _, runs in sorted(_grouped(results, kind).items()):
+    for _, runs in sorted(_grouped((r for r in results if r.config.start is None), kind).items()):
         c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
         kept = [_validation(result) for result in runs if not result.diverged]
         numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]

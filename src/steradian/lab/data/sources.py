@@ -163,7 +163,11 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
     for name, images in (("train", data.train), ("test", data.test)):
         files = {}
         for k, start in enumerate(range(0, len(images), side * side)):
-            webp, mosaic = io.BytesIO(), _mosaic(images.pixels[start : start + side * side], side)
+            pixels, webp = images.pixels[start : start + side * side], io.BytesIO()
+            rows, tile = -(-len(pixels) // side), images.size
+            full = np.zeros((rows * side, tile, tile, 3), dtype=np.uint8)  # the last row is padded with black
+            full[: len(pixels)] = pixels
+            mosaic = full.reshape(rows, side, tile, tile, 3).swapaxes(1, 2).reshape(rows * tile, side * tile, 3)
             Image.fromarray(mosaic).save(webp, "WEBP", lossless=True, exact=True, method=effort)
             files[f"{name}-{k}.webp"] = webp.getvalue()
         splits[name] = {"images": list(files), "labels": f"{name}-labels.npy", "count": len(images)}
@@ -176,15 +180,6 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
     meta = {"name": data.name, "tile": data.train.size, "channels": data.train.channels, "mosaic": [side, side]}
     meta |= {"classes": list(data.classes), "splits": splits, "sha256": sums, "source": source}
     write_atomically(root / "meta.json", json.dumps(meta, indent=1).encode())
-
-
-def _mosaic(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
-    """Tiles in rows of `side`, the last row padded with black."""
-    count, tile = pixels.shape[:2]
-    rows = -(-count // side)
-    full = np.zeros((rows * side, tile, tile, 3), dtype=np.uint8)
-    full[:count] = pixels
-    return full.reshape(rows, side, tile, tile, 3).swapaxes(1, 2).reshape(rows * tile, side * tile, 3)
 
 
 def _read_packed(root: Path) -> DataSet:
