@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from steradian.lab.config import Config
-from steradian.lab.documents import KINDS, regions, write_up, written
+from steradian.lab.documents import KINDS, command, regions, write_up, written
 from steradian.lab.results import Result, Store
 
 from lab.simulated import column, compared, tracked
@@ -87,6 +87,24 @@ def test_a_missing_study_gives_the_command_that_runs_it(tmp_path):
     assert "*Not run yet: `steradian language`" in text
     assert "`steradian reproduce trajectories --data cifar10`" in text
     assert not (tmp_path / "pictures").exists()
+
+
+@pytest.mark.parametrize(
+    ("study", "expected"),
+    [
+        ("resnet20-cifar10", "reproduce tables --data cifar10 --columns ResNet20"),
+        ("hypotheses-cifar10", "reproduce hypotheses --data cifar10"),
+        (
+            "resnet20-cifar10-released-settings",
+            "reproduce tables --data cifar10 --columns ResNet20 --settings released",
+        ),
+        ("angle-matched", "angle matched"),
+        ("language", "language"),
+        ("mine", "reproduce RECIPE --study mine"),
+    ],
+)
+def test_a_study_is_run_by_its_command(study, expected):
+    assert command(study) == f"steradian {expected}"
 
 
 def test_a_diverged_study_is_not_called_missing(tmp_path):

@@ -32,7 +32,7 @@ def result(method="Adam", seed=0, reached=90.0, diverged=False, **changes):
 
 
 def test_accuracy_is_taken_at_the_first_best_validation_epoch():
-    assert (result().best_epoch, result(reached=91.0).accuracy, result().final_accuracy) == (1, 91.0, 61.0)
+    assert (result().best_epoch, result(reached=91.0).accuracy, result().to_dict()["final_accuracy"]) == (1, 91.0, 61.0)
     assert math.isnan(result(diverged=True).accuracy)
 
 

@@ -142,12 +142,7 @@ def match(
 
 
 def _optimizer(text: str) -> "tuple[type[Optimizer], dict[str, Any]]":
-    """Class and settings from "AdamW(lr=1e-3)", or "AdamW"; names without a module are ours, or else torch's.
-
-    >>> kind, settings = _optimizer("Adam(lr=1e-3, without='abc')")
-    >>> kind.__module__, settings
-    ('steradian.optim.adam', {'lr': 0.001, 'without': 'abc'})
-    """
+    """Class and settings from "AdamW(lr=1e-3)", or "AdamW"; names without a module are ours, or else torch's."""
     import torch
 
     from steradian import optim

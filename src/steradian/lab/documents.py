@@ -28,14 +28,7 @@ _MARK = re.compile(r"^<!-- (?:begin|end) .+? -->$", re.MULTILINE)
 
 
 def regions(text: str) -> list[str]:
-    r"""Names of the marked regions of a document.
-
-    >>> regions("a\n<!-- begin table x -->\nold\n<!-- end table x -->\nb")
-    ['table x']
-
-    Raises:
-        ValueError: a mark has no counterpart.
-    """
+    """Names of the marked regions of a document; a mark without a counterpart raises a ValueError."""
     found = [match["name"] for match in _REGION.finditer(text)]
     if 2 * len(found) != len(_MARK.findall(text)):
         alone = [mark for mark in _MARK.findall(text) if not any(f" {name} -->" in mark for name in found)]
@@ -102,19 +95,7 @@ def _not_run(study: str) -> str:
 
 
 def command(study: str) -> str:
-    """The command that runs a study; of a study with another name the recipe is unknown.
-
-    >>> command("resnet20-cifar10")
-    'steradian reproduce tables --data cifar10 --columns ResNet20'
-    >>> command("hypotheses-cifar10")
-    'steradian reproduce hypotheses --data cifar10'
-    >>> command("resnet20-cifar10-released-settings")
-    'steradian reproduce tables --data cifar10 --columns ResNet20 --settings released'
-    >>> command("angle-matched"), command("language")
-    ('steradian angle matched', 'steradian language')
-    >>> command("mine")
-    'steradian reproduce RECIPE --study mine'
-    """
+    """The command that runs a study; of a study with another name the recipe is unknown."""
     if study == "language" or study.startswith("angle-"):
         return f"steradian {study.replace('-', ' ')}"
     name, _, what = study.partition("-released-")
