@@ -42,7 +42,7 @@ INNER = {
     "SGD-M": lambda rows, rest: torch.optim.SGD([*rows, *rest], 0.1, 0.9, weight_decay=0.01),
     "Adam": lambda rows, rest: torch.optim.Adam([*rows, *rest], 0.01, weight_decay=0.01),
     "(ab)": lambda rows, rest: optim.Adam([*rows, *rest], 0.01, without="ab"),
-    "Muon": lambda rows, rest: Hyperball([{**group, "rows": "tensor"} for group in rows] + rest, 0.01),
+    "Muon": lambda rows, rest: Hyperball([{**group, "rows": "tensor"} for group in rows] + rest, 0.01, 0.95),
 }
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -34,7 +35,7 @@ from steradian.lab.config import Config, match_names
 from steradian.lab.results import Result, Store, environment
 from steradian.lab.rivals import Hyperball
 from steradian.lab.study import Study, pick_device
-from steradian.lab.tables import duration, interval_rows, winners
+from steradian.lab.tables import interval_rows, winners
 from steradian.lab.training import compiled
 from steradian.watching.watch import watch
 
@@ -372,7 +373,7 @@ def language_study(
             if time.monotonic() + 1.3 * expected > ends:
                 return False
             store.add([result := trainer().run(config, study.work / config.key if config.seed == 1 else None)])
-            took = f"{bits(result):.4f} bits per byte, {duration(result.seconds)}"
+            took = f"{bits(result):.4f} bits per byte, {timedelta(seconds=round(result.seconds))}"
             say(f"{config.method}, lr {config.lr:g}, seed {config.seed}: {took}")
         return True
 

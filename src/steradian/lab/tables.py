@@ -219,7 +219,7 @@ class Column:
         """The device time of all trainings together, and the devices."""
         devices = sorted({result.environment.get("device", "an unknown device") for result in self.every})
         seconds = sum(result.seconds for result in self.every)
-        took = f"{seconds / 3600:.2f} hours" if seconds >= _HOURS else duration(seconds)
+        took = f"{seconds / 3600:.2f} hours" if seconds >= _HOURS else f"{seconds:.0f} s"
         return f"{len(self.every)} training{'s' * (len(self.every) != 1)} took {took} of {', '.join(devices)}."
 
 
@@ -280,17 +280,6 @@ def markdown_table(heads: list[str], lines: list[list[str]]) -> str:
     """
     rows = [[cell.replace("|", "\\|") for cell in row] for row in [heads, ["---"] * len(heads), *lines]]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def duration(seconds: float) -> str:
-    """Seconds, minutes or hours.
-
-    >>> duration(12), duration(754), duration(36_000)
-    ('12 s', '12.6 min', '10.0 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _signed(difference: float, digits: int = 2) -> str:

@@ -166,7 +166,10 @@ def _times(table: pd.DataFrame, observed: np.ndarray) -> tuple[np.ndarray, np.nd
 
 def page_data(runs: Sequence[PageRun]) -> tuple[str, str]:
     """Everything that the page's script draws: JSON, and the `Pack` that its offsets point into."""
-    pack = Pack()
+    pack, recorded = Pack(), {name for run in runs for name in run.quantities}
+    known = {name: QUANTITIES[name]._asdict() for name in QUANTITIES if name in recorded}
+    other = sorted(recorded - set(known))  # under their own names
+    known |= {name: {"title": name.replace("_", " ").capitalize(), "symbol": "", "meaning": ""} for name in other}
     points = points_for(sum(len(run.lines.keys) for run in runs))
     found = trajectories([run.paths for run in runs])
     balls = spheres(found)
@@ -176,7 +179,7 @@ def page_data(runs: Sequence[PageRun]) -> tuple[str, str]:
         "groups": list(dict.fromkeys(group for run in runs for group in run.groups)),
         "grid": grid(runs),
         "vectors": sorted(set().union(*(run.vectors for run in runs))),
-        "quantities": _quantities(runs),
+        "quantities": known,
         "whole": sorted({name for run in runs for name, of in run.lines.values.items() if "" in of}),
         "runs": [_run(run, coarsen(run.lines, points)) for run in runs],
         "bins": len(spread[0].edges) - 1 if spread else 0,
@@ -205,14 +208,6 @@ def grid(runs: Sequence[PageRun]) -> dict[str, Any] | None:
         return None
     places = {name: [blocks.index(block), roles.index(role)] for name, (block, role) in inside.items()}
     return {"blocks": blocks, "roles": roles, "places": places}
-
-
-def _quantities(runs: Sequence[PageRun]) -> dict[str, dict[str, str]]:
-    """Quantities recorded for groups, in the order of `QUANTITIES`, then unknown ones under their own names."""
-    recorded = {name for run in runs for name in run.quantities}
-    known = {name: QUANTITIES[name]._asdict() for name in QUANTITIES if name in recorded}
-    other = sorted(recorded - set(known))
-    return known | {name: {"title": name.replace("_", " ").capitalize(), "symbol": "", "meaning": ""} for name in other}
 
 
 def _run(run: PageRun, lines: Lines) -> dict[str, Any]:
