@@ -33,10 +33,6 @@ class Pack:
     A number is the upper 24 bits of its float32, rounded to 16 binary digits, or to 11 if there are more than
     `MANY` numbers. All third bytes come first, then all second and all first ones, which compresses best. A number
     that is not finite is a gap, NaN.
-
-    >>> pack = Pack()
-    >>> pack.add([1.0, 2.0]), pack.add([0.1])
-    (0, 2)
     """
 
     def __init__(self) -> None:
@@ -232,11 +228,7 @@ def _line(line: np.ndarray | None) -> np.ndarray | list[float] | None:
 
 
 def distinct_names(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Names of runs; equal names get as much of their folder as distinguishes them.
-
-    >>> distinct_names(["adam", "sgd", "adam"], [Path("a/run"), Path("b/run"), Path("c/run")])
-    ['adam (a/run)', 'sgd', 'adam (c/run)']
-    """
+    """Names of runs; equal names get as much of their folder as distinguishes them: "adam (a/run)"."""
     result, pairs = [], list(zip(names, folders, strict=True))
     for name, folder in pairs:
         twins = [other.parts for n, other in pairs if n == name and other != folder]

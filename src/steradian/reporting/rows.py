@@ -43,9 +43,6 @@ def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
     """Steps at which all rows of a group were recorded, at most `most` of them with the first and the last.
 
     `step` is that of each recorded row. Steps with fewer rows do not count: single rows may be recorded more often.
-
-    >>> whole_steps(np.array([0, 0, 0, 1, 2, 3, 3, 3]))
-    [0, 3]
     """
     steps, sizes = np.unique(step, return_counts=True)
     steps = steps[sizes == sizes.max()]
