@@ -26,11 +26,7 @@ Names = Sequence[str] | None
 
 
 def columns_of(data: str | None = None, columns: Names = None) -> list[tuple[str, str]]:
-    """Network and data of the columns with such names; data that the paper lacks has a column for each network.
-
-    >>> columns_of("cifar10", ["ResNet20"]), columns_of("digits")
-    ([('ResNet20', 'cifar10')], [('ResNet20', 'digits'), ('ResNet18', 'digits'), ('VGG16', 'digits')])
-    """
+    """Network and data of the columns with such names; data that the paper lacks has a column for each network."""
     every = [column for column in paper.COLUMNS if data in (None, column[1])]
     if not every:
         every = [(model, str(data)) for model in _NETWORKS]
