@@ -71,7 +71,7 @@ def figure(
         if not tracks.path.exists():
             there = [path.name.removesuffix("-tracks.parquet") for path in sorted(folder.glob("*-tracks.parquet"))]
             raise ValueError(f"no records of {study!r} in {folder}; there are {', '.join(there) or 'none'}")
-        drawn = TRACK_FIGURES[kind](tracks.table(), tracks.about())
+        drawn, _ = TRACK_FIGURES[kind](tracks.table(), tracks.about())
     write_figure(drawn, out)
     screen().print(f"The figure: {out}", soft_wrap=True)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from steradian.files import write_atomically
 from steradian.lab import tables
-from steradian.lab.figures import FIGURES, SUMMARIES, TRACK_FIGURES, Figure, to_svg, write_figure
+from steradian.lab.figures import FIGURES, TRACK_FIGURES, Figure, to_svg, write_figure
 from steradian.lab.language import bits_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
@@ -141,10 +141,10 @@ def _tracked(region: _Region) -> str:
     """A figure and its summary, from the first of the studies that has recorded it."""
     for study in region.studies:
         tracks = Tracks(region.results / f"{study}-tracks.parquet")
-        table, about = tracks.table(), tracks.about()
-        if not (figure := TRACK_FIGURES[region.kind](table, about)).empty:
+        figure, rows = TRACK_FIGURES[region.kind](tracks.table(), tracks.about())
+        if not figure.empty:
             shown = region.show(figure, study if study.startswith(region.kind) else f"{region.kind}-{study}")
-            return f"{shown}\n\n{markdown_table(*SUMMARIES[region.kind](table, about))}"
+            return f"{shown}\n\n{markdown_table(*rows)}"
     return _not_run(region.studies[0])
 
 
