@@ -356,7 +356,7 @@ def trajectory_study(
     schemes = {start: trajectories([start], epochs=tuning) for start in starts}
     left = [start for start in starts if schemes[start][0].key not in study.tracks.about()]
     options |= {"roots": roots, "keep_weights": True, "progress": progress}
-    if not study.run(left, device=where, seconds=seconds, **options):
+    if not study.run(left, device=device, seconds=seconds, **options):
         return False
     prepare_device(where, exact=True)
     with progress:

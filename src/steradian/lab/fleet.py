@@ -315,8 +315,8 @@ class _Flight:
 def _first_interruption(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` on the first Ctrl-C, SIGTERM or SIGHUP that is not ignored; the next has its usual effect."""
     main = threading.current_thread() is threading.main_thread()  # no other thread may handle signals
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main}
-    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
+    before = {number: handler for number in numbers if (handler := signal.getsignal(number)) != signal.SIG_IGN}
 
     def restore() -> None:
         for number, handler in before.items():
