@@ -378,8 +378,7 @@ def write_trainings(folder: Path, name: str, trainings: dict[str, Callable[[], A
 REGIONS = """settings resnet20-cifar10 | table resnet20-cifar10 | numbers resnet20-cifar10 | machines resnet20-cifar10
     | table resnet20-cifar10-released-settings resnet20-cifar10-released-network | points grid-cifar10
     | settings hypotheses-cifar10 | hypotheses hypotheses-cifar10 | settings trajectories-cifar10
-    | trajectories trajectories-cifar10 | phenomena phenomena-cifar10 hypotheses-cifar10
-    | times resnet20-cifar10 resnet18-cifar10 vgg16-cifar10 tables-no-affine-cifar10"""
+    | trajectories trajectories-cifar10 | phenomena phenomena-cifar10 hypotheses-cifar10"""
 
 
 def record_tables(folder: Path, _: str) -> None:

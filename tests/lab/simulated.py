@@ -1,8 +1,5 @@
 """Invented results for the tests of tables, figures and documents."""
 
-import json
-import math
-
 import numpy as np
 import pandas as pd
 
@@ -87,17 +84,3 @@ def compared(folder, *, points=40, epochs=10, name="trajectories-cifar10"):
                 tables.append(pd.DataFrame({**single, **words}))
         tracks.add(config, pd.concat(tables), steps=STEPS, environment=WHERE)
     return tracks
-
-
-def bench(folder, milliseconds=13.8):
-    """The file that the benchmark of the fleet writes."""
-    row = {"network": "ResNet20", "way": "plain eager loop, DataLoader", "ms per run and step": milliseconds}
-    content = {
-        "environment": {"device": WHERE["device"]},
-        "rows": [row, {**row, "way": "fleet", "ms per run and step": 0.7}],
-    }
-    (folder / "bench-fleet.json").write_text(json.dumps(content))
-
-
-def steps_of(results):
-    return sum(r.config.epochs for r in results) * math.floor(47_500 / 128)

@@ -10,11 +10,11 @@ from steradian import optim
 from steradian.lab import angle
 from steradian.lab.angle import CROSSED, MATCHED, PARTS, TUNED, AtAngle, angle_study
 from steradian.lab.config import Config
-from steradian.lab.intervals import interval_rows
 from steradian.lab.registry import METHODS
 from steradian.lab.results import Result
 from steradian.lab.rivals import Hyperball
 from steradian.lab.study import Study
+from steradian.lab.tables import interval_rows
 
 SETTINGS = {"width": 4, "batch_size": 64, "precision": "float32"}
 SHAPES = [(6, 3, 3, 3), (4, 10), (5, 7)]
@@ -42,7 +42,7 @@ INNER = {
     "SGD-M": lambda rows, rest: torch.optim.SGD([*rows, *rest], 0.1, 0.9, weight_decay=0.01),
     "Adam": lambda rows, rest: torch.optim.Adam([*rows, *rest], 0.01, weight_decay=0.01),
     "(ab)": lambda rows, rest: optim.Adam([*rows, *rest], 0.01, without="ab"),
-    "Muon": lambda rows, rest: Hyperball([{**group, "rows": "tensor"} for group in rows] + rest, 0.01),
+    "Muon": lambda rows, rest: Hyperball([{**group, "rows": "tensor"} for group in rows] + rest, 0.01, 0.95),
 }
 
 

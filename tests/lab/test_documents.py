@@ -10,18 +10,16 @@ from pathlib import Path
 import pytest
 
 from steradian.lab.config import Config
-from steradian.lab.documents import KINDS, regions, write_up, written
+from steradian.lab.documents import KINDS, command, regions, write_up, written
 from steradian.lab.results import Result, Store
-from steradian.lab.tables import accuracy_columns, plain_loops, time_rows
 
-from lab.simulated import bench, column, compared, steps_of, tracked
+from lab.simulated import column, compared, tracked
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
     "table resnet20-cifar10 resnet18-cifar10",
     "numbers resnet20-cifar10",
     "points resnet20-cifar10",
-    "times resnet20-cifar10",
     "machines resnet20-cifar10",
     "settings resnet20-cifar10",
     "loss resnet20-cifar10",
@@ -53,7 +51,6 @@ def test_every_kind_of_region_is_rewritten_and_the_rest_is_kept(tmp_path):
     column(tmp_path, epochs=20, seeds=2)
     tracked(tmp_path, epochs=20)
     compared(tmp_path)
-    bench(tmp_path)
     trained(tmp_path)
     made = document(tmp_path / "docs.md", NAMES)
     where = {"results": tmp_path, "figures": tmp_path / "pictures"}
@@ -92,6 +89,24 @@ def test_a_missing_study_gives_the_command_that_runs_it(tmp_path):
     assert not (tmp_path / "pictures").exists()
 
 
+@pytest.mark.parametrize(
+    ("study", "expected"),
+    [
+        ("resnet20-cifar10", "reproduce tables --data cifar10 --columns ResNet20"),
+        ("hypotheses-cifar10", "reproduce hypotheses --data cifar10"),
+        (
+            "resnet20-cifar10-released-settings",
+            "reproduce tables --data cifar10 --columns ResNet20 --settings released",
+        ),
+        ("angle-matched", "angle matched"),
+        ("language", "language"),
+        ("mine", "reproduce RECIPE --study mine"),
+    ],
+)
+def test_a_study_is_run_by_its_command(study, expected):
+    assert command(study) == f"steradian {expected}"
+
+
 def test_a_diverged_study_is_not_called_missing(tmp_path):
     results = column(tmp_path, name="mine")
     Store(tmp_path / "mine.json").add(replace(result, diverged=True) for result in results)
@@ -128,20 +143,6 @@ def test_all_documents_are_written_or_none(tmp_path):
     with pytest.raises(ValueError, match="must name one of table"):
         write_up([good, wrong], results=tmp_path, figures=tmp_path)
     assert good.read_text() == before
-
-
-def test_times_are_steps_times_the_plain_loops_milliseconds(tmp_path):
-    results = column(tmp_path, epochs=20, seeds=2, seconds=30.0)
-    bench(tmp_path, milliseconds=10.0)
-    heads, [line] = time_rows(accuracy_columns(results), plain_loops(tmp_path / "bench-fleet.json"))
-    found = dict(zip(heads, line, strict=True))
-    steps = steps_of(results)
-    assert found["steps"] == f"{steps:,}" == f"{14 * 20 * 371:,}"
-    assert found["our time"] == "7.0 min"
-    assert found["ms per training and step"] == f"{1e3 * 14 * 30 / steps:.3g}"
-    assert found["plain loop, the same steps"] == f"{steps * 0.01 / 60:.1f} min"
-    assert found["ratio"] == f"{steps * 0.01 / (14 * 30):.1f} ×"
-    assert time_rows(accuracy_columns(results), {"ResNet20": (10.0, "another")})[1][0][-1] == ""
 
 
 @pytest.mark.parametrize("name", ["docs/study.md", "README.md"])

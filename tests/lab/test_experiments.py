@@ -68,13 +68,13 @@ def test_recorded_steps_are_dense_at_the_start_and_even_after_it():
 
 
 @pytest.mark.parametrize("method", ["SGD", "SGD-M", "Adam", "AdamW†", "Adam w/o (a)"])
-def test_tracking_changes_nothing_and_agrees_with_watch(data, method):
+def test_tracking_changes_nothing_and_agrees_with_watch(data, method, tmp_path):
     [config] = methods(method, epochs=2)
-    plain, delivered = finished(Training(config, data)), []
-    tracked = finished(Tracked(config, data, points=POINTS, phenomena=True, deliver=delivered.append))
+    plain, tracks = finished(Training(config, data)), Tracks(tmp_path / "tracks.parquet")
+    tracked = finished(Tracked(config, data, points=POINTS, phenomena=True, tracks=tracks))
     assert comparable(tracked.curves) == comparable(plain.curves)
-    assert delivered == [tracked]
     table = tracked.table()
+    np.testing.assert_array_equal(by_place(tracks.table()), by_place(table).astype(np.float32))
     steps = recorded_steps(2 * plain.steps, POINTS)
     assert sorted(set(table["step"])) == steps
     assert list(dict.fromkeys(table["group"])) == [*plain.groups.layouts, LIVING, ALL]
@@ -103,8 +103,8 @@ def test_interrupted_tracked_trainings_are_the_uninterrupted_ones(data, tmp_path
     configs = methods("Adam", "SGD-M", epochs=3)
     tables = {}
     for name, seconds in (("whole", None), ("parts", 12)):
-        ticks, kept = count(), {}
-        made = partial(Tracked, points=POINTS, phenomena=True, deliver=lambda t, k=kept: k.update({t.config.key: t}))
+        ticks, tracks = count(), Tracks(tmp_path / name / "tracks.parquet")
+        made = partial(Tracked, points=POINTS, phenomena=True, tracks=tracks)
         runs = 1
         while True:
             study = fleet(tmp_path / name, data, size=2, make=made, clock=lambda t=ticks: float(next(t)))
@@ -112,7 +112,7 @@ def test_interrupted_tracked_trainings_are_the_uninterrupted_ones(data, tmp_path
                 break
             runs += 1
             assert runs < 50
-        tables[name] = {key: by_place(training.table()) for key, training in kept.items()}
+        tables[name] = {run: by_place(table) for run, table in tracks.table().groupby("run", observed=True)}
     assert runs > 1
     assert curves(Store(tmp_path / "whole" / "results.json")) == curves(Store(tmp_path / "parts" / "results.json"))
     for config in configs:

@@ -12,7 +12,6 @@ from steradian.lab import paper
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA
 from steradian.lab.figures import (
     FIGURES,
-    SUMMARIES,
     TRACK_FIGURES,
     Chart,
     Figure,
@@ -120,8 +119,8 @@ def test_curves_of_few_epochs_show_all_of_them(tmp_path, kind, epochs):
 
 def test_a_figure_of_other_records_is_empty(tmp_path):
     others, own = compared(tmp_path, points=4), tracked(tmp_path, points=4)
-    assert TRACK_FIGURES["hypotheses"](others.table(), others.about()).empty
-    assert TRACK_FIGURES["trajectories"](own.table(), own.about()).empty
+    assert TRACK_FIGURES["hypotheses"](others.table(), others.about())[0].empty
+    assert TRACK_FIGURES["trajectories"](own.table(), own.about())[0].empty
 
 
 def test_a_chart_draws_points_at_their_coordinates(tmp_path):
@@ -162,7 +161,7 @@ def test_the_same_figure_is_the_same_file(tmp_path):
 def test_hypotheses_have_the_largest_of_all_filters(tmp_path):
     tracks = tracked(tmp_path, epochs=40)
     table, about = tracks.table(), tracks.about()
-    first, second, taylor = TRACK_FIGURES["hypotheses"](table, about).charts
+    first, second, taylor = TRACK_FIGURES["hypotheses"](table, about)[0].charts
     assert [line.name for line in first.lines] == ["SGD-M", "Adam", "SGD"]
     assert [line.name for line in taylor.lines] == ["SGD"]
     np.testing.assert_allclose(taylor.lines[0].y, np.square(second.lines[2].y), rtol=1e-6)
@@ -171,7 +170,7 @@ def test_hypotheses_have_the_largest_of_all_filters(tmp_path):
     largest = own[own["statistic"] == "max"].sort_values("step")
     assert first.lines[1].y == largest["value"].tolist()
     np.testing.assert_allclose(first.lines[1].x, largest["step"] / STEPS)
-    heads, lines = SUMMARIES["hypotheses"](table, about)
+    heads, lines = TRACK_FIGURES["hypotheses"](table, about)[1]
     summary = dict(zip(heads, lines[1], strict=False))
     assert (summary["method"], summary["filters that shrank away"]) == ("Adam", "0.0%")
     assert lines[1][1] == f"{largest['value'].max():.2g}"
@@ -179,24 +178,24 @@ def test_hypotheses_have_the_largest_of_all_filters(tmp_path):
 
 def test_filters_that_shrank_away_have_their_own_line(tmp_path):
     tracks = tracked(tmp_path, epochs=40, shrunk=True)
-    first = TRACK_FIGURES["hypotheses"](tracks.table(), tracks.about()).charts[0]
+    first = TRACK_FIGURES["hypotheses"](tracks.table(), tracks.about())[0].charts[0]
     dashed = [line for line in first.lines if line.dashed]
     assert [line.name for line in dashed] == ["Adam, with filters that shrank away"]
     assert max(dashed[0].y) == 3
     assert max(max(line.y) for line in first.lines if not line.dashed) < 1
-    assert SUMMARIES["hypotheses"](tracks.table(), tracks.about())[1][1][-1] == "8.3%"
+    assert TRACK_FIGURES["hypotheses"](tracks.table(), tracks.about())[1][1][1][-1] == "8.3%"
 
 
 def test_phenomena_by_layer_and_method(tmp_path):
     tracks = tracked(tmp_path, epochs=40)
     table, about = tracks.table(), tracks.about()
-    figure = TRACK_FIGURES["phenomena"](table, about)
+    figure = TRACK_FIGURES["phenomena"](table, about)[0]
     assert len(figure.charts) == len(PHENOMENA)
     for chart in figure.charts:
         assert [line.name for line in chart.lines] == ["", "", "", "SGD-M, all layers", "Adam, all layers"]
     assert (len(figure.ramp), figure.ramp_name) == (3, "Adam, first layer to last layer")
     assert figure.ramp_name in texts(drawn(figure, tmp_path))
-    lines = SUMMARIES["phenomena"](table, about)[1]
+    lines = TRACK_FIGURES["phenomena"](table, about)[1][1]
     assert [line[0] for line in lines] == ["SGD-M"] * 4 + ["Adam"] * 4
     adam = next(run for run in about if "adam" in run)
     own = table[(table["run"] == adam) & (table["quantity"] == "deformation") & (table["statistic"] == "median")]
@@ -205,7 +204,7 @@ def test_phenomena_by_layer_and_method(tmp_path):
     later = own[~own["group"].isin([ALL, LIVING]) & (own["step"] >= STEPS)]
     assert lines[4][-1].startswith(f"{later['value'].max():.2g} in {later.loc[later['value'].idxmax(), 'group']}")
     none = tracked(tmp_path, measured=(), name="none", epochs=2)
-    assert TRACK_FIGURES["phenomena"](none.table(), none.about()).empty
+    assert TRACK_FIGURES["phenomena"](none.table(), none.about())[0].empty
 
 
 def test_summaries_ignore_records_of_other_kinds(tmp_path):
@@ -213,9 +212,9 @@ def test_summaries_ignore_records_of_other_kinds(tmp_path):
     tracked(tmp_path, epochs=4, name="both")
     both = compared(tmp_path, points=4, name="both")
     table, about = both.table(), both.about()
-    assert [line[0] for line in SUMMARIES["hypotheses"](table, about)[1]] == ["SGD-M", "Adam", "SGD"]
-    assert len(SUMMARIES["phenomena"](table, about)[1]) == 8
-    assert len(SUMMARIES["trajectories"](table, about)[1]) == 6
+    assert [line[0] for line in TRACK_FIGURES["hypotheses"](table, about)[1][1]] == ["SGD-M", "Adam", "SGD"]
+    assert len(TRACK_FIGURES["phenomena"](table, about)[1][1]) == 8
+    assert len(TRACK_FIGURES["trajectories"](table, about)[1][1]) == 6
 
 
 def test_summaries_of_diverged_runs(tmp_path):
@@ -223,27 +222,27 @@ def test_summaries_of_diverged_runs(tmp_path):
     table, about = tracks.table(), tracks.about()
     adam = next(run for run in about if "adam" in run)
     early = table[(table["run"] != adam) | (table["step"] < 3)]  # then nothing is a number any more
-    assert [line[-1] for line in SUMMARIES["phenomena"](early, about)[1][4:]] == [""] * 4
+    assert [line[-1] for line in TRACK_FIGURES["phenomena"](early, about)[1][1][4:]] == [""] * 4
     gone = early[(early["run"] != adam) | ~early["group"].isin([LIVING]) & (early["quantity"] != "living")]
-    line = SUMMARIES["hypotheses"](gone, about)[1][1]
+    line = TRACK_FIGURES["hypotheses"](gone, about)[1][1][1]
     assert line == ["Adam", *[""] * 10]
     others = compared(tmp_path)
     table = others.table()
     lost = table[~table["group"].str.startswith("AdaGrad:") | (table["step"] < 100)]
-    lines = SUMMARIES["trajectories"](lost, others.about())[1]
+    lines = TRACK_FIGURES["trajectories"](lost, others.about())[1][1]
     assert [line[3] == "diverged" for line in lines] == [False, True] * 3
 
 
 def test_trajectories_by_norm(tmp_path):
     tracks = compared(tmp_path)
-    charts = TRACK_FIGURES["trajectories"](tracks.table(), tracks.about()).charts
+    charts = TRACK_FIGURES["trajectories"](tracks.table(), tracks.about())[0].charts
     assert [chart.title for chart in charts] == ["ResNet20 BN", "ResNet20 BN without affine", "ResNet20 WN"]
     for chart in charts:
         assert [line.thin for line in chart.lines] == [True] * 6 + [False] * 2
         stays, leaves = chart.lines[-1], chart.lines[-2]
         assert stays.name.startswith("AdaGradG")
         assert stays.y[-1] > 0.999 > leaves.y[-1]
-    lines = SUMMARIES["trajectories"](tracks.table(), tracks.about())[1]
+    lines = TRACK_FIGURES["trajectories"](tracks.table(), tracks.about())[1][1]
     assert [line[:3] for line in lines[:2]] == [["ResNet20 BN", "AdaGradG", "3710"], ["ResNet20 BN", "AdaGrad", "3710"]]
     for line in lines:
         assert math.isclose(float(line[3]), math.cos(float(line[-1])), abs_tol=0.06)

@@ -21,9 +21,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from steradian import find_groups
 from steradian.lab import training as lab_training
 from steradian.lab.angle import CROSSED, MATCHED, TUNED
-from steradian.lab.fleet import Fleet
+from steradian.lab.fleet import Fleet, Progress
 from steradian.lab.models import small_cnn
-from steradian.lab.progress import Progress
 from steradian.lab.registry import METHODS
 from steradian.lab.results import Result, Store
 from steradian.lab.training import Execution, Queue, Training

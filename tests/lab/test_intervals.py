@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from steradian.lab.intervals import Difference, compare, holm, mean_interval
+from steradian.lab.tables import Cell, Difference, compare, holm
 
 
 def test_holm_compares_the_smallest_p_with_the_number_of_tests():
@@ -15,18 +15,18 @@ def test_holm_compares_the_smallest_p_with_the_number_of_tests():
 
 def test_intervals_are_those_of_students_t():
     values = [1.0, 1.3, 0.8, 1.1]
-    mean, half = mean_interval(values)
+    cell = Cell.of(values)
     low, high = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
-    assert (mean - half, mean + half) == pytest.approx((low, high))
-    assert np.isnan(mean_interval([1.0])[1])
+    assert (cell.mean - cell.half, cell.mean + cell.half) == pytest.approx((low, high))
+    assert np.isnan(Cell.of([1.0]).half)
 
 
 def test_a_difference_has_welchs_interval_and_p():
     a, b = np.random.default_rng(0).normal(0, [[1.0], [3.0]], (2, 6))
-    found, test = Difference.of(a, b), stats.ttest_ind(a, b, equal_var=False)
+    found, test = Cell.of(a).minus(Cell.of(b)), stats.ttest_ind(a, b, equal_var=False)
     low, high = test.confidence_interval(0.95)
     assert (found.low, found.high, found.p) == pytest.approx((low, high, test.pvalue))
-    assert Difference.of([1.0, 1.0], [2.0, 2.0]) == Difference(-1.0, -1.0, -1.0, 0.0)
+    assert Cell.of([1.0, 1.0]).minus(Cell.of([2.0, 2.0])) == Difference(-1.0, -1.0, -1.0, 0.0)
 
 
 def test_no_difference_is_said_only_within_the_margin():

@@ -8,8 +8,7 @@ import torch
 
 from steradian.discovery import find_groups
 from steradian.lab import language
-from steradian.lab.data.text import Corpus, build_corpus
-from steradian.lab.language import METHODS, LanguageModel, Shape, bits_rows, language_study
+from steradian.lab.language import METHODS, Corpus, LanguageModel, Shape, bits_rows, build_corpus, language_study
 from steradian.lab.results import Store
 from steradian.lab.study import Study
 from steradian.watching.records import read_run

@@ -227,7 +227,7 @@ def test_the_test_images_are_evaluated_when_validation_improves_and_at_the_end()
     assert not all(improved)
     result = Result(training.config, training.curves)
     assert result.accuracy == test[validation.index(max(validation))]
-    assert result.final_accuracy == test[-1]
+    assert result.to_dict()["final_accuracy"] == test[-1]
 
 
 class Frozen(torch.optim.SGD):

@@ -108,7 +108,7 @@ def test_rivals_give_the_rest_to_sgd_and_can_be_saved(make):
 
 def test_a_watch_sees_the_angle_of_hyperball():
     param = torch.nn.Parameter(torch.randn(4, 6))
-    optimizer = Hyperball([{"params": [param], "rows": "tensor"}], 0.05)
+    optimizer = Hyperball([{"params": [param], "rows": "tensor"}], 0.05, 0.95)
     with watch(optimizer) as watched:
         before = param.detach().clone()
         run(optimizer, param, gradients((4, 6), 1))
@@ -120,4 +120,4 @@ def test_a_watch_sees_the_angle_of_hyperball():
 
 def test_hyperball_takes_whole_tensors_alone():
     with pytest.raises(ValueError, match="rows must be"):
-        Hyperball([{"params": [torch.nn.Parameter(torch.ones(2, 3))], "rows": "filter"}])
+        Hyperball([{"params": [torch.nn.Parameter(torch.ones(2, 3))], "rows": "filter"}], 0.01)

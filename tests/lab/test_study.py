@@ -14,7 +14,7 @@ from rich.console import Console
 
 from steradian.lab.data import DataSet, Images, Resident, load
 from steradian.lab.experiments import Tracked, track_study
-from steradian.lab.progress import Progress
+from steradian.lab.fleet import Progress
 from steradian.lab.results import CURVES, Result, Store, claim, has_diverged
 from steradian.lab.study import Study, study_name
 from steradian.lab.training import Training

@@ -58,7 +58,7 @@ def corpus(
 
     Example: steradian data corpus --out data/python-source
     """
-    from steradian.lab.data.text import build_corpus
+    from steradian.lab.language import build_corpus
 
     build_corpus(out, source)
     screen().print(f"The text: {out}", soft_wrap=True)

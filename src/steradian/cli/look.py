@@ -75,9 +75,6 @@ def load_model(target: str, *, layers: int | None = None) -> "nn.Module":
 
     Modules are found from the current directory, as with `python -m`, and a file's imports from its folder. The factory
     may be a model itself, or an attribute of a class: "package.module:Networks.small".
-
-    >>> type(load_model("steradian.lab.models:small_cnn")).__name__
-    'Sequential'
     """
     from torch import nn
 
@@ -140,11 +137,7 @@ def _import_module(place: str) -> Any:
 
 
 def example_input(shape: str) -> "Tensor":
-    """A random tensor of a shape like 8x3x32x32; of a shape like 8x16:1000, token numbers below 1000.
-
-    >>> example_input("2x3").shape, example_input("2x3:50").dtype
-    (torch.Size([2, 3]), torch.int64)
-    """
+    """A random tensor of a shape like 8x3x32x32; of a shape like 8x16:1000, token numbers below 1000."""
     import torch
 
     sizes, colon, below = shape.lower().partition(":")

@@ -71,7 +71,7 @@ def figure(
         if not tracks.path.exists():
             there = [path.name.removesuffix("-tracks.parquet") for path in sorted(folder.glob("*-tracks.parquet"))]
             raise ValueError(f"no records of {study!r} in {folder}; there are {', '.join(there) or 'none'}")
-        drawn = TRACK_FIGURES[kind](tracks.table(), tracks.about())
+        drawn, _ = TRACK_FIGURES[kind](tracks.table(), tracks.about())
     write_figure(drawn, out)
     screen().print(f"The figure: {out}", soft_wrap=True)
 
@@ -142,12 +142,7 @@ def match(
 
 
 def _optimizer(text: str) -> "tuple[type[Optimizer], dict[str, Any]]":
-    """Class and settings from "AdamW(lr=1e-3)", or "AdamW"; names without a module are ours, or else torch's.
-
-    >>> kind, settings = _optimizer("Adam(lr=1e-3, without='abc')")
-    >>> kind.__module__, settings
-    ('steradian.optim.adam', {'lr': 0.001, 'without': 'abc'})
-    """
+    """Class and settings from "AdamW(lr=1e-3)", or "AdamW"; names without a module are ours, or else torch's."""
     import torch
 
     from steradian import optim

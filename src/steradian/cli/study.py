@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,7 +63,7 @@ def compare(
     import steradian.lab.angle  # noqa: F401  # registers its methods
     from steradian.lab.recipes import by_method, comparison, tuning
     from steradian.lab.registry import load_plugin
-    from steradian.lab.tables import search
+    from steradian.lab.tables import winners
 
     for path in plugin or ():
         load_plugin(path)
@@ -77,16 +76,13 @@ def compare(
     kind |= _settings(settings)
     kind |= {"lr": {m: each[0] for m, each in rates.items()}, "weight_decay": {m: v[0] for m, v in decays.items()}}
     configs = comparison(methods=methods, seeds=1 if tunes else seeds, **kind)
-    name = study or f"{context.info_name}-{network}-{data}"
+    made = _study(study or f"{context.info_name}-{network}-{data}")
     how = dict[str, Any](roots=_roots(configs, root), seconds=seconds, size=size, device=device, compiled=compile)
     if tunes:
         tried = tuning(configs, points=points, rates={m: v for m, v in rates.items() if len(v) > 1}, decays=decays)
-        made, keys = _study(f"{name}-grid"), {config.key for config in tried}
-        if not _run(partial(made.run, tried, **how), made.store.path, tried):
+        if not _run(partial(made.tuning.run, tried, **how), made.tuning.store.path, tried):
             return
-        best = search(result for result in made.store.results() if result.config.key in keys)
-        configs = [replace(each.config, seed=seed) for seed in range(1, seeds + 1) for each in best if each.runs]
-    made = _study(name)
+        configs = winners(tried, made.tuning.store.results(), seeds)
     _run(partial(made.run, configs, **how), made.store.path, configs, page=True)
 
 
@@ -174,7 +170,7 @@ def _study(name: str) -> "Study":
 def _run(work: Callable[..., bool], path: Path, configs: "Sequence[Config]" = (), *, page: bool = False) -> bool:
     """Run trainings with their progress on the screen; print their table and where they are; whether all are done."""
     from steradian.lab.documents import write_page
-    from steradian.lab.progress import Progress
+    from steradian.lab.fleet import Progress
     from steradian.lab.results import Store
 
     console = screen()
@@ -230,16 +226,16 @@ def angle(
     Example: steradian angle matched --root data/cifar10 --device cuda --seconds 500
     """
     from steradian.lab.angle import angle_study
-    from steradian.lab.intervals import interval_rows
-    from steradian.lab.progress import Progress
+    from steradian.lab.fleet import Progress
     from steradian.lab.study import Study
+    from steradian.lab.tables import interval_rows
 
     usual = (network, data) == ("ResNet20", "cifar10")
     made = Study(study or f"angle-{part}" + ("" if usual else f"-{network}-{data}".lower()))
     how: dict[str, Any] = {"methods": methods, "epochs": epochs, "seeds": seeds, "points": points, "size": size}
     how |= {"data": data, "network": network, "settings": _settings(settings), "roots": {data: root} if root else {}}
     how |= {"device": device, "seconds": seconds, "compiled": compile, "progress": Progress(screen())}
-    finished = angle_study(part, study=made, **how)
+    finished = angle_study(part, made, **how)
     _conclude(made, finished, "Test accuracy in percent, mean and 95 % interval over seeds", interval_rows)
 
 
@@ -269,7 +265,7 @@ def language(
         post_norms=post_norms, **{name: given.pop(name) for name in list(given) if name in Shape.__dataclass_fields__}
     )
     how: dict[str, Any] = {"methods": methods, "rates": lr or RATES, "seeds": seeds, "device": device}
-    finished = language_study(shape, root, study=made, say=say, seconds=seconds, **how, **given)
+    finished = language_study(shape, root, made, say=say, seconds=seconds, **how, **given)
     _conclude(made, finished, "Bits per byte of the validation text", bits_rows, also=f"; recorded runs: {made.work}")
 
 

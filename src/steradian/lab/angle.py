@@ -24,11 +24,11 @@ from steradian import optim
 from steradian.geometry import collapsed, dot, norm
 from steradian.groups import Groups, Layout
 from steradian.lab.config import Config, match_names
-from steradian.lab.experiments import RECORDED, Tracked, store_steps
+from steradian.lab.experiments import RECORDED, Tracked
 from steradian.lab.registry import optimizer_of, register_method, split_rows
 from steradian.lab.rivals import Hyperball, Rotational
-from steradian.lab.study import Study, pick_device
-from steradian.lab.tables import search
+from steradian.lab.study import Study
+from steradian.lab.tables import winners
 from steradian.optim.rows import RowSet
 from steradian.watching.records import COLUMNS
 
@@ -246,6 +246,7 @@ def _angles(study: Study, config: Config) -> dict[str, NDArray[np.float64]]:
 
 def angle_study(
     part: str,
+    study: Study,
     *,
     data: str = "cifar10",
     network: str = "ResNet20",
@@ -253,8 +254,6 @@ def angle_study(
     epochs: int | None = None,
     seeds: int = 5,
     points: int = 600,
-    study: Study | None = None,
-    device: str | None = None,
     seconds: float | None = None,
     settings: Mapping[str, Any] | None = None,
     **options: Any,
@@ -263,45 +262,37 @@ def angle_study(
 
     Args:
         part: one of `PARTS`.
+        study: where the files go.
         data: the data set.
         network: the network.
         methods: some of the methods; None: all.
         epochs: of each training, with a cosine; None: 135, or 60 for "tuned".
         seeds: number of seeds. The tuning has seed 0, and its winners have the seeds 1, 2, ….
         points: steps of SGD-M that are recorded for "matched".
-        study: where the files go.
-        device: where.
         seconds: stop, with checkpoints, when this time is over.
         settings: other fields of `Config`.
-        **options: of `Study.run`: roots, size, progress, …
+        **options: of `Study.run`: roots, device, size, progress, …
 
     Returns:
         Whether everything is finished.
     """
     [part] = match_names("part", [part], PARTS)
     grid, usual = PARTS[part]
-    study, began, where = study or Study(f"angle-{part}"), time.monotonic(), pick_device(device)
+    ends = math.inf if seconds is None else time.monotonic() + seconds
     common: dict[str, Any] = {"model": network, "data": data, "epochs": epochs or usual, "milestones": ()}
     common |= {"schedule": "cosine", **(settings or {})}
     taken = match_names("methods", methods, grid)
     configs = [Config(method=m, lr=lr, weight_decay=decay, **common) for m in taken for lr, decay in grid[m]]
 
     def run(wanted: Sequence[Config], to: Study, **more: Any) -> bool:
-        left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
-        return to.run(wanted, device=where, seconds=left, **options, **more)
+        return to.run(wanted, seconds=ends - time.monotonic(), **options, **more)
 
     if part == "matched":
         reference = Config(method="SGD-M", lr=0.1, weight_decay=_REST_DECAY, **common)
-        make = partial(_Recorded, points=points, deliver=partial(store_steps, study.tracks))
+        make = partial(_Recorded, points=points, tracks=study.tracks)
         if reference.key not in study.tracks.about() and not run([reference], study, make=make):
             return False
         _curves[reference.column] = _angles(study, reference)
     if part == "tuned":
-        tuning = replace(study, name=f"{study.name}-grid")
-        if not run(configs, tuning):
-            return False
-        keys = {config.key for config in configs}
-        best = search(result for result in tuning.store.results() if result.config.key in keys)
-        configs = [each.config for each in best if each.runs]
-    first = 1 if part == "tuned" else 0
-    return run([replace(c, seed=seed) for seed in range(first, first + seeds) for c in configs], study)
+        return run(configs, study.tuning) and run(winners(configs, study.tuning.store.results(), seeds), study)
+    return run([replace(config, seed=seed) for seed in range(seeds) for config in configs], study)

@@ -59,7 +59,10 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
     train_split, test_split = digits(seed=seed)
     results, folders = [], [out / "runs" / name for name in METHODS]
     for folder in folders:
-        _check_own(folder)
+        about = folder / "run.json"
+        config = json.loads(about.read_text(encoding="utf-8")).get("config", {}) if about.is_file() else {}
+        if folder.exists() and any(config.get(name) != value for name, value in _OWN.items()):
+            raise ValueError(f"{folder} is not a run of the demo, and would be overwritten: choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     with Progress(transient=True) as progress:
         for name, folder in zip(METHODS, folders, strict=True):
@@ -91,14 +94,6 @@ def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
             results.append(Result(name, groups, watch, accuracy, time.perf_counter() - started))
     report(folders, out / "index.html", title="A BN network on digits, seen on its spheres")
     return results
-
-
-def _check_own(folder: Path) -> None:
-    """Refuse to replace a folder that is not a run of the demo."""
-    about = folder / "run.json"
-    config = json.loads(about.read_text(encoding="utf-8")).get("config", {}) if about.is_file() else {}
-    if folder.exists() and any(config.get(name) != value for name, value in _OWN.items()):
-        raise ValueError(f"{folder} is not a run of the demo, and would be overwritten: choose another folder")
 
 
 @torch.no_grad()

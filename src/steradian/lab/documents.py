@@ -14,13 +14,12 @@ from pathlib import Path
 
 from steradian.files import write_atomically
 from steradian.lab import tables
-from steradian.lab.figures import FIGURES, SUMMARIES, TRACK_FIGURES, Figure, to_svg, write_figure
-from steradian.lab.intervals import interval_rows
+from steradian.lab.figures import FIGURES, TRACK_FIGURES, Figure, to_svg, write_figure
 from steradian.lab.language import bits_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
-from steradian.lab.tables import Column, Rows, accuracy_columns, markdown_table
+from steradian.lab.tables import Rows, accuracy_columns, interval_rows, markdown_table
 
 __all__ = ["write_page", "write_up"]
 
@@ -29,14 +28,7 @@ _MARK = re.compile(r"^<!-- (?:begin|end) .+? -->$", re.MULTILINE)
 
 
 def regions(text: str) -> list[str]:
-    r"""Names of the marked regions of a document.
-
-    >>> regions("a\n<!-- begin table x -->\nold\n<!-- end table x -->\nb")
-    ['table x']
-
-    Raises:
-        ValueError: a mark has no counterpart.
-    """
+    """Names of the marked regions of a document; a mark without a counterpart raises a ValueError."""
     found = [match["name"] for match in _REGION.finditer(text)]
     if 2 * len(found) != len(_MARK.findall(text)):
         alone = [mark for mark in _MARK.findall(text) if not any(f" {name} -->" in mark for name in found)]
@@ -91,14 +83,6 @@ class _Region:
         """Paragraphs, and the commands that run what is missing."""
         return "\n\n".join([*parts, *map(_not_run, self.missing)])
 
-    def table(self, rows: Callable[..., Rows], what: Sequence[object], *more: object) -> str:
-        """A table of results or columns, if there are any, and the commands that run what is missing."""
-        return self.joined([markdown_table(*rows(what, *more))] if what else [])
-
-    def columns(self) -> list[Column]:
-        """The columns of each study."""
-        return [column for found in self.stored for column in accuracy_columns(found)]
-
     def show(self, figure: Figure, name: str) -> str:
         """Write a figure; returns the Markdown that shows it, with its caption."""
         path, caption = self.figures / f"{name}.svg", _CAPTIONS[self.kind]
@@ -111,19 +95,7 @@ def _not_run(study: str) -> str:
 
 
 def command(study: str) -> str:
-    """The command that runs a study; of a study with another name the recipe is unknown.
-
-    >>> command("resnet20-cifar10")
-    'steradian reproduce tables --data cifar10 --columns ResNet20'
-    >>> command("hypotheses-cifar10")
-    'steradian reproduce hypotheses --data cifar10'
-    >>> command("resnet20-cifar10-released-settings")
-    'steradian reproduce tables --data cifar10 --columns ResNet20 --settings released'
-    >>> command("angle-matched"), command("language")
-    ('steradian angle matched', 'steradian language')
-    >>> command("mine")
-    'steradian reproduce RECIPE --study mine'
-    """
+    """The command that runs a study; of a study with another name the recipe is unknown."""
     if study == "language" or study.startswith("angle-"):
         return f"steradian {study.replace('-', ' ')}"
     name, _, what = study.partition("-released-")
@@ -140,7 +112,7 @@ def command(study: str) -> str:
 
 def _table(region: _Region) -> str:
     """Ours beside the paper's; a "table" has statements below it, "numbers" have none."""
-    parts, columns = [], region.columns()
+    parts, columns = [], [column for found in region.stored for column in accuracy_columns(found)]
     for column in columns:
         parts.append(f"**{column.name}**, {column.length}\n\n{markdown_table(*column.rows())}")
         if region.kind == "table":
@@ -169,10 +141,10 @@ def _tracked(region: _Region) -> str:
     """A figure and its summary, from the first of the studies that has recorded it."""
     for study in region.studies:
         tracks = Tracks(region.results / f"{study}-tracks.parquet")
-        table, about = tracks.table(), tracks.about()
-        if not (figure := TRACK_FIGURES[region.kind](table, about)).empty:
+        figure, rows = TRACK_FIGURES[region.kind](tracks.table(), tracks.about())
+        if not figure.empty:
             shown = region.show(figure, study if study.startswith(region.kind) else f"{region.kind}-{study}")
-            return f"{shown}\n\n{markdown_table(*SUMMARIES[region.kind](table, about))}"
+            return f"{shown}\n\n{markdown_table(*rows)}"
     return _not_run(region.studies[0])
 
 
@@ -198,17 +170,20 @@ def _setting_rows(results: Sequence[Result]) -> Rows:
     return heads, [list(line) for line in lines]
 
 
+_TABLES: dict[str, Callable[[Sequence[Result]], Rows]] = {
+    "points": tables.point_rows,
+    "intervals": interval_rows,
+    "bits": bits_rows,
+    "machines": _machine_rows,
+    "settings": _setting_rows,
+}
 KINDS: dict[str, Callable[[_Region], str]] = {
     "table": _table,
     "numbers": _table,
-    "points": lambda region: region.table(tables.point_rows, [r for r in region.every if r.config.start is None]),
-    "times": lambda region: region.table(
-        tables.time_rows, region.columns(), tables.plain_loops(region.results / "bench-fleet.json")
+    **dict.fromkeys(
+        _TABLES,
+        lambda region: region.joined([markdown_table(*_TABLES[region.kind](region.every))] if region.every else []),
     ),
-    "intervals": lambda region: region.table(interval_rows, region.every),
-    "bits": lambda region: region.table(bits_rows, region.every),
-    "machines": lambda region: region.table(_machine_rows, region.every),
-    "settings": lambda region: region.table(_setting_rows, region.every),
     **dict.fromkeys(FIGURES, _curves),
     **dict.fromkeys(TRACK_FIGURES, _tracked),
 }

@@ -5,10 +5,10 @@ are replayed as in any fleet. `st.watch`, with which the tests compare, observes
 graph does not call: between two recorded steps it could not keep the sums of the phenomena.
 """
 
+import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from steradian.groups import Group, Groups
 from steradian.image import image_step
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
-from steradian.lab.fleet import prepare_device, read_state
-from steradian.lab.progress import Progress
+from steradian.lab.fleet import Progress, prepare_device, read_state
 from steradian.lab.recipes import trajectories
 from steradian.lab.results import Tracks, environment
 from steradian.lab.study import Study, pick_device
@@ -46,11 +45,7 @@ _LIVING = 1e-3
 
 
 def recorded_steps(total: int, points: int) -> list[int]:
-    """Steps to record, with the first and the last: half of them evenly spaced, half in equal ratios.
-
-    >>> recorded_steps(1000, 10)
-    [0, 5, 31, 177, 250, 500, 749, 999]
-    """
+    """Steps to record, with the first and the last: half of them evenly spaced, half in equal ratios."""
     if points < 2:
         raise ValueError(f"points must be at least 2, got {points}")
     even = np.linspace(0, total - 1, max(2, points - points // 2))
@@ -87,7 +82,7 @@ class Tracked(Training):
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.
-        deliver: called with this training when it is finished.
+        tracks: where the recorded steps go when it is finished; None: nowhere.
         **how: `execution` and `weights`, as for `Training`.
     """
 
@@ -98,11 +93,11 @@ class Tracked(Training):
         *,
         points: int = 300,
         phenomena: bool = False,
-        deliver: Callable[["Tracked"], None] = lambda _: None,
+        tracks: Tracks | None = None,
         **how: Any,
     ) -> None:
         super().__init__(config, data, **how)
-        self.quantities, self.deliver = RECORDED + (PHENOMENA if phenomena else ()), deliver
+        self.quantities, self.tracks = RECORDED + (PHENOMENA if phenomena else ()), tracks
         self.memory = Memory(None, check=False) if phenomena else None
         self._optimizer = self.optimizers[0]  # which has all rows of the network
         self._wanted = recorded_steps(config.epochs * self.steps, points)
@@ -129,10 +124,10 @@ class Tracked(Training):
         return self.left if self.queue.pending() else self._record(at)
 
     def collect(self) -> bool:
-        """Wait for the evaluation and read the figures of the epoch; after the last epoch, deliver."""
+        """Wait for the evaluation and read the figures of the epoch; after the last epoch, store what was recorded."""
         over = super().collect()
-        if over and self.finished:
-            self.deliver(self)
+        if over and self.finished and self.tracks is not None:
+            self.tracks.add(self.config, self.table(), steps=self.steps, environment=environment(self.data.device))
         return over
 
     def table(self) -> pd.DataFrame:
@@ -224,7 +219,6 @@ def track_study(
     *,
     phenomena: Collection[str] = (),
     points: int = 300,
-    device: str | None = None,
     **options: Any,
 ) -> bool:
     """Train with some steps recorded; their curves are stored too. A run is recorded as a whole and never repeated.
@@ -234,10 +228,9 @@ def track_study(
         study: where the files go.
         phenomena: methods in whose trainings (a), (b1), (b2) and (c) are measured too.
         points: steps to record in each.
-        device: where.
         **options: of `Study.run`, which returns whether everything is finished.
     """
-    where, tracks = pick_device(device), study.tracks
+    tracks = study.tracks
     recorded = set(tracks.about())
     if lost := sorted({config.key for config in configs} & study.store.keys() - recorded):
         raise ValueError(f"{study.store.path} contains {', '.join(lost)}, of which {tracks.path} has no record")
@@ -250,16 +243,9 @@ def track_study(
         )
 
     def make(config: Config, *args: Any, **more: Any) -> Tracked:
-        deliver, measured = partial(store_steps, tracks), config.method in phenomena
-        return Tracked(config, *args, points=points, phenomena=measured, deliver=deliver, **more)
+        return Tracked(config, *args, points=points, phenomena=config.method in phenomena, tracks=tracks, **more)
 
-    return study.run(configs, make=make, device=where, **options)
-
-
-def store_steps(tracks: Tracks, training: Tracked) -> None:
-    """Store what a training recorded."""
-    about = {"steps": training.steps, "environment": environment(training.data.device)}
-    tracks.add(training.config, training.table(), **about)
+    return study.run(configs, make=make, **options)
 
 
 # Trajectories of several schemes from one point, compared filter by filter: the experiment of Section 3.3
@@ -365,17 +351,18 @@ def trajectory_study(
         progress: shows the progress.
         **options: of `Study.run`, which returns whether everything is finished.
     """
-    where, began, progress, roots = pick_device(device), time.monotonic(), progress or Progress(), roots or {}
+    where, progress, roots = pick_device(device), progress or Progress(), roots or {}
+    ends = math.inf if seconds is None else time.monotonic() + seconds
     schemes = {start: trajectories([start], epochs=tuning) for start in starts}
     left = [start for start in starts if schemes[start][0].key not in study.tracks.about()]
     options |= {"roots": roots, "keep_weights": True, "progress": progress}
-    if not study.run(left, device=where, seconds=seconds, **options):
+    if not study.run(left, device=device, seconds=seconds, **options):
         return False
     prepare_device(where, exact=True)
     with progress:
         progress.begin(len(starts), len(starts) - len(left))
         for start in left:
-            if seconds is not None and time.monotonic() - began > seconds:
+            if time.monotonic() > ends:
                 return False
             path = study.work / "weights" / f"{start.key}.pt"
             if not path.exists():

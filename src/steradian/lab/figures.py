@@ -26,7 +26,7 @@ from steradian.watching.records import QUANTITIES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-__all__ = ["FIGURES", "SUMMARIES", "TRACK_FIGURES", "Chart", "Figure", "Line", "write_figure"]
+__all__ = ["FIGURES", "TRACK_FIGURES", "Chart", "Figure", "Line", "write_figure"]
 
 About = Mapping[str, Mapping[str, Any]]
 """By run, as `Tracks.about` has it: "config" and "steps" in an epoch."""
@@ -129,88 +129,73 @@ def _mean_line(method: str, curves: Sequence[Sequence[float]]) -> Line:
 # Quantities recorded within trainings
 
 
-def _hypotheses(table: pd.DataFrame, about: About) -> Figure:
+def _hypotheses(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
     """The figures of App. C.1.2 and fig:taylor: the largest |A⟨c,u⟩|, z, and z² of SGD over all filters, by epoch.
 
-    If filters shrank to less than a thousandth of their first radius, only dashed lines include them.
+    If filters shrank to less than a thousandth of their first radius, only dashed lines include them. The table has for
+    each method the largest values of a living filter at any recorded step, their epochs, and the usual ones: medians,
+    over the recorded steps after the first epoch, of the largest over the filters.
     """
     h1 = Chart("H1: |A⟨c,u⟩| stays below 1", "epoch", "largest over all filters", [], True, marks=[(1.0, "1")])
     h2 = replace(h1, title="H2: z = ηᵉ‖c⊥‖ stays below π", lines=[], marks=[(np.pi, "π")])
     taylor = replace(h1, title="Theorem 4: the Taylor variable z² under SGD", lines=[], marks=[])
-    charts = {("radial", 1): h1, ("velocity", 1): h2, ("velocity", 2): taylor}
+    charts, lines = {"|A⟨c,u⟩|": ("radial", 1, h1), "z": ("velocity", 1, h2), "z²": ("velocity", 2, taylor)}, []
     for run, method, colour in _by_method(about):
-        for (quantity, power), chart in charts.items():
-            living, every = (_largest(table, run, group, quantity) ** power for group in (LIVING, ALL))
-            shown = {method: living, f"{method}, with filters that shrank away": every}
-            if living.empty or (chart is taylor and method != "SGD"):
-                continue
-            for name, values in list(shown.items())[: 1 if living.equals(every) else 2]:
-                x = (values.index / about[run]["steps"]).tolist()
-                chart.lines.append(Line(name, x, values.tolist(), dashed=name != method, colour=colour))
-    return Figure([chart for chart in charts.values() if chart.lines])
-
-
-def _hypotheses_summary(table: pd.DataFrame, about: About) -> Rows:
-    """For each method the largest |A⟨c,u⟩|, z and z² of a living filter at any recorded step, its epoch, and the usual.
-
-    The usual value is the median, over the recorded steps after the first epoch, of the largest over the filters.
-    """
-    quantities, lines = {"|A⟨c,u⟩|": ("radial", 1), "z": ("velocity", 1), "z²": ("velocity", 2)}, []
-    heads = [head for name in quantities for head in (f"largest {name}", "at epoch", "usually")]
-    for run, method, _ in _by_method(about):
         if not len(_pick(table, run=run, quantity="radial")):
             continue
         line, steps = [method], about[run]["steps"]
-        for quantity, power in quantities.values():
-            largest = _largest(table, run, LIVING, quantity) ** power
-            later = largest[largest.index >= steps]
-            when = f"{largest.idxmax() / steps:.3g}" if len(largest) else ""
-            line += [_number(largest.max()), when, _number((later if len(later) else largest).median())]
+        for quantity, power, chart in charts.values():
+            living, every = (_largest(table, run, group, quantity) ** power for group in (LIVING, ALL))
+            later = living[living.index >= steps]
+            when = f"{living.idxmax() / steps:.3g}" if len(living) else ""
+            line += [_number(living.max()), when, _number((later if len(later) else living).median())]
+            if living.empty or (chart is taylor and method != "SGD"):
+                continue
+            shown = {method: living, f"{method}, with filters that shrank away": every}
+            for name, values in list(shown.items())[: 1 if living.equals(every) else 2]:
+                x = (values.index / steps).tolist()
+                chart.lines.append(Line(name, x, values.tolist(), dashed=name != method, colour=colour))
         share = _pick(table, run=run, group=ALL, quantity="living", statistic="mean").sort_values("step")["value"]
         lines.append([*line, f"{1 - share.iloc[-1]:.1%}" if len(share) else ""])
-    return ["method", *heads, "filters that shrank away"], lines
+    heads = [head for name in charts for head in (f"largest {name}", "at epoch", "usually")]
+    figure = Figure([chart for chart in (h1, h2, taylor) if chart.lines])
+    return figure, (["method", *heads, "filters that shrank away"], lines)
 
 
-def _trajectories(table: pd.DataFrame, about: About) -> Figure:
+def _trajectories(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
     """fig:track_adamgradg_sgd: cosine with the same filter under SGD, three filters of every block, by iteration.
 
-    Thick lines are the medians over all filters of the network.
+    Thick lines are the medians over all filters of the network. The table has for each network and scheme that did not
+    diverge the cosines at the end.
     """
-    charts = []
-    for run in about:
-        rows = _pick(table, run=run, quantity="cosine")
-        lines, medians = [], []
-        for method in ("AdaGrad", "AdaGradG") if len(rows) else ():  # the latter is drawn on top
-            colour, own = method_colour(method), rows[rows["group"].str.startswith(f"{method}: ")]
-            single = own[own["group"].str.endswith("]")].astype({"group": str})
-            for _, series in single.groupby("group", sort=False):
-                lines.append(Line("", *_series(series), colour=colour, thin=True))
-            median = _pick(own, group=f"{method}: {ALL}", statistic="median")
-            medians.append(Line(f"{method}, median of all filters", *_series(median), colour=colour))
-        if medians:
-            title = _network(about[run]["config"])
-            charts.append(Chart(title, "iteration", "cosine with the filter under SGD", lines + medians))
-    return Figure(charts)
-
-
-def _trajectories_summary(table: pd.DataFrame, about: About) -> Rows:
-    """For each network and scheme that did not diverge, the cosines with the filters under SGD at the end."""
-    lines = []
+    charts, lines = [], []
     for run in about:
         rows = table[(table["run"] == run) & table["quantity"].isin(["cosine", "angle"])]
-        last = rows[rows["step"] == rows["step"].max()]
-        for method in ("AdaGradG", "AdaGrad") if len(rows) else ():
-            own = _pick(last, group=f"{method}: {ALL}").set_index(["quantity", "statistic"])["value"]
+        if not len(rows):
+            continue
+        title, last = _network(about[run]["config"]), rows[rows["step"] == rows["step"].max()]
+        single, medians = [], []
+        for method in ("AdaGrad", "AdaGradG"):  # the latter is drawn on top
+            colour, own = method_colour(method), rows[rows["group"].str.startswith(f"{method}: ")]
+            filters = own[own["group"].str.endswith("]")].astype({"group": str})
+            for _, series in filters.groupby("group", sort=False):
+                single.append(Line("", *_series(series), colour=colour, thin=True))
+            median = _pick(own, group=f"{method}: {ALL}", quantity="cosine", statistic="median")
+            medians.append(Line(f"{method}, median of all filters", *_series(median), colour=colour))
+        charts.append(Chart(title, "iteration", "cosine with the filter under SGD", single + medians))
+        for method in ("AdaGradG", "AdaGrad"):
+            ends = _pick(last, group=f"{method}: {ALL}").set_index(["quantity", "statistic"])["value"]
             figures = ["diverged", "", "", ""]
-            if len(own):
-                cosines = [own["cosine", name] for name in ("min", "median", "mean")]
+            if len(ends):
+                cosines = [ends["cosine", name] for name in ("min", "median", "mean")]
                 figures = [f"{value:.4f}" if value < 0.9995 else f"{value:.7f}" for value in cosines]
-                figures.append(f"{own['angle', 'max']:.2g}")
-            lines.append([_network(about[run]["config"]), method, f"{last['step'].max()}", *figures])
-    return ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean", "largest angle (rad)"], lines
+                figures.append(f"{ends['angle', 'max']:.2g}")
+            lines.append([title, method, f"{last['step'].max()}", *figures])
+    heads = ["network", "scheme", "iterations", "lowest cosine with SGD", "median", "mean", "largest angle (rad)"]
+    return Figure(charts), (heads, lines)
 
 
-def _phenomena(table: pd.DataFrame, about: About) -> Figure:
+def _phenomena(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
     """Section 4.1 in figures: the median turn by (a), (b1), (b2) and (c) over the filters of each layer, by epoch.
 
     Layers are those of Adam if it was tracked; thick lines are medians over all filters, of every method.
@@ -220,7 +205,7 @@ def _phenomena(table: pd.DataFrame, about: About) -> Figure:
     medians = _pick(table, statistic="median")
     runs = {run: method for run, method, _ in _by_method(about) if len(_pick(medians, run=run, quantity=PHENOMENA[0]))}
     if not runs:
-        return Figure([])
+        return Figure([]), ([], [])
     shown = next((run for run, method in runs.items() if method == "Adam"), next(iter(runs)))
     layers = [name for name in dict.fromkeys(_pick(medians, run=shown)["group"]) if name not in (ALL, LIVING)]
     charts, ramp = [], LinearSegmentedColormap.from_list("layers", _LAYER_COLOURS)
@@ -233,15 +218,15 @@ def _phenomena(table: pd.DataFrame, about: About) -> Figure:
             series = _series(_pick(medians, run=run, group=group, quantity=quantity), about[run]["steps"])
             lines.append(Line(name, *series, colour=colour, thin=not name))
         charts.append(Chart(QUANTITIES[quantity].title, "epoch", "median turn (radians)", lines, logarithmic=True))
-    return Figure(charts, colours, f"{runs[shown]}, first layer to last layer")
+    return Figure(charts, colours, f"{runs[shown]}, first layer to last layer"), _turns(medians, about)
 
 
-def _phenomena_summary(table: pd.DataFrame, about: About) -> Rows:
+def _turns(medians: pd.DataFrame, about: About) -> Rows:
     """For each method and phenomenon the median turn of a filter: in the first epoch, before rates fall, at the end.
 
     Also the layer in which the median is largest after the first epoch, with its epoch.
     """
-    medians, lines = _pick(table, statistic="median"), []
+    lines = []
     for run, method, _ in _by_method(about):
         config = about[run]["config"]
         end = config["epochs"]
@@ -267,18 +252,12 @@ def _phenomena_summary(table: pd.DataFrame, about: About) -> Rows:
     return heads, lines
 
 
-TRACK_FIGURES: dict[str, Callable[[pd.DataFrame, About], Figure]] = {
+TRACK_FIGURES: dict[str, Callable[[pd.DataFrame, About], tuple[Figure, Rows]]] = {
     "hypotheses": _hypotheses,
     "phenomena": _phenomena,
     "trajectories": _trajectories,
 }
-"""Figures of recorded quantities; empty if others were recorded."""
-SUMMARIES: dict[str, Callable[[pd.DataFrame, About], Rows]] = {
-    "hypotheses": _hypotheses_summary,
-    "phenomena": _phenomena_summary,
-    "trajectories": _trajectories_summary,
-}
-"""The tables below them."""
+"""Figures of recorded quantities, empty if others were recorded, and the tables below them."""
 
 
 def _pick(table: pd.DataFrame, **wanted: str) -> pd.DataFrame:

@@ -1,17 +1,22 @@
-"""A byte-level language model, and the study of which of its weights may be kept on spheres.
+"""A byte-level language model, its text, and the study of which of its weights may be kept on spheres.
 
 Optimizers that keep matrices on spheres choose them by their shape. `find_groups` knows which are invariant: in a
 pre-norm transformer with QK-norm only those of queries and keys, head by head. The study compares both, under the same
 tuning. An *epoch* is 100 steps here; a step takes `batch_size` pieces of `Shape.length` bytes at random places.
 """
 
+import hashlib
+import json
+import lzma
 import math
 import shutil
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,16 +32,14 @@ from steradian import optim
 from steradian.discovery import find_groups
 from steradian.groups import Groups
 from steradian.lab.config import Config, match_names
-from steradian.lab.data.text import Corpus
-from steradian.lab.intervals import interval_rows
 from steradian.lab.results import Result, Store, environment
 from steradian.lab.rivals import Hyperball
 from steradian.lab.study import Study, pick_device
-from steradian.lab.tables import duration
+from steradian.lab.tables import interval_rows, winners
 from steradian.lab.training import compiled
 from steradian.watching.watch import watch
 
-__all__ = ["METHODS", "RATES", "LanguageModel", "Shape", "bits_rows", "language_study"]
+__all__ = ["METHODS", "RATES", "Corpus", "LanguageModel", "Shape", "bits_rows", "build_corpus", "language_study"]
 
 STEPS = 100
 """Steps of an epoch."""
@@ -44,6 +47,60 @@ RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 """The points of the tuning, the same for every method; see `_optimizers`."""
 _WARM_UP = 0.05  # share of the steps in which the rate rises
 _SOME = 8  # batches of the validation text after each epoch; after the last one all of it is evaluated
+
+
+_MOST = 64_000_000  # bytes to train on
+
+
+# The text: bytes of Python files, packed into two files
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to train on and to validate on, uint8."""
+
+    name: str
+    train: Tensor
+    val: Tensor
+    fingerprint: str
+
+    @classmethod
+    def read(cls, folder: Path) -> "Corpus":
+        """Read a folder that `build_corpus` wrote, and check its checksums."""
+        about, parts = json.loads((folder / "meta.json").read_text()), {}
+        for part in ("train", "val"):
+            text = lzma.decompress((folder / f"{part}.bin.xz").read_bytes())
+            if hashlib.sha256(text).hexdigest() != about["sha256"][part]:
+                raise ValueError(f"{folder / part}.bin.xz is damaged: its SHA-256 is not that of meta.json")
+            parts[part] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return cls(about["name"], parts["train"], parts["val"], about["sha256"]["train"][:12])
+
+
+def build_corpus(out: Path, source: Path | None = None) -> None:
+    """Write the Python files of an environment as one text.
+
+    All `*.py` of 501 to 199,999 bytes, one of each content, in the order of the SHA-1 of their relative path, joined by
+    a zero byte. The first 1 % of the files are for validation; of the others the first 64 MB are for training.
+
+    Args:
+        out: folder to write.
+        source: folder of the files; None: the packages of this environment.
+    """
+    source, files = source or Path(sysconfig.get_paths()["purelib"]), dict[bytes, bytes]()
+    paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.py") if path.is_file()}
+    for relative in sorted(paths, key=lambda each: hashlib.sha1(each.encode()).digest()):
+        if 500 < paths[relative].stat().st_size < 200_000:
+            files.setdefault(hashlib.sha256(text := paths[relative].read_bytes()).digest(), text)
+    texts, count = list(files.values()), max(1, len(files) // 100)
+    if len(texts) < 2:
+        raise ValueError(f"source must have at least two Python files of 501 to 199,999 bytes, got {source}")
+    parts = {"train": b"\0".join(texts[count:])[:_MOST], "val": b"\0".join(texts[:count])}
+    out.mkdir(parents=True, exist_ok=True)
+    for part, text in parts.items():
+        (out / f"{part}.bin.xz").write_bytes(lzma.compress(text))
+    sums = {part: hashlib.sha256(text).hexdigest() for part, text in parts.items()}
+    sizes = {part: len(text) for part, text in parts.items()}
+    (out / "meta.json").write_text(json.dumps({"name": "python-source", "bytes": sizes, "sha256": sums}, indent=1))
 
 
 # The network
@@ -272,13 +329,13 @@ def bits(result: Result) -> float:
 def language_study(
     shape: Shape,
     root: Path,
+    study: Study,
     *,
     methods: Sequence[str] | None = None,
     rates: Sequence[float] = RATES,
     seeds: int = 5,
     device: str | None = None,
     seconds: float | None = None,
-    study: Study | None = None,
     say: Callable[[str], None] = lambda _: None,
     **settings: Any,
 ) -> bool:
@@ -289,48 +346,40 @@ def language_study(
     Args:
         shape: the network.
         root: folder of the corpus.
+        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`.
         methods: names in `METHODS`; None: all.
         rates: the points of the tuning.
         seeds: trainings of each winner, with the seeds 1, 2, …; the tuning has seed 0.
         device: where.
         seconds: start no training that would not end in this time.
-        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`.
         say: is told what is finished.
         **settings: fields of `Config`: epochs, batch_size, precision, …
 
     Returns:
         Whether everything is finished.
     """
-    began, where, study = time.monotonic(), pick_device(device), study or Study("language")
-    corpus, grid = Corpus.read(root), Store(study.results / f"{study.name}-grid.json")
+    ends = math.inf if seconds is None else time.monotonic() + seconds
+    corpus, grid = Corpus.read(root), study.tuning.store
     common: dict[str, Any] = {"model": shape.name, "norm": shape.norm, "data": corpus.name, "schedule": "cosine"}
     common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3}
     common |= {"epochs": 8, "milestones": (), "batch_size": 64} | settings
-    taken = match_names("methods", methods, METHODS)
-    trainer: list[_Trainer] = []
+    trainer = cache(lambda: _Trainer(shape, corpus, pick_device(device)))  # made only if something is left to train
 
     def train(configs: Sequence[Config], store: Store) -> bool:
         done = store.keys()
-        for config in (each for each in configs if each.key not in done):
+        for config in [each for each in configs if each.key not in done]:
             like = [r for each in (grid, study.store) for r in each.results() if r.config.column == config.column]
             expected = median(result.seconds for result in like) if like else 0.0
-            if seconds is not None and time.monotonic() - began + 1.3 * expected > seconds:
+            if time.monotonic() + 1.3 * expected > ends:
                 return False
-            if not trainer:
-                trainer.append(_Trainer(shape, corpus, where))
-            store.add([result := trainer[0].run(config, study.work / config.key if config.seed == 1 else None)])
-            took = f"{bits(result):.4f} bits per byte, {duration(result.seconds)}"
+            store.add([result := trainer().run(config, study.work / config.key if config.seed == 1 else None)])
+            took = f"{bits(result):.4f} bits per byte, {timedelta(seconds=round(result.seconds))}"
             say(f"{config.method}, lr {config.lr:g}, seed {config.seed}: {took}")
         return True
 
+    taken = match_names("methods", methods, METHODS)
     points = [Config(method=method, lr=lr, **common) for lr in rates for method in taken]
-    if not train(points, grid):
-        return False
-    tried, wanted = grid.results(), {point.key for point in points}
-    alive = [result for result in tried if result.config.key in wanted and not result.diverged]
-    of_method = [[result for result in alive if result.config.method == method] for method in taken]
-    best = [min(each, key=bits).config for each in of_method if each]
-    return train([replace(config, seed=seed) for seed in range(1, seeds + 1) for config in best], study.store)
+    return train(points, grid) and train(winners(points, grid.results(), seeds, lambda run: -bits(run)), study.store)
 
 
 bits_rows = partial(

@@ -20,18 +20,13 @@ __all__ = ["RECIPES", "accuracy_tables", "comparison", "grid", "hypotheses", "pr
 
 TABLE_METHODS = tuple(paper.ACCURACY["bn"])
 """Rows of our tables: the paper's six and SGD-M."""
-_INVERTED = {"AdamG† as released": "AdamG†"}  # trained if named, with the settings of the other
 _NETWORKS = ("ResNet20", "ResNet18", "VGG16")
 Names = Sequence[str] | None
 """Some of the known names; None: all."""
 
 
 def columns_of(data: str | None = None, columns: Names = None) -> list[tuple[str, str]]:
-    """Network and data of the columns with such names; data that the paper lacks has a column for each network.
-
-    >>> columns_of("cifar10", ["ResNet20"]), columns_of("digits")
-    ([('ResNet20', 'cifar10')], [('ResNet20', 'digits'), ('ResNet18', 'digits'), ('VGG16', 'digits')])
-    """
+    """Network and data of the columns with such names; data that the paper lacks has a column for each network."""
     every = [column for column in paper.COLUMNS if data in (None, column[1])]
     if not every:
         every = [(model, str(data)) for model in _NETWORKS]
@@ -60,13 +55,13 @@ def accuracy_tables(
         norm: normalization.
         data: one data set; None: all of the paper's.
         columns: networks, or network and data; None: all.
-        methods: None: all; "AdamG† as released" only if it is named.
+        methods: None: all.
         epochs: of each training; milestones scale.
         seeds: number of seeds.
         settings: hyper-parameters as the paper prints them, or those of its released code: one of `paper.SETTINGS`.
         built_as: the networks, "paper" or "released" as in that code.
     """
-    taken = match_names("methods", methods or TABLE_METHODS, (*TABLE_METHODS, *_INVERTED))
+    taken = match_names("methods", methods, TABLE_METHODS)
     if settings not in paper.SETTINGS:
         raise ValueError(f"settings must be one of {', '.join(paper.SETTINGS)}, got {settings!r}")
     if built_as not in ("paper", "released"):
@@ -93,11 +88,12 @@ def pretraining(
     *, data: str | None = "cifar10", columns: Names = None, epochs: int = 200, seeds: int = 1
 ) -> list[Config]:
     """App. C.1.6: the networks that the trajectories start from, trained by SGD with momentum."""
-    made, kind = [], {"lr": 0.1, "weight_decay": 1e-4, "epochs": 200, "milestones": (80, 120, 160)}
-    norms = ("bn", "bn-no-affine", "wn")
-    for seed, column, norm in product(range(seeds), columns_of(data, columns or ["ResNet20"]), norms):
-        made.append(_config(column, "SGD-M", norm=norm, seed=seed, **kind).scaled(epochs))
-    return made
+    kind = {"lr": 0.1, "weight_decay": 1e-4, "epochs": 200, "milestones": (80, 120, 160)}
+    return [
+        _config(column, "SGD-M", norm=norm, seed=seed, **kind).scaled(epochs)
+        for seed, column in product(range(seeds), columns_of(data, columns or ["ResNet20"]))
+        for norm in ("bn", "bn-no-affine", "wn")
+    ]
 
 
 def trajectories(starts: Iterable[Config], *, epochs: int = 1) -> list[Config]:
@@ -248,7 +244,6 @@ def _config(column: tuple[str, str], method: str, **more: Any) -> Config:
 def _best(column: tuple[str, str], method: str, settings: str = "printed", **more: Any) -> Config:
     """A training with the best hyper-parameters of its column, or of CIFAR-10 for columns that the paper lacks."""
     like = (column, (column[0], "cifar10"), paper.COLUMNS[0])
-    of = _INVERTED.get(method, method)
-    best = next(paper.SETTINGS[settings][of][each] for each in like if each in paper.COLUMNS)
-    rate, betas = paper.LEARNING_RATE[of], (0.9, best.beta2)
+    best = next(paper.SETTINGS[settings][method][each] for each in like if each in paper.COLUMNS)
+    rate, betas = paper.LEARNING_RATE[method], (0.9, best.beta2)
     return _config(column, method, lr=rate, weight_decay=best.weight_decay, betas=betas, **more)

@@ -80,10 +80,10 @@ class Rotational(RowOptimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 0.1,
+        lr: float | Tensor,
         momentum: float = 0.9,
         *,
-        weight_decay: float = 5e-4,
+        weight_decay: float = 0.0,
         rest_lr: float = 0.1,
         capturable: bool = False,
     ) -> None:
@@ -105,25 +105,11 @@ class Hyperball(Rotational):
 
     Args:
         params: param groups; those with the key "rows" must have the spec "tensor".
-        lr: η, a number or a tensor.
-        momentum: β.
-        weight_decay: L2 of parameters without rows.
-        **options: rest_lr and capturable, as for `Rotational`.
+        **options: as for `Rotational`; weight_decay is L2 of parameters without rows.
     """
 
     update = staticmethod(_hyperball)
     row_state = frozenset()
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 0.01,
-        momentum: float = 0.95,
-        *,
-        weight_decay: float = 0.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(params, lr, momentum, weight_decay=weight_decay, **options)
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,11 @@ class Study:
         return Tracks(self.results / f"{self.name}-tracks.parquet")
 
     @property
+    def tuning(self) -> "Study":
+        """The study of the settings that were tried for this one."""
+        return replace(self, name=f"{self.name}-grid")
+
+    @property
     def work(self) -> Path:
         """Folder of checkpoints and weights."""
         return self.runs / self.name
@@ -87,7 +92,7 @@ class Study:
         configs: Sequence[Config],
         *,
         roots: Mapping[str, Path] | None = None,
-        device: torch.device | str | None = None,
+        device: str | None = None,
         seconds: float | None = None,
         keep_weights: bool = False,
         make: Callable[..., Training] = Training,
@@ -110,14 +115,14 @@ class Study:
             compiled: compile the networks; None: on a GPU.
             **options: of `Fleet`: every, progress.
         """
-        device = device if isinstance(device, torch.device) else pick_device(device)
-        prepare_device(device, exact=any(config.precision == "float32" for config in configs))
-        keys, roots, gpu = {config.key for config in configs}, roots or {}, device.type == "cuda"
+        where = pick_device(device)
+        prepare_device(where, exact=any(config.precision == "float32" for config in configs))
+        keys, roots, gpu = {config.key for config in configs}, roots or {}, where.type == "cuda"
         other = self.store.elsewhere(keys) if make is Training and not keep_weights else []
         known = {r.config.key: r for r in [*self.store.results(), *other] if r.config.key in keys}
         # A given folder is read even if nothing is left to do: its images may not be those of the results.
         needed = sorted({config.data for config in configs if config.key not in known or config.data in roots})
-        data = {name: Resident(load(name, roots.get(name)), device) for name in needed}
+        data = {name: Resident(load(name, roots.get(name)), where) for name in needed}
         for key, result in known.items():
             name, made = result.config.data, result.environment.get("data")
             if name in data and made is not None and made != data[name].fingerprint:

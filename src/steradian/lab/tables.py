@@ -1,15 +1,13 @@
-"""Tables from stored results: accuracies beside the paper's, the best points of grids, and times.
+"""Tables from stored results: accuracies beside the paper's, the best points of grids, and intervals of differences.
 
 Two accuracies differ when Welch's t-test on their seeds rejects equal means at 5 %. Otherwise the difference is called
 within the noise; nothing is said about a single seed.
 """
 
-import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -19,15 +17,16 @@ from steradian.lab.config import Config
 from steradian.lab.registry import METHODS
 from steradian.lab.results import Result
 
-__all__ = ["Best", "Cell", "Column", "accuracy_columns", "grid_rows", "is_grid", "point_rows", "search", "time_rows"]
+__all__ = ["Best", "Cell", "Column", "Difference", "accuracy_columns", "compare", "grid_rows", "holm", "interval_rows"]
+__all__ += ["is_grid", "point_rows", "search", "winners"]
 
 Rows = tuple[list[str], list[list[str]]]
 """Headings and lines of a table."""
 
-T = TypeVar("T", bound=Hashable)
-
 LEVEL = 0.05
 """Below this p a difference of means is not called noise."""
+MARGIN = 0.3
+"""Points of accuracy: a difference whose 95 % interval lies within ± this is called none."""
 _BEST = "Adam w/o (ab)"  # the Adam variant that the paper finds best
 _PAPERS_SEEDS = 5
 _HOURS = 120  # seconds from which on a total is given in hours
@@ -42,6 +41,15 @@ _READ_ME = " SGD-M is not in the paper's tables: its figure is from the authors'
 def method_order(method: str) -> tuple[int, str]:
     """Sort key of a method: as registered, then those whose plugin is not loaded."""
     return _index(list(METHODS), method), method
+
+
+class Difference(NamedTuple):
+    """A difference of two means, its 95 % interval, and p of none by Welch's t-test; NaN if one has no spread."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
 
 
 @dataclass(frozen=True)
@@ -71,18 +79,28 @@ class Cell:
         """The number of seeds, and of those that diverged."""
         return str(self.seeds) + (f" ({self.diverged} diverged)" if self.diverged else "")
 
-    def p(self, other: "Cell") -> float | None:
-        """Two-sided p of equal means by Welch's t-test; None if one has no spread.
+    @property
+    def half(self) -> float:
+        """Half of the 95 % interval of the mean by Student's t; NaN without a spread."""
+        if math.isnan(self.spread):
+            return math.nan
+        return float(stats.t.ppf(1 - LEVEL / 2, self.seeds - 1)) * self.spread / math.sqrt(self.seeds)
 
-        >>> round(Cell(91.92, 0.18, 5).p(Cell(91.81, 0.20, 5)), 2)
+    def minus(self, other: "Cell") -> Difference:
+        """The difference to another mean.
+
+        >>> round(Cell(91.92, 0.18, 5).minus(Cell(91.81, 0.20, 5)).p, 2)
         0.39
         """
-        if math.isnan(self.spread) or math.isnan(other.spread):
-            return None
-        if self.spread == other.spread == 0:
-            return float(self.mean == other.mean)
-        ours, theirs = (self.mean, self.spread, self.seeds), (other.mean, other.spread, other.seeds)
-        return float(stats.ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue)
+        mean, (ours, theirs) = self.mean - other.mean, (cell.spread**2 / cell.seeds for cell in (self, other))
+        if math.isnan(ours + theirs):
+            return Difference(mean, math.nan, math.nan, math.nan)
+        if ours == theirs == 0:
+            return Difference(mean, mean, mean, float(mean == 0))
+        freedom = (ours + theirs) ** 2 / (ours**2 / (self.seeds - 1) + theirs**2 / (other.seeds - 1))
+        error = math.sqrt(ours + theirs)
+        half, p = stats.t.ppf(1 - LEVEL / 2, freedom) * error, 2 * stats.t.sf(abs(mean) / error, freedom)
+        return Difference(mean, float(mean - half), float(mean + half), float(p))
 
 
 class Column:
@@ -127,11 +145,11 @@ class Column:
             line = [method, *(single.get(k, "") for k in numbers), str(cell), cell.count]
             other = papers.get(method) if papers else best if own and cell is not best else None
             line += [str(other or "")] if papers else []
-            if papers or own:
-                p = cell.p(other) if other and cell.seeds else None
-                line.append(_signed(cell.mean - other.mean) if other and cell.seeds else "")
-                line.append("" if p is None else f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}")
-            lines.append(line)
+            if other and cell.seeds:
+                mean, *_, p = cell.minus(other)
+                noise = [] if math.isnan(p) else [f"{'within' if p >= LEVEL else 'beyond'} the noise, p = {p:.2g}"]
+                line += [_signed(mean), *noise]
+            lines.append(line + [""] * (len(heads) - len(line)))
         return heads, lines
 
     def statements(self) -> list[str]:
@@ -173,9 +191,8 @@ class Column:
             return f"{text}; one seed says nothing about the order."
         found: dict[bool, list[str]] = {True: [], False: []}
         for method in (each for each in self.cells if each in cells and each != best):
-            if (p := cells[method].p(cells[best])) is not None:
-                difference = _signed(cells[method].mean - cells[best].mean)
-                found[p >= LEVEL].append(f"{method} ({difference}, p = {p:.2g})")
+            each = cells[method].minus(cells[best])
+            found[each.p >= LEVEL].append(f"{method} ({_signed(each.mean)}, p = {each.p:.2g})")
         near, beaten = (", ".join(found[noise]) or "none" for noise in (True, False))
         text += f"; within the noise of it: {near}; beyond the noise: {beaten}."
         if self.own or _BEST not in cells:
@@ -184,8 +201,8 @@ class Column:
         verdict = "first" if rank == 1 else f"number {rank} of {len(cells)}"
         if papers := _ranked(self.papers, "Adam"):
             (first, ahead), (second, behind) = list(papers.items())[:2]
-            lead = f"{first} leads {second} by {ahead.mean - behind.mean:.2f}, p = {ahead.p(behind):.2g}"
-            verdict += f" (in the paper's own figures {lead})"
+            lead = ahead.minus(behind)
+            verdict += f" (in the paper's own figures {first} leads {second} by {lead.mean:.2f}, p = {lead.p:.2g})"
         return f"{text} The paper's best, {_BEST}, is {verdict}."
 
     def against_sgd(self) -> str:
@@ -194,15 +211,15 @@ class Column:
         if sgd is None or not sgd.seeds or not variants or self.own:
             return ""
         best, cell = next(iter(variants.items()))
-        p, lead = sgd.p(cell), sgd.mean - cell.mean
-        sure = "" if p is None else f", p = {p:.2g}"
+        lead, *_, p = sgd.minus(cell)
+        sure = "" if math.isnan(p) else f", p = {p:.2g}"
         return f"SGD-M is {abs(lead):.2f} {'above' if lead >= 0 else 'below'} the best Adam variant, {best}{sure}."
 
     def time(self) -> str:
         """The device time of all trainings together, and the devices."""
         devices = sorted({result.environment.get("device", "an unknown device") for result in self.every})
         seconds = sum(result.seconds for result in self.every)
-        took = f"{seconds / 3600:.2f} hours" if seconds >= _HOURS else duration(seconds)
+        took = f"{seconds / 3600:.2f} hours" if seconds >= _HOURS else f"{seconds:.0f} s"
         return f"{len(self.every)} training{'s' * (len(self.every) != 1)} took {took} of {', '.join(devices)}."
 
 
@@ -234,9 +251,9 @@ def _order(c: Config) -> tuple[Any, ...]:
     return _index(list(paper.NORM_NAMES), c.norm), column, c.data, _index(models, c.model), c.norm, c.model, c.epochs
 
 
-def _grouped(results: Iterable[Result], kind: Callable[[Config], T]) -> dict[T, list[Result]]:
+def _grouped(results: Iterable[Result], kind: Callable[[Config], Any]) -> dict[Any, list[Result]]:
     """Results by a property of their configurations, in the order in which they come."""
-    groups: dict[T, list[Result]] = {}
+    groups: dict[Any, list[Result]] = {}
     for result in results:
         groups.setdefault(kind(result.config), []).append(result)
     return groups
@@ -265,19 +282,8 @@ def markdown_table(heads: list[str], lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def duration(seconds: float) -> str:
-    """Seconds, minutes or hours.
-
-    >>> duration(12), duration(754), duration(36_000)
-    ('12 s', '12.6 min', '10.0 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _signed(difference: float) -> str:
-    return f"{difference:+.2f}".replace("-", "−")
+def _signed(difference: float, digits: int = 2) -> str:
+    return f"{difference:+.{digits}f}".replace("-", "−")
 
 
 def _percent(accuracy: float) -> str:
@@ -302,15 +308,33 @@ def is_grid(results: Iterable[Result]) -> bool:
     return any(len(settings) > 1 for settings in _searches(results))
 
 
-def search(results: Iterable[Result]) -> list[Best]:
-    """The best setting of each method in each column and length, by mean validation accuracy, without the test set."""
+def _validation(result: Result) -> float:
+    return max(result.curves["validation_accuracy"])
+
+
+def search(results: Iterable[Result], value: Callable[[Result], float] = _validation) -> list[Best]:
+    """The best setting of each method in each column and length, by a mean over its seeds, without the test set.
+
+    Args:
+        results: of the settings that were tried.
+        value: the larger the better; by default the best validation accuracy.
+    """
     found = []
     for settings in _searches(results):
         alive = [kept for runs in settings.values() if (kept := [run for run in runs if not run.diverged])]
-        best = max(alive, key=_validation, default=[])
+        best = max(alive, key=lambda runs: Cell.of(map(value, runs)).mean, default=[])
         [[first, *_], *_] = [best] if best else settings.values()
         found.append(Best(first.config, best, len(settings), len(settings) - len(alive)))
     return sorted(found, key=lambda best: (_where(best.config), method_order(best.config.method), best.config.epochs))
+
+
+def winners(
+    tried: Iterable[Config], results: Iterable[Result], seeds: int, value: Callable[[Result], float] = _validation
+) -> list[Config]:
+    """The best of the settings that were tried for each method, as trainings with the seeds 1, 2, …; see `search`."""
+    keys = {config.key for config in tried}
+    best = search((result for result in results if result.config.key in keys), value)
+    return [replace(each.config, seed=seed) for seed in range(1, seeds + 1) for each in best if each.runs]
 
 
 def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
@@ -327,8 +351,8 @@ def grid_rows(results: Iterable[Result]) -> Rows:
         c, runs = best.config, best.runs
         lost = f" ({best.diverged} diverged)" if best.diverged else ""
         ours = _setting(c.method, c.lr, c.weight_decay, c.betas[1]) if runs else ""
-        test = float(np.mean([run.accuracy for run in runs])) if runs else math.nan
-        figures = [_percent(_validation(runs)), _percent(test), str(len(runs)), f"{best.points}{lost}"]
+        cells = Cell.of(map(_validation, runs)), Cell.of(run.accuracy for run in runs)
+        figures = [*(_percent(cell.mean) for cell in cells), str(len(runs)), f"{best.points}{lost}"]
         papers = paper.BEST.get(c.method, {}).get((c.model, c.data))
         printed = _setting(c.method, paper.LEARNING_RATE[c.method], *papers) if papers else ""
         lines.append([_where(c), c.method, str(c.epochs), ours, printed, *figures])
@@ -336,26 +360,21 @@ def grid_rows(results: Iterable[Result]) -> Rows:
 
 
 def point_rows(results: Iterable[Result]) -> Rows:
-    """A table of every setting that was tried, with the paper's accuracy beside it."""
+    """A table of every setting that was tried, with the paper's accuracy beside it; fine-tuning is left out."""
 
     def kind(c: Config) -> tuple[Any, ...]:
         return c.column, c.norm, c.released, method_order(c.method), c.lr, c.weight_decay, c.betas[1], c.epochs
 
     heads = ["column", "method", "η", "λ", "β₂", "epochs", "validation", "test", "seeds", "paper"]
     lines = []
-    for _, runs in sorted(_grouped(results, kind).items()):
+    for _, runs in sorted(_grouped((r for r in results if r.config.start is None), kind).items()):
         c, test = runs[0].config, Cell.of(result.accuracy for result in runs)
-        kept = [result for result in runs if not result.diverged]
+        kept = [_validation(result) for result in runs if not result.diverged]
         numbers = [f"{c.lr:g}", f"{c.weight_decay:g}", "" if c.method.startswith("SGD") else f"{c.betas[1]:g}"]
-        reached = [_percent(_validation(kept)) if kept else "", str(test), test.count]
+        reached = [_percent(Cell.of(kept).mean) if kept else "", str(test), test.count]
         papers = paper.ACCURACY.get(c.norm, {}).get(c.method, {}).get((c.model, c.data))
         lines.append([_where(c), c.method, *numbers, str(c.epochs), *reached, f"{papers.mean:.2f}" if papers else ""])
     return heads, lines
-
-
-def _validation(results: Sequence[Result]) -> float:
-    best = [max(result.curves["validation_accuracy"]) for result in results]
-    return float(np.mean(best)) if best else math.nan
 
 
 def _where(config: Config) -> str:
@@ -367,40 +386,91 @@ def _setting(method: str, lr: float, decay: float, beta2: float) -> str:
     return f"{lr:g}, {decay:g}" + ("" if method.startswith("SGD") else f", {beta2:g}")
 
 
-# Time on the device, beside that of a plain loop
-
-_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257, "digits": 1_438}
-"""Training images, of which 5 % are held out."""
+# Methods compared with one of them, by 95 % intervals, with Holm's correction within a family of comparisons
 
 
-def plain_loops(bench: Path) -> dict[str, tuple[float, str]]:
-    """By network, milliseconds per step of the plain loop that `benchmarks/fleet.py` measured, and the device."""
-    if not bench.exists():
-        return {}
-    content: dict[str, Any] = json.loads(bench.read_text(encoding="utf-8"))
-    plain = [row for row in content["rows"] if row["way"].startswith("plain")]
-    return {row["network"]: (row["ms per run and step"], content["environment"]["device"]) for row in plain}
+def holm(p: Sequence[float]) -> list[float]:
+    """Holm's adjusted p: below 5 % where a family of comparisons may reject, with an error of 5 % in all.
 
-
-def time_rows(columns: Iterable[Column], plain: dict[str, tuple[float, str]]) -> Rows:
-    """For each column: trainings, steps (of data of known size), device time, and that of a plain loop for these steps.
-
-    Ours includes everything: compiling, evaluations, checkpoints. The time of the plain loop is only that of its steps.
+    >>> [round(each, 3) for each in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
     """
-    heads = ["column", "trainings", "steps", "device", "our time", "ms per training and step"]
-    heads += ["plain loop, ms per step", "plain loop, the same steps", "ratio"]
+    order = np.argsort(p)
+    adjusted = np.maximum.accumulate([(len(p) - place) * p[k] for place, k in enumerate(order)])
+    found = np.empty(len(p))
+    found[order] = np.minimum(adjusted, 1)
+    return [float(each) for each in found]
+
+
+def compare(
+    samples: Mapping[str, Sequence[float]],
+    baseline: str,
+    *,
+    digits: int = 2,
+    better: str = "larger",
+    margin: float | None = None,
+) -> dict[str, list[str]]:
+    """By name: mean ± half its 95 % interval, number of values, difference to the baseline, its interval, p, verdict.
+
+    Args:
+        samples: the values of each, such as accuracies over seeds. All but the baseline are one family, in which p is
+            corrected by Holm's method.
+        baseline: the one that the others are compared with.
+        digits: of the figures.
+        better: "larger" or "smaller".
+        margin: a difference is called none only if its interval lies within ± this; None: never.
+    """
+    cells = {name: Cell.of(values) for name, values in samples.items()}
+    base = cells.get(baseline, Cell.of(()))
+    others = {name: cell for name, cell in cells.items() if name != baseline and cell.seeds and base.seeds}
+    found = {name: cell.minus(base) for name, cell in others.items()}
+    tested = [name for name, each in found.items() if not math.isnan(each.p)]
+    adjusted = dict(zip(tested, holm([found[name].p for name in tested]), strict=True))
+    lines = {}
+    for name, cell in cells.items():
+        text = f"{cell.mean:.{digits}f}" + ("" if math.isnan(cell.half) else f" ± {cell.half:.{digits}f}")
+        lines[name] = [text if cell.seeds else "diverged", str(cell.seeds), "", "", "", ""]
+        if name in found:
+            lines[name][2] = _signed(found[name].mean, digits)
+        if name in adjusted:
+            mean, low, high, _ = found[name]
+            verdict = "better" if (mean > 0) == (better == "larger") else "worse"
+            if margin is not None and -margin < low and high < margin:
+                verdict = "no difference"
+            elif adjusted[name] >= LEVEL:
+                verdict = "not decided"
+            interval = f"{_signed(low, digits)} to {_signed(high, digits)}"
+            lines[name][3:] = [interval, f"{adjusted[name]:.2g}", verdict]
+    return lines
+
+
+def interval_rows(
+    results: Iterable[Result],
+    *,
+    value: Callable[[Result], float] = lambda result: result.accuracy,
+    what: str = "accuracy",
+    baseline: str = "SGD-M",
+    margin: float | None = MARGIN,
+    **how: Any,
+) -> Rows:
+    """A table of the methods of every column, compared with one of them.
+
+    Args:
+        results: stored results, as for `accuracy_columns`.
+        value: the figure of one.
+        what: its name.
+        baseline: how the name of the method that others are compared with begins; the one with the most seeds.
+        margin: as for `compare`.
+        **how: other arguments of `compare`.
+    """
+    heads = ["column", "method", "η, λ", what, "seeds", "minus the first", "95 % interval", "p (Holm)", "verdict"]
     lines = []
-    for column in columns:
-        every = column.every
-        seconds = sum(result.seconds for result in every)
-        images = round(0.95 * _IMAGES.get(column.config.data, 0))
-        steps = sum(len(r.curves["train_loss"]) * (images // r.config.batch_size) for r in every)
-        device = ", ".join(sorted({result.environment.get("device", "") for result in every}))
-        line = [column.name, str(len(every)), f"{steps:,}" if steps else "", device, duration(seconds)]
-        line.append(f"{1e3 * seconds / steps:.3g}" if steps else "")
-        each, where = plain.get(column.config.model, (0.0, ""))
-        estimate = steps * each / 1e3 if where == device else 0.0
-        ratio = f"{estimate / seconds:.1f} ×" if seconds else ""
-        line += [f"{each:.3g}", duration(estimate), ratio] if estimate else ["not measured there", "", ""]
-        lines.append(line)
+    for methods in (column.results for column in accuracy_columns(results)):
+        samples = {method: [value(run) for run in runs if not run.diverged] for method, runs in methods.items()}
+        base = max(samples, key=lambda method: (method.startswith(baseline), len(samples[method])))
+        compared = compare(samples, base, margin=margin, **how)
+        for method in sorted(compared, key=lambda method: method != base):
+            c = methods[method][0].config
+            column = f"{c.model} {c.norm}, {c.data}, {c.epochs} epochs"
+            lines.append([column, method, f"{c.lr:g}, {c.weight_decay:g}", *compared[method]])
     return heads, lines

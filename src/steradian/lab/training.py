@@ -137,10 +137,10 @@ class Training:
         self._loss = compiled(_loss) if self.execution.compiled else _loss
         self._score = compiled(_score) if self.execution.compiled else _score
         with self.queue.here():
-            self._build(weights, data.device)
+            self._build(weights)
 
-    def _build(self, weights: Weights | None, device: torch.device) -> None:
-        model, groups = network(self.config, self.data)
+    def _build(self, weights: Weights | None) -> None:
+        device, (model, groups) = self.data.device, network(self.config, self.data)
         if weights is not None:
             _fill(model, weights)
         model.to(device)
@@ -386,7 +386,14 @@ class Training:
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore it in place."""
         _fill(self.model, state["model"])
-        self._load_states(state["optimizers"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            groups = optimizer.state_dict()["param_groups"]  # without their settings
+            optimizer.load_state_dict({"state": copied(saved), "param_groups": groups})
+            for param, values in optimizer.state.items():
+                for name, value in values.items():
+                    # Fused steps read parameter and state in one order.
+                    if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                        values[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
     def state(self) -> dict[str, Any]:
         """Everything needed to resume from the end of the last epoch, on the CPU."""
@@ -405,17 +412,6 @@ class Training:
         with self.queue.here():
             self._restore(state)
         self.epoch, self.curves, self.left = state["epoch"], copied(state["curves"]), self.steps
-
-    def _load_states(self, states: list[Mapping[Any, Any]]) -> None:
-        """Load the states of the optimizers, without their settings, in the memory format of the parameters."""
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": copied(state), "param_groups": groups})
-            for param, values in optimizer.state.items():
-                for name, value in values.items():
-                    # Fused steps read parameter and state in one order.
-                    if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
-                        values[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
 def copied(state: Any, *, device: str | None = None) -> Any:

@@ -33,10 +33,6 @@ class Pack:
     A number is the upper 24 bits of its float32, rounded to 16 binary digits, or to 11 if there are more than
     `MANY` numbers. All third bytes come first, then all second and all first ones, which compresses best. A number
     that is not finite is a gap, NaN.
-
-    >>> pack = Pack()
-    >>> pack.add([1.0, 2.0]), pack.add([0.1])
-    (0, 2)
     """
 
     def __init__(self) -> None:
@@ -166,7 +162,10 @@ def _times(table: pd.DataFrame, observed: np.ndarray) -> tuple[np.ndarray, np.nd
 
 def page_data(runs: Sequence[PageRun]) -> tuple[str, str]:
     """Everything that the page's script draws: JSON, and the `Pack` that its offsets point into."""
-    pack = Pack()
+    pack, recorded = Pack(), {name for run in runs for name in run.quantities}
+    known = {name: QUANTITIES[name]._asdict() for name in QUANTITIES if name in recorded}
+    other = sorted(recorded - set(known))  # under their own names
+    known |= {name: {"title": name.replace("_", " ").capitalize(), "symbol": "", "meaning": ""} for name in other}
     points = points_for(sum(len(run.lines.keys) for run in runs))
     found = trajectories([run.paths for run in runs])
     balls = spheres(found)
@@ -176,7 +175,7 @@ def page_data(runs: Sequence[PageRun]) -> tuple[str, str]:
         "groups": list(dict.fromkeys(group for run in runs for group in run.groups)),
         "grid": grid(runs),
         "vectors": sorted(set().union(*(run.vectors for run in runs))),
-        "quantities": _quantities(runs),
+        "quantities": known,
         "whole": sorted({name for run in runs for name, of in run.lines.values.items() if "" in of}),
         "runs": [_run(run, coarsen(run.lines, points)) for run in runs],
         "bins": len(spread[0].edges) - 1 if spread else 0,
@@ -207,14 +206,6 @@ def grid(runs: Sequence[PageRun]) -> dict[str, Any] | None:
     return {"blocks": blocks, "roles": roles, "places": places}
 
 
-def _quantities(runs: Sequence[PageRun]) -> dict[str, dict[str, str]]:
-    """Quantities recorded for groups, in the order of `QUANTITIES`, then unknown ones under their own names."""
-    recorded = {name for run in runs for name in run.quantities}
-    known = {name: QUANTITIES[name]._asdict() for name in QUANTITIES if name in recorded}
-    other = sorted(recorded - set(known))
-    return known | {name: {"title": name.replace("_", " ").capitalize(), "symbol": "", "meaning": ""} for name in other}
-
-
 def _run(run: PageRun, lines: Lines) -> dict[str, Any]:
     return {
         "name": run.name,
@@ -237,11 +228,7 @@ def _line(line: np.ndarray | None) -> np.ndarray | list[float] | None:
 
 
 def distinct_names(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Names of runs; equal names get as much of their folder as distinguishes them.
-
-    >>> distinct_names(["adam", "sgd", "adam"], [Path("a/run"), Path("b/run"), Path("c/run")])
-    ['adam (a/run)', 'sgd', 'adam (c/run)']
-    """
+    """Names of runs; equal names get as much of their folder as distinguishes them: "adam (a/run)"."""
     result, pairs = [], list(zip(names, folders, strict=True))
     for name, folder in pairs:
         twins = [other.parts for n, other in pairs if n == name and other != folder]

@@ -56,11 +56,6 @@ def schedule(steps: Integers, rate: Floats) -> list[Drop]:
 
     Between observed steps a smooth schedule may change a lot. A jump is steeper than the schedule on both sides of it,
     in the rate and in its logarithm: a warm-up is even in the first, an exponential decay in the second.
-
-    >>> schedule(np.arange(4), np.array([1.0, 1.0, 0.1, 0.1]))
-    [Drop(step=2, factor=0.1)]
-    >>> schedule(np.array([0, 10, 500, 1000]), np.array([0.01, 0.1, 1.0, 1.0]))
-    []
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         factor = rate[1:] / rate[:-1]
@@ -81,9 +76,6 @@ def buckets(steps: Integers, points: int, edges: Sequence[int] = ()) -> Integers
 
     The first tenth of the points are single steps, since a training changes fastest at its beginning. No bucket
     reaches across a step in `edges`.
-
-    >>> buckets(np.arange(100), 10, edges=[50]).tolist()
-    [0, 1, 12, 23, 34, 45, 50, 56, 67, 78, 89]
     """
     n = len(steps)
     if n <= points:

@@ -8,9 +8,8 @@ from jinja2 import Environment, Template
 from plotly.offline import get_plotlyjs
 
 from steradian.files import write_atomically
-from steradian.reporting import overview
 from steradian.reporting.data import PageRun, compressed, load, page_data
-from steradian.reporting.sections import all_hold, asset, bounds, left_out, notes, shown_sections
+from steradian.reporting.sections import alerts, all_hold, asset, bounds, cards, groups, left_out, notes, shown_sections
 from steradian.watching.records import QUANTITIES
 
 __all__ = ["document", "report", "title_of"]
@@ -51,7 +50,7 @@ def report(runs: Sequence[str | Path], out: str | Path, *, title: str | None = N
 
 def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
     """The page's text. `live`: the state of the runs that it shows; the page follows them."""
-    shown, (cards, common), (data, numbers) = shown_sections(runs), overview.cards(runs), page_data(runs)
+    shown, (entries, common), (data, numbers) = shown_sections(runs), cards(runs), page_data(runs)
     figures = [figure for section in shown for figure in section.figures]
 
     def figure_of(quantity: str) -> str:
@@ -66,10 +65,10 @@ def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
         runs=runs,
         quantities=QUANTITIES,
         figure_of=figure_of,
-        alerts=overview.alerts(runs),
-        cards=cards,
+        alerts=alerts(runs),
+        cards=entries,
         common=common,
-        groups=overview.groups(runs),
+        groups=groups(runs),
         sections=shown,
         all_hold=partial(all_hold, runs=runs),
         bounds=partial(bounds, runs=runs),

@@ -43,9 +43,6 @@ def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
     """Steps at which all rows of a group were recorded, at most `most` of them with the first and the last.
 
     `step` is that of each recorded row. Steps with fewer rows do not count: single rows may be recorded more often.
-
-    >>> whole_steps(np.array([0, 0, 0, 1, 2, 3, 3, 3]))
-    [0, 3]
     """
     steps, sizes = np.unique(step, return_counts=True)
     steps = steps[sizes == sizes.max()]
@@ -131,19 +128,15 @@ def trajectories(runs: Sequence[pd.DataFrame]) -> dict[tuple[str, int], list[Tra
         for key, part in paths.groupby(["group", "row"], observed=True, sort=False):
             group, row = str(key[0]), int(str(key[1]))
             kept = part.drop_duplicates("step", keep="last").sort_values("step")
-            kept = kept.iloc[_thin(len(kept))]
+            # Strides are powers of two, so that longer and shorter runs share steps.
+            stride = 2 ** max(0, math.ceil(math.log2(len(kept) / MOST_POINTS)))
+            kept = kept.iloc[np.union1d(np.arange(0, len(kept), stride), len(kept) - 1)]
             directions = np.stack([np.asarray(u, dtype=float) for u in kept["direction"]])
             good = np.isfinite(directions).all(1) & directions.any(1)  # a row that collapsed has no direction
             if good.sum() >= 2:
                 steps = kept["step"].to_numpy(np.int64)[good]
                 found.setdefault((group, row), []).append(Trajectory(number, steps, directions[good]))
     return found
-
-
-def _thin(count: int) -> Integers:
-    """Which of `count` points to keep. Strides are powers of two, so that longer and shorter runs share steps."""
-    stride = 2 ** max(0, math.ceil(math.log2(count / MOST_POINTS)))
-    return np.union1d(np.arange(0, count, stride), count - 1)
 
 
 def principal_directions(points: Floats, weights: Floats) -> Floats:

@@ -25,14 +25,14 @@ from steradian.lab.registry import DATA, register_data
 __all__ = ["DataSet", "Images", "Split", "digits", "load", "pack", "read_archive"]
 
 CHECKSUMS = {
-    "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
-    "cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85",
-    "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
-    "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
+    "cifar10": {"cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a"},
+    "cifar100": {"cifar-100-python.tar.gz": "eb9058c3a382ffc7106e4002c42a8d85"},
+    "svhn": {
+        "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
+        "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
+    },
 }
-"""MD5 of each file of CIFAR and SVHN, as its authors publish it."""
-_CIFAR10, _CIFAR100, *_SVHN = CHECKSUMS
-_FILES = {"cifar10": [_CIFAR10], "cifar100": [_CIFAR100], "svhn": _SVHN}
+"""MD5 of each file of a data set, as its authors publish it."""
 _SHAPES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32), "svhn": (10, 32)}
 """Classes and size of the known data sets, so that other data is not compared with the paper under their names."""
 _SIDE = 100  # tiles along a mosaic
@@ -127,7 +127,7 @@ def _from_folder(name: str, root: Path | None) -> DataSet:
         if name in _SHAPES and found.name != name:
             raise ValueError(f"{root} holds {found.name}, not {name}")
         found = replace(found, name=name)  # the name decides how it is augmented
-    elif name in _FILES and (root / _FILES[name][0]).is_file():
+    elif any((root / file).is_file() for file in CHECKSUMS.get(name, ())):
         found = read_archive(name, root)
     else:
         known = f"data must be one of {', '.join(DATA)}, a plugin's, or packed in a folder"
@@ -163,7 +163,11 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
     for name, images in (("train", data.train), ("test", data.test)):
         files = {}
         for k, start in enumerate(range(0, len(images), side * side)):
-            webp, mosaic = io.BytesIO(), _mosaic(images.pixels[start : start + side * side], side)
+            pixels, webp = images.pixels[start : start + side * side], io.BytesIO()
+            rows, tile = -(-len(pixels) // side), images.size
+            full = np.zeros((rows * side, tile, tile, 3), dtype=np.uint8)  # the last row is padded with black
+            full[: len(pixels)] = pixels
+            mosaic = full.reshape(rows, side, tile, tile, 3).swapaxes(1, 2).reshape(rows * tile, side * tile, 3)
             Image.fromarray(mosaic).save(webp, "WEBP", lossless=True, exact=True, method=effort)
             files[f"{name}-{k}.webp"] = webp.getvalue()
         splits[name] = {"images": list(files), "labels": f"{name}-labels.npy", "count": len(images)}
@@ -176,15 +180,6 @@ def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) 
     meta = {"name": data.name, "tile": data.train.size, "channels": data.train.channels, "mosaic": [side, side]}
     meta |= {"classes": list(data.classes), "splits": splits, "sha256": sums, "source": source}
     write_atomically(root / "meta.json", json.dumps(meta, indent=1).encode())
-
-
-def _mosaic(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
-    """Tiles in rows of `side`, the last row padded with black."""
-    count, tile = pixels.shape[:2]
-    rows = -(-count // side)
-    full = np.zeros((rows * side, tile, tile, 3), dtype=np.uint8)
-    full[:count] = pixels
-    return full.reshape(rows, side, tile, tile, 3).swapaxes(1, 2).reshape(rows * tile, side * tile, 3)
 
 
 def _read_packed(root: Path) -> DataSet:
@@ -219,14 +214,15 @@ def _read_packed(root: Path) -> DataSet:
 # The authors' archives
 
 
-def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] = CHECKSUMS) -> DataSet:
+def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] | None = None) -> DataSet:
     """CIFAR-10, CIFAR-100 or SVHN from the files in a folder that their authors distribute, with these MD5."""
-    for file in _FILES[name]:  # the pickles inside could run any code: only the original ones are read
+    checksums = checksums or CHECKSUMS[name]
+    for file, expected in checksums.items():  # the pickles inside could run any code: only the original ones are read
         with (root / file).open("rb") as content:
             found = hashlib.file_digest(content, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-        if found != checksums[file]:
-            raise ValueError(f"{root / file} is damaged or not the original: MD5 {found}, expected {checksums[file]}")
-    return _svhn(root) if name == "svhn" else _cifar(name, root / _FILES[name][0])
+        if found != expected:
+            raise ValueError(f"{root / file} is damaged or not the original: MD5 {found}, expected {expected}")
+    return _svhn(root) if name == "svhn" else _cifar(name, root / file)
 
 
 def _cifar(name: str, path: Path) -> DataSet:
@@ -254,7 +250,7 @@ def _svhn(root: Path) -> DataSet:
     from scipy.io import loadmat
 
     splits = []
-    for content in (loadmat(root / file) for file in _FILES["svhn"]):
+    for content in (loadmat(root / file) for file in CHECKSUMS["svhn"]):
         pixels = np.ascontiguousarray(content["X"].transpose(3, 0, 1, 2))
         splits.append(Images(pixels, content["y"].reshape(-1).astype(np.int64) % 10))  # the digit 0 is labelled 10
     return DataSet("svhn", splits[0], splits[1], tuple(map(str, range(10))))
