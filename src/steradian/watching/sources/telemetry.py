@@ -44,10 +44,12 @@ class TelemetrySource(Source):
     def after(self, out: Tensor) -> None:
         telemetry = self.optimizer.telemetry
         if telemetry is None:  # turned off by someone else
+            self.all_step = False
             self.optimizer.emit()
             out.fill_(float("nan"))
             return
-        if telemetry.left is out:  # written by the step itself
+        self.all_step = telemetry.left is out  # written by the step itself, for all rows
+        if self.all_step:
             telemetry.left = None
             return
         if telemetry.buffers is not self._buffers:
