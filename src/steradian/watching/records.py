@@ -19,7 +19,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -172,11 +172,6 @@ class Block:
 
     def _columns(self, step: NDArray[np.int64], group: Any, **others: Any) -> Columns:
         return {"run": _words(np.zeros(len(step)), [self.run]), "step": step, "group": group, **others}
-
-    def thinned(self) -> "Block":
-        """Every second step of this block; what was logged is kept."""
-        steps, seconds, active = self.steps[::2], self.seconds[::2], self.active[::2]
-        return replace(self, steps=steps, seconds=seconds, active=active, values=self.values[::2].copy())
 
     def scalars(self, k: int, statistics: Sequence[str]) -> dict[str, float]:
         """The k-th step as a flat dict for loggers, such as {"radius/conv1.weight/median": 1.0}; finite values only."""

@@ -23,7 +23,6 @@ class TelemetrySource(Source):
 
     columns = TELEMETRY
     beforehand = False
-    ahead = True
 
     def __init__(self, optimizer: RowOptimizer, watched: Sequence[WatchedGroup]) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
