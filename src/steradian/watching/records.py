@@ -67,14 +67,7 @@ class Quantity(NamedTuple):
     meaning: str
 
 
-def _in_one_line(value: Any) -> Any:
-    """Texts without line breaks."""
-    if isinstance(value, dict):
-        return {key: _in_one_line(of) for key, of in value.items()}
-    return " ".join(value.split()) if isinstance(value, str) else value
-
-
-WORDS = _in_one_line(tomllib.loads((files("steradian.watching") / "words.toml").read_text(encoding="utf-8")))
+WORDS = tomllib.loads((files("steradian.watching") / "words.toml").read_text(encoding="utf-8"))
 """What the watch says: names of quantities, alerts, and sentences of a verdict."""
 QUANTITIES = {name: Quantity(*words) for name, words in WORDS["quantities"].items()}
 """Every quantity that may be recorded for a group. "lr" is one number per group and step: its statistic is "mean".

@@ -78,7 +78,7 @@ class WatchedGroup:
         return self.locals([tensor])[0]
 
     def pieces(
-        self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor], *, at_once: int = _PIECE
+        self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor], at_once: int = _PIECE
     ) -> Iterator["Piece"]:
         """Its rows in pieces of at most so many numbers; `points` are the parameters before the step, if copied."""
         states = [self.optimizer.state.get(param, {}) for param in self.params]

@@ -222,8 +222,8 @@ class Watch:
         self._stepped, self._begun = set(), set()
         for optimizer in self.optimizers if not self._hooks else ():
             # Dynamo must not trace into the hooks of a compiled step.
-            before = torch.compiler.disable(partial(self._hook, self._before, optimizer))
-            after = torch.compiler.disable(partial(self._hook, self._after, optimizer))
+            before = torch.compiler.disable(partial(self._guarded, self._before))
+            after = torch.compiler.disable(partial(self._guarded, self._after))
             self._hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
             _OURS.add(after)
             self._last_hooks[id(optimizer)] = self._hooks[-1].id
@@ -235,10 +235,10 @@ class Watch:
 
     # At every step
 
-    def _hook(self, call: Callable[[Optimizer], None], optimizer: Optimizer, *_: Any) -> None:
+    def _guarded(self, call: Callable[[Any], None], argument: Any, *_: Any) -> None:
         try:
             with self._lock:
-                call(optimizer)
+                call(argument)
         except Exception as error:
             self._fail(error)
 
@@ -249,10 +249,10 @@ class Watch:
         Start the watch before the capture, so that what it needs is captured too.
         """
         for optimizer in self.optimizers:
-            self._hook(self._before, optimizer)
+            self._guarded(self._before, optimizer)
         yield
         for optimizer in self.optimizers:
-            self._hook(self._after, optimizer)
+            self._guarded(self._after, optimizer)
 
     def _takes_part(self, optimizer: Optimizer) -> bool:
         """Whether this is a step to watch: not one that is captured, or that the optimizer's own step calls."""
@@ -358,13 +358,6 @@ class Watch:
             return int(steps.max()) + 1 if len(steps) else 0
         return counted or 0
 
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._fail(error)
-
     def _fail(self, error: Exception, *, fatal: bool = True) -> None:
         """Log the first exception; after a fatal one the hooks do nothing, and are removed when the watch stops."""
         if self.error is None:
@@ -391,16 +384,19 @@ class Watch:
             self._step, self._stepped = self._step + 1, set()
         if not self._idle:
             atexit.unregister(self._at_exit)
-            with self._guard(), self._lock:
-                self._flush_all(together=together)
-                self._cost.choose(self._output.store.seconds)
-            with self._guard():
-                for buffer in self.buffers:
-                    buffer.source.close()
-                if self._output.folder is not None:
-                    known = {"missing": self.missing, "cost": self._cost_so_far()}
-                    self._output.folder.describe({**self._about, **known})
+            self._guarded(self._finish, together)
         self._output.close()
+
+    def _finish(self, together: bool) -> None:
+        try:
+            self._flush_all(together=together)
+            self._cost.choose(self._output.store.seconds)
+        finally:
+            for buffer in self.buffers:
+                buffer.source.close()
+            if self._output.folder is not None:
+                known = {"missing": self.missing, "cost": self._cost_so_far()}
+                self._output.folder.describe({**self._about, **known})
 
     def __enter__(self) -> "Watch":
         return self.start()
