@@ -138,8 +138,11 @@ class TritonSource(ObservedSource):
         elif moved or self._counts:
             numbers = self._lines.numpy()  # which takes lists faster
             numbers[:, 1] = addresses
-            if self._counts:
-                numbers[:, 4] = [self._count(state[param]["step"]) for param in self._params]
+            if self._counts:  # most parameters have the same
+                steps = [state[param]["step"] for param in self._params]
+                counts = list(map(float, steps))
+                places = {count: self._count(step) for count, step in dict(zip(counts, steps, strict=True)).items()}
+                numbers[:, 4] = list(map(places.__getitem__, counts))
             self._send(self._lines, self._table)
         self._addresses = addresses
         settings = list(map(self._setting, self._param_groups))
