@@ -111,7 +111,7 @@ class Buffer:
         # At each observed step, rate and decay as numbers, and what an equilibrium depends on.
         self._setting: tuple[list[tuple[float, float]], Settings] = [(0.0, 0.0)] * count, [{}] * count
         self._settings = [self._setting] * self.steps
-        self._known, self._known_balancing = list[object](), list[object]()
+        self._known: list[object] = []
         # For each row, its param group, and its group.
         counts = [group.n_rows for group in watched]
         self._column = torch.from_numpy(np.repeat(self.places, counts)).to(self.device)
@@ -161,7 +161,7 @@ class Buffer:
             self.source.expect(self._next[slot])
         now = [setting for group in self.param_groups for setting in map(group.get, _SETTINGS)]
         # Settings rarely change; a tensor may have changed in place.
-        if not _are(now, self._known):
+        if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._read_settings(slot)
             self._known = [] if any(isinstance(setting, Tensor) for setting in now) else now
         self._settings[slot] = self._setting
@@ -172,19 +172,16 @@ class Buffer:
 
     @torch.no_grad()
     def _read_settings(self, slot: int) -> None:
-        numbers, balancing = [], self._setting[1]
+        numbers = []
         for k, group in enumerate(self.param_groups):
             rate = nominal_rate(group)
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
                 rate = 0.0
             numbers.append((float(rate), decoupled_decay(group)))
+        balancing = [{name: group[name] for name in _BALANCING if name in group} for group in self.param_groups]
         # The same object as long as only the rate changes: equilibria are derived once for each.
-        now = [value for group in self.param_groups for value in map(group.get, _BALANCING)]
-        if not _are(now, self._known_balancing):
-            self._known_balancing = now
-            balancing = [{name: group[name] for name in _BALANCING if name in group} for group in self.param_groups]
-        self._setting = numbers, balancing
+        self._setting = numbers, self._setting[1] if balancing == self._setting[1] else balancing
 
     # At a flush
 
@@ -276,11 +273,6 @@ def decoupled_decay(settings: Mapping[str, Any]) -> float:
     """The decoupled decay δ of a param group's rows, as in AdamW and in our optimizers."""
     share = settings.get("wd_ratio", settings.get("decoupled_weight_decay"))
     return float(settings.get("weight_decay") or 0.0) * float(share or 0.0)
-
-
-def _are(now: Sequence[object], known: Sequence[object]) -> bool:
-    """Whether these are the same objects."""
-    return len(now) == len(known) and all(map(is_, now, known))
 
 
 def _send(values: Tensor, device: torch.device) -> Tensor:
