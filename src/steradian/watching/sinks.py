@@ -238,12 +238,9 @@ class Memory:
             if not self._dropped:
                 logger.warning("%s: every second step is dropped from memory: pass to= to keep all of them", block.run)
             self._dropped = True
-            self._blocks = [
-                replace(
-                    of, **{name: getattr(of, name)[::2].copy() for name in ("steps", "seconds", "active", "values")}
-                )
-                for of in self._blocks
-            ]
+            for k, kept in enumerate(self._blocks):
+                half = {name: getattr(kept, name)[::2].copy() for name in ("steps", "seconds", "active", "values")}
+                self._blocks[k] = replace(kept, **half)
 
     def table(self) -> "pd.DataFrame":
         """Everything that was written so far."""
