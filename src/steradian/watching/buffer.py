@@ -59,10 +59,11 @@ def sources_of(optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenome
     if phenomena:
         return [PhenomenaSource(optimizer, watched)]
     found: list[Source] = []
-    told = [group for group in watched if _has_telemetry(group)] if isinstance(optimizer, RowOptimizer) else []
-    if isinstance(optimizer, RowOptimizer) and told:
-        found.append(TelemetrySource(optimizer, told))
-    left = [group for group in watched if group not in told]
+    left = list(watched)
+    if isinstance(optimizer, RowOptimizer):
+        told = [group for group in watched if _has_telemetry(group)]
+        left = [group for group in watched if group not in told]
+        found += [TelemetrySource(optimizer, told)] if told else []
     kernels = bool(left) and runs_kernels(left[0].device)
     if kernels:
         from steradian.watching.sources.triton import TritonSource, supports
@@ -76,9 +77,8 @@ def sources_of(optimizer: Optimizer, watched: Sequence[WatchedGroup], *, phenome
 
 def _has_telemetry(watched: WatchedGroup) -> bool:
     """Whether the optimizer cuts the parameters into these rows."""
-    settings = watched.settings
-    together = len(settings["params"]) if settings.get("joint") else 1
-    declared = settings.get("rows")
+    declared, params = watched.settings.get("rows"), watched.settings["params"]
+    together = len(params) if watched.settings.get("joint") else 1
     return declared is not None and Layout(declared) == watched.layout and len(watched.params) == together
 
 
@@ -102,22 +102,20 @@ class Buffer:
         aligned = torch.zeros(self.steps, -(-numbers // _ALIGNED) * _ALIGNED, dtype=dtype, device=self.device)
         self.values = aligned[:, :numbers].unflatten(1, (self.n_rows, width))
         self._slots = self.values.unbind(0)
-        self._next = (*self._slots[1:], self._slots[0]) if every_step and source.ahead else ()
+        self._next = (*self._slots[1:], self._slots[0]) if every_step else ()
         # Where a source writes at a step that is not recorded.
-        unrecorded = self.n_rows if source.each_step else 0
-        self.scratch = torch.zeros(unrecorded, width, dtype=dtype, device=self.device)
+        self.scratch = torch.zeros(self.n_rows if source.each_step else 0, width, dtype=dtype, device=self.device)
         self.param_groups = list({id(group.settings): group.settings for group in watched}.values())
         index = {id(settings): k for k, settings in enumerate(self.param_groups)}
         self.places = [index[id(group.settings)] for group in watched]
         # The rate of each param group at each observed step, where it is a tensor on the device.
-        self.rates = torch.zeros(self.steps, len(self.param_groups), dtype=dtype, device=self.device)
-        # At each observed step, rate and decay as numbers, and what an equilibrium depends on.
         count = len(self.param_groups)
+        self.rates = torch.zeros(self.steps, count, dtype=dtype, device=self.device)
+        # At each observed step, rate and decay as numbers, and what an equilibrium depends on.
         self._setting: tuple[list[tuple[float, float]], Settings] = [(0.0, 0.0)] * count, [{}] * count
         self._settings = [self._setting] * self.steps
         self._known: list[object] = []
-        self._known_balancing: list[object] = []
-        # For each row, its param group and its group.
+        # For each row, its param group, and its group.
         counts = [group.n_rows for group in watched]
         self._column = torch.from_numpy(np.repeat(self.places, counts)).to(self.device)
         self.group = torch.from_numpy(np.repeat(np.arange(len(watched)), counts)).to(self.device)
@@ -166,7 +164,7 @@ class Buffer:
             self.source.expect(self._next[slot])
         now = [setting for group in self.param_groups for setting in map(group.get, _SETTINGS)]
         # Settings rarely change; a tensor may have changed in place.
-        if not _are(now, self._known):
+        if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._read_settings(slot)
             self._known = [] if any(isinstance(setting, Tensor) for setting in now) else now
         self._settings[slot] = self._setting
@@ -177,19 +175,16 @@ class Buffer:
 
     @torch.no_grad()
     def _read_settings(self, slot: int) -> None:
-        numbers, balancing = [], self._setting[1]
+        numbers = []
         for k, group in enumerate(self.param_groups):
             rate = nominal_rate(group)
             if isinstance(rate, Tensor) and rate.device.type != "cpu":
                 self.rates[slot, k].copy_(rate.reshape(()), non_blocking=True)
                 rate = 0.0
             numbers.append((float(rate), decoupled_decay(group)))
+        balancing = [{name: group[name] for name in _BALANCING if name in group} for group in self.param_groups]
         # The same object as long as only the rate changes: equilibria are derived once for each.
-        now = [value for group in self.param_groups for value in map(group.get, _BALANCING)]
-        if not _are(now, self._known_balancing):
-            self._known_balancing = now
-            balancing = [{name: group[name] for name in _BALANCING if name in group} for group in self.param_groups]
-        self._setting = numbers, balancing
+        self._setting = numbers, self._setting[1] if balancing == self._setting[1] else balancing
 
     # At a flush
 
@@ -205,11 +200,8 @@ class Buffer:
         wanted = _IMAGE if self._equilibria is not None else [name for name in _IMAGE if name in _OF_ALL]
         of_image: Quantities = {name: value for name in wanted if (value := getattr(image, name)) is not None}
         found = {**of_image, "collapsed": image.collapsed.to(image.radius), **found}
-        there = _send(active, self.device)[:, self.group] if not bool(active.all()) else None
-        if self.may_skip:
-            taken = (self.skips[:count, 0] == 0)[:, None].expand(count, self.n_rows)
-            there = taken if there is None else there & taken
         if self._equilibria is not None:
+            there = _send(active, self.device)[:, self.group] & (self.skips[:count, :1] == 0)
             found |= self._equilibria(found, there, [balancing for _, balancing in self._settings[:count]])
         else:
             found = {name: value for name, value in found.items() if name in _OF_ALL}
@@ -229,13 +221,13 @@ class Equilibria:
         # Sums of ‖∇L(u)‖² and of weights over past observations, for each row.
         self._slopes = torch.zeros(2, buffer.n_rows, dtype=self._dtype, device=buffer.device)
 
-    def __call__(self, found: Quantities, there: Tensor | None, settings: Sequence[Settings]) -> Quantities:
+    def __call__(self, found: Quantities, there: Tensor, settings: Sequence[Settings]) -> Quantities:
         """The equilibria, with γ² the mean of ‖∇L(u)‖² over about 100 observations where a row was stepped, `there`."""
         balance = self._balance(settings)
         if balance is None:
             return {}
         slope = (found["radius"] * found["gradient_norm"]) ** 2
-        use = slope.isfinite() if there is None else slope.isfinite() & there
+        use = slope.isfinite() & there
         # The weight of each observation in the mean at each of them, and the weight of all earlier ones.
         lag = torch.arange(len(slope), device=slope.device)
         weights = torch.tril(_FADING ** (lag[:, None] - lag[None, :]).clamp(min=0).to(slope.dtype))
@@ -256,11 +248,9 @@ class Equilibria:
 
     def _balances_under(self, settings: Settings) -> list[Balance | str]:
         """The equilibrium of each group under these settings, or the reason why there is none."""
-        known: dict[tuple[int, int], Balance | str] = {}
         keys = [(place, group.size) for place, group in zip(self.buffer.places, self.buffer.watched, strict=True)]
-        for place, size in dict.fromkeys(keys):
-            options = {**self.buffer.param_groups[place], **settings[place]}
-            known[place, size] = balance_of(self.buffer.optimizer, options, size)
+        groups = [{**group, **changed} for group, changed in zip(self.buffer.param_groups, settings, strict=True)]
+        known = {(place, size): balance_of(self.buffer.optimizer, groups[place], size) for place, size in set(keys)}
         return [known[key] for key in keys]
 
     def _balance(self, settings: Sequence[Settings]) -> Balance | None:
@@ -286,11 +276,6 @@ def decoupled_decay(settings: Mapping[str, Any]) -> float:
     """The decoupled decay δ of a param group's rows, as in AdamW and in our optimizers."""
     share = settings.get("wd_ratio", settings.get("decoupled_weight_decay"))
     return float(settings.get("weight_decay") or 0.0) * float(share or 0.0)
-
-
-def _are(now: Sequence[object], known: Sequence[object]) -> bool:
-    """Whether these are the same objects."""
-    return len(now) == len(known) and all(map(is_, now, known))
 
 
 def _send(values: Tensor, device: torch.device) -> Tensor:

@@ -63,12 +63,7 @@ class Cost:
 
     @contextmanager
     def measured(self, *, device: bool = True, sampled: bool = False) -> Iterator[None]:
-        """Measure what is done here on the host and, as far as it is finished when it is read, on the device.
-
-        Args:
-            device: measure the device's time too.
-            sampled: not at every observation if their interval is given.
-        """
+        """Measure what is done here on the host and on the `device`, there `sampled` if the interval is given."""
         began = time.perf_counter()
         events = None
         weight = _SAMPLED if sampled and self.every is not None else 1

@@ -23,7 +23,6 @@ class Merge:
 
     def __init__(self, watched: Sequence[WatchedGroup]) -> None:
         self.watched = watched
-        self.mine = [_is_mine(group) for group in watched]
 
     def __call__(self, rows: NDArray[Any], active: NDArray[np.bool_], *, together: bool) -> Merged | None:
         """Statistics, activity and all rows by group, on rank 0; None on other ranks.
@@ -31,10 +30,7 @@ class Merge:
         Takes this rank's rows, (steps, quantities, n), and activity, (steps, groups). If not all ranks are `together`,
         groups with rows on other ranks are left out: statistics of a part are not those of the whole.
         """
-        mine = [
-            rows[:, :, group.span] if own else rows[:, :, :0]
-            for group, own in zip(self.watched, self.mine, strict=True)
-        ]
+        mine = [rows[:, :, group.span if _is_mine(group) else slice(0)] for group in self.watched]
         shares: list[Any] = [(mine, active)]
         if together:
             shares = [None] * dist.get_world_size()

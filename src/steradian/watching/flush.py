@@ -4,9 +4,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import accumulate, repeat
 from operator import attrgetter, is_not, methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +23,6 @@ from steradian.watching.records import STATISTICS, Block, cause_of, causes
 from steradian.watching.sinks import Folder, Memory, Sink
 from steradian.watching.statistics import Imbalance
 from steradian.watching.verdict import History
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 __all__ = ["Flush", "Output"]
 
@@ -114,7 +112,6 @@ class Flush:
 
             self.merges = [Merge(buffer.watched) for buffer in buffers]
         self.paths, self.imbalance = paths, imbalance
-        self.wants_pairs = imbalance is not None  # pairs were not measured since the last steps were sent
         self.record_rows, self.rows_every = record_rows, rows_every
         self.names = tuple(group.name for buffer in buffers for group in buffer.watched)
         self.observations = 0
@@ -135,7 +132,7 @@ class Flush:
         self._logged: list[tuple[int, str, float | Tensor, int | Tensor]] = []
         self._imbalances: dict[int, dict[str, Tensor]] = {}  # by step
         self._last_step: int | None = None
-        self._sent: deque[_Copy] = deque()
+        self.sent: deque[_Copy] = deque()  # from which no block was made yet
 
     # At every step
 
@@ -166,7 +163,6 @@ class Flush:
         """Measure the imbalance of the pairs, if the step that was just taken is observed and not sent yet."""
         if self.imbalance is not None and step == self._last_step and step not in self._imbalances:
             self._imbalances[step] = self.imbalance.measure()
-            self.wants_pairs = False
 
     def log(self, step: int, name: str, value: float | Tensor) -> None:
         """Add a number of the run as a whole."""
@@ -179,9 +175,9 @@ class Flush:
         return len(self._steps) >= self._room
 
     @property
-    def pending(self) -> bool:
-        """Whether something was sent from which no block was made yet."""
-        return bool(self._sent)
+    def wants_pairs(self) -> bool:
+        """Whether pairs were not measured since steps were sent."""
+        return self.imbalance is not None and not self._imbalances
 
     def send(self, *, everything: bool = True) -> None:
         """Reduce the numbers in the buffers on their devices, and start to copy the results to the host.
@@ -195,9 +191,9 @@ class Flush:
         if not (self._reduced or self._logged) or not (everything or many or self.merges is not None):
             return
         content = self._reduced, self._seconds, self._logged, self.paths.take(), self._imbalances
-        self._sent.append(_Copy(content))
+        self.sent.append(_Copy(content))
         self._reduced, self._seconds, self._logged, self._imbalances = [], [], [], {}
-        self._last_step, self.wants_pairs = None, self.imbalance is not None
+        self._last_step = None
 
     def _reduce(self) -> None:
         """Reduce what is in the buffers, on their devices."""
@@ -222,8 +218,8 @@ class Flush:
 
     def blocks(self, *, wait: bool = False, together: bool = True) -> Iterator[Block]:
         """Blocks of what has arrived, or of everything if it may `wait`; `together`: all ranks take part in it."""
-        while self._sent and (wait or self._sent[0].ready()):
-            block = self._block(*self._sent.popleft().content(), together=together)
+        while self.sent and (wait or self.sent[0].ready()):
+            block = self._block(*self.sent.popleft().content(), together=together)
             if block is not None:
                 yield block
 
@@ -316,18 +312,16 @@ class Output:
         self.last: Block | None = None  # the last block with a step
         self.history = History()
         self.folder = next((sink for sink in sinks if isinstance(sink, Folder)), None)
-        self._memory = Memory()  # unless there is a folder
+        self.store = self.folder or Memory()
         self._logged: set[str] = set()  # causes of alerts
 
     def open(self, about: Mapping[str, Any]) -> None:
         """Open all sinks, or none."""
-        for k, sink in enumerate(self.sinks):
-            try:
+        with ExitStack() as opened:
+            for sink in self.sinks:
                 sink.open(about)
-            except BaseException:
-                for opened in self.sinks[:k]:
-                    opened.close()
-                raise
+                opened.callback(sink.close)
+            opened.pop_all()
 
     def write(self, block: Block) -> None:
         """Hand on one block."""
@@ -335,7 +329,7 @@ class Output:
             self.last = block
             self.history.add(block)
         if self.folder is None:
-            self._memory.write(block)
+            self.store.write(block)
         self._each(methodcaller("write", block))
         alerts = self.alerts.check(block)
         if alerts:
@@ -355,12 +349,3 @@ class Output:
                 call(sink)
             except Exception as error:
                 self._fail(error)
-
-    @property
-    def seconds(self) -> float:
-        """Time that writing files took so far, in a thread of its own."""
-        return self.folder.seconds if self.folder is not None else 0.0
-
-    def table(self) -> "pd.DataFrame":
-        """Everything that was written: run, step, group, quantity, statistic, value."""
-        return self._memory.table() if self.folder is None else self.folder.table()

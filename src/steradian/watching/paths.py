@@ -16,12 +16,9 @@ _LONGEST = 2**10  # rows that are longer are not chosen unless the user names th
 
 
 class Paths:
-    """Rows whose directions are recorded, each as its group and its number in the group.
+    """Rows whose directions are recorded: {group: [row, …]}, or the first row of the first, middle and last group.
 
-    Args:
-        watched: all watched groups.
-        chosen: {group: [row, …]}. None: the first row of the first, the middle and the last group.
-        rank: rank 0 records its rows; other ranks only help to gather rows that span several ranks.
+    Rank 0 records its rows; other ranks only help to gather rows that span several ranks.
     """
 
     chosen: list[tuple[WatchedGroup, int]]

@@ -19,7 +19,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,14 +67,7 @@ class Quantity(NamedTuple):
     meaning: str
 
 
-def _in_one_line(value: Any) -> Any:
-    """Texts without line breaks."""
-    if isinstance(value, dict):
-        return {key: _in_one_line(of) for key, of in value.items()}
-    return " ".join(value.split()) if isinstance(value, str) else value
-
-
-WORDS = _in_one_line(tomllib.loads((files("steradian.watching") / "words.toml").read_text(encoding="utf-8")))
+WORDS = tomllib.loads((files("steradian.watching") / "words.toml").read_text(encoding="utf-8"))
 """What the watch says: names of quantities, alerts, and sentences of a verdict."""
 QUANTITIES = {name: Quantity(*words) for name, words in WORDS["quantities"].items()}
 """Every quantity that may be recorded for a group. "lr" is one number per group and step: its statistic is "mean".
@@ -172,11 +165,6 @@ class Block:
 
     def _columns(self, step: NDArray[np.int64], group: Any, **others: Any) -> Columns:
         return {"run": _words(np.zeros(len(step)), [self.run]), "step": step, "group": group, **others}
-
-    def thinned(self) -> "Block":
-        """Every second step of this block; what was logged is kept."""
-        steps, seconds, active = self.steps[::2], self.seconds[::2], self.active[::2]
-        return replace(self, steps=steps, seconds=seconds, active=active, values=self.values[::2].copy())
 
     def scalars(self, k: int, statistics: Sequence[str]) -> dict[str, float]:
         """The k-th step as a flat dict for loggers, such as {"radius/conv1.weight/median": 1.0}; finite values only."""

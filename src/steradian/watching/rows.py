@@ -1,7 +1,6 @@
 """Which rows are watched: every parameter that an optimizer steps, cut into rows, with its name, label and settings."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from steradian.groups import Group, Groups, Layout, is_flattened, is_sharded
+from steradian.groups import Group, Groups, Layout, bare, is_flattened, is_sharded
 from steradian.optim.rows import sharding
 from steradian.watching.records import listed
 
@@ -80,7 +79,7 @@ class WatchedGroup:
         return self.locals([tensor])[0]
 
     def pieces(
-        self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor], *, at_once: int = _PIECE
+        self, points: Sequence[Tensor] | None, gradients: Sequence[Tensor], at_once: int = _PIECE
     ) -> Iterator["Piece"]:
         """Its rows in pieces of at most so many numbers; `points` are the parameters before the step, if copied."""
         states = [self.optimizer.state.get(param, {}) for param in self.params]
@@ -231,10 +230,7 @@ def _of_model(model: Model) -> dict[int, str]:
     if isinstance(model, Groups):
         return {id(param): name for name, param in model.params.items()}
     parts = [model] if isinstance(model, nn.Module) else list(model or ())
-    found = {id(param): name for part in map(_unwrapped, parts) for name, param in part.named_parameters()}
-    # Without the prefixes of `torch.compile` and activation checkpointing.
-    wrappers = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
-    return {key: wrappers.sub("", name) for key, name in found.items()}
+    return {id(param): bare(name) for part in map(_unwrapped, parts) for name, param in part.named_parameters()}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -297,13 +293,11 @@ class Membership:
         self._places = here
         return True
 
-    def changed(self) -> bool:
-        """Whether param groups or parameters are others than at the last call of `update`."""
-        return self._known != self._present()
-
     def update(self) -> list[str]:
         """Adopt the present param groups; names of groups that are gone: a parameter left or has another form."""
-        self._known = self._present()
+        before, self._known = self._known, self._present()
+        if before == self._known:
+            return []
         present = [settings for optimizer in self._optimizers for settings in optimizer.param_groups]
         owner = {id(param): settings for settings in present for param in settings["params"]}
         # The settings that stand for those of before: the same, or those that now have the first of their parameters.

@@ -30,7 +30,6 @@ logger = logging.getLogger("steradian")
 
 _WAITING = 256  # parts that wait in memory while the disk is full
 _MOST = 2**25  # numbers that are kept in memory
-_METRICS = 1000  # metrics that MLflow takes in one call
 _FORBIDDEN = re.compile(r"[^-/\w. :]+")  # characters that MLflow does not allow in the name of a metric
 _IN_USE: set[Path] = set()  # folders that a watch of this process writes to
 _ORDER = list(dict.fromkeys(["effective_lr", "angle", *QUANTITIES]))  # of charts in TensorBoard and W&B
@@ -106,9 +105,9 @@ class RunFiles:
         """Remove the alerts from a step on: a training that starts there again raises its own."""
         file = self.folder / "alerts.jsonl"
         alerts = records.read_alerts(file)
-        kept = [alert for alert in alerts if alert["step"] < step]
+        kept = [_line(alert) for alert in alerts if alert["step"] < step]
         if len(kept) < len(alerts):
-            write_atomically(file, b"".join(map(_line, kept)))
+            write_atomically(file, b"".join(kept))
 
 
 def _with_text_keys(value: Any) -> Any:
@@ -227,6 +226,8 @@ class Folder(Sink):
 class Memory:
     """Everything in memory; if there are too many numbers, every second observed step is dropped."""
 
+    seconds = 0.0  # that a thread spent
+
     def __init__(self) -> None:
         self._blocks: list[Block] = []
         self._dropped = False
@@ -237,7 +238,9 @@ class Memory:
             if not self._dropped:
                 logger.warning("%s: every second step is dropped from memory: pass to= to keep all of them", block.run)
             self._dropped = True
-            self._blocks = [kept.thinned() for kept in self._blocks]
+            for k, kept in enumerate(self._blocks):
+                half = {name: getattr(kept, name)[::2].copy() for name in ("steps", "seconds", "active", "values")}
+                self._blocks[k] = replace(kept, **half)
 
     def table(self) -> "pd.DataFrame":
         """Everything that was written so far."""
@@ -312,7 +315,7 @@ class WandB(Calls):
 
 
 class MLflow(Calls):
-    """MLflow: metrics of one run, a thousand per call.
+    """MLflow: metrics of one run.
 
     Args:
         run_id: the run; None for the active one.
@@ -344,8 +347,7 @@ class MLflow(Calls):
 
         self._metrics = []
         super().write(block)
-        for start in range(0, len(self._metrics), _METRICS):
-            mlflow.MlflowClient().log_batch(self.run_id, self._metrics[start : start + _METRICS])
+        mlflow.MlflowClient().log_batch(self.run_id, self._metrics)
 
     def alert(self, alert: Alert) -> None:
         import mlflow

@@ -40,9 +40,16 @@ class Statistics:
                 length = next((length for length in _LENGTHS if rows <= length), _LENGTHS[-1])
             if rows:
                 by_length.setdefault(length, []).append([span.start, rows, k])
-        lines = {length: torch.tensor(of, device="cpu") for length, of in by_length.items()}
-        self.selected = {length: _places(of, device) for length, of in lines.items() if kernels}
-        self.sorted = {length: of.to(device) for length, of in lines.items() if not kernels}
+        self.selected: dict[int, tuple[Tensor, Tensor]] = {}  # `spans` and `shares` of `statistics_kernel`
+        self.sorted: dict[int, Tensor] = {}
+        for length, of in by_length.items():
+            lines = torch.tensor(of, device="cpu")
+            if kernels:
+                at = torch.tensor(_LEVELS[1:-1], dtype=torch.float64, device="cpu") * (lines[:, 1:2] - 1)
+                places = torch.cat([lines, at.floor().long()], dim=1).int()
+                self.selected[length] = places.to(device), (at - at.floor()).to(device)
+            else:
+                self.sorted[length] = lines.to(device)
 
     def __call__(self, values: Tensor) -> Tensor:
         """(…, n) rows on the last dimension → (…, groups, 6)."""
@@ -57,12 +64,6 @@ class Statistics:
                 piece = slice(start, start + at_once)
                 found[piece, lines[:, 2]] = _sort(flat[piece], length, lines)
         return found.reshape(*lead, self.groups, len(_LEVELS) + 1)
-
-
-def _places(lines: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """The arguments `spans` and `shares` of `statistics_kernel` for groups: first row, number of rows, group."""
-    at = torch.tensor(_LEVELS[1:-1], dtype=torch.float64, device="cpu") * (lines[:, 1:2] - 1)
-    return torch.cat([lines, at.floor().long()], dim=1).int().to(device), (at - at.floor()).to(device)
 
 
 def _select(values: Tensor, length: int, spans: Tensor, shares: Tensor, *, out: Tensor) -> None:

@@ -120,6 +120,7 @@ class Watch:
 
     Attributes:
         run: the run's name.
+        names: of the watched groups.
         sinks: where records go.
         running: it was started and not stopped.
         error: the first exception in the watch, if there was one.
@@ -144,8 +145,9 @@ class Watch:
         every = int(given.every or 1) if phenomena or given.every is not None else None
         self.config = dict(given.config or {})
         watched, notes = watched_groups(self.optimizers, model_or_groups, [only] if isinstance(only, str) else only)
-        self._order = tuple(group.name for group in watched)
-        rank = _rank()
+        self.watched, self.names = watched, tuple(group.name for group in watched)
+        distributed = torch.distributed
+        rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
         self.sharded = any(group.sharded for group in watched)
         self._idle = not watched or (rank != 0 and not self.sharded)
         self.sinks = [] if self._idle or rank else sinks_of(to)
@@ -155,9 +157,9 @@ class Watch:
             why = "; ".join(notes) or "no optimizer steps a trainable parameter"
             warnings.warn(f"there is nothing to watch: {why}", stacklevel=4)
         for argument, names in (("record_rows", given.record_rows), ("paths", paths or ())):
-            unknown = [name for name in names if name not in self._order]
+            unknown = [name for name in names if name not in self.names]
             if unknown and watched:
-                raise ValueError(f"{argument} names {unknown}, but the watched groups are {list(self._order)}")
+                raise ValueError(f"{argument} names {unknown}, but the watched groups are {list(self.names)}")
         invariant = {group.name for group in watched if group.label == INVARIANT}
         self._output = Output(self.sinks, Alerts(_decays(watched), invariant), partial(self._fail, fatal=False))
         folder = self._output.folder
@@ -170,7 +172,6 @@ class Watch:
             if (here := [group for group in watched if group.optimizer is each and group.device == device])
             for source in sources_of(each, here, phenomena=phenomena)
         ]
-        self.watched = [group for buffer in self.buffers for group in buffer.watched]
         imbalance = None
         if isinstance(model_or_groups, Groups) and model_or_groups.pairs and rank == 0:
             imbalance = Imbalance(model_or_groups, {id(param) for group in watched for param in group.params})
@@ -183,7 +184,7 @@ class Watch:
             paths=Paths(watched, paths if paths is not None or folder is not None else {}, rank=rank),
             imbalance=imbalance,
         )
-        self._membership = Membership(self.watched)
+        self._membership = Membership(watched)
         self._param_names = {id(p): name for g in watched for name, p in zip(g.group.names, g.params, strict=True)}
         if isinstance(model_or_groups, Groups):
             self._param_names |= {id(p): name for name, p in model_or_groups.params.items()}
@@ -221,8 +222,8 @@ class Watch:
         self._stepped, self._begun = set(), set()
         for optimizer in self.optimizers if not self._hooks else ():
             # Dynamo must not trace into the hooks of a compiled step.
-            before = torch.compiler.disable(partial(self._hook, self._before, optimizer))
-            after = torch.compiler.disable(partial(self._hook, self._after, optimizer))
+            before = torch.compiler.disable(partial(self._guarded, self._before))
+            after = torch.compiler.disable(partial(self._guarded, self._after))
             self._hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
             _OURS.add(after)
             self._last_hooks[id(optimizer)] = self._hooks[-1].id
@@ -234,10 +235,10 @@ class Watch:
 
     # At every step
 
-    def _hook(self, call: Callable[[Optimizer], None], optimizer: Optimizer, *_: Any) -> None:
+    def _guarded(self, call: Callable[[Any], None], argument: Any, *_: Any) -> None:
         try:
             with self._lock:
-                call(optimizer)
+                call(argument)
         except Exception as error:
             self._fail(error)
 
@@ -248,10 +249,10 @@ class Watch:
         Start the watch before the capture, so that what it needs is captured too.
         """
         for optimizer in self.optimizers:
-            self._hook(self._before, optimizer)
+            self._guarded(self._before, optimizer)
         yield
         for optimizer in self.optimizers:
-            self._hook(self._after, optimizer)
+            self._guarded(self._after, optimizer)
 
     def _takes_part(self, optimizer: Optimizer) -> bool:
         """Whether this is a step to watch: not one that is captured, or that the optimizer's own step calls."""
@@ -266,7 +267,7 @@ class Watch:
             self._end_step()
         if self._step is None:
             self._step = self._first_step()
-            if self._output.folder is not None and any(self._output.folder.files.folder.glob("part-*")):
+            if self._output.folder is not None:
                 self._flush.began -= seconds_before(self._output.folder.files.folder, self._step)
         if not self._stepped:
             self._observing = self._cost.wants(self._step)
@@ -318,11 +319,11 @@ class Watch:
                 self._flushed_at = time.monotonic()
             with self._cost.measured():
                 self._flush.send(everything=everything)
-            self._cost.choose(self._output.seconds)
+            self._cost.choose(self._output.store.seconds)
             if self.sharded and self._cost.every is None:
                 torch.distributed.broadcast_object_list(interval := [self._cost.interval])
                 self._cost.interval = interval[0]
-        if self._flush.pending:
+        if self._flush.sent:
             with self._cost.measured(device=False):
                 self._write(wait=self.sharded)
 
@@ -337,12 +338,9 @@ class Watch:
     def _check_membership(self) -> None:
         if not self._membership.moved():
             return
-        for buffer in self.buffers:
-            buffer.source.known = None
-        if not self._membership.changed():
-            return
         lost = self._membership.update()
         for buffer in self.buffers:
+            buffer.source.known = None
             buffer.update_settings()
         if lost:
             text = "%s: %s not watched any more: no longer in the param group of before"
@@ -359,13 +357,6 @@ class Watch:
             steps = read_run(folder.files.folder).table["step"]
             return int(steps.max()) + 1 if len(steps) else 0
         return counted or 0
-
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._fail(error)
 
     def _fail(self, error: Exception, *, fatal: bool = True) -> None:
         """Log the first exception; after a fatal one the hooks do nothing, and are removed when the watch stops."""
@@ -393,17 +384,19 @@ class Watch:
             self._step, self._stepped = self._step + 1, set()
         if not self._idle:
             atexit.unregister(self._at_exit)
-            with self._guard(), self._lock:
-                self._send()
-                self._write(wait=True, together=together)
-                self._cost.choose(self._output.seconds)
-            with self._guard():
-                for buffer in self.buffers:
-                    buffer.source.close()
-                if self._output.folder is not None:
-                    known = {"missing": self.missing, "cost": self._cost_so_far()}
-                    self._output.folder.describe({**self._about, **known})
+            self._guarded(self._finish, together)
         self._output.close()
+
+    def _finish(self, together: bool) -> None:
+        try:
+            self._flush_all(together=together)
+            self._cost.choose(self._output.store.seconds)
+        finally:
+            for buffer in self.buffers:
+                buffer.source.close()
+            if self._output.folder is not None:
+                known = {"missing": self.missing, "cost": self._cost_so_far()}
+                self._output.folder.describe({**self._about, **known})
 
     def __enter__(self) -> "Watch":
         return self.start()
@@ -439,34 +432,33 @@ class Watch:
         """Record everything observed so far; waits for it. Under FSDP2 all ranks must call it together."""
         if self.running:
             with self._lock:
-                self._send()
-                self._write(wait=True)
+                self._flush_all()
 
-    def _send(self) -> None:
-        """Send everything observed so far, with the imbalance of pairs unless other steps were taken since."""
-        if self._step is not None and not self._stepped:
+    def _flush_all(self, *, together: bool = True) -> None:
+        if self._step is not None and not self._stepped:  # the last step has the imbalance of pairs
             self._flush.measure_pairs(self._step - 1)
         self._flush.send()
+        self._write(wait=True, together=together)
 
-    def _write(self, *, wait: bool = False, together: bool = True) -> None:
+    def _write(self, *, wait: bool, together: bool = True) -> None:
         for block in self._flush.blocks(wait=wait, together=together):
             self._output.write(block)
 
     def records(self) -> "pd.DataFrame":
         """Everything recorded so far: run, step, group, quantity, statistic, value."""
         self.flush()
-        return self._output.table()
+        return self._output.store.table()
 
     def latest(self) -> dict[str, dict[str, dict[str, float]]]:
         """The last observed step: group → quantity → statistic → value."""
         self.flush()
         last = self._output.last
         found = last.at(-1) if last is not None else {}
-        return {name: found[name] for name in self._order if name in found}
+        return {name: found[name] for name in self.names if name in found}
 
     def summary(self) -> str:
         """A verdict in words, the last observed step, the alerts, and what the watch cost, for a person."""
-        if not self._order:
+        if not self.names:
             return f"{self.run}: there is nothing to watch"
         self.flush()
         verdict = [f"- {sentence.text}" for sentence in self.verdict()]
@@ -497,13 +489,7 @@ class Watch:
         """The label of each group: "invariant", "not invariant" (refuted, perhaps by its gradient) or "untested"."""
         self.flush()
         with self._lock:
-            found = relabelled({group.name: group.label for group in self.watched}, self._output.history.defects())
-        return {name: found[name] for name in self._order}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the watched groups."""
-        return tuple(group.name for group in self.watched)
+            return relabelled({group.name: group.label for group in self.watched}, self._output.history.defects())
 
     @property
     def next_step(self) -> int:
@@ -534,18 +520,28 @@ class Watch:
     def about(self) -> dict[str, Any]:
         """The contents of run.json, written before the first step."""
         kinds = dict.fromkeys(f"{type(each).__module__}.{type(each).__qualname__}" for each in self.optimizers)
-        ordered = sorted(self.watched, key=lambda group: self._order.index(group.name))
-        rest = set(self._param_names.values()) - {name for group in ordered for name in group.group.names}
-        devices = dict.fromkeys(group.device for group in ordered)
+        rest = set(self._param_names.values()) - {name for group in self.watched for name in group.group.names}
+        devices = dict.fromkeys(group.device for group in self.watched)
         models = [torch.cuda.get_device_name(each) if each.type == "cuda" else each.type for each in devices]
+
+        def plain(value: Any) -> Any:
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            return value if value is None or isinstance(value, str | int | float | list | tuple) else str(value)
+
+        settings = [
+            {"params": [self._param_names.get(id(param), "?") for param in group["params"]]}
+            | {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
         return {
             "run": self.run,
             "every": self._cost.every,
             "missing": self.missing,
             "config": self.config,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "optimizer": {"name": " + ".join(kinds), "groups": self._settings()},
-            "groups": [group.describe() for group in ordered],
+            "optimizer": {"name": " + ".join(kinds), "groups": settings},
+            "groups": [group.describe() for group in self.watched],
             "rest": sorted(rest),
             "cost": self._cost_so_far(),
             "environment": {
@@ -560,20 +556,6 @@ class Watch:
         nbytes = sum(buffer.nbytes() for buffer in self.buffers)
         numbers = {"share": share, "seconds": seconds, "observed": self._cost.observed, "bytes": nbytes}
         return {name: None if math.isnan(number) else number for name, number in numbers.items()}
-
-    def _settings(self) -> list[dict[str, Any]]:
-        """The settings of every param group with the names of its parameters."""
-
-        def plain(value: Any) -> Any:
-            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            return value if value is None or isinstance(value, str | int | float | list | tuple) else str(value)
-
-        return [
-            {"params": [self._param_names.get(id(param), "?") for param in group["params"]]}
-            | {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        ]
 
 
 # Arguments
@@ -691,11 +673,6 @@ def _stop_at_exit(watch: "weakref.ref[Watch]", process: int) -> None:
     still = watch()
     if still is not None and os.getpid() == process:
         still._stop(together=False)
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _wrapped(line: str) -> str:

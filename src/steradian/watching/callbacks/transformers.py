@@ -1,6 +1,5 @@
 """Watches the optimizer of a transformers `Trainer`."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -35,16 +34,9 @@ class WatchCallback(Watching, TrainerCallback):
             first, config = state.global_step or None, args.to_sanitized_dict()
             self.begin(found["optimizer"], found["model"], self.to, step=first, config=config)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **found: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any) -> None:
         """Record the numbers that the trainer logs."""
-        self.record({name: value for name, value in (logs or {}).items() if isinstance(value, int | float)})
+        self.record({name: value for name, value in found["logs"].items() if isinstance(value, int | float)})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **found: Any) -> None:
         """Stop."""

@@ -31,7 +31,6 @@ class Source(ABC):
     beforehand: bool = True  # `before` must be called at an observed step
     known: list[int] | None = None  # what it read of parameters; None if they may lie elsewhere, or have other settings
     all_step: bool = False  # at the last observation every parameter had a gradient, as far as the source knows
-    ahead: bool = False  # `expect` may be called with the place of the next observation
 
     def open(self) -> None:  # noqa: B027
         """Called when the watch starts."""

@@ -19,7 +19,6 @@ __all__ = ["PhenomenaSource"]
 # Phenomena are recorded once the momentum holds less than this share of gradients from before the watch: older ones are
 # turned further, so that a small share already matters.
 _UNKNOWN = 1e-3
-_NO_STATE = object()
 
 
 class PhenomenaSource(ObservedSource):
@@ -42,14 +41,13 @@ class PhenomenaSource(ObservedSource):
 
     def open(self) -> None:
         super().open()
-        # Steps may have been taken since the watch was stopped.
-        self._states = {}
+        self._states = {}  # steps may have been taken since the watch was stopped
 
     @torch.no_grad()
     def before(self) -> None:
         for group in self.watched:
             state = self.optimizer.state.get(group.params[0])
-            if self._states.get(id(group), _NO_STATE) is not state:
+            if id(group) not in self._states or self._states[id(group)] is not state:
                 # The momentum was loaded, or holds gradients from before the watch.
                 self._states[id(group)] = state
                 self._unknown[id(group)] = 1.0 if state else 0.0

@@ -23,7 +23,6 @@ class TelemetrySource(Source):
 
     columns = TELEMETRY
     beforehand = False
-    ahead = True
 
     def __init__(self, optimizer: RowOptimizer, watched: Sequence[WatchedGroup]) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -44,10 +43,12 @@ class TelemetrySource(Source):
     def after(self, out: Tensor) -> None:
         telemetry = self.optimizer.telemetry
         if telemetry is None:  # turned off by someone else
+            self.all_step = False
             self.optimizer.emit()
             out.fill_(float("nan"))
             return
-        if telemetry.left is out:  # written by the step itself
+        self.all_step = telemetry.left is out  # written by the step itself, for all rows
+        if self.all_step:
             telemetry.left = None
             return
         if telemetry.buffers is not self._buffers:

@@ -117,11 +117,11 @@ class TritonSource(ObservedSource):
     def _refresh(self) -> None:
         """Send addresses and settings that changed; from pinned memory, so that the host does not wait."""
         # This runs at every observed step, so there is no Python loop over parameters.
-        gradients, states = list(map(_GRAD, self._params)), list(map(self.optimizer.state.get, self._params))
+        gradients, state = list(map(_GRAD, self._params)), self.optimizer.state
         self.all_step = not any(map(is_, gradients, repeat(None)))
         known, addresses = None, list[int]()
-        if self.all_step and all(states) and not (self.two_points or self._sharded):
-            known = list(map(id, states))
+        if self.all_step and not (self.two_points or self._sharded):
+            known = list(map(id, state.values()))
             addresses = list(map(Tensor.data_ptr, gradients))  # torch frees gradients after each step
         moved = addresses != self._addresses
         if known is None or known != self.known or (moved and list(map(Tensor.stride, gradients)) != self._strides):
@@ -134,14 +134,16 @@ class TritonSource(ObservedSource):
             ]
             self._lines = torch.tensor(lines, dtype=torch.int64, device="cpu")
             self._send(self._lines, self._table)
-            self.known = None if self._kept else known
+            self.known = None if self._kept or not all(map(state.get, self._params)) else known
             self._strides = list(map(Tensor.stride, gradients)) if known else []
         elif moved or self._counts:
-            self._lines[:, 1] = torch.tensor(addresses, device="cpu")
-            if self._counts:
-                self._lines[:, 4] = torch.tensor(
-                    [self._count(state["step"]) for state in states if state], device="cpu"
-                )
+            numbers = self._lines.numpy()  # which takes lists faster
+            numbers[:, 1] = addresses
+            if self._counts:  # most parameters have the same
+                steps = [state[param]["step"] for param in self._params]
+                counts = list(map(float, steps))
+                places = {count: self._count(step) for count, step in dict(zip(counts, steps, strict=True)).items()}
+                numbers[:, 4] = list(map(places.__getitem__, counts))
             self._send(self._lines, self._table)
         self._addresses = addresses
         settings = list(map(self._setting, self._param_groups))
@@ -182,10 +184,11 @@ class TritonSource(ObservedSource):
         """The address of the step count on the device: torch keeps it on the host unless capturable or fused."""
         if step.device == self.device and step.dtype == torch.float32:
             return step.data_ptr()
-        if float(step) not in self._counts:
-            self._counts = {float(step): torch.empty(1, device=self.device), **dict(list(self._counts.items())[:8])}
-            self._send(torch.tensor([float(step)], device="cpu"), self._counts[float(step)])
-        return self._counts[float(step)].data_ptr()
+        count = float(step)
+        if count not in self._counts:
+            self._counts = {count: torch.empty(1, device=self.device), **dict(list(self._counts.items())[:8])}
+            self._send(torch.tensor([count], device="cpu"), self._counts[count])
+        return self._counts[count].data_ptr()
 
     def _setting(self, group: dict[str, Any]) -> tuple[float, ...]:
         if self.adam:
