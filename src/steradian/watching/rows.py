@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from steradian.groups import Group, Groups, Layout, bare, is_flattened, is_sharded
+from steradian.groups import Group, Groups, Layout, is_flattened, is_sharded, parameters_of
 from steradian.optim.rows import sharding
 from steradian.watching.records import listed
 
@@ -230,15 +229,7 @@ def _of_model(model: Model) -> dict[int, str]:
     if isinstance(model, Groups):
         return {id(param): name for name, param in model.params.items()}
     parts = [model] if isinstance(model, nn.Module) else list(model or ())
-    return {id(param): bare(name) for part in map(_unwrapped, parts) for name, param in part.named_parameters()}
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model without data parallelism around it, whose names are those that `find_groups` gives."""
-    inner: Any = model
-    while isinstance(inner, DataParallel | DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-        inner = getattr(inner, "_orig_mod", None) or inner.module
-    return inner
+    return {id(param): name for part in parts for name, param in parameters_of(part).items()}
 
 
 # Order and settings
