@@ -1,7 +1,11 @@
 """Recipes hold the trainings that the paper describes."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from steradian.groups import Group, Groups
 from steradian.lab import paper
 from steradian.lab.config import match_name
 from steradian.lab.recipes import RECIPES, accuracy_tables, grid, pretraining, trajectories
@@ -41,6 +45,22 @@ def test_tables_can_take_settings_and_networks_of_the_released_code():
     assert (printed.weight_decay, printed.released) == (5e-4, False)
     with pytest.raises(ValueError, match="settings must be one of printed, released"):
         accuracy_tables(settings="guessed")
+
+
+def test_adamg_as_released_is_plain_adam_with_the_settings_of_adamg():
+    [inverted] = accuracy_tables(columns=["ResNet20 cifar10"], methods=["AdamG as released"], seeds=1)
+    [sphere] = accuracy_tables(columns=["ResNet20 cifar10"], methods=["AdamG"], seeds=1)
+    assert replace(inverted, method=sphere.method) == sphere
+    assert inverted.method not in {config.method for config in accuracy_tables()}
+    filters, gain = torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.ones(4))
+    rows = [Group(("filters",), "filter", 4, 3, "bn", 0.0)]
+    optimizer = METHODS[inverted.method](Groups({"filters": filters, "gain": gain}, rows), inverted)
+    twin = filters.detach().double().clone()
+    filters.grad, gain.grad = torch.randn(4, 3), torch.ones(4)
+    optimizer.step()
+    gradient = filters.grad.double() + inverted.weight_decay * twin
+    torch.testing.assert_close(filters.double(), twin - 0.01 * gradient / (gradient.abs() + 1e-8), atol=1e-7, rtol=0)
+    torch.testing.assert_close(gain.detach(), torch.full((4,), 0.999))
 
 
 def test_recipes_scale():

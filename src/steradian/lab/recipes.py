@@ -20,6 +20,7 @@ __all__ = ["RECIPES", "accuracy_tables", "comparison", "grid", "hypotheses", "pr
 
 TABLE_METHODS = tuple(paper.ACCURACY["bn"])
 """Rows of our tables: the paper's six and SGD-M."""
+_INVERTED = {"AdamG† as released": "AdamG†"}  # trained if named, with the settings of the other
 _NETWORKS = ("ResNet20", "ResNet18", "VGG16")
 Names = Sequence[str] | None
 """Some of the known names; None: all."""
@@ -55,13 +56,13 @@ def accuracy_tables(
         norm: normalization.
         data: one data set; None: all of the paper's.
         columns: networks, or network and data; None: all.
-        methods: None: all.
+        methods: None: all; "AdamG† as released" only if it is named.
         epochs: of each training; milestones scale.
         seeds: number of seeds.
         settings: hyper-parameters as the paper prints them, or those of its released code: one of `paper.SETTINGS`.
         built_as: the networks, "paper" or "released" as in that code.
     """
-    taken = match_names("methods", methods, TABLE_METHODS)
+    taken = match_names("methods", methods or TABLE_METHODS, (*TABLE_METHODS, *_INVERTED))
     if settings not in paper.SETTINGS:
         raise ValueError(f"settings must be one of {', '.join(paper.SETTINGS)}, got {settings!r}")
     if built_as not in ("paper", "released"):
@@ -244,6 +245,7 @@ def _config(column: tuple[str, str], method: str, **more: Any) -> Config:
 def _best(column: tuple[str, str], method: str, settings: str = "printed", **more: Any) -> Config:
     """A training with the best hyper-parameters of its column, or of CIFAR-10 for columns that the paper lacks."""
     like = (column, (column[0], "cifar10"), paper.COLUMNS[0])
-    best = next(paper.SETTINGS[settings][method][each] for each in like if each in paper.COLUMNS)
-    rate, betas = paper.LEARNING_RATE[method], (0.9, best.beta2)
+    of = _INVERTED.get(method, method)
+    best = next(paper.SETTINGS[settings][of][each] for each in like if each in paper.COLUMNS)
+    rate, betas = paper.LEARNING_RATE[of], (0.9, best.beta2)
     return _config(column, method, lr=rate, weight_decay=best.weight_decay, betas=betas, **more)

@@ -156,6 +156,12 @@ def _adam_w(groups: Groups, config: "Config") -> Optimizer:
     return optim.Adam(made, config.lr, config.betas, weight_decay=config.weight_decay)
 
 
+def _adamg_as_released(groups: Groups, config: "Config") -> Optimizer:
+    """The condition that selects Adam-G is inverted in the authors' released code, so that filters get plain Adam."""
+    made = groups.param_groups(rest={"lr": config.rest_lr or 1e-3})
+    return torch.optim.Adam(made, config.lr, config.betas, weight_decay=config.weight_decay)
+
+
 def _ada_grad(groups: Groups, config: "Config") -> list[Optimizer]:
     """Adam without momentum on the rows."""
     (rows, rest), decay, betas = split_rows(groups), config.weight_decay, (0.0, config.betas[1])
@@ -172,3 +178,4 @@ for _letters in ("a", "ab", "abc"):
 register_method("SGD", optimizer_of(torch.optim.SGD))
 register_method("AdaGradG", lambda groups, c: optim.AdaGradG.from_sgd(groups.param_groups(), c.lr, c.weight_decay))
 register_method("AdaGrad", _ada_grad)
+register_method("AdamG† as released", _adamg_as_released)
