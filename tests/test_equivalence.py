@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD
 
 from steradian import geometry
-from steradian.equivalence import adagradg_from_sgd, compare, exponential_schedule, lemma3
+from steradian.equivalence import adagradg_from_sgd, compare, exponential_schedule
 from steradian.image import image_step
 from steradian.scheme import read_step
 
@@ -34,6 +34,17 @@ def sgd_run(steps, *, lr, weight_decay):
     return points, images
 
 
+def difference_of(run, other):
+    """How far two runs are from the condition of Lemma 3: equal effective rates and directions at every step."""
+    largest = 0.0
+    for one, two in zip(run, other, strict=True):
+        rates = one.effective_lr / two.effective_lr - 1
+        directions = one.effective_direction - two.effective_direction
+        turned = directions.norm(dim=1) / one.effective_direction.norm(dim=1)
+        largest = max(largest, rates.abs().max().item(), turned.max().item())
+    return largest
+
+
 def test_l2_is_an_exponential_schedule_over_1000_steps():
     lr, weight_decay = 0.02, 0.05
     points, images = sgd_run(1000, lr=lambda k: lr, weight_decay=weight_decay)
@@ -42,16 +53,14 @@ def test_l2_is_an_exponential_schedule_over_1000_steps():
         travelled = compare([points[i][0]], [points[i][-1]]).angle.max()
         assert travelled > 0.1  # the runs went somewhere
         assert compare(points[i], free_points[i]).angle.max() < 1e-9
-        difference = lemma3(images[i], free_images[i])
-        assert difference.holds(1e-8)
-        assert difference.trajectory < 1e-9
+        assert difference_of(images[i], free_images[i]) < 1e-8
 
 
 def test_another_schedule_is_not_equivalent():
     points, images = sgd_run(200, lr=lambda k: 0.02, weight_decay=0.05)
     others, other_images = sgd_run(200, lr=lambda k: 0.02, weight_decay=0)
     assert compare(points[0], others[0]).angle.max() > 1e-4
-    assert not lemma3(images[0], other_images[0]).holds(1e-4)
+    assert difference_of(images[0], other_images[0]) > 1e-4
 
 
 def adagradg_run(steps, *, lr, weight_decay):
