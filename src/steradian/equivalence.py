@@ -1,16 +1,12 @@
-"""When optimizers are equivalent on the sphere: L2 as a schedule, SGD as AdaGradG, comparing trajectories."""
+"""When optimizers are equivalent on the sphere: L2 as a schedule, SGD as AdaGradG."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from steradian import geometry
-from steradian.groups import Layout, Spec
-
-__all__ = ["Comparison", "adagradg_from_sgd", "compare", "exponential_schedule"]
+__all__ = ["adagradg_from_sgd", "exponential_schedule"]
 
 
 def exponential_schedule(lr: float, weight_decay: float) -> Callable[[int], float]:
@@ -48,36 +44,6 @@ def adagradg_from_sgd(lr: float, weight_decay: float, radius: float | Tensor) ->
     if not bool((torch.as_tensor(radius) > 0).all()):
         raise ValueError("radius must be positive: a row without a radius has no equivalent on the sphere")
     return {"lr": (2 * beta) ** -0.5, "beta": beta, "v0": radius**4 / (2 * lr**2 * beta**0.5)}
-
-
-@dataclass(frozen=True, eq=False)
-class Comparison:
-    """Two trajectories of one parameter on the sphere, side by side.
-
-    Attributes:
-        cosine: of the directions of each row at each point, (points, n).
-        angle: between them, (points, n), accurate where the cosine is 1 to the last digit.
-    """
-
-    cosine: Tensor
-    angle: Tensor
-
-
-def compare(run: Sequence[Tensor], other: Sequence[Tensor], rows: Spec = "filter") -> Comparison:
-    """Cosine and angle between two recorded trajectories of a parameter, per point and row of the spec (Section 3.3).
-
-    >>> turned = compare([torch.eye(2)], [torch.eye(2).flip(0)])
-    >>> turned.cosine.tolist(), turned.angle.tolist()
-    ([[0.0, 0.0]], [[1.570796..., 1.570796...]])
-    """
-    if not run or len(run) != len(other):
-        raise ValueError(f"the runs must have the same number of points, at least one, got {len(run)} and {len(other)}")
-    for x, y in zip(run, other, strict=True):
-        if x.shape != y.shape:
-            raise ValueError(f"the runs have different shapes, {tuple(x.shape)} and {tuple(y.shape)}")
-    paths = (torch.stack([Layout(rows).rows(point.detach()) for point in points]) for points in (run, other))
-    u, p = (geometry.split(path)[1] for path in paths)
-    return Comparison(geometry.dot(u, p).squeeze(-1), geometry.angle(u, p).squeeze(-1))
 
 
 def _kept(lr: float, weight_decay: float) -> float:
