@@ -231,22 +231,10 @@ def _sums3(a, b, c):
         return tl.reduce((a, b, c), 1, _add3)
 
 
-class Tile(NamedTuple):
-    """Up to R rows of one parameter: their numbers, each row in K pieces of S lanes, and where they lie."""
-
-    d: tl.tensor
-    alive: tl.tensor  # the rows that are there
-    at: tl.tensor
-    x_at: tl.tensor
-    m_at: tl.tensor
-    xs: tl.tuple
-    gs: tl.tuple
-    ms: tl.tuple
-
-
 @triton.jit
 def _read_tile(item, d, R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr,
                P: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Up to R rows of one parameter, each in K pieces of S lanes: d, which rows are there, where they lie, x, g and m."""
     # Not by `address`: the compiler drops hints about the result of a function.
     x_at = first(item).to(tl.pointer_type(P))
     g_at = first(item + 1).to(tl.pointer_type(P))
@@ -263,7 +251,7 @@ def _read_tile(item, d, R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGN
         xs = xs + (tl.load(x_at + at + k * S, mask=mask, other=0.0).to(C),)
         gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0).to(C),)
         ms = ms + (tl.load(m_at + at + k * S, mask=mask, other=0.0).to(C),)
-    return Tile(d, alive, at, x_at, m_at, xs, gs, ms)
+    return d, alive, at, x_at, m_at, xs, gs, ms
 
 
 @triton.jit
@@ -289,8 +277,7 @@ def _step_tile(
     EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One step of Adam."""
-    tile = _read_tile(item, d, R, S, K, ALIGNED, P, C)
-    d, alive, at, xs, gs = tile.d, tile.alive, tile.at, tile.xs, tile.gs
+    d, alive, at, x_at, m_at, xs, gs, ms = _read_tile(item, d, R, S, K, ALIGNED, P, C)
     rows, zeros = tl.arange(0, R), tl.zeros([R, S], dtype=C)
     group = settings_of(settings, rates, low(first(item + 7)), C)
     pace, root = bias_corrections(tl.load(address(item + 4, tl.float32)).to(C) + 1.0, group)
@@ -307,7 +294,7 @@ def _step_tile(
         g = gs[k] * factor + l2 * xs[k]
         squares += g * g
         axx += xs[k] * xs[k]
-        moments = moments + (lerp(tile.ms[k], gs[k] * factor + inside * xs[k], share1),)
+        moments = moments + (lerp(ms[k], gs[k] * factor + inside * xs[k], share1),)
     gg, xx = _sums2(squares, axx)
     usable = gg <= largest
     stored = alive & usable  # a row that takes no step stays in memory as it is
@@ -349,7 +336,7 @@ def _step_tile(
     ayy, axy, along = zeros, zeros, zeros
     for k in tl.static_range(K):
         # Written before the sums are known: its registers are free during the reduction.
-        tl.store(tile.x_at + at + k * S, kept_in(ys[k], P), mask=_lanes(stored, k, S, d))
+        tl.store(x_at + at + k * S, kept_in(ys[k], P), mask=_lanes(stored, k, S, d))
         ayy += ys[k] * ys[k]
         axy += xs[k] * ys[k]
         along += moments[k] * (xs[k] if ELEMENTWISE else ys[k])
@@ -382,7 +369,7 @@ def _step_tile(
         if ELEMENTWISE:
             m -= by_y * ys[k]
             tl.store(v_at + at + k * S, kept_in(vs[k] * growth[:, None], P), mask=mask)
-        tl.store(tile.m_at + at + k * S, kept_in(m, P), mask=mask)
+        tl.store(m_at + at + k * S, kept_in(m, P), mask=mask)
 
     if EMIT:
         slope = tl.where(xx > 0, xy / tl.where(xx > 0, xx, 1.0), 0.0)
@@ -427,8 +414,7 @@ def _turn_tile(
 
     Kinds 4 and 5 only leave n at `n_at`, 0 for rows that take no step; kind 6 takes from there what they turn along.
     """
-    tile = _read_tile(item, d, R, S, K, ALIGNED, P, C)
-    d, alive, at, xs, gs = tile.d, tile.alive, tile.at, tile.xs, tile.gs
+    d, alive, at, x_at, m_at, xs, gs, ms = _read_tile(item, d, R, S, K, ALIGNED, P, C)
     rows, zeros = tl.arange(0, R), tl.zeros([R, S], dtype=C)
     group = settings_of(settings, rates, low(first(item + 7)), C)
     factor, beta = sign_and_scale(group.flags, grad_scale, SCALED, C), group.eps
@@ -445,7 +431,7 @@ def _turn_tile(
     moments, ns = (), ()
     for k in tl.static_range(K):
         h = (gs[k] * factor - radial * xs[k]) * r
-        m = beta * tile.ms[k] + h
+        m = beta * ms[k] + h
         ahh += h * h
         amm += m * m
         axm += xs[k] * m
@@ -486,8 +472,8 @@ def _turn_tile(
             mask = _lanes(alive & usable, k, S, d)
             y = kept_in(yx * xs[k] + yn * ns[k], P)
             m = moments[k] + by_n * ns[k] if KIND != 2 else (1.0 + by_n) * ns[k]
-            tl.store(tile.x_at + at + k * S, y, mask=mask)
-            tl.store(tile.m_at + at + k * S, kept_in(m + mx * xs[k], P), mask=mask)
+            tl.store(x_at + at + k * S, y, mask=mask)
+            tl.store(m_at + at + k * S, kept_in(m + mx * xs[k], P), mask=mask)
             if EMIT:  # of the weights as they are kept: half precision rounds the angle
                 y = tl.where(usable[:, None], y.to(C), xs[k])
                 ys = ys + (y,)
