@@ -11,25 +11,12 @@ from steradian.groups import Layout, Spec
 from steradian.image import Tensors
 from steradian.scheme import Step
 
-__all__ = ["Effect", "Memory", "Phenomena"]
-
-
-@dataclass(frozen=True, eq=False)
-class Effect:
-    """How much one phenomenon changes a direction in the tangent space, for each row.
-
-    Attributes:
-        angle: between the direction with the phenomenon and without it.
-        change: norm of their difference relative to the direction with it.
-    """
-
-    angle: Tensor
-    change: Tensor
+__all__ = ["Memory", "Phenomena"]
 
 
 @dataclass(frozen=True, eq=False)
 class Phenomena:
-    """The four phenomena in one step, each as the turn of the effective direction that it causes (Section 4.1).
+    """The angle by which each of the four phenomena turns the effective direction of a step, (n,) (Section 4.1).
 
     (a) compares c^⊥ with the momentum before the division, the others compare the tangent part of that momentum,
     c^grad + λr²c^L2, with what it would be without the one phenomenon.
@@ -41,10 +28,10 @@ class Phenomena:
         radius_ratio: (c), the ratios r_k/r_i: against the same sums with every radius equal to r_k.
     """
 
-    deformation: Effect
-    gradient_memory: Effect
-    l2_memory: Effect
-    radius_ratio: Effect
+    deformation: Tensor
+    gradient_memory: Tensor
+    l2_memory: Tensor
+    radius_ratio: Tensor
 
 
 class Memory:
@@ -134,18 +121,16 @@ class Memory:
         gradients, points = self.c_grad, weight * self.c_l2
         deformation = b / (geometry.norm(b) / b.shape[-1] ** 0.5)  # b/b̄ (Eq. 13)
         return Phenomena(
-            deformation=self._effect(r * a / deformation, r * a),
-            gradient_memory=self._effect(gradients + points, r * self._known("transported") + points),
-            l2_memory=self._effect(gradients + points, gradients),
-            radius_ratio=self._effect(gradients + points, self._known("sphere") + weight * self._known("directions")),
+            deformation=self._turn(r * a / deformation, r * a),
+            gradient_memory=self._turn(gradients + points, r * self._known("transported") + points),
+            l2_memory=self._turn(gradients + points, gradients),
+            radius_ratio=self._turn(gradients + points, self._known("sphere") + weight * self._known("directions")),
         )
 
-    def _effect(self, with_it: Tensor, without: Tensor) -> Effect:
-        """Compares the parts tangent at u of a direction with a phenomenon and without it."""
+    def _turn(self, with_it: Tensor, without: Tensor) -> Tensor:
+        """The angle between the tangent parts at u of a direction with a phenomenon and without it."""
         one, two = (geometry.tangent(direction, self._known("u")) for direction in (with_it, without))
-        length = geometry.norm(one)
-        change = geometry.norm(one - two) / length.masked_fill(length == 0, 1)
-        return Effect(geometry.angle(one, two).squeeze(-1), change.squeeze(-1))
+        return geometry.angle(one, two).squeeze(-1)
 
     def _known(self, name: str) -> Tensor:
         if not self._state:
