@@ -46,22 +46,6 @@ def test_a_training_by_torch_goes_on(theirs: Callable[..., Any], ours: Callable[
     assert_same(one, other)
 
 
-def test_a_step_count_that_is_a_number() -> None:
-    """As torch saved it before 1.12."""
-    one = torch.optim.Adam(without_rows(groups()), lr=RATE)
-    train(one)
-    state = copy.deepcopy(one.state_dict())
-    for of_param in state["state"].values():
-        of_param["step"] = int(of_param["step"])
-    other = optim.Adam(groups(), lr=1.0)
-    for p, q in zip(parameters(one), parameters(other), strict=True):
-        q.data.copy_(p)
-    other.load_state_dict(state)
-    train(one, 2, start=3)
-    train(other, 2, start=3)
-    assert_same(one, other)
-
-
 @pytest.mark.parametrize("name", ["SGD", "SGD-", "SGD-bc"])
 def test_a_momentum_that_is_none(name: str) -> None:
     """As torch saved it for momentum=0."""
@@ -205,9 +189,9 @@ def test_a_number_in_the_place_of_a_tensor_is_refused(make: Make) -> None:
     train(one)
     state = copy.deepcopy(one.state_dict())
     for entries in state["state"].values():
-        for name in entries.keys() - {"step"}:
+        for name in entries:
             entries[name] = 0.5
-    if any(entries.keys() - {"step"} for entries in state["state"].values()):
+    if any(entries for entries in state["state"].values()):
         with pytest.raises(ValueError, match=r"must be a tensor, got 0\.5"):
             other.load_state_dict(state)
     train(other)
@@ -221,7 +205,7 @@ def test_a_step_count_of_two_numbers_is_refused(make: Make) -> None:
         if "step" in entries:
             entries["step"] = torch.tensor([1.0, 2.0])
     if any("step" in entries for entries in state["state"].values()):
-        with pytest.raises(ValueError, match="'step' must be one number"):
+        with pytest.raises(ValueError, match=r"'step' must have the shape \(\)"):
             make(groups()).load_state_dict(state)
 
 

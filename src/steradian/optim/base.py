@@ -242,8 +242,7 @@ class RowOptimizer(Optimizer, ABC):
         if state:  # as torch, an optimizer that keeps nothing of a parameter has no entry for it
             self.state[param] = state
         for name in self.row_state.intersection(state) if classic else ():
-            if state[name].shape != param.shape:
-                check_shape(name, state[name], param.shape)
+            check_shape(name, state[name], param.shape)
         return state
 
     def _new_state(self, param: Tensor, group: Options) -> State:
@@ -372,12 +371,6 @@ class RowOptimizer(Optimizer, ABC):
                 "it was made by another optimizer or under other settings"
             )
         for name, value in saved.items():
-            if name == "step":
-                # Before torch 1.12 it was a plain number.
-                value = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
-                if value.numel() != 1:
-                    raise ValueError(f"the state 'step' must be one number, got {tuple(value.shape)}")
-                value = value.reshape(())
             if not isinstance(value, Tensor):
                 raise ValueError(f"the state {name!r} must be a tensor, got {value!r}")
             if name not in state:

@@ -234,7 +234,7 @@ def _sums3(a, b, c):
 @triton.jit
 def _read_tile(item, d, R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr,
                P: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Up to R rows of one parameter, each in K pieces of S lanes: d, which rows are there, where they lie, x, g and m."""
+    """Up to R rows of a parameter, each in K pieces of S lanes: d, which rows are there, where they lie, x, g and m."""
     # Not by `address`: the compiler drops hints about the result of a function.
     x_at = first(item).to(tl.pointer_type(P))
     g_at = first(item + 1).to(tl.pointer_type(P))

@@ -68,14 +68,7 @@ class Launch:
 
 
 class Plan:
-    """The step of all rows of parameters of one dtype on one device.
-
-    Args:
-        work: param groups with the row sets that are to be stepped.
-        kind: the kernels' KIND.
-        entries: the names of momentum, second moment and step count in the states.
-        kept: a list for tensors that a graph refers to, so that they live as long as the optimizer.
-    """
+    """The step of all rows of parameters of one dtype on one device; what a graph refers to is added to `kept`."""
 
     only_captured: bool
     items: Tensor
@@ -193,10 +186,10 @@ class Plan:
                 options={"num_warps": _WARPS, "maxnreg": registers},
             )
 
-        if self.kind >= 4:
-            return [step(self.kind), self._orthogonalize, step(6)]
         made: list[Launched] = [step(self.kind)]
-        if len(self.long_items):
+        if self.kind >= 4:
+            made += [self._orthogonalize, step(6)]
+        elif len(self.long_items):
             items = (self.long_items, *tables, self.emitted_of_long_rows, self.telemetry, self.sums)
             options = {"num_warps": _WARPS}
             made.append(Launch(kernels.step_long_rows, len(self.long_items), items, (), constants, options))
