@@ -1,17 +1,12 @@
-"""When optimizers are equivalent on the sphere: Lemma 3, L2 as a schedule, SGD as AdaGradG, comparing trajectories."""
+"""When optimizers are equivalent on the sphere: L2 as a schedule, SGD as AdaGradG."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from steradian import geometry
-from steradian.groups import Layout, Spec
-from steradian.image import ImageStep
-
-__all__ = ["Comparison", "Difference", "adagradg_from_sgd", "compare", "exponential_schedule", "lemma3"]
+__all__ = ["adagradg_from_sgd", "exponential_schedule"]
 
 
 def exponential_schedule(lr: float, weight_decay: float) -> Callable[[int], float]:
@@ -51,80 +46,6 @@ def adagradg_from_sgd(lr: float, weight_decay: float, radius: float | Tensor) ->
     return {"lr": (2 * beta) ** -0.5, "beta": beta, "v0": radius**4 / (2 * lr**2 * beta**0.5)}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How far two recorded runs are from Lemma 3's condition, largest over rows and steps.
-
-    Attributes:
-        start: angle between the first directions.
-        effective_lr: relative difference of η^e.
-        effective_direction: difference of c^⊥, relative to the larger ‖c^⊥‖.
-        trajectory: angle between the directions reached, which the lemma then bounds.
-    """
-
-    start: float
-    effective_lr: float
-    effective_direction: float
-    trajectory: float
-
-    def holds(self, tolerance: float = 1e-9) -> bool:
-        """The condition of Lemma 3 holds up to this tolerance."""
-        return max(self.start, self.effective_lr, self.effective_direction) <= tolerance
-
-
-def lemma3(run: Sequence[ImageStep], other: Sequence[ImageStep]) -> Difference:
-    """Check Lemma 3 on the image steps of two recorded runs of one parameter, one per step.
-
-    u_0 = ũ_0 and, at every step, η^e = η̃^e and c^⊥ = c̃^⊥ give u_k = ũ_k.
-    """
-    _same_length(run, other)
-    pairs = list(zip(run, other, strict=True))
-    return Difference(
-        start=float(geometry.angle(run[0].direction, other[0].direction).max()),
-        effective_lr=max(_gap(one.effective_lr, two.effective_lr) for one, two in pairs),
-        effective_direction=max(_gap(one.effective_direction, two.effective_direction) for one, two in pairs),
-        trajectory=max(float(geometry.angle(one.next_direction, two.next_direction).max()) for one, two in pairs),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Comparison:
-    """Two trajectories of one parameter on the sphere, side by side.
-
-    Attributes:
-        cosine: of the directions of each row at each point, (points, n).
-        angle: between them, (points, n), accurate where the cosine is 1 to the last digit.
-    """
-
-    cosine: Tensor
-    angle: Tensor
-
-
-def compare(run: Sequence[Tensor], other: Sequence[Tensor], rows: Spec = "filter") -> Comparison:
-    """Cosine and angle between two recorded trajectories of a parameter, per point and row of the spec (Section 3.3).
-
-    >>> turned = compare([torch.eye(2)], [torch.eye(2).flip(0)])
-    >>> turned.cosine.tolist(), turned.angle.tolist()
-    ([[0.0, 0.0]], [[1.570796..., 1.570796...]])
-    """
-    _same_length(run, other)
-    for x, y in zip(run, other, strict=True):
-        if x.shape != y.shape:
-            raise ValueError(f"the runs have different shapes, {tuple(x.shape)} and {tuple(y.shape)}")
-    paths = (torch.stack([Layout(rows).rows(point.detach()) for point in points]) for points in (run, other))
-    u, p = (geometry.split(path)[1] for path in paths)
-    return Comparison(geometry.dot(u, p).squeeze(-1), geometry.angle(u, p).squeeze(-1))
-
-
-def _gap(one: Tensor | None, two: Tensor | None) -> float:
-    """Largest difference of two lists of numbers or vectors, relative to the longer of each pair."""
-    if one is None or two is None:
-        raise ValueError("Lemma 3 needs effective rates and directions, which an observed step lacks: read the step")
-    one, two = (each.view(len(each), -1) for each in (one, two))
-    longer = torch.maximum(geometry.norm(one), geometry.norm(two))
-    return float((geometry.norm(one - two) / longer.masked_fill(longer == 0, 1)).max())
-
-
 def _kept(lr: float, weight_decay: float) -> float:
     """1 − ηλ, checked."""
     if lr <= 0 or weight_decay < 0 or lr * weight_decay >= 1:
@@ -132,8 +53,3 @@ def _kept(lr: float, weight_decay: float) -> float:
             f"lr must be positive, weight_decay not negative and lr·weight_decay below 1, got {lr} and {weight_decay}"
         )
     return 1 - lr * weight_decay
-
-
-def _same_length(run: Sequence[object], other: Sequence[object]) -> None:
-    if not run or len(run) != len(other):
-        raise ValueError(f"the runs must have the same number of points, at least one, got {len(run)} and {len(other)}")

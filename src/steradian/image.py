@@ -100,17 +100,6 @@ class ImageNumbers:
         return self.velocity**2
 
     @cached_property
-    def exponential_error(self) -> Tensor:
-        """Angle between the exact next direction and the exponential-map form, |z − atan z|: the theorem's O(z³)."""
-        z = self.velocity.abs()
-        square = z * z
-        # z − atan z cancels for small z; its series z³/3 − z⁵/5 + … does not, and at 1/4 it ends below 1e-17.
-        series = torch.zeros_like(z)
-        for k in range(29, 1, -2):
-            series = 1 / k - square * series
-        return torch.where(z < 0.25, series * square * z, z - torch.atan(z))
-
-    @cached_property
     def _along(self) -> Tensor:
         return self.start - self.lr * self.inward
 
@@ -142,14 +131,6 @@ class ImageStep(ImageNumbers):
         gone = geometry.collapsed(self.next_radius).unsqueeze(-1)
         point = self._along.unsqueeze(-1) * self.direction - self.lr * self.tangential
         return (point / self.next_radius.unsqueeze(-1).masked_fill(gone, 1)).masked_fill_(gone, 0)
-
-    @cached_property
-    def exponential_direction(self) -> Tensor:
-        """Exp_u(−η^e c^⊥), (n, d): the next direction by the exponential-map form (Eq. 12); 0 where z = ∞."""
-        speed = self._ratio(self.velocity, self.across)
-        endless = speed.isinf()
-        moved = geometry.exp(self.direction, -speed.masked_fill(endless, 0).unsqueeze(-1) * self.tangential)
-        return moved.masked_fill_(endless.unsqueeze(-1), 0)
 
 
 @torch.no_grad()

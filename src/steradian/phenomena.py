@@ -11,86 +11,12 @@ from steradian.groups import Layout, Spec
 from steradian.image import Tensors
 from steradian.scheme import Step
 
-__all__ = ["Effect", "Memory", "Phenomena", "c", "c_grad", "c_l2", "nu"]
-
-
-def c_grad(points: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, rows: Spec = "filter") -> Tensor:
-    """c_k^grad = ∇L(u_k) + Σ_{i<k} β^{k−i} (r_k/r_i) ∇L(u_i), (n, d) rows (Eq. 20).
-
-    Args:
-        points: x_0 … x_k, in the parameter's shape.
-        gradients: ∇L(x_0) … ∇L(x_k), without L2; on the sphere ∇L(u_i) = r_i∇L(x_i) (Lemma 1).
-        beta: the momentum factor β.
-        rows: how the parameter is cut into rows.
-    """
-    history, slopes = _history(points, gradients, rows)
-    return geometry.norm(history[-1]) * _faded(slopes, beta)  # as (r_k/r_i)∇L(u_i) = r_k∇L(x_i)
-
-
-def c_l2(points: Sequence[Tensor], beta: float, rows: Spec = "filter") -> Tensor:
-    """c_k^L2 = u_k + Σ_{i<k} β^{k−i} (r_i/r_k) u_i, (n, d) rows (Eq. 21); arguments as in `c_grad`."""
-    history, _ = _history(points, points, rows)
-    return _faded(history, beta) / geometry.norm(history[-1])  # as r_i u_i = x_i
-
-
-def c(points: Sequence[Tensor], gradients: Sequence[Tensor], step: Step, rows: Spec = "filter") -> Tensor:
-    """c_k = (c_k^grad + λr_k² c_k^L2) ⊘ (b_k/b̄_k) from the recorded history, (n, d) rows (Eq. 19).
-
-    Arguments are as in `c_grad`; of the step taken at x_k, β, λ and b are used.
-    """
-    r, beta = geometry.norm(Layout(rows).rows(points[-1].detach())), float(step.beta)
-    momentum = c_grad(points, gradients, beta, rows) + step.l2 * r**2 * c_l2(points, beta, rows)
-    return momentum / _deformation(Layout(rows).rows(step.b))
-
-
-def nu(
-    points: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    betas: tuple[float, float],
-    l2: float = 0.0,
-    rows: Spec = "filter",
-    *,
-    rescaled: bool = False,
-) -> Tensor:
-    """Adam's ν_k = r_k b̄_k from the recorded history, (n,), for ε = 0 (App. C.1.3).
-
-    ν_k = d^{-1/2} (1−β1^{k+1})/(1−β1) √((1−β2)/(1−β2^{k+1})) · √(Σ β2^{k−i} (r_k/r_i)² ‖∇L(u_i) + λr_i²u_i‖²).
-
-    Args:
-        points: x_0 … x_k, in the parameter's shape.
-        gradients: ∇L(x_0) … ∇L(x_k), without L2.
-        betas: Adam's β1 and β2.
-        l2: λ.
-        rows: how the parameter is cut into rows.
-        rescaled: ν^R_k of Adam without (abc) (App. D.2), whose summands are ‖∇L(u_i) + λr_i²u_i‖², free of r_k/r_i.
-    """
-    history, slopes = _history(points, gradients, rows)
-    beta1, beta2 = betas
-    count, d = len(history), history[0].shape[-1]
-    terms = [
-        (geometry.norm(x if rescaled else history[-1]) * geometry.norm(g + l2 * x)) ** 2
-        for x, g in zip(history, slopes, strict=True)
-    ]
-    share = (1 - beta1**count) / (1 - beta1)
-    return (share * ((1 - beta2) / (1 - beta2**count) * _faded(terms, beta2) / d).sqrt()).squeeze(-1)
-
-
-@dataclass(frozen=True, eq=False)
-class Effect:
-    """How much one phenomenon changes a direction in the tangent space, for each row.
-
-    Attributes:
-        angle: between the direction with the phenomenon and without it.
-        change: norm of their difference relative to the direction with it.
-    """
-
-    angle: Tensor
-    change: Tensor
+__all__ = ["Memory", "Phenomena"]
 
 
 @dataclass(frozen=True, eq=False)
 class Phenomena:
-    """The four phenomena in one step, each as the turn of the effective direction that it causes (Section 4.1).
+    """The angle by which each of the four phenomena turns the effective direction of a step, (n,) (Section 4.1).
 
     (a) compares c^⊥ with the momentum before the division, the others compare the tangent part of that momentum,
     c^grad + λr²c^L2, with what it would be without the one phenomenon.
@@ -102,10 +28,10 @@ class Phenomena:
         radius_ratio: (c), the ratios r_k/r_i: against the same sums with every radius equal to r_k.
     """
 
-    deformation: Effect
-    gradient_memory: Effect
-    l2_memory: Effect
-    radius_ratio: Effect
+    deformation: Tensor
+    gradient_memory: Tensor
+    l2_memory: Tensor
+    radius_ratio: Tensor
 
 
 class Memory:
@@ -171,12 +97,12 @@ class Memory:
 
     @property
     def c_grad(self) -> Tensor:
-        """c^grad of the last update (Eq. 20), (n, d)."""
+        """c_k^grad = ∇L(u_k) + Σ_{i<k} β^{k−i} (r_k/r_i) ∇L(u_i) of the last update (Eq. 20), (n, d)."""
         return self._known("gradients") * self._known("r")
 
     @property
     def c_l2(self) -> Tensor:
-        """c^L2 of the last update (Eq. 21), (n, d); 0 for a row without a direction."""
+        """c_k^L2 = u_k + Σ_{i<k} β^{k−i} (r_i/r_k) u_i (Eq. 21), (n, d); 0 for a row without a direction."""
         points, r = self._known("points"), self._known("r")
         gone = geometry.collapsed(r)
         return (points / r.masked_fill(gone, 1)).masked_fill_(gone, 0)
@@ -193,19 +119,18 @@ class Memory:
         r = self._known("r")
         weight = steps[0].l2 * r**2
         gradients, points = self.c_grad, weight * self.c_l2
+        deformation = b / (geometry.norm(b) / b.shape[-1] ** 0.5)  # b/b̄ (Eq. 13)
         return Phenomena(
-            deformation=self._effect(r * a / _deformation(b), r * a),
-            gradient_memory=self._effect(gradients + points, r * self._known("transported") + points),
-            l2_memory=self._effect(gradients + points, gradients),
-            radius_ratio=self._effect(gradients + points, self._known("sphere") + weight * self._known("directions")),
+            deformation=self._turn(r * a / deformation, r * a),
+            gradient_memory=self._turn(gradients + points, r * self._known("transported") + points),
+            l2_memory=self._turn(gradients + points, gradients),
+            radius_ratio=self._turn(gradients + points, self._known("sphere") + weight * self._known("directions")),
         )
 
-    def _effect(self, with_it: Tensor, without: Tensor) -> Effect:
-        """Compares the parts tangent at u of a direction with a phenomenon and without it."""
+    def _turn(self, with_it: Tensor, without: Tensor) -> Tensor:
+        """The angle between the tangent parts at u of a direction with a phenomenon and without it."""
         one, two = (geometry.tangent(direction, self._known("u")) for direction in (with_it, without))
-        length = geometry.norm(one)
-        change = geometry.norm(one - two) / length.masked_fill(length == 0, 1)
-        return Effect(geometry.angle(one, two).squeeze(-1), change.squeeze(-1))
+        return geometry.angle(one, two).squeeze(-1)
 
     def _known(self, name: str) -> Tensor:
         if not self._state:
@@ -217,24 +142,3 @@ class Memory:
         if self.layout is None:
             return tensors[0]
         return self.layout.join([geometry.as_float(tensor.detach(), name) for tensor in tensors])
-
-
-def _deformation(b: Tensor) -> Tensor:
-    """b/b̄, the division vector without its scheduling effect (Eq. 13)."""
-    return b / (geometry.norm(b) / b.shape[-1] ** 0.5)
-
-
-def _faded(terms: Sequence[Tensor], beta: float) -> Tensor:
-    """Σ_i β^{k−i} q_i over the terms q_0 … q_k."""
-    return torch.stack([beta ** (len(terms) - 1 - i) * term for i, term in enumerate(terms)]).sum(0)
-
-
-def _history(points: Sequence[Tensor], gradients: Sequence[Tensor], rows: Spec) -> tuple[list[Tensor], list[Tensor]]:
-    n, n_gradients, layout = len(points), len(gradients), Layout(rows)
-    if not n or n != n_gradients:
-        raise ValueError(f"a history needs one gradient per point, got {n} points and {n_gradients} gradients")
-    history, slopes = ([layout.rows(geometry.as_float(x.detach(), "x")) for x in xs] for xs in (points, gradients))
-    for i, x in enumerate(history):
-        if bool(geometry.collapsed(geometry.split(x)[0]).any()):
-            raise ValueError(f"point {i} has a collapsed row, which has no direction")
-    return history, slopes

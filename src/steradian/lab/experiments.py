@@ -168,7 +168,7 @@ class Tracked(Training):
                     part = Memory(group.spec, check=False)
                     part.load({name: rows[span, : group.size] for name, rows in self.memory.state().items()})
                     effects = part.phenomena(steps)
-                    found += [getattr(effects, name).angle for name in PHENOMENA]
+                    found += [getattr(effects, name) for name in PHENOMENA]
                 blocks.append(torch.stack(found))
             self._values.append(torch.cat(blocks, dim=1).float().cpu().numpy())
         self._recorded.append(number)

@@ -83,8 +83,7 @@ class Angular(RowOptimizer):
         capturable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        check(rest in _REST_RATES, "rest", rest, '"sgd" or "adamw"')
-        rest_lr = _REST_RATES[rest] if rest_lr is None else rest_lr
+        rest_lr = _REST_RATES.get(rest, 0.0) if rest_lr is None else rest_lr
         self.defaults = settings(locals())
         self._check({**self.defaults, "rows": "filter"})  # param groups without rows have `rest_lr` in the place of lr
         super().__init__(params, self.defaults)

@@ -4,7 +4,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -112,14 +112,8 @@ class RowOptimizer(Optimizer, ABC):
 
     # The step
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step.
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take one step; returns the closure's loss, or None without one.
 
         Args:
             closure: recomputes the loss and its gradients, and returns the loss.
@@ -242,8 +236,7 @@ class RowOptimizer(Optimizer, ABC):
         if state:  # as torch, an optimizer that keeps nothing of a parameter has no entry for it
             self.state[param] = state
         for name in self.row_state.intersection(state) if classic else ():
-            if state[name].shape != param.shape:
-                check_shape(name, state[name], param.shape)
+            check_shape(name, state[name], param.shape)
         return state
 
     def _new_state(self, param: Tensor, group: Options) -> State:

@@ -25,14 +25,11 @@ def adam(rows: RowSet, group: Options) -> None:
     step = rows.advance()
     beta1, beta2 = group["betas"]
     pace, root = rate_of(group) / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    if "a" in group["without"]:
-        v = rows.number("exp_avg_sq")
-        for piece, tensors in rows.pieces("param", "grad", "exp_avg"):
-            _adam(rows, piece, [*tensors, v[piece]], group, pace, root)
+    per_row = [rows.number("exp_avg_sq")] if "a" in group["without"] else []
+    for piece, tensors in rows.pieces("param", "grad", "exp_avg", *([] if per_row else ["exp_avg_sq"])):
+        _adam(rows, piece, [*tensors, *(v[piece] for v in per_row)], group, pace, root)
+    if per_row:
         rows.share("exp_avg_sq")
-    else:
-        for piece, tensors in rows.pieces("param", "grad", "exp_avg", "exp_avg_sq"):
-            _adam(rows, piece, tensors, group, pace, root)
 
 
 def _adam(
@@ -234,8 +231,7 @@ def adamp(rows: RowSet, group: Options) -> None:
         m.lerp_(safe, usable.to(m.dtype) * (1 - beta1))
         v.copy_(torch.where(usable, v * beta2 + safe.square().mul_(1 - beta2), v))
         divisor = (v.sqrt() / root).add_(group["eps"])
-        ahead = m.lerp(safe, 1 - beta1) if group["nesterov"] else m
-        q = torch.where(usable & (divisor > 0), ahead / divisor, 0)
+        q = torch.where(usable & (divisor > 0), m / divisor, 0)
         length = norm(x) + group["eps"]
         unit = x / length.masked_fill(length == 0, 1)
         q -= dot(q, unit) * unit

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steradian.geometry import at_hand, is_plain
+from steradian.geometry import at_hand
 from steradian.groups import Layout
 
 Options = Mapping[str, Any]
@@ -181,7 +181,8 @@ class RowSet:
     def share(self, name: str) -> None:
         """Give the number per row to the other parameters of a joint set, so that each state is complete."""
         for state in (*self.states[1:], *self.absent):
-            state[name].copy_(self.states[0][name])
+            if name in state:  # of a stack these are the step counts alone
+                state[name].copy_(self.states[0][name])
 
     def advance(self) -> float | Tensor:
         """Count this step; returns its number, as a tensor if the host must not read it."""
@@ -293,12 +294,14 @@ def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:
     return rows.clamp(-largest, largest) if dtype == torch.float16 else rows
 
 
-# Small row sets together: torch takes about as long for an operation on a few numbers as on thousands ---------------
+# Row sets together: torch takes about as long for an operation on a few numbers as on thousands ---------------------
 
 # Numbers in a row set from which on the arithmetic takes longer than the calls.
 _SMALL = 2**12
 # Row sets in a stack, whose copies are to take little memory.
 _AT_ONCE = 2**6
+# Numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory.
+_MATRICES = 2**27
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -306,7 +309,7 @@ def together(sets: list[RowSet]) -> Iterable[RowSet]:
     """The row sets of a param group, on a CPU with small ones of one kind stacked; no digit depends on it."""
     if len(sets) < 2 or not at_hand(sets[0].params[0]):
         return sets
-    kinds: list[object] = []
+    kinds: list[tuple[object, ...] | None] = []
     times: Counter[int] = Counter()
     for place, rows in enumerate(sets):
         kind = _kind(rows)
@@ -315,69 +318,45 @@ def together(sets: list[RowSet]) -> Iterable[RowSet]:
             address = rows.params[0].data_ptr()
             times[address] += 1
             kind = (*kind, place // _AT_ONCE, times[address])
-        kinds.append(place if kind is None else kind)
-    return (_Stack(same) if len(same) > 1 else same[0] for same in batches(sets, kinds))
+        kinds.append(kind)
+    return _stacked(sets, kinds)
 
 
 def _kind(rows: RowSet) -> tuple[object, ...] | None:
-    """What row sets that are stepped together have in common; None for one that is stepped alone."""
-    # In rows of one number, a number per row has the shape of a parameter.
-    if rows.sharded or rows.absent or rows.d < 2 or not 0 < rows.n * rows.d <= _SMALL or not rows.is_dense():
-        return None
+    """What small row sets that are stepped together have in common; None for one that is stepped alone."""
     param, state = rows.params[0], rows.states[0]
+    # In rows of one number, a number per row has the shape of a parameter.
+    if rows.d < 2 or rows.n * rows.d > _SMALL or not param.is_cpu or param.dtype != rows.dtype:
+        return None
     step, shape = state.get("step"), param.shape
     entries = [value for value in state.values() if value is not step]
-    for each in (*rows._tensors("param"), *rows._tensors("grad"), *entries):
-        if type(each) not in _PLAIN or not (each.is_cpu and each.dtype == rows.dtype and each.is_contiguous()):
-            return None
-    if any(value.shape not in (shape, (rows.n,)) for value in entries) or not (step is None or step.is_cpu):
+    if not _can_stack(rows, entries) or any(value.shape not in (shape, (rows.n,)) for value in entries):
         return None
     shaped = tuple(value.shape == shape for value in entries)
     return rows.d, rows.dtype, rows.fresh, shaped, None if step is None else step.item()
 
 
-class _Stack(RowSet):
-    """Row sets of one parameter each, of one kind, as one: copies under each other, which `finish` puts back."""
-
-    def __init__(self, sets: list[RowSet]) -> None:
-        first, owners = sets[0], [rows.params[0] for rows in sets]
-        parts: dict[str, list[Tensor]] = {"param": [param.detach() for param in owners]}
-        parts["grad"] = [param.grad for param in owners if param.grad is not None]
-        parts |= {name: [rows.states[0][name] for rows in sets] for name in first.states[0]}
-        for name, tensors in parts.items():
-            if tensors[0].shape == owners[0].shape:
-                parts[name] = [each.view(-1, first.d) for each in tensors]
-        if first.telemetry is not None:
-            parts["telemetry"] = [rows.telemetry for rows in sets if rows.telemetry is not None]
-        stacked = {name: each[0].clone() if name == "step" else torch.cat(each) for name, each in parts.items()}
-        stacked["param"].grad = stacked["grad"]
-        state = {name: stacked[name] for name in first.states[0]}
-        super().__init__(Layout("filter"), [stacked["param"]], [state], fresh=first.fresh)
-        self.owners, self.telemetry = owners, stacked.get("telemetry")
-        self._parts, self._stacked, self._counts = parts, stacked, [rows.n for rows in sets]
-
-    def finish(self) -> None:
-        """Put the rows, their state and their telemetry back."""
-        for name, parts in self._parts.items():
-            whole = self._stacked[name]
-            if name != "grad":
-                torch._foreach_copy_(parts, [whole] * len(parts) if name == "step" else whole.split(self._counts))
-
-
-# Numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory.
-_MATRICES = 2**27
-
-
 def by_shape(sets: list[RowSet]) -> Iterable[RowSet]:
     """Row sets whose matrices are computed together: parameters of one shape stacked, each with its own step count."""
-    kinds: list[object] = []
-    for place, rows in enumerate(sets):
-        param = rows.params[0]
-        tensors = (*rows._tensors("param"), *rows._tensors("grad"), rows.states[0]["momentum_buffer"])
-        fits = rows.n * rows.d and rows.is_dense() and not (rows.sharded or rows.absent)
-        fits = fits and all(is_plain(t) and t.is_contiguous() and t.dtype == param.dtype for t in tensors)
-        kinds.append((param.shape, param.dtype, param.device) if fits else place)
-    return (_MatrixStack(same) if len(same) > 1 else same[0] for same in batches(sets, kinds))
+    kinds: list[tuple[object, ...] | None] = []
+    for rows in sets:
+        param, fits = rows.params[0], _can_stack(rows, rows._tensors("momentum_buffer"))
+        kinds.append((param.shape, param.dtype, param.device) if fits else None)
+    return _stacked(sets, kinds)
+
+
+def _can_stack(rows: RowSet, entries: list[Tensor]) -> bool:
+    """Whether rows and entries of their state lie in memory so that they can be copied under those of others."""
+    if rows.sharded or rows.absent or not rows.n * rows.d or not rows.is_dense():
+        return False
+    tensors, dtype = (*rows._tensors("param"), *rows._tensors("grad"), *entries), rows.params[0].dtype
+    return all(type(each) in _PLAIN and each.is_contiguous() and each.dtype == dtype for each in tensors)
+
+
+def _stacked(sets: list[RowSet], kinds: Sequence[object | None]) -> Iterable[RowSet]:
+    """Row sets of one kind as one; those without a kind stay alone."""
+    known = [place if kind is None else kind for place, kind in enumerate(kinds)]
+    return (_Stack(same) if len(same) > 1 else same[0] for same in batches(sets, known))
 
 
 def batches(sets: list[RowSet], kinds: Iterable[object]) -> Iterable[list[RowSet]]:
@@ -390,21 +369,46 @@ def batches(sets: list[RowSet], kinds: Iterable[object]) -> Iterable[list[RowSet
     return alike.values()
 
 
-class _MatrixStack(_Stack):
-    """A stack of parameters of one shape, whose matrices stay apart."""
+class _Stack(RowSet):
+    """Row sets of one parameter each, of one kind, as one: copies under each other, which `finish` puts back."""
 
     def __init__(self, sets: list[RowSet]) -> None:
-        super().__init__(sets)
-        self._sets = sets
-        del self._parts["step"]  # each has its own, which a device need not tell
+        first, owners = sets[0], [rows.params[0] for rows in sets]
+        parts: dict[str, list[Tensor]] = {"param": [param.detach() for param in owners]}
+        parts["grad"] = [param.grad for param in owners if param.grad is not None]
+        entries = [name for name in first.states[0] if name != "step"]
+        parts |= {name: [rows.states[0][name] for rows in sets] for name in entries}
+        for name, tensors in parts.items():
+            if tensors[0].shape == owners[0].shape:
+                parts[name] = [each.view(-1, first.d) for each in tensors]
+        if first.telemetry is not None:
+            parts["telemetry"] = [rows.telemetry for rows in sets if rows.telemetry is not None]
+        stacked = {name: torch.cat(each) for name, each in parts.items()}
+        stacked["param"].grad = stacked["grad"]
+        state = {name: stacked[name] for name in entries}
+        steps = [{"step": rows.states[0]["step"]} for rows in sets if "step" in rows.states[0]]
+        super().__init__(Layout("filter"), [stacked["param"]], [state], absent=steps, fresh=first.fresh)
+        self.owners, self.telemetry = owners, stacked.get("telemetry")
+        self._parts, self._stacked, self._sets = parts, stacked, sets
 
     def advance(self) -> float | Tensor:
-        counts = [rows.advance() for rows in self._sets]
-        if not any(isinstance(count, Tensor) for count in counts) and len(set(counts)) == 1:
-            return counts[0]
-        # A number of the host is filled in, not copied: a copy would wait for the device.
-        fill = functools.partial(torch.full, (self._sets[0].n, 1), dtype=torch.float64, device=self.params[0].device)
-        return torch.cat([t.expand(self._sets[0].n, 1) if isinstance(t, Tensor) else fill(t) for t in counts])
+        """Count this step; returns its number, or one for each row where parameters have taken different numbers."""
+        steps = [state["step"] for state in self.absent]
+        if steps[0].is_cpu and not torch.compiler.is_compiling() and len({step.item() for step in steps}) == 1:
+            steps[0] += 1
+            torch._foreach_copy_(steps[1:], steps[:1] * (len(steps) - 1))  # half the time of adding to each
+            return steps[0].item()
+        torch._foreach_add_(steps, 1)
+        counts = exact(torch.stack(steps)).to(self.params[0].device, non_blocking=True)
+        return counts.repeat_interleave(self._sets[0].n).unsqueeze(1)
 
     def on_matrices(self, function: Function, rows: Tensor) -> Tensor:
+        """The matrices of the parameters stay apart."""
         return self._sets[0].on_matrices(function, rows)
+
+    def finish(self) -> None:
+        """Put the rows, their state and their telemetry back."""
+        counts = [rows.n for rows in self._sets]
+        for name, parts in self._parts.items():
+            if name != "grad":
+                torch._foreach_copy_(parts, self._stacked[name].split(counts))

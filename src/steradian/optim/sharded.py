@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from steradian.groups import Layout
-from steradian.optim.rows import Function, RowSet
-
-State = dict[str, Any]
+from steradian.optim.rows import Function, RowSet, State
 
 
 def _stays_whole(param: DTensor, layout: Layout) -> bool:

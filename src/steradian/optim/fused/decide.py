@@ -36,8 +36,7 @@ def available(params: Sequence[Tensor]) -> bool:
 
 def works(params: Sequence[Tensor]) -> bool:
     """Whether these parameters are on GPUs on which a Triton kernel has run."""
-    on_cuda = bool(params) and all(param.is_cuda for param in params)
-    return on_cuda and all(runs_kernels(device) for device in {param.device for param in params})
+    return bool(params) and all(map(runs_kernels, {param.device for param in params}))
 
 
 @functools.cache
@@ -69,23 +68,20 @@ def can_step(rows: RowSet, group: Options) -> bool:
         return False
     if not (is_plain(param) and is_plain(gradient)):
         return False
-    needs_tile = kind == 1 or (kind > 1 and param.dtype.itemsize < 4)
-    if (needs_tile and rows.d > _ALWAYS_A_TILE) or (kind >= 4 and not _has_matrices(rows, state[momentum])):
+    fits = rows.d <= _ALWAYS_A_TILE
+    if not fits and (kind == 1 or (kind > 1 and param.dtype.itemsize < 4)):
         return False
+    if kind >= 4:  # a tile holds the row, also a longer one if it is aligned, and matrices lie in memory as they are
+        aligned = all(each.data_ptr() % 16 == 0 for each in (param, gradient, state[momentum]))
+        fits = fits or (aligned and rows.d <= 2 * _ALWAYS_A_TILE and rows.d % 8 == 0)
+        if rows.sharded or not fits or not param.is_contiguous():
+            return False
     if kind == 1 and state[second].stride() != param.stride():
         return False
     if kind != 1 and second != "step":
         rows.number(second)  # raises if its shape is wrong, which the kernel would not notice
     together = gradient.dtype == param.dtype and gradient.device == param.device == state["step"].device
     return together and rows.is_dense() and gradient.stride() == param.stride() == state[momentum].stride()
-
-
-def _has_matrices(rows: RowSet, momentum: Tensor) -> bool:
-    """Whether a tile holds the row, so that it is aligned if it is long, and its matrices lie in memory as they are."""
-    tensors = (rows.params[0], rows.params[0].grad, momentum)
-    aligned = all(tensor is not None and tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    fits = rows.d <= _ALWAYS_A_TILE or (aligned and rows.d <= 2 * _ALWAYS_A_TILE and rows.d % 8 == 0)
-    return fits and not rows.sharded and rows.params[0].is_contiguous()
 
 
 def _kind(group: Options) -> tuple[int, tuple[str, str, str]]:

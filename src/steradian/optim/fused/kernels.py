@@ -231,22 +231,10 @@ def _sums3(a, b, c):
         return tl.reduce((a, b, c), 1, _add3)
 
 
-class Tile(NamedTuple):
-    """Up to R rows of one parameter: their numbers, each row in K pieces of S lanes, and where they lie."""
-
-    d: tl.tensor
-    alive: tl.tensor  # the rows that are there
-    at: tl.tensor
-    x_at: tl.tensor
-    m_at: tl.tensor
-    xs: tl.tuple
-    gs: tl.tuple
-    ms: tl.tuple
-
-
 @triton.jit
 def _read_tile(item, d, R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr,
                P: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Up to R rows of a parameter, each in K pieces of S lanes: d, which rows are there, where they lie, x, g and m."""
     # Not by `address`: the compiler drops hints about the result of a function.
     x_at = first(item).to(tl.pointer_type(P))
     g_at = first(item + 1).to(tl.pointer_type(P))
@@ -263,7 +251,7 @@ def _read_tile(item, d, R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGN
         xs = xs + (tl.load(x_at + at + k * S, mask=mask, other=0.0).to(C),)
         gs = gs + (tl.load(g_at + at + k * S, mask=mask, other=0.0).to(C),)
         ms = ms + (tl.load(m_at + at + k * S, mask=mask, other=0.0).to(C),)
-    return Tile(d, alive, at, x_at, m_at, xs, gs, ms)
+    return d, alive, at, x_at, m_at, xs, gs, ms
 
 
 @triton.jit
@@ -289,8 +277,7 @@ def _step_tile(
     EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One step of Adam."""
-    tile = _read_tile(item, d, R, S, K, ALIGNED, P, C)
-    d, alive, at, xs, gs = tile.d, tile.alive, tile.at, tile.xs, tile.gs
+    d, alive, at, x_at, m_at, xs, gs, ms = _read_tile(item, d, R, S, K, ALIGNED, P, C)
     rows, zeros = tl.arange(0, R), tl.zeros([R, S], dtype=C)
     group = settings_of(settings, rates, low(first(item + 7)), C)
     pace, root = bias_corrections(tl.load(address(item + 4, tl.float32)).to(C) + 1.0, group)
@@ -307,7 +294,7 @@ def _step_tile(
         g = gs[k] * factor + l2 * xs[k]
         squares += g * g
         axx += xs[k] * xs[k]
-        moments = moments + (lerp(tile.ms[k], gs[k] * factor + inside * xs[k], share1),)
+        moments = moments + (lerp(ms[k], gs[k] * factor + inside * xs[k], share1),)
     gg, xx = _sums2(squares, axx)
     usable = gg <= largest
     stored = alive & usable  # a row that takes no step stays in memory as it is
@@ -349,7 +336,7 @@ def _step_tile(
     ayy, axy, along = zeros, zeros, zeros
     for k in tl.static_range(K):
         # Written before the sums are known: its registers are free during the reduction.
-        tl.store(tile.x_at + at + k * S, kept_in(ys[k], P), mask=_lanes(stored, k, S, d))
+        tl.store(x_at + at + k * S, kept_in(ys[k], P), mask=_lanes(stored, k, S, d))
         ayy += ys[k] * ys[k]
         axy += xs[k] * ys[k]
         along += moments[k] * (xs[k] if ELEMENTWISE else ys[k])
@@ -382,7 +369,7 @@ def _step_tile(
         if ELEMENTWISE:
             m -= by_y * ys[k]
             tl.store(v_at + at + k * S, kept_in(vs[k] * growth[:, None], P), mask=mask)
-        tl.store(tile.m_at + at + k * S, kept_in(m, P), mask=mask)
+        tl.store(m_at + at + k * S, kept_in(m, P), mask=mask)
 
     if EMIT:
         slope = tl.where(xx > 0, xy / tl.where(xx > 0, xx, 1.0), 0.0)
@@ -418,9 +405,20 @@ def turn(xx, nn, xn, mn, xm, v, moves, usable, group, step, C: tl.constexpr):
 
 
 @triton.jit
-def _against(xs, gs, factor, zeros, K: tl.constexpr, C: tl.constexpr):
-    """⟨x,x⟩ and ⟨x,g⟩, whether the row has a direction, and r and ⟨x,g⟩/⟨x,x⟩ of h = r(g − ⟨x,g⟩/⟨x,x⟩·x)."""
-    largest, smallest, _steepest = limits(C)
+def _turn_tile(
+    item, d, telemetry, also, settings, rates, grad_scale, n_at,
+    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
+    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One step of Angular: h from the sums of x and g, the turn along n from those of m.
+
+    Kinds 4 and 5 only leave n at `n_at`, 0 for rows that take no step; kind 6 takes from there what they turn along.
+    """
+    d, alive, at, x_at, m_at, xs, gs, ms = _read_tile(item, d, R, S, K, ALIGNED, P, C)
+    rows, zeros = tl.arange(0, R), tl.zeros([R, S], dtype=C)
+    group = settings_of(settings, rates, low(first(item + 7)), C)
+    factor, beta = sign_and_scale(group.flags, grad_scale, SCALED, C), group.eps
+    largest, smallest, steepest = limits(C)
     axx, axg = zeros, zeros
     for k in tl.static_range(K):
         axx += xs[k] * xs[k]
@@ -428,101 +426,66 @@ def _against(xs, gs, factor, zeros, K: tl.constexpr, C: tl.constexpr):
     xx, xg = _sums2(axx, axg)
     there = (xx >= smallest) & (xx <= largest)
     xx = tl.where(there, xx, 1.0)
-    return xx, xg, there, tl.where(there, tl.sqrt(xx), 0.0)[:, None], (xg / xx)[:, None]
-
-
-@triton.jit
-def _push_tile(
-    item, d, settings, rates, grad_scale, left,
-    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, NESTEROV: tl.constexpr,
-    SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """What a step of Angular turns along, n, left in another tensor; 0 for rows that take no step."""
-    tile = _read_tile(item, d, R, S, K, ALIGNED, P, C)
-    xs, gs, zeros = tile.xs, tile.gs, tl.zeros([R, S], dtype=C)
-    group = settings_of(settings, rates, low(first(item + 7)), C)
-    factor, beta = sign_and_scale(group.flags, grad_scale, SCALED, C), group.eps
-    largest, _smallest, _steepest = limits(C)
-    _xx, _xg, _there, r, radial = _against(xs, gs, factor, zeros, K, C)
-    ahh, ns = zeros, ()
-    for k in tl.static_range(K):
-        h = (gs[k] * factor - radial * xs[k]) * r
-        m = beta * tile.ms[k] + h
-        ahh += h * h
-        ns = ns + (h + beta * m if NESTEROV else m,)
-    usable = tl.sum(ahh, axis=1) * 1048576.0 <= largest
-    for k in tl.static_range(K):
-        n = tl.where(usable[:, None], ns[k], 0.0)
-        tl.store(left + tile.at + k * S, n, mask=_lanes(tile.alive, k, S, tile.d))
-
-
-@triton.jit
-def _turn_tile(
-    item, d, telemetry, also, settings, rates, grad_scale, given,
-    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr,
-    EMIT: tl.constexpr, SCALED: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """One step of Angular along its momentum or what is given: h from the sums of x and g, the turn from those of m."""
-    tile = _read_tile(item, d, R, S, K, ALIGNED, P, C)
-    d, alive, at, xs, gs = tile.d, tile.alive, tile.at, tile.xs, tile.gs
-    rows, zeros = tl.arange(0, R), tl.zeros([R, S], dtype=C)
-    group = settings_of(settings, rates, low(first(item + 7)), C)
-    factor, beta = sign_and_scale(group.flags, grad_scale, SCALED, C), group.eps
-    largest, _smallest, steepest = limits(C)
-    xx, xg, there, r, radial = _against(xs, gs, factor, zeros, K, C)
+    r, radial = tl.where(there, tl.sqrt(xx), 0.0)[:, None], (xg / xx)[:, None]
     ahh, amm, axm = zeros, zeros, zeros
     moments, ns = (), ()
     for k in tl.static_range(K):
         h = (gs[k] * factor - radial * xs[k]) * r
-        m = beta * tile.ms[k] + h
+        m = beta * ms[k] + h
         ahh += h * h
         amm += m * m
         axm += xs[k] * m
         moments = moments + (m,)
-        ns = ns + (h + beta * m if KIND == 3 else m,)
-    hh, mm, xm = _sums3(ahh, amm, axm)
-    usable = hh * 1048576.0 <= largest  # with room for the squares of m
-    nn, xn, mn = mm, xm, mm
-    if KIND == 6:
-        ns = ()
+        ns = ns + (h + beta * m if KIND == 3 or KIND == 5 else m,)
+    if KIND == 4 or KIND == 5:
+        usable = tl.sum(ahh, axis=1) * 1048576.0 <= largest
         for k in tl.static_range(K):
-            ns = ns + (tl.load(given + at + k * S, mask=_lanes(alive, k, S, d), other=0.0),)
-    if KIND != 2:
-        ann, axn, amn = zeros, zeros, zeros
+            n = tl.where(usable[:, None], ns[k], 0.0)
+            tl.store(n_at + at + k * S, n, mask=_lanes(alive, k, S, d))
+    else:
+        hh, mm, xm = _sums3(ahh, amm, axm)
+        usable = hh * 1048576.0 <= largest  # with room for the squares of m
+        nn, xn, mn = mm, xm, mm
+        if KIND == 6:
+            ns = ()
+            for k in tl.static_range(K):
+                ns = ns + (tl.load(n_at + at + k * S, mask=_lanes(alive, k, S, d), other=0.0),)
+        if KIND != 2:
+            ann, axn, amn = zeros, zeros, zeros
+            for k in tl.static_range(K):
+                ann += ns[k] * ns[k]
+                axn += xs[k] * ns[k]
+                amn += moments[k] * ns[k]
+            nn, xn, mn = _sums3(ann, axn, amn)
+        # The tangent part of a radial gradient is rounding, which is no direction to turn in.
+        moves = there & usable & (hh * steepest > 256.0 * xg * xg)
+        counted = rows < tl.where((group.flags & PER_ROW) != 0, low(first(item + 6)), 0)
+        v_at = address(item + 3, C) + rows
+        step = tl.load(address(item + 4, tl.float32)).to(C) + 1.0
+        v = tl.load(v_at, mask=counted, other=0.0)
+        group = settings_of(settings, rates, low(first(item + 7)), C)  # again: kept until now they would take registers
+        s, cosine, length, v, yx, yn, mx, by_n = turn(xx, nn, xn, mn, xm, v, moves, usable, group, step, C)
+        tl.store(v_at, v, mask=counted)
+        yx, yn, mx, by_n = yx[:, None], yn[:, None], mx[:, None], by_n[:, None]
+        agg, ayy, axy, ys = zeros, zeros, zeros, ()
         for k in tl.static_range(K):
-            ann += ns[k] * ns[k]
-            axn += xs[k] * ns[k]
-            amn += moments[k] * ns[k]
-        nn, xn, mn = _sums3(ann, axn, amn)
-    # The tangent part of a radial gradient is rounding, which is no direction to turn in.
-    moves = there & usable & (hh * steepest > 256.0 * xg * xg)
-    counted = rows < tl.where((group.flags & PER_ROW) != 0, low(first(item + 6)), 0)
-    v_at = address(item + 3, C) + rows
-    step = tl.load(address(item + 4, tl.float32)).to(C) + 1.0
-    v = tl.load(v_at, mask=counted, other=0.0)
-    group = settings_of(settings, rates, low(first(item + 7)), C)  # again: kept until now they would take registers
-    s, cosine, length, v, yx, yn, mx, by_n = turn(xx, nn, xn, mn, xm, v, moves, usable, group, step, C)
-    tl.store(v_at, v, mask=counted)
-    yx, yn, mx, by_n = yx[:, None], yn[:, None], mx[:, None], by_n[:, None]
-    agg, ayy, axy, ys = zeros, zeros, zeros, ()
-    for k in tl.static_range(K):
-        mask = _lanes(alive & usable, k, S, d)
-        y = kept_in(yx * xs[k] + yn * ns[k], P)
-        m = moments[k] + by_n * ns[k] if KIND != 2 else (1.0 + by_n) * ns[k]
-        tl.store(tile.x_at + at + k * S, y, mask=mask)
-        tl.store(tile.m_at + at + k * S, kept_in(m + mx * xs[k], P), mask=mask)
-        if EMIT:  # of the weights as they are kept: half precision rounds the angle
-            y = tl.where(usable[:, None], y.to(C), xs[k])
-            ys = ys + (y,)
-            agg += (gs[k] * factor) * (gs[k] * factor)
-            ayy += y * y
-            axy += xs[k] * y
-    if EMIT:
-        gg, yy, xy = _sums3(agg, ayy, axy)
-        across, pace = _across(xs, ys, xy / xx, zeros, K), s / (cosine * length) * xy
-        xx = tl.where(there, xx, 0.0)
-        emit(telemetry + rows * 7, also + rows * 7, alive, xx, yy, xy, gg, xg, across,
-             tl.zeros_like(xx), there, pace, 1.0, C)  # fmt: skip
+            mask = _lanes(alive & usable, k, S, d)
+            y = kept_in(yx * xs[k] + yn * ns[k], P)
+            m = moments[k] + by_n * ns[k] if KIND != 2 else (1.0 + by_n) * ns[k]
+            tl.store(x_at + at + k * S, y, mask=mask)
+            tl.store(m_at + at + k * S, kept_in(m + mx * xs[k], P), mask=mask)
+            if EMIT:  # of the weights as they are kept: half precision rounds the angle
+                y = tl.where(usable[:, None], y.to(C), xs[k])
+                ys = ys + (y,)
+                agg += (gs[k] * factor) * (gs[k] * factor)
+                ayy += y * y
+                axy += xs[k] * y
+        if EMIT:
+            gg, yy, xy = _sums3(agg, ayy, axy)
+            across, pace = _across(xs, ys, xy / xx, zeros, K), s / (cosine * length) * xy
+            xx = tl.where(there, xx, 0.0)
+            emit(telemetry + rows * 7, also + rows * 7, alive, xx, yy, xy, gg, xg, across,
+                 tl.zeros_like(xx), there, pace, 1.0, C)  # fmt: skip
 
 
 # Rows that no tile holds --------------------------------------------------------------------------------------------
@@ -734,9 +697,6 @@ def step_rows(
                     if KIND < 2:
                         _step_tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale,
                                    R, S, 1 + (k // 2) % 5, k % 2 == 1, KIND == 1, EMIT, SCALED, P, C)  # fmt: skip
-                    elif KIND == 4 or KIND == 5:
-                        _push_tile(item, d.to(tl.int32), settings, rates, grad_scale, n_at,
-                                   R, S, 1 + (k // 2) % 5, k % 2 == 1, KIND == 5, SCALED, P, C)  # fmt: skip
                     else:
                         _turn_tile(item, d.to(tl.int32), telemetry + place, also + place, settings, rates, grad_scale,
                                    n_at, R, S, 1 + (k // 2) % 5, k % 2 == 1, KIND, EMIT, SCALED, P, C)  # fmt: skip

@@ -28,12 +28,6 @@ LANES = int(kernels.LANES.value)
 _WARPS = 8
 # More programs on a multiprocessor, for a few spilled registers in long rows: Adam's kind was fastest with 96.
 _REGISTERS = {0: 96, 2: 80}
-DTYPES = {
-    torch.float32: (tl.float32, tl.float32),
-    torch.bfloat16: (tl.bfloat16, tl.float32),
-    torch.float16: (tl.float16, tl.float32),
-    torch.float64: (tl.float64, tl.float64),
-}
 _FLAGS = {"a": 1, "b": 2, "c": 4}
 _CHUNK = 60
 _CAPTURES = 8
@@ -68,14 +62,7 @@ class Launch:
 
 
 class Plan:
-    """The step of all rows of parameters of one dtype on one device.
-
-    Args:
-        work: param groups with the row sets that are to be stepped.
-        kind: the kernels' KIND.
-        entries: the names of momentum, second moment and step count in the states.
-        kept: a list for tensors that a graph refers to, so that they live as long as the optimizer.
-    """
+    """The step of all rows of parameters of one dtype on one device; what a graph refers to is added to `kept`."""
 
     only_captured: bool
     items: Tensor
@@ -178,7 +165,7 @@ class Plan:
         return number if number.data_ptr() % 16 == 0 else number.clone()
 
     def _launches(self, scaled: bool) -> list[Launched]:
-        entries, computed = DTYPES[self.dtype]
+        entries, computed = (getattr(tl, str(dtype)[6:]) for dtype in (self.dtype, arithmetic(self.dtype)))
         tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
         constants = (self.kind, self.emitting, scaled, entries, computed)
 
@@ -193,10 +180,10 @@ class Plan:
                 options={"num_warps": _WARPS, "maxnreg": registers},
             )
 
-        if self.kind >= 4:
-            return [step(self.kind), self._orthogonalize, step(6)]
         made: list[Launched] = [step(self.kind)]
-        if len(self.long_items):
+        if self.kind >= 4:
+            made += [self._orthogonalize, step(6)]
+        elif len(self.long_items):
             items = (self.long_items, *tables, self.emitted_of_long_rows, self.telemetry, self.sums)
             options = {"num_warps": _WARPS}
             made.append(Launch(kernels.step_long_rows, len(self.long_items), items, (), constants, options))
@@ -246,9 +233,7 @@ class Plan:
             return
         # Rows are read sixteen bytes at a time if all of their tensors are aligned to that.
         even = (self.host_lines[:, :3] % 16 == 0).all(axis=1).tolist()
-        wide = [rows.d % 4 == 0 and rows.d * self.dtype.itemsize % 16 == 0 for _, rows in self.sets]
-        each = zip(self.sets, even, wide, strict=True)
-        classes = [_class(rows.d, aligned=lies and fits) for (_, rows), lies, fits in each]
+        classes = [_class(rows, even=lies) for (_, rows), lies in zip(self.sets, even, strict=True)]
         if classes != self.classes:
             with torch.device("cpu"):  # whatever the default is
                 self._make_items(classes)
@@ -326,11 +311,13 @@ def _columns(*values: int | Tensor) -> Tensor:
     return torch.stack(torch.broadcast_tensors(*map(torch.as_tensor, values)), dim=1)
 
 
-def _class(d: int, *, aligned: bool) -> int:
+def _class(rows: RowSet, *, even: bool) -> int:
     """The tile of a row: 10·log2(S/32) + 2(K − 1) for K ≤ 5 pieces of S lanes, + 1 for rows at 16 bytes.
 
     S is at most 1,024, and 512 for rows at odd addresses; longer rows are cut into chunks.
     """
+    d = rows.d
+    aligned = even and d % 4 == 0 and d * rows.params[0].dtype.itemsize % 16 == 0
     for k in range(6 if aligned else 5):
         lanes = 32 << k
         if d <= 5 * lanes:

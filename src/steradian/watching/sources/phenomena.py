@@ -83,7 +83,7 @@ class PhenomenaSource(ObservedSource):
         self._unknown[id(group)] *= float(step.beta)
         if self._unknown[id(group)] <= _UNKNOWN:
             effects = memory.phenomena(step)
-            found |= {name: getattr(effects, name).angle for name in PHENOMENA[1:]}
+            found |= {name: getattr(effects, name) for name in PHENOMENA[1:]}
         return found
 
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
