@@ -80,6 +80,7 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamG": partial(st.optim.AdamG, lr=2**-5, weight_decay=0.1),
     "AdamG retraction": partial(st.optim.AdamG, lr=2**-5, retraction=True, weight_decay=0.1),
     "AdamP": partial(st.optim.AdamP, lr=2**-5, weight_decay=0.1),
+    "AdamP nesterov": partial(st.optim.AdamP, lr=2**-5, weight_decay=0.1, nesterov=True),
 }
 # Name: shapes of the parameters of one param group, and its keys. `train` treats three of them specially.
 LAYOUTS: Layouts = {

@@ -39,6 +39,7 @@ TABLE: dict[str, Make] = {
     "Angular-muon": partial(optim.Angular, lr=RATE, direction="muon"),
     "Angular-muon-rms": partial(optim.Angular, lr=RATE, direction="muon", spread="rms", nesterov=True),
     "AdamP": partial(optim.AdamP, lr=RATE, weight_decay=0.25),
+    "AdamP-nesterov": partial(optim.AdamP, lr=RATE, weight_decay=0.25, nesterov=True),
 }
 CLASSIC = {"Adam-", "SGD", "SGD-"}
 MATRICES = {"Angular-muon", "Angular-muon-rms"}

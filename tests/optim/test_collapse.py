@@ -239,6 +239,7 @@ def test_a_filter_without_gradient_under_l2_in_sgd(without: str) -> None:
 STAYS = {
     **{f"Adam-{w}-{d}": partial(optim.Adam, without=w, decoupled_weight_decay=d) for w in ADAM for d in (False, True)},
     "AdamP": optim.AdamP,
+    "AdamP-nesterov": partial(optim.AdamP, nesterov=True),
     "AdamG": optim.AdamG,
     "AdaGradG": optim.AdaGradG,
     "Angular": optim.Angular,

@@ -110,6 +110,18 @@ def test_complex_parameters_are_stepped_as_torch_steps_them(name: str) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+def test_adamp_with_nesterov_steps_complex_parameters_by_their_parts() -> None:
+    draw = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    one, other = nn.Parameter(draw.clone()), nn.Parameter(torch.view_as_real(draw).clone())
+    ours, parts = (optim.AdamP([p], nesterov=True) for p in (one, other))
+    for _ in range(3):
+        one.grad = draw.conj() * one.detach()
+        other.grad = torch.view_as_real(one.grad).clone()
+        ours.step()
+        parts.step()
+    assert torch.equal(torch.view_as_real(one.detach()), other)
+
+
 @pytest.mark.parametrize("kind", [optim.Adam, optim.SGD, optim.AdamG, optim.AdaGradG, optim.AdamP])
 def test_lazy_parameters_get_their_shape_after_the_optimizer_was_made(kind: Any) -> None:
     model = nn.LazyLinear(4)

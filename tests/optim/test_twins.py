@@ -228,9 +228,10 @@ def test_sgd_twin_is_torch_sgd(momentum: float, dampening: float, nesterov: bool
     run_twin_of_torch(twins.SGD, torch.optim.SGD, options)
 
 
-def test_adamp_twin_is_adamp() -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_adamp_twin_is_adamp(nesterov: bool) -> None:
     """With a threshold that every gradient passes the package always projects, with 0 never."""
-    options = {"lr": 0.02, "weight_decay": 0.3, "betas": (0.8, 0.99)}
+    options = {"lr": 0.02, "weight_decay": 0.3, "betas": (0.8, 0.99), "nesterov": nesterov}
     for delta, projected in ((1e9, True), (0.0, False)):
         p = nn.Parameter(torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3))
         rows = twins.Rows(lambda x, projected=projected: twins.AdamP(x, projected), [p], "filter")
@@ -313,12 +314,12 @@ def test_sgd(implementation: Implementation, without: str, momentum: float, damp
     follow(implementation, optimizer, followed, stream, {"momentum_buffer": "m"} if momentum else {})
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-def test_adamp(maximize: bool) -> None:
+@pytest.mark.parametrize(("nesterov", "maximize"), [(False, False), (True, True)])
+def test_adamp(nesterov: bool, maximize: bool) -> None:
     followed, groups, stream = random_case(
         REFERENCE,
         lambda radial, x: twins.AdamP(x, projected=radial),
-        lambda i, radial: {"lr": 1.0, "weight_decay": 0.1 * i, "wd_ratio": 0.3},
+        lambda i, radial: {"lr": 1.0, "weight_decay": 0.1 * i, "wd_ratio": 0.3, "nesterov": nesterov},
     )
     for _, _, chosen in followed.values():
         chosen["maximize"] = maximize
@@ -473,9 +474,10 @@ def test_presets(preset: str, without: str) -> None:
     assert all(torch.equal(p, q) for n in made for p, q in zip(made[n], copies[n], strict=True))
 
 
-def test_adamp_on_filters_is_adamp_where_it_projects() -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_adamp_on_filters_is_adamp_where_it_projects(nesterov: bool) -> None:
     """A threshold that every gradient passes: the package projects the filters of every tensor, in every step."""
-    options = {"lr": 0.02, "weight_decay": 0.3}
+    options = {"lr": 0.02, "weight_decay": 0.3, "nesterov": nesterov}
     pairs = [[nn.Parameter(p.detach().clone()) for p in parameters(REFERENCE)["filter"]] for _ in range(2)]
     ours = optim.AdamP([{"params": pairs[0], "rows": "filter"}], **options)
     assert_same_as_adamp(ours, adamp.AdamP(pairs[1], delta=1e9, **options), pairs, lambda p, draw: draw)

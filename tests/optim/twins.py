@@ -240,8 +240,8 @@ class AdamG:
 class AdamP:
     """AdamP where it projects, for one row: the radial part of Adam's step is removed, the decay is scaled.
 
-    m, v, m̂, √v̂ + ε as in Adam (no L2 in the gradient); q = m̂/(√v̂ + ε); ū = x/(‖x‖ + ε); q^⊥ = q − ⟨q,ū⟩ū;
-    x' = (1 − ηλρ)x − η q^⊥.
+    m, v, m̂, √v̂ + ε as in Adam (no L2 in the gradient); q = m̂/(√v̂ + ε), with Nesterov
+    (β1 m + (1 − β1)g)/(1 − β1^k) for m̂; ū = x/(‖x‖ + ε); q^⊥ = q − ⟨q,ū⟩ū; x' = (1 − ηλρ)x − η q^⊥.
     `projected=False`: the parameters that are not radial, q instead of q^⊥ and ρ = 1.
     """
 
@@ -263,13 +263,15 @@ class AdamP:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         wd_ratio: float = 0.1,
+        nesterov: bool = False,
         maximize: bool = False,
     ) -> None:
         g, (beta1, beta2) = (-gradient if maximize else gradient), betas
         self.steps += 1
         self.m = beta1 * self.m + (1 - beta1) * g
         self.v = beta2 * self.v + (1 - beta2) * g * g
-        q = self.m / (1 - beta1**self.steps) / (np.sqrt(self.v / (1 - beta2**self.steps)) + eps)
+        ahead = beta1 * self.m + (1 - beta1) * g if nesterov else self.m
+        q = ahead / (1 - beta1**self.steps) / (np.sqrt(self.v / (1 - beta2**self.steps)) + eps)
         if self.projected:
             unit = self.x / (np.linalg.norm(self.x) + eps)
             q = q - (q @ unit) * unit

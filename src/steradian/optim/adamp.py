@@ -23,6 +23,7 @@ class AdamP(RowOptimizer):
         eps: ε.
         weight_decay: λ, decoupled.
         wd_ratio: ρ, what is left of the decay on rows.
+        nesterov: step along β1 m + (1−β1)∇L(x).
         maximize: ascend.
         capturable: keep the step count on the device, for graphs.
 
@@ -43,10 +44,11 @@ class AdamP(RowOptimizer):
         weight_decay: float = 0.0,
         *,
         wd_ratio: float = 0.1,
+        nesterov: bool = False,
         maximize: bool = False,
         capturable: bool = False,
     ) -> None:
         super().__init__(params, settings(locals()))
 
     def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
-        torch_updates.adam(params, states, {**group, "decoupled_weight_decay": True})
+        torch_updates.adamp(params, states, group)

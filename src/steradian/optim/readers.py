@@ -62,7 +62,7 @@ def read_adamp(taken: Taken) -> Step:
     """AdamP: Adam's b, a from the displacement, decay λρ on rows and λ elsewhere."""
     decay = taken.group["weight_decay"] * (taken.group["wd_ratio"] if _radial(taken) else 1.0)
     step = _classic(taken, scheme.read_adam, amsgrad=False, decoupled_weight_decay=True, weight_decay=decay)
-    return _displaced(taken, step) if _radial(taken) else step
+    return _displaced(taken, step) if _radial(taken) or taken.group["nesterov"] else step
 
 
 @register(AdamG)

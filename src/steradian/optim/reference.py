@@ -231,7 +231,8 @@ def adamp(rows: RowSet, group: Options) -> None:
         m.lerp_(safe, usable.to(m.dtype) * (1 - beta1))
         v.copy_(torch.where(usable, v * beta2 + safe.square().mul_(1 - beta2), v))
         divisor = (v.sqrt() / root).add_(group["eps"])
-        q = torch.where(usable & (divisor > 0), m / divisor, 0)
+        ahead = m.lerp(safe, 1 - beta1) if group["nesterov"] else m
+        q = torch.where(usable & (divisor > 0), ahead / divisor, 0)
         length = norm(x) + group["eps"]
         unit = x / length.masked_fill(length == 0, 1)
         q -= dot(q, unit) * unit

@@ -1,4 +1,4 @@
-"""The update of parameters without rows: torch's own, bit for bit."""
+"""The update of parameters without rows: torch's own, bit for bit, and AdamP's without projection."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from steradian.optim.rows import Options, State, rate_of
+from steradian.optim.rows import Options, State, exact, rate_of
 
 States = Sequence[State]
 
@@ -84,6 +84,27 @@ def _sgd_without_reading(params: list[Tensor], states: States, group: Options, l
                 state["momentum_buffer"] = g.clone()
             g = g.add(state["momentum_buffer"], alpha=momentum) if group["nesterov"] else state["momentum_buffer"]
         param.sub_(g * lr)
+
+
+def adamp(params: list[Tensor], states: States, group: Options) -> None:
+    """AdamP where it does not project: AdamW's update, along β1 m + (1−β1)g with Nesterov."""
+    if not group["nesterov"]:
+        adam(params, states, {**group, "decoupled_weight_decay": True})
+        return
+    beta1, beta2 = group["betas"]
+    lr = rate_of(group)
+    for param, gradient, state in zip(params, _gradients(params), states, strict=True):
+        state["step"] += 1
+        step = state["step"].item() if state["step"].device.type == "cpu" else exact(state["step"])
+        g = -gradient if group["maximize"] else gradient
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        if torch.is_complex(param):  # as torch does, real and imaginary parts by themselves
+            param, g, m, v = map(torch.view_as_real, (param, g, m, v))
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        divisor = (v.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+        param.mul_(1 - lr * group["weight_decay"])
+        param.sub_(m.lerp(g, 1 - beta1).div_(divisor).mul_(lr / (1 - beta1**step)))
 
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
