@@ -188,6 +188,18 @@ def test_the_steps_on_the_page_of_costs_are_those_of_the_file():
         assert line == [f"{ratio:.2f}" for ratio in (eager[angular], graph[angular], graph[sgd], *ratios)]
 
 
+def test_whole_models_on_the_page_of_costs_are_those_of_the_file():
+    [_, table] = (ROOT / "docs" / "costs.md").read_text().split("| training step | bytes of state |\n")
+    lines = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[1:]]
+    rows = json.loads((ROOT / "results" / "bench-model.json").read_text())["rows"]
+    numbers = ("on spheres / AdamW", "step / AdamW", "training / AdamW")
+    for line, row in zip(lines, rows, strict=True):
+        assert line[-4:] == [*(f"{row[name]:.2f}" for name in numbers), f"{row['state bytes per parameter']:.1f}"]
+    text = (ROOT / "README.md").read_text()
+    ours = [f"{row['step / AdamW']:.2f}" for row in rows if row["optimizer"] == 'Adam, without="abc"']
+    assert "ResNet50 {} of fused AdamW's time, a Qwen3 of half a billion {}, an OLMo2 {}".format(*ours) in text
+
+
 def test_the_figures_in_the_readme_are_those_of_the_results():
     text = (ROOT / "README.md").read_text()
     page = (ROOT / "docs" / "coverage.md").read_text()

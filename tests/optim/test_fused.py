@@ -409,6 +409,21 @@ def test_collapsed_and_extreme_rows(without):
 # Which step is taken ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rest", ["sgd", "adamw"])
+def test_the_first_step_makes_all_that_a_capture_needs(rest):
+    """A capture cannot make tables, and users take one step before it."""
+    params = parameters([(3, 8), (4,)])
+    made = [{"params": params[:1], "rows": "filter"}, {"params": params[1:]}]
+    optimizer = Angular(made, lr=0.01, rest=rest, fused=True, capturable=True)
+    for p, g in zip(params, gradients(params, 1), strict=True):
+        p.grad = g
+    optimizer.step()
+    kept = optimizer._fused_step
+    assert kept is not None
+    optimizer.step()
+    assert optimizer._fused_step is kept
+
+
 def test_on_a_cpu_the_default_is_the_reference():
     [x] = [torch.nn.Parameter(torch.randn(3, 5))]
     optimizer = Adam([{"params": [x], "rows": "filter"}], without="abc")

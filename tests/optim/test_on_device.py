@@ -91,6 +91,24 @@ def test_captured_step_is_the_eager_one(make: Make) -> None:
     assert_same(one, other)
 
 
+@pytest.mark.parametrize("rest", ["sgd", "adamw"])
+def test_one_step_before_a_capture_is_enough(rest: str) -> None:
+    one, other = (on_device(optim.Angular, lr=RATE, rest=rest, capturable=True) for _ in range(2))
+    for optimizer in (one, other):
+        train(optimizer, 1)
+    set_gradients(one, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one.step()
+    for k in (1, 2):
+        set_gradients(other, k)
+        for p, q in zip(parameters(one), parameters(other), strict=True):
+            p.grad.copy_(q.grad)
+        graph.replay()
+        other.step()
+    assert_same(one, other)
+
+
 def test_a_graph_keeps_what_it_captured_through_eager_steps() -> None:
     """Eager steps with gradients elsewhere and another rate leave a graph's addresses and rate alone."""
     made = [on_device(TABLE["Adam-abc"], capturable=True, lr=0.25) for _ in range(2)]

@@ -327,7 +327,7 @@ def test_an_angle_that_lags_behind_a_falling_rate_is_no_fault():
 
     sentence = only(verdict(run(fall)), "equilibrium")
     assert sentence.severity == "note"
-    assert "as always while a rate falls" in sentence.text
+    assert "radii follow a falling rate slowly" in sentence.text
 
 
 def test_the_end_of_a_run_has_no_step_of_its_first_half():

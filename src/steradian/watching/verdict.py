@@ -374,7 +374,7 @@ def _equilibrium(run: _Run) -> Iterator[Sentence]:
     rates = run.get("lr", "mean")
     falls = _ratio(np.nanmax(np.where(np.isfinite(rates), rates, -1.0), axis=0), run.rate) > _FELL
     late = "weight decay has not had the time to lead there"
-    why = np.where(falls, "as always while a rate falls, because radii follow it slowly", late)
+    why = np.where(falls, "radii follow a falling rate slowly", late)
     for word, factor in (("above", ratio), ("below", 1 / np.where(known, ratio, 1.0))):
         out = known & (factor > _OUT)
         key = "equilibrium" if (elapsed[out & ~falls] > _TIMES).any() else "on the way"

@@ -102,7 +102,7 @@ class FusedStep:
     def __init__(self, optimizer: "RowOptimizer", classic: "Classic", work: "Work") -> None:
         from steradian.optim.fused.table import Plan
 
-        self.classic, self.made_from = classic, _made_from(optimizer)
+        self.classic, self.made_from = classic, list[object]()
         self.plain: Work = []
         chosen: dict[Any, list[tuple[Options, list[RowSet]]]] = {}
         for group, sets in work:
@@ -155,6 +155,8 @@ class FusedStep:
         if self.classic or self.plain:
             with torch.no_grad():
                 optimizer._step_plain(self.classic, self.plain)
+        # The first plain step of SGD makes its states.
+        self.made_from = self.made_from or _made_from(optimizer)
 
 
 def _made_from(optimizer: "RowOptimizer") -> list[object]:
