@@ -164,3 +164,15 @@ def test_what_angular_gives_a_rate_has_no_angle():
     assert angled.angle == 0.02
     assert math.isnan(rated.angle)
     assert "no rows" in rated.note
+
+
+def test_at_a_rate_of_zero_the_note_says_why_there_is_no_angle():
+    """As a scheduler with a warm-up leaves the optimizer before the first step."""
+    x = torch.nn.Parameter(torch.ones(2, 8))
+    optimizer = torch.optim.AdamW([x], lr=0.01, weight_decay=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+    [found] = st.equilibrium(optimizer)
+    assert math.isnan(found.angle)
+    assert "its rate is 0 now, as at the start of a warm-up" in found.note
+    with pytest.raises(ValueError, match="its rate is 0 now"):
+        st.match(optimizer, to=torch.optim.SGD, lr=0.1)

@@ -75,6 +75,8 @@ Balanced = Callable[[Mapping[str, Any], int], Balance]
 """The equilibrium under the settings of a param group, for rows of d entries; `register` adds it to a class."""
 _balances: dict[type[Optimizer], Balanced] = {}
 _by_angle: set[type[Optimizer]] = set()
+AT_ZERO = "its rate is 0 now, as at the start of a warm-up: ask before the schedule is made"
+"""Why there is no angle at a rate of 0."""
 
 
 def register(kind: type[Optimizer]) -> Callable[[Balanced], Balanced]:
@@ -294,6 +296,8 @@ def _predicted(
         if settings.get("rows") is None:
             return Equilibrium(name, math.nan, radius, math.nan, "no rows: this group has a rate and not an angle")
         return Equilibrium(name, path[0].item() if rates is None else path, radius, 0.0, "rows turn by the rate")
+    if rates is None and not path[0]:
+        return Equilibrium(name, math.nan, math.nan, math.inf, AT_ZERO)
     begin = int((path != 0).int().argmax())  # a warm-up may start at 0, where nothing moves
     distinct = path[path != 0].unique().tolist() or [0.0]
     known = {rate: balance_of(optimizer, {**settings, "lr": rate}, size) for rate in distinct}

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from steradian import optim
-from steradian.balance import balance_of
+from steradian.balance import AT_ZERO, balance_of
 from steradian.groups import Groups
 from steradian.watching.records import WORDS, RecordedRun, labels, listed, read_run
 
@@ -159,6 +159,8 @@ def _angle_of(optimizer: Optimizer, slope: float | None, size: int | None) -> fl
 def _angle(optimizer: Optimizer, settings: Mapping[str, Any], slope: float | None, size: int | None) -> float:
     """The angle per step under the settings of a param group; a ValueError if there is none."""
     kind, rate = type(optimizer).__name__, float(settings["lr"])
+    if not rate:
+        raise ValueError(f"{kind} has no angle in equilibrium: {AT_ZERO}")
     per_rate = next((_PER_RATE[each] for each in type(optimizer).__mro__ if each in _PER_RATE), None)
     if per_rate is not None:
         angle = per_rate(settings) * rate
