@@ -159,6 +159,7 @@ def test_tune_gives_every_method_the_same_number_of_points(call, tmp_path):
     winners = Store(tmp_path / "two" / "results" / "tune-tiny-stripes.json").results()
     assert {(r.config.method, r.config.seed) for r in winners} == {(m, s) for m in ("Signs", "SGD-M") for s in (1, 2)}
     for method in ("Signs", "SGD-M"):
+        assert f"{method}: the best rate, " in outputs[-1], "of two points each is at an edge"
         best = max((r for r in tried if r.config.method == method), key=lambda r: max(r.curves["validation_accuracy"]))
         assert {r.config.setting for r in winners if r.config.method == method} == {best.config.setting}
 

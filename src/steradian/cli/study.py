@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -63,8 +64,9 @@ def compare(
     import steradian.lab.angle  # noqa: F401  # registers its methods
     from steradian.lab.recipes import by_method, comparison, tuning
     from steradian.lab.registry import load_plugin
-    from steradian.lab.tables import winners
+    from steradian.lab.tables import at_edge, winners
 
+    began = time.monotonic()
     for path in plugin or ():
         load_plugin(path)
     rates, decays = by_method("lr", _numbers(lr)), by_method("weight_decay", _numbers(weight_decay))
@@ -83,6 +85,9 @@ def compare(
         if not _run(partial(made.tuning.run, tried, **how), made.tuning.store.path, tried):
             return
         configs = winners(tried, made.tuning.store.results(), seeds)
+        for text in at_edge(tried, configs):
+            screen().print(text, soft_wrap=True)
+        how["seconds"] = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
     _run(partial(made.run, configs, **how), made.store.path, configs, page=True)
 
 

@@ -7,6 +7,7 @@ within the noise; nothing is said about a single seed.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from steradian.lab.registry import METHODS
 from steradian.lab.results import Result
 
 __all__ = ["Best", "Cell", "Column", "Difference", "accuracy_columns", "compare", "grid_rows", "holm", "interval_rows"]
-__all__ += ["is_grid", "point_rows", "search", "winners"]
+__all__ += ["at_edge", "is_grid", "point_rows", "search", "winners"]
 
 Rows = tuple[list[str], list[list[str]]]
 """Headings and lines of a table."""
@@ -335,6 +336,18 @@ def winners(
     keys = {config.key for config in tried}
     best = search((result for result in results if result.config.key in keys), value)
     return [replace(each.config, seed=seed) for seed in range(1, seeds + 1) for each in best if each.runs]
+
+
+def at_edge(tried: Sequence[Config], chosen: Iterable[Config]) -> list[str]:
+    """A sentence for each winner whose rate or λ is the smallest or the largest of several that were tried."""
+    found: dict[str, None] = {}
+    for config, (field, name) in product(chosen, (("lr", "rate"), ("weight_decay", "weight decay"))):
+        values = {getattr(each, field) for each in tried if each.method == config.method}
+        value, ends = getattr(config, field), {min(values): "smallest", max(values): "largest"}
+        if len(values) > 1 and value in ends:
+            text = f"{config.method}: the best {name}, {value:g}, is the {ends[value]} that was tried. Try beyond it."
+            found[text] = None
+    return list(found)
 
 
 def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
