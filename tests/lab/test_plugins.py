@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from steradian import lab
@@ -113,7 +114,7 @@ def test_compare_killed_and_continued_ends_in_the_same_table(call, tmp_path):
     whole = call(command, "whole")
     assert re.search(r"│ Signs +│ [\d.]+ +│ [\d.]+ +│ [\d.]+ ± [\d.]+ +│ 2 ", whole)
     assert "Tiny, stripes, 12 epochs" in whole
-    assert re.search(r"(Signs|SGD-M) has the best mean, .*; (within|beyond) the noise", whole)
+    assert re.search(r"(Signs|SGD-M) has the best mean, .*; worse: .*; not decided with these seeds: ", whole)
     page = (tmp_path / "whole" / "results" / "compare-tiny-stripes.html").read_text()
     assert "<td>Signs" in page
     assert page.count("<svg") == 2
@@ -215,7 +216,12 @@ def test_results_of_a_loop_of_ones_own_have_a_table(tmp_path):
     assert column.name == "GPT, bytes"
     lines = column.rows()[1]
     assert [line[0] for line in lines] == ["Mine", "Theirs"]
-    assert lines[1][-1].startswith("beyond the noise")
+    difference, interval, p = lines[1][-3:]
+    twin = scipy.stats.ttest_ind([60.0, 60.1, 60.2], [61.0, 61.1, 61.2], equal_var=False)
+    low, high = twin.confidence_interval(0.95)
+    assert (difference, interval) == ("−1.00", f"{low:+.2f} to {high:+.2f}".replace("-", "−"))
+    assert float(p) == pytest.approx(twin.pvalue, rel=0.05)
+    assert "worse: Theirs; not decided with these seeds: none" in column.claim()
 
 
 def test_the_test_images_are_evaluated_when_validation_improves_and_at_the_end():

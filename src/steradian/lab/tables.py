@@ -36,6 +36,11 @@ _RULE = (
     "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. “Within the "
     f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}."
 )
+_OWN_RULE = (
+    "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. Each method is "
+    "compared with the best mean: the 95 % interval of the difference, and p by Welch's t-test, corrected by Holm's "
+    "method. What is not decided may be equal or not: more seeds tell."
+)
 _READ_ME = " SGD-M is not in the paper's tables: its figure is from the authors' read-me."
 
 
@@ -137,14 +142,14 @@ class Column:
         numbers = sorted({result.config.seed for result in self.every}) if seeds else []
         papers, own = self.papers, self.own
         heads = ["method", *(f"seed {k}" for k in numbers), "ours" if papers else "mean accuracy", "seeds"]
-        compared = ["paper", "ours − paper"] if papers else ["minus the best"] if own else []
-        heads += [*compared, "is that noise?"] if compared else []
-        best = max(self.cells.values(), key=lambda cell: cell.mean if cell.seeds else -math.inf)
-        lines = []
+        heads += ["paper", "ours − paper", "is that noise?"] if papers else []
+        heads += ["minus the best", "95 % interval", "p (Holm)"] if own else []
+        lines, others = [], self._against_best() if own else {}
         for method, cell in self.cells.items():
             single = {result.config.seed: _percent(result.accuracy) for result in self.results[method]}
             line = [method, *(single.get(k, "") for k in numbers), str(cell), cell.count]
-            other = papers.get(method) if papers else best if own and cell is not best else None
+            line += others.get(method, [])[2:5]
+            other = papers.get(method)
             line += [str(other or "")] if papers else []
             if other and cell.seeds:
                 mean, *_, p = cell.minus(other)
@@ -152,6 +157,11 @@ class Column:
                 line += [_signed(mean), *noise]
             lines.append(line + [""] * (len(heads) - len(line)))
         return heads, lines
+
+    def _against_best(self) -> dict[str, list[str]]:
+        """`compare` of all methods with the one of the best mean."""
+        kept = {m: [r.accuracy for r in results if not r.diverged] for m, results in self.results.items()}
+        return compare(kept, next(iter(_ranked(self.cells, "")), ""))
 
     def statements(self) -> list[str]:
         """Cautions and conclusions, a sentence each."""
@@ -182,7 +192,7 @@ class Column:
         return "Mind: " + "; ".join(parts) + "." if parts else ""
 
     def claim(self) -> str:
-        """Which method, or which Adam variant in the paper's columns, is best, and which differences are noise."""
+        """Which method, or which Adam variant in the paper's columns, is best, and what is sure about the others."""
         cells = _ranked(self.cells, "" if self.own else "Adam")
         if len(cells) < 2:
             return ""
@@ -190,13 +200,19 @@ class Column:
         text = f"{best} has the best mean{'' if self.own else ' of the Adam variants'}, {cells[best]}"
         if any(cell.seeds < 2 for cell in cells.values()):
             return f"{text}; one seed says nothing about the order."
+        if self.own:
+            verdicts = {method: line[-1] for method, line in self._against_best().items()}
+            worse, open_ = (
+                ", ".join(m for m in verdicts if verdicts[m] == v) or "none" for v in ("worse", "not decided")
+            )
+            return f"{text}; worse: {worse}; not decided with these seeds: {open_}."
         found: dict[bool, list[str]] = {True: [], False: []}
         for method in (each for each in self.cells if each in cells and each != best):
             each = cells[method].minus(cells[best])
             found[each.p >= LEVEL].append(f"{method} ({_signed(each.mean)}, p = {each.p:.2g})")
         near, beaten = (", ".join(found[noise]) or "none" for noise in (True, False))
         text += f"; within the noise of it: {near}; beyond the noise: {beaten}."
-        if self.own or _BEST not in cells:
+        if _BEST not in cells:
             return text
         rank = list(cells).index(_BEST) + 1
         verdict = "first" if rank == 1 else f"number {rank} of {len(cells)}"
@@ -226,7 +242,7 @@ class Column:
 
 def rule_of(columns: Iterable[Column]) -> str:
     """What is below tables."""
-    return _RULE + ("" if any(column.own for column in columns) else _READ_ME)
+    return _OWN_RULE if any(column.own for column in columns) else _RULE + _READ_ME
 
 
 def accuracy_columns(results: Iterable[Result]) -> list[Column]:
