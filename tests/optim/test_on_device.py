@@ -69,6 +69,19 @@ def test_nothing_is_read_back(make: Make, rate: str, no_reading_back: None) -> N
     optimizer.step()
 
 
+def assert_replays_are_steps(
+    graph: torch.cuda.CUDAGraph, one: torch.optim.Optimizer, other: torch.optim.Optimizer, steps: range
+) -> None:
+    """The graph has captured a step of the one, the other is stepped eagerly."""
+    for k in steps:
+        set_gradients(other, k)
+        for p, q in zip(parameters(one), parameters(other), strict=True):
+            p.grad.copy_(q.grad)
+        graph.replay()
+        other.step()
+    assert_same(one, other)
+
+
 def test_captured_step_is_the_eager_one(make: Make) -> None:
     options = {"capturable": True} if counts(make) else {}
     one, other = on_device(make, **options), on_device(make, **options)
@@ -82,13 +95,7 @@ def test_captured_step_is_the_eager_one(make: Make) -> None:
     set_gradients(one, 2)
     with torch.cuda.graph(graph):
         one.step()
-    for k in range(2, 5):
-        set_gradients(other, k)
-        for p, q in zip(parameters(one), parameters(other), strict=True):
-            p.grad.copy_(q.grad)
-        graph.replay()
-        other.step()
-    assert_same(one, other)
+    assert_replays_are_steps(graph, one, other, range(2, 5))
 
 
 @pytest.mark.parametrize("rest", ["sgd", "adamw"])
@@ -100,13 +107,7 @@ def test_one_step_before_a_capture_is_enough(rest: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         one.step()
-    for k in (1, 2):
-        set_gradients(other, k)
-        for p, q in zip(parameters(one), parameters(other), strict=True):
-            p.grad.copy_(q.grad)
-        graph.replay()
-        other.step()
-    assert_same(one, other)
+    assert_replays_are_steps(graph, one, other, range(1, 3))
 
 
 def test_a_graph_keeps_what_it_captured_through_eager_steps() -> None:
