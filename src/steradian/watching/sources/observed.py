@@ -181,17 +181,18 @@ class ObservedSource(Source):
             moved = (lost**2 * xx).add_(2 * lost * rates * qx).add_(rates**2 * qq)
             radius = xx.sqrt_()
         safe = radius.masked_fill(radius == 0, 1)
-        found = {}
+        of_gradient = {}
         if not self.searches:
             length = sums["gg"].sqrt()
-            found = {"defect": self._row(invariance_defect(gx / safe, length)), "gradient_norm": self._row(length)}
+            defect = self._row(invariance_defect(gx / safe, length))
+            of_gradient = {"defect": defect, "gradient_norm": self._row(length)}
             del length
         del xx, gx
         update, inward = moved.clamp(min=0).sqrt_(), along / safe
         across = _root(moved.sub_(inward**2))  # η‖q^⊥‖
-        found["update"] = self._row((update / safe).masked_fill_(radius == 0, 0))
+        found = {"update": self._row((update / safe).masked_fill_(radius == 0, 0))}
         share = (along.abs() / safe).div_(update.masked_fill_(update == 0, 1)).clamp_(max=1)
-        found |= {"radial_share": self._row(share), "lr": self._row(rates)}
+        found |= {"radial_share": self._row(share), "lr": self._row(rates), **of_gradient}
         del moved, along, update, share
         inward -= lost * radius  # η⟨q,u⟩
         start = radius * kept
