@@ -1,5 +1,6 @@
 """Any optimizer read as the generic scheme x' = (1 − ηδ)x − η a ⊘ b, a = β a_prev + ∇L(x) + λx (Section 2.2)."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -191,9 +192,12 @@ def reader_of(optimizer: Optimizer) -> Reader:
     )
 
 
-def is_foreign(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step is neither torch's nor ours, so that its reader may be wrong about it."""
-    return inspect.unwrap(type(optimizer).step).__module__.partition(".")[0] not in ("torch", "steradian")
+def _is_foreign(kind: type[Optimizer]) -> bool:
+    return inspect.unwrap(kind.step).__module__.partition(".")[0] not in ("torch", "steradian")
+
+
+is_foreign: Callable[[Any], bool] = functools.cache(_is_foreign)
+"""Whether the step of a class of optimizers is neither torch's nor ours, so that its reader may be wrong about it."""
 
 
 def _uniform(value: float | Tensor, like: Tensor) -> Tensor:

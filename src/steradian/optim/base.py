@@ -236,7 +236,8 @@ class RowOptimizer(Optimizer, ABC):
         if state:  # as torch, an optimizer that keeps nothing of a parameter has no entry for it
             self.state[param] = state
         for name in self.row_state.intersection(state) if classic else ():
-            check_shape(name, state[name], param.shape)
+            if state[name].shape != param.shape:
+                check_shape(name, state[name], param.shape)
         return state
 
     def _new_state(self, param: Tensor, group: Options) -> State:

@@ -25,11 +25,14 @@ def adam(rows: RowSet, group: Options) -> None:
     step = rows.advance()
     beta1, beta2 = group["betas"]
     pace, root = rate_of(group) / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    per_row = [rows.number("exp_avg_sq")] if "a" in group["without"] else []
-    for piece, tensors in rows.pieces("param", "grad", "exp_avg", *([] if per_row else ["exp_avg_sq"])):
-        _adam(rows, piece, [*tensors, *(v[piece] for v in per_row)], group, pace, root)
-    if per_row:
+    if "a" in group["without"]:
+        v = rows.number("exp_avg_sq")
+        for piece, tensors in rows.pieces("param", "grad", "exp_avg"):
+            _adam(rows, piece, [*tensors, v[piece]], group, pace, root)
         rows.share("exp_avg_sq")
+    else:
+        for piece, tensors in rows.pieces("param", "grad", "exp_avg", "exp_avg_sq"):
+            _adam(rows, piece, tensors, group, pace, root)
 
 
 def _adam(

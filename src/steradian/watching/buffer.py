@@ -102,7 +102,8 @@ class Buffer:
         aligned = torch.zeros(self.steps, -(-numbers // _ALIGNED) * _ALIGNED, dtype=dtype, device=self.device)
         self.values = aligned[:, :numbers].unflatten(1, (self.n_rows, width))
         self._slots = self.values.unbind(0)
-        self._next = (*self._slots[1:], self._slots[0]) if every_step else ()
+        expects = every_step and type(source).expect is not Source.expect
+        self._next = (*self._slots[1:], self._slots[0]) if expects else ()
         # Where a source writes at a step that is not recorded.
         self.scratch = torch.zeros(self.n_rows if source.each_step else 0, width, dtype=dtype, device=self.device)
         self.param_groups = list({id(group.settings): group.settings for group in watched}.values())

@@ -267,7 +267,7 @@ class Watch:
             self._end_step()
         if self._step is None:
             self._step = self._first_step()
-            if self._output.folder is not None:
+            if self._output.folder is not None and any(self._output.folder.files.folder.glob("part-*")):
                 self._flush.began -= seconds_before(self._output.folder.files.folder, self._step)
         if not self._stepped:
             self._observing = self._cost.wants(self._step)

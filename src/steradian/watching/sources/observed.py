@@ -36,7 +36,7 @@ logger = logging.getLogger("steradian")
 def tells_step(group: WatchedGroup) -> bool:
     """Whether state and settings after a step determine the point before it, if the optimizer can be read."""
     optimizer, settings = group.optimizer, group.settings
-    if is_foreign(optimizer) or any(param.dtype not in (torch.float32, torch.float64) for param in group.params):
+    if is_foreign(type(optimizer)) or any(param.dtype not in (torch.float32, torch.float64) for param in group.params):
         return False
     with_momentum = isinstance(optimizer, SGD) and settings["momentum"] and not settings["nesterov"]
     return isinstance(optimizer, Adam) or bool(with_momentum)
@@ -148,7 +148,7 @@ class ObservedSource(Source):
         except (ValueError, KeyError) as error:  # the state is not what the reader expects
             self._disagree(str(error))
             return None
-        if before is not None and self._reads_displacement and is_foreign(self.optimizer) and not self._checked:
+        if before is not None and self._reads_displacement and is_foreign(type(self.optimizer)) and not self._checked:
             moved = before - param
             missed = moved - step.lr * (step.decay * before + step.a / step.b)
             if not bool(geometry.norm(missed).max() <= _AGREES * geometry.norm(moved).max() + 1e-6):
