@@ -49,9 +49,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         out = Path(folder)
         demo.run(out / "demo")
+        known = st.report([out / "demo" / "runs" / name for name in ("SGD", "Adam")], out / "known.html")
         rates = st.report([train(out / f"AdamW, rate {rate:g}", rate) for rate in RATES], out / "rates.html")
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        take(browser, out / "demo" / "index.html", {"effective-rate": "effective-rate", "trajectory": "sphere"})
+        take(browser, known, {"effective-rate": "effective-rate"})
+        take(browser, out / "demo" / "index.html", {"trajectory": "sphere"})
         take(browser, rates, {"verdict": "verdict", "heat-map": "heat-map", "angle": "good-and-bad"})
         browser.close()
 
