@@ -567,6 +567,13 @@ def step_long_rows(
         flags, v = group.flags, tl.load(sums + slot.to(tl.int64) * 7 + 6)
         step = tl.load(tl.load(line + 4).to(tl.pointer_type(tl.float32))).to(wide)
         largest, smallest, steepest = limits(C)
+        # Read before the sums are added up, so that the program does not wait for one after the other.
+        cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
+        at = row.to(tl.int64) * d + cols
+        x_at = tl.load(line).to(tl.pointer_type(P)) + at
+        g_at = tl.load(line + 1).to(tl.pointer_type(P)) + at
+        m_at = tl.load(line + 2).to(tl.pointer_type(P)) + at
+        x, g, m = _read_chunk(x_at, g_at, m_at, cols < d, sign_and_scale(flags, grad_scale, SCALED, C), C)
         if KIND < 2:
             xx, gg = _added(sums, slot, chunks)
             xm, mm = _added(sums + 2, slot, chunks)
@@ -624,12 +631,6 @@ def step_long_rows(
                     xx = tl.where(there, xx, 0.0)
                     emit(telemetry, also, row >= 0, xx, xx, xx * cosine, gg, xg, tl.sqrt(xx) * s, 0.0 * xx, there,
                          pace, 1.0, C)  # fmt: skip
-        cols = chunk.to(tl.int64) * LANES + tl.arange(0, LANES)
-        at, mask = row.to(tl.int64) * d + cols, cols < tl.where(usable, d, 0)
-        x_at = tl.load(line).to(tl.pointer_type(P)) + at
-        g_at = tl.load(line + 1).to(tl.pointer_type(P)) + at
-        m_at = tl.load(line + 2).to(tl.pointer_type(P)) + at
-        x, g, m = _read_chunk(x_at, g_at, m_at, mask, sign_and_scale(flags, grad_scale, SCALED, C), C)
         if KIND < 2:
             m = lerp(m, tl.where((flags & WITHOUT_B) != 0, g, g + l2.to(C) * x), share1.to(C))
             y, m = kept_x.to(C) * x - s.to(C) * m, kept.to(C) * m - removed.to(C) * x
@@ -638,8 +639,9 @@ def step_long_rows(
             m = beta.to(C) * m + h
             n = h + beta.to(C) * m if KIND == 3 else m
             y, m = yx.to(C) * x + yn.to(C) * n, m + by_n.to(C) * n + mx.to(C) * x
-        tl.store(x_at, kept_in(y, P), mask=mask)
-        tl.store(m_at, kept_in(m, P), mask=mask)
+        stored = cols < tl.where(usable, d, 0)
+        tl.store(x_at, kept_in(y, P), mask=stored)
+        tl.store(m_at, kept_in(m, P), mask=stored)
 
 
 # All rows -----------------------------------------------------------------------------------------------------------
