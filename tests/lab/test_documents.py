@@ -220,6 +220,25 @@ def test_the_figures_in_the_readme_are_those_of_the_results():
     assert len(reached) == 3
     for method, accuracy in reached:
         assert re.search(rf"^\| {re.escape(method)} \|.* {accuracy} ± ", study, re.MULTILINE), method
+    set_angle = re.search(r"`Angular` at 0.007 rad reaches (.+?) % and SGD-M (.+?) %;", " ".join(text.split()))
+    assert f"| Angular, gradient | {set_angle[1]} | 5 |" in study
+    assert f"| SGD-M | {set_angle[2]} | 5 |" in study
+
+
+def test_the_costs_of_the_watch_are_those_of_the_file():
+    rows = {r["training"]: r for r in json.loads((ROOT / "results" / "bench-watch-gpu.json").read_text())["rows"]}
+    [_, table] = (ROOT / "docs" / "costs.md").read_text().split("| | by default | if every step is observed |\n")
+    lines = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[1:]]
+    assert len(lines) == 3
+    for (_, *shown), name in zip(lines, ("ResNet18, captured", "ResNet18, eager", "Qwen3 0.5 B"), strict=True):
+        for cell, row in zip(shown, (rows[name], rows[f"{name}, every=1"]), strict=True):
+            assert cell.replace("−", "-").startswith(f"{100 * row['cost']:.1f} %"), (name, cell)
+    text = (ROOT / "README.md").read_text()
+    captured, eager, qwen = (max(0.0, 100 * rows[name]["cost"]) for name in list(rows)[::2])
+    assert f"{captured:.1f}" == f"{eager:.1f}"
+    assert (
+        f"on an H200 {captured:.1f} % of ResNet18's, with and without CUDA graph, and {qwen:.1f} % of a Qwen3's" in text
+    )
 
 
 def test_benchmarks_write_valid_json(tmp_path, monkeypatch):
