@@ -498,8 +498,10 @@ def test_on_a_gpu_replayed_steps_are_the_plain_steps(exact, method):
     data = few("cuda", train=1000, test=100)
     [config] = methods(method)
     plain = steps(config, data, 5, captured=False)
+    # Newton–Schulz runs in bfloat16.
+    rtol, atol = (1e-2, 1e-3) if config.method in ("Muon", "Hyperball", "Angular, muon") else (1e-3, 1e-4)
     for name, tensor in steps(config, data, 5).weights().items():
-        torch.testing.assert_close(tensor, plain.weights()[name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(tensor, plain.weights()[name], rtol=rtol, atol=atol)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

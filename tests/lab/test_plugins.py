@@ -250,27 +250,35 @@ class Frozen(torch.optim.SGD):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ["captured", "frozen", "item"])
-def test_on_a_gpu_steps_that_cannot_be_replayed_run_plainly(known, kind):
+def test_on_a_gpu_steps_that_cannot_be_replayed_run_plainly(known, exact, kind):
+    """Over a few steps, since fused and plain steps of SGD round differently."""
+
     def make(groups, config):
         optimizer = (Frozen if kind == "frozen" else torch.optim.SGD)(groups.param_groups(), config.lr)
         if kind == "item":
-            optimizer.register_step_pre_hook(lambda *_: groups.params[groups.rest[0]].sum().item())
+
+            def wait(*_):
+                groups.params[groups.rest[0]].sum().item()
+
+            optimizer.register_step_pre_hook(wait)
         return optimizer
 
     lab.register_method("Odd", make)
     data = few("cuda", train=400, test=100)
-    config = replace(CONFIG, method="Odd", lr=0.05)
+    config = replace(CONFIG, method="Odd", lr=0.05, precision="float32")
     config = replace(config, plugin=registry.plugin_of(config))
     expected = Training(config, data, execution=Execution(captured=False))
-    expected.run_epoch()
+    expected.take(5)
     training = Training(config, data)
     if kind == "captured":
-        training.run_epoch()
+        training.take(5)
     else:
         with pytest.warns(UserWarning, match="steps of Odd are not replayed as a CUDA graph"):
-            training.run_epoch()
+            training.take(5)
     assert training.execution.captured == (kind == "captured")
-    np.testing.assert_allclose(training.curves["train_loss"], expected.curves["train_loss"], rtol=1e-3)
+    torch.cuda.synchronize()
+    for name, tensor in training.weights().items():
+        torch.testing.assert_close(tensor, expected.weights()[name], rtol=1e-3, atol=1e-4)
 
 
 def test_steps_that_a_graph_would_freeze_are_found(known, monkeypatch):

@@ -223,7 +223,7 @@ def test_the_fused_step_is_the_default(make: Make) -> None:
     train(optimizer, 1)
     first = optimizer.param_groups[0]
     adam = isinstance(optimizer, optim.Adam) and bool(first["without"])
-    fused = adam or (isinstance(optimizer, optim.Angular) and first["direction"] == "gradient")
+    fused = adam or (isinstance(optimizer, optim.Angular) and first["direction"] in ("gradient", "muon"))
     assert (optimizer._fused_step is not None) == fused
 
 
