@@ -62,7 +62,7 @@ bench: setup  ## the benchmarks that run on a CPU; each prints a table and write
 	$(BIN)/python benchmarks/discovery.py
 
 study: setup  ## every table and figure of the write-up, from results/
-	$(BIN)/python -m steradian write-up docs/study.md README.md
+	$(BIN)/python -m steradian write-up docs/study.md docs/study-details.md README.md
 
 clean:
 	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
     "table resnet20-cifar10 resnet18-cifar10",
     "numbers resnet20-cifar10",
+    "overview resnet20-cifar10",
     "points resnet20-cifar10",
     "machines resnet20-cifar10",
     "settings resnet20-cifar10",
@@ -77,6 +79,21 @@ def test_every_kind_of_region_is_rewritten_and_the_rest_is_kept(tmp_path):
     first = again.read_text()
     write_up([again], **where)
     assert again.read_text() == first
+
+
+def test_the_overview_has_the_means_of_all_columns_and_the_papers(tmp_path):
+    first = column(tmp_path, epochs=20, seeds=2)
+    few = [replace(result, config=replace(result.config, method="Adam")) for result in first[:1]]
+    Store(tmp_path / "resnet20-cifar10-released-settings.json").add(few)
+    name = "overview resnet20-cifar10 resnet20-cifar10-released-settings"
+    text = written(document(tmp_path / "docs.md", [name]), results=tmp_path, figures=tmp_path)
+    adam = [result.accuracy for result in first if result.config.method == "Adam"]
+    mean, spread = statistics.mean(adam), statistics.stdev(adam)
+    heads = "| method | ResNet20 BN, CIFAR-10 | ResNet20 BN, CIFAR-10, released settings |"
+    line = f"| Adam | {mean:.2f} ± {spread:.2f} (90.98) | {few[0].accuracy:.2f} (90.98) |"
+    assert heads in text
+    assert line in text
+    assert re.search(r"^\| SGD-M \| [\d.]+ ± [\d.]+ \(92.39\) \|  \|$", text, re.MULTILINE)
 
 
 def test_a_missing_study_gives_the_command_that_runs_it(tmp_path):
@@ -145,7 +162,7 @@ def test_all_documents_are_written_or_none(tmp_path):
     assert good.read_text() == before
 
 
-@pytest.mark.parametrize("name", ["docs/study.md", "README.md"])
+@pytest.mark.parametrize("name", ["docs/study.md", "docs/study-details.md", "README.md"])
 def test_the_documents_are_up_to_date_with_the_results(tmp_path, name):
     """`make study` would change nothing: no word of the text, and no figure by more than a rounding."""
     source = ROOT / name

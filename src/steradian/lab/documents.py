@@ -19,7 +19,7 @@ from steradian.lab.language import bits_rows
 from steradian.lab.paper import COLUMNS
 from steradian.lab.recipes import RECIPES
 from steradian.lab.results import Result, Store, Tracks
-from steradian.lab.tables import Rows, accuracy_columns, interval_rows, markdown_table
+from steradian.lab.tables import Column, Rows, accuracy_columns, interval_rows, markdown_table
 
 __all__ = ["write_page", "write_up"]
 
@@ -120,6 +120,22 @@ def _table(region: _Region) -> str:
     return region.joined([*parts, tables.rule_of(columns)] if parts else [])
 
 
+def _overview(region: _Region) -> str:
+    """Mean accuracies of all methods in all columns, with the paper's in brackets."""
+    heads, columns = ["method"], list[Column]()
+    for study, found in zip(region.studies, region.stored, strict=True):
+        _, released, what = study.partition("-released-")
+        for column in accuracy_columns(found):
+            heads.append(column.name + (f", released {what}" if released else ""))
+            columns.append(column)
+    lines = []
+    for method in sorted({m for column in columns for m in column.cells}, key=tables.method_order):
+        papers = [f" ({c.papers[method].mean:.2f})" if method in c.papers else "" for c in columns]
+        ours = [str(c.cells.get(method, "")) for c in columns]
+        lines.append([method, *(mean + paper if mean else "" for mean, paper in zip(ours, papers, strict=True))])
+    return region.joined([markdown_table(heads, lines)] if lines else [])
+
+
 _CAPTIONS = {
     "loss": "Training loss by epoch: mean over the seeds, with bands from the lowest seed to the highest.",
     "accuracy": "Validation accuracy by epoch: mean over the seeds, with bands from the lowest seed to the highest.",
@@ -180,6 +196,7 @@ _TABLES: dict[str, Callable[[Sequence[Result]], Rows]] = {
 KINDS: dict[str, Callable[[_Region], str]] = {
     "table": _table,
     "numbers": _table,
+    "overview": _overview,
     **dict.fromkeys(
         _TABLES,
         lambda region: region.joined([markdown_table(*_TABLES[region.kind](region.every))] if region.every else []),
