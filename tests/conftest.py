@@ -3,6 +3,8 @@
 import importlib
 import os
 import signal
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -39,3 +41,14 @@ def set_up_torch() -> None:
     guards = importlib.import_module("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *arguments: 0.0
+
+
+@pytest.fixture
+def timm_starts(tmp_path, monkeypatch):
+    """Processes that a test starts can import timm without torchvision, with which no architecture computes."""
+    if find_spec("timm") is None:
+        pytest.skip("needs timm")
+    if find_spec("torchvision") is None:
+        (tmp_path / "sitecustomize.py").write_text("import no_torchvision\n\nno_torchvision.stand_in()\n")
+        path = [tmp_path, Path(__file__).parents[1] / "benchmarks", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))

@@ -192,12 +192,8 @@ def test_transformers(tmp_path):
     assert_page(out / "page.html", {"adam-ab": {*groups, *rest}})
 
 
-@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm")
-def test_timm(tmp_path, monkeypatch):
-    if find_spec("torchvision") is None:  # which timm imports, and no architecture computes with
-        (tmp_path / "sitecustomize.py").write_text("import no_torchvision\n\nno_torchvision.stand_in()\n")
-        path = [tmp_path, EXAMPLES.parent / "benchmarks", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))
+@pytest.mark.usefixtures("timm_starts")
+def test_timm(tmp_path):
     said = run(tmp_path, "with_timm.py", strict=False)
     out = tmp_path / "runs" / "timm"
     saved = json.loads((out / "groups.json").read_text(encoding="utf-8"))
