@@ -6,7 +6,6 @@
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -254,9 +253,7 @@ def angle_study(
     epochs: int | None = None,
     seeds: int = 5,
     points: int = 600,
-    seconds: float | None = None,
     settings: Mapping[str, Any] | None = None,
-    **options: Any,
 ) -> bool:
     """Run one of the studies, from where it was stopped.
 
@@ -269,30 +266,24 @@ def angle_study(
         epochs: of each training, with a cosine; None: 135, or 60 for "tuned".
         seeds: number of seeds. The tuning has seed 0, and its winners have the seeds 1, 2, ….
         points: steps of SGD-M that are recorded for "matched".
-        seconds: stop, with checkpoints, when this time is over.
         settings: other fields of `Config`.
-        **options: of `Study.run`: roots, device, size, progress, …
 
     Returns:
         Whether everything is finished.
     """
     [part] = match_names("part", [part], PARTS)
     grid, usual = PARTS[part]
-    ends = math.inf if seconds is None else time.monotonic() + seconds
     common: dict[str, Any] = {"model": network, "data": data, "epochs": epochs or usual, "milestones": ()}
     common |= {"schedule": "cosine", **(settings or {})}
     taken = match_names("methods", methods, grid)
     configs = [Config(method=m, lr=lr, weight_decay=decay, **common) for m in taken for lr, decay in grid[m]]
 
-    def run(wanted: Sequence[Config], to: Study, **more: Any) -> bool:
-        return to.run(wanted, seconds=ends - time.monotonic(), **options, **more)
-
     if part == "matched":
         reference = Config(method="SGD-M", lr=0.1, weight_decay=_REST_DECAY, **common)
         make = partial(_Recorded, points=points, tracks=study.tracks)
-        if reference.key not in study.tracks.about() and not run([reference], study, make=make):
+        if reference.key not in study.tracks.about() and not study.run([reference], make=make):
             return False
         _curves[reference.column] = _angles(study, reference)
     if part == "tuned":
-        return run(configs, study.tuning) and run(winners(configs, study.tuning.store.results(), seeds), study)
-    return run([replace(config, seed=seed) for seed in range(seeds) for config in configs], study)
+        return study.tuning.run(configs) and study.run(winners(configs, study.tuning.store.results(), seeds))
+    return study.run([replace(config, seed=seed) for seed in range(seeds) for config in configs])

@@ -5,11 +5,9 @@ are replayed as in any fleet. `st.watch`, with which the tests compare, observes
 graph does not call: between two recorded steps it could not keep the sums of the phenomena.
 """
 
-import math
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -213,14 +211,7 @@ class Tracked(Training):
         self._recorded, self._values = list(steps), list(values.numpy())
 
 
-def track_study(
-    configs: Sequence[Config],
-    study: Study,
-    *,
-    phenomena: Collection[str] = (),
-    points: int = 300,
-    **options: Any,
-) -> bool:
+def track_study(configs: Sequence[Config], study: Study, *, phenomena: Collection[str] = (), points: int = 300) -> bool:
     """Train with some steps recorded; their curves are stored too. A run is recorded as a whole and never repeated.
 
     Args:
@@ -228,7 +219,9 @@ def track_study(
         study: where the files go.
         phenomena: methods in whose trainings (a), (b1), (b2) and (c) are measured too.
         points: steps to record in each.
-        **options: of `Study.run`, which returns whether everything is finished.
+
+    Returns:
+        Whether everything is finished.
     """
     tracks = study.tracks
     recorded = set(tracks.about())
@@ -245,7 +238,7 @@ def track_study(
     def make(config: Config, *args: Any, **more: Any) -> Tracked:
         return Tracked(config, *args, points=points, phenomena=config.method in phenomena, tracks=tracks, **more)
 
-    return study.run(configs, make=make, **options)
+    return study.run(configs, make=make)
 
 
 # Trajectories of several schemes from one point, compared filter by filter: the experiment of Section 3.3
@@ -326,18 +319,7 @@ def _comparison_table(
     return pd.concat([spread, *singles], ignore_index=True)[list(COLUMNS)]
 
 
-def trajectory_study(
-    starts: Sequence[Config],
-    study: Study,
-    *,
-    tuning: int = 10,
-    points: int = 100,
-    roots: Mapping[str, Path] | None = None,
-    device: str | None = None,
-    seconds: float | None = None,
-    progress: Progress | None = None,
-    **options: Any,
-) -> bool:
+def trajectory_study(starts: Sequence[Config], study: Study, *, tuning: int = 10, points: int = 100) -> bool:
     """Section 3.3: train the networks that are missing, then compare SGD, AdaGradG and AdaGrad from each of them.
 
     Args:
@@ -345,29 +327,25 @@ def trajectory_study(
         study: where the files go.
         tuning: epochs of the comparison.
         points: steps to compare after.
-        roots: folder of the data, by its name.
-        device: where.
-        seconds: stop when this time is over.
-        progress: shows the progress.
-        **options: of `Study.run`, which returns whether everything is finished.
+
+    Returns:
+        Whether everything is finished.
     """
-    where, progress, roots = pick_device(device), progress or Progress(), roots or {}
-    ends = math.inf if seconds is None else time.monotonic() + seconds
     schemes = {start: trajectories([start], epochs=tuning) for start in starts}
     left = [start for start in starts if schemes[start][0].key not in study.tracks.about()]
-    options |= {"roots": roots, "keep_weights": True, "progress": progress}
-    if not study.run(left, device=device, seconds=seconds, **options):
+    if not study.run(left, keep_weights=True):
         return False
+    where, progress = pick_device(study.device), study.progress
     prepare_device(where, exact=True)
     with progress:
         progress.begin(len(starts), len(starts) - len(left))
         for start in left:
-            if time.monotonic() > ends:
+            if time.monotonic() > study.deadline:
                 return False
             path = study.work / "weights" / f"{start.key}.pt"
             if not path.exists():
                 raise ValueError(f"no {path}: copy that folder here, or remove {start.key} from {study.store.path}")
-            data = Resident(load(start.data, roots.get(start.data)), where)
+            data = Resident(load(start.data, study.roots.get(start.data)), where)
             compared = compare_trajectories(schemes[start], data, read_state(path), points=points, progress=progress)
             steps = data.counts["train"] // start.batch_size
             study.tracks.add(schemes[start][0], compared, steps=steps, environment=environment(where))

@@ -334,8 +334,6 @@ def language_study(
     methods: Sequence[str] | None = None,
     rates: Sequence[float] = RATES,
     seeds: int = 5,
-    device: str | None = None,
-    seconds: float | None = None,
     say: Callable[[str], None] = lambda _: None,
     **settings: Any,
 ) -> bool:
@@ -346,31 +344,31 @@ def language_study(
     Args:
         shape: the network.
         root: folder of the corpus.
-        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`.
+        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`. No
+            training is started that would not end before the deadline.
         methods: names in `METHODS`; None: all.
         rates: the points of the tuning.
         seeds: trainings of each winner, with the seeds 1, 2, …; the tuning has seed 0.
-        device: where.
-        seconds: start no training that would not end in this time.
         say: is told what is finished.
         **settings: fields of `Config`: epochs, batch_size, precision, …
 
     Returns:
         Whether everything is finished.
     """
-    ends = math.inf if seconds is None else time.monotonic() + seconds
     corpus, grid = Corpus.read(root), study.tuning.store
     common: dict[str, Any] = {"model": shape.name, "norm": shape.norm, "data": corpus.name, "schedule": "cosine"}
     common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3}
     common |= {"epochs": 8, "milestones": (), "batch_size": 64} | settings
-    trainer = cache(lambda: _Trainer(shape, corpus, pick_device(device)))  # made only if something is left to train
+    trainer = cache(
+        lambda: _Trainer(shape, corpus, pick_device(study.device))
+    )  # made only if something is left to train
 
     def train(configs: Sequence[Config], store: Store) -> bool:
         done = store.keys()
         for config in [each for each in configs if each.key not in done]:
             like = [r for each in (grid, study.store) for r in each.results() if r.config.column == config.column]
             expected = median(result.seconds for result in like) if like else 0.0
-            if time.monotonic() + 1.3 * expected > ends:
+            if time.monotonic() + 1.3 * expected > study.deadline:
                 return False
             store.add([result := trainer().run(config, study.work / config.key if config.seed == 1 else None)])
             took = f"{bits(result):.4f} bits per byte, {timedelta(seconds=round(result.seconds))}"
