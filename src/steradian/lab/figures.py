@@ -18,7 +18,7 @@ import pandas as pd
 from steradian.files import write_atomically
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA
 from steradian.lab.paper import NORM_NAMES
-from steradian.lab.registry import METHODS
+from steradian.lab.registry import PAPERS
 from steradian.lab.results import Result
 from steradian.lab.tables import Rows, accuracy_columns, method_order
 from steradian.watching.records import QUANTITIES
@@ -42,8 +42,8 @@ _ACROSS, _WIDTH, _HEIGHT = 2, 4.7, 3.1  # charts in a row, and inches of each
 
 
 def method_colour(method: str) -> str:
-    """The colour of a method, the same in all figures."""
-    place = list(METHODS).index(method) if method in METHODS else len(METHODS) + sum(map(ord, method))
+    """The colour of a method, the same in all figures, whatever is registered."""
+    place = PAPERS.index(method) if method in PAPERS else len(PAPERS) + sum(map(ord, method))
     return _COLOURS[place % len(_COLOURS)]
 
 
