@@ -1,5 +1,6 @@
 """Tracking changes nothing, interrupted or not, and records what `watch` records of the same training."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -102,7 +103,7 @@ def test_preparing_a_capture_leaves_the_sums_of_the_phenomena_alone(data, monkey
 def test_interrupted_tracked_trainings_are_the_uninterrupted_ones(data, tmp_path):
     configs = methods("Adam", "SGD-M", epochs=3)
     tables = {}
-    for name, seconds in (("whole", None), ("parts", 12)):
+    for name, seconds in (("whole", math.inf), ("parts", 12)):
         ticks, tracks = count(), Tracks(tmp_path / name / "tracks.parquet")
         made = partial(Tracked, points=POINTS, phenomena=True, tracks=tracks)
         runs = 1

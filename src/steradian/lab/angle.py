@@ -118,29 +118,26 @@ def _tensors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{"params": group["params"], "rows": "tensor"} for group in rows]
 
 
-def _inner(name: str, rows: list[dict[str, Any]], config: Config, decay: float) -> Optimizer:
-    """An optimizer of the rows alone."""
+def _optimizer(name: str, params: list[dict[str, Any]], config: Config, lr: float, decay: float) -> Optimizer:
+    """An optimizer of these parameters alone."""
     if name == "Muon":  # Hyperball's step differs from Muon's by a factor and a radial part for each tensor
-        return Hyperball(_tensors(rows), 0.01, 0.95)
-    how: dict[str, Any] = {"lr": config.lr, "weight_decay": decay}
+        return Hyperball(_tensors(params), 0.01, 0.95)
     if name.startswith("Adam w/o"):
-        return optim.Adam(rows, betas=config.betas, without=name.partition("(")[2].strip(")"), **how)
-    how["fused"] = rows[0]["params"][0].is_cuda
+        return optim.Adam(params, lr, config.betas, weight_decay=decay, without=name.partition("(")[2].strip(")"))
+    how: dict[str, Any] = {"weight_decay": decay, "fused": params[0]["params"][0].is_cuda}
     if name == "SGD-M":
-        return torch.optim.SGD(rows, momentum=config.momentum, **how)
-    return torch.optim.Adam(rows, betas=config.betas, **how)
+        return torch.optim.SGD(params, lr, config.momentum, **how)
+    return torch.optim.Adam(params, lr, config.betas, **how)
 
 
 def _rest(name: str, rest: list[dict[str, Any]], config: Config) -> Optimizer:
     """SGD-M or Adam on the parameters without rows."""
-    if name == "SGD-M":
-        return torch.optim.SGD(rest, config.rest_lr or 0.1, config.momentum, weight_decay=_REST_DECAY)
-    return torch.optim.Adam(rest, config.rest_lr or 1e-3, config.betas, weight_decay=_REST_DECAY)
+    return _optimizer(name, rest, config, config.rest_lr or {"SGD-M": 0.1, "Adam": 1e-3}[name], _REST_DECAY)
 
 
 def _crossed(filters: str, others: str, groups: Groups, config: Config) -> list[Optimizer]:
     rows, rest = split_rows(groups)
-    return [_inner(filters, rows, config, config.weight_decay), _rest(others, rest, config)]
+    return [_optimizer(filters, rows, config, config.lr, config.weight_decay), _rest(others, rest, config)]
 
 
 CROSSED = {
@@ -161,7 +158,7 @@ def _matched(name: str, groups: Groups, config: Config) -> list[Optimizer]:
     (rows, rest), names = split_rows(groups), {id(param): name for name, param in groups.params.items()}
     firsts = [p for group in rows for p in (group["params"][:1] if group.get("joint") else group["params"])]
     angles = np.stack([_curves[config.column][names[id(param)]] for param in firsts], axis=1)
-    turned = AtAngle(_inner(name, rows, config, 0.0), rows, torch.from_numpy(angles).float())
+    turned = AtAngle(_optimizer(name, rows, config, config.lr, 0.0), rows, torch.from_numpy(angles).float())
     return [turned, _rest("SGD-M", rest, config)]
 
 
@@ -263,8 +260,8 @@ def angle_study(
         data: the data set.
         network: the network.
         methods: some of the methods; None: all.
-        epochs: of each training, with a cosine; None: 135, or 60 for "tuned".
-        seeds: number of seeds. The tuning has seed 0, and its winners have the seeds 1, 2, ….
+        epochs: of each training, with a cosine; None: those of `PARTS`.
+        seeds: how many; the tuning has seed 0, and its winners have the seeds 1, 2, ….
         points: steps of SGD-M that are recorded for "matched".
         settings: other fields of `Config`.
 

@@ -212,16 +212,10 @@ class Tracked(Training):
 
 
 def track_study(configs: Sequence[Config], study: Study, *, phenomena: Collection[str] = (), points: int = 300) -> bool:
-    """Train with some steps recorded; their curves are stored too. A run is recorded as a whole and never repeated.
+    """Train with about `points` steps of each training recorded; returns whether everything is finished.
 
-    Args:
-        configs: the trainings.
-        study: where the files go.
-        phenomena: methods in whose trainings (a), (b1), (b2) and (c) are measured too.
-        points: steps to record in each.
-
-    Returns:
-        Whether everything is finished.
+    Curves are stored too. A run is recorded as a whole and never repeated. In trainings of the methods `phenomena`,
+    (a), (b1), (b2) and (c) are measured too.
     """
     tracks = study.tracks
     recorded = set(tracks.about())
@@ -322,14 +316,8 @@ def _comparison_table(
 def trajectory_study(starts: Sequence[Config], study: Study, *, tuning: int = 10, points: int = 100) -> bool:
     """Section 3.3: train the networks that are missing, then compare SGD, AdaGradG and AdaGrad from each of them.
 
-    Args:
-        starts: the trainings of the networks, as `recipes.pretraining` gives them, on one data set.
-        study: where the files go.
-        tuning: epochs of the comparison.
-        points: steps to compare after.
-
-    Returns:
-        Whether everything is finished.
+    `starts` are the trainings of the networks, as `recipes.pretraining` gives them. They are compared over `tuning`
+    epochs, after about `points` steps. Returns whether everything is finished.
     """
     schemes = {start: trajectories([start], epochs=tuning) for start in starts}
     left = [start for start in starts if schemes[start][0].key not in study.tracks.about()]

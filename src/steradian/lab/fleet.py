@@ -142,19 +142,13 @@ class Fleet:
     make: Callable[..., Training] = Training  #: makes a training; a subclass may record more than curves
     clock: Callable[[], float] = time.monotonic  #: seconds, for tests
 
-    def run(self, configs: Sequence[Config], *, seconds: float | None = None) -> bool:
+    def run(self, configs: Sequence[Config], *, seconds: float = math.inf) -> bool:
         """Train what is not finished yet.
 
-        Several processes may run one study: each takes trainings that the others do not run, and waits at the end.
-        Interrupted (Ctrl-C, SIGTERM, SIGHUP), it stops as at a deadline and then raises KeyboardInterrupt; a second
-        interruption ends it at once.
-
-        Args:
-            configs: the trainings; those in the store are not repeated, those with a checkpoint resume from it.
-            seconds: stop at the last epoch that ends before, with a checkpoint; None: until all is finished.
-
-        Returns:
-            Whether everything is finished.
+        Trainings in the store are not repeated, those with a checkpoint resume from it. Several processes may run one
+        study: each takes trainings that the others do not run, and waits at the end. After the last epoch that ends
+        before `seconds` are over it stops with checkpoints. Interrupted (Ctrl-C, SIGTERM, SIGHUP), it does the same and
+        then raises KeyboardInterrupt; a second interruption ends it at once. Returns whether everything is finished.
         """
         wanted, done = list(dict.fromkeys(configs)), self.store.keys()
         waiting = [config for config in wanted if config.key not in done]
@@ -162,7 +156,7 @@ class Fleet:
         for config in wanted:
             if config.key in done:  # left behind by a process that was killed
                 self._path("checkpoints", config).unlink(missing_ok=True)
-        self._deadline = math.inf if seconds is None else self.clock() + seconds
+        self._deadline = self.clock() + seconds
         self._flying: list[_Flight] = []
         self._claims: dict[str, IO[bytes]] = {}  # locked while this process runs a training
         self._accounted, self._interrupted = self.clock(), False

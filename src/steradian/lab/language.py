@@ -47,8 +47,6 @@ RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 """The points of the tuning, the same for every method; see `_optimizers`."""
 _WARM_UP = 0.05  # share of the steps in which the rate rises
 _SOME = 8  # batches of the validation text after each epoch; after the last one all of it is evaluated
-
-
 _MOST = 64_000_000  # bytes to train on
 
 
@@ -79,12 +77,9 @@ class Corpus:
 def build_corpus(out: Path, source: Path | None = None) -> None:
     """Write the Python files of an environment as one text.
 
-    All `*.py` of 501 to 199,999 bytes, one of each content, in the order of the SHA-1 of their relative path, joined by
-    a zero byte. The first 1 % of the files are for validation; of the others the first 64 MB are for training.
-
-    Args:
-        out: folder to write.
-        source: folder of the files; None: the packages of this environment.
+    All `*.py` of a folder, by default of the installed packages, of 501 to 199,999 bytes, one of each content, in the
+    order of the SHA-1 of their relative path, joined by a zero byte. The first 1 % of the files are for validation; of
+    the others the first 64 MB are for training.
     """
     source, files = source or Path(sysconfig.get_paths()["purelib"]), dict[bytes, bytes]()
     paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.py") if path.is_file()}
@@ -271,11 +266,9 @@ class _Trainer:
 
     def run(self, config: Config, record: Path | None = None) -> Result:
         """Train once, with its steps recorded in a folder if one is given."""
-        began, fresh = time.monotonic(), dict(self._new(config.seed).named_parameters())
-        with torch.no_grad():
-            for name, param in self.model.named_parameters():
-                param.copy_(fresh[name])
-                param.grad = None
+        began = time.monotonic()
+        self.model.load_state_dict(self._new(config.seed).state_dict())
+        self.model.zero_grad()
         optimizers, total = _optimizers(config, self.groups, self.shape), config.epochs * STEPS
 
         def factor(step: int) -> float:  # of the rate: a linear rise times a cosine
@@ -339,21 +332,18 @@ def language_study(
 ) -> bool:
     """Tune every method over the same rates, by its last validation loss, then train it with new seeds.
 
-    Finished trainings are stored at once and never repeated.
+    Finished trainings are stored at once and never repeated. No training is started that would not end before the
+    deadline; returns whether everything is finished.
 
     Args:
         shape: the network.
         root: folder of the corpus.
-        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`. No
-            training is started that would not end before the deadline.
+        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`.
         methods: names in `METHODS`; None: all.
         rates: the points of the tuning.
         seeds: trainings of each winner, with the seeds 1, 2, …; the tuning has seed 0.
         say: is told what is finished.
         **settings: fields of `Config`: epochs, batch_size, precision, …
-
-    Returns:
-        Whether everything is finished.
     """
     corpus, grid = Corpus.read(root), study.tuning.store
     common: dict[str, Any] = {"model": shape.name, "norm": shape.norm, "data": corpus.name, "schedule": "cosine"}

@@ -58,7 +58,7 @@ def accuracy_tables(
         columns: networks, or network and data; None: all.
         methods: None: all; "AdamG† as released" only if it is named.
         epochs: of each training; milestones scale.
-        seeds: number of seeds.
+        seeds: how many.
         settings: hyper-parameters as the paper prints them, or those of its released code: one of `paper.SETTINGS`.
         built_as: the networks, "paper" or "released" as in that code.
     """
@@ -216,9 +216,6 @@ def tuning(
         points: rates to try, a factor √10 apart.
         rates: by method, the rates to try instead.
         decays: by method, the λ to try with each rate; others keep theirs.
-
-    Raises:
-        ValueError: the numbers of points differ.
     """
     made: dict[str, list[Config]] = {}
     for config in configs:

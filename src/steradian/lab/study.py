@@ -40,12 +40,7 @@ def file_name(text: str) -> str:
 
 
 def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "printed") -> str:
-    """A name for the files: the column if there is only one, otherwise the recipe and the data.
-
-    Args:
-        recipe: what the trainings are for.
-        configs: the trainings.
-        settings: where their hyper-parameters are from, one of `paper.SETTINGS`.
+    """A name for the files of a recipe's trainings: the column if there is only one, otherwise the recipe and the data.
 
     >>> one = Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3)
     >>> study_name("tables", [one])
@@ -106,12 +101,8 @@ class Study:
     ) -> bool:
         """Train what is not finished yet; returns whether everything is.
 
-        Results that another study in the same folder has are copied, unless more than the result is needed.
-
-        Args:
-            configs: the trainings.
-            keep_weights: keep the weights of finished trainings.
-            make: makes a training, as for `Fleet`.
+        Results that another study in the same folder has are copied, unless more is wanted: the weights of finished
+        trainings are kept, or `make` makes trainings that record more, as for `Fleet`.
         """
         where = pick_device(self.device)
         prepare_device(where, exact=any(config.precision == "float32" for config in configs))

@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -398,7 +398,7 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Everything needed to resume from the end of the last epoch, on the CPU."""
         self.queue.wait()
-        about = {"config": self.config.to_dict(), "epoch": self.epoch, "curves": copied(self.curves)}
+        about = {"config": asdict(self.config), "epoch": self.epoch, "curves": copied(self.curves)}
         return about | self._changing("cpu")
 
     def weights(self) -> Weights:

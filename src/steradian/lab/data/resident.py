@@ -20,10 +20,7 @@ _USUAL = (4, True)
 class Resident:
     """Training, validation and test images on one device, as uint8.
 
-    Args:
-        data: the data set.
-        device: where to keep it.
-        validation: share of the training images that is held out, the same ones for every seed.
+    The share `validation` of the training images is held out, the same ones for every seed.
 
     Attributes:
         counts: number of images by part: "train", "validation", "test".
@@ -67,8 +64,7 @@ class Resident:
     def plan(self, seed: int, epoch: int, batch: int) -> NDArray[np.int64]:
         """The images of every batch of an epoch and their views, as codes image·views + view, (steps, batch).
 
-        The numbers come from Philox with the key (seed, epoch). Images that do not fill a batch are left out, others in
-        each epoch.
+        The numbers come from Philox with the key (seed, epoch). Images that do not fill a batch are left out.
         """
         random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
         steps = self.counts["train"] // batch
@@ -83,11 +79,7 @@ class Resident:
         return self._normalized(self.train_pixels.view(-1)[index]), self.train_labels[image]
 
     def chunk(self, start: Tensor, end: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Validation or test images from `start`, without augmentation.
-
-        Returns:
-            Images (length, C, S, S), labels (length,), and which of them lie before `end`.
-        """
+        """Validation or test images from `start`, without augmentation, labels, and which of them lie before `end`."""
         at = start + torch.arange(length, device=self.device)
         inside = at < end
         at = torch.minimum(at, end - 1)
