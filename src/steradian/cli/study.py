@@ -26,7 +26,8 @@ Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at on
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 Compile = Annotated[bool | None, typer.Option(help="Compile the networks; on a GPU by default.")]
-_TRACKED = ("hypotheses", "phenomena", "trajectories")
+_RECORDED = {"hypotheses": ("points", "phenomena"), "phenomena": ("points",), "trajectories": ("points", "tuning")}
+"""Recipes whose trainings are recorded, with the options of the records."""
 _AGAIN = "run the same command again to continue"
 _TUNE = """Try as many settings of every method on the validation set, then train the winners over new seeds.
 
@@ -109,9 +110,7 @@ def reproduce(
     ] = None,
     phenomena: Annotated[bool, typer.Option("--phenomena", help="hypotheses: measure (a) to (c) too.")] = False,
     tuning: Annotated[int | None, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = None,
-    settings: Annotated[
-        str | None, typer.Option(help="Hyper-parameters: printed in the paper, or of the authors' released code.")
-    ] = None,
+    settings: Annotated[str | None, typer.Option(help="Hyper-parameters: printed, or of the released code.")] = None,
     lr: Annotated[list[float] | None, typer.Option(help="grid: a rate; once for each.")] = None,
     weight_decay: Annotated[list[float] | None, typer.Option(help="grid: λ; once for each.")] = None,
     beta2: Annotated[list[float] | None, typer.Option(help="grid: β2; once for each.")] = None,
@@ -124,30 +123,32 @@ def reproduce(
 
     Example: steradian reproduce tables --data digits --epochs 3 --seeds 2
     """
+    from steradian.lab.config import match_names
     from steradian.lab.experiments import track_study, trajectory_study
     from steradian.lab.recipes import RECIPES
     from steradian.lab.study import study_name
 
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    [recipe] = match_names("recipe", [recipe], RECIPES)
     options: dict[str, Any] = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
     options |= {"lr": lr, "weight_decay": weight_decay, "beta2": beta2, "settings": settings, "built_as": built_as}
+    options |= {"points": points, "phenomena": phenomena, "tuning": tuning}
     given = {name: value for name, value in options.items() if value}
-    known = list(inspect.signature(RECIPES[recipe]).parameters)
-    recorded: dict[str, Any] = {name: value for name, value in (("points", points), ("tuning", tuning)) if value}
-    if wrong := [*(given.keys() - known), *(recorded if recipe not in _TRACKED else ())]:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+    extra = _RECORDED.get(recipe, ())
+    known = [*inspect.signature(RECIPES[recipe]).parameters, *extra]
+    if wrong := given.keys() - known:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(wrong))
         raise ValueError(f"{recipe} has no option {names}; it has {', '.join(known)}")
+    recorded = {name: given.pop(name) for name in extra if name in given}
     configs = RECIPES[recipe](**given)
     name = study or study_name(recipe, configs, settings=settings or "printed")
     made = _study(name, {config.data for config in configs}, root, seconds, size=size, device=device, compiled=compile)
-    if recipe not in _TRACKED:
+    if recipe not in _RECORDED:
         _run(partial(made.run, configs), partial(_show_table, made, configs))
         return
     work = partial(trajectory_study, configs, made, **recorded)
     if recipe != "trajectories":
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
-        chosen = measured if phenomena or recipe == "phenomena" else set()
+        chosen = measured if recorded.pop("phenomena", recipe == "phenomena") else set()
         work = partial(track_study, configs, made, phenomena=chosen, **recorded)
     _run(work, lambda: screen().print(f"The records: {made.tracks.path}", soft_wrap=True))
 
@@ -224,7 +225,7 @@ def angle(
     size: Size = 14,
     device: Device = None,
     compile: Compile = None,
-    study: Annotated[str | None, typer.Option(help="Name of the files in results/.")] = None,
+    study: Name = None,
 ) -> None:
     """Compare optimizers whose rest is exchanged (crossed), at SGD-M's angle (matched), or tuned alike (tuned).
 

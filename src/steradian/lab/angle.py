@@ -84,18 +84,17 @@ class AtAngle(Optimizer):
         self.param_groups, self.state = inner.param_groups, inner.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Take one step."""
         sets = [RowSet(layout, params, [{} for _ in params]) for layout, params in self._sets]
         before = [rows.read("param", rows.whole).clone() for rows in sets]
-        loss = self.inner.step(closure)
+        self.inner.step()
         theta = self._angles.index_select(0, self._at.clamp(max=len(self._angles) - 1))
         for k, (rows, x) in enumerate(zip(sets, before, strict=True)):
             landed = self.update(x, rows.read("param", rows.whole), theta[0, k].to(x.dtype))
             for piece, (y,) in rows.pieces("param"):
                 y.copy_(landed[piece])
         self._at += 1
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The other optimizer's state, and the number of the next step."""
@@ -252,21 +251,10 @@ def angle_study(
     points: int = 600,
     settings: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Run one of the studies, from where it was stopped.
+    """Run one of `PARTS` with a network on a data set, from where it was stopped; returns whether all is finished.
 
-    Args:
-        part: one of `PARTS`.
-        study: where the files go.
-        data: the data set.
-        network: the network.
-        methods: some of the methods; None: all.
-        epochs: of each training, with a cosine; None: those of `PARTS`.
-        seeds: how many; the tuning has seed 0, and its winners have the seeds 1, 2, ….
-        points: steps of SGD-M that are recorded for "matched".
-        settings: other fields of `Config`.
-
-    Returns:
-        Whether everything is finished.
+    The epochs, by default those of `PARTS`, have a cosine. The tuning has seed 0, its winners have the seeds 1, 2, ….
+    For "matched", about `points` steps of SGD-M are recorded. `settings` are other fields of `Config`.
     """
     [part] = match_names("part", [part], PARTS)
     grid, usual = PARTS[part]
@@ -274,7 +262,6 @@ def angle_study(
     common |= {"schedule": "cosine", **(settings or {})}
     taken = match_names("methods", methods, grid)
     configs = [Config(method=m, lr=lr, weight_decay=decay, **common) for m in taken for lr, decay in grid[m]]
-
     if part == "matched":
         reference = Config(method="SGD-M", lr=0.1, weight_decay=_REST_DECAY, **common)
         make = partial(_Recorded, points=points, tracks=study.tracks)

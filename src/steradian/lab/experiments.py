@@ -75,13 +75,11 @@ class Tracked(Training):
     """A training that records some of its steps; `Fleet` runs it like any other.
 
     Args:
-        config: what to train.
-        data: its data.
+        config, data, **how: as for `Training`.
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.
         tracks: where the recorded steps go when it is finished; None: nowhere.
-        **how: `execution` and `weights`, as for `Training`.
     """
 
     def __init__(
@@ -248,29 +246,24 @@ def compare_trajectories(
 ) -> pd.DataFrame:
     """Cosine of every filter under each scheme with the same filter under the first one, over the same batches.
 
-    Args:
-        configs: the schemes, the reference first; they differ only by method, rate and momentum.
-        data: their data.
-        weights: where all of them start.
-        points: about how many steps to compare after; see `recorded_steps`.
-        progress: shows the progress of the last scheme.
+    The schemes differ only by method, rate and momentum, and start from the same weights. They are compared after about
+    `points` steps; see `recorded_steps`.
 
     Returns:
-        A table of "cosine" and "angle" by number of steps, whose run is the key of the reference. Statistics over the
-        filters of the group "METHOD: PARAMETER" and over those of the whole network, "METHOD: all filters"; for three
-        filters of every block the cosine, in the group "METHOD: PARAMETER[FILTER]" with the statistic "mean".
+        The "cosine" and "angle" by number of steps; the run is the key of the reference. Statistics over the filters of
+        a parameter, "METHOD: PARAMETER", and of the whole network, "METHOD: all filters"; for three filters of every
+        block, "METHOD: PARAMETER[FILTER]", the cosine with the statistic "mean".
     """
     trainings, progress = [Training(config, data, weights=weights) for config in configs], progress or Progress()
     reference, last, done = trainings[0], trainings[-1], 0
     wanted = [step + 1 for step in recorded_steps(configs[0].epochs * reference.steps, points)]
     found: list[NDArray[np.float64]] = []
     while not reference.finished:
-        while left := reference.left:
-            count = min(wanted[len(found)] - done, left)
+        while reference.left:
             for training in trainings:
-                training.take(count)
-            done += count
-            if done == wanted[len(found)]:
+                training.take(1)
+            done += 1
+            if done in wanted:
                 found.append(_angles(trainings))
         for training in trainings:
             training.run_epoch()  # what is left of it: the evaluation

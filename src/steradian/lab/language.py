@@ -93,9 +93,9 @@ def build_corpus(out: Path, source: Path | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for part, text in parts.items():
         (out / f"{part}.bin.xz").write_bytes(lzma.compress(text))
-    sums = {part: hashlib.sha256(text).hexdigest() for part, text in parts.items()}
-    sizes = {part: len(text) for part, text in parts.items()}
-    (out / "meta.json").write_text(json.dumps({"name": "python-source", "bytes": sizes, "sha256": sums}, indent=1))
+    about: dict[str, Any] = {"name": "python-source", "bytes": {part: len(text) for part, text in parts.items()}}
+    about["sha256"] = {part: hashlib.sha256(text).hexdigest() for part, text in parts.items()}
+    (out / "meta.json").write_text(json.dumps(about, indent=1))
 
 
 # The network
@@ -239,10 +239,10 @@ METHODS = {
 _CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "test_accuracy")
 
 
-def _loss(model: nn.Module, text: Tensor, starts: Tensor, length: int, half: bool) -> tuple[Tensor, Tensor]:
+def _loss(model: nn.Module, text: Tensor, starts: Tensor, length: int, precision: str) -> tuple[Tensor, Tensor]:
     """Mean loss in nats, and the share of bytes that are guessed."""
     codes = text[starts[:, None] + torch.arange(length + 1, device=text.device)].long()
-    with torch.autocast(text.device.type, torch.bfloat16, enabled=half):
+    with torch.autocast(text.device.type, torch.bfloat16, enabled=precision == "bf16"):
         logits = model(codes[:, :-1])
     logits, wanted = logits.float().flatten(0, 1), codes[:, 1:].flatten()
     return functional.cross_entropy(logits, wanted), (logits.argmax(dim=1) == wanted).float().mean()
@@ -257,7 +257,7 @@ class _Trainer:
         groups = find_groups(self.model, torch.randint(256, (2, min(16, shape.length))))
         self.groups = groups.of(self.model.to(device))
         self._train, self._val = corpus.train.to(device), corpus.val.to(device)
-        self._loss = compiled(_loss) if device.type == "cuda" else _loss
+        self._loss = partial(compiled(_loss) if device.type == "cuda" else _loss, self.model)
 
     def _new(self, seed: int) -> LanguageModel:
         with torch.random.fork_rng(devices=[]):
@@ -284,7 +284,7 @@ class _Trainer:
                 starts = places.integers(len(self._train) - self.shape.length, size=(STEPS, config.batch_size))
                 sums = torch.zeros(2, device=self.device)
                 for pieces in torch.from_numpy(starts).to(self.device):
-                    loss, share = self._batch(self._train, pieces, config)
+                    loss, share = self._loss(self._train, pieces, self.shape.length, config.precision)
                     loss.backward()
                     for optimizer, schedule in zip(optimizers, schedules, strict=True):
                         optimizer.step()
@@ -299,16 +299,15 @@ class _Trainer:
         where = {**environment(self.device), "data": self.corpus.fingerprint}
         return Result(config, curves, diverged, 0, time.monotonic() - began, where)
 
-    def _batch(self, text: Tensor, starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-        return self._loss(self.model, text, starts, self.shape.length, config.precision == "bf16")
-
     @torch.no_grad()
     def _validate(self, config: Config, batches: int | None) -> list[float]:
         """Mean loss and share of guessed bytes, over all of the validation text or some batches."""
-        starts = torch.arange(0, len(self._val) - self.shape.length, self.shape.length, device=self.device)
+        length = self.shape.length
+        starts = torch.arange(0, len(self._val) - length, length, device=self.device)
         batch = min(config.batch_size, len(starts))
         parts = starts[: len(starts) // batch * batch].view(-1, batch)[:batches]
-        return torch.stack([torch.stack(self._batch(self._val, part, config)) for part in parts]).mean(dim=0).tolist()
+        figures = [torch.stack(self._loss(self._val, part, length, config.precision)) for part in parts]
+        return torch.stack(figures).mean(dim=0).tolist()
 
 
 # The study
@@ -332,16 +331,17 @@ def language_study(
 ) -> bool:
     """Tune every method over the same rates, by its last validation loss, then train it with new seeds.
 
-    Finished trainings are stored at once and never repeated. No training is started that would not end before the
-    deadline; returns whether everything is finished.
+    Finished trainings are stored at once and never repeated. The tuning has seed 0, and its winners have the seeds
+    1, 2, …; the first training of each winner is watched, and its run goes to `Study.work`. No training is started that
+    would not end before the deadline; returns whether everything is finished.
 
     Args:
         shape: the network.
         root: folder of the corpus.
-        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`.
+        study: where the files go.
         methods: names in `METHODS`; None: all.
         rates: the points of the tuning.
-        seeds: trainings of each winner, with the seeds 1, 2, …; the tuning has seed 0.
+        seeds: trainings of each winner.
         say: is told what is finished.
         **settings: fields of `Config`: epochs, batch_size, precision, …
     """

@@ -139,13 +139,8 @@ def resnet20(
 ) -> nn.Module:
     """ResNet20 (16-32-64) of He et al. for CIFAR, with shortcuts that have no parameters.
 
-    Args:
-        norm: one of `NORMS`.
-        channels: of the images.
-        classes: outputs.
-        size: height and width of the images.
-        width: channels of the first stage.
-        project: shortcuts that change the shape are convolutions with a normalization instead.
+    `channels` and `size` are those of the images, `width` is the number of channels of the first stage. With `project`,
+    shortcuts that change the shape are convolutions with a normalization instead.
 
     >>> sum(p.numel() for p in resnet20().parameters())
     269722

@@ -97,11 +97,7 @@ class Result:
 
 
 class Store:
-    """The results of a study in one JSON file, a line for each training; the file need not exist.
-
-    >>> Store(Path("no-such-file.json")).results()
-    []
-    """
+    """The results of a study in one JSON file, a line for each training; the file need not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -194,8 +190,7 @@ class Tracks:
         """Metadata of each run, by its key."""
         if not self.path.exists():
             return {}
-        about: dict[str, dict[str, Any]] = json.loads(parquet.read_schema(self.path).metadata[_ABOUT])
-        return about
+        return json.loads(parquet.read_schema(self.path).metadata[_ABOUT])
 
     def add(self, config: Config, added: pd.DataFrame, **about: Any) -> None:
         """Add the table of a run, or replace it; other processes may do so at the same time."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,11 +32,7 @@ def pick_device(name: str | None = None) -> torch.device:
 
 
 def file_name(text: str) -> str:
-    """A text as the name of a study; data, for example, may be called as its path.
-
-    >>> file_name("compare-ResNet20-data/mine")
-    'compare-resnet20-data-mine'
-    """
+    """A text as the name of a study; data, for example, may be called by a path."""
     return re.sub(r"[^\w.-]+", "-", text.lower())
 
 
@@ -121,14 +118,7 @@ class Study:
                 )
         if other:
             self.store.add(other)
-        fleet = Fleet(
-            data,
-            self.store,
-            self.work,
-            size=self.size or (40 if gpu else 1),
-            execution=Execution(compiled=gpu if self.compiled is None else self.compiled),
-            keep_weights=keep_weights,
-            progress=self.progress,
-            make=make,
-        )
+        size, compiled = self.size or (40 if gpu else 1), gpu if self.compiled is None else self.compiled
+        how: dict[str, Any] = {"keep_weights": keep_weights, "make": make, "progress": self.progress}
+        fleet = Fleet(data, self.store, self.work, size, Execution(compiled=compiled), **how)
         return fleet.run(configs, seconds=self.deadline - time.monotonic())

@@ -436,8 +436,7 @@ def compare(
     """
     cells = {name: Cell.of(values) for name, values in samples.items()}
     base = cells.get(baseline, Cell.of(()))
-    others = {name: cell for name, cell in cells.items() if name != baseline and cell.seeds and base.seeds}
-    found = {name: cell.minus(base) for name, cell in others.items()}
+    found = {name: cell.minus(base) for name, cell in cells.items() if name != baseline and cell.seeds and base.seeds}
     tested = [name for name, each in found.items() if not math.isnan(each.p)]
     adjusted = dict(zip(tested, holm([found[name].p for name in tested]), strict=True))
     lines = {}

@@ -108,13 +108,9 @@ class Queue:
 
 
 class Training:
-    """A training that can be run step by step, stopped, saved and continued.
+    """A training that can be run step by step, stopped, saved and continued, on the device of its data.
 
-    Args:
-        config: what to train.
-        data: its data, on the device to train on.
-        execution: how.
-        weights: parameters and buffers to start from, by name; None: a fresh network.
+    It starts from `weights`, parameters and buffers by name, or from a fresh network.
 
     Attributes:
         curves: by name in `results.CURVES`, one number for each finished epoch.

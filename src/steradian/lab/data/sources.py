@@ -96,12 +96,10 @@ class DataSet:
 
 
 def load(name: str, root: Path | str | None = None) -> DataSet:
-    """A data set as arrays.
+    """A registered data set (digits, cifar10, cifar100, svhn, or a plugin's), or packed data of any name, as arrays.
 
-    Args:
-        name: of a registered data set (digits, cifar10, cifar100, svhn, or a plugin's), or any name for packed data.
-        root: a folder with the packed form or with the original archives. None: data/NAME; digits come with
-            scikit-learn if there is no such folder.
+    `root` is a folder with the packed form or with the original archives. None: data/NAME; digits come with
+    scikit-learn if there is no such folder.
 
     >>> data = load("digits")
     >>> data.train.pixels.shape, len(data.test)
