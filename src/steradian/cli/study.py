@@ -26,7 +26,7 @@ Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at on
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 Compile = Annotated[bool | None, typer.Option(help="Compile the networks; on a GPU by default.")]
-_RECORDED = {"hypotheses": ("points", "phenomena"), "phenomena": ("points",), "trajectories": ("points", "tuning")}
+_RECORDED = dict.fromkeys(("hypotheses", "phenomena"), ("points", "phenomena")) | {"trajectories": ("points", "tuning")}
 """Recipes whose trainings are recorded, with the options of the records."""
 _AGAIN = "run the same command again to continue"
 _TUNE = """Try as many settings of every method on the validation set, then train the winners over new seeds.
@@ -182,7 +182,7 @@ def _run(work: Callable[[], bool], show: Callable[[], None]) -> bool:
     try:
         finished = work()
     except KeyboardInterrupt:
-        console.print(f"Stopped before the end: {_AGAIN} from the last checkpoint.", soft_wrap=True)
+        console.print(f"Stopped before the end: {_AGAIN}.")
         raise
     show()
     if not finished:

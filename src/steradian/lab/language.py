@@ -47,7 +47,6 @@ RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 """The points of the tuning, the same for every method; see `_optimizers`."""
 _WARM_UP = 0.05  # share of the steps in which the rate rises
 _SOME = 8  # batches of the validation text after each epoch; after the last one all of it is evaluated
-_MOST = 64_000_000  # bytes to train on
 
 
 # The text: bytes of Python files, packed into two files
@@ -89,7 +88,7 @@ def build_corpus(out: Path, source: Path | None = None) -> None:
     texts, count = list(files.values()), max(1, len(files) // 100)
     if len(texts) < 2:
         raise ValueError(f"source must have at least two Python files of 501 to 199,999 bytes, got {source}")
-    parts = {"train": b"\0".join(texts[count:])[:_MOST], "val": b"\0".join(texts[:count])}
+    parts = {"train": b"\0".join(texts[count:])[:64_000_000], "val": b"\0".join(texts[:count])}
     out.mkdir(parents=True, exist_ok=True)
     for part, text in parts.items():
         (out / f"{part}.bin.xz").write_bytes(lzma.compress(text))

@@ -242,11 +242,11 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
     ordered = sorted(results, key=lambda r: (_order(r.config), method_order(r.config.method), r.config.seed))
     made = []
     for found in _grouped((r for r in ordered if r.config.start is None), _order).values():
-        made.append(Column(_grouped(found, lambda c: c.method)))
-        for method, runs in made[-1].results.items():
+        column = Column(_grouped(found, lambda c: c.method))
+        for method, runs in column.results.items():
             if len({result.config.setting for result in runs}) > 1:
-                column = made[-1].config.column
-                raise ValueError(f"{column} holds {method} with several settings: they have no common mean")
+                raise ValueError(f"{column.name} holds {method} with several settings: they have no common mean")
+        made.append(column)
     return made
 
 
@@ -349,9 +349,8 @@ def at_edge(tried: Sequence[Config], chosen: Iterable[Config]) -> list[str]:
         values = {getattr(each, field) for each in tried if each.method == config.method}
         value, ends = getattr(config, field), {min(values): "smallest", max(values): "largest"}
         if len(values) > 1 and value in ends:
-            found.append(
-                f"{config.method}: the best {name}, {value:g}, is the {ends[value]} that was tried. Try beyond it."
-            )
+            best = f"{config.method}: the best {name}, {value:g}"
+            found.append(f"{best}, is the {ends[value]} that was tried. Try beyond it.")
     return list(dict.fromkeys(found))
 
 
