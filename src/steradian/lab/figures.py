@@ -102,11 +102,9 @@ def _by_epoch(results: Iterable[Result], curve: str, title: str, *, logarithmic:
             shortest = min(len(result.curves[curve]) for result in found)
             values = np.asarray([result.curves[curve][:shortest] for result in found])
             low, high = (values.min(axis=0).tolist(), values.max(axis=0).tolist()) if len(found) > 1 else ([], [])
-            name, epochs = (
-                f"{method} ({len(found)} seed{'s' * (len(found) > 1)})",
-                np.arange(1.0, shortest + 1).tolist(),
-            )
-            lines.append(Line(name, epochs, values.mean(axis=0).tolist(), low, high, colour=method_colour(method)))
+            name, mean = f"{method} ({len(found)} seed{'s' * (len(found) > 1)})", values.mean(axis=0).tolist()
+            epochs = np.arange(1.0, shortest + 1).tolist()
+            lines.append(Line(name, epochs, mean, low, high, colour=method_colour(method)))
         alike = [each for each in columns if each.name == column.name]
         name = column.name if len(alike) == 1 else f"{column.name}, {column.config.epochs} epochs"
         longest = float(max(len(line.x) for line in lines))

@@ -348,9 +348,7 @@ def language_study(
     common: dict[str, Any] = {"model": shape.name, "norm": shape.norm, "data": corpus.name, "schedule": "cosine"}
     common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3}
     common |= {"epochs": 8, "milestones": (), "batch_size": 64} | settings
-    trainer = cache(
-        lambda: _Trainer(shape, corpus, pick_device(study.device))
-    )  # made only if something is left to train
+    trainer = cache(lambda: _Trainer(shape, corpus, pick_device(study.device)))  # made if something is left to train
 
     def train(configs: Sequence[Config], store: Store) -> bool:
         done = store.keys()

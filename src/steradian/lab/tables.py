@@ -195,9 +195,7 @@ class Column:
             verdicts = {method: line[-1] for method, line in self._against_best().items()}
             worse, open_ = ([m for m in verdicts if verdicts[m] == v] for v in ("worse", "not decided"))
             return f"{text}; worse: {_listed(worse)}; not decided with these seeds: {_listed(open_)}."
-        others = {
-            method: cells[method].minus(cells[best]) for method in self.cells if method in cells and method != best
-        }
+        others = {m: cells[m].minus(cells[best]) for m in self.cells if m in cells and m != best}
         words = {m: f"{m} ({_signed(each.mean)}, p = {each.p:.2g})" for m, each in others.items()}
         near, beaten = ([words[m] for m in words if (others[m].p >= LEVEL) == noise] for noise in (True, False))
         text += f"; within the noise of it: {_listed(near)}; beyond the noise: {_listed(beaten)}."

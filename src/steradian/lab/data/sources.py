@@ -210,9 +210,8 @@ def _read_packed(root: Path) -> DataSet:
 
 def _read_archive(name: str, root: Path) -> DataSet:
     """CIFAR-10, CIFAR-100 or SVHN from the files in a folder that their authors distribute."""
-    for file, expected in CHECKSUMS[
-        name
-    ].items():  # the pickles inside could run any code: only the original ones are read
+    # The pickles inside could run any code: only the original ones are read.
+    for file, expected in CHECKSUMS[name].items():
         with (root / file).open("rb") as content:
             found = hashlib.file_digest(content, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         if found != expected:
