@@ -1,6 +1,8 @@
 """A given angle on rows, and the studies of the angle in a tiny form."""
 
 import math
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,13 +156,14 @@ def test_a_study_that_is_stopped_and_continued_ends_in_the_same_table(part, tmp_
     }
     points = {"tuned": ({name: TUNED[name][2:4] for name in few["tuned"]}, 60)}
     monkeypatch.setattr(angle, "PARTS", PARTS | points)
-    how = {"methods": few[part], "data": "digits", "epochs": 2, "seeds": 1, "points": 8, "device": "cpu"}
+    how = {"methods": few[part], "data": "digits", "epochs": 2, "seeds": 1, "points": 8, "settings": SETTINGS}
     tables = []
     for place, pauses in (("whole", 0), ("parts", 2)):
-        study = Study("angle", tmp_path / place, tmp_path / f"{place}-runs")
+        study = Study("angle", tmp_path / place, tmp_path / f"{place}-runs", device="cpu")
         for _ in range(pauses):  # the first epoch that ends after the time is over is the last one
-            assert not angle_study(part, study=study, seconds=0.01, settings=SETTINGS, **how)
-        assert angle_study(part, study=study, settings=SETTINGS, **how)
+            assert not angle_study(part, replace(study, deadline=time.monotonic() + 0.2), **how)
+            assert any(study.runs.rglob("*.lock"))  # something was begun
+        assert angle_study(part, study, **how)
         tables.append(
             ({r.config.key: str(r.curves) for r in study.store.results()}, interval_rows(study.store.results()))
         )

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ CONFIG = Config(model="ResNet20", data="cifar10", method="Adam w/o (ab)", lr=1e-
 
 def test_a_key_never_changes_and_is_unique():
     assert CONFIG.key == "resnet20-bn-cifar10-adam-w-o-ab-s0-d46507fc"  # results refer to it
-    assert Config.from_dict(json.loads(json.dumps(CONFIG.to_dict()))) == CONFIG
+    assert Config.from_dict(json.loads(json.dumps(asdict(CONFIG)))) == CONFIG
     others = [
         replace(CONFIG, **{name: value})
         for name, value in {"seed": 1, "lr": 2e-3, "betas": (0.9, 0.999), "milestones": (1,), "width": 8}.items()

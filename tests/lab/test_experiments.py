@@ -1,5 +1,6 @@
 """Tracking changes nothing, interrupted or not, and records what `watch` records of the same training."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -102,7 +103,7 @@ def test_preparing_a_capture_leaves_the_sums_of_the_phenomena_alone(data, monkey
 def test_interrupted_tracked_trainings_are_the_uninterrupted_ones(data, tmp_path):
     configs = methods("Adam", "SGD-M", epochs=3)
     tables = {}
-    for name, seconds in (("whole", None), ("parts", 12)):
+    for name, seconds in (("whole", math.inf), ("parts", 12)):
         ticks, tracks = count(), Tracks(tmp_path / name / "tracks.parquet")
         made = partial(Tracked, points=POINTS, phenomena=True, tracks=tracks)
         runs = 1
@@ -174,13 +175,12 @@ def test_recorded_studies_are_not_repeated(tmp_path, monkeypatch):
     for module in ("experiments", "study"):
         monkeypatch.setattr(f"steradian.lab.{module}.load", lambda *_: None)
         monkeypatch.setattr(f"steradian.lab.{module}.Resident", lambda *_: small)
-    where, runs = {"device": "cpu"}, tmp_path / "runs"
-    small_study, paths = Study("small", tmp_path, runs), Study("paths", tmp_path, runs)
+    small_study, paths = (Study(name, tmp_path, tmp_path / "runs", device="cpu") for name in ("small", "paths"))
     configs = methods("SGD", "Adam", epochs=1)
     tracks = Tracks(tmp_path / "small-tracks.parquet")
-    assert track_study(configs, small_study, phenomena={"Adam"}, points=2, **where)
+    assert track_study(configs, small_study, phenomena={"Adam"}, points=2)
     before = tracks.path.read_bytes()
-    assert track_study(configs, small_study, points=2, **where)
+    assert track_study(configs, small_study, points=2)
     assert tracks.path.read_bytes() == before
     assert [about["config"]["method"] for about in tracks.about().values()] == ["SGD", "Adam"]
     table = tracks.table()
@@ -188,16 +188,16 @@ def test_recorded_studies_are_not_repeated(tmp_path, monkeypatch):
     assert set(measured["run"]) == {configs[1].key}
     tracks.path.unlink()
     with pytest.raises(ValueError, match="has no record"):
-        track_study(configs, small_study, **where)
+        track_study(configs, small_study)
     start = replace(CONFIG, method="SGD-M", epochs=1)
     made = Tracks(tmp_path / "paths-tracks.parquet")
-    assert trajectory_study([start], paths, tuning=1, points=2, **where)
+    assert trajectory_study([start], paths, tuning=1, points=2)
     assert set(made.table()["run"]) == set(made.about()) == {trajectories([start], epochs=1)[0].key}
     weights = tmp_path / "runs" / "paths" / "weights" / f"{start.key}.pt"
     weights.unlink()
-    assert trajectory_study([start], paths, tuning=1, **where)
+    assert trajectory_study([start], paths, tuning=1)
     with pytest.raises(ValueError, match="copy that folder here"):
-        trajectory_study([start], paths, tuning=2, **where)
+        trajectory_study([start], paths, tuning=2)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

@@ -20,6 +20,7 @@ from steradian.lab.figures import (
     method_colour,
     write_figure,
 )
+from steradian.lab.registry import METHODS
 from steradian.lab.tables import accuracy_columns
 
 from lab.simulated import STEPS, column, compared, tracked
@@ -156,6 +157,12 @@ def test_the_same_figure_is_the_same_file(tmp_path):
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
     rows = paper.ACCURACY["bn"]
     assert len({method_colour(method) for method in rows}) == len(rows)
+
+
+def test_the_colour_of_a_method_does_not_depend_on_what_is_registered(monkeypatch):
+    before = method_colour("Mine")
+    monkeypatch.setitem(METHODS, "Mine", None)
+    assert method_colour("Mine") == before
 
 
 def test_hypotheses_have_the_largest_of_all_filters(tmp_path):

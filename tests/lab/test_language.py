@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from steradian.lab.study import Study
 from steradian.watching.records import read_run
 
 SIZES = {"blocks": 1, "width": 16, "heads": 2, "hidden": 24, "length": 16}
-TINY = {"epochs": 1, "batch_size": 4, "precision": "float32", "device": "cpu", "rates": (2e-3, 8e-3), "seeds": 2}
+TINY = {"epochs": 1, "batch_size": 4, "precision": "float32", "rates": (2e-3, 8e-3), "seeds": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +83,9 @@ def test_a_corpus_has_each_content_once_and_is_checked(root, tmp_path):
 
 def test_a_study_that_is_killed_and_continued_ends_in_the_same_table(root, tmp_path):
     shape, methods = Shape(**SIZES), ["Muon", "Muon, proved rows Angular"]
-    whole = Study("language", tmp_path / "whole", tmp_path / "whole-runs")
+    whole = Study("language", tmp_path / "whole", tmp_path / "whole-runs", device="cpu")
     assert language_study(shape, root, methods=methods, study=whole, **TINY)
-    parts, told = Study("language", tmp_path / "parts", tmp_path / "runs"), []
+    parts, told = Study("language", tmp_path / "parts", tmp_path / "runs", device="cpu"), []
 
     def kill(text):
         told.append(text)
@@ -94,7 +95,7 @@ def test_a_study_that_is_killed_and_continued_ends_in_the_same_table(root, tmp_p
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             language_study(shape, root, methods=methods, study=parts, say=kill, **TINY)
-    assert not language_study(shape, root, methods=methods, study=parts, seconds=0, say=kill, **TINY)
+    assert not language_study(shape, root, methods=methods, study=replace(parts, deadline=0.0), say=kill, **TINY)
     assert language_study(shape, root, methods=methods, study=parts, say=kill, **TINY)
     assert len(told) == 8
     for name in ("language", "language-grid"):
@@ -107,7 +108,7 @@ def test_a_study_that_is_killed_and_continued_ends_in_the_same_table(root, tmp_p
 
 
 def test_every_method_trains_and_spheres_keep_their_radii(root, tmp_path):
-    study = Study("language", tmp_path / "results", tmp_path / "runs")
+    study = Study("language", tmp_path / "results", tmp_path / "runs", device="cpu")
     shape = Shape(**SIZES, post_norms=True)
     language_study(shape, root, study=study, **TINY | {"rates": (8e-3,), "seeds": 1})
     heads, lines = bits_rows(study.store.results())

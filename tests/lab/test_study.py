@@ -147,7 +147,7 @@ def test_other_images_under_the_same_name_are_refused(tmp_path, monkeypatch):
     study.store.add([Result(ONE, curves, environment={"data": mine.fingerprint})])
     assert study.run([ONE])  # no data is read if nothing is left to do
     with pytest.raises(ValueError, match="trained on other data called digits"):
-        study.run([ONE], roots={"digits": None})
+        replace(study, roots={"digits": None}).run([ONE])
     with pytest.raises(ValueError, match="trained on other data called digits"):
         Study("next", tmp_path, tmp_path / "runs").run([ONE, replace(ONE, seed=1)])
     assert not Study("next", tmp_path).store.results()
@@ -174,10 +174,10 @@ def test_a_study_recorded_without_phenomena_is_refused_if_they_are_wanted(tmp_pa
     monkeypatch.setattr("steradian.lab.study.load", lambda *_: None)
     monkeypatch.setattr("steradian.lab.study.Resident", lambda *_: data)
     config = replace(ONE, method="Adam")
-    study, where = Study("small", tmp_path, tmp_path / "runs"), {"device": "cpu", "points": 2}
-    assert track_study([config], study, **where)
+    study = Study("small", tmp_path, tmp_path / "runs", device="cpu")
+    assert track_study([config], study, points=2)
     with pytest.raises(ValueError, match="without the phenomena"):
-        track_study([config], study, phenomena={"Adam"}, **where)
+        track_study([config], study, phenomena={"Adam"}, points=2)
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b"])

@@ -45,8 +45,7 @@ def check(name: Name, root: Root = None) -> None:
     found = load(name, root)
     size = f"{found.train.size} × {found.train.size} × {found.train.channels}"
     counts = f"{len(found.train)} training and {len(found.test)} test images of {size}"
-    classes = f"{len(found.classes)} class{'' if len(found.classes) == 1 else 'es'}"
-    typer.echo(f"{found.name}: {counts}, {classes}")
+    typer.echo(f"{found.name}: {counts}, {len(found.classes)} classes")
 
 
 @data.command()

@@ -34,9 +34,7 @@ def table(
     """
     from steradian.lab.tables import accuracy_columns, grid_rows, is_grid, markdown_table, rule_of
 
-    results = [result for result in _results(study, folder) if result.config.start is None]
-    if not results:
-        raise ValueError(f"{study} contains only fine-tuning, which has no table")
+    results = _results(study, folder)
     if not markdown:
         print_table(results, screen())
     elif is_grid(results):
@@ -188,9 +186,10 @@ def print_table(results: "Sequence[Result]", console: Console) -> None:
         show_rows(console, GRID, *grid_rows(results))
         return
     for column in (columns := accuracy_columns(results)):
-        title, whole = f"{column.name}, {column.length}", column.rows(seeds=True)
-        width = sum(3 + max(len(line[k]) for line in [whole[0], *whole[1]]) for k in range(len(whole[0]))) + 1
-        show_rows(console, title, *(whole if width <= console.width else column.rows()))
+        heads, lines = column.rows(seeds=True)
+        if sum(3 + max(map(len, cells)) for cells in zip(heads, *lines, strict=True)) >= console.width:
+            heads, lines = column.rows()
+        show_rows(console, f"{column.name}, {column.length}", heads, lines)
         for text in column.statements():
             console.print(text, soft_wrap=True)
     if columns:
@@ -210,8 +209,5 @@ def _results(study: str, folder: Path) -> "list[Result]":
 
     if results := Store(folder / f"{study}.json").results():
         return results
-    there = []
-    for path in sorted(folder.glob("*.json")):
-        with suppress(ValueError):  # not a file of results
-            there += [path.stem] if Store(path).results() else []
+    there = [path.stem for path in sorted(folder.glob("*.json")) if path.read_bytes().startswith(b'{"runs"')]
     raise ValueError(f"no results of {study!r} in {folder}; there are {', '.join(there) or 'none'}")

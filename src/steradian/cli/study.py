@@ -2,9 +2,9 @@
 
 import inspect
 import json
-import re
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from steradian.lab.tables import Rows
 
 Root = Annotated[Path | None, typer.Option(help="Folder of the data: packed, or original archives.")]
-Seconds = Annotated[
-    float | None, typer.Option(min=0, help="Stop at a checkpoint when this time is over; run again to continue.")
-]
+_STOP = "Stop at a checkpoint when this time is over; run again to continue."
+Seconds = Annotated[float, typer.Option(min=0, show_default=False, help=_STOP)]
 Size = Annotated[int | None, typer.Option(min=1, help="Trainings in flight at once.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 Name = Annotated[str | None, typer.Option("--study", help="Name of the file in results/.")]
 Compile = Annotated[bool | None, typer.Option(help="Compile the networks; on a GPU by default.")]
-_TRACKED = ("hypotheses", "phenomena", "trajectories")
+_RECORDED = dict.fromkeys(("hypotheses", "phenomena"), ("points", "phenomena")) | {"trajectories": ("points", "tuning")}
+"""Recipes whose trainings are recorded, with the options of the records."""
 _AGAIN = "run the same command again to continue"
 _TUNE = """Try as many settings of every method on the validation set, then train the winners over new seeds.
 
@@ -51,7 +51,7 @@ def compare(
     schedule: Annotated[str, typer.Option(help="cosine, linear, constant, steps, or a plugin's.")] = "cosine",
     warmup: Annotated[int, typer.Option(min=0, help="Epochs in which the rate rises.")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="norm=wn, batch_size=64, …")] = None,
-    seconds: Seconds = None,
+    seconds: Seconds = math.inf,
     size: Size = None,
     device: Device = None,
     compile: Compile = None,
@@ -64,9 +64,9 @@ def compare(
     import steradian.lab.angle  # noqa: F401  # registers its methods
     from steradian.lab.recipes import by_method, comparison, tuning
     from steradian.lab.registry import load_plugin
+    from steradian.lab.study import file_name
     from steradian.lab.tables import at_edge, winners
 
-    began = time.monotonic()
     for path in plugin or ():
         load_plugin(path)
     rates, decays = by_method("lr", _numbers(lr)), by_method("weight_decay", _numbers(weight_decay))
@@ -78,17 +78,16 @@ def compare(
     kind |= _settings(settings)
     kind |= {"lr": {m: each[0] for m, each in rates.items()}, "weight_decay": {m: v[0] for m, v in decays.items()}}
     configs = comparison(methods=methods, seeds=1 if tunes else seeds, **kind)
-    made = _study(study or f"{context.info_name}-{network}-{data}")
-    how = dict[str, Any](roots=_roots(configs, root), seconds=seconds, size=size, device=device, compiled=compile)
+    name = study or file_name(f"{context.info_name}-{network}-{data}")
+    made = _study(name, {config.data for config in configs}, root, seconds, size=size, device=device, compiled=compile)
     if tunes:
         tried = tuning(configs, points=points, rates={m: v for m, v in rates.items() if len(v) > 1}, decays=decays)
-        if not _run(partial(made.tuning.run, tried, **how), made.tuning.store.path, tried):
+        if not _run(partial(made.tuning.run, tried), partial(_show_table, made.tuning, tried)):
             return
         configs = winners(tried, made.tuning.store.results(), seeds)
         for text in at_edge(tried, configs):
             screen().print(text, soft_wrap=True)
-        how["seconds"] = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
-    _run(partial(made.run, configs, **how), made.store.path, configs, page=True)
+    _run(partial(made.run, configs), partial(_show_table, made, configs, page=True))
 
 
 @app.command()
@@ -102,7 +101,7 @@ def reproduce(
     seeds: Annotated[int | None, typer.Option(min=1, help="How many.")] = None,
     columns: Annotated[list[str] | None, typer.Option(help='e.g. "ResNet20 cifar10"; once for each.')] = None,
     methods: Annotated[list[str] | None, typer.Option(help='e.g. "Adam w/o (ab)"; once for each.')] = None,
-    seconds: Seconds = None,
+    seconds: Seconds = math.inf,
     size: Size = None,
     device: Device = None,
     compile: Compile = None,
@@ -111,9 +110,7 @@ def reproduce(
     ] = None,
     phenomena: Annotated[bool, typer.Option("--phenomena", help="hypotheses: measure (a) to (c) too.")] = False,
     tuning: Annotated[int | None, typer.Option(min=1, help="trajectories: epochs of the comparison.")] = None,
-    settings: Annotated[
-        str | None, typer.Option(help="Hyper-parameters: printed in the paper, or of the authors' released code.")
-    ] = None,
+    settings: Annotated[str | None, typer.Option(help="Hyper-parameters: printed, or of the released code.")] = None,
     lr: Annotated[list[float] | None, typer.Option(help="grid: a rate; once for each.")] = None,
     weight_decay: Annotated[list[float] | None, typer.Option(help="grid: λ; once for each.")] = None,
     beta2: Annotated[list[float] | None, typer.Option(help="grid: β2; once for each.")] = None,
@@ -126,32 +123,34 @@ def reproduce(
 
     Example: steradian reproduce tables --data digits --epochs 3 --seeds 2
     """
+    from steradian.lab.config import match_names
     from steradian.lab.experiments import track_study, trajectory_study
     from steradian.lab.recipes import RECIPES
     from steradian.lab.study import study_name
 
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    [recipe] = match_names("recipe", [recipe], RECIPES)
     options: dict[str, Any] = {"data": data, "epochs": epochs, "seeds": seeds, "columns": columns, "methods": methods}
     options |= {"lr": lr, "weight_decay": weight_decay, "beta2": beta2, "settings": settings, "built_as": built_as}
+    options |= {"points": points, "phenomena": phenomena, "tuning": tuning}
     given = {name: value for name, value in options.items() if value}
-    known = list(inspect.signature(RECIPES[recipe]).parameters)
-    recorded: dict[str, Any] = {name: value for name, value in (("points", points), ("tuning", tuning)) if value}
-    if wrong := [*(given.keys() - known), *(recorded if recipe not in _TRACKED else ())]:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+    extra = _RECORDED.get(recipe, ())
+    known = [*inspect.signature(RECIPES[recipe]).parameters, *extra]
+    if wrong := given.keys() - known:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(wrong))
         raise ValueError(f"{recipe} has no option {names}; it has {', '.join(known)}")
+    recorded = {name: given.pop(name) for name in extra if name in given}
     configs = RECIPES[recipe](**given)
-    made = _study(study_name(recipe, configs, settings=settings or "printed") if study is None else study)
-    how: dict[str, Any] = {"roots": _roots(configs, root), "size": size}
-    how |= {"device": device, "seconds": seconds, "compiled": compile}
-    work, tracked = partial(made.run, configs, **how), recipe in _TRACKED
-    if recipe == "trajectories":
-        work = partial(trajectory_study, configs, made, **how, **recorded)
-    elif tracked:
+    name = study or study_name(recipe, configs, settings=settings or "printed")
+    made = _study(name, {config.data for config in configs}, root, seconds, size=size, device=device, compiled=compile)
+    if recipe not in _RECORDED:
+        _run(partial(made.run, configs), partial(_show_table, made, configs))
+        return
+    work = partial(trajectory_study, configs, made, **recorded)
+    if recipe != "trajectories":
         measured = {config.method for config in configs} - ({"SGD"} if recipe == "hypotheses" else set())
-        chosen = measured if phenomena or recipe == "phenomena" else set()
-        work = partial(track_study, configs, made, phenomena=chosen, **how, **recorded)
-    _run(work, (made.tracks if tracked else made.store).path, () if tracked else configs)
+        chosen = measured if recorded.pop("phenomena", recipe == "phenomena") else set()
+        work = partial(track_study, configs, made, phenomena=chosen, **recorded)
+    _run(work, lambda: screen().print(f"The records: {made.tracks.path}", soft_wrap=True))
 
 
 def _numbers(values: list[str] | None) -> dict[str, list[float]]:
@@ -166,45 +165,49 @@ def _numbers(values: list[str] | None) -> dict[str, list[float]]:
     return found
 
 
-def _study(name: str) -> "Study":
+def _study(name: str, data: Collection[str], root: Path | None, seconds: float, **how: Any) -> "Study":
+    """The study of this name, run as the options say; the root is the folder of its one data set."""
+    from steradian.lab.fleet import Progress
     from steradian.lab.study import Study
 
-    return Study(re.sub(r"[^\w.-]+", "-", name.lower()) if "/" not in name else name)
+    if root is not None and len(data) > 1:
+        raise ValueError(f"root is the folder of one data set; choose one with --data, not {', '.join(sorted(data))}")
+    roots = {} if root is None else dict.fromkeys(data, root)
+    return Study(name, roots=roots, deadline=time.monotonic() + seconds, progress=Progress(screen()), **how)
 
 
-def _run(work: Callable[..., bool], path: Path, configs: "Sequence[Config]" = (), *, page: bool = False) -> bool:
-    """Run trainings with their progress on the screen; print their table and where they are; whether all are done."""
-    from steradian.lab.documents import write_page
-    from steradian.lab.fleet import Progress
-    from steradian.lab.results import Store
-
+def _run(work: Callable[[], bool], show: Callable[[], None]) -> bool:
+    """Run trainings, show what they gave, and say how to continue; returns whether all are finished."""
     console = screen()
     try:
-        finished = work(progress=Progress(console))
+        finished = work()
     except KeyboardInterrupt:
-        console.print(f"Stopped before the end: {_AGAIN} from the last checkpoint.", soft_wrap=True)
+        console.print(f"Stopped before the end: {_AGAIN}.")
         raise
-    if configs:
-        keys = {config.key for config in configs}
-        results = [result for result in Store(path).results() if result.config.key in keys]
-        print_table(results, console)
-        if page and results:
-            write_page(results, path.with_suffix(".html"))
-            console.print(f"The page: {path.with_suffix('.html')}", soft_wrap=True)
-    console.print(f"The {'results' if configs else 'records'}: {path}", soft_wrap=True)
+    show()
     if not finished:
         console.print(f"Time is up before the end: {_AGAIN}.")
     return finished
 
 
-def _roots(configs: Sequence["Config"], root: Path | None) -> dict[str, Path]:
-    """The given folder, for the one data set that the trainings need."""
-    if root is None:
-        return {}
-    names = {config.data for config in configs}
-    if len(names) > 1:
-        raise ValueError(f"root is the folder of one data set; choose one with --data, not {', '.join(sorted(names))}")
-    return {names.pop(): root}
+def _show_table(study: "Study", configs: "Sequence[Config]", *, page: bool = False) -> None:
+    """Print the table of these trainings, and where they are."""
+    from steradian.lab.documents import write_page
+
+    console, path, keys = screen(), study.store.path, {config.key for config in configs}
+    results = [result for result in study.store.results() if result.config.key in keys]
+    print_table(results, console)
+    if page and results:
+        write_page(results, path.with_suffix(".html"))
+        console.print(f"The page: {path.with_suffix('.html')}", soft_wrap=True)
+    console.print(f"The results: {path}", soft_wrap=True)
+
+
+def _show_rows(study: "Study", title: str, rows: "Callable[..., Rows]", also: str = "") -> None:
+    """Print one table of a study's results, and where they are."""
+    if results := study.store.results():
+        show_rows(screen(), title, *rows(results))
+    screen().print(f"The results: {study.store.path}{also}", soft_wrap=True)
 
 
 @app.command()
@@ -218,11 +221,11 @@ def angle(
     seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 5,
     points: Annotated[int, typer.Option(min=2, help="matched: steps of SGD-M to record.")] = 600,
     settings: Annotated[list[str] | None, typer.Option("--set", help="width=8, batch_size=64, …")] = None,
-    seconds: Seconds = None,
+    seconds: Seconds = math.inf,
     size: Size = 14,
     device: Device = None,
     compile: Compile = None,
-    study: Annotated[str | None, typer.Option(help="Name of the files in results/.")] = None,
+    study: Name = None,
 ) -> None:
     """Compare optimizers whose rest is exchanged (crossed), at SGD-M's angle (matched), or tuned alike (tuned).
 
@@ -231,17 +234,15 @@ def angle(
     Example: steradian angle matched --root data/cifar10 --device cuda --seconds 500
     """
     from steradian.lab.angle import angle_study
-    from steradian.lab.fleet import Progress
-    from steradian.lab.study import Study
+    from steradian.lab.study import file_name
     from steradian.lab.tables import interval_rows
 
     usual = (network, data) == ("ResNet20", "cifar10")
-    made = Study(study or f"angle-{part}" + ("" if usual else f"-{network}-{data}".lower()))
-    how: dict[str, Any] = {"methods": methods, "epochs": epochs, "seeds": seeds, "points": points, "size": size}
-    how |= {"data": data, "network": network, "settings": _settings(settings), "roots": {data: root} if root else {}}
-    how |= {"device": device, "seconds": seconds, "compiled": compile, "progress": Progress(screen())}
-    finished = angle_study(part, made, **how)
-    _conclude(made, finished, "Test accuracy in percent, mean and 95 % interval over seeds", interval_rows)
+    name = study or f"angle-{part}" + ("" if usual else file_name(f"-{network}-{data}"))
+    made = _study(name, [data], root, seconds, size=size, device=device, compiled=compile)
+    how: dict[str, Any] = {"data": data, "network": network, "methods": methods, "settings": _settings(settings)}
+    work = partial(angle_study, part, made, epochs=epochs, seeds=seeds, points=points, **how)
+    _run(work, partial(_show_rows, made, "Test accuracy in percent, mean and 95 % interval over seeds", interval_rows))
 
 
 @app.command()
@@ -252,7 +253,7 @@ def language(
     lr: Annotated[list[float] | None, typer.Option(help="A rate to try, once for each; six by default.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many, for the best rate of each method.")] = 5,
     settings: Annotated[list[str] | None, typer.Option("--set", help="width=64, epochs=2, batch_size=8, …")] = None,
-    seconds: Seconds = None,
+    seconds: Seconds = math.inf,
     device: Device = None,
     study: Annotated[str, typer.Option(help="Name of the files in results/.")] = "language",
 ) -> None:
@@ -263,25 +264,13 @@ def language(
     Example: steradian language --root data/python-source --device cuda --seconds 500
     """
     from steradian.lab.language import RATES, Shape, bits_rows, language_study
-    from steradian.lab.study import Study
 
-    given, made, say = _settings(settings), Study(study), partial(screen().print, soft_wrap=True)
-    shape = Shape(
-        post_norms=post_norms, **{name: given.pop(name) for name in list(given) if name in Shape.__dataclass_fields__}
-    )
-    how: dict[str, Any] = {"methods": methods, "rates": lr or RATES, "seeds": seeds, "device": device}
-    finished = language_study(shape, root, made, say=say, seconds=seconds, **how, **given)
-    _conclude(made, finished, "Bits per byte of the validation text", bits_rows, also=f"; recorded runs: {made.work}")
-
-
-def _conclude(study: "Study", finished: bool, title: str, rows: "Callable[..., Rows]", *, also: str = "") -> None:
-    """Print one table of a study's results, where they are, and how to continue."""
-    console = screen()
-    if results := study.store.results():
-        show_rows(console, title, *rows(results))
-    console.print(f"The results: {study.store.path}{also}", soft_wrap=True)
-    if not finished:
-        console.print(f"Time is up before the end: {_AGAIN}.")
+    given, made = _settings(settings), _study(study, (), None, seconds, device=device)
+    sizes = {name: given.pop(name) for name in list(given) if name in Shape.__dataclass_fields__}
+    shape, say = Shape(post_norms=post_norms, **sizes), partial(screen().print, soft_wrap=True)
+    work = partial(language_study, shape, root, made, methods=methods, rates=lr or RATES, seeds=seeds, say=say, **given)
+    also = f"; recorded runs: {made.work}"
+    _run(work, partial(_show_rows, made, "Bits per byte of the validation text", bits_rows, also))
 
 
 def _settings(given: Sequence[str] | None) -> dict[str, Any]:

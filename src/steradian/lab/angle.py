@@ -6,7 +6,6 @@
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -85,18 +84,17 @@ class AtAngle(Optimizer):
         self.param_groups, self.state = inner.param_groups, inner.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Take one step."""
         sets = [RowSet(layout, params, [{} for _ in params]) for layout, params in self._sets]
         before = [rows.read("param", rows.whole).clone() for rows in sets]
-        loss = self.inner.step(closure)
+        self.inner.step()
         theta = self._angles.index_select(0, self._at.clamp(max=len(self._angles) - 1))
         for k, (rows, x) in enumerate(zip(sets, before, strict=True)):
             landed = self.update(x, rows.read("param", rows.whole), theta[0, k].to(x.dtype))
             for piece, (y,) in rows.pieces("param"):
                 y.copy_(landed[piece])
         self._at += 1
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The other optimizer's state, and the number of the next step."""
@@ -119,29 +117,26 @@ def _tensors(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{"params": group["params"], "rows": "tensor"} for group in rows]
 
 
-def _inner(name: str, rows: list[dict[str, Any]], config: Config, decay: float) -> Optimizer:
-    """An optimizer of the rows alone."""
+def _optimizer(name: str, params: list[dict[str, Any]], config: Config, lr: float, decay: float) -> Optimizer:
+    """An optimizer of these parameters alone."""
     if name == "Muon":  # Hyperball's step differs from Muon's by a factor and a radial part for each tensor
-        return Hyperball(_tensors(rows), 0.01, 0.95)
-    how: dict[str, Any] = {"lr": config.lr, "weight_decay": decay}
+        return Hyperball(_tensors(params), 0.01, 0.95)
     if name.startswith("Adam w/o"):
-        return optim.Adam(rows, betas=config.betas, without=name.partition("(")[2].strip(")"), **how)
-    how["fused"] = rows[0]["params"][0].is_cuda
+        return optim.Adam(params, lr, config.betas, weight_decay=decay, without=name.partition("(")[2].strip(")"))
+    how: dict[str, Any] = {"weight_decay": decay, "fused": params[0]["params"][0].is_cuda}
     if name == "SGD-M":
-        return torch.optim.SGD(rows, momentum=config.momentum, **how)
-    return torch.optim.Adam(rows, betas=config.betas, **how)
+        return torch.optim.SGD(params, lr, config.momentum, **how)
+    return torch.optim.Adam(params, lr, config.betas, **how)
 
 
 def _rest(name: str, rest: list[dict[str, Any]], config: Config) -> Optimizer:
     """SGD-M or Adam on the parameters without rows."""
-    if name == "SGD-M":
-        return torch.optim.SGD(rest, config.rest_lr or 0.1, config.momentum, weight_decay=_REST_DECAY)
-    return torch.optim.Adam(rest, config.rest_lr or 1e-3, config.betas, weight_decay=_REST_DECAY)
+    return _optimizer(name, rest, config, config.rest_lr or {"SGD-M": 0.1, "Adam": 1e-3}[name], _REST_DECAY)
 
 
 def _crossed(filters: str, others: str, groups: Groups, config: Config) -> list[Optimizer]:
     rows, rest = split_rows(groups)
-    return [_inner(filters, rows, config, config.weight_decay), _rest(others, rest, config)]
+    return [_optimizer(filters, rows, config, config.lr, config.weight_decay), _rest(others, rest, config)]
 
 
 CROSSED = {
@@ -162,7 +157,7 @@ def _matched(name: str, groups: Groups, config: Config) -> list[Optimizer]:
     (rows, rest), names = split_rows(groups), {id(param): name for name, param in groups.params.items()}
     firsts = [p for group in rows for p in (group["params"][:1] if group.get("joint") else group["params"])]
     angles = np.stack([_curves[config.column][names[id(param)]] for param in firsts], axis=1)
-    turned = AtAngle(_inner(name, rows, config, 0.0), rows, torch.from_numpy(angles).float())
+    turned = AtAngle(_optimizer(name, rows, config, config.lr, 0.0), rows, torch.from_numpy(angles).float())
     return [turned, _rest("SGD-M", rest, config)]
 
 
@@ -254,45 +249,25 @@ def angle_study(
     epochs: int | None = None,
     seeds: int = 5,
     points: int = 600,
-    seconds: float | None = None,
     settings: Mapping[str, Any] | None = None,
-    **options: Any,
 ) -> bool:
-    """Run one of the studies, from where it was stopped.
+    """Run one of `PARTS` with a network on a data set, from where it was stopped; returns whether all is finished.
 
-    Args:
-        part: one of `PARTS`.
-        study: where the files go.
-        data: the data set.
-        network: the network.
-        methods: some of the methods; None: all.
-        epochs: of each training, with a cosine; None: 135, or 60 for "tuned".
-        seeds: number of seeds. The tuning has seed 0, and its winners have the seeds 1, 2, ….
-        points: steps of SGD-M that are recorded for "matched".
-        seconds: stop, with checkpoints, when this time is over.
-        settings: other fields of `Config`.
-        **options: of `Study.run`: roots, device, size, progress, …
-
-    Returns:
-        Whether everything is finished.
+    The epochs, by default those of `PARTS`, have a cosine. The tuning has seed 0, its winners have the seeds 1, 2, ….
+    For "matched", about `points` steps of SGD-M are recorded. `settings` are other fields of `Config`.
     """
     [part] = match_names("part", [part], PARTS)
     grid, usual = PARTS[part]
-    ends = math.inf if seconds is None else time.monotonic() + seconds
     common: dict[str, Any] = {"model": network, "data": data, "epochs": epochs or usual, "milestones": ()}
     common |= {"schedule": "cosine", **(settings or {})}
     taken = match_names("methods", methods, grid)
     configs = [Config(method=m, lr=lr, weight_decay=decay, **common) for m in taken for lr, decay in grid[m]]
-
-    def run(wanted: Sequence[Config], to: Study, **more: Any) -> bool:
-        return to.run(wanted, seconds=ends - time.monotonic(), **options, **more)
-
     if part == "matched":
         reference = Config(method="SGD-M", lr=0.1, weight_decay=_REST_DECAY, **common)
         make = partial(_Recorded, points=points, tracks=study.tracks)
-        if reference.key not in study.tracks.about() and not run([reference], study, make=make):
+        if reference.key not in study.tracks.about() and not study.run([reference], make=make):
             return False
         _curves[reference.column] = _angles(study, reference)
     if part == "tuned":
-        return run(configs, study.tuning) and run(winners(configs, study.tuning.store.results(), seeds), study)
-    return run([replace(config, seed=seed) for seed in range(seeds) for config in configs], study)
+        return study.tuning.run(configs) and study.run(winners(configs, study.tuning.store.results(), seeds))
+    return study.run([replace(config, seed=seed) for seed in range(seeds) for config in configs])

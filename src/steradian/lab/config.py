@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from steradian.lab.registry import SCHEDULES
@@ -104,13 +104,9 @@ class Config:
         milestones = tuple(m and max(1, round(m * epochs / self.epochs)) for m in self.milestones)
         return replace(self, epochs=epochs, milestones=milestones)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`; unknown fields raise a ValueError."""
+        """The inverse of `dataclasses.asdict`, also after JSON; unknown fields raise a ValueError."""
         if unknown := sorted(values.keys() - {f.name for f in fields(cls)}):
             raise ValueError(f"a configuration has unknown fields: {', '.join(unknown)}")
         return cls(**values)

@@ -46,15 +46,9 @@ class Result:
 
 
 def run(out: Path, *, epochs: int = 30, seed: int = 0) -> list[Result]:
-    """Train with each method, every step recorded, and write the page.
+    """Train with each method, every step recorded in out/runs, and write the page, out/index.html.
 
-    Args:
-        out: folder; the runs are recorded under out/runs, and the page is out/index.html.
-        epochs: of each training; the rate falls to a tenth after 6/10 and 17/20 of them.
-        seed: of weights, split and batches.
-
-    Raises:
-        ValueError: the folder of a run contains something else.
+    The rate falls to a tenth after 6/10 and 17/20 of the epochs. The seed is that of weights, split and batches.
     """
     train_split, test_split = digits(seed=seed)
     results, folders = [], [out / "runs" / name for name in METHODS]

@@ -29,11 +29,9 @@ _MARK = re.compile(r"^<!-- (?:begin|end) .+? -->$", re.MULTILINE)
 
 def regions(text: str) -> list[str]:
     """Names of the marked regions of a document; a mark without a counterpart raises a ValueError."""
-    found = [match["name"] for match in _REGION.finditer(text)]
-    if 2 * len(found) != len(_MARK.findall(text)):
-        alone = [mark for mark in _MARK.findall(text) if not any(f" {name} -->" in mark for name in found)]
-        raise ValueError(f"every begin needs an end of the same name, got {', '.join(alone or _MARK.findall(text))}")
-    return found
+    if alone := _MARK.findall(_REGION.sub(lambda region: region["body"], text)):
+        raise ValueError(f"every begin needs an end of the same name, got {', '.join(alone)}")
+    return [region["name"] for region in _REGION.finditer(text)]
 
 
 def written(document: Path, *, results: Path, figures: Path) -> str:
@@ -54,13 +52,7 @@ def written(document: Path, *, results: Path, figures: Path) -> str:
 
 
 def write_up(documents: Sequence[Path], *, results: Path, figures: Path) -> None:
-    """Rewrite the regions of documents.
-
-    Args:
-        documents: files with marked regions.
-        results: folder of the results.
-        figures: folder for the figures.
-    """
+    """Rewrite the regions of documents from a folder of results, with the figures in another folder."""
     made = {document: written(document, results=results, figures=figures) for document in documents}
     for document, text in made.items():  # only now: an error above leaves all documents unchanged
         write_atomically(document, text.encode())
@@ -193,14 +185,16 @@ _TABLES: dict[str, Callable[[Sequence[Result]], Rows]] = {
     "machines": _machine_rows,
     "settings": _setting_rows,
 }
+
+
+def _rows(region: _Region) -> str:
+    return region.joined([markdown_table(*_TABLES[region.kind](region.every))] if region.every else [])
+
+
 KINDS: dict[str, Callable[[_Region], str]] = {
-    "table": _table,
-    "numbers": _table,
+    **dict.fromkeys(("table", "numbers"), _table),
     "overview": _overview,
-    **dict.fromkeys(
-        _TABLES,
-        lambda region: region.joined([markdown_table(*_TABLES[region.kind](region.every))] if region.every else []),
-    ),
+    **dict.fromkeys(_TABLES, _rows),
     **dict.fromkeys(FIGURES, _curves),
     **dict.fromkeys(TRACK_FIGURES, _tracked),
 }

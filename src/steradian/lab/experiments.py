@@ -5,11 +5,9 @@ are replayed as in any fleet. `st.watch`, with which the tests compare, observes
 graph does not call: between two recorded steps it could not keep the sums of the phenomena.
 """
 
-import math
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,13 +75,11 @@ class Tracked(Training):
     """A training that records some of its steps; `Fleet` runs it like any other.
 
     Args:
-        config: what to train.
-        data: its data.
+        config, data, **how: as for `Training`.
         points: about how many steps to record; see `recorded_steps`.
         phenomena: measure (a), (b1), (b2) and (c) too, for which every step updates five tensors of the size of the
             weights; this is captured and replayed with the step.
         tracks: where the recorded steps go when it is finished; None: nowhere.
-        **how: `execution` and `weights`, as for `Training`.
     """
 
     def __init__(
@@ -213,22 +209,11 @@ class Tracked(Training):
         self._recorded, self._values = list(steps), list(values.numpy())
 
 
-def track_study(
-    configs: Sequence[Config],
-    study: Study,
-    *,
-    phenomena: Collection[str] = (),
-    points: int = 300,
-    **options: Any,
-) -> bool:
-    """Train with some steps recorded; their curves are stored too. A run is recorded as a whole and never repeated.
+def track_study(configs: Sequence[Config], study: Study, *, phenomena: Collection[str] = (), points: int = 300) -> bool:
+    """Train with about `points` steps of each training recorded; returns whether everything is finished.
 
-    Args:
-        configs: the trainings.
-        study: where the files go.
-        phenomena: methods in whose trainings (a), (b1), (b2) and (c) are measured too.
-        points: steps to record in each.
-        **options: of `Study.run`, which returns whether everything is finished.
+    Curves are stored too. A run is recorded as a whole and never repeated. In trainings of the methods `phenomena`,
+    (a), (b1), (b2) and (c) are measured too.
     """
     tracks = study.tracks
     recorded = set(tracks.about())
@@ -245,7 +230,7 @@ def track_study(
     def make(config: Config, *args: Any, **more: Any) -> Tracked:
         return Tracked(config, *args, points=points, phenomena=config.method in phenomena, tracks=tracks, **more)
 
-    return study.run(configs, make=make, **options)
+    return study.run(configs, make=make)
 
 
 # Trajectories of several schemes from one point, compared filter by filter: the experiment of Section 3.3
@@ -261,29 +246,24 @@ def compare_trajectories(
 ) -> pd.DataFrame:
     """Cosine of every filter under each scheme with the same filter under the first one, over the same batches.
 
-    Args:
-        configs: the schemes, the reference first; they differ only by method, rate and momentum.
-        data: their data.
-        weights: where all of them start.
-        points: about how many steps to compare after; see `recorded_steps`.
-        progress: shows the progress of the last scheme.
+    The schemes differ only by method, rate and momentum, and start from the same weights. They are compared after about
+    `points` steps; see `recorded_steps`.
 
     Returns:
-        A table of "cosine" and "angle" by number of steps, whose run is the key of the reference. Statistics over the
-        filters of the group "METHOD: PARAMETER" and over those of the whole network, "METHOD: all filters"; for three
-        filters of every block the cosine, in the group "METHOD: PARAMETER[FILTER]" with the statistic "mean".
+        The "cosine" and "angle" by number of steps; the run is the key of the reference. Statistics over the filters of
+        a parameter, "METHOD: PARAMETER", and of the whole network, "METHOD: all filters"; for three filters of every
+        block, "METHOD: PARAMETER[FILTER]", the cosine with the statistic "mean".
     """
     trainings, progress = [Training(config, data, weights=weights) for config in configs], progress or Progress()
     reference, last, done = trainings[0], trainings[-1], 0
     wanted = [step + 1 for step in recorded_steps(configs[0].epochs * reference.steps, points)]
     found: list[NDArray[np.float64]] = []
     while not reference.finished:
-        while left := reference.left:
-            count = min(wanted[len(found)] - done, left)
+        while reference.left:
             for training in trainings:
-                training.take(count)
-            done += count
-            if done == wanted[len(found)]:
+                training.take(1)
+            done += 1
+            if done in wanted:
                 found.append(_angles(trainings))
         for training in trainings:
             training.run_epoch()  # what is left of it: the evaluation
@@ -326,48 +306,27 @@ def _comparison_table(
     return pd.concat([spread, *singles], ignore_index=True)[list(COLUMNS)]
 
 
-def trajectory_study(
-    starts: Sequence[Config],
-    study: Study,
-    *,
-    tuning: int = 10,
-    points: int = 100,
-    roots: Mapping[str, Path] | None = None,
-    device: str | None = None,
-    seconds: float | None = None,
-    progress: Progress | None = None,
-    **options: Any,
-) -> bool:
+def trajectory_study(starts: Sequence[Config], study: Study, *, tuning: int = 10, points: int = 100) -> bool:
     """Section 3.3: train the networks that are missing, then compare SGD, AdaGradG and AdaGrad from each of them.
 
-    Args:
-        starts: the trainings of the networks, as `recipes.pretraining` gives them, on one data set.
-        study: where the files go.
-        tuning: epochs of the comparison.
-        points: steps to compare after.
-        roots: folder of the data, by its name.
-        device: where.
-        seconds: stop when this time is over.
-        progress: shows the progress.
-        **options: of `Study.run`, which returns whether everything is finished.
+    `starts` are the trainings of the networks, as `recipes.pretraining` gives them. They are compared over `tuning`
+    epochs, after about `points` steps. Returns whether everything is finished.
     """
-    where, progress, roots = pick_device(device), progress or Progress(), roots or {}
-    ends = math.inf if seconds is None else time.monotonic() + seconds
     schemes = {start: trajectories([start], epochs=tuning) for start in starts}
     left = [start for start in starts if schemes[start][0].key not in study.tracks.about()]
-    options |= {"roots": roots, "keep_weights": True, "progress": progress}
-    if not study.run(left, device=device, seconds=seconds, **options):
+    if not study.run(left, keep_weights=True):
         return False
+    where, progress = pick_device(study.device), study.progress
     prepare_device(where, exact=True)
     with progress:
         progress.begin(len(starts), len(starts) - len(left))
         for start in left:
-            if time.monotonic() > ends:
+            if time.monotonic() > study.deadline:
                 return False
             path = study.work / "weights" / f"{start.key}.pt"
             if not path.exists():
                 raise ValueError(f"no {path}: copy that folder here, or remove {start.key} from {study.store.path}")
-            data = Resident(load(start.data, roots.get(start.data)), where)
+            data = Resident(load(start.data, study.roots.get(start.data)), where)
             compared = compare_trajectories(schemes[start], data, read_state(path), points=points, progress=progress)
             steps = data.counts["train"] // start.batch_size
             study.tracks.add(schemes[start][0], compared, steps=steps, environment=environment(where))

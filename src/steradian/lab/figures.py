@@ -18,7 +18,7 @@ import pandas as pd
 from steradian.files import write_atomically
 from steradian.lab.experiments import ALL, LIVING, PHENOMENA
 from steradian.lab.paper import NORM_NAMES
-from steradian.lab.registry import METHODS
+from steradian.lab.registry import PAPERS
 from steradian.lab.results import Result
 from steradian.lab.tables import Rows, accuracy_columns, method_order
 from steradian.watching.records import QUANTITIES
@@ -42,8 +42,8 @@ _ACROSS, _WIDTH, _HEIGHT = 2, 4.7, 3.1  # charts in a row, and inches of each
 
 
 def method_colour(method: str) -> str:
-    """The colour of a method, the same in all figures."""
-    place = list(METHODS).index(method) if method in METHODS else len(METHODS) + sum(map(ord, method))
+    """The colour of a method, the same in all figures, whatever is registered."""
+    place = PAPERS.index(method) if method in PAPERS else len(PAPERS) + sum(map(ord, method))
     return _COLOURS[place % len(_COLOURS)]
 
 
@@ -97,7 +97,14 @@ def _by_epoch(results: Iterable[Result], curve: str, title: str, *, logarithmic:
     columns = accuracy_columns(result for result in unique if not result.diverged)
     charts = []
     for column in columns:
-        lines = [_mean_line(method, [r.curves[curve] for r in found]) for method, found in column.results.items()]
+        lines = []
+        for method, found in column.results.items():
+            shortest = min(len(result.curves[curve]) for result in found)
+            values = np.asarray([result.curves[curve][:shortest] for result in found])
+            low, high = (values.min(axis=0).tolist(), values.max(axis=0).tolist()) if len(found) > 1 else ([], [])
+            name, mean = f"{method} ({len(found)} seed{'s' * (len(found) > 1)})", values.mean(axis=0).tolist()
+            epochs = np.arange(1.0, shortest + 1).tolist()
+            lines.append(Line(name, epochs, mean, low, high, colour=method_colour(method)))
         alike = [each for each in columns if each.name == column.name]
         name = column.name if len(alike) == 1 else f"{column.name}, {column.config.epochs} epochs"
         longest = float(max(len(line.x) for line in lines))
@@ -117,24 +124,14 @@ FIGURES: dict[str, Callable[[Iterable[Result]], Figure]] = {
 """Figures of curves, by their names on the command line."""
 
 
-def _mean_line(method: str, curves: Sequence[Sequence[float]]) -> Line:
-    """The mean over seeds, and the band from the lowest to the highest."""
-    values = np.asarray([curve[: min(map(len, curves))] for curve in curves])
-    epochs = np.arange(1.0, values.shape[1] + 1).tolist()
-    low, high = (values.min(axis=0).tolist(), values.max(axis=0).tolist()) if len(curves) > 1 else ([], [])
-    name = f"{method} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
-    return Line(name, epochs, values.mean(axis=0).tolist(), low, high, colour=method_colour(method))
-
-
 # Quantities recorded within trainings
 
 
 def _hypotheses(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
     """The figures of App. C.1.2 and fig:taylor: the largest |A⟨c,u⟩|, z, and z² of SGD over all filters, by epoch.
 
-    If filters shrank to less than a thousandth of their first radius, only dashed lines include them. The table has for
-    each method the largest values of a living filter at any recorded step, their epochs, and the usual ones: medians,
-    over the recorded steps after the first epoch, of the largest over the filters.
+    Only dashed lines include filters that shrank away. The table has the largest values of a living filter, their
+    epochs, and the usual ones: medians, over the steps after the first epoch, of the largest over the filters.
     """
     h1 = Chart("H1: |A⟨c,u⟩| stays below 1", "epoch", "largest over all filters", [], True, marks=[(1.0, "1")])
     h2 = replace(h1, title="H2: z = ηᵉ‖c⊥‖ stays below π", lines=[], marks=[(np.pi, "π")])
@@ -163,17 +160,14 @@ def _hypotheses(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
 
 
 def _trajectories(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
-    """fig:track_adamgradg_sgd: cosine with the same filter under SGD, three filters of every block, by iteration.
-
-    Thick lines are the medians over all filters of the network. The table has for each network and scheme that did not
-    diverge the cosines at the end.
-    """
+    """fig:track_adamgradg_sgd: cosines with the same filter under SGD by iteration, and a table of those at the end."""
     charts, lines = [], []
     for run in about:
         rows = table[(table["run"] == run) & table["quantity"].isin(["cosine", "angle"])]
         if not len(rows):
             continue
-        title, last = _network(about[run]["config"]), rows[rows["step"] == rows["step"].max()]
+        config, last = about[run]["config"], rows[rows["step"] == rows["step"].max()]
+        title = f"{config['model']} {NORM_NAMES[config['norm']]}"
         single, medians = [], []
         for method in ("AdaGrad", "AdaGradG"):  # the latter is drawn on top
             colour, own = method_colour(method), rows[rows["group"].str.startswith(f"{method}: ")]
@@ -196,10 +190,7 @@ def _trajectories(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
 
 
 def _phenomena(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
-    """Section 4.1 in figures: the median turn by (a), (b1), (b2) and (c) over the filters of each layer, by epoch.
-
-    Layers are those of Adam if it was tracked; thick lines are medians over all filters, of every method.
-    """
+    """Section 4.1: the median turn by (a), (b1), (b2) and (c), by epoch: of Adam's layers, and of every method."""
     from matplotlib.colors import LinearSegmentedColormap, to_hex
 
     medians = _pick(table, statistic="median")
@@ -222,10 +213,7 @@ def _phenomena(table: pd.DataFrame, about: About) -> tuple[Figure, Rows]:
 
 
 def _turns(medians: pd.DataFrame, about: About) -> Rows:
-    """For each method and phenomenon the median turn of a filter: in the first epoch, before rates fall, at the end.
-
-    Also the layer in which the median is largest after the first epoch, with its epoch.
-    """
+    """Of each method and phenomenon the median turn of a filter, and the layer where it is largest after an epoch."""
     lines = []
     for run, method, _ in _by_method(about):
         config = about[run]["config"]
@@ -271,10 +259,6 @@ def _by_method(about: About) -> list[tuple[str, str, str]]:
     """Runs in the order of their methods, with method and colour."""
     found = [(run, str(facts["config"]["method"])) for run, facts in about.items()]
     return [(run, m, method_colour(m)) for run, m in sorted(found, key=lambda each: method_order(each[1]))]
-
-
-def _network(config: Mapping[str, Any]) -> str:
-    return f"{config['model']} {NORM_NAMES[config['norm']]}"
 
 
 def _number(value: float) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -29,8 +30,6 @@ from steradian.lab.training import Execution, Training
 
 __all__ = ["Fleet", "Progress", "prepare_device"]
 
-CHECKPOINTS = 120.0
-"""Seconds between the checkpoints of a training: the most that is lost if the process is killed."""
 POLL = 1.0
 """Seconds between checks for trainings that other processes run."""
 
@@ -42,10 +41,7 @@ _STOPPING = "stopping when the current epochs end; Ctrl-C again to stop now and 
 
 
 def prepare_device(device: torch.device, *, exact: bool) -> None:
-    """Settings of a process that trains a fleet on a device.
-
-    With `exact`, float32 is computed as such and reproducibly: no tf32, and deterministic algorithms, none by timing.
-    """
+    """Settings of a process that trains on a device; with `exact`, no tf32, and no choice of algorithms by timing."""
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not exact
         torch.backends.cudnn.deterministic = exact
@@ -55,17 +51,17 @@ def prepare_device(device: torch.device, *, exact: bool) -> None:
 class Progress:
     """Epoch, loss, accuracy and time left of the trainings in flight.
 
-    Args:
-        console: where to; a terminal gets bars, anything else a line for each finished training, and one about the
-            others every half a minute; None: nowhere.
-        clock: seconds, for tests.
+    A terminal gets bars, anything else a line for each finished training, and one about the others every half a minute.
+    Without a console nothing is shown.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.clock, self._last = console or Console(quiet=True), clock, clock()
-        self.live = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
+        live = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
+        lines = Console(quiet=True) if live else self.console
+        self._print = partial(lines.print, markup=False, highlight=False, soft_wrap=True)
         columns = TextColumn("{task.description}", markup=False), BarColumn(20), TimeRemainingColumn()
-        where: dict[str, Any] = {"console": self.console, "transient": True, "disable": not self.live}
+        where: dict[str, Any] = {"console": self.console, "transient": True, "disable": not live}
         self._bars = Bars(*columns, get_time=clock, speed_estimate_period=math.inf, **where)
         self._all, self._tasks = self._bars.add_task(""), dict[str, TaskID]()
         self._total = self._done = self._elsewhere = 0
@@ -114,10 +110,6 @@ class Progress:
         self._bars.update(self._all, description=text, total=self._total, completed=self._done)
         self._print(text + more)
 
-    def _print(self, text: str) -> None:
-        if not self.live:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
 
 def _line(config: Config, curves: Mapping[str, Sequence[float]]) -> str:
     loss = "diverged" if has_diverged(config, curves) else f"loss {curves['train_loss'][-1]:.3f}"
@@ -136,25 +128,19 @@ class Fleet:
     work: Path  #: folder for checkpoints and, with `keep_weights`, for final weights
     size: int = 8  #: how many trainings are in flight
     execution: Execution = field(default_factory=Execution)  #: how they are run
-    every: float = CHECKPOINTS  #: seconds between checkpoints of a training, which are written when an epoch ends
+    every: float = 120.0  #: seconds between checkpoints of a training, which are written when an epoch ends
     keep_weights: bool = False  #: keep the weights of finished trainings
     progress: Progress = field(default_factory=Progress)  #: shows the progress
     make: Callable[..., Training] = Training  #: makes a training; a subclass may record more than curves
     clock: Callable[[], float] = time.monotonic  #: seconds, for tests
 
-    def run(self, configs: Sequence[Config], *, seconds: float | None = None) -> bool:
+    def run(self, configs: Sequence[Config], *, seconds: float = math.inf) -> bool:
         """Train what is not finished yet.
 
-        Several processes may run one study: each takes trainings that the others do not run, and waits at the end.
-        Interrupted (Ctrl-C, SIGTERM, SIGHUP), it stops as at a deadline and then raises KeyboardInterrupt; a second
-        interruption ends it at once.
-
-        Args:
-            configs: the trainings; those in the store are not repeated, those with a checkpoint resume from it.
-            seconds: stop at the last epoch that ends before, with a checkpoint; None: until all is finished.
-
-        Returns:
-            Whether everything is finished.
+        Trainings in the store are not repeated, those with a checkpoint resume from it. Several processes may run one
+        study: each takes trainings that the others do not run, and waits at the end. After the last epoch that ends
+        before `seconds` are over it stops with checkpoints. Interrupted (Ctrl-C, SIGTERM, SIGHUP), it does the same and
+        then raises KeyboardInterrupt; a second interruption ends it at once. Returns whether everything is finished.
         """
         wanted, done = list(dict.fromkeys(configs)), self.store.keys()
         waiting = [config for config in wanted if config.key not in done]
@@ -162,7 +148,7 @@ class Fleet:
         for config in wanted:
             if config.key in done:  # left behind by a process that was killed
                 self._path("checkpoints", config).unlink(missing_ok=True)
-        self._deadline = math.inf if seconds is None else self.clock() + seconds
+        self._deadline = self.clock() + seconds
         self._flying: list[_Flight] = []
         self._claims: dict[str, IO[bytes]] = {}  # locked while this process runs a training
         self._accounted, self._interrupted = self.clock(), False

@@ -49,9 +49,6 @@ _WARM_UP = 0.05  # share of the steps in which the rate rises
 _SOME = 8  # batches of the validation text after each epoch; after the last one all of it is evaluated
 
 
-_MOST = 64_000_000  # bytes to train on
-
-
 # The text: bytes of Python files, packed into two files
 
 
@@ -79,12 +76,9 @@ class Corpus:
 def build_corpus(out: Path, source: Path | None = None) -> None:
     """Write the Python files of an environment as one text.
 
-    All `*.py` of 501 to 199,999 bytes, one of each content, in the order of the SHA-1 of their relative path, joined by
-    a zero byte. The first 1 % of the files are for validation; of the others the first 64 MB are for training.
-
-    Args:
-        out: folder to write.
-        source: folder of the files; None: the packages of this environment.
+    All `*.py` of a folder, by default of the installed packages, of 501 to 199,999 bytes, one of each content, in the
+    order of the SHA-1 of their relative path, joined by a zero byte. The first 1 % of the files are for validation; of
+    the others the first 64 MB are for training.
     """
     source, files = source or Path(sysconfig.get_paths()["purelib"]), dict[bytes, bytes]()
     paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.py") if path.is_file()}
@@ -94,13 +88,13 @@ def build_corpus(out: Path, source: Path | None = None) -> None:
     texts, count = list(files.values()), max(1, len(files) // 100)
     if len(texts) < 2:
         raise ValueError(f"source must have at least two Python files of 501 to 199,999 bytes, got {source}")
-    parts = {"train": b"\0".join(texts[count:])[:_MOST], "val": b"\0".join(texts[:count])}
+    parts = {"train": b"\0".join(texts[count:])[:64_000_000], "val": b"\0".join(texts[:count])}
     out.mkdir(parents=True, exist_ok=True)
     for part, text in parts.items():
         (out / f"{part}.bin.xz").write_bytes(lzma.compress(text))
-    sums = {part: hashlib.sha256(text).hexdigest() for part, text in parts.items()}
-    sizes = {part: len(text) for part, text in parts.items()}
-    (out / "meta.json").write_text(json.dumps({"name": "python-source", "bytes": sizes, "sha256": sums}, indent=1))
+    about: dict[str, Any] = {"name": "python-source", "bytes": {part: len(text) for part, text in parts.items()}}
+    about["sha256"] = {part: hashlib.sha256(text).hexdigest() for part, text in parts.items()}
+    (out / "meta.json").write_text(json.dumps(about, indent=1))
 
 
 # The network
@@ -244,10 +238,10 @@ METHODS = {
 _CURVES = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy", "test_accuracy")
 
 
-def _loss(model: nn.Module, text: Tensor, starts: Tensor, length: int, half: bool) -> tuple[Tensor, Tensor]:
+def _loss(model: nn.Module, text: Tensor, starts: Tensor, length: int, precision: str) -> tuple[Tensor, Tensor]:
     """Mean loss in nats, and the share of bytes that are guessed."""
     codes = text[starts[:, None] + torch.arange(length + 1, device=text.device)].long()
-    with torch.autocast(text.device.type, torch.bfloat16, enabled=half):
+    with torch.autocast(text.device.type, torch.bfloat16, enabled=precision == "bf16"):
         logits = model(codes[:, :-1])
     logits, wanted = logits.float().flatten(0, 1), codes[:, 1:].flatten()
     return functional.cross_entropy(logits, wanted), (logits.argmax(dim=1) == wanted).float().mean()
@@ -262,7 +256,7 @@ class _Trainer:
         groups = find_groups(self.model, torch.randint(256, (2, min(16, shape.length))))
         self.groups = groups.of(self.model.to(device))
         self._train, self._val = corpus.train.to(device), corpus.val.to(device)
-        self._loss = compiled(_loss) if device.type == "cuda" else _loss
+        self._loss = partial(compiled(_loss) if device.type == "cuda" else _loss, self.model)
 
     def _new(self, seed: int) -> LanguageModel:
         with torch.random.fork_rng(devices=[]):
@@ -271,11 +265,9 @@ class _Trainer:
 
     def run(self, config: Config, record: Path | None = None) -> Result:
         """Train once, with its steps recorded in a folder if one is given."""
-        began, fresh = time.monotonic(), dict(self._new(config.seed).named_parameters())
-        with torch.no_grad():
-            for name, param in self.model.named_parameters():
-                param.copy_(fresh[name])
-                param.grad = None
+        began = time.monotonic()
+        self.model.load_state_dict(self._new(config.seed).state_dict())
+        self.model.zero_grad()
         optimizers, total = _optimizers(config, self.groups, self.shape), config.epochs * STEPS
 
         def factor(step: int) -> float:  # of the rate: a linear rise times a cosine
@@ -291,7 +283,7 @@ class _Trainer:
                 starts = places.integers(len(self._train) - self.shape.length, size=(STEPS, config.batch_size))
                 sums = torch.zeros(2, device=self.device)
                 for pieces in torch.from_numpy(starts).to(self.device):
-                    loss, share = self._batch(self._train, pieces, config)
+                    loss, share = self._loss(self._train, pieces, self.shape.length, config.precision)
                     loss.backward()
                     for optimizer, schedule in zip(optimizers, schedules, strict=True):
                         optimizer.step()
@@ -306,16 +298,15 @@ class _Trainer:
         where = {**environment(self.device), "data": self.corpus.fingerprint}
         return Result(config, curves, diverged, 0, time.monotonic() - began, where)
 
-    def _batch(self, text: Tensor, starts: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-        return self._loss(self.model, text, starts, self.shape.length, config.precision == "bf16")
-
     @torch.no_grad()
     def _validate(self, config: Config, batches: int | None) -> list[float]:
         """Mean loss and share of guessed bytes, over all of the validation text or some batches."""
-        starts = torch.arange(0, len(self._val) - self.shape.length, self.shape.length, device=self.device)
+        length = self.shape.length
+        starts = torch.arange(0, len(self._val) - length, length, device=self.device)
         batch = min(config.batch_size, len(starts))
         parts = starts[: len(starts) // batch * batch].view(-1, batch)[:batches]
-        return torch.stack([torch.stack(self._batch(self._val, part, config)) for part in parts]).mean(dim=0).tolist()
+        figures = [torch.stack(self._loss(self._val, part, length, config.precision)) for part in parts]
+        return torch.stack(figures).mean(dim=0).tolist()
 
 
 # The study
@@ -334,43 +325,37 @@ def language_study(
     methods: Sequence[str] | None = None,
     rates: Sequence[float] = RATES,
     seeds: int = 5,
-    device: str | None = None,
-    seconds: float | None = None,
     say: Callable[[str], None] = lambda _: None,
     **settings: Any,
 ) -> bool:
     """Tune every method over the same rates, by its last validation loss, then train it with new seeds.
 
-    Finished trainings are stored at once and never repeated.
+    Finished trainings are stored at once and never repeated. The tuning has seed 0, and its winners have the seeds
+    1, 2, …; the first training of each winner is watched, and its run goes to `Study.work`. No training is started that
+    would not end before the deadline; returns whether everything is finished.
 
     Args:
         shape: the network.
         root: folder of the corpus.
-        study: where the files go; the first training of each winner is watched, and its run goes to `Study.work`.
+        study: where the files go.
         methods: names in `METHODS`; None: all.
         rates: the points of the tuning.
-        seeds: trainings of each winner, with the seeds 1, 2, …; the tuning has seed 0.
-        device: where.
-        seconds: start no training that would not end in this time.
+        seeds: trainings of each winner.
         say: is told what is finished.
         **settings: fields of `Config`: epochs, batch_size, precision, …
-
-    Returns:
-        Whether everything is finished.
     """
-    ends = math.inf if seconds is None else time.monotonic() + seconds
     corpus, grid = Corpus.read(root), study.tuning.store
     common: dict[str, Any] = {"model": shape.name, "norm": shape.norm, "data": corpus.name, "schedule": "cosine"}
     common |= {"betas": (0.9, 0.95), "momentum": 0.95, "weight_decay": 0.1, "rest_lr": 3e-3}
     common |= {"epochs": 8, "milestones": (), "batch_size": 64} | settings
-    trainer = cache(lambda: _Trainer(shape, corpus, pick_device(device)))  # made only if something is left to train
+    trainer = cache(lambda: _Trainer(shape, corpus, pick_device(study.device)))  # made if something is left to train
 
     def train(configs: Sequence[Config], store: Store) -> bool:
         done = store.keys()
         for config in [each for each in configs if each.key not in done]:
             like = [r for each in (grid, study.store) for r in each.results() if r.config.column == config.column]
             expected = median(result.seconds for result in like) if like else 0.0
-            if time.monotonic() + 1.3 * expected > ends:
+            if time.monotonic() + 1.3 * expected > study.deadline:
                 return False
             store.add([result := trainer().run(config, study.work / config.key if config.seed == 1 else None)])
             took = f"{bits(result):.4f} bits per byte, {timedelta(seconds=round(result.seconds))}"

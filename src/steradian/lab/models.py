@@ -139,13 +139,8 @@ def resnet20(
 ) -> nn.Module:
     """ResNet20 (16-32-64) of He et al. for CIFAR, with shortcuts that have no parameters.
 
-    Args:
-        norm: one of `NORMS`.
-        channels: of the images.
-        classes: outputs.
-        size: height and width of the images.
-        width: channels of the first stage.
-        project: shortcuts that change the shape are convolutions with a normalization instead.
+    `channels` and `size` are those of the images, `width` is the number of channels of the first stage. With `project`,
+    shortcuts that change the shape are convolutions with a normalization instead.
 
     >>> sum(p.numel() for p in resnet20().parameters())
     269722
@@ -191,14 +186,10 @@ register_network("VGG16", vgg16)
 
 
 def build(name: str, *, released: bool = False, **kind: Any) -> nn.Module:
-    """A registered network by its name.
+    """A registered network by its name, for images of some channels, classes and size.
 
-    Args:
-        name: one of `registry.NETWORKS`.
-        released: as in the paper's released code: ResNet20 projects its shortcuts, and convolutions are initialized as
-            torch does, with rows about 2.4 times shorter than He's if the number of channels is kept.
-        **kind: channels, classes and size of the images; for the paper's networks also norm and width, as for
-            `resnet20`.
+    With `released` it is that of the paper's released code: ResNet20 projects its shortcuts, and convolutions are
+    initialized as torch does, with rows about 2.4 times shorter than He's if the number of channels is kept.
 
     >>> type(build("ResNet20", norm="wn").conv1).__name__
     'WeightNormConv2d'

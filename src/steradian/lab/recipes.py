@@ -50,17 +50,9 @@ def accuracy_tables(
 ) -> list[Config]:
     """tab:results (norm "bn") and tab:results2 ("bn-no-affine"): every method at its best hyper-parameters.
 
-    Data sets that the paper does not have take the hyper-parameters of CIFAR-10.
-
-    Args:
-        norm: normalization.
-        data: one data set; None: all of the paper's.
-        columns: networks, or network and data; None: all.
-        methods: None: all; "AdamG† as released" only if it is named.
-        epochs: of each training; milestones scale.
-        seeds: number of seeds.
-        settings: hyper-parameters as the paper prints them, or those of its released code: one of `paper.SETTINGS`.
-        built_as: the networks, "paper" or "released" as in that code.
+    Data sets that the paper does not have take the hyper-parameters of CIFAR-10. "AdamG† as released" is trained only
+    if it is named. `settings` are hyper-parameters as the paper prints them, or those of its released code: one of
+    `paper.SETTINGS`. The networks are `built_as` in the "paper", or as in that code, "released".
     """
     taken = match_names("methods", methods or TABLE_METHODS, (*TABLE_METHODS, *_INVERTED))
     if settings not in paper.SETTINGS:
@@ -167,20 +159,10 @@ def comparison(
 ) -> list[Config]:
     """Any registered methods on one network and data set, over seeds.
 
-    The paper's methods have its best settings for this network on this data, or on CIFAR-10; others need a rate.
-
-    Args:
-        methods: names of registered methods.
-        network: a registered network.
-        data: a data set.
-        epochs: of each training.
-        seeds: number of seeds.
-        lr: rates by method; needed for methods that the paper does not have.
-        weight_decay: λ by method; 0 for methods that the paper does not have.
-        norm: of the paper's networks; None: "bn".
-        schedule: a registered schedule; the milestones of "steps" scale with the epochs.
-        warmup: epochs in which the rate rises.
-        **settings: other fields of `Config`: batch_size, precision, momentum, betas, …
+    The paper's methods have its best settings for this network on this data, or on CIFAR-10. `lr` and `weight_decay`
+    are others by method; methods that the paper does not have need a rate, and their λ is 0. `norm` is that of the
+    paper's networks, "bn" by default. The milestones of the schedule "steps" scale with the epochs; in the first
+    `warmup` epochs the rate rises. `settings` are other fields of `Config`: batch_size, precision, momentum, betas, …
     """
     taken, [model] = match_names("methods", methods, METHODS), match_names("network", [network], NETWORKS)
     [schedule] = match_names("schedule", [schedule], SCHEDULES)
@@ -216,9 +198,6 @@ def tuning(
         points: rates to try, a factor √10 apart.
         rates: by method, the rates to try instead.
         decays: by method, the λ to try with each rate; others keep theirs.
-
-    Raises:
-        ValueError: the numbers of points differ.
     """
     made: dict[str, list[Config]] = {}
     for config in configs:

@@ -179,3 +179,5 @@ register_method("SGD", optimizer_of(torch.optim.SGD))
 register_method("AdaGradG", lambda groups, c: optim.AdaGradG.from_sgd(groups.param_groups(), c.lr, c.weight_decay))
 register_method("AdaGrad", _ada_grad)
 register_method("AdamG† as released", _adamg_as_released)
+PAPERS = tuple(METHODS)
+"""The methods of the paper's experiments, whatever else is registered later."""

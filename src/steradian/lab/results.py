@@ -9,7 +9,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Self
@@ -70,7 +70,7 @@ class Result:
         reached = {} if self.diverged else {"accuracy": self.accuracy, "final_accuracy": test[-1]}
         return {
             "key": self.config.key,
-            "config": self.config.to_dict(),
+            "config": asdict(self.config),
             "diverged": self.diverged,
             "collapsed": self.collapsed,
             **reached,
@@ -91,18 +91,13 @@ class Result:
         if values.get("key", config.key) != config.key:
             raise ValueError(f"{values['key']} is not the key of its configuration, which is {config.key}")
         curves = {
-            name: [math.nan if value is None else float(value) for value in curve]
-            for name, curve in values["curves"].items()
+            name: [math.nan if v is None else float(v) for v in curve] for name, curve in values["curves"].items()
         }
         return cls(config, curves, *(values[name] for name in ("diverged", "collapsed", "seconds", "environment")))
 
 
 class Store:
-    """The results of a study in one JSON file, a line for each training; the file need not exist.
-
-    >>> Store(Path("no-such-file.json")).results()
-    []
-    """
+    """The results of a study in one JSON file, a line for each training; the file need not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -195,8 +190,7 @@ class Tracks:
         """Metadata of each run, by its key."""
         if not self.path.exists():
             return {}
-        about: dict[str, dict[str, Any]] = json.loads(parquet.read_schema(self.path).metadata[_ABOUT])
-        return about
+        return json.loads(parquet.read_schema(self.path).metadata[_ABOUT])
 
     def add(self, config: Config, added: pd.DataFrame, **about: Any) -> None:
         """Add the table of a run, or replace it; other processes may do so at the same time."""
@@ -204,7 +198,7 @@ class Tracks:
         numbers = {"step": pa.int32(), "value": pa.float32()}  # more digits than a figure shows
         schema = pa.schema([(name, numbers.get(name, word)) for name in COLUMNS])
         with _locked(self.path):
-            runs = self.about() | {config.key: {"config": config.to_dict(), **about}}
+            runs = self.about() | {config.key: {"config": asdict(config), **about}}
             known = self.table()
             tables = [table for table in (known[known["run"] != config.key], added) if len(table)]
             joined = pa.Table.from_pandas(pd.concat(tables, ignore_index=True), schema=schema, preserve_index=False)

@@ -1,9 +1,11 @@
 """A study: where its files are, and its trainings on one device."""
 
+import math
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,11 @@ import torch
 
 from steradian.lab.config import Config
 from steradian.lab.data import Resident, load
-from steradian.lab.fleet import Fleet, prepare_device
+from steradian.lab.fleet import Fleet, Progress, prepare_device
 from steradian.lab.results import Store, Tracks
 from steradian.lab.training import Execution, Training
 
-__all__ = ["RESULTS", "RUNS", "Study", "pick_device", "study_name"]
-
-RESULTS, RUNS = Path("results"), Path("runs")
+__all__ = ["Study", "pick_device", "study_name"]
 
 
 def pick_device(name: str | None = None) -> torch.device:
@@ -31,13 +31,13 @@ def pick_device(name: str | None = None) -> torch.device:
     return torch.device(name)
 
 
-def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "printed") -> str:
-    """A name for the files: the column if there is only one, otherwise the recipe and the data.
+def file_name(text: str) -> str:
+    """A text as the name of a study; data, for example, may be called by a path."""
+    return re.sub(r"[^\w.-]+", "-", text.lower())
 
-    Args:
-        recipe: what the trainings are for.
-        configs: the trainings.
-        settings: where their hyper-parameters are from, one of `paper.SETTINGS`.
+
+def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "printed") -> str:
+    """A name for the files of a recipe's trainings: the column if there is only one, otherwise the recipe and the data.
 
     >>> one = Config(model="ResNet20", data="cifar10", method="Adam", lr=1e-3)
     >>> study_name("tables", [one])
@@ -48,20 +48,26 @@ def study_name(recipe: str, configs: Sequence[Config], *, settings: str = "print
     columns = {config.column for config in configs}
     name = f"{recipe}-{'-'.join(sorted({config.data for config in configs}))}"
     if len(columns) == 1 and recipe in ("tables", "curves"):
-        name = columns.pop().replace(" ", "-").lower()
+        name = columns.pop()
     released = ["settings"] * (settings == "released") + ["network"] * any(config.released for config in configs)
     if released:
         name = "-".join([name, "released", *released])
-    return re.sub(r"[/\\\0]+", "-", name)  # the name of a data set may be a path
+    return file_name(name)
 
 
 @dataclass(frozen=True)
 class Study:
-    """Where a study keeps its files."""
+    """Where a study keeps its files, and how its trainings are run on one device."""
 
     name: str  #: of the study
-    results: Path = RESULTS  #: folder of results, kept in the repository
-    runs: Path = RUNS  #: folder of checkpoints and weights, not kept
+    results: Path = Path("results")  #: folder of results, kept in the repository
+    runs: Path = Path("runs")  #: folder of checkpoints and weights, not kept
+    roots: Mapping[str, Path] = field(default_factory=dict)  #: folder of each data set, by name, as for `data.load`
+    device: str | None = None  #: where; None: the GPU if there is one
+    size: int | None = None  #: trainings in flight; None: 40 on a GPU, 1 on a CPU
+    compiled: bool | None = None  #: compile the networks; None: on a GPU
+    deadline: float = math.inf  #: stop, with checkpoints, before `time.monotonic()` is this
+    progress: Progress = field(default_factory=Progress)  #: shows the progress
 
     def __post_init__(self) -> None:
         if not self.name or Path(self.name).name != self.name:
@@ -88,41 +94,21 @@ class Study:
         return self.runs / self.name
 
     def run(
-        self,
-        configs: Sequence[Config],
-        *,
-        roots: Mapping[str, Path] | None = None,
-        device: str | None = None,
-        seconds: float | None = None,
-        keep_weights: bool = False,
-        make: Callable[..., Training] = Training,
-        size: int | None = None,
-        compiled: bool | None = None,
-        **options: Any,
+        self, configs: Sequence[Config], *, keep_weights: bool = False, make: Callable[..., Training] = Training
     ) -> bool:
-        """Train what is not finished yet, on one device; returns whether everything is.
+        """Train what is not finished yet; returns whether everything is.
 
-        Results that another study in the same folder has are copied, unless more than the result is needed.
-
-        Args:
-            configs: the trainings.
-            roots: folder of each data set, by name; others are searched for as by `data.load`.
-            device: where; None: the GPU if there is one.
-            seconds: stop, with checkpoints, when this time is over.
-            keep_weights: keep the weights of finished trainings.
-            make: makes a training, as for `Fleet`.
-            size: trainings in flight; None: 40 on a GPU, 1 on a CPU.
-            compiled: compile the networks; None: on a GPU.
-            **options: of `Fleet`: every, progress.
+        Results that another study in the same folder has are copied, unless more is wanted: the weights of finished
+        trainings are kept, or `make` makes trainings that record more, as for `Fleet`.
         """
-        where = pick_device(device)
+        where = pick_device(self.device)
         prepare_device(where, exact=any(config.precision == "float32" for config in configs))
-        keys, roots, gpu = {config.key for config in configs}, roots or {}, where.type == "cuda"
+        keys, gpu = {config.key for config in configs}, where.type == "cuda"
         other = self.store.elsewhere(keys) if make is Training and not keep_weights else []
         known = {r.config.key: r for r in [*self.store.results(), *other] if r.config.key in keys}
         # A given folder is read even if nothing is left to do: its images may not be those of the results.
-        needed = sorted({config.data for config in configs if config.key not in known or config.data in roots})
-        data = {name: Resident(load(name, roots.get(name)), where) for name in needed}
+        needed = sorted({config.data for config in configs if config.key not in known or config.data in self.roots})
+        data = {name: Resident(load(name, self.roots.get(name)), where) for name in needed}
         for key, result in known.items():
             name, made = result.config.data, result.environment.get("data")
             if name in data and made is not None and made != data[name].fingerprint:
@@ -132,6 +118,7 @@ class Study:
                 )
         if other:
             self.store.add(other)
-        execution = Execution(compiled=gpu if compiled is None else compiled)
-        options |= {"size": size or (40 if gpu else 1), "execution": execution, "keep_weights": keep_weights}
-        return Fleet(data, self.store, self.work, make=make, **options).run(configs, seconds=seconds)
+        size, compiled = self.size or (40 if gpu else 1), gpu if self.compiled is None else self.compiled
+        how: dict[str, Any] = {"keep_weights": keep_weights, "make": make, "progress": self.progress}
+        fleet = Fleet(data, self.store, self.work, size, Execution(compiled=compiled), **how)
+        return fleet.run(configs, seconds=self.deadline - time.monotonic())

@@ -34,14 +34,14 @@ _HOURS = 120  # seconds from which on a total is given in hours
 
 _RULE = (
     "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. “Within the "
-    f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}."
+    f"noise”: Welch's t-test on the seeds, each pair by itself, does not reject equal means at {LEVEL:.0%}. SGD-M is "
+    "not in the paper's tables: its figure is from the authors' read-me."
 )
 _OWN_RULE = (
     "Test accuracy in percent at the best validation epoch, mean ± standard deviation over the seeds. Each method is "
     "compared with the best mean: the 95 % interval of the difference, and p by Welch's t-test, corrected by Holm's "
     "method. What is not decided may be equal or not: more seeds tell."
 )
-_READ_ME = " SGD-M is not in the paper's tables: its figure is from the authors' read-me."
 
 
 def method_order(method: str) -> tuple[int, str]:
@@ -112,17 +112,9 @@ class Cell:
 class Column:
     """One network with one normalization on one data set, trained for one number of epochs.
 
-    Args:
-        results: by method, in the order of `METHODS`, each by seed.
-
-    Attributes:
-        every: all results.
-        config: of the first training: network, normalization, data and epochs are those of all.
-        name: network, normalization and data in words.
-        length: the number of epochs in words.
-        own: it is a comparison of one's own, whose methods or schedules are not the paper's.
-        cells: ours, by method.
-        papers: the paper's, if it has this column; SGD-M's comes from the authors' read-me.
+    `results` are by method, in the order of `METHODS`, each by seed. `own`: it is a comparison of one's own, whose
+    methods or schedules are not the paper's. `cells` are our accuracies by method, `papers` the paper's, if it has this
+    column; SGD-M's comes from the authors' read-me.
     """
 
     def __init__(self, results: dict[str, list[Result]]) -> None:
@@ -165,7 +157,7 @@ class Column:
 
     def statements(self) -> list[str]:
         """Cautions and conclusions, a sentence each."""
-        found = {m: float(np.mean([r.collapsed for r in results])) for m, results in self.results.items()}
+        found = {m: np.mean([r.collapsed for r in results]) for m, results in self.results.items()}
         means = ", ".join(f"{method} {mean:.3g}" for method, mean in found.items() if mean)
         shrunk = f"Filters without a direction at the end, mean over seeds: {means}." if means else ""
         return [text for text in (self.caution(), self.claim(), self.against_sgd(), shrunk, self.time()) if text]
@@ -185,10 +177,9 @@ class Column:
             parts.append(f"trained on different images that go by the name {self.config.data}")
         if missing := [method for method in self.papers if method not in self.results]:
             parts.append(f"not run yet: {', '.join(missing)}")
-        few = {method: cell.seeds for method, cell in self.cells.items() if cell.seeds < _PAPERS_SEEDS}
+        few = [f"{method} {cell.seeds}" for method, cell in self.cells.items() if cell.seeds < _PAPERS_SEEDS]
         if self.papers and few:
-            counts = ", ".join(f"{method} {count}" for method, count in few.items())
-            parts.append(f"fewer seeds than the paper's {_PAPERS_SEEDS}: {counts}")
+            parts.append(f"fewer seeds than the paper's {_PAPERS_SEEDS}: {', '.join(few)}")
         return "Mind: " + "; ".join(parts) + "." if parts else ""
 
     def claim(self) -> str:
@@ -202,16 +193,12 @@ class Column:
             return f"{text}; one seed says nothing about the order."
         if self.own:
             verdicts = {method: line[-1] for method, line in self._against_best().items()}
-            worse, open_ = (
-                ", ".join(m for m in verdicts if verdicts[m] == v) or "none" for v in ("worse", "not decided")
-            )
-            return f"{text}; worse: {worse}; not decided with these seeds: {open_}."
-        found: dict[bool, list[str]] = {True: [], False: []}
-        for method in (each for each in self.cells if each in cells and each != best):
-            each = cells[method].minus(cells[best])
-            found[each.p >= LEVEL].append(f"{method} ({_signed(each.mean)}, p = {each.p:.2g})")
-        near, beaten = (", ".join(found[noise]) or "none" for noise in (True, False))
-        text += f"; within the noise of it: {near}; beyond the noise: {beaten}."
+            worse, open_ = ([m for m in verdicts if verdicts[m] == v] for v in ("worse", "not decided"))
+            return f"{text}; worse: {_listed(worse)}; not decided with these seeds: {_listed(open_)}."
+        others = {m: cells[m].minus(cells[best]) for m in self.cells if m in cells and m != best}
+        words = {m: f"{m} ({_signed(each.mean)}, p = {each.p:.2g})" for m, each in others.items()}
+        near, beaten = ([words[m] for m in words if (others[m].p >= LEVEL) == noise] for noise in (True, False))
+        text += f"; within the noise of it: {_listed(near)}; beyond the noise: {_listed(beaten)}."
         if _BEST not in cells:
             return text
         rank = list(cells).index(_BEST) + 1
@@ -242,7 +229,7 @@ class Column:
 
 def rule_of(columns: Iterable[Column]) -> str:
     """What is below tables."""
-    return _OWN_RULE if any(column.own for column in columns) else _RULE + _READ_ME
+    return _OWN_RULE if any(column.own for column in columns) else _RULE
 
 
 def accuracy_columns(results: Iterable[Result]) -> list[Column]:
@@ -253,11 +240,11 @@ def accuracy_columns(results: Iterable[Result]) -> list[Column]:
     ordered = sorted(results, key=lambda r: (_order(r.config), method_order(r.config.method), r.config.seed))
     made = []
     for found in _grouped((r for r in ordered if r.config.start is None), _order).values():
-        made.append(Column(_grouped(found, lambda c: c.method)))
-        for method, runs in made[-1].results.items():
+        column = Column(_grouped(found, lambda c: c.method))
+        for method, runs in column.results.items():
             if len({result.config.setting for result in runs}) > 1:
-                column = made[-1].config.column
-                raise ValueError(f"{column} holds {method} with several settings: they have no common mean")
+                raise ValueError(f"{column.name} holds {method} with several settings: they have no common mean")
+        made.append(column)
     return made
 
 
@@ -303,6 +290,10 @@ def _signed(difference: float, digits: int = 2) -> str:
     return f"{difference:+.{digits}f}".replace("-", "−")
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
 def _percent(accuracy: float) -> str:
     return "diverged" if math.isnan(accuracy) else f"{accuracy:.2f}"
 
@@ -330,12 +321,7 @@ def _validation(result: Result) -> float:
 
 
 def search(results: Iterable[Result], value: Callable[[Result], float] = _validation) -> list[Best]:
-    """The best setting of each method in each column and length, by a mean over its seeds, without the test set.
-
-    Args:
-        results: of the settings that were tried.
-        value: the larger the better; by default the best validation accuracy.
-    """
+    """The best setting of each method in each column and length: the largest mean of a value, without the test set."""
     found = []
     for settings in _searches(results):
         alive = [kept for runs in settings.values() if (kept := [run for run in runs if not run.diverged])]
@@ -356,14 +342,14 @@ def winners(
 
 def at_edge(tried: Sequence[Config], chosen: Iterable[Config]) -> list[str]:
     """A sentence for each winner whose rate or λ is the smallest or the largest of several that were tried."""
-    found: dict[str, None] = {}
+    found = []
     for config, (field, name) in product(chosen, (("lr", "rate"), ("weight_decay", "weight decay"))):
         values = {getattr(each, field) for each in tried if each.method == config.method}
         value, ends = getattr(config, field), {min(values): "smallest", max(values): "largest"}
         if len(values) > 1 and value in ends:
-            text = f"{config.method}: the best {name}, {value:g}, is the {ends[value]} that was tried. Try beyond it."
-            found[text] = None
-    return list(found)
+            best = f"{config.method}: the best {name}, {value:g}"
+            found.append(f"{best}, is the {ends[value]} that was tried. Try beyond it.")
+    return list(dict.fromkeys(found))
 
 
 def _searches(results: Iterable[Result]) -> list[dict[str, list[Result]]]:
@@ -441,18 +427,13 @@ def compare(
 ) -> dict[str, list[str]]:
     """By name: mean ± half its 95 % interval, number of values, difference to the baseline, its interval, p, verdict.
 
-    Args:
-        samples: the values of each, such as accuracies over seeds. All but the baseline are one family, in which p is
-            corrected by Holm's method.
-        baseline: the one that the others are compared with.
-        digits: of the figures.
-        better: "larger" or "smaller".
-        margin: a difference is called none only if its interval lies within ± this; None: never.
+    The samples are values such as accuracies over seeds; all but the baseline are one family, in which p is corrected
+    by Holm's method. Values are better if "larger" or "smaller"; a difference is called none only if its interval lies
+    within ± `margin`.
     """
     cells = {name: Cell.of(values) for name, values in samples.items()}
     base = cells.get(baseline, Cell.of(()))
-    others = {name: cell for name, cell in cells.items() if name != baseline and cell.seeds and base.seeds}
-    found = {name: cell.minus(base) for name, cell in others.items()}
+    found = {name: cell.minus(base) for name, cell in cells.items() if name != baseline and cell.seeds and base.seeds}
     tested = [name for name, each in found.items() if not math.isnan(each.p)]
     adjusted = dict(zip(tested, holm([found[name].p for name in tested]), strict=True))
     lines = {}
@@ -482,15 +463,9 @@ def interval_rows(
     margin: float | None = MARGIN,
     **how: Any,
 ) -> Rows:
-    """A table of the methods of every column, compared with one of them.
+    """A table of the methods of every column, whose `value`s are compared with those of one of them; see `compare`.
 
-    Args:
-        results: stored results, as for `accuracy_columns`.
-        value: the figure of one.
-        what: its name.
-        baseline: how the name of the method that others are compared with begins; the one with the most seeds.
-        margin: as for `compare`.
-        **how: other arguments of `compare`.
+    It is the one with the most seeds of those whose name begins with `baseline`.
     """
     heads = ["column", "method", "η, λ", what, "seeds", "minus the first", "95 % interval", "p (Holm)", "verdict"]
     lines = []

@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -108,13 +108,9 @@ class Queue:
 
 
 class Training:
-    """A training that can be run step by step, stopped, saved and continued.
+    """A training that can be run step by step, stopped, saved and continued, on the device of its data.
 
-    Args:
-        config: what to train.
-        data: its data, on the device to train on.
-        execution: how.
-        weights: parameters and buffers to start from, by name; None: a fresh network.
+    It starts from `weights`, parameters and buffers by name, or from a fresh network.
 
     Attributes:
         curves: by name in `results.CURVES`, one number for each finished epoch.
@@ -398,7 +394,7 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Everything needed to resume from the end of the last epoch, on the CPU."""
         self.queue.wait()
-        about = {"config": self.config.to_dict(), "epoch": self.epoch, "curves": copied(self.curves)}
+        about = {"config": asdict(self.config), "epoch": self.epoch, "curves": copied(self.curves)}
         return about | self._changing("cpu")
 
     def weights(self) -> Weights:

@@ -14,16 +14,12 @@ __all__ = ["AUGMENT", "Resident"]
 
 AUGMENT: dict[str, tuple[int, bool]] = {"digits": (1, False), "svhn": (4, False)}
 """Padding of the random crop, and whether to flip. Digits are not flipped, since that would change them."""
-_USUAL = (4, True)
 
 
 class Resident:
     """Training, validation and test images on one device, as uint8.
 
-    Args:
-        data: the data set.
-        device: where to keep it.
-        validation: share of the training images that is held out, the same ones for every seed.
+    The share `validation` of the training images is held out, the same ones for every seed.
 
     Attributes:
         counts: number of images by part: "train", "validation", "test".
@@ -33,7 +29,7 @@ class Resident:
     """
 
     def __init__(self, data: DataSet, device: torch.device | str = "cpu", *, validation: float = 0.05) -> None:
-        self.pad, self.flip = AUGMENT.get(data.name, _USUAL)
+        self.pad, self.flip = AUGMENT.get(data.name, (4, True))
         self.name, self.device, self.fingerprint = data.name, torch.device(device), data.fingerprint()
         self.size, self.channels, self.classes = data.train.size, data.train.channels, len(data.classes)
         train, test = data.train, data.test
@@ -61,14 +57,20 @@ class Resident:
         spread = np.sqrt((share * (values - mean[:, None]) ** 2).sum(axis=1))
         self.mean = torch.tensor(mean, dtype=torch.float32, device=self.device)
         self.scale = torch.tensor(1 / np.maximum(spread, 1e-6), dtype=torch.float32, device=self.device)
-        self.windows = torch.from_numpy(self._windows()).to(self.device)
+        # For each view, where its pixels lie in a padded image, (views, S·S·C).
+        wide = self.size + 2 * self.pad
+        places = np.arange(wide * wide * self.channels).reshape(wide, wide, self.channels)
+        views = np.lib.stride_tricks.sliding_window_view(places, (self.size, self.size), axis=(0, 1))
+        views = views.transpose(0, 1, 3, 4, 2)  # (down, right, S, S, C)
+        if self.flip:
+            views = np.stack([views, views[:, :, :, ::-1]], axis=2)
+        self.windows = torch.from_numpy(views.reshape(-1, self.size**2 * self.channels)).to(self.device)
         self.views = len(self.windows)
 
     def plan(self, seed: int, epoch: int, batch: int) -> NDArray[np.int64]:
         """The images of every batch of an epoch and their views, as codes image·views + view, (steps, batch).
 
-        The numbers come from Philox with the key (seed, epoch). Images that do not fill a batch are left out, others in
-        each epoch.
+        The numbers come from Philox with the key (seed, epoch). Images that do not fill a batch are left out.
         """
         random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
         steps = self.counts["train"] // batch
@@ -83,11 +85,7 @@ class Resident:
         return self._normalized(self.train_pixels.view(-1)[index]), self.train_labels[image]
 
     def chunk(self, start: Tensor, end: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Validation or test images from `start`, without augmentation.
-
-        Returns:
-            Images (length, C, S, S), labels (length,), and which of them lie before `end`.
-        """
+        """Validation or test images from `start`, without augmentation, labels, and which of them lie before `end`."""
         at = start + torch.arange(length, device=self.device)
         inside = at < end
         at = torch.minimum(at, end - 1)
@@ -96,13 +94,3 @@ class Resident:
     def _normalized(self, pixels: Tensor) -> Tensor:
         images = pixels.unflatten(1, (self.size, self.size, self.channels))
         return ((images.to(torch.float32) - self.mean) * self.scale).permute(0, 3, 1, 2)
-
-    def _windows(self) -> NDArray[np.int64]:
-        """For each view, where its pixels lie in a padded image, (views, S·S·C)."""
-        size, wide = self.size, self.size + 2 * self.pad
-        places = np.arange(wide * wide * self.channels).reshape(wide, wide, self.channels)
-        windows = np.lib.stride_tricks.sliding_window_view(places, (size, size), axis=(0, 1))
-        views = windows.transpose(0, 1, 3, 4, 2)  # (down, right, S, S, C)
-        if self.flip:
-            views = np.stack([views, views[:, :, :, ::-1]], axis=2)
-        return views.reshape(-1, size * size * self.channels)

@@ -8,7 +8,7 @@ import io
 import json
 import pickle
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 from steradian.files import write_atomically
 from steradian.lab.registry import DATA, register_data
 
-__all__ = ["DataSet", "Images", "Split", "digits", "load", "pack", "read_archive"]
+__all__ = ["DataSet", "Images", "Split", "digits", "load", "pack"]
 
 CHECKSUMS = {
     "cifar10": {"cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a"},
@@ -96,12 +96,10 @@ class DataSet:
 
 
 def load(name: str, root: Path | str | None = None) -> DataSet:
-    """A data set as arrays.
+    """A registered data set (digits, cifar10, cifar100, svhn, or a plugin's), or packed data of any name, as arrays.
 
-    Args:
-        name: of a registered data set (digits, cifar10, cifar100, svhn, or a plugin's), or any name for packed data.
-        root: a folder with the packed form or with the original archives. None: data/NAME; digits come with
-            scikit-learn if there is no such folder.
+    `root` is a folder with the packed form or with the original archives. None: data/NAME; digits come with
+    scikit-learn if there is no such folder.
 
     >>> data = load("digits")
     >>> data.train.pixels.shape, len(data.test)
@@ -128,7 +126,7 @@ def _from_folder(name: str, root: Path | None) -> DataSet:
             raise ValueError(f"{root} holds {found.name}, not {name}")
         found = replace(found, name=name)  # the name decides how it is augmented
     elif any((root / file).is_file() for file in CHECKSUMS.get(name, ())):
-        found = read_archive(name, root)
+        found = _read_archive(name, root)
     else:
         known = f"data must be one of {', '.join(DATA)}, a plugin's, or packed in a folder"
         raise ValueError(f"{known}: {root} has neither meta.json nor the archives of {name}")
@@ -148,11 +146,7 @@ for _name in _SHAPES:
 def pack(data: DataSet, root: Path | str, *, source: str = "", effort: int = 4) -> None:
     """Write a data set in the packed form, `meta.json` last, so that a folder that has one is complete.
 
-    Args:
-        data: the data set.
-        root: the folder, made if missing.
-        source: where the data came from.
-        effort: WebP's effort from 0 (fast) to 6 (small).
+    `source` says where the data came from; `effort` is WebP's, from 0 (fast) to 6 (small).
     """
     from PIL import Image
 
@@ -214,10 +208,10 @@ def _read_packed(root: Path) -> DataSet:
 # The authors' archives
 
 
-def read_archive(name: str, root: Path, *, checksums: Mapping[str, str] | None = None) -> DataSet:
-    """CIFAR-10, CIFAR-100 or SVHN from the files in a folder that their authors distribute, with these MD5."""
-    checksums = checksums or CHECKSUMS[name]
-    for file, expected in checksums.items():  # the pickles inside could run any code: only the original ones are read
+def _read_archive(name: str, root: Path) -> DataSet:
+    """CIFAR-10, CIFAR-100 or SVHN from the files in a folder that their authors distribute."""
+    # The pickles inside could run any code: only the original ones are read.
+    for file, expected in CHECKSUMS[name].items():
         with (root / file).open("rb") as content:
             found = hashlib.file_digest(content, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         if found != expected:
