@@ -75,6 +75,12 @@ class Taken:
         value = self.group[key]
         return value.detach().clone() if isinstance(value, Tensor) else float(value)
 
+    def start(self) -> Tensor:
+        """The parameter before the step, as float32 or wider."""
+        if self.before is None:
+            raise ValueError("the state does not tell this step: pass before=, the parameter before the step")
+        return as_float(self.before.detach(), "before")
+
     def gradient(self) -> Tensor:
         """∇L(x) of the step, without the L2 term, with the sign of a minimization."""
         if self.param.grad is None:
@@ -96,7 +102,7 @@ class Taken:
         if not isinstance(l2, Tensor) and l2 == 0:
             return gradient
         if self.before is not None:
-            return gradient.add_(as_float(self.before.detach(), "before") * l2)
+            return gradient.add_(self.start() * l2)
         kept = 1 - (pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=torch.float64, device="cpu")) * l2
         smallest = kept.abs().min()
         if smallest < 0.5:
@@ -192,12 +198,10 @@ def reader_of(optimizer: Optimizer) -> Reader:
     )
 
 
-def _is_foreign(kind: type[Optimizer]) -> bool:
+@functools.cache
+def is_foreign(kind: type[Optimizer]) -> bool:
+    """Whether the step of a class of optimizers is neither torch's nor ours, so that its reader may be wrong about it."""
     return inspect.unwrap(kind.step).__module__.partition(".")[0] not in ("torch", "steradian")
-
-
-is_foreign: Callable[[Any], bool] = functools.cache(_is_foreign)
-"""Whether the step of a class of optimizers is neither torch's nor ours, so that its reader may be wrong about it."""
 
 
 def _uniform(value: float | Tensor, like: Tensor) -> Tensor:
@@ -304,15 +308,15 @@ def _read_adamax(taken: Taken) -> Step:
 @register(Muon)
 def _read_displacement(taken: Taken) -> Step:
     """Optimizers that do not divide element by element: a = ((1 − ηδ)x − x')/η is their update, and b = 1."""
-    if taken.before is None:
-        raise ValueError(
-            "the update of this optimizer is not in its state: pass before=, the parameter before the step"
-        )
-    lr, decay = taken.setting("lr"), taken.setting("weight_decay")
-    x, y = as_float(taken.before.detach(), "before"), as_float(taken.param.detach(), "param")
-    a = x * (1 - lr * decay) - y
-    a = torch.where(torch.as_tensor(lr == 0, device=a.device), torch.zeros_like(a), a / lr)
-    return Step(a, _uniform(1, a), lr, decay=decay)
+    one = _uniform(1, taken.start())
+    return displaced(taken, Step(one, one, taken.setting("lr"), decay=taken.setting("weight_decay")))
+
+
+def displaced(taken: Taken, step: Step) -> Step:
+    """The step with the a that took the parameter from before to after, a = b ⊙ ((1 − ηδ)x − x')/η; 0 where η is 0."""
+    lr = step.lr.reshape(()) if isinstance(step.lr, Tensor) else step.lr
+    moved = taken.start() * (1 - lr * step.decay) - as_float(taken.param.detach(), "param")
+    return replace(step, a=(moved * step.b / lr).masked_fill_(torch.as_tensor(lr == 0, device=moved.device), 0))
 
 
 def _read_schedule_free(taken: Taken) -> Step:
