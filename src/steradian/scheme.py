@@ -198,10 +198,12 @@ def reader_of(optimizer: Optimizer) -> Reader:
     )
 
 
-@functools.cache
-def is_foreign(kind: type[Optimizer]) -> bool:
-    """Whether the step of a class of optimizers is neither torch's nor ours, so that its reader may be wrong about it."""
+def _is_foreign(kind: type[Optimizer]) -> bool:
     return inspect.unwrap(kind.step).__module__.partition(".")[0] not in ("torch", "steradian")
+
+
+is_foreign: Callable[[Any], bool] = functools.cache(_is_foreign)
+"""Whether the step of a class of optimizers is neither torch's nor ours, so that its reader may be wrong about it."""
 
 
 def _uniform(value: float | Tensor, like: Tensor) -> Tensor:

@@ -206,7 +206,9 @@ class RowOptimizer(Optimizer, ABC):
         wanted = group.get("fused")
         if wanted is False or not self._has_fused:
             return False
-        return decide.available(group["params"]) if wanted else decide.works(group["params"])
+        if wanted:
+            return decide.available(group["params"])
+        return all(map(decide.runs_kernels, {param.device for param in group["params"]}))
 
     def _row_sets(self, params: list[Tensor], group: Options, *, classic: bool = False) -> list[RowSet]:
         """The rows of parameters that have a gradient, with their states and the place of their telemetry."""
@@ -369,9 +371,7 @@ class RowOptimizer(Optimizer, ABC):
             if name == "step":
                 # Before torch 1.12 it was a plain number.
                 value = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
-                if value.numel() != 1:
-                    raise ValueError(f"the state 'step' must be one number, got {tuple(value.shape)}")
-                value = value.reshape(())
+                value = value.squeeze()
             if not isinstance(value, Tensor):
                 raise ValueError(f"the state {name!r} must be a tensor, got {value!r}")
             if name not in state:

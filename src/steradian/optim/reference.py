@@ -25,14 +25,11 @@ def adam(rows: RowSet, group: Options) -> None:
     step = rows.advance()
     beta1, beta2 = group["betas"]
     pace, root = rate_of(group) / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    if "a" in group["without"]:
-        v = rows.number("exp_avg_sq")
-        for piece, tensors in rows.pieces("param", "grad", "exp_avg"):
-            _adam(rows, piece, [*tensors, v[piece]], group, pace, root)
+    v = rows.number("exp_avg_sq") if "a" in group["without"] else None
+    for piece, tensors in rows.pieces("param", "grad", "exp_avg", *(["exp_avg_sq"] if v is None else [])):
+        _adam(rows, piece, tensors if v is None else [*tensors, v[piece]], group, pace, root)
+    if v is not None:
         rows.share("exp_avg_sq")
-    else:
-        for piece, tensors in rows.pieces("param", "grad", "exp_avg", "exp_avg_sq"):
-            _adam(rows, piece, tensors, group, pace, root)
 
 
 def _adam(

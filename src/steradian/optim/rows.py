@@ -298,8 +298,6 @@ def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:
 
 # Numbers in a row set from which on the arithmetic takes longer than the calls.
 _SMALL = 2**12
-# Row sets in a stack, whose copies are to take little memory.
-_AT_ONCE = 2**6
 # Numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory.
 _MATRICES = 2**27
 _PLAIN = (Tensor, nn.Parameter)
@@ -309,17 +307,14 @@ def together(sets: list[RowSet]) -> Iterable[RowSet]:
     """The row sets of a param group, on a CPU with small ones of one kind stacked; no digit depends on it."""
     if len(sets) < 2 or not at_hand(sets[0].params[0]):
         return sets
-    kinds: list[tuple[object, ...] | None] = []
     times: Counter[int] = Counter()
-    for place, rows in enumerate(sets):
-        kind = _kind(rows)
-        if kind is not None:
-            # Parameters that share their memory are stepped one after the other.
-            address = rows.params[0].data_ptr()
-            times[address] += 1
-            kind = (*kind, place // _AT_ONCE, times[address])
-        kinds.append(kind)
-    return _stacked(sets, kinds)
+    kinds: list[object | None] = []
+    for rows in sets:
+        kind, address = _kind(rows), rows.params[0].data_ptr()
+        # Parameters that share their memory are stepped one after the other.
+        times[address] += 1
+        kinds.append(None if kind is None else (kind, times[address]))
+    return _stacked(sets, kinds, at_once=_PIECE)
 
 
 def _kind(rows: RowSet) -> tuple[object, ...] | None:
@@ -338,7 +333,7 @@ def _kind(rows: RowSet) -> tuple[object, ...] | None:
 
 def by_shape(sets: list[RowSet]) -> Iterable[RowSet]:
     """Row sets whose matrices are computed together: parameters of one shape stacked, each with its own step count."""
-    kinds: list[tuple[object, ...] | None] = []
+    kinds: list[object | None] = []
     for rows in sets:
         param, fits = rows.params[0], _can_stack(rows, rows._tensors("momentum_buffer"))
         kinds.append((param.shape, param.dtype, param.device) if fits else None)
@@ -353,19 +348,19 @@ def _can_stack(rows: RowSet, entries: list[Tensor]) -> bool:
     return all(type(each) in _PLAIN and each.is_contiguous() and each.dtype == dtype for each in tensors)
 
 
-def _stacked(sets: list[RowSet], kinds: Sequence[object | None]) -> Iterable[RowSet]:
+def _stacked(sets: list[RowSet], kinds: Sequence[object | None], at_once: int = _MATRICES) -> Iterable[RowSet]:
     """Row sets of one kind as one; those without a kind stay alone."""
     known = [place if kind is None else kind for place, kind in enumerate(kinds)]
-    return (_Stack(same) if len(same) > 1 else same[0] for same in batches(sets, known))
+    return (_Stack(same) if len(same) > 1 else same[0] for same in batches(sets, known, at_once))
 
 
-def batches(sets: list[RowSet], kinds: Iterable[object]) -> Iterable[list[RowSet]]:
-    """Row sets of one kind, as many as are computed at once."""
+def batches(sets: list[RowSet], kinds: Iterable[object], at_once: int = _MATRICES) -> Iterable[list[RowSet]]:
+    """Row sets of one kind, as many as hold so many numbers."""
     alike: dict[object, list[RowSet]] = {}
     counts: Counter[object] = Counter()
     for rows, kind in zip(sets, kinds, strict=True):
         counts[kind] += rows.n * rows.d
-        alike.setdefault((kind, counts[kind] // _MATRICES), []).append(rows)
+        alike.setdefault((kind, counts[kind] // at_once), []).append(rows)
     return alike.values()
 
 

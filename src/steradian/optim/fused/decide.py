@@ -34,11 +34,6 @@ def available(params: Sequence[Tensor]) -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" or all(param.device.type == "cuda" for param in params)
 
 
-def works(params: Sequence[Tensor]) -> bool:
-    """Whether these parameters are on GPUs on which a Triton kernel has run."""
-    return bool(params) and all(map(runs_kernels, {param.device for param in params}))
-
-
 @functools.cache
 def runs_kernels(device: torch.device) -> bool:
     """Whether a kernel was compiled and launched on this device: it takes Triton, an NVIDIA GPU and a C compiler."""
