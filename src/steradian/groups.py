@@ -65,10 +65,7 @@ class Layout:
         object.__setattr__(self, "spec", spec)
 
     def blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Number of blocks along each dimension of a tensor of this shape.
-
-        Raises:
-            ValueError: the shape cannot be cut so.
+        """Number of blocks along each dimension of a tensor of this shape; a ValueError if it cannot be cut so.
 
         >>> Layout(4).blocks((8, 3))
         (4, 1)
@@ -117,14 +114,7 @@ class Layout:
         return tensor.reshape(cut).permute(order).reshape(size)
 
     def restore(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
-        """The inverse of `rows`: (n, d) back to a tensor.
-
-        Args:
-            rows: as `rows` cuts them.
-            shape: of the tensor.
-
-        Raises:
-            ValueError: a tensor of this shape has other rows.
+        """The inverse of `rows`: (n, d) rows back to a tensor of this shape; a ValueError if that has other rows.
 
         >>> x, layout = torch.randn(4, 6, 3), Layout(("axis", 1))
         >>> torch.equal(layout.restore(layout.rows(x), x.shape), x)
@@ -138,10 +128,7 @@ class Layout:
         return rows.reshape([cut[i] for i in order]).permute(back).reshape(shape)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Rows that span several tensors: row i is row i of each, one behind the other.
-
-        Raises:
-            ValueError: no tensor, or tensors that are cut into different numbers of rows.
+        """Rows that span several tensors, which have one number of rows: row i is row i of each, one behind the other.
 
         >>> weight, bias = torch.zeros(8, 3), torch.zeros(8)
         >>> Layout(4).join([weight, bias]).shape
@@ -334,12 +321,7 @@ class Groups:
 
         `fully_shard` (FSDP2) replaces the parameters, and a copy of the model has its own; what was found holds for
         them too. Prefixes that compilation, data parallelism and activation checkpointing add to names are ignored.
-
-        Args:
-            model: the model in which the rows were found, or a copy of it.
-
-        Raises:
-            ValueError: the model has no such parameter, or one of another shape.
+        The first parameter that the model lacks, or has in another shape, is named in a ValueError.
 
         >>> model = nn.Linear(2, 2)
         >>> groups = Groups(dict(model.named_parameters()), [Group(("weight",), "filter", 2, 2, "bn", 1e-6)])
@@ -361,10 +343,8 @@ class Groups:
 
         Args:
             path: of a file that `save` wrote.
-            model: one like that in which the rows were found, possibly compiled, data-parallel or sharded.
-
-        Raises:
-            ValueError: not such a file, or the model has other parameters; names the first difference.
+            model: one like that in which the rows were found, possibly compiled, data-parallel or sharded. If it has
+                other parameters, a ValueError names the first difference.
 
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "groups.json")
@@ -374,12 +354,11 @@ class Groups:
         """
         try:
             content = json.loads(Path(path).read_bytes())
-            found = content["format"]
-        except (ValueError, KeyError, TypeError) as error:
+            found = content.pop("format")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"path must be a file that Groups.save wrote, got {str(path)!r}") from error
         if found != _FORMAT:
             raise ValueError(f"{path} has format {found!r}, and this version reads {_FORMAT}; save the groups again")
-        del content["format"]
         content["params"] = _fitting(content.pop("shapes"), content["frozen"], model)
         content["passes"] = tuple(content["passes"])
         for key, kind in (("groups", Group), ("facts", Group), ("pairs", Pair)):
@@ -391,11 +370,7 @@ class Groups:
         return next((group for group in self.groups if name in group.names), None)
 
     def explain(self, name: str) -> str:
-        """What was found about one parameter, in words.
-
-        Raises:
-            ValueError: the model has no parameter of this name.
-        """
+        """What was found about one parameter, in words."""
         name, given = next((first for first, others in self.aliases.items() if name in others), name), name
         if name not in self.params:
             raise ValueError(f"no parameter is called {given!r}; the model has {', '.join(self.params)}")

@@ -109,11 +109,7 @@ class Memory:
 
     @torch.no_grad()
     def phenomena(self, step: Step | Sequence[Step]) -> Phenomena:
-        """How large a, b1, b2 and c are in the step taken from the last update's point.
-
-        Args:
-            step: as `scheme.read_step` gives it; one per tensor for joint rows.
-        """
+        """How large a, b1, b2 and c are in the step from the last update's point; joint rows: one step per tensor."""
         steps = [step] if isinstance(step, Step) else list(step)
         a, b = (self._rows([getattr(s, name) for s in steps], f"step.{name}") for name in ("a", "b"))
         r = self._known("r")

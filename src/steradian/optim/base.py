@@ -3,7 +3,7 @@
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, ClassVar
 
 import torch
@@ -82,7 +82,6 @@ class RowOptimizer(Optimizer, ABC):
         """The update of one row set, a function of `reference`; an instance may replace it by a compiled one."""
 
     def _check(self, group: Options) -> None:
-        """Raise a ValueError that names the argument for settings that make no sense."""
         check_settings(group, self.defaults)
 
     def _entries(self, group: Options) -> tuple[str, ...]:
@@ -113,11 +112,7 @@ class RowOptimizer(Optimizer, ABC):
     # The step
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take one step; returns the closure's loss, or None without one.
-
-        Args:
-            closure: recomputes the loss and its gradients, and returns the loss.
-        """
+        """Take one step; returns the loss of the closure, which recomputes it and its gradients, or else None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -286,7 +281,8 @@ class RowOptimizer(Optimizer, ABC):
         if self.telemetry is not None:
             with_rows = [group for group in self.param_groups if group.get("rows") is not None]
             sets = [(params, Layout(group["rows"])) for group in with_rows for params in _sets(group["params"], group)]
-            self.telemetry.cover([(params[0], _count_rows(params, layout), _dtype(params)) for params, layout in sets])
+            counts = [(params[0], _count_rows(params, layout), arithmetic(params)) for params, layout in sets]
+            self.telemetry.cover(counts)
 
     # Groups and state
 
@@ -314,11 +310,9 @@ class RowOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, on the parameters' device and in their memory format, without sharing memory with it.
 
-        Settings that the saved groups lack, such as "rows" in a state of torch's Adam, stay as they are.
-
-        Raises:
-            ValueError: the state does not fit the parameters, or was made by another optimizer or under other
-                settings. The optimizer is not changed then.
+        Settings that the saved groups lack, such as "rows" in a state of torch's Adam, stay as they are. A state that
+        was made by another optimizer, for other parameters or under other settings raises a ValueError and changes
+        nothing.
         """
         self._fused_step = None
         state, groups = self.state, self.param_groups
@@ -342,11 +336,8 @@ class RowOptimizer(Optimizer, ABC):
     def _take_settings(self, number: int, saved: Options, old: Options) -> None:
         """Complete a param group that torch loaded with the settings that only the one before it had."""
         group = self.param_groups[number]
-        if saved.get("rows") is not None and not self._marks <= saved.keys():
-            raise ValueError(
-                f"a state of {type(self).__name__} must have the settings {_quoted(self._marks)} for its rows, got "
-                f"{_quoted(saved.keys() - {'params'})}: it was made by another optimizer"
-            )
+        if saved.get("rows") is not None:
+            self._check_has(self._marks, saved)
         group |= {**old, **group}
         self._check(group)
         check_rows(group)
@@ -362,11 +353,7 @@ class RowOptimizer(Optimizer, ABC):
             del self.state[param]
             return
         state = self._new_state(param, group)
-        if not state.keys() <= saved.keys():
-            raise ValueError(
-                f"a state of {type(self).__name__} must have {_quoted(state)} here, got {_quoted(saved)}: "
-                "it was made by another optimizer or under other settings"
-            )
+        self._check_has(state.keys(), saved)
         for name, value in saved.items():
             if name == "step":
                 # Before torch 1.12 it was a plain number.
@@ -378,6 +365,14 @@ class RowOptimizer(Optimizer, ABC):
                 state[name] = torch.zeros_like(param)  # torch makes SGD's momentum in the first step
             fill(state[name], check_shape(name, value, state[name].shape))
         self.state[param] = state
+
+    def _check_has(self, needed: Set[str], saved: Mapping[str, Any]) -> None:
+        if not needed <= saved.keys():
+            expected, found = (", ".join(map(repr, sorted(names))) for names in (needed, saved))
+            raise ValueError(
+                f"a state of {type(self).__name__} must have {expected} here, got {found}: "
+                "it was made by another optimizer or under other settings"
+            )
 
 
 @functools.cache
@@ -406,13 +401,8 @@ def _count_rows(params: list[Tensor], layout: Layout) -> int:
     return layout.size(params[0].shape)[0]
 
 
-def _dtype(params: list[Tensor]) -> torch.dtype:
-    """What the rows of a set of parameters are computed in, and what one number per row is kept in."""
-    return arithmetic(*(param.dtype for param in params))
-
-
 def _zeros_per_row(param: Tensor, group: Options) -> Tensor:
-    dtype, layout = _dtype(group["params"] if group.get("joint") else [param]), Layout(group["rows"])
+    dtype, layout = arithmetic(group["params"] if group.get("joint") else [param]), Layout(group["rows"])
     if is_sharded(param):
         zeros: Tensor = sharding().per_row(param, layout, dtype)
         return zeros
@@ -427,7 +417,3 @@ def fill(entry: Tensor, numbers: Tensor) -> None:
         sharding().keep(entry, numbers.to(entry.device).contiguous())
     else:
         entry.copy_(numbers)
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in sorted(names))

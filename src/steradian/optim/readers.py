@@ -41,7 +41,7 @@ def read_adam(taken: Taken) -> Step:
     v = taken.need("exp_avg_sq")
     if "c" in without:
         x, y = _rows(taken, taken.start()), _rows(taken, taken.param)
-        shrink = Motion.of(x, y).shrink
+        shrink = Motion(x, y).shrink
         v = v / shrink.squeeze(1) if "a" in without else _restore(taken, _rows(taken, v) / shrink)
     if "a" in without:
         v = _restore(taken, v.unsqueeze(1).expand(-1, _layout(taken).size(taken.param.shape)[1]))

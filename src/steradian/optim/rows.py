@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -31,9 +30,9 @@ def sharding() -> ModuleType:
     return importlib.import_module("steradian.optim.sharded")
 
 
-def arithmetic(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype that rows of these dtypes are computed in, and that one number per row is kept in."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+def arithmetic(params: Iterable[Tensor]) -> torch.dtype:
+    """The dtype that rows of these parameters are computed in, and that one number per row is kept in."""
+    return torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
 
 
 def exact(step: Tensor) -> Tensor:
@@ -105,8 +104,8 @@ class RowSet:
     ) -> None:
         self.layout, self.params, self.states = layout, params, states
         self.owners, self.absent, self.fresh = params, absent, fresh
-        self.dtype = arithmetic(*(param.dtype for param in params))
-        self._cuts = [_Cut.of(param.shape, param.stride(), layout) for param in params]
+        self.dtype = arithmetic(params)
+        self._cuts = [_cut(param.shape, param.stride(), layout) for param in params]
         self.n, self.d = self._cuts[0].n, sum(cut.d for cut in self._cuts)
 
     def finish(self) -> None:
@@ -215,7 +214,6 @@ class RowSet:
         return [check_shape(name, state[name], param.shape) for state, param in states]
 
 
-@dataclass(frozen=True)
 class _Cut:
     """How one tensor is cut into n rows of d numbers.
 
@@ -223,24 +221,17 @@ class _Cut:
     dimension, in the order in which they lie in the parameter's memory.
     """
 
-    n: int
-    d: int
-    shape: list[int]  # the tensor's, each dimension split in two
-    outer: list[int]  # dimensions of `shape` that count blocks, of more than one
-    inner: list[int]  # those within a block, of more than one entry, the outermost in memory first
-    order: list[int]  # all: `outer`, `inner` and those of one entry
-
-    @staticmethod
-    @functools.lru_cache(2**12)
-    def of(shape_of_param: torch.Size, strides: tuple[int, ...], layout: Layout) -> "_Cut":
+    def __init__(self, shape_of_param: torch.Size, strides: tuple[int, ...], layout: Layout) -> None:
         counts = layout.blocks(shape_of_param)
         sizes = [size // count if count else 1 for size, count in zip(shape_of_param, counts, strict=True)]
-        shape = [entries for pair in zip(counts, sizes, strict=True) for entries in pair]
-        outer = [2 * i for i, count in enumerate(counts) if count != 1]
-        inner = [2 * i + 1 for i, size in enumerate(sizes) if size != 1]
-        inner.sort(key=lambda k: strides[k // 2], reverse=True)
-        order = [*outer, *inner, *(k for k in range(len(shape)) if k not in outer and k not in inner)]
-        return _Cut(math.prod(counts), math.prod(sizes), shape, outer, inner, order)
+        self.n, self.d = math.prod(counts), math.prod(sizes)
+        # Each dimension split in two. Then the dimensions that count blocks, of more than one; those within a block,
+        # of more than one entry, the outermost in memory first; and all, those of one entry last.
+        self.shape = [entries for pair in zip(counts, sizes, strict=True) for entries in pair]
+        self.outer = [2 * i for i, count in enumerate(counts) if count != 1]
+        self.inner = [2 * i + 1 for i, size in enumerate(sizes) if size != 1]
+        self.inner.sort(key=lambda k: strides[k // 2], reverse=True)
+        self.order = list(dict.fromkeys([*self.outer, *self.inner, *range(len(self.shape))]))
 
     @property
     def rows_per_block(self) -> int:
@@ -286,6 +277,9 @@ class _Cut:
 
     def _stride(self, tensor: Tensor, k: int) -> int:
         return tensor.stride(k // 2) * (1 if k % 2 else self.shape[k + 1])
+
+
+_cut = functools.lru_cache(2**12)(_Cut)
 
 
 def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:

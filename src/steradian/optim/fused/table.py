@@ -21,7 +21,7 @@ from torch import Tensor
 
 from steradian.optim.fused import kernels
 from steradian.optim.reference import orthogonalized
-from steradian.optim.rows import Options, RowSet, arithmetic, batches, peak_rate
+from steradian.optim.rows import Options, RowSet, batches, peak_rate
 from steradian.optim.telemetry import TELEMETRY
 
 LANES = int(kernels.LANES.value)
@@ -71,7 +71,7 @@ class Plan:
         self.sets = [(line, rows) for line, (_, sets) in enumerate(work) for rows in sets]
         self.params = [rows.params[0] for _, rows in self.sets]
         self.states = [rows.states[0] for _, rows in self.sets]
-        self.device, self.dtype = self.params[0].device, self.params[0].dtype
+        self.device, self.dtype, self.computed = self.params[0].device, self.params[0].dtype, self.sets[0][1].dtype
         self.kind, self.entries, self.kept = kind, operator.itemgetter(*entries), kept
         strides = [param.stride() for param in self.params]
         self.expected: list[object] = [*strides, *strides, *[self.dtype] * len(self.params)]
@@ -129,7 +129,7 @@ class Plan:
         table = torch.cat(items)
         params, row, kinds, chunk, slots = table.unbind(1)
         across = torch.tensor([rows.d for _, rows in self.sets])[params] * row * self.dtype.itemsize
-        numbers = across if self.kind == 1 else row * arithmetic(self.dtype).itemsize
+        numbers = across if self.kind == 1 else row * self.computed.itemsize
         nothing = torch.zeros_like(row)
         packed = [across, across, across, numbers, nothing, kinds << 32, (chunk << 32) - row, slots << 32]
         self.offsets = self._sent(torch.stack(packed, dim=1))
@@ -206,7 +206,7 @@ class Plan:
         return number if number.data_ptr() % 16 == 0 else number.clone()
 
     def _launches(self, scaled: bool) -> list[Launched]:
-        entries, computed = (getattr(tl, str(dtype)[6:]) for dtype in (self.dtype, arithmetic(self.dtype)))
+        entries, computed = (getattr(tl, str(dtype)[6:]) for dtype in (self.dtype, self.computed))
         tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
         constants = (self.kind, self.emitting, scaled, entries, computed)
 
@@ -235,9 +235,7 @@ class Plan:
         self.stacks: list[Tensor] = []  # of matrices, (k, a, b): views of `along`
         self.starts = dict[int, int]()  # of each row set
         sets = [rows for _, rows in self.sets if self.kind >= 4]
-        self.along = torch.zeros(
-            sum(rows.n * rows.d for rows in sets), dtype=arithmetic(self.dtype), device=self.device
-        )
+        self.along = torch.zeros(sum(rows.n * rows.d for rows in sets), dtype=self.computed, device=self.device)
 
         def keep(stack: Tensor) -> Tensor:
             self.stacks.append(stack)
