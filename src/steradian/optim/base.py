@@ -1,7 +1,5 @@
 """RowOptimizer: what every optimizer of the package has in common, from a gradient to a new weight."""
 
-import functools
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, ClassVar
@@ -16,16 +14,13 @@ from torch.optim.optimizer import Optimizer
 from steradian.geometry import is_plain
 from steradian.groups import Groups, Layout, is_sharded
 from steradian.optim import torch_updates, transport
-from steradian.optim.checks import check_gradients, check_rate, check_rows, check_settings
+from steradian.optim.checks import Options, check_gradients, check_rate, check_rows, check_settings, logger, warn_once
 from steradian.optim.fused import decide
 from steradian.optim.rows import RowSet, State, arithmetic, check_shape, sharding, together
 from steradian.optim.telemetry import Telemetry
 
 __all__ = ["RowOptimizer"]
 
-logger = logging.getLogger("steradian")
-
-Options = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Classic = list[tuple[Options, list[Tensor], list[State]]]
 """Param groups for the classic update, each with its parameters that have a gradient, and their states."""
@@ -49,13 +44,10 @@ class RowOptimizer(Optimizer, ABC):
     identify a saved state as its own (`_marks`), whether rows are put on the unit sphere (`_fixes_radius`) and whether
     the classic update takes sparse gradients (`_takes_sparse`). State and classic update are Adam's unless it has its
     own `_entries` and `_step_rest`. A setting `rest_lr` is the rate of param groups without rows that give none.
-
-    Attributes:
-        row_state: entries of the state that have one number per row, in param groups where the row update does so.
-        telemetry: after `emit()`, seven numbers about every row of the last step (`Telemetry`).
     """
 
-    telemetry: Telemetry | None = None
+    telemetry: Telemetry | None = None  #: after `emit()`, seven numbers about every row of the last step
+    #: entries of the state that have one number per row, in param groups where the row update does so
     row_state: ClassVar[frozenset[str]] = frozenset()
 
     _has_fused: ClassVar[bool] = False
@@ -71,8 +63,12 @@ class RowOptimizer(Optimizer, ABC):
             check_rate(defaults)  # param groups without rows have `rest_lr` in its place
         super().__init__(params, defaults)
         if defaults.get("without") != "" and all(group.get("rows") is None for group in self.param_groups):
-            searched = any("rows" in group for group in self.param_groups)
-            _warn_of_no_rows(type(self).__name__, searched, "rest_lr" in defaults)
+            rate = " at the rate rest_lr, not lr" if "rest_lr" in defaults else ""
+            why = "pass st.find_groups(model, batch).param_groups()"
+            if any("rows" in group for group in self.param_groups):
+                why = "find_groups found no invariant weights in this model"
+            says = "%s: no param group has rows, so that every parameter gets the classic update%s: %s"
+            warn_once(says, type(self).__name__, rate, why)
 
     # What a subclass implements
 
@@ -139,9 +135,6 @@ class RowOptimizer(Optimizer, ABC):
         for group, params, states in classic:
             emits = self.telemetry is not None and group.get("rows") is not None
             (self._step_and_emit if emits else self._step_rest)(params, states, group)
-            for param, state in zip(params, states, strict=True):
-                if state and param not in self.state:
-                    self.state[param] = state
         # An update that replaces the class's own, such as a compiled one, takes row sets one by one.
         alone, scaler = self.update is not type(self).update, self._scaler
         for group, sets in work:
@@ -229,9 +222,11 @@ class RowOptimizer(Optimizer, ABC):
         return [self.state[param] for param in known if id(param) not in present]
 
     def _state_of(self, param: Tensor, group: Options, *, classic: bool) -> State:
-        state: State = self.state[param] if self.state.get(param) else self._new_state(param, group)
-        if state:  # as torch, an optimizer that keeps nothing of a parameter has no entry for it
-            self.state[param] = state
+        state: State = self.state.get(param, {})
+        if not state:
+            state |= self._new_state(param, group)
+            if state or group.get("momentum"):  # as torch, which makes SGD's momentum in the first step
+                self.state[param] = state
         for name in self.row_state.intersection(state) if classic else ():
             if state[name].shape != param.shape:
                 check_shape(name, state[name], param.shape)
@@ -373,16 +368,6 @@ class RowOptimizer(Optimizer, ABC):
                 f"a state of {type(self).__name__} must have {expected} here, got {found}: "
                 "it was made by another optimizer or under other settings"
             )
-
-
-@functools.cache
-def _warn_of_no_rows(optimizer: str, searched: bool, has_rest_lr: bool) -> None:
-    """Once: somebody may have one optimizer for each of many parameters, and some of these have no rows."""
-    rate = " at the rate rest_lr, not lr" if has_rest_lr else ""
-    why = "find_groups found no invariant weights in this model"
-    why = why if searched else "pass st.find_groups(model, batch).param_groups()"
-    says = "%s: no param group has rows, so that every parameter gets the classic update%s: %s"
-    logger.warning(says, optimizer, rate, why)
 
 
 def settings(arguments: Options) -> Options:

@@ -19,19 +19,14 @@ from steradian.optim.adamg import AdamG
 from steradian.optim.adamp import AdamP
 from steradian.optim.angular import Angular
 from steradian.optim.reference import orthogonalized
-from steradian.optim.rows import Options, RowSet, decay_of
+from steradian.optim.rows import RowSet, decay_of
 from steradian.optim.sgd import SGD
 from steradian.optim.transport import Motion
 from steradian.scheme import Step, Taken, UnreadableOptimizerError, displaced, register
 
-balance.register(Adam)(lambda settings, size: balance.adam(_corrected(settings), size))
-balance.register(SGD)(lambda settings, size: balance.sgd(_corrected(settings), size))
+balance.register(Adam)(lambda settings, size: balance.adam({**settings, "weight_decay": decay_of(settings)}, size))
+balance.register(SGD)(lambda settings, size: balance.sgd({**settings, "weight_decay": decay_of(settings)}, size))
 balance.register_angle(Angular)
-
-
-def _corrected(settings: Options) -> Options:
-    """Settings with the weight decay of this step."""
-    return {**settings, "weight_decay": decay_of(settings)} if settings.get("corrected_decay") else settings
 
 
 @register(Adam)
@@ -129,8 +124,8 @@ def read_angular(taken: Taken) -> Step:
 
 
 def _classic(taken: Taken, reader: Callable[[Taken], Step], **settings: Any) -> Step:
-    """Torch's reader of the same update, with settings that ours does not have."""
-    return reader(replace(taken, group={**_corrected(taken.group), **settings}))
+    """Torch's reader of the same update, with the weight decay of this step and settings that ours does not have."""
+    return reader(replace(taken, group={**taken.group, "weight_decay": decay_of(taken.group), **settings}))
 
 
 def _back(taken: Taken, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

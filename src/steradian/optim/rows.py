@@ -221,17 +221,16 @@ class _Cut:
     dimension, in the order in which they lie in the parameter's memory.
     """
 
-    def __init__(self, shape_of_param: torch.Size, strides: tuple[int, ...], layout: Layout) -> None:
-        counts = layout.blocks(shape_of_param)
-        sizes = [size // count if count else 1 for size, count in zip(shape_of_param, counts, strict=True)]
-        self.n, self.d = math.prod(counts), math.prod(sizes)
-        # Each dimension split in two. Then the dimensions that count blocks, of more than one; those within a block,
-        # of more than one entry, the outermost in memory first; and all, those of one entry last.
-        self.shape = [entries for pair in zip(counts, sizes, strict=True) for entries in pair]
-        self.outer = [2 * i for i, count in enumerate(counts) if count != 1]
-        self.inner = [2 * i + 1 for i, size in enumerate(sizes) if size != 1]
+    def __init__(self, shape: torch.Size, strides: tuple[int, ...], layout: Layout) -> None:
+        self.shape = layout.split(shape)
+        self.n, self.d = layout.size(shape)
+        # Dimensions of `self.shape` that count blocks, of more than one; those within a block, of more than one entry,
+        # the outermost in memory first; and all, those of one entry last.
+        order = range(len(self.shape))
+        self.outer = [k for k in order[::2] if self.shape[k] != 1]
+        self.inner = [k for k in order[1::2] if self.shape[k] != 1]
         self.inner.sort(key=lambda k: strides[k // 2], reverse=True)
-        self.order = list(dict.fromkeys([*self.outer, *self.inner, *range(len(self.shape))]))
+        self.order = list(dict.fromkeys([*self.outer, *self.inner, *order]))
 
     @property
     def rows_per_block(self) -> int:
