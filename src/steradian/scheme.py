@@ -28,36 +28,24 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the generic scheme, x' = (1 − lr·decay)x − lr·a ⊘ b (Eqs. 3 and 4).
+    """One step of the generic scheme, x' = (1 − lr·decay)x − lr·a ⊘ b (Eqs. 3 and 4)."""
 
-    Attributes:
-        a: momentum, in the parameter's shape and in units of a gradient.
-        b: division vector, in the parameter's shape (a stride-0 view where it is one number).
-        lr: the rate η of this step; a tensor where the optimizer holds one.
-        l2: the coupled L2 coefficient λ that a contains.
-        decay: the decoupled weight-decay coefficient δ, as in AdamW.
-        beta: the momentum factor β of a.
-    """
-
-    a: Tensor
-    b: Tensor
-    lr: float | Tensor
-    l2: float | Tensor = 0.0
-    decay: float | Tensor = 0.0
-    beta: float | Tensor = 0.0
+    a: Tensor  #: momentum, in the parameter's shape and in units of a gradient
+    b: Tensor  #: division vector, in the parameter's shape (a stride-0 view where it is one number)
+    lr: float | Tensor  #: the rate η of this step; a tensor where the optimizer holds one
+    l2: float | Tensor = 0.0  #: the coupled L2 coefficient λ that a contains
+    decay: float | Tensor = 0.0  #: the decoupled weight-decay coefficient δ, as in AdamW
+    beta: float | Tensor = 0.0  #: the momentum factor β of a
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a reader gets: a parameter after a step with its gradient, its param group and its state in the optimizer.
-
-    `before` is the parameter before the step, where `read_step` was given it.
-    """
+    """What a reader gets: a parameter after a step with its gradient, its param group and its optimizer state."""
 
     param: Tensor
     group: Mapping[str, Any]
     state: Mapping[str, Any]
-    before: Tensor | None = None
+    before: Tensor | None = None  #: the parameter before the step, where `read_step` was given it
 
     def need(self, key: str) -> Tensor:
         """The entry `key` of the parameter's state, as float32 or wider."""

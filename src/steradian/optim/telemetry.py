@@ -17,19 +17,15 @@ class Telemetry(dict[Tensor, Tensor]):
     The first parameter of a joint set stands for the set, and a sharded parameter has the rows that this rank steps.
     The value of a parameter is a view of one tensor for its device and dtype. Every step overwrites the memory, which
     stays at its address until a param group is added. A parameter that takes no step keeps its last numbers.
-
-    Attributes:
-        buffers: the tensors, (N, 7), one for each device and dtype.
-        also: a second tensor like the only buffer, aligned to 16 bytes, to which a fused step that covers all rows and
-            is not captured writes its numbers as well.
-        left: that tensor, after a step that wrote to it; else None.
     """
 
+    buffers: tuple[Tensor, ...] = ()  #: the tensors, (N, 7), one for each device and dtype
+    #: a second tensor like the only buffer, aligned to 16 bytes, to which a fused step that covers all rows and is not
+    #: captured writes its numbers as well
     also: Tensor | None = None
-    left: Tensor | None = None
+    left: Tensor | None = None  #: that tensor, after a step that wrote to it; else None
 
     def __init__(self) -> None:
-        self.buffers: tuple[Tensor, ...] = ()
         self._covered: list[tuple[int, int, torch.device, torch.dtype]] = []
         self._places: dict[Tensor, tuple[int, slice]] = {}
 
