@@ -78,6 +78,7 @@ class RowOptimizer(Optimizer, ABC):
         """The update of one row set, a function of `reference`; an instance may replace it by a compiled one."""
 
     def _check(self, group: Options) -> None:
+        """Raise a ValueError that names the argument for settings that make no sense."""
         check_settings(group, self.defaults)
 
     def _entries(self, group: Options) -> tuple[str, ...]:
@@ -108,7 +109,7 @@ class RowOptimizer(Optimizer, ABC):
     # The step
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take one step; returns the loss of the closure, which recomputes it and its gradients, or else None."""
+        """Take one step; `closure` recomputes the loss and its gradients, and returns the loss, as this does then."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -362,6 +363,7 @@ class RowOptimizer(Optimizer, ABC):
         self.state[param] = state
 
     def _check_has(self, needed: Set[str], saved: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless what was saved has these names."""
         if not needed <= saved.keys():
             expected, found = (", ".join(map(repr, sorted(names))) for names in (needed, saved))
             raise ValueError(
