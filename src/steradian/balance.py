@@ -40,25 +40,16 @@ __all__ = [
 class Balance:
     """The equilibrium of a group's rows: r = (gain·η·γ^power)^(1/root), and θ² = pace·η or θ = pace·η/r.
 
-    Attributes:
-        gain: the factor under the root; NaN if the radius is not derived.
-        power: of γ = ‖∇L(u)‖.
-        root: 4 for SGD, 2 for Adam with decoupled decay, 3 with coupled.
-        pace: the factor of the angle.
-        free: the angle is √(pace·η), independent of the radius (SGD); otherwise pace·η/r.
-        shrink: what r² loses in a step, over η; times r/γ where the decay is coupled and divided (root 3).
-        memory: β2 of the squared gradients that a step is divided by; 0 if it is not.
-
     All may be tensors with one number per step and row.
     """
 
-    gain: float | Tensor
-    power: float | Tensor
-    root: float | Tensor
-    pace: float | Tensor
-    free: bool | Tensor
-    shrink: float | Tensor = math.nan
-    memory: float | Tensor = 0.0
+    gain: float | Tensor  #: the factor under the root; NaN if the radius is not derived
+    power: float | Tensor  #: of γ = ‖∇L(u)‖
+    root: float | Tensor  #: 4 for SGD, 2 for Adam with decoupled decay, 3 with coupled
+    pace: float | Tensor  #: the factor of the angle
+    free: bool | Tensor  #: the angle is √(pace·η), independent of the radius (SGD); otherwise pace·η/r
+    shrink: float | Tensor = math.nan  #: what r² loses in a step, over η; times r/γ if coupled and divided (root 3)
+    memory: float | Tensor = 0.0  #: β2 of the squared gradients that a step is divided by; 0 if it is not
 
     def __call__(self, rate: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
         """Radius and angle in equilibrium, from the rate η and γ = ‖∇L(u)‖."""
@@ -204,21 +195,13 @@ _named: dict[str, Balanced] = {"Lion": lion}
 
 @dataclass(frozen=True)
 class Equilibrium:
-    """What `equilibrium` says about the rows of one group.
+    """What `equilibrium` says about the rows of one group."""
 
-    Attributes:
-        name: the parameters, or "param group k".
-        angle: in radians per step: a number, or with `rates` one for each step; NaN if it is not known.
-        radius: of a row, likewise.
-        steps: after how many steps at the present rate 5 % of a disturbance of r² are left; inf without decay.
-        note: what the prediction does not know, or takes for granted; may be empty.
-    """
-
-    name: str
-    angle: float | Tensor
-    radius: float | Tensor
-    steps: float
-    note: str = ""
+    name: str  #: the parameters, or "param group k"
+    angle: float | Tensor  #: in radians per step: a number, or with `rates` one for each step; NaN if it is not known
+    radius: float | Tensor  #: of a row, likewise
+    steps: float  #: after how many steps at the present rate 5 % of a disturbance of r² are left; inf without decay
+    note: str = ""  #: what the prediction does not know, or takes for granted; may be empty
 
 
 def equilibrium(

@@ -65,10 +65,7 @@ class Layout:
         object.__setattr__(self, "spec", spec)
 
     def blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Number of blocks along each dimension of a tensor of this shape.
-
-        Raises:
-            ValueError: the shape cannot be cut so.
+        """Number of blocks along each dimension of a tensor of this shape; a ValueError if it cannot be cut so.
 
         >>> Layout(4).blocks((8, 3))
         (4, 1)
@@ -100,8 +97,16 @@ class Layout:
         >>> Layout("tensor").size((8, 3))
         (1, 24)
         """
-        counts = self.blocks(shape)
-        return math.prod(counts), math.prod(s // g if g else 1 for s, g in zip(shape, counts, strict=True))
+        split = self.split(shape)
+        return math.prod(split[::2]), math.prod(split[1::2])
+
+    def split(self, shape: Sequence[int]) -> list[int]:
+        """The shape with each dimension split into its blocks and what lies within one.
+
+        >>> Layout(4).split((8, 3))
+        [4, 2, 1, 3]
+        """
+        return [k for size, g in zip(shape, self.blocks(shape), strict=True) for k in (g, size // g if g else 1)]
 
     def rows(self, tensor: Tensor) -> Tensor:
         """The tensor as (n, d) rows, entries in logical order: a view where memory allows, else a copy.
@@ -110,38 +115,27 @@ class Layout:
         >>> Layout(2).rows(x).tolist(), Layout(2).rows(x).data_ptr() == x.data_ptr()
         ([[0.0, 1.0], [2.0, 3.0]], True)
         """
-        size, counts = self.size(tensor.shape), self.blocks(tensor.shape)
-        if all(g == 1 for g in counts[1:]):
+        split = self.split(tensor.shape)
+        size, order = (math.prod(split[::2]), math.prod(split[1::2])), range(len(split))
+        if all(g == 1 for g in split[2::2]):
             return tensor.reshape(size)
-        cut, order = _split(tensor.shape, counts)
-        return tensor.reshape(cut).permute(order).reshape(size)
+        return tensor.reshape(split).permute(*order[::2], *order[1::2]).reshape(size)
 
     def restore(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
-        """The inverse of `rows`: (n, d) back to a tensor.
-
-        Args:
-            rows: as `rows` cuts them.
-            shape: of the tensor.
-
-        Raises:
-            ValueError: a tensor of this shape has other rows.
+        """The inverse of `rows`: (n, d) rows back to a tensor of this shape; a ValueError if that has other rows.
 
         >>> x, layout = torch.randn(4, 6, 3), Layout(("axis", 1))
         >>> torch.equal(layout.restore(layout.rows(x), x.shape), x)
         True
         """
-        shape, size = tuple(shape), self.size(shape)
+        shape, size, split = tuple(shape), self.size(shape), self.split(shape)
         if tuple(rows.shape) != size:
             raise ValueError(f"rows of shape {size} make a tensor of shape {shape}, got {tuple(rows.shape)}")
-        cut, order = _split(shape, self.blocks(shape))
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return rows.reshape([cut[i] for i in order]).permute(back).reshape(shape)
+        back = [k for i in range(len(shape)) for k in (i, len(shape) + i)]
+        return rows.reshape([*split[::2], *split[1::2]]).permute(back).reshape(shape)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Rows that span several tensors: row i is row i of each, one behind the other.
-
-        Raises:
-            ValueError: no tensor, or tensors that are cut into different numbers of rows.
+        """Rows that span several tensors, which have one number of rows: row i is row i of each, one behind the other.
 
         >>> weight, bias = torch.zeros(8, 3), torch.zeros(8)
         >>> Layout(4).join([weight, bias]).shape
@@ -165,12 +159,6 @@ def _is_spec(spec: object) -> bool:
         case ("grid", *blocks):
             return bool(blocks) and all(type(g) is int and (g >= 1 or g == -1) for g in blocks)
     return type(spec) is int and spec >= 1
-
-
-def _split(shape: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The shape with each dimension split into blocks and what lies within one, and the order with blocks first."""
-    split = [k for size, g in zip(shape, counts, strict=True) for k in (g, size // g if g else 1)]
-    return split, [*range(0, len(split), 2), *range(1, len(split), 2)]
 
 
 @dataclass(frozen=True)
@@ -334,12 +322,7 @@ class Groups:
 
         `fully_shard` (FSDP2) replaces the parameters, and a copy of the model has its own; what was found holds for
         them too. Prefixes that compilation, data parallelism and activation checkpointing add to names are ignored.
-
-        Args:
-            model: the model in which the rows were found, or a copy of it.
-
-        Raises:
-            ValueError: the model has no such parameter, or one of another shape.
+        The first parameter that the model lacks, or has in another shape, is named in a ValueError.
 
         >>> model = nn.Linear(2, 2)
         >>> groups = Groups(dict(model.named_parameters()), [Group(("weight",), "filter", 2, 2, "bn", 1e-6)])
@@ -361,10 +344,8 @@ class Groups:
 
         Args:
             path: of a file that `save` wrote.
-            model: one like that in which the rows were found, possibly compiled, data-parallel or sharded.
-
-        Raises:
-            ValueError: not such a file, or the model has other parameters; names the first difference.
+            model: one like that in which the rows were found, possibly compiled, data-parallel or sharded. If it has
+                other parameters, a ValueError names the first difference.
 
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "groups.json")
@@ -374,12 +355,11 @@ class Groups:
         """
         try:
             content = json.loads(Path(path).read_bytes())
-            found = content["format"]
-        except (ValueError, KeyError, TypeError) as error:
+            found = content.pop("format")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"path must be a file that Groups.save wrote, got {str(path)!r}") from error
         if found != _FORMAT:
             raise ValueError(f"{path} has format {found!r}, and this version reads {_FORMAT}; save the groups again")
-        del content["format"]
         content["params"] = _fitting(content.pop("shapes"), content["frozen"], model)
         content["passes"] = tuple(content["passes"])
         for key, kind in (("groups", Group), ("facts", Group), ("pairs", Pair)):
@@ -391,11 +371,7 @@ class Groups:
         return next((group for group in self.groups if name in group.names), None)
 
     def explain(self, name: str) -> str:
-        """What was found about one parameter, in words.
-
-        Raises:
-            ValueError: the model has no parameter of this name.
-        """
+        """What was found about one parameter, in words."""
         name, given = next((first for first, others in self.aliases.items() if name in others), name), name
         if name not in self.params:
             raise ValueError(f"no parameter is called {given!r}; the model has {', '.join(self.params)}")
@@ -416,11 +392,9 @@ class Groups:
             lines.append("frozen: it does not require a gradient, so it was not tested")
         elif name in self.no_effect:
             lines.append("no effect: no output depends on it")
-        elif name in self.partial:
-            lines.append(f"rest: {self.partial[name]}")
         else:
             why = "complex, and rows are real vectors" if param.is_complex() else "not radially invariant"
-            lines.append(f"rest: {why}")
+            lines.append(f"rest: {self.partial.get(name, why)}")
         if name in self.details:
             lines.append(f"measured: {self.details[name]}")
         of_name = [fact for fact in self.facts if name in fact.names]
@@ -430,11 +404,10 @@ class Groups:
 
     def __str__(self) -> str:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        lines = [""]
         n_rows, layouts = sum(group.n_rows for group in self.groups), self.layouts
         inside, total = (sum(self.params[name].numel() for name in names) for names in (layouts, self.params))
         where = f"{plural(n_rows, 'row')} in {plural(len(layouts), 'parameter')}"
-        lines.append(f"{where}: {inside} of {plural(total, 'number')} ({100 * inside / max(total, 1):.1f} %)")
+        lines = ["", f"{where}: {inside} of {plural(total, 'number')} ({100 * inside / max(total, 1):.1f} %)"]
         plain = [name for name in self.rest if name not in self.no_effect and name not in self.partial]
         for title, names in [("rest", plain), ("no effect", self.no_effect), ("frozen", self.frozen)]:
             if names:
@@ -477,12 +450,10 @@ def is_flattened(param: Tensor) -> bool:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside data-parallel and compiled ones, whose parameters have the names that its author gave them."""
-    while True:
-        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        inner = model._modules.get("module" if parallel else "_orig_mod")
-        if inner is None:
-            return model
+    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while (inner := model._modules.get("module" if isinstance(model, parallel) else "_orig_mod")) is not None:
         model = inner
+    return model
 
 
 def bare(name: str) -> str:

@@ -27,22 +27,14 @@ class ImageNumbers:
 
     Properties have the shape of the radius, (n,) for the n rows of one step. Those that cannot be known from two points
     alone are None in an observed step.
-
-    Attributes:
-        radius: r.
-        start: r̃.
-        inward: ⟨q,u⟩.
-        across: ‖q^⊥‖.
-        lr: the rate η.
-        scale: b̄; None in an observed step.
     """
 
-    radius: Tensor
-    start: Tensor
-    inward: Tensor
-    across: Tensor
-    lr: float | Tensor
-    scale: Tensor | None
+    radius: Tensor  #: r
+    start: Tensor  #: r̃
+    inward: Tensor  #: ⟨q,u⟩
+    across: Tensor  #: ‖q^⊥‖
+    lr: float | Tensor  #: the rate η
+    scale: Tensor | None  #: b̄; None in an observed step
 
     @cached_property
     def collapsed(self) -> Tensor:
@@ -110,15 +102,10 @@ class ImageNumbers:
 
 @dataclass(frozen=True, eq=False)
 class ImageStep(ImageNumbers):
-    """The image of one step on the unit sphere: the numbers of `ImageNumbers`, and vectors, row by row.
+    """The image of one step on the unit sphere: the numbers of `ImageNumbers`, and vectors, row by row."""
 
-    Attributes:
-        direction: u, (n, d); 0 for a row without a direction.
-        tangential: q^⊥, (n, d).
-    """
-
-    direction: Tensor
-    tangential: Tensor
+    direction: Tensor  #: u, (n, d); 0 for a row without a direction
+    tangential: Tensor  #: q^⊥, (n, d)
 
     @cached_property
     def effective_direction(self) -> Tensor | None:

@@ -20,18 +20,12 @@ class Phenomena:
 
     (a) compares c^⊥ with the momentum before the division, the others compare the tangent part of that momentum,
     c^grad + λr²c^L2, with what it would be without the one phenomenon.
-
-    Attributes:
-        deformation: (a), the element-wise division: against (r a)^⊥.
-        gradient_memory: (b1), past gradients that left the tangent space: against their parallel transport.
-        l2_memory: (b2), past points in the L2 term: against (c^grad)^⊥.
-        radius_ratio: (c), the ratios r_k/r_i: against the same sums with every radius equal to r_k.
     """
 
-    deformation: Tensor
-    gradient_memory: Tensor
-    l2_memory: Tensor
-    radius_ratio: Tensor
+    deformation: Tensor  #: (a), the element-wise division: against (r a)^⊥
+    gradient_memory: Tensor  #: (b1), past gradients that left the tangent space: against their parallel transport
+    l2_memory: Tensor  #: (b2), past points in the L2 term: against (c^grad)^⊥
+    radius_ratio: Tensor  #: (c), the ratios r_k/r_i: against the same sums with every radius equal to r_k
 
 
 class Memory:
@@ -109,11 +103,7 @@ class Memory:
 
     @torch.no_grad()
     def phenomena(self, step: Step | Sequence[Step]) -> Phenomena:
-        """How large a, b1, b2 and c are in the step taken from the last update's point.
-
-        Args:
-            step: as `scheme.read_step` gives it; one per tensor for joint rows.
-        """
+        """How large a, b1, b2 and c are in the step from the last update's point; joint rows: one step per tensor."""
         steps = [step] if isinstance(step, Step) else list(step)
         a, b = (self._rows([getattr(s, name) for s in steps], f"step.{name}") for name in ("a", "b"))
         r = self._known("r")

@@ -28,36 +28,24 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the generic scheme, x' = (1 − lr·decay)x − lr·a ⊘ b (Eqs. 3 and 4).
+    """One step of the generic scheme, x' = (1 − lr·decay)x − lr·a ⊘ b (Eqs. 3 and 4)."""
 
-    Attributes:
-        a: momentum, in the parameter's shape and in units of a gradient.
-        b: division vector, in the parameter's shape (a stride-0 view where it is one number).
-        lr: the rate η of this step; a tensor where the optimizer holds one.
-        l2: the coupled L2 coefficient λ that a contains.
-        decay: the decoupled weight-decay coefficient δ, as in AdamW.
-        beta: the momentum factor β of a.
-    """
-
-    a: Tensor
-    b: Tensor
-    lr: float | Tensor
-    l2: float | Tensor = 0.0
-    decay: float | Tensor = 0.0
-    beta: float | Tensor = 0.0
+    a: Tensor  #: momentum, in the parameter's shape and in units of a gradient
+    b: Tensor  #: division vector, in the parameter's shape (a stride-0 view where it is one number)
+    lr: float | Tensor  #: the rate η of this step; a tensor where the optimizer holds one
+    l2: float | Tensor = 0.0  #: the coupled L2 coefficient λ that a contains
+    decay: float | Tensor = 0.0  #: the decoupled weight-decay coefficient δ, as in AdamW
+    beta: float | Tensor = 0.0  #: the momentum factor β of a
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a reader gets: a parameter after a step with its gradient, its param group and its state in the optimizer.
-
-    `before` is the parameter before the step, where `read_step` was given it.
-    """
+    """What a reader gets: a parameter after a step with its gradient, its param group and its optimizer state."""
 
     param: Tensor
     group: Mapping[str, Any]
     state: Mapping[str, Any]
-    before: Tensor | None = None
+    before: Tensor | None = None  #: the parameter before the step, where `read_step` was given it
 
     def need(self, key: str) -> Tensor:
         """The entry `key` of the parameter's state, as float32 or wider."""
@@ -74,6 +62,12 @@ class Taken:
         """A setting of the parameter's group; a tensor is copied, since a scheduler writes into it."""
         value = self.group[key]
         return value.detach().clone() if isinstance(value, Tensor) else float(value)
+
+    def start(self) -> Tensor:
+        """The parameter before the step, as float32 or wider."""
+        if self.before is None:
+            raise ValueError("the state does not tell this step: pass before=, the parameter before the step")
+        return as_float(self.before.detach(), "before")
 
     def gradient(self) -> Tensor:
         """∇L(x) of the step, without the L2 term, with the sign of a minimization."""
@@ -96,7 +90,7 @@ class Taken:
         if not isinstance(l2, Tensor) and l2 == 0:
             return gradient
         if self.before is not None:
-            return gradient.add_(as_float(self.before.detach(), "before") * l2)
+            return gradient.add_(self.start() * l2)
         kept = 1 - (pace if isinstance(pace, Tensor) else torch.tensor(pace, dtype=torch.float64, device="cpu")) * l2
         smallest = kept.abs().min()
         if smallest < 0.5:
@@ -304,15 +298,15 @@ def _read_adamax(taken: Taken) -> Step:
 @register(Muon)
 def _read_displacement(taken: Taken) -> Step:
     """Optimizers that do not divide element by element: a = ((1 − ηδ)x − x')/η is their update, and b = 1."""
-    if taken.before is None:
-        raise ValueError(
-            "the update of this optimizer is not in its state: pass before=, the parameter before the step"
-        )
-    lr, decay = taken.setting("lr"), taken.setting("weight_decay")
-    x, y = as_float(taken.before.detach(), "before"), as_float(taken.param.detach(), "param")
-    a = x * (1 - lr * decay) - y
-    a = torch.where(torch.as_tensor(lr == 0, device=a.device), torch.zeros_like(a), a / lr)
-    return Step(a, _uniform(1, a), lr, decay=decay)
+    one = _uniform(1, taken.start())
+    return displaced(taken, Step(one, one, taken.setting("lr"), decay=taken.setting("weight_decay")))
+
+
+def displaced(taken: Taken, step: Step) -> Step:
+    """The step with the a that took the parameter from before to after, a = b ⊙ ((1 − ηδ)x − x')/η; 0 where η is 0."""
+    lr = step.lr.reshape(()) if isinstance(step.lr, Tensor) else step.lr
+    moved = taken.start() * (1 - lr * step.decay) - as_float(taken.param.detach(), "param")
+    return replace(step, a=(moved * step.b / lr).masked_fill_(torch.as_tensor(lr == 0, device=moved.device), 0))
 
 
 def _read_schedule_free(taken: Taken) -> Step:

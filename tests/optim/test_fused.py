@@ -434,7 +434,7 @@ def test_on_a_cpu_the_default_is_the_reference():
 
 
 def test_the_default_is_fused_where_that_works_and_falls_back_set_by_set(monkeypatch):
-    monkeypatch.setattr(decide, "works", lambda params: True)
+    monkeypatch.setattr(decide, "runs_kernels", lambda device: True)
     made = []
     for fused in (False, None):
         params = parameters([(4, 6), (4, 3, 2), (5,)])

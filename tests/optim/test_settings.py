@@ -11,7 +11,7 @@ from torch import nn
 from optim.table import TABLE, Make, assert_same, groups, parameters, set_gradients, train
 from steradian import optim
 from steradian.groups import Groups, Layout
-from steradian.optim import base, checks
+from steradian.optim import checks
 
 BAD: dict[str, list[Any]] = {
     "lr": [
@@ -144,7 +144,7 @@ def test_an_endless_clip_is_none() -> None:
 
 @pytest.mark.parametrize(("make", "said"), [(optim.AdamSRT, True), (optim.AdamG, True), (optim.Adam, False)])
 def test_an_optimizer_without_any_rows_says_so_once(make, said, caplog):
-    base._warn_of_no_rows.cache_clear()
+    checks.warn_once.cache_clear()
     weight = torch.nn.Parameter(torch.randn(3, 4))
     for _ in range(2):
         make([weight])
@@ -152,7 +152,7 @@ def test_an_optimizer_without_any_rows_says_so_once(make, said, caplog):
     assert len(made) == said
     assert all(f"{make.__name__}: " in text and "find_groups" in text for text in made)
     caplog.clear()
-    base._warn_of_no_rows.cache_clear()
+    checks.warn_once.cache_clear()
     make([{"params": [weight], "rows": "filter"}])
     assert not caplog.records
 
@@ -166,13 +166,13 @@ def test_a_rate_is_checked_where_no_group_has_rows(kind: Any, rate: Any) -> None
 
 @pytest.mark.parametrize(("kind", "named"), [(optim.AdamG, True), (optim.AdaGradG, True), (optim.AdamSRT, False)])
 def test_the_warning_names_the_rate_that_counts(kind: Any, named: bool, caplog: pytest.LogCaptureFixture) -> None:
-    base._warn_of_no_rows.cache_clear()
+    checks.warn_once.cache_clear()
     kind([nn.Parameter(torch.ones(3))])
     assert ("rest_lr" in caplog.text) == named
 
 
 def test_a_model_without_rows_is_named_as_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    base._warn_of_no_rows.cache_clear()
+    checks.warn_once.cache_clear()
     model = nn.Linear(3, 2)
     groups = Groups(dict(model.named_parameters())).param_groups()
     optim.AdamSRT(groups)
@@ -204,7 +204,7 @@ def test_rows_of_one_number_are_refused_on_the_unit_sphere(kind: Any) -> None:
 
 
 def test_rows_of_one_number_are_warned_of_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
-    checks._warn_of_short_rows.cache_clear()
+    checks.warn_once.cache_clear()
     for _ in range(2):
         optim.Adam([{"params": [nn.Parameter(torch.ones(5))], "rows": "filter"}], without="ab")
     assert caplog.text.count("into rows of one number") == 1

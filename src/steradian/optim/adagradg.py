@@ -10,8 +10,8 @@ from steradian import geometry
 from steradian.equivalence import adagradg_from_sgd
 from steradian.groups import Layout
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, fill, settings
-from steradian.optim.checks import check, is_number
+from steradian.optim.base import Params, RowOptimizer, fill, settings
+from steradian.optim.checks import Options, check, is_number
 from steradian.optim.rows import State
 
 __all__ = ["AdaGradG"]

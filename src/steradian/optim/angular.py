@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, settings
-from steradian.optim.checks import check
+from steradian.optim.base import Params, RowOptimizer, settings
+from steradian.optim.checks import Options, check
 from steradian.optim.rows import RowSet, State, by_shape
 
 __all__ = ["Angular"]
@@ -101,21 +101,18 @@ class Angular(RowOptimizer):
     def _is_fused(self, group: Options) -> bool:
         return group["direction"] != "adam" and super()._is_fused(group)
 
-    def _per_row(self, group: Options) -> frozenset[str]:
-        return super()._per_row(group) if group["spread"] == "rms" else frozenset()
-
     def _entries(self, group: Options) -> tuple[str, ...]:
         if not self._updates_rows(group):
             return super()._entries(group) if group["rest"] == "adamw" else ()
         second = ("exp_avg_sq",) if group["direction"] == "adam" else ()
-        return ("step", "momentum_buffer", *second, *self._per_row(group))
+        return ("step", "momentum_buffer", *second, *(self.row_state if group["spread"] == "rms" else ()))
 
     def _together(self, sets: list[RowSet], group: Options) -> Iterable[RowSet]:
         return by_shape(sets) if group["direction"] == "muon" else super()._together(sets, group)
 
     def _step_rest(self, params: list[Tensor], states: list[State], group: Options) -> None:
         if group["rest"] == "sgd":
-            torch_updates.sgd(params, states, {**group, "dampening": 0.0})
+            torch_updates.sgd(params, states, group)
         else:
             betas = group["momentum"], group["beta2"]
             settings = {**group, "betas": betas, "eps": 1e-8, "decoupled_weight_decay": True}

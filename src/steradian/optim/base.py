@@ -1,9 +1,7 @@
 """RowOptimizer: what every optimizer of the package has in common, from a gradient to a new weight."""
 
-import functools
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, ClassVar
 
 import torch
@@ -16,16 +14,13 @@ from torch.optim.optimizer import Optimizer
 from steradian.geometry import is_plain
 from steradian.groups import Groups, Layout, is_sharded
 from steradian.optim import torch_updates, transport
-from steradian.optim.checks import check_gradients, check_rate, check_rows, check_settings
+from steradian.optim.checks import Options, check_gradients, check_rate, check_rows, check_settings, logger, warn_once
 from steradian.optim.fused import decide
 from steradian.optim.rows import RowSet, State, arithmetic, check_shape, sharding, together
 from steradian.optim.telemetry import Telemetry
 
 __all__ = ["RowOptimizer"]
 
-logger = logging.getLogger("steradian")
-
-Options = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 Classic = list[tuple[Options, list[Tensor], list[State]]]
 """Param groups for the classic update, each with its parameters that have a gradient, and their states."""
@@ -49,13 +44,10 @@ class RowOptimizer(Optimizer, ABC):
     identify a saved state as its own (`_marks`), whether rows are put on the unit sphere (`_fixes_radius`) and whether
     the classic update takes sparse gradients (`_takes_sparse`). State and classic update are Adam's unless it has its
     own `_entries` and `_step_rest`. A setting `rest_lr` is the rate of param groups without rows that give none.
-
-    Attributes:
-        row_state: entries of the state that have one number per row, in param groups where the row update does so.
-        telemetry: after `emit()`, seven numbers about every row of the last step (`Telemetry`).
     """
 
-    telemetry: Telemetry | None = None
+    telemetry: Telemetry | None = None  #: after `emit()`, seven numbers about every row of the last step
+    #: entries of the state that have one number per row, in param groups where the row update does so
     row_state: ClassVar[frozenset[str]] = frozenset()
 
     _has_fused: ClassVar[bool] = False
@@ -71,8 +63,12 @@ class RowOptimizer(Optimizer, ABC):
             check_rate(defaults)  # param groups without rows have `rest_lr` in its place
         super().__init__(params, defaults)
         if defaults.get("without") != "" and all(group.get("rows") is None for group in self.param_groups):
-            searched = any("rows" in group for group in self.param_groups)
-            _warn_of_no_rows(type(self).__name__, searched, "rest_lr" in defaults)
+            rate = " at the rate rest_lr, not lr" if "rest_lr" in defaults else ""
+            why = "pass st.find_groups(model, batch).param_groups()"
+            if any("rows" in group for group in self.param_groups):
+                why = "find_groups found no invariant weights in this model"
+            says = "%s: no param group has rows, so that every parameter gets the classic update%s: %s"
+            warn_once(says, type(self).__name__, rate, why)
 
     # What a subclass implements
 
@@ -113,11 +109,7 @@ class RowOptimizer(Optimizer, ABC):
     # The step
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Take one step; returns the closure's loss, or None without one.
-
-        Args:
-            closure: recomputes the loss and its gradients, and returns the loss.
-        """
+        """Take one step; `closure` recomputes the loss and its gradients, and returns the loss, as this does then."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -144,9 +136,6 @@ class RowOptimizer(Optimizer, ABC):
         for group, params, states in classic:
             emits = self.telemetry is not None and group.get("rows") is not None
             (self._step_and_emit if emits else self._step_rest)(params, states, group)
-            for param, state in zip(params, states, strict=True):
-                if state and param not in self.state:
-                    self.state[param] = state
         # An update that replaces the class's own, such as a compiled one, takes row sets one by one.
         alone, scaler = self.update is not type(self).update, self._scaler
         for group, sets in work:
@@ -206,7 +195,9 @@ class RowOptimizer(Optimizer, ABC):
         wanted = group.get("fused")
         if wanted is False or not self._has_fused:
             return False
-        return decide.available(group["params"]) if wanted else decide.works(group["params"])
+        if wanted:
+            return decide.available(group["params"])
+        return all(map(decide.runs_kernels, {param.device for param in group["params"]}))
 
     def _row_sets(self, params: list[Tensor], group: Options, *, classic: bool = False) -> list[RowSet]:
         """The rows of parameters that have a gradient, with their states and the place of their telemetry."""
@@ -232,9 +223,11 @@ class RowOptimizer(Optimizer, ABC):
         return [self.state[param] for param in known if id(param) not in present]
 
     def _state_of(self, param: Tensor, group: Options, *, classic: bool) -> State:
-        state: State = self.state[param] if self.state.get(param) else self._new_state(param, group)
-        if state:  # as torch, an optimizer that keeps nothing of a parameter has no entry for it
-            self.state[param] = state
+        state: State = self.state.get(param, {})
+        if not state:
+            state |= self._new_state(param, group)
+            if state or group.get("momentum"):  # as torch, which makes SGD's momentum in the first step
+                self.state[param] = state
         for name in self.row_state.intersection(state) if classic else ():
             if state[name].shape != param.shape:
                 check_shape(name, state[name], param.shape)
@@ -284,7 +277,8 @@ class RowOptimizer(Optimizer, ABC):
         if self.telemetry is not None:
             with_rows = [group for group in self.param_groups if group.get("rows") is not None]
             sets = [(params, Layout(group["rows"])) for group in with_rows for params in _sets(group["params"], group)]
-            self.telemetry.cover([(params[0], _count_rows(params, layout), _dtype(params)) for params, layout in sets])
+            counts = [(params[0], _count_rows(params, layout), arithmetic(params)) for params, layout in sets]
+            self.telemetry.cover(counts)
 
     # Groups and state
 
@@ -312,11 +306,9 @@ class RowOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, on the parameters' device and in their memory format, without sharing memory with it.
 
-        Settings that the saved groups lack, such as "rows" in a state of torch's Adam, stay as they are.
-
-        Raises:
-            ValueError: the state does not fit the parameters, or was made by another optimizer or under other
-                settings. The optimizer is not changed then.
+        Settings that the saved groups lack, such as "rows" in a state of torch's Adam, stay as they are. A state that
+        was made by another optimizer, for other parameters or under other settings raises a ValueError and changes
+        nothing.
         """
         self._fused_step = None
         state, groups = self.state, self.param_groups
@@ -340,11 +332,8 @@ class RowOptimizer(Optimizer, ABC):
     def _take_settings(self, number: int, saved: Options, old: Options) -> None:
         """Complete a param group that torch loaded with the settings that only the one before it had."""
         group = self.param_groups[number]
-        if saved.get("rows") is not None and not self._marks <= saved.keys():
-            raise ValueError(
-                f"a state of {type(self).__name__} must have the settings {_quoted(self._marks)} for its rows, got "
-                f"{_quoted(saved.keys() - {'params'})}: it was made by another optimizer"
-            )
+        if saved.get("rows") is not None:
+            self._check_has(self._marks, saved)
         group |= {**old, **group}
         self._check(group)
         check_rows(group)
@@ -360,18 +349,12 @@ class RowOptimizer(Optimizer, ABC):
             del self.state[param]
             return
         state = self._new_state(param, group)
-        if not state.keys() <= saved.keys():
-            raise ValueError(
-                f"a state of {type(self).__name__} must have {_quoted(state)} here, got {_quoted(saved)}: "
-                "it was made by another optimizer or under other settings"
-            )
+        self._check_has(state.keys(), saved)
         for name, value in saved.items():
             if name == "step":
                 # Before torch 1.12 it was a plain number.
                 value = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
-                if value.numel() != 1:
-                    raise ValueError(f"the state 'step' must be one number, got {tuple(value.shape)}")
-                value = value.reshape(())
+                value = value.squeeze()
             if not isinstance(value, Tensor):
                 raise ValueError(f"the state {name!r} must be a tensor, got {value!r}")
             if name not in state:
@@ -379,15 +362,14 @@ class RowOptimizer(Optimizer, ABC):
             fill(state[name], check_shape(name, value, state[name].shape))
         self.state[param] = state
 
-
-@functools.cache
-def _warn_of_no_rows(optimizer: str, searched: bool, has_rest_lr: bool) -> None:
-    """Once: somebody may have one optimizer for each of many parameters, and some of these have no rows."""
-    rate = " at the rate rest_lr, not lr" if has_rest_lr else ""
-    why = "find_groups found no invariant weights in this model"
-    why = why if searched else "pass st.find_groups(model, batch).param_groups()"
-    says = "%s: no param group has rows, so that every parameter gets the classic update%s: %s"
-    logger.warning(says, optimizer, rate, why)
+    def _check_has(self, needed: Set[str], saved: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless what was saved has these names."""
+        if not needed <= saved.keys():
+            expected, found = (", ".join(map(repr, sorted(names))) for names in (needed, saved))
+            raise ValueError(
+                f"a state of {type(self).__name__} must have {expected} here, got {found}: "
+                "it was made by another optimizer or under other settings"
+            )
 
 
 def settings(arguments: Options) -> Options:
@@ -406,13 +388,8 @@ def _count_rows(params: list[Tensor], layout: Layout) -> int:
     return layout.size(params[0].shape)[0]
 
 
-def _dtype(params: list[Tensor]) -> torch.dtype:
-    """What the rows of a set of parameters are computed in, and what one number per row is kept in."""
-    return arithmetic(*(param.dtype for param in params))
-
-
 def _zeros_per_row(param: Tensor, group: Options) -> Tensor:
-    dtype, layout = _dtype(group["params"] if group.get("joint") else [param]), Layout(group["rows"])
+    dtype, layout = arithmetic(group["params"] if group.get("joint") else [param]), Layout(group["rows"])
     if is_sharded(param):
         zeros: Tensor = sharding().per_row(param, layout, dtype)
         return zeros
@@ -427,7 +404,3 @@ def fill(entry: Tensor, numbers: Tensor) -> None:
         sharding().keep(entry, numbers.to(entry.device).contiguous())
     else:
         entry.copy_(numbers)
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in sorted(names))

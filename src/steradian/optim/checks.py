@@ -104,13 +104,14 @@ def check_rows(group: Options, *, fixed_radius: bool = False) -> None:
             f"{short[0]}: a row of one number would become 1 or -1; leave this parameter without rows"
         )
     if short:
-        _warn_of_short_rows(str(layout.spec), short[0])
+        why = "rows of one number, whose direction is only a sign: such parameters are best left without rows"
+        warn_once("rows=%r cuts a parameter of shape %s into %s", str(layout.spec), short[0], why)
 
 
 @functools.cache
-def _warn_of_short_rows(spec: str, shape: tuple[int, ...]) -> None:
-    says = "rows=%r cuts a parameter of shape %s into rows of one number, whose direction is only a sign: such "
-    logger.warning(says + "parameters are best left without rows", spec, shape)
+def warn_once(says: str, *values: object) -> None:
+    """Log a warning once: somebody may have an optimizer for each of many parameters."""
+    logger.warning(says, *values)
 
 
 def check_gradients(group: Options, optimizer: str, *, sparse: bool) -> None:

@@ -19,19 +19,14 @@ from steradian.optim.adamg import AdamG
 from steradian.optim.adamp import AdamP
 from steradian.optim.angular import Angular
 from steradian.optim.reference import orthogonalized
-from steradian.optim.rows import Options, RowSet, decay_of, rate_of
+from steradian.optim.rows import RowSet, decay_of
 from steradian.optim.sgd import SGD
 from steradian.optim.transport import Motion
-from steradian.scheme import Step, Taken, UnreadableOptimizerError, register
+from steradian.scheme import Step, Taken, UnreadableOptimizerError, displaced, register
 
-balance.register(Adam)(lambda settings, size: balance.adam(_corrected(settings), size))
-balance.register(SGD)(lambda settings, size: balance.sgd(_corrected(settings), size))
+balance.register(Adam)(lambda settings, size: balance.adam({**settings, "weight_decay": decay_of(settings)}, size))
+balance.register(SGD)(lambda settings, size: balance.sgd({**settings, "weight_decay": decay_of(settings)}, size))
 balance.register_angle(Angular)
-
-
-def _corrected(settings: Options) -> Options:
-    """Settings with the weight decay of this step."""
-    return {**settings, "weight_decay": decay_of(settings)} if settings.get("corrected_decay") else settings
 
 
 @register(Adam)
@@ -40,13 +35,13 @@ def read_adam(taken: Taken) -> Step:
     without = taken.group["without"] if _radial(taken) else ""
     v = taken.need("exp_avg_sq")
     if "c" in without:
-        x, y = _rows(taken, _before(taken)), _rows(taken, taken.param)
-        shrink = Motion.of(x, y).shrink
+        x, y = _rows(taken, taken.start()), _rows(taken, taken.param)
+        shrink = Motion(x, y).shrink
         v = v / shrink.squeeze(1) if "a" in without else _restore(taken, _rows(taken, v) / shrink)
     if "a" in without:
         v = _restore(taken, v.unsqueeze(1).expand(-1, _layout(taken).size(taken.param.shape)[1]))
     step = _classic(replace(taken, state={**taken.state, "exp_avg_sq": v}), scheme.read_adam, amsgrad=False)
-    return _displaced(taken, step) if "b" in without or "c" in without else step
+    return displaced(taken, step) if "b" in without or "c" in without else step
 
 
 @register(SGD)
@@ -54,7 +49,7 @@ def read_sgd(taken: Taken) -> Step:
     """SGD: a is the momentum buffer; from the displacement without (b) or (c)."""
     step = _classic(taken, scheme.read_sgd)
     moves = _radial(taken) and taken.group["momentum"] and set(taken.group["without"]) & set("bc")
-    return _displaced(taken, step) if moves else step
+    return displaced(taken, step) if moves else step
 
 
 @register(AdamP)
@@ -62,7 +57,7 @@ def read_adamp(taken: Taken) -> Step:
     """AdamP: Adam's b, a from the displacement, decay λρ on rows and λ elsewhere."""
     decay = taken.group["weight_decay"] * (taken.group["wd_ratio"] if _radial(taken) else 1.0)
     step = _classic(taken, scheme.read_adam, amsgrad=False, decoupled_weight_decay=True, weight_decay=decay)
-    return _displaced(taken, step) if _radial(taken) or taken.group["nesterov"] else step
+    return displaced(taken, step) if _radial(taken) or taken.group["nesterov"] else step
 
 
 @register(AdamG)
@@ -94,7 +89,7 @@ def read_adagradg(taken: Taken) -> Step:
         return _classic(taken, scheme.read_sgd, momentum=0.0)
     if not taken.group["beta"]:
         raise UnreadableOptimizerError("AdaGradG with beta=0 keeps nothing of the v that a step used")
-    r, _ = geometry.split(_rows(taken, _before(taken)), check=False)
+    r, _ = geometry.split(_rows(taken, taken.start()), check=False)
     r = r.masked_fill(geometry.collapsed(r), 1)
     a = _rows(taken, taken.gradient())
     v = (taken.need("sum").unsqueeze(1) - geometry.dot(r * a, r * a)) / taken.group["beta"]
@@ -120,7 +115,7 @@ def read_angular(taken: Taken) -> Step:
         v = _rows(taken, taken.need("exp_avg_sq")) / (1 - group["beta2"] ** taken.need("step").to(n))
         n = torch.where(v > 0, n / v.sqrt(), 0)
     if group["direction"] == "muon":
-        n = RowSet(_layout(taken), [_before(taken).contiguous()], [{}]).on_matrices(orthogonalized, n)
+        n = RowSet(_layout(taken), [taken.start().contiguous()], [{}]).on_matrices(orthogonalized, n)
     d, slope = geometry.tangent(n, u), geometry.angle(u, p).tan()
     lr, turned = taken.setting("lr"), (slope > 0) & (r > 0)
     a, b = d / r, lr * geometry.norm(d) / (r**2 * slope)
@@ -129,29 +124,15 @@ def read_angular(taken: Taken) -> Step:
 
 
 def _classic(taken: Taken, reader: Callable[[Taken], Step], **settings: Any) -> Step:
-    """Torch's reader of the same update, with settings that ours does not have."""
-    return reader(replace(taken, group={**_corrected(taken.group), **settings}))
-
-
-def _displaced(taken: Taken, step: Step) -> Step:
-    """The step with the a that took the parameter from before to after."""
-    lr = rate_of(taken.group)
-    start = geometry.as_float(_before(taken), "before") * (1 - lr * step.decay)
-    moved = (start - geometry.as_float(taken.param.detach(), "param")) * step.b
-    return replace(step, a=(moved / lr).masked_fill_(torch.as_tensor(lr == 0, device=moved.device), 0))
+    """Torch's reader of the same update, with the weight decay of this step and settings that ours does not have."""
+    return reader(replace(taken, group={**taken.group, "weight_decay": decay_of(taken.group), **settings}))
 
 
 def _back(taken: Taken, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """r and u of the rows before the step, u' after it, and a momentum, transported back to u."""
-    r, u = geometry.split(_rows(taken, _before(taken)), check=False)
+    r, u = geometry.split(_rows(taken, taken.start()), check=False)
     _, p = geometry.split(_rows(taken, taken.param), check=False)
     return r, u, p, geometry.transport(_rows(taken, taken.need(name)), p, u)
-
-
-def _before(taken: Taken) -> Tensor:
-    if taken.before is None:
-        raise ValueError("this step moved the momentum with the parameter: pass before=, the parameter before the step")
-    return taken.before.detach()
 
 
 def _radial(taken: Taken) -> bool:

@@ -25,14 +25,11 @@ def adam(rows: RowSet, group: Options) -> None:
     step = rows.advance()
     beta1, beta2 = group["betas"]
     pace, root = rate_of(group) / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    if "a" in group["without"]:
-        v = rows.number("exp_avg_sq")
-        for piece, tensors in rows.pieces("param", "grad", "exp_avg"):
-            _adam(rows, piece, [*tensors, v[piece]], group, pace, root)
+    v = rows.number("exp_avg_sq") if "a" in group["without"] else None
+    for piece, tensors in rows.pieces("param", "grad", "exp_avg", *(["exp_avg_sq"] if v is None else [])):
+        _adam(rows, piece, tensors if v is None else [*tensors, v[piece]], group, pace, root)
+    if v is not None:
         rows.share("exp_avg_sq")
-    else:
-        for piece, tensors in rows.pieces("param", "grad", "exp_avg", "exp_avg_sq"):
-            _adam(rows, piece, tensors, group, pace, root)
 
 
 def _adam(
@@ -65,7 +62,7 @@ def _adam(
     kept = start - s * l2 if isinstance(l2, Tensor) else torch.rsub(s, start, alpha=l2)
     y = _moved(x, kept if outside else start, m, s)
     if "b" in without or "c" in without:
-        motion = Motion.of(x, y, v if "c" in without else None, stays)
+        motion = Motion(x, y, v if "c" in without else None, stays)
         if "b" in without:
             (carry_in_plane if "a" in without else carry)(m, x, y, motion, rescale="c" in without)
         else:
@@ -131,9 +128,9 @@ def _sgd(rows: RowSet, piece: slice, tensors: list[Tensor], group: Options) -> N
         direction, l2 = g.add(m, alpha=momentum), outside + momentum * l2
     y = _moved(x, 1 - lr * l2, direction, lr)
     if "b" in without:
-        (carry if group["nesterov"] else carry_in_plane)(m, x, y, Motion.of(x, y), rescale="c" in without)
+        (carry if group["nesterov"] else carry_in_plane)(m, x, y, Motion(x, y), rescale="c" in without)
     elif "c" in without:
-        m.mul_(Motion.of(x, y).shrink.sqrt())
+        m.mul_(Motion(x, y).shrink.sqrt())
     if rows.telemetry is not None:
         emit(rows, piece, x, y, gradient, pace=sgd_pace(rows, group)[0])
     x.copy_(y)
@@ -209,7 +206,7 @@ def adamg(rows: RowSet, group: Options) -> None:
         theta = norm(delta)
         reached = u + delta if group["retraction"] else theta.cos() * u + torch.sinc(theta / math.pi) * delta
         y = _landed(u, reached)
-        carry_in_plane(m, u, y, Motion.of(u, y, stays=stays), rescale=False)
+        carry_in_plane(m, u, y, Motion(u, y, stays=stays), rescale=False)
         landed = torch.where(usable, y, x)
         if rows.telemetry is not None:
             # tan θ = η^e‖c^⊥‖ with c = m/(1−β1) defines the effective rate of a step along a geodesic too.

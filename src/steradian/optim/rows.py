@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -31,9 +30,9 @@ def sharding() -> ModuleType:
     return importlib.import_module("steradian.optim.sharded")
 
 
-def arithmetic(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype that rows of these dtypes are computed in, and that one number per row is kept in."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+def arithmetic(params: Iterable[Tensor]) -> torch.dtype:
+    """The dtype that rows of these parameters are computed in, and that one number per row is kept in."""
+    return torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
 
 
 def exact(step: Tensor) -> Tensor:
@@ -105,8 +104,8 @@ class RowSet:
     ) -> None:
         self.layout, self.params, self.states = layout, params, states
         self.owners, self.absent, self.fresh = params, absent, fresh
-        self.dtype = arithmetic(*(param.dtype for param in params))
-        self._cuts = [_Cut.of(param.shape, param.stride(), layout) for param in params]
+        self.dtype = arithmetic(params)
+        self._cuts = [_cut(param.shape, param.stride(), layout) for param in params]
         self.n, self.d = self._cuts[0].n, sum(cut.d for cut in self._cuts)
 
     def finish(self) -> None:
@@ -215,7 +214,6 @@ class RowSet:
         return [check_shape(name, state[name], param.shape) for state, param in states]
 
 
-@dataclass(frozen=True)
 class _Cut:
     """How one tensor is cut into n rows of d numbers.
 
@@ -223,24 +221,16 @@ class _Cut:
     dimension, in the order in which they lie in the parameter's memory.
     """
 
-    n: int
-    d: int
-    shape: list[int]  # the tensor's, each dimension split in two
-    outer: list[int]  # dimensions of `shape` that count blocks, of more than one
-    inner: list[int]  # those within a block, of more than one entry, the outermost in memory first
-    order: list[int]  # all: `outer`, `inner` and those of one entry
-
-    @staticmethod
-    @functools.lru_cache(2**12)
-    def of(shape_of_param: torch.Size, strides: tuple[int, ...], layout: Layout) -> "_Cut":
-        counts = layout.blocks(shape_of_param)
-        sizes = [size // count if count else 1 for size, count in zip(shape_of_param, counts, strict=True)]
-        shape = [entries for pair in zip(counts, sizes, strict=True) for entries in pair]
-        outer = [2 * i for i, count in enumerate(counts) if count != 1]
-        inner = [2 * i + 1 for i, size in enumerate(sizes) if size != 1]
-        inner.sort(key=lambda k: strides[k // 2], reverse=True)
-        order = [*outer, *inner, *(k for k in range(len(shape)) if k not in outer and k not in inner)]
-        return _Cut(math.prod(counts), math.prod(sizes), shape, outer, inner, order)
+    def __init__(self, shape: torch.Size, strides: tuple[int, ...], layout: Layout) -> None:
+        self.shape = layout.split(shape)
+        self.n, self.d = layout.size(shape)
+        # Dimensions of `self.shape` that count blocks, of more than one; those within a block, of more than one entry,
+        # the outermost in memory first; and all, those of one entry last.
+        order = range(len(self.shape))
+        self.outer = [k for k in order[::2] if self.shape[k] != 1]
+        self.inner = [k for k in order[1::2] if self.shape[k] != 1]
+        self.inner.sort(key=lambda k: strides[k // 2], reverse=True)
+        self.order = list(dict.fromkeys([*self.outer, *self.inner, *order]))
 
     @property
     def rows_per_block(self) -> int:
@@ -288,6 +278,9 @@ class _Cut:
         return tensor.stride(k // 2) * (1 if k % 2 else self.shape[k + 1])
 
 
+_cut = functools.lru_cache(2**12)(_Cut)
+
+
 def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:
     """Rows within the range of a dtype: what lies beyond float16's would come back infinite."""
     largest = torch.finfo(dtype).max
@@ -298,8 +291,6 @@ def _clamp_to(dtype: torch.dtype, rows: Tensor) -> Tensor:
 
 # Numbers in a row set from which on the arithmetic takes longer than the calls.
 _SMALL = 2**12
-# Row sets in a stack, whose copies are to take little memory.
-_AT_ONCE = 2**6
 # Numbers in matrices that are stepped at once: enough to fill a GPU, few enough for its memory.
 _MATRICES = 2**27
 _PLAIN = (Tensor, nn.Parameter)
@@ -309,17 +300,14 @@ def together(sets: list[RowSet]) -> Iterable[RowSet]:
     """The row sets of a param group, on a CPU with small ones of one kind stacked; no digit depends on it."""
     if len(sets) < 2 or not at_hand(sets[0].params[0]):
         return sets
-    kinds: list[tuple[object, ...] | None] = []
     times: Counter[int] = Counter()
-    for place, rows in enumerate(sets):
-        kind = _kind(rows)
-        if kind is not None:
-            # Parameters that share their memory are stepped one after the other.
-            address = rows.params[0].data_ptr()
-            times[address] += 1
-            kind = (*kind, place // _AT_ONCE, times[address])
-        kinds.append(kind)
-    return _stacked(sets, kinds)
+    kinds: list[object | None] = []
+    for rows in sets:
+        kind, address = _kind(rows), rows.params[0].data_ptr()
+        # Parameters that share their memory are stepped one after the other.
+        times[address] += 1
+        kinds.append(None if kind is None else (kind, times[address]))
+    return _stacked(sets, kinds, at_once=_PIECE)
 
 
 def _kind(rows: RowSet) -> tuple[object, ...] | None:
@@ -338,7 +326,7 @@ def _kind(rows: RowSet) -> tuple[object, ...] | None:
 
 def by_shape(sets: list[RowSet]) -> Iterable[RowSet]:
     """Row sets whose matrices are computed together: parameters of one shape stacked, each with its own step count."""
-    kinds: list[tuple[object, ...] | None] = []
+    kinds: list[object | None] = []
     for rows in sets:
         param, fits = rows.params[0], _can_stack(rows, rows._tensors("momentum_buffer"))
         kinds.append((param.shape, param.dtype, param.device) if fits else None)
@@ -353,19 +341,19 @@ def _can_stack(rows: RowSet, entries: list[Tensor]) -> bool:
     return all(type(each) in _PLAIN and each.is_contiguous() and each.dtype == dtype for each in tensors)
 
 
-def _stacked(sets: list[RowSet], kinds: Sequence[object | None]) -> Iterable[RowSet]:
+def _stacked(sets: list[RowSet], kinds: Sequence[object | None], at_once: int = _MATRICES) -> Iterable[RowSet]:
     """Row sets of one kind as one; those without a kind stay alone."""
     known = [place if kind is None else kind for place, kind in enumerate(kinds)]
-    return (_Stack(same) if len(same) > 1 else same[0] for same in batches(sets, known))
+    return (_Stack(same) if len(same) > 1 else same[0] for same in batches(sets, known, at_once))
 
 
-def batches(sets: list[RowSet], kinds: Iterable[object]) -> Iterable[list[RowSet]]:
-    """Row sets of one kind, as many as are computed at once."""
+def batches(sets: list[RowSet], kinds: Iterable[object], at_once: int = _MATRICES) -> Iterable[list[RowSet]]:
+    """Row sets of one kind, as many as hold so many numbers."""
     alike: dict[object, list[RowSet]] = {}
     counts: Counter[object] = Counter()
     for rows, kind in zip(sets, kinds, strict=True):
         counts[kind] += rows.n * rows.d
-        alike.setdefault((kind, counts[kind] // _MATRICES), []).append(rows)
+        alike.setdefault((kind, counts[kind] // at_once), []).append(rows)
     return alike.values()
 
 

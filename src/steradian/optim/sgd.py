@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from steradian.optim import reference, torch_updates
-from steradian.optim.base import Options, Params, RowOptimizer, settings
-from steradian.optim.checks import check
+from steradian.optim.base import Params, RowOptimizer, settings
+from steradian.optim.checks import Options, check
 from steradian.optim.rows import State, peak_rate
 
 __all__ = ["SGD"]

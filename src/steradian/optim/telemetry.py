@@ -1,6 +1,6 @@
 """Seven numbers about every row of a step, and the memory that holds them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,37 +11,23 @@ TELEMETRY = ("radius", "angle", "effective_lr", "next_radius", "gradient_norm", 
 """The columns: r, the angle between x and x', η^e, r', ‖∇L(x)‖, |cos(x, ∇L(x))| and A⟨c,u⟩."""
 
 
-class Telemetry(Mapping[Tensor, Tensor]):
+class Telemetry(dict[Tensor, Tensor]):
     """The numbers of `TELEMETRY` for every row in its last step: (n, 7) under each parameter.
 
     The first parameter of a joint set stands for the set, and a sharded parameter has the rows that this rank steps.
     The value of a parameter is a view of one tensor for its device and dtype. Every step overwrites the memory, which
     stays at its address until a param group is added. A parameter that takes no step keeps its last numbers.
-
-    Attributes:
-        buffers: the tensors, (N, 7), one for each device and dtype.
-        also: a second tensor like the only buffer, aligned to 16 bytes, to which a fused step that covers all rows and
-            is not captured writes its numbers as well.
-        left: that tensor, after a step that wrote to it; else None.
     """
 
+    buffers: tuple[Tensor, ...] = ()  #: the tensors, (N, 7), one for each device and dtype
+    #: a second tensor like the only buffer, aligned to 16 bytes, to which a fused step that covers all rows and is not
+    #: captured writes its numbers as well
     also: Tensor | None = None
-    left: Tensor | None = None
+    left: Tensor | None = None  #: that tensor, after a step that wrote to it; else None
 
     def __init__(self) -> None:
-        self.buffers: tuple[Tensor, ...] = ()
         self._covered: list[tuple[int, int, torch.device, torch.dtype]] = []
         self._places: dict[Tensor, tuple[int, slice]] = {}
-        self._views: dict[Tensor, Tensor] = {}
-
-    def __getitem__(self, param: Tensor) -> Tensor:
-        return self._views[param]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._views)
-
-    def __len__(self) -> int:
-        return len(self._views)
 
     def place(self, param: Tensor) -> tuple[int, slice]:
         """The index of the buffer with the rows of a parameter, and the range of rows in it."""
@@ -53,7 +39,7 @@ class Telemetry(Mapping[Tensor, Tensor]):
         wanted = [(id(param), n, param.device, dtype) for param, n, dtype in counts]
         if wanted == self._covered:
             return
-        before, self._covered, self._places = self._views, wanted, {}
+        before, self._covered, self._places = dict(self), wanted, {}
         sizes: dict[tuple[torch.device, torch.dtype], int] = {(param.device, dtype): 0 for param, _, dtype in counts}
         for param, n, dtype in counts:
             kind = (param.device, dtype)
@@ -62,7 +48,8 @@ class Telemetry(Mapping[Tensor, Tensor]):
         self.buffers = tuple(
             torch.zeros(size, len(TELEMETRY), device=device, dtype=dtype) for (device, dtype), size in sizes.items()
         )
-        self._views = {param: self.buffers[at][rows] for param, (at, rows) in self._places.items()}
+        self.clear()
+        self.update({param: self.buffers[at][rows] for param, (at, rows) in self._places.items()})
         for param, old in before.items():
-            if param in self._views and self._views[param].shape == old.shape:
-                self._views[param].copy_(old)
+            if param in self and self[param].shape == old.shape:
+                self[param].copy_(old)

@@ -79,7 +79,7 @@ def _sgd_without_reading(params: list[Tensor], states: States, group: Options, l
         g = g.add(param, alpha=decay) if decay else g
         if momentum:
             if "momentum_buffer" in state:
-                state["momentum_buffer"].mul_(momentum).add_(g, alpha=1 - group["dampening"])
+                state["momentum_buffer"].mul_(momentum).add_(g, alpha=1 - group.get("dampening", 0.0))
             else:
                 state["momentum_buffer"] = g.clone()
             g = g.add(state["momentum_buffer"], alpha=momentum) if group["nesterov"] else state["momentum_buffer"]

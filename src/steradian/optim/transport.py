@@ -1,7 +1,5 @@
 """Momentum transported and rescaled after a step, and telemetry. Names and shapes are those of `reference`."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -10,30 +8,24 @@ from steradian.geometry import dot, failing, square, zeroed
 from steradian.optim.rows import RowSet
 
 
-@dataclass(frozen=True)
 class Motion:
     """⟨x,x⟩ and ⟨y,y⟩ of a step from x to y, the squared ratio (r/r')², and the rows whose m and v stay.
 
+    These are the rows in `stays`, and those where (r/r')² v would overflow or where a radius is out of range.
     The squares must be normal numbers to all their digits: radii from 3e-16 to 1e19 in float32. A row that shrinks by
     more than the rounding unit has no direction left either: what remains of it is the rounding of the subtraction.
     """
 
-    xx: Tensor
-    yy: Tensor
-    shrink: Tensor
-    gone: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, y: Tensor, v: Tensor | None = None, stays: Tensor | None = None) -> "Motion":
-        """The motion from x to y, of all rows but those in `stays`; m and v stay where (r/r')² v would overflow."""
-        limits, xx, yy = torch.finfo(x.dtype), square(x), square(y)
-        shrink, largest = xx / yy, yy
+    def __init__(self, x: Tensor, y: Tensor, v: Tensor | None = None, stays: Tensor | None = None) -> None:
+        limits = torch.finfo(x.dtype)
+        self.xx, self.yy = square(x), square(y)
+        shrink, largest = self.xx / self.yy, self.yy
         if v is not None:
-            largest = torch.maximum(yy, shrink * (v if v.shape[1] == 1 else v.amax(dim=1, keepdim=True)))
-        there = (torch.minimum(xx, yy) >= limits.tiny / limits.eps) & (largest <= limits.max)
+            largest = torch.maximum(largest, shrink * (v if v.shape[1] == 1 else v.amax(dim=1, keepdim=True)))
+        there = (torch.minimum(self.xx, self.yy) >= limits.tiny / limits.eps) & (largest <= limits.max)
         there &= shrink <= limits.eps**-2
-        gone = ~there if stays is None else ~there | stays
-        return cls(xx, yy, shrink.masked_fill_(gone, 1), gone)
+        self.gone = ~there if stays is None else ~there | stays
+        self.shrink = shrink.masked_fill_(self.gone, 1)
 
 
 def carry_in_plane(m: Tensor, x: Tensor, y: Tensor, motion: Motion, *, rescale: bool) -> None:
@@ -85,7 +77,7 @@ def emit(
     step), `end` where the row lands, if elsewhere on the ray of y, `inward` A⟨c,u⟩, if y is not on a straight line.
     """
     assert rows.telemetry is not None, "telemetry is off"
-    gone = Motion.of(x, y).gone
+    gone = Motion(x, y).gone
     rate = pace / (start * dot(x, y))
     rate.masked_fill_(gone | ~torch.isfinite(pace), 0)
     radius, slope = geometry.norm(x), geometry.norm(gradient)

@@ -1,7 +1,4 @@
-"""Which rows get the fused step, and that step as a whole, which is kept between steps.
-
-All rows of all parameters of one dtype are stepped in one launch (`table`, `kernels`).
-"""
+"""Which rows get the fused step, and that step as a whole, which is kept between steps."""
 
 import functools
 import importlib.util
@@ -9,7 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,11 +29,6 @@ def available(params: Sequence[Tensor]) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     return os.environ.get("TRITON_INTERPRET") == "1" or all(param.device.type == "cuda" for param in params)
-
-
-def works(params: Sequence[Tensor]) -> bool:
-    """Whether these parameters are on GPUs on which a Triton kernel has run."""
-    return bool(params) and all(map(runs_kernels, {param.device for param in params}))
 
 
 @functools.cache
@@ -102,7 +94,7 @@ class FusedStep:
     def __init__(self, optimizer: "RowOptimizer", classic: "Classic", work: "Work") -> None:
         from steradian.optim.fused.table import Plan
 
-        self.classic, self.made_from = classic, list[object]()
+        self.classic, self.made_from = classic, _made_from(optimizer)
         self.plain: Work = []
         chosen: dict[Any, list[tuple[Options, list[RowSet]]]] = {}
         for group, sets in work:
@@ -121,9 +113,8 @@ class FusedStep:
         self.sharded: list[Any] = [rows for _, sets in work for rows in sets if rows.sharded]
         self.in_place = all(rows.in_place for rows in self.sharded)
         known = {id(param) for rows in planned for param in rows.owners}
-        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-        self.stepped = [param for param in others if param.grad is not None]
-        self.idle = [param for param in others if param.grad is None]
+        self.others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        self.idle = [param.grad is None for param in self.others]
         self.on_cuda = any(plan.device.type == "cuda" for plan in self.plans)
         fitting = [plan.fits() for plan in self.plans]
         assert all(fitting), "a plan fits what it was made for"
@@ -138,8 +129,7 @@ class FusedStep:
             and all(map(is_, now, self.made_from))
             and all(rows.refresh() for rows in self.sharded)
             and all(plan.fits() for plan in self.plans)
-            and all(map(is_not, map(_GRAD, self.stepped), repeat(None)))
-            and all(map(is_, map(_GRAD, self.idle), repeat(None)))
+            and list(map(is_, map(_GRAD, self.others), repeat(None))) == self.idle
         )
 
     def run(self, optimizer: "RowOptimizer") -> None:
@@ -155,8 +145,6 @@ class FusedStep:
         if self.classic or self.plain:
             with torch.no_grad():
                 optimizer._step_plain(self.classic, self.plain)
-        # The first plain step of SGD makes its states.
-        self.made_from = self.made_from or _made_from(optimizer)
 
 
 def _made_from(optimizer: "RowOptimizer") -> list[object]:

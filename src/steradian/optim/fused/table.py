@@ -21,7 +21,7 @@ from torch import Tensor
 
 from steradian.optim.fused import kernels
 from steradian.optim.reference import orthogonalized
-from steradian.optim.rows import Options, RowSet, arithmetic, batches, peak_rate
+from steradian.optim.rows import Options, RowSet, batches, peak_rate
 from steradian.optim.telemetry import TELEMETRY
 
 LANES = int(kernels.LANES.value)
@@ -64,13 +64,6 @@ class Launch:
 class Plan:
     """The step of all rows of parameters of one dtype on one device; what a graph refers to is added to `kept`."""
 
-    only_captured: bool
-    items: Tensor
-    long_items: Tensor
-    sums: Tensor
-    emitted: Tensor
-    emitted_of_long_rows: Tensor
-
     def __init__(
         self, work: Sequence[tuple[Options, Sequence[RowSet]]], kind: int, entries: Sequence[str], kept: list[object]
     ) -> None:
@@ -78,7 +71,7 @@ class Plan:
         self.sets = [(line, rows) for line, (_, sets) in enumerate(work) for rows in sets]
         self.params = [rows.params[0] for _, rows in self.sets]
         self.states = [rows.states[0] for _, rows in self.sets]
-        self.device, self.dtype = self.params[0].device, self.params[0].dtype
+        self.device, self.dtype, self.computed = self.params[0].device, self.params[0].dtype, self.sets[0][1].dtype
         self.kind, self.entries, self.kept = kind, operator.itemgetter(*entries), kept
         strides = [param.stride() for param in self.params]
         self.expected: list[object] = [*strides, *strides, *[self.dtype] * len(self.params)]
@@ -105,6 +98,54 @@ class Plan:
         # A graph reads its source at every replay, and no memory can be pinned while it is captured.
         spare = _CAPTURES if any(group.get("capturable") for group in self.groups) else 0
         self.spare = [self._pinned(torch.zeros_like(self.values)) for _ in range(spare)]
+
+    def _new_table(self) -> None:
+        self.table = torch.zeros_like(self.values, device=self.device)
+        self.lines, groups, rates, self.addresses_of_rates = self.table.split(self.parts)
+        self.lines_of_groups, self.rates = groups.view(torch.float64), rates.view(torch.float64)
+        self.launches = {}
+        self.changed, self.moved, self.in_graph, self.only_captured = True, True, False, False
+
+    def _make_items(self, classes: list[int]) -> None:
+        """Which program steps which rows, as the distance of its line from the line of its parameter."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("take a step with the same parameters and gradients before one is captured in a graph")
+        items, long_items, slot = [], [], 0
+        for index, kind in sorted(enumerate(classes), key=lambda entry: -entry[1]):  # long rows first
+            rows = self.sets[index][1]
+            if kind == _CHUNK:
+                chunks = math.ceil(rows.d / LANES)
+                row = torch.arange(rows.n).repeat_interleave(chunks)
+                chunk = torch.arange(chunks).repeat(rows.n)
+                items.append(_columns(index, row, kind, chunk, slot + row * chunks + chunk))
+                long_items.append(_columns(index, row, slot + row * chunks, chunks, chunk))
+                slot += rows.n * chunks
+            else:
+                at_once = LANES // (4 if kind % 2 else 8) // (32 << kind // 10)
+                row = torch.arange(0, rows.n, at_once)
+                along = self.starts.get(id(rows), 0) + row * rows.d * bool(self.stacks)
+                items.append(_columns(index, row, kind, along >> 24, along & 0xFFFFFF))
+        self.present = sum(1 << kind for kind in set(classes))
+        table = torch.cat(items)
+        params, row, kinds, chunk, slots = table.unbind(1)
+        across = torch.tensor([rows.d for _, rows in self.sets])[params] * row * self.dtype.itemsize
+        numbers = across if self.kind == 1 else row * self.computed.itemsize
+        nothing = torch.zeros_like(row)
+        packed = [across, across, across, numbers, nothing, kinds << 32, (chunk << 32) - row, slots << 32]
+        self.offsets = self._sent(torch.stack(packed, dim=1))
+        self.param_of_item = self._sent(params)
+        self.items = torch.empty_like(self.offsets)
+        long_table = torch.cat(long_items) if long_items else torch.zeros(0, 5, dtype=torch.int64)
+        self.long_items = self._sent(long_table.to(torch.int32))
+        sums = torch.zeros(max(1, 7 * slot), dtype=torch.float64, device=self.device)
+        self.sums = self.along if self.stacks else sums
+        self.emitted, self.emitted_of_long_rows = self._targets(table), self._targets(long_table)
+        self.launches = {}
+
+    def _targets(self, table: Tensor) -> Tensor:
+        """Where in `telemetry` each program writes, as an offset in numbers."""
+        first = [rows.telemetry.storage_offset() for _, rows in self.sets if rows.telemetry is not None]
+        return self._sent(torch.tensor(first)[table[:, 0]] + table[:, 1] * len(TELEMETRY)) if first else self.zero
 
     # What may have changed
 
@@ -165,7 +206,7 @@ class Plan:
         return number if number.data_ptr() % 16 == 0 else number.clone()
 
     def _launches(self, scaled: bool) -> list[Launched]:
-        entries, computed = (getattr(tl, str(dtype)[6:]) for dtype in (self.dtype, arithmetic(self.dtype)))
+        entries, computed = (getattr(tl, str(dtype)[6:]) for dtype in (self.dtype, self.computed))
         tables = (self.lines, self.lines_of_groups, self.addresses_of_rates)
         constants = (self.kind, self.emitting, scaled, entries, computed)
 
@@ -194,9 +235,7 @@ class Plan:
         self.stacks: list[Tensor] = []  # of matrices, (k, a, b): views of `along`
         self.starts = dict[int, int]()  # of each row set
         sets = [rows for _, rows in self.sets if self.kind >= 4]
-        self.along = torch.zeros(
-            sum(rows.n * rows.d for rows in sets), dtype=arithmetic(self.dtype), device=self.device
-        )
+        self.along = torch.zeros(sum(rows.n * rows.d for rows in sets), dtype=self.computed, device=self.device)
 
         def keep(stack: Tensor) -> Tensor:
             self.stacks.append(stack)
@@ -213,13 +252,6 @@ class Plan:
     def _orthogonalize(self, *_: Tensor) -> None:
         for stack in self.stacks:
             stack.copy_(orthogonalized(stack))
-
-    def _new_table(self) -> None:
-        self.table = torch.zeros_like(self.values, device=self.device)
-        self.lines, groups, rates, self.addresses_of_rates = self.table.split(self.parts)
-        self.lines_of_groups, self.rates = groups.view(torch.float64), rates.view(torch.float64)
-        self.launches = {}
-        self.changed, self.moved, self.in_graph, self.only_captured = True, True, False, False
 
     def _set_addresses(self, params: list[Any], gradients: list[Any], states: list[Any]) -> None:
         """Where parameters, gradients and states lie now."""
@@ -261,47 +293,6 @@ class Plan:
 
     def _pinned(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self.device.type == "cuda" else values
-
-    def _make_items(self, classes: list[int]) -> None:
-        """Which program steps which rows, as the distance of its line from the line of its parameter."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("take a step with the same parameters and gradients before one is captured in a graph")
-        items, long_items, slot = [], [], 0
-        for index, kind in sorted(enumerate(classes), key=lambda entry: -entry[1]):  # long rows first
-            rows = self.sets[index][1]
-            if kind == _CHUNK:
-                chunks = math.ceil(rows.d / LANES)
-                row = torch.arange(rows.n).repeat_interleave(chunks)
-                chunk = torch.arange(chunks).repeat(rows.n)
-                items.append(_columns(index, row, kind, chunk, slot + row * chunks + chunk))
-                long_items.append(_columns(index, row, slot + row * chunks, chunks, chunk))
-                slot += rows.n * chunks
-            else:
-                at_once = LANES // (4 if kind % 2 else 8) // (32 << kind // 10)
-                row = torch.arange(0, rows.n, at_once)
-                along = self.starts.get(id(rows), 0) + row * rows.d * bool(self.stacks)
-                items.append(_columns(index, row, kind, along >> 24, along & 0xFFFFFF))
-        self.present = sum(1 << kind for kind in set(classes))
-        table = torch.cat(items)
-        params, row, kinds, chunk, slots = table.unbind(1)
-        across = torch.tensor([rows.d for _, rows in self.sets])[params] * row * self.dtype.itemsize
-        numbers = across if self.kind == 1 else row * arithmetic(self.dtype).itemsize
-        nothing = torch.zeros_like(row)
-        packed = [across, across, across, numbers, nothing, kinds << 32, (chunk << 32) - row, slots << 32]
-        self.offsets = self._sent(torch.stack(packed, dim=1))
-        self.param_of_item = self._sent(params)
-        self.items = torch.empty_like(self.offsets)
-        long_table = torch.cat(long_items) if long_items else torch.zeros(0, 5, dtype=torch.int64)
-        self.long_items = self._sent(long_table.to(torch.int32))
-        sums = torch.zeros(max(1, 7 * slot), dtype=torch.float64, device=self.device)
-        self.sums = self.along if self.stacks else sums
-        self.emitted, self.emitted_of_long_rows = self._targets(table), self._targets(long_table)
-        self.launches = {}
-
-    def _targets(self, table: Tensor) -> Tensor:
-        """Where in `telemetry` each program writes, as an offset in numbers."""
-        first = [rows.telemetry.storage_offset() for _, rows in self.sets if rows.telemetry is not None]
-        return self._sent(torch.tensor(first)[table[:, 0]] + table[:, 1] * len(TELEMETRY)) if first else self.zero
 
     def _sent(self, values: Tensor) -> Tensor:
         return self._pinned(values).to(self.device, non_blocking=True)
