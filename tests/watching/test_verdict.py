@@ -20,6 +20,9 @@ from steradian.watching.alerts import Alerts
 from steradian.watching.records import ALERT_COLUMNS, COLUMNS, STATISTICS, Alert, Block, RecordedRun, causes, read_run
 from steradian.watching.verdict import SEVERITIES, History, judge, verdict
 
+from small import groups_of, rows
+from small import train as train_rows
+
 STEPS = 200
 LAYERS = ("a.weight", "b.weight", "c.weight", "d.weight", "e.weight")
 
@@ -301,9 +304,18 @@ def on_spheres(recorded):
     return recorded
 
 
+@pytest.mark.parametrize("make", [st.optim.AdamG, st.optim.AdaGradG])
+def test_weight_decay_of_rows_whose_radius_is_fixed_is_said_to_have_no_effect(make):
+    params = rows((4, 5), (3, 5))
+    optimizer = make(groups_of(params), lr=0.01, weight_decay=0.1)
+    with st.watch(optimizer, every=1) as watch:
+        train_rows(optimizer, params, 10)
+    assert "weight decay has no effect on them" in only(watch.verdict(), "share").text
+
+
 def test_under_angular_weight_decay_is_said_to_have_no_effect():
     text = only(verdict(on_spheres(run())), "share").text
-    assert text.endswith("are invariant: their rate is their angle per step, and weight decay has no effect on them.")
+    assert text.endswith("are invariant: their rate sets their angle per step, and weight decay has no effect on them.")
 
 
 def test_an_angle_is_not_compared_with_a_rate():
@@ -533,7 +545,7 @@ def test_different_causes_are_different_lines():
 @pytest.mark.parametrize(("first", "since", "words"), [(0, 0, "not invariant"), (0, 60, "the ε"), (5000, 0, "the ε")])
 def test_the_cause_of_a_large_defect(first, since, words):
     """Rows whose gradient was never orthogonal to them are not invariant; ε matters when the radius has shrunk."""
-    alerts = Alerts({}, {"w"})
+    alerts = Alerts({"w"})
     for start in (0, 50):
         steps = np.arange(start, start + 50)
         defects = np.where(steps >= since, 0.4, 1e-5)[:, None, None, None] * np.ones((1, 1, 1, len(STATISTICS)))

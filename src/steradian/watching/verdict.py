@@ -30,7 +30,7 @@ SEVERITIES = ("bad", "warning", "note")
 _MOST = 7  # sentences of a verdict
 _FEWEST_STEPS = 5  # observed steps that the end of a run has, and below which nothing is judged
 _APART = 3.0  # a layer is fast or slow if its angle differs from the median layer's by more than this factor
-_OUT = 2.0  # an angle is far from its equilibrium beyond this factor; `alerts` uses the same
+_OUT = 2.0  # an angle is far from its equilibrium beyond this factor
 _TIMES = 3.0  # an equilibrium should be reached after this many times 1/(ηλ) steps
 _BALANCED = 1.25  # weight decay is in balance if the radius is within this factor of its equilibrium
 _STILL = 1e-7  # radians: what the rounding of float32 numbers alone may turn a row by
@@ -176,8 +176,10 @@ class _Run:
         self._values = history.values[:, :, [history.groups.index(name) for name in self.groups]]
         owner = {name: settings for settings in about["optimizer"]["groups"] for name in settings["params"]}
         self.settings = [owner.get(entry["names"][0], {}) for entry in self.entries]
-        # Their rate is an angle.
-        self.turned = np.array([bool(of.get("direction")) and of.get("rows") is not None for of in self.settings])
+        # Their radius is fixed, and their rate is an angle or proportional to one.
+        fixed = about["optimizer"]["name"].endswith(("AdamG", "AdaGradG"))
+        of_rows = (settings if settings.get("rows") is not None else {} for settings in self.settings)
+        self.turned = np.array([bool(settings.get("direction") or (settings and fixed)) for settings in of_rows])
         refuted = {alert.group for alert in alerts if "not invariant" in alert.text}  # by the gradient
         self.invariant = np.array([labels[n] == "invariant" and n not in refuted for n in self.groups], dtype=bool)
         # Matrices and filters.
@@ -435,7 +437,7 @@ def _share(run: _Run) -> Iterator[Sentence]:
         decays = any(run.settings[g].get("weight_decay") for g in np.flatnonzero(run.invariant))
         knob = "weight decay does not regularize them; once in balance it sets their angle per step"
         knob = knob if decays else "weight decay, which is 0, would set their angle per step and not regularize them"
-        knob = "their rate is their angle per step, and weight decay has no effect on them" if turned else knob
+        knob = "their rate sets their angle per step, and weight decay has no effect on them" if turned else knob
         yield from run.say("share", percent=f"{100 * part / whole:.3g}", part=part, whole=whole, knob=knob)
 
 

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steradian import optim
 from steradian.groups import Groups
 from steradian.watching.alerts import Alerts
 from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
@@ -34,7 +33,7 @@ from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
 from steradian.watching.paths import Paths
 from steradian.watching.records import Alert, causes, last_step, read_run, relabelled, seconds_before
-from steradian.watching.rows import INVARIANT, Membership, Model, WatchedGroup, watched_groups
+from steradian.watching.rows import INVARIANT, Membership, Model, watched_groups
 from steradian.watching.sinks import sinks_of
 from steradian.watching.sources import UNMEASURED
 from steradian.watching.statistics import Imbalance
@@ -161,7 +160,7 @@ class Watch:
             if unknown and watched:
                 raise ValueError(f"{argument} names {unknown}, but the watched groups are {list(self.names)}")
         invariant = {group.name for group in watched if group.label == INVARIANT}
-        self._output = Output(self.sinks, Alerts(_decays(watched), invariant), partial(self._fail, fatal=False))
+        self._output = Output(self.sinks, Alerts(invariant), partial(self._fail, fatal=False))
         folder = self._output.folder
         kinds = " + ".join(dict.fromkeys(type(each).__name__ for each in self.optimizers))
         self.run = given.run or (folder.files.folder.resolve().name if folder is not None else kinds)
@@ -648,13 +647,6 @@ def counted_steps(optimizers: Sequence[Optimizer]) -> int | None:
     counts = [state["step"] for state in states if isinstance(state.get("step"), Real | Tensor)]
     single = [count for count in counts if not isinstance(count, Tensor) or count.numel() == 1]
     return int(max(map(float, single))) if single else None
-
-
-def _decays(watched: Sequence[WatchedGroup]) -> dict[str, float]:
-    """Weight decay of the groups that have one; 0 if the optimizer keeps the radius fixed."""
-    fixed = {g.name for g in watched if isinstance(g.optimizer, optim.AdamG) and g.settings.get("rows") is not None}
-    found = {g.name: float(g.settings.get("weight_decay") or 0) for g in watched}
-    return {name: 0.0 if name in fixed else decay for name, decay in found.items() if decay}
 
 
 def _steps_in_progress(optimizer: Optimizer | None = None) -> int:
