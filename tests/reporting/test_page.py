@@ -214,10 +214,10 @@ def test_several_large_runs_are_no_larger_page(tmp_path):
 
 
 def test_more_lines_have_fewer_points(tmp_path, monkeypatch):
-    run = load([write(tmp_path / "run", steps=300, every_rows=0, paths=False)])[0]
-    fine = len(unpack(page_data([run])[1]))
+    folder = write(tmp_path / "run", steps=300, every_rows=0, paths=False)
+    fine = len(unpack(page_data(load([folder]))[1]))
     monkeypatch.setattr("steradian.reporting.lines.BUDGET", BUDGET // 100)
-    coarse, numbers = page_data([run])
+    coarse, numbers = page_data(load([folder]))
     assert len(unpack(numbers)) < BUDGET / 100 * 1.1 < fine
     assert len(json.loads(coarse)["runs"][0]["steps"]) >= 32
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from steradian.reporting.lines import Lines, aggregate, coarsen, points_for
+from steradian.reporting.lines import Lines, aggregate
 from steradian.reporting.rows import cosines, histograms, spheres, trajectories
 from steradian.watching.records import IMBALANCE, QUANTITIES, SECONDS, STATISTICS, RecordedRun, labels, layers, read_run
 from steradian.watching.verdict import Sentence, verdict
@@ -125,12 +125,13 @@ def load(paths: Sequence[str | Path]) -> list[PageRun]:
     folders = [path.resolve() for path in find_runs(paths)]
     if twice := [str(folder) for folder in folders if folders.count(folder) > 1]:
         raise ValueError(f"the run {twice[0]} is given twice")
-    runs = [_load(path) for path in find_runs(paths)]
+    runs = [_load(path, len(folders)) for path in find_runs(paths)]
     names = distinct_names([run.name for run in runs], folders)
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
-def _load(path: str | Path) -> PageRun:
+def _load(path: str | Path, runs: int) -> PageRun:
+    """One of so many runs."""
     run = read_run(path)
     if run.table.empty:
         raise ValueError(f"the run {path} has no record yet: watch writes the first part at its first flush")
@@ -141,7 +142,7 @@ def _load(path: str | Path) -> PageRun:
     last = table[(table["step"] == steps.max(initial=0)) & (table["group"] != "") & ~np.isfinite(table["value"])]
     return PageRun(
         **{**vars(run), "table": table[:0]},
-        lines=aggregate(table[~is_time]),
+        lines=aggregate(table[~is_time], runs=runs),
         times=_times(table[is_time], steps),
         observed=(len(steps), int(table["step"].max() - table["step"].min()) + 1),
         labels=labels(run),
@@ -166,7 +167,6 @@ def page_data(runs: Sequence[PageRun]) -> tuple[str, str]:
     known = {name: QUANTITIES[name]._asdict() for name in QUANTITIES if name in recorded}
     other = sorted(recorded - set(known))  # under their own names
     known |= {name: {"title": name.replace("_", " ").capitalize(), "symbol": "", "meaning": ""} for name in other}
-    points = points_for(sum(len(run.lines.keys) for run in runs))
     found = trajectories([run.paths for run in runs])
     balls = spheres(found)
     spread = histograms([run.rows for run in runs])
@@ -177,7 +177,7 @@ def page_data(runs: Sequence[PageRun]) -> tuple[str, str]:
         "vectors": sorted(set().union(*(run.vectors for run in runs))),
         "quantities": known,
         "whole": sorted({name for run in runs for name, of in run.lines.values.items() if "" in of}),
-        "runs": [_run(run, coarsen(run.lines, points)) for run in runs],
+        "runs": [_run(run) for run in runs],
         "bins": len(spread[0].edges) - 1 if spread else 0,
         "histograms": spread,
         "spheres": balls,
@@ -206,17 +206,17 @@ def grid(runs: Sequence[PageRun]) -> dict[str, Any] | None:
     return {"blocks": blocks, "roles": roles, "places": places}
 
 
-def _run(run: PageRun, lines: Lines) -> dict[str, Any]:
+def _run(run: PageRun) -> dict[str, Any]:
     return {
         "name": run.name,
-        "steps": lines.steps,
-        "times": None if run.times is None else np.interp(lines.steps, *run.times).round(4).tolist(),
-        "last": lines.last_step,
-        "drops": lines.drops,
+        "steps": run.lines.steps,
+        "times": None if run.times is None else np.interp(run.lines.steps, *run.times).round(4).tolist(),
+        "last": run.lines.last_step,
+        "drops": run.lines.drops,
         "groups": run.groups,
         "series": {
             quantity: {group: [_line(of.get(name)) for name in STATISTICS] for group, of in groups.items()}
-            for quantity, groups in lines.values.items()
+            for quantity, groups in run.lines.values.items()
         },
     }
 
