@@ -144,18 +144,8 @@ def principal_directions(points: Floats, weights: Floats) -> Floats:
 
     They are not taken about the mean: the projection is then linear, and the unit sphere falls into the unit ball.
     """
-    weighted = points * np.sqrt(weights)[:, None]
-    n, d = weighted.shape
-    three = np.zeros((d, 3))
-    if d <= n:
-        own = np.linalg.eigh(weighted.T @ weighted)[1][:, ::-1][:, :3]
-    else:  # the smaller of the two products has the same singular values
-        squares, left = np.linalg.eigh(weighted @ weighted.T)
-        squares, left = squares[::-1][:3], left[:, ::-1][:, :3]
-        own = weighted.T @ left[:, squares > 1e-12 * squares[0]]
-        own /= np.linalg.norm(own, axis=0)
-    three[:, : own.shape[1]] = own
-    return three
+    found = np.linalg.svd(points * np.sqrt(weights)[:, None], full_matrices=False)[2][:3]
+    return np.pad(found.T, ((0, 0), (0, 3 - len(found))))
 
 
 def spheres(found: dict[tuple[str, int], list[Trajectory]]) -> list[Sphere]:
