@@ -229,10 +229,8 @@ def causes(alerts: Iterable[Alert]) -> list[Cause]:
 
 
 def cause_of(alert: Alert) -> str:
-    """A text that is the same for all alerts of one cause."""
-    # NaN in the weights of one group is NaN in the gradients of all. Other texts differ in their numbers.
-    text = "" if alert.kind == "not finite" else re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", alert.text)
-    return f"{alert.kind}: {text}"
+    """A text that is the same for all alerts of one cause: NaN in the weights of one is NaN in the gradients of all."""
+    return "not invariant" if "not invariant" in alert.text else alert.kind
 
 
 def _cause(alerts: Sequence[Alert]) -> Cause:
@@ -240,9 +238,7 @@ def _cause(alerts: Sequence[Alert]) -> Cause:
     groups = list(dict.fromkeys(alert.group for alert in alerts))
     if len(groups) == 1:
         return Cause(first.kind, first.step, groups, first.text, str(first))
-    what = WORDS["causes"].get(first.kind, first.text)
-    if "not invariant" in first.text:
-        what = "the gradient is not orthogonal to the rows from the first steps on, so they are not invariant,"
+    what = WORDS["causes"].get(cause_of(first), first.text)
     if first.kind == "not finite":
         where = {"weights": "weights", "gradient": "gradients"}
         what = " or ".join(words for word, words in where.items() if any(word in alert.text for alert in alerts))
