@@ -32,23 +32,7 @@ from steradian.names import fold
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "COLUMNS",
-    "QUANTITIES",
-    "STATISTICS",
-    "Alert",
-    "Block",
-    "Cause",
-    "Quantity",
-    "RecordedRun",
-    "alerts_of",
-    "cause_of",
-    "causes",
-    "labels",
-    "layers",
-    "listed",
-    "read_run",
-]
+__all__ = ["COLUMNS", "QUANTITIES", "STATISTICS", "Alert", "Block", "Quantity", "RecordedRun", "labels", "read_run"]
 
 COLUMNS = ("run", "step", "group", "quantity", "statistic", "value")
 """Columns of the table."""
@@ -358,9 +342,9 @@ def read_run(path: str | Path) -> RecordedRun:
     return RecordedRun(
         name=str(about["run"]),
         about=about,
-        table=_read_parts(folder, "part", COLUMNS),
-        rows=_read_parts(folder, "rows", ROW_COLUMNS),
-        paths=_read_parts(folder, "path", PATH_COLUMNS),
+        table=read_parts(folder, "part", COLUMNS),
+        rows=read_parts(folder, "rows", ROW_COLUMNS),
+        paths=read_parts(folder, "path", PATH_COLUMNS),
         alerts=pd.DataFrame(read_alerts(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS)),
     )
 
@@ -386,7 +370,7 @@ def numbered_parts(folder: Path, kind: str) -> dict[int, Path]:
     return {int(name[1]): file for name, file in found if name is not None}
 
 
-def _read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFrame":
+def read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFrame":
     """All parts of a kind in one table, without steps that a later part records again."""
     import pandas as pd
     import pyarrow as pa
@@ -413,18 +397,6 @@ def _read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFr
     if not tables:
         return pd.DataFrame({column: [] for column in columns})
     return pa.concat_tables(reversed(tables)).unify_dictionaries().to_pandas()
-
-
-def seconds_before(folder: Path, step: int) -> float:
-    """`SECONDS` at the last recorded step of a run before this one; 0 if there is none."""
-    from pyarrow import parquet
-
-    earlier = [("quantity", "==", SECONDS), ("step", "<", step)]
-    for _, file in sorted(numbered_parts(folder, "part").items(), reverse=True):
-        found = parquet.read_table(file, columns=["value"], filters=earlier)["value"].to_pylist()
-        if found:
-            return float(max(found))
-    return 0.0
 
 
 def read_alerts(file: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
 from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
 from steradian.watching.paths import Paths
-from steradian.watching.records import Alert, causes, last_step, read_run, relabelled, seconds_before
+from steradian.watching.records import SECONDS, Alert, causes, last_step, relabelled
 from steradian.watching.rows import INVARIANT, Membership, Model, watched_groups
 from steradian.watching.sinks import sinks_of
 from steradian.watching.sources import UNMEASURED
@@ -266,8 +266,11 @@ class Watch:
             self._end_step()
         if self._step is None:
             self._step = self._first_step()
-            if self._output.folder is not None and any(self._output.folder.files.folder.glob("part-*")):
-                self._flush.began -= seconds_before(self._output.folder.files.folder, self._step)
+            folder = self._output.folder
+            if folder is not None and any(folder.files.folder.glob("part-*")):
+                table = folder.table()
+                past = table["value"][(table["quantity"] == SECONDS) & (table["step"] < self._step)]
+                self._flush.began -= past.max() if len(past) else 0.0
         if not self._stepped:
             self._observing = self._cost.wants(self._step)
         self._begun.add(id(optimizer))
@@ -353,7 +356,7 @@ class Watch:
         counted = counted_steps(self.optimizers)
         folder = self._output.folder
         if counted is None and folder is not None and any(optimizer.state for optimizer in self.optimizers):
-            steps = read_run(folder.files.folder).table["step"]
+            steps = folder.table()["step"]
             return int(steps.max()) + 1 if len(steps) else 0
         return counted or 0
 
