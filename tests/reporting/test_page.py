@@ -122,7 +122,7 @@ def test_a_folder_stands_for_the_runs_in_it(tmp_path):
     write(tmp_path / "runs" / "deep" / "one", name="one")
     data, text = data_of(report([tmp_path / "runs"], tmp_path / "page.html"))
     assert [run["name"] for run in data["runs"]] == ["one", "two"]
-    assert "<h1>one and two</h1>" in text
+    assert "<h1>one, two</h1>" in text
 
 
 def test_what_was_recorded_is_said_in_steps(tmp_path):

@@ -3,11 +3,11 @@
 import base64
 import gzip
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,11 @@ def load(paths: Sequence[str | Path]) -> list[PageRun]:
     if twice := [str(folder) for folder in folders if folders.count(folder) > 1]:
         raise ValueError(f"the run {twice[0]} is given twice")
     runs = [_load(path, len(folders)) for path in find_runs(paths)]
-    names = distinct_names([run.name for run in runs], folders)
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    names = [run.name for run in runs]
+    for k, (name, folder) in enumerate(zip(names, folders, strict=True)):
+        if names.count(name) > 1:  # equal names get their folder: "adam (a/run)"
+            runs[k] = replace(runs[k], name=f"{name} ({folder.relative_to(os.path.commonpath(folders))})")
+    return runs
 
 
 def _load(path: str | Path, runs: int) -> PageRun:
@@ -225,16 +228,6 @@ def _line(line: np.ndarray | None) -> np.ndarray | list[float] | None:
     """A line, or [the value] of a constant one, such as the rate between two drops."""
     constant = line is not None and np.isfinite(line).all() and (line == line[0]).all()
     return [float(f"{line[0]:.5g}")] if line is not None and constant else line
-
-
-def distinct_names(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Names of runs; equal names get as much of their folder as distinguishes them: "adam (a/run)"."""
-    result, pairs = [], list(zip(names, folders, strict=True))
-    for name, folder in pairs:
-        twins = [other.parts for n, other in pairs if n == name and other != folder]
-        depth = next(k for k in count(1) if all(other[-k:] != folder.parts[-k:] for other in twins))
-        result.append(f"{name} ({'/'.join(folder.parts[-depth:])})" if twins else name)
-    return result
 
 
 def _extreme(table: pd.DataFrame, quantity: str) -> Extreme | None:

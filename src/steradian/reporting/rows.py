@@ -4,16 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
+
+from steradian.reporting.lines import Floats, Integers
 
 __all__ = ["Histogram", "Sphere", "Trajectory", "cosines", "histograms", "spheres", "trajectories"]
-
-Floats: TypeAlias = NDArray[np.float64]
-Integers: TypeAlias = NDArray[np.int64]
 
 BINS, FEWEST_BINS = 80, 16
 MOST_STEPS, FEWEST_STEPS = 24, 2
@@ -39,7 +37,7 @@ class Histogram:
     counts: list[dict[str, Any]]  #: for each "run", the rows in each bin "at" its "steps", (steps, bins)
 
 
-def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
+def whole_steps(step: Integers, most: int = MOST_STEPS) -> list[int]:
     """Steps at which all rows of a group were recorded, at most `most` of them with the first and the last.
 
     `step` is that of each recorded row. Steps with fewer rows do not count: single rows may be recorded more often.

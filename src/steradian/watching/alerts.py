@@ -14,8 +14,6 @@ _LARGE_DEFECT = 0.1
 _FIRST = 10  # observed steps whose defects tell whether rows were ever invariant
 _EARLY = 50  # a watch that begins before this step has seen the first steps of the training
 
-Numbers = NDArray[np.float64]
-
 
 class Alerts:
     """Checks blocks of records; raises each alert once for each group."""
@@ -92,9 +90,8 @@ def _where(block: Block, bad: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     return ((int(bad[:, g].argmax()), int(g)) for g in np.flatnonzero(bad.any(axis=0)))
 
 
-def _get(block: Block, quantity: str, statistic: str = "median") -> Numbers:
+def _get(block: Block, quantity: str, statistic: str = "median") -> NDArray[np.float64]:
     """(steps, groups); NaN if the quantity is not recorded."""
     if quantity not in block.quantities:
         return np.full(block.active.shape, np.nan)
-    values: Numbers = block.values[:, block.quantities.index(quantity), :, STATISTICS.index(statistic)]
-    return values.astype(np.float64)
+    return block.values[:, block.quantities.index(quantity), :, STATISTICS.index(statistic)].astype(np.float64)

@@ -215,21 +215,13 @@ class Flush:
     def blocks(self, *, wait: bool = False, together: bool = True) -> Iterator[Block]:
         """Blocks of what has arrived, or of everything if it may `wait`; `together`: all ranks take part in it."""
         while self.sent and (wait or self.sent[0].ready()):
-            block = self._block(*self.sent.popleft().content(), together=together)
+            block = self._block(self.sent.popleft().content(), together=together)
             if block is not None:
                 yield block
 
-    def _block(
-        self,
-        reduced: list[_Reduced],
-        seconds: list[float],
-        logged: list[tuple[int, str, Any, Any]],
-        paths: tuple[list[int], list[Array]],
-        pairs: dict[int, dict[str, Array]],
-        *,
-        together: bool,
-    ) -> Block | None:
+    def _block(self, content: Any, *, together: bool) -> Block | None:
         """What `send` has sent as a block; None on other ranks than 0."""
+        reduced, seconds, logged, paths, pairs = content
         steps = np.array([step for each in reduced for step in each.steps], dtype=np.int64)
         parts = [part for each in reduced for part in each.parts]
         quantities = tuple(dict.fromkeys(name for part in parts for name in part.quantities))
@@ -295,8 +287,7 @@ class Flush:
 def _directions(rows: Array) -> Array:
     """The directions of rows, (points, d); NaN for a row of length 0 or infinity, which has none."""
     lengths = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1, keepdims=True))
-    directions: Array = (rows / np.where((lengths == 0) | np.isinf(lengths), np.nan, lengths)).astype(rows.dtype)
-    return directions
+    return (rows / np.where((lengths == 0) | np.isinf(lengths), np.nan, lengths)).astype(rows.dtype)
 
 
 class Output:

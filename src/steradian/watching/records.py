@@ -338,30 +338,25 @@ def read_run(path: str | Path) -> RecordedRun:
         inside = ", ".join(sorted(str(file.parent) for file in folder.glob("*/run.json")))
         where = f"there are runs in it: {inside}" if inside else "watch(optimizer, to=…) writes one"
         raise ValueError(f"{folder} is not a recorded run: it {what}; {where}")
-    about = _read_about(about_file)
+    try:
+        about = json.loads(about_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{about_file} is not JSON ({error}): the run's folder is damaged, or is not a run") from error
+    if not isinstance(about, dict) or not isinstance(about.get("run"), str):
+        raise ValueError(f"{about_file} does not describe a recorded run: watch(optimizer, to=…) writes one")
+    # 0.1 watched only invariant rows.
+    usual: dict[str, Any] = {"label": "invariant", "layout": None, "shapes": [], "reason": "", "defect": None}
+    about["groups"] = [{"names": [group["name"]], **usual, **group} for group in about.get("groups", ())]
+    empty: dict[str, Any] = {name: {} for name in ("missing", "config", "environment", "cost")}
+    about = {"optimizer": {"name": "", "groups": []}, "rest": [], **empty, **about}
     return RecordedRun(
-        name=str(about["run"]),
+        name=about["run"],
         about=about,
         table=read_parts(folder, "part", COLUMNS),
         rows=read_parts(folder, "rows", ROW_COLUMNS),
         paths=read_parts(folder, "path", PATH_COLUMNS),
         alerts=pd.DataFrame(read_alerts(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS)),
     )
-
-
-def _read_about(file: Path) -> dict[str, Any]:
-    """run.json, if `watch` wrote it."""
-    try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}): the run's folder is damaged, or is not a run") from error
-    if not isinstance(about, dict) or not isinstance(about.get("run"), str):
-        raise ValueError(f"{file} does not describe a recorded run: watch(optimizer, to=…) writes one")
-    # 0.1 watched only invariant rows.
-    usual: dict[str, Any] = {"label": "invariant", "layout": None, "shapes": [], "reason": "", "defect": None}
-    about["groups"] = [{"names": [group["name"]], **usual, **group} for group in about.get("groups", ())]
-    empty: dict[str, Any] = {name: {} for name in ("missing", "config", "environment", "cost")}
-    return {"optimizer": {"name": "", "groups": []}, "rest": [], **empty, **about}
 
 
 def numbered_parts(folder: Path, kind: str) -> dict[int, Path]:

@@ -263,15 +263,12 @@ class Membership:
         self.watched = watched
         self._optimizers = list({id(group.optimizer): group.optimizer for group in watched}.values())
         self._params = [param for group in watched for param in group.params]
-        self._forms = dict(zip(map(id, self._params), map(_FORM, self._params), strict=True))
+        self._forms = list(map(_FORM, self._params))  # when the watch began
         self._sharded = any(group.sharded for group in watched)
-        self._known, self._places = self._present(), list[Any]()
+        self._known, self._places = self._members(), list[Any]()
 
     def _members(self) -> list[tuple[int, ...]]:
         return [(id(group), *map(id, group["params"])) for each in self._optimizers for group in each.param_groups]
-
-    def _present(self) -> tuple[list[tuple[int, ...]], list[Any]]:
-        return self._members(), list(map(_FORM, self._params))
 
     def moved(self) -> bool:
         """Whether something may have changed since the last call, or a parameter lies elsewhere in memory.
@@ -279,15 +276,16 @@ class Membership:
         A parameter of another form is larger or smaller, or lies elsewhere; forms themselves take more time to read.
         """
         here = [] if self._sharded else [list(map(_SIZE, self._params)), list(map(Tensor.data_ptr, self._params))]
-        if here and here == self._places and self._known[0] == self._members():
+        if here and here == self._places and self._known == self._members():
             return False
         self._places = here
         return True
 
     def update(self) -> list[str]:
         """Adopt the present param groups; names of groups that are gone: a parameter left or has another form."""
-        before, self._known = self._known, self._present()
-        if before == self._known:
+        before, self._known = self._known, self._members()
+        changed = {id(p) for p, form in zip(self._params, self._forms, strict=True) if _FORM(p) != form}
+        if before == self._known and not changed:
             return []
         present = [settings for optimizer in self._optimizers for settings in optimizer.param_groups]
         owner = {id(param): settings for settings in present for param in settings["params"]}
@@ -302,7 +300,7 @@ class Membership:
             # A joint set has the settings of its first parameter; the others may be in other param groups.
             first, *others = (owner.get(id(param)) for param in group.params)
             left = first is not group.settings or any(other is None for other in others)
-            if not group.gone and (left or any(self._forms[id(param)] != _FORM(param) for param in group.params)):
+            if not group.gone and (left or any(id(param) in changed for param in group.params)):
                 group.gone = True
                 lost.append(group.name)
         return lost

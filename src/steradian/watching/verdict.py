@@ -155,8 +155,7 @@ def _or_infinite(values: NDArray[Any]) -> NDArray[np.float32]:
 
 def _median(values: Numbers) -> Numbers:
     """Over the first dimension, of the finite numbers alone; NaN if there is none."""
-    found: Numbers = np.ma.filled(np.ma.median(np.ma.masked_invalid(values), axis=0), np.nan)
-    return found
+    return np.ma.filled(np.ma.median(np.ma.masked_invalid(values), axis=0), np.nan)
 
 
 def _ratio(one: Any, other: Any) -> Numbers:
