@@ -21,15 +21,15 @@ class Alerts:
     def __init__(self, invariant: Set[str]) -> None:
         self.invariant = invariant  # names of groups; most alerts are about these
         self.raised: list[Alert] = []
-        self.first: int | None = None  # the number of the first observed step
+        self.from_start: bool | None = None  # the first steps of the training were observed
         self._early_defects: dict[str, list[float]] = {}
 
     def check(self, block: Block) -> list[Alert]:
         """New alerts in a block."""
         if not len(block.steps):
             return []
-        if self.first is None:
-            self.first = int(block.steps[0])
+        if self.from_start is None:
+            self.from_start = block.steps[0] < _EARLY
         known = {(alert.kind, alert.group) for alert in self.raised}
         new = []
         for alert in (*_not_finite(block), *_hypotheses(block), *self._defect(block)):
@@ -43,7 +43,6 @@ class Alerts:
 
     def _defect(self, block: Block) -> Iterator[Alert]:
         """The gradient is not orthogonal to the rows."""
-        assert self.first is not None
         defect = _get(block, "defect")
         for g, group in enumerate(block.groups):
             early = self._early_defects.setdefault(group, [])
@@ -51,7 +50,7 @@ class Alerts:
         large = (defect > _LARGE_DEFECT) & block.active
         for k, g in _where(block, large & (large.sum(axis=0) > len(large) / 2)):
             # ε matters only once a radius has become small, so not in the first steps of a training.
-            always = self.first < _EARLY and np.median(self._early_defects[block.groups[g]]) > _LARGE_DEFECT
+            always = self.from_start and np.median(self._early_defects[block.groups[g]]) > _LARGE_DEFECT
             yield _alert(block, k, g, "defect", "not_invariant" if always else "epsilon", value=defect[k, g])
 
 

@@ -467,9 +467,7 @@ def _shown(value: Any) -> str:
 
 def _about(value: float) -> str:
     """A large number, rounded to two digits."""
-    if not math.isfinite(value) or value == 0:
-        return "0" if value == 0 else "infinitely many"
-    return f"{round(value, 1 - math.floor(math.log10(abs(value)))):,.0f}"
+    return f"{float(f'{value:.2g}'):,.0f}" if math.isfinite(value) else "infinitely many"
 
 
 def _count(number: int, word: str) -> str:
