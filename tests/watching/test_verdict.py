@@ -410,9 +410,21 @@ def test_an_angle_that_lags_behind_a_falling_rate_is_no_fault():
 
 def test_the_end_of_a_run_has_no_step_of_its_first_half():
     """The first 20 steps are all observed, then few: the angle at the end is not that of the start."""
-    recorded = run(from_step(40, "angle", LAYERS[2], 0.01), steps=51)
-    few = replace(recorded, table=recorded.table[recorded.table["step"].isin([*range(20), 50])])
-    assert "c.weight" in only(verdict(few), "slow").text
+    recorded = run(from_step(25, "angle", LAYERS[2], 0.01), steps=51)
+
+    def observed(*steps):
+        return verdict(replace(recorded, table=recorded.table[recorded.table["step"].isin([*range(20), *steps])]))
+
+    assert "c.weight" in only(observed(30, 40, 50), "slow").text
+    [sentence, *_] = observed(40, 50)
+    assert sentence.text.startswith("Only 2 of the 22 observed steps are in the second half of the run")
+
+
+@pytest.mark.parametrize(("factor", "severity"), [(0.3, "note"), (0.05, "warning")])
+def test_layers_that_are_not_far_apart_are_no_warning(factor, severity):
+    found = verdict(run(from_step(0, "angle", "b.weight", factor)))
+    assert only(found, "slow").severity == severity
+    assert ("healthy" in kinds(found)) == (severity == "note")
 
 
 def test_without_proved_rows_one_line_says_how_to_get_them():

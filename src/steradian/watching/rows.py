@@ -164,19 +164,21 @@ def watched_groups(
             if only is not None and not any(fnmatchcase(name, each) for name in group.names for each in only):
                 continue
             if len({param.device for param in params}) > 1:
-                notes.append(f"{' + '.join(group.names)} are rows only together, but are on several devices")
+                notes.append(f"not watched: {' + '.join(group.names)}, rows only together, are on several devices")
                 continue
             taken.update(ids)
             if not all(param.is_floating_point() for param in params):
-                notes.append(f"{group.names[0]} holds {params[0].dtype}, and rows are real vectors")
+                notes.append(f"not watched: {group.names[0]} holds {params[0].dtype}, and rows are real vectors")
             elif any(map(is_flattened, params)):
-                notes.append(f"{group.names[0]} was flattened by FullyShardedDataParallel and has no rows any more")
+                flat = "was flattened by FullyShardedDataParallel and has no rows any more"
+                notes.append(f"not watched: {group.names[0]} {flat}")
             elif group.size and group.n_rows and all(param.requires_grad for param in params):
                 found.append(WatchedGroup(group, params, optimizer, owner[ids[0]], label))
     place_of = {key: k for k, key in enumerate(_of_model(model))}
     found.sort(key=lambda group: place_of.get(id(group.params[0]), len(place_of)))
-    if isinstance(model, Groups) and found and not any(id(param) in names for param in model.params.values()):
-        notes.append("groups holds other parameters than the optimizer: use groups.of(model)")
+    if place_of and found and place_of.keys().isdisjoint(names):
+        right = "use groups.of(model)" if isinstance(model, Groups) else "pass the model that the optimizer trains"
+        notes.append(f"the weights have no names, because the optimizer steps none of those given: {right}")
     return found, notes
 
 

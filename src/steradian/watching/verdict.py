@@ -29,7 +29,9 @@ SEVERITIES = ("bad", "warning", "note")
 """From the most severe one: "bad" stops or spoils the training, "warning" needs a look, "note" is for information."""
 _MOST = 7  # sentences of a verdict
 _FEWEST_STEPS = 5  # observed steps that the end of a run has, and below which nothing is judged
+_FEWEST_LATE = 3  # of them in the second half of the run: the median of two is not robust
 _APART = 3.0  # a layer is fast or slow if its angle differs from the median layer's by more than this factor
+_FAR_APART = 5.0  # beyond this factor it is a warning
 _OUT = 2.0  # an angle is far from its equilibrium beyond this factor
 _TIMES = 3.0  # an equilibrium should be reached after this many times 1/(ηλ) steps
 _BALANCED = 1.25  # weight decay is in balance if the radius is within this factor of its equilibrium
@@ -83,6 +85,8 @@ def judge(
     if len(run.steps) < _FEWEST_STEPS:
         steps = "step was" if len(run.steps) == 1 else "steps were"
         return [*_not_finite(run), *run.say("early", steps=f"{len(run.steps)} {steps}")]
+    if run.count < _FEWEST_LATE:
+        return [*_not_finite(run), *run.say("few", late=run.count, steps=len(run.steps))]
     kinds = (_not_finite, _frozen, _rounded, _dead, _collapsed, _pace)
     kinds += (_rate, _equilibrium, _of_alerts, _balance, _share)
     found = [sentence for kind in kinds for sentence in kind(run)]
@@ -354,6 +358,7 @@ def _pace(run: _Run) -> Iterator[Sentence]:
                 parts.append(f"{run.groups[g]} {_shown(factor[g])} × ({_shown(run.angle[g])} rad, {since}{own})")
             parts += [f"and {len(out) - 3} more"] if len(out) > 3 else []
             given = {"apart": _APART, "median": usual, "each": ", ".join(parts)}
+            given["severity"] = "warning" if factor.max() > _FAR_APART else "note"
             given["same"] = " under the same optimizer" if (chosen != among).any() else ""
             yield from run.say(key, factor > _APART, factor, among, **given)
 

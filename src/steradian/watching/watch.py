@@ -151,7 +151,7 @@ class Watch:
         self._idle = not watched or (rank != 0 and not self.sharded)
         self.sinks = [] if self._idle or rank else sinks_of(to)
         if rank == 0 and notes:
-            logger.warning("not watched: %s", "; ".join(notes))
+            logger.warning("; ".join(notes))
         if rank == 0 and not watched:
             why = "; ".join(notes) or "no optimizer steps a trainable parameter"
             warnings.warn(f"there is nothing to watch: {why}", stacklevel=4)
@@ -465,6 +465,8 @@ class Watch:
         """A verdict in words, the last observed step, the alerts, and what the watch cost, for a person."""
         if not self.names:
             return f"{self.run}: there is nothing to watch"
+        if not (self.running or self._stopped):
+            return f"{self.run}: not started yet, which `with watch(…):` or watch.start() does"
         self.flush()
         verdict = [f"- {sentence.text}" for sentence in self.verdict()]
         lines = [f"{self.run}, verdict", *map(_wrapped, verdict), ""] if verdict else []
