@@ -479,7 +479,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The module inside data-parallel and compiled ones, whose parameters have the names that its author gave them."""
     while True:
         parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        inner = model._modules.get("module" if parallel else "_orig_mod")
+        inner = dict(model.named_children()).get("module" if parallel else "_orig_mod")
         if inner is None:
             return model
         model = inner

@@ -182,6 +182,13 @@ def test_bad_input_is_refused_in_words(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "page.html", "run"]
 
 
+def test_a_run_that_has_just_begun_does_not_keep_the_others_of_its_folder_from_the_page(tmp_path):
+    write(tmp_path / "runs" / "a")
+    RunFiles(tmp_path / "runs" / "b").describe({"run": "begun"})
+    page = report([tmp_path / "runs"], tmp_path / "page.html")
+    assert "begun" not in page.read_text(encoding="utf-8")
+
+
 def test_a_link_to_a_page_stays_one_and_no_device_is_replaced(tmp_path):
     run, page, link, pipe = write(tmp_path / "run"), tmp_path / "page.html", tmp_path / "link.html", tmp_path / "pipe"
     link.symlink_to(page)

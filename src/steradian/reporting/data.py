@@ -110,11 +110,11 @@ class PageRun(RecordedRun):
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
-    """The runs that these folders are, or that they contain."""
+    """The runs that these folders are, or that they contain; those without records are left out if others have any."""
     found = []
     for path in map(Path, paths):
         inside = [] if (path / "run.json").is_file() else sorted(file.parent for file in path.rglob("run.json"))
-        found += inside or [path]
+        found += [run for run in inside if any(run.glob("part-*.parquet"))] or inside or [path]
     return found
 
 

@@ -68,6 +68,7 @@ class WatchedGroup:
     def locals(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The parts on this rank of tensors like a parameter; whole ones if its rows span several ranks: one gather."""
         found = [tensor.detach() for tensor in tensors]
+        found = [each if each.layout == torch.strided else each.to_dense() for each in found]
         if not self.sharded:
             return found
         if all(map(is_sharded, found)):
@@ -123,10 +124,9 @@ class WatchedGroup:
         return self.cut(here, (slice(number, number + 1), slice(0, self.size)))[0]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of its parameters, dense; only for an active group."""
+        """The gradients of its parameters; only for an active group."""
         found = [param.grad for param in self.params if param.grad is not None]
-        found = found if len(found) == len(self.params) else self.held or []
-        return [grad.to_dense() if grad.layout != torch.strided else grad for grad in found]
+        return found if len(found) == len(self.params) else self.held or []
 
 
 class Piece(NamedTuple):
@@ -149,12 +149,11 @@ def watched_groups(
     """
     found: list[WatchedGroup] = []
     notes: list[str] = []
-    names = _names(optimizers, model)
-    if only is not None:
-        unmatched = [pattern for pattern in only if not any(fnmatchcase(name, pattern) for name in names.values())]
-        if unmatched:
-            raise ValueError(f"only: no name matches {unmatched}; the parameters are {listed(list(names.values()), 6)}")
-    for optimizer in optimizers:
+    every = _names(optimizers, model)
+    known = [name for names in every for name in names.values()]
+    if unmatched := [pattern for pattern in only or () if not any(fnmatchcase(name, pattern) for name in known)]:
+        raise ValueError(f"only: no name matches {unmatched}; the parameters are {listed(known, 6)}")
+    for optimizer, names in zip(optimizers, every, strict=True):
         owner = {id(param): settings for settings in optimizer.param_groups for param in settings["params"]}
         taken: set[int] = set()
         for group, params, label in _proposed(optimizer, model, names):
@@ -176,7 +175,7 @@ def watched_groups(
                 found.append(WatchedGroup(group, params, optimizer, owner[ids[0]], label))
     place_of = {key: k for k, key in enumerate(_of_model(model))}
     found.sort(key=lambda group: place_of.get(id(group.params[0]), len(place_of)))
-    if place_of and found and place_of.keys().isdisjoint(names):
+    if place_of and found and all(place_of.keys().isdisjoint(names) for names in every):
         right = "use groups.of(model)" if isinstance(model, Groups) else "pass the model that the optimizer trains"
         notes.append(f"the weights have no names, because the optimizer steps none of those given: {right}")
     return found, notes
@@ -207,12 +206,13 @@ def _proposed(
             yield group, [param], NOT_INVARIANT if id(param) in rest else UNTESTED
 
 
-def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
-    """A name of its own for each parameter of the optimizers: the model's, else the optimizer's, else its number."""
+def _names(optimizers: Sequence[Optimizer], model: Model) -> list[dict[int, str]]:
+    """For each optimizer the names of its parameters, all different: the model's, the optimizer's, or numbers."""
     known = _of_model(model)
-    found: dict[int, str] = {}
+    every: list[dict[int, str]] = []
     taken: set[str] = set()
     for number, optimizer in enumerate(optimizers):
+        every.append({})
         of = f"optimizer {number}, " if len(optimizers) > 1 else ""
         for k, settings in enumerate(optimizer.param_groups):
             params = settings["params"]
@@ -222,9 +222,9 @@ def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
                 # Two models, such as actor and critic, may have parameters of the same name.
                 while name in taken:
                     name += f" ({of}group {k})"
-                found[id(param)] = name
+                every[-1][id(param)] = name
                 taken.add(name)
-    return found
+    return every
 
 
 def _of_model(model: Model) -> dict[int, str]:

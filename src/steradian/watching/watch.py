@@ -438,6 +438,8 @@ class Watch:
         if self.running:
             with self._lock:
                 self._flush_all()
+            if self._output.folder is not None:
+                self._output.folder.drain()
 
     def _flush_all(self, *, together: bool = True) -> None:
         if self._step is not None and not self._stepped:  # the last step has the imbalance of pairs
