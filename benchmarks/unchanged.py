@@ -286,7 +286,7 @@ def uneven(groups: list[Found]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
 
 
-# Long trainings that raise alerts.
+# Long trainings out of balance, some of which raise alerts.
 ALERTED: dict[str, Make] = {
     "SGD, large steps": partial(torch.optim.SGD, lr=100.0),
     "SGD, decay out of balance": partial(torch.optim.SGD, lr=0.5, weight_decay=0.5),

@@ -451,7 +451,7 @@ def is_flattened(param: Tensor) -> bool:
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside data-parallel and compiled ones, whose parameters have the names that its author gave them."""
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while (inner := model._modules.get("module" if isinstance(model, parallel) else "_orig_mod")) is not None:
+    while (inner := dict(model.named_children()).get("module" if isinstance(model, parallel) else "_orig_mod")) is not None:
         model = inner
     return model
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from simulate import unpack
 
 from steradian.reporting.data import MANY, Pack
-from steradian.reporting.lines import Lines, aggregate, buckets, coarsen, schedule
+from steradian.reporting.lines import FEWEST_POINTS, POINTS, aggregate, buckets, schedule
 from steradian.watching.records import COLUMNS, STATISTICS
 
 
@@ -55,10 +55,10 @@ def test_a_bucket_is_what_pandas_makes_of_its_steps():
 
 
 def test_a_drop_of_the_rate_stays_sharp():
-    lines = aggregate(table(), points=60)
-    assert [(drop.step, drop.factor) for drop in lines.drops] == [(1711, 0.1)]
-    for reduced in (lines, coarsen(lines, 25)):
-        assert set(reduced.values["lr"]["a"]["mean"].round(12)) == {0.1, 0.01}
+    for points in (60, 25):
+        lines = aggregate(table(), points=points)
+        assert [(drop.step, drop.factor) for drop in lines.drops] == [(1711, 0.1)]
+        assert set(lines.values["lr"]["a"]["mean"].round(12)) == {0.1, 0.01}
 
 
 def test_few_steps_are_kept_as_they_are():
@@ -95,13 +95,10 @@ def test_buckets_cover_every_step_once(count, points, edges):
     assert {edge for edge in edges if edge < count} <= set(starts.tolist()) or count <= points
 
 
-def test_coarser_lines_keep_the_extremes():
-    lines = aggregate(table(), points=200)
-    coarse = coarsen(lines, 30)
-    assert len(coarse.steps) <= 31
-    assert coarse.values["radius"]["a"]["max"].max() == lines.values["radius"]["a"]["max"].max()
-    assert isinstance(coarse, Lines)
-    assert coarse.keys == lines.keys
+def test_many_runs_have_fewer_points_and_keep_the_extremes():
+    one, many = (aggregate(table(), runs=runs) for runs in (1, 1000))
+    assert (len(one.steps), len(many.steps)) == (pytest.approx(POINTS, abs=1), pytest.approx(FEWEST_POINTS, abs=1))
+    assert many.values["radius"]["a"]["max"].max() == one.values["radius"]["a"]["max"].max()
 
 
 def one_cycle(t):

@@ -122,7 +122,7 @@ def test_a_folder_stands_for_the_runs_in_it(tmp_path):
     write(tmp_path / "runs" / "deep" / "one", name="one")
     data, text = data_of(report([tmp_path / "runs"], tmp_path / "page.html"))
     assert [run["name"] for run in data["runs"]] == ["one", "two"]
-    assert "<h1>one and two</h1>" in text
+    assert "<h1>one, two</h1>" in text
 
 
 def test_what_was_recorded_is_said_in_steps(tmp_path):
@@ -182,6 +182,13 @@ def test_bad_input_is_refused_in_words(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "page.html", "run"]
 
 
+def test_a_run_that_has_just_begun_does_not_keep_the_others_of_its_folder_from_the_page(tmp_path):
+    write(tmp_path / "runs" / "a")
+    RunFiles(tmp_path / "runs" / "b").describe({"run": "begun"})
+    page = report([tmp_path / "runs"], tmp_path / "page.html")
+    assert "begun" not in page.read_text(encoding="utf-8")
+
+
 def test_a_link_to_a_page_stays_one_and_no_device_is_replaced(tmp_path):
     run, page, link, pipe = write(tmp_path / "run"), tmp_path / "page.html", tmp_path / "link.html", tmp_path / "pipe"
     link.symlink_to(page)
@@ -214,10 +221,10 @@ def test_several_large_runs_are_no_larger_page(tmp_path):
 
 
 def test_more_lines_have_fewer_points(tmp_path, monkeypatch):
-    run = load([write(tmp_path / "run", steps=300, every_rows=0, paths=False)])[0]
-    fine = len(unpack(page_data([run])[1]))
+    folder = write(tmp_path / "run", steps=300, every_rows=0, paths=False)
+    fine = len(unpack(page_data(load([folder]))[1]))
     monkeypatch.setattr("steradian.reporting.lines.BUDGET", BUDGET // 100)
-    coarse, numbers = page_data([run])
+    coarse, numbers = page_data(load([folder]))
     assert len(unpack(numbers)) < BUDGET / 100 * 1.1 < fine
     assert len(json.loads(coarse)["runs"][0]["steps"]) >= 32
 

@@ -58,21 +58,6 @@ SITUATIONS = {
     "collapsed": (sgd, 45, {"spoil": no_gradient_no_weight}, "50 % of its rows collapsed"),
     "defect": (sgd, 45, {"spoil": along}, "gradient is not orthogonal to the rows"),
     "not finite": (sgd, 45, {"spoil": not_a_number}, "NaN or infinite"),
-    # gradients that vanish faster than the radius can follow
-    "equilibrium": (
-        lambda groups: sgd(groups, lr=1.0, weight_decay=0.1),
-        80,
-        {"scale": lambda step: (0.5**step, 1.0)},
-        "times as far per step as in equilibrium",
-    ),
-    "apart": (sgd, 80, {"scale": lambda step: (3.0, 1e-3)}, "times as far per step as v"),
-    # r*² = ηd/(2λ) is a radius of 50
-    "weight decay": (
-        lambda groups: torch.optim.AdamW(split(groups, weight_decay=(1e-6, 0.01)), lr=1e-3),
-        80,
-        {},
-        "weight decay has no effect yet: it would balance at a radius",
-    ),
 }
 
 
@@ -113,13 +98,6 @@ def test_gradients_that_are_not_finite_are_told_where_the_step_leaves_the_rows_a
 def test_a_quiet_training_has_no_alerts(tmp_path):
     watcher = trained(tmp_path, lambda groups: sgd(groups, lr=0.5, weight_decay=0.05), 150)
     assert watcher.alerts == []
-
-
-def test_weight_decay_of_rows_whose_radius_is_fixed(tmp_path):
-    watcher = trained(tmp_path, lambda groups: optim.AdamG(split(groups, weight_decay=(0.1, 0.0)), lr=0.01), 80)
-    (said,) = [alert for alert in watcher.alerts if alert.kind == "weight decay"]
-    assert said.group == "w"
-    assert "keeps the radius fixed" in said.text
 
 
 def test_steps_that_are_taken_again_say_their_own_alerts(tmp_path):

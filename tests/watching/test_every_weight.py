@@ -319,6 +319,11 @@ def test_names_are_those_of_the_model_within_data_parallelism():
         assert set(watcher.labels()) == {"1.weight", "1.bias"}
 
 
+def test_names_are_those_of_a_scripted_model():
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 4)))
+    assert st.watch(torch.optim.SGD(model.parameters(), lr=0.1), model).names == ("0.weight", "0.bias")
+
+
 def test_names_and_specs_are_those_of_the_model(tmp_path):
     network = qwen3()
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)

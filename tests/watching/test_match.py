@@ -234,6 +234,14 @@ def cosine(optimizer, _):
     return LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / 400))
 
 
+def test_a_scheduler_that_has_changed_the_rate_is_a_warning():
+    sgd = torch.optim.SGD([unit_rows()], lr=0.1, momentum=0.9, weight_decay=5e-4)
+    scheduler = torch.optim.lr_scheduler.LinearLR(sgd, 0.01)
+    with pytest.warns(UserWarning, match="The present rate 0.001 is matched, and the first one was 0.1"):
+        match(sgd, to=optim.Angular)
+    assert scheduler.get_last_lr() == [0.001]
+
+
 @pytest.fixture(scope="module")
 def falling(tmp_path_factory):
     return train(sgd_m, tmp_path_factory.mktemp("runs") / "cosine", steps=400, schedule=cosine)
@@ -241,7 +249,8 @@ def falling(tmp_path_factory):
 
 def test_under_a_schedule_the_angle_is_that_at_the_largest_rate(falling):
     at_peak = curves(falling)["0.weight"][8:17]  # the rate is above 0.9 of its largest up to step 81
-    found = match(falling, to=optim.Angular, only="0.weight")["lr"]
+    with pytest.warns(UserWarning, match="not in equilibrium with its settings: 0.weight"):
+        found = match(falling, to=optim.Angular, only="0.weight")["lr"]
     assert found == pytest.approx(np.sqrt(np.mean(at_peak**2)), rel=1e-5)
 
 

@@ -446,10 +446,13 @@ def test_lbfgs_with_its_closure(line_search):
     assert_angles(watcher, history, watcher.names)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
-def test_sparse_gradients(kind):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adagrad", {}), ("SparseAdam", {})],
+)
+def test_sparse_gradients(kind, options):
     model = nn.EmbeddingBag(30, 4, sparse=True, mode="sum")
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
     history = {}
     params = dict(model.named_parameters())
     with watch(optimizer, model) as watcher:

@@ -384,3 +384,28 @@ def test_parts_on_which_the_container_has_hooks_of_others():
         train(made, lambda k: container.step(), 3, loss=loss)
     assert calls == ["pre", "post"] * 3
     assert set(watcher.records()["step"]) == {0, 1, 2}
+
+
+def test_two_optimizers_of_the_same_weights_have_names_of_their_own(tmp_path):
+    """Adam first, then L-BFGS, which has no gradient of its own point."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    adam, lbfgs = torch.optim.Adam(model.parameters(), lr=0.01), torch.optim.LBFGS(model.parameters())
+    x = torch.linspace(0, 1, 20)[:, None]
+
+    def closure():
+        model.zero_grad()
+        loss = (model(x) - x.sin()).square().mean()
+        loss.backward()
+        return loss
+
+    with st.watch([adam, lbfgs], model, every=1, to=tmp_path) as watch:
+        for optimizer in (adam, adam, adam, lbfgs, lbfgs):
+            optimizer.step(closure)
+    assert len(set(watch.names)) == 8
+    angles = watch.records().query("quantity == 'angle' and statistic == 'max'")
+    assert angles.groupby("group", observed=True).size().to_dict() == {
+        name: 2 if "optimizer 1" in name else 3 for name in watch.names
+    }
+    assert watch.error is None
+    assert not watch.alerts

@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,6 +104,36 @@ def test_two_watches_do_not_write_to_one_folder(tmp_path):
         watch(second, to=tmp_path / ".." / tmp_path.name).start()
     with watch(second, to=tmp_path):
         pass
+
+
+def test_two_processes_do_not_write_to_one_folder(tmp_path):
+    (optimizer, _), here = pair(), Path(__file__).parent
+    script = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]
+from small import pair
+from steradian import watch
+watch(pair()[0], to={str(tmp_path)!r}).start()
+"""
+    with watch(optimizer, to=tmp_path):
+        other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert other.returncode
+    assert "separate folder for each watch" in other.stderr
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_folder_stays_where_it_was_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    optimizer, params = pair()
+    with watch(optimizer, to="run") as watcher:
+        train(optimizer, params, 2)
+        monkeypatch.chdir("elsewhere")
+        train(optimizer, params, 2, first=2)
+        watcher.flush()
+        assert list(series(read_run(tmp_path / "run").table, "angle")) == [0, 1, 2, 3]  # the files are there
+    assert not list(Path().iterdir())
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):

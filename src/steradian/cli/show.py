@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -129,8 +130,9 @@ def match(
         origin = kind([{"params": [torch.nn.Parameter(torch.ones(1, 2))], "rows": "filter"}], **settings)
     kind, settings = _optimizer(to)
     layers: dict[str, Any] = {"only": only, "slope": slope, "size": size}
-    found = matched(origin, to=kind, **layers, **settings)
-    angle = matched(origin, to=optim.Angular, **layers)["lr"]
+    with warnings.catch_warnings(action="ignore"):  # said below
+        found = matched(origin, to=kind, **layers, **settings)
+        angle = matched(origin, to=optim.Angular, **layers)["lr"]
     console = screen()
     console.print(f"{source} turns rows by {angle:.4g} rad per step. The same angle:")
     said = ", ".join(f"{name}={value!r}" for name, value in found.items())

@@ -3,11 +3,11 @@
 import base64
 import gzip
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
-from steradian.reporting.lines import Lines, aggregate, coarsen, points_for
+from steradian.reporting.lines import Lines, aggregate
 from steradian.reporting.rows import cosines, histograms, spheres, trajectories
 from steradian.watching.records import IMBALANCE, QUANTITIES, SECONDS, STATISTICS, RecordedRun, labels, layers, read_run
 from steradian.watching.verdict import Sentence, verdict
@@ -110,11 +110,11 @@ class PageRun(RecordedRun):
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
-    """The runs that these folders are, or that they contain."""
+    """The runs that these folders are, or that they contain; those without records are left out if others have any."""
     found = []
     for path in map(Path, paths):
         inside = [] if (path / "run.json").is_file() else sorted(file.parent for file in path.rglob("run.json"))
-        found += inside or [path]
+        found += [run for run in inside if any(run.glob("part-*.parquet"))] or inside or [path]
     return found
 
 
@@ -125,12 +125,16 @@ def load(paths: Sequence[str | Path]) -> list[PageRun]:
     folders = [path.resolve() for path in find_runs(paths)]
     if twice := [str(folder) for folder in folders if folders.count(folder) > 1]:
         raise ValueError(f"the run {twice[0]} is given twice")
-    runs = [_load(path) for path in find_runs(paths)]
-    names = distinct_names([run.name for run in runs], folders)
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    runs = [_load(path, len(folders)) for path in find_runs(paths)]
+    names = [run.name for run in runs]
+    for k, (name, folder) in enumerate(zip(names, folders, strict=True)):
+        if names.count(name) > 1:  # equal names get their folder: "adam (a/run)"
+            runs[k] = replace(runs[k], name=f"{name} ({folder.relative_to(os.path.commonpath(folders))})")
+    return runs
 
 
-def _load(path: str | Path) -> PageRun:
+def _load(path: str | Path, runs: int) -> PageRun:
+    """One of so many runs."""
     run = read_run(path)
     if run.table.empty:
         raise ValueError(f"the run {path} has no record yet: watch writes the first part at its first flush")
@@ -141,9 +145,9 @@ def _load(path: str | Path) -> PageRun:
     last = table[(table["step"] == steps.max(initial=0)) & (table["group"] != "") & ~np.isfinite(table["value"])]
     return PageRun(
         **{**vars(run), "table": table[:0]},
-        lines=aggregate(table[~is_time]),
+        lines=aggregate(table[~is_time], runs=runs),
         times=_times(table[is_time], steps),
-        observed=(len(steps), int(table["step"].max() - table["step"].min()) + 1),
+        observed=(len(steps), int(max(table["step"].max(), run.about.get("last_step") or 0) - table["step"].min()) + 1),
         labels=labels(run),
         extremes={name: of for name, of in extremes.items() if of is not None},
         not_finite={str(name) for name in last["quantity"][last["statistic"].isin(["median", "mean"])]},
@@ -166,7 +170,6 @@ def page_data(runs: Sequence[PageRun]) -> tuple[str, str]:
     known = {name: QUANTITIES[name]._asdict() for name in QUANTITIES if name in recorded}
     other = sorted(recorded - set(known))  # under their own names
     known |= {name: {"title": name.replace("_", " ").capitalize(), "symbol": "", "meaning": ""} for name in other}
-    points = points_for(sum(len(run.lines.keys) for run in runs))
     found = trajectories([run.paths for run in runs])
     balls = spheres(found)
     spread = histograms([run.rows for run in runs])
@@ -177,7 +180,7 @@ def page_data(runs: Sequence[PageRun]) -> tuple[str, str]:
         "vectors": sorted(set().union(*(run.vectors for run in runs))),
         "quantities": known,
         "whole": sorted({name for run in runs for name, of in run.lines.values.items() if "" in of}),
-        "runs": [_run(run, coarsen(run.lines, points)) for run in runs],
+        "runs": [_run(run) for run in runs],
         "bins": len(spread[0].edges) - 1 if spread else 0,
         "histograms": spread,
         "spheres": balls,
@@ -206,17 +209,17 @@ def grid(runs: Sequence[PageRun]) -> dict[str, Any] | None:
     return {"blocks": blocks, "roles": roles, "places": places}
 
 
-def _run(run: PageRun, lines: Lines) -> dict[str, Any]:
+def _run(run: PageRun) -> dict[str, Any]:
     return {
         "name": run.name,
-        "steps": lines.steps,
-        "times": None if run.times is None else np.interp(lines.steps, *run.times).round(4).tolist(),
-        "last": lines.last_step,
-        "drops": lines.drops,
+        "steps": run.lines.steps,
+        "times": None if run.times is None else np.interp(run.lines.steps, *run.times).round(4).tolist(),
+        "last": run.lines.last_step,
+        "drops": run.lines.drops,
         "groups": run.groups,
         "series": {
             quantity: {group: [_line(of.get(name)) for name in STATISTICS] for group, of in groups.items()}
-            for quantity, groups in lines.values.items()
+            for quantity, groups in run.lines.values.items()
         },
     }
 
@@ -225,16 +228,6 @@ def _line(line: np.ndarray | None) -> np.ndarray | list[float] | None:
     """A line, or [the value] of a constant one, such as the rate between two drops."""
     constant = line is not None and np.isfinite(line).all() and (line == line[0]).all()
     return [float(f"{line[0]:.5g}")] if line is not None and constant else line
-
-
-def distinct_names(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Names of runs; equal names get as much of their folder as distinguishes them: "adam (a/run)"."""
-    result, pairs = [], list(zip(names, folders, strict=True))
-    for name, folder in pairs:
-        twins = [other.parts for n, other in pairs if n == name and other != folder]
-        depth = next(k for k in count(1) if all(other[-k:] != folder.parts[-k:] for other in twins))
-        result.append(f"{name} ({'/'.join(folder.parts[-depth:])})" if twins else name)
-    return result
 
 
 def _extreme(table: pd.DataFrame, quantity: str) -> Extreme | None:

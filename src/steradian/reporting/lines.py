@@ -1,18 +1,19 @@
 """Lines over time: a table of any length reduced to a few hundred points that keep extremes and sharp drops."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-__all__ = ["Drop", "Lines", "aggregate", "buckets", "coarsen", "points_for", "schedule"]
+__all__ = ["Drop", "Lines", "aggregate", "buckets", "schedule"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
+Values: TypeAlias = dict[str, dict[str, dict[str, Floats]]]
+"""Quantity → group → statistic → line."""
 
 SHARP = 1.25  # a rate that changes by less than this factor has no drop
 ALONE = 4.0  # a drop is this many times steeper than the schedule before and after it
@@ -37,18 +38,9 @@ class Lines:
     """
 
     steps: Integers  #: the middle step of each bucket, (B,)
-    keys: list[tuple[str, str, str]]  #: quantity, group and statistic of each line
-    table: Floats  #: (lines, B), NaN where nothing was recorded
+    values: Values  #: (B,), NaN where nothing was recorded
     drops: list[Drop]  #: sudden changes of the nominal rate
     last_step: int  #: the last recorded one
-
-    @cached_property
-    def values(self) -> dict[str, dict[str, dict[str, Floats]]]:
-        """Quantity → group → statistic → line."""
-        found: dict[str, dict[str, dict[str, Floats]]] = {}
-        for (quantity, group, statistic), line in zip(self.keys, self.table, strict=True):
-            found.setdefault(quantity, {}).setdefault(group, {})[statistic] = line
-        return found
 
 
 def schedule(steps: Integers, rate: Floats) -> list[Drop]:
@@ -86,45 +78,29 @@ def buckets(steps: Integers, points: int, edges: Sequence[int] = ()) -> Integers
     return np.unique(starts[starts < n]).astype(np.int64)
 
 
-def points_for(lines: int) -> int:
-    """How many points each of this many lines may have."""
-    return max(FEWEST_POINTS, min(POINTS, BUDGET // lines))
+def aggregate(table: pd.DataFrame, *, points: int | None = None, runs: int = 1) -> Lines:
+    """Reduce a run's table to buckets: minima of minima, maxima of maxima, averages of the rest.
 
-
-def aggregate(table: pd.DataFrame, *, points: int | None = None) -> Lines:
-    """Reduce a run's table to about `points` buckets: minima of minima, maxima of maxima, averages of the rest."""
+    There are about `points` buckets; None: as many as a page of this many runs has room for.
+    """
     grouped = table.groupby(["quantity", "group", "statistic"], observed=True)
     line, keys = np.asarray(grouped.ngroup(), dtype=np.int64), list(grouped.size().index)
     position, steps = pd.factorize(table["step"].to_numpy(np.int64), sort=True)
     rated = next((k for k, (quantity, *_) in enumerate(keys) if quantity == "lr"), -1)
     rate = table[line == rated].sort_values("step", kind="stable")
     drops = schedule(rate["step"].to_numpy(), rate["value"].to_numpy())
-    bucket_of, middles = _cut(steps, points or points_for(len(keys)), drops)
-    over = _reduce(line, bucket_of[position], table["value"].to_numpy(float), (len(keys), len(middles)))
-    lines = {key: over.get(key[2], over["mean"])[k] for k, key in enumerate(keys)}
-    for k, (quantity, group, statistic) in enumerate(keys):
-        if not group and statistic == "mean":  # one number per step: a band shows the range within a bucket
-            lines |= {(quantity, "", extreme): over[extreme][k] for extreme in ("min", "max")}
-    return Lines(middles, list(lines), np.array(list(lines.values())), drops, int(steps[-1]))
-
-
-def coarsen(lines: Lines, points: int) -> Lines:
-    """The same lines with about `points` points, by the same rules."""
-    bucket, middles = _cut(lines.steps, points, lines.drops)
-    count, length = lines.table.shape
-    if len(middles) >= length:
-        return lines
-    line = np.repeat(np.arange(count), length)
-    over = _reduce(line, np.tile(bucket, count), lines.table.ravel(), (count, len(middles)))
-    table = np.array([over.get(statistic, over["mean"])[k] for k, (*_, statistic) in enumerate(lines.keys)])
-    return replace(lines, steps=middles, table=table)
-
-
-def _cut(steps: Integers, points: int, drops: Sequence[Drop]) -> tuple[Integers, Integers]:
-    """The bucket of each step, and the middle step of each bucket."""
+    points = points or max(FEWEST_POINTS, min(POINTS, BUDGET // (runs * len(keys))))
     starts = buckets(steps, points, [drop.step for drop in drops])
     ends = np.append(starts[1:], len(steps))
-    return np.repeat(np.arange(len(starts)), ends - starts), (steps[starts] + steps[ends - 1]) // 2
+    bucket = np.repeat(np.arange(len(starts)), ends - starts)[position]
+    over = _reduce(line, bucket, table["value"].to_numpy(float), (len(keys), len(starts)))
+    values: Values = {}
+    for k, (quantity, group, statistic) in enumerate(keys):
+        of = values.setdefault(quantity, {}).setdefault(group, {})
+        of[statistic] = over.get(statistic, over["mean"])[k]
+        if not group and statistic == "mean":  # one number per step: a band shows the range within a bucket
+            of |= {extreme: over[extreme][k] for extreme in ("min", "max")}
+    return Lines((steps[starts] + steps[ends - 1]) // 2, values, drops, int(steps[-1]))
 
 
 def _reduce(line: Integers, bucket: Integers, value: Floats, shape: tuple[int, int]) -> dict[str, Floats]:

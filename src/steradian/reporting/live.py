@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Lock
 
 from steradian.reporting.data import find_runs, load
-from steradian.reporting.page import document, title_of
+from steradian.reporting.page import document
 
 __all__ = ["LiveServer"]
 
@@ -48,8 +48,7 @@ class LiveServer(ThreadingHTTPServer):
             state = self.state()
             if state != self._made[0]:
                 try:
-                    runs = load(self._recorded())
-                    text = document(runs, self._title or title_of(runs), live=state)
+                    text = document(load(self._recorded()), self._title, live=state)
                 except ValueError as error:  # no run has a record yet
                     text = _WAITING.format(html.escape(str(error)))
                 self._made = (state, text)

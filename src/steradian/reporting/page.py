@@ -10,9 +10,9 @@ from plotly.offline import get_plotlyjs
 from steradian.files import write_atomically
 from steradian.reporting.data import PageRun, compressed, load, page_data
 from steradian.reporting.sections import alerts, all_hold, asset, bounds, cards, groups, left_out, notes, shown_sections
-from steradian.watching.records import QUANTITIES
+from steradian.watching.records import QUANTITIES, listed
 
-__all__ = ["document", "report", "title_of"]
+__all__ = ["document", "report"]
 
 _NAMED = 5  # runs in the heading
 SCRIPTS = ("base.js", "panels.js", "lines.js", "fields.js", "sphere.js", "main.js")
@@ -42,13 +42,11 @@ def report(runs: Sequence[str | Path], out: str | Path, *, title: str | None = N
     if out.exists() and not out.is_file():
         what = "a folder" if out.is_dir() else "not a file"
         raise ValueError(f"out must be a file such as page.html, and {out} is {what}")
-    loaded = load(runs)
-    text = document(loaded, title or title_of(loaded))
-    write_atomically(out, text.encode())
+    write_atomically(out, document(load(runs), title).encode())
     return out
 
 
-def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
+def document(runs: Sequence[PageRun], title: str | None = None, *, live: str = "") -> str:
     """The page's text. `live`: the state of the runs that it shows; the page follows them."""
     shown, (entries, common), (data, numbers) = shown_sections(runs), cards(runs), page_data(runs)
     figures = [figure for section in shown for figure in section.figures]
@@ -58,7 +56,7 @@ def document(runs: Sequence[PageRun], title: str, *, live: str = "") -> str:
         return next((each.id for each in figures if quantity in each.needs), figures[-1].id)
 
     return _template().render(
-        title=title,
+        title=title or listed([run.name for run in runs], _NAMED),
         live=live,
         style=asset("page.css"),
         script="\n".join(map(asset, SCRIPTS)),
@@ -88,11 +86,3 @@ def _template() -> Template:
 @cache
 def _plotly() -> str:
     return compressed(get_plotlyjs().encode())
-
-
-def title_of(runs: Sequence[PageRun]) -> str:
-    """The names of the runs, of the first ones if there are many."""
-    names = [run.name for run in runs]
-    if len(names) > _NAMED + 1:
-        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -4,16 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
+
+from steradian.reporting.lines import Floats, Integers
 
 __all__ = ["Histogram", "Sphere", "Trajectory", "cosines", "histograms", "spheres", "trajectories"]
-
-Floats: TypeAlias = NDArray[np.float64]
-Integers: TypeAlias = NDArray[np.int64]
 
 BINS, FEWEST_BINS = 80, 16
 MOST_STEPS, FEWEST_STEPS = 24, 2
@@ -39,7 +37,7 @@ class Histogram:
     counts: list[dict[str, Any]]  #: for each "run", the rows in each bin "at" its "steps", (steps, bins)
 
 
-def whole_steps(step: NDArray[np.int64], most: int = MOST_STEPS) -> list[int]:
+def whole_steps(step: Integers, most: int = MOST_STEPS) -> list[int]:
     """Steps at which all rows of a group were recorded, at most `most` of them with the first and the last.
 
     `step` is that of each recorded row. Steps with fewer rows do not count: single rows may be recorded more often.
@@ -144,18 +142,8 @@ def principal_directions(points: Floats, weights: Floats) -> Floats:
 
     They are not taken about the mean: the projection is then linear, and the unit sphere falls into the unit ball.
     """
-    weighted = points * np.sqrt(weights)[:, None]
-    n, d = weighted.shape
-    three = np.zeros((d, 3))
-    if d <= n:
-        own = np.linalg.eigh(weighted.T @ weighted)[1][:, ::-1][:, :3]
-    else:  # the smaller of the two products has the same singular values
-        squares, left = np.linalg.eigh(weighted @ weighted.T)
-        squares, left = squares[::-1][:3], left[:, ::-1][:, :3]
-        own = weighted.T @ left[:, squares > 1e-12 * squares[0]]
-        own /= np.linalg.norm(own, axis=0)
-    three[:, : own.shape[1]] = own
-    return three
+    found = np.linalg.svd(points * np.sqrt(weights)[:, None], full_matrices=False)[2][:3]
+    return np.pad(found.T, ((0, 0), (0, 3 - len(found))))
 
 
 def spheres(found: dict[tuple[str, int], list[Trajectory]]) -> list[Sphere]:

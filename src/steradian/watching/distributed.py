@@ -13,38 +13,33 @@ from torch.distributed.tensor import DTensor, Replicate
 from steradian.watching.rows import WatchedGroup
 from steradian.watching.statistics import Statistics
 
-__all__ = ["Merge"]
+__all__ = ["merged"]
 
 Merged = tuple[NDArray[Any], NDArray[np.bool_], dict[str, NDArray[Any]]]
 
 
-class Merge:
-    """Gathers the rows of all ranks; every rank must call it equally often."""
+def merged(
+    watched: Sequence[WatchedGroup], rows: NDArray[Any], active: NDArray[np.bool_], *, together: bool
+) -> Merged | None:
+    """Statistics, activity and all rows by group, on rank 0; None on other ranks, which must call it as often.
 
-    def __init__(self, watched: Sequence[WatchedGroup]) -> None:
-        self.watched = watched
-
-    def __call__(self, rows: NDArray[Any], active: NDArray[np.bool_], *, together: bool) -> Merged | None:
-        """Statistics, activity and all rows by group, on rank 0; None on other ranks.
-
-        Takes this rank's rows, (steps, quantities, n), and activity, (steps, groups). If not all ranks are `together`,
-        groups with rows on other ranks are left out: statistics of a part are not those of the whole.
-        """
-        mine = [rows[:, :, group.span if _is_mine(group) else slice(0)] for group in self.watched]
-        shares: list[Any] = [(mine, active)]
-        if together:
-            shares = [None] * dist.get_world_size()
-            dist.gather_object((mine, active), None if dist.get_rank() else shares)
-        if dist.get_rank():
-            return None
-        names = [group.name for group in self.watched]
-        whole = {name: np.concatenate([share[0][k] for share in shares], axis=2) for k, name in enumerate(names)}
-        widths = [of.shape[2] for of in whole.values()]
-        spans = [slice(end - width, end) for width, end in zip(widths, accumulate(widths), strict=True)]
-        stacked = torch.from_numpy(np.concatenate(list(whole.values()), axis=2))
-        stepped = np.logical_or.reduce([share[1] for share in shares])
-        stepped &= [width == group.total_rows for width, group in zip(widths, self.watched, strict=True)]
-        return Statistics(spans)(stacked).numpy(), stepped, whole
+    Takes this rank's rows, (steps, quantities, n), and activity, (steps, groups). If not all ranks are `together`,
+    groups with rows on other ranks are left out: statistics of a part are not those of the whole.
+    """
+    mine = [rows[:, :, group.span if _is_mine(group) else slice(0)] for group in watched]
+    shares: list[Any] = [(mine, active)]
+    if together:
+        shares = [None] * dist.get_world_size()
+        dist.gather_object((mine, active), None if dist.get_rank() else shares)
+    if dist.get_rank():
+        return None
+    whole = {of.name: np.concatenate([share[0][k] for share in shares], axis=2) for k, of in enumerate(watched)}
+    widths = [of.shape[2] for of in whole.values()]
+    spans = [slice(end - width, end) for width, end in zip(widths, accumulate(widths), strict=True)]
+    stacked = torch.from_numpy(np.concatenate(list(whole.values()), axis=2))
+    stepped = np.logical_or.reduce([share[1] for share in shares])
+    stepped &= [width == group.total_rows for width, group in zip(widths, watched, strict=True)]
+    return Statistics(spans)(stacked).numpy(), stepped, whole
 
 
 def _is_mine(group: WatchedGroup) -> bool:

@@ -106,11 +106,7 @@ class Flush:
         paths: Paths,
         imbalance: Imbalance | None,
     ) -> None:
-        self.run, self.buffers, self.merges = run, buffers, None
-        if sharded:  # not every torch has what it needs
-            from steradian.watching.distributed import Merge
-
-            self.merges = [Merge(buffer.watched) for buffer in buffers]
+        self.run, self.buffers, self.sharded = run, buffers, sharded
         self.paths, self.imbalance = paths, imbalance
         self.record_rows, self.rows_every = record_rows, rows_every
         self.names = tuple(group.name for buffer in buffers for group in buffer.watched)
@@ -188,7 +184,7 @@ class Flush:
             self._reduce()
         of_chosen = [rows for each in self._reduced for part in each.parts for rows in part.chosen.values()]
         many = len(self._seconds) >= _STEPS or sum(rows.numel() for rows in of_chosen) >= _NUMBERS
-        if not (self._reduced or self._logged) or not (everything or many or self.merges is not None):
+        if not (self._reduced or self._logged) or not (everything or many or self.sharded):
             return
         content = self._reduced, self._seconds, self._logged, self.paths.take(), self._imbalances
         self.sent.append(_Copy(content))
@@ -206,7 +202,7 @@ class Flush:
         for buffer, span in zip(self.buffers, self._spans, strict=True):
             quantities, statistics, rows = buffer.reduce(count, torch.from_numpy(active[:, span].copy()))
             some, chosen = rows, {}
-            if self.merges is None:
+            if not self.sharded:
                 some = rows[at][:, :, buffer.single]
                 groups = [group for group in buffer.watched if group.name in self.record_rows]
                 chosen = {group.name: rows[:, :, group.span].clone() for group in groups}
@@ -219,21 +215,13 @@ class Flush:
     def blocks(self, *, wait: bool = False, together: bool = True) -> Iterator[Block]:
         """Blocks of what has arrived, or of everything if it may `wait`; `together`: all ranks take part in it."""
         while self.sent and (wait or self.sent[0].ready()):
-            block = self._block(*self.sent.popleft().content(), together=together)
+            block = self._block(self.sent.popleft().content(), together=together)
             if block is not None:
                 yield block
 
-    def _block(
-        self,
-        reduced: list[_Reduced],
-        seconds: list[float],
-        logged: list[tuple[int, str, Any, Any]],
-        paths: tuple[list[int], list[Array]],
-        pairs: dict[int, dict[str, Array]],
-        *,
-        together: bool,
-    ) -> Block | None:
+    def _block(self, content: Any, *, together: bool) -> Block | None:
         """What `send` has sent as a block; None on other ranks than 0."""
+        reduced, seconds, logged, paths, pairs = content
         steps = np.array([step for each in reduced for step in each.steps], dtype=np.int64)
         parts = [part for each in reduced for part in each.parts]
         quantities = tuple(dict.fromkeys(name for part in parts for name in part.quantities))
@@ -245,19 +233,21 @@ class Flush:
         elsewhere, first = False, 0
         for each in reduced:
             here = slice(first, first + len(each.steps))
-            for k, (buffer, span, part) in enumerate(zip(self.buffers, self._spans, each.parts, strict=True)):
+            for buffer, span, part in zip(self.buffers, self._spans, each.parts, strict=True):
                 taken[here] &= part.skips[:, 0] == 0
                 late[here] = np.maximum(late[here], part.skips[:, 1].astype(np.int64))
                 statistics, stepped, chosen = part.statistics, each.active[:, span], part.chosen
-                if self.merges is None:
+                if not self.sharded:
                     ends = np.cumsum([len(numbers) for numbers in buffer.single_rows])
                     some = np.split(part.some, ends[:-1], axis=2)
                 else:
-                    merged = self.merges[k](part.some, stepped, together=together)
-                    if merged is None:
+                    from steradian.watching.distributed import merged  # not every torch has what it needs
+
+                    of_all = merged(buffer.watched, part.some, stepped, together=together)
+                    if of_all is None:
                         elsewhere = True
                         continue
-                    statistics, stepped, chosen = merged
+                    statistics, stepped, chosen = of_all
                     some = [of[each.whole][:, :, evenly(of.shape[2])] for of in chosen.values()]
                 at = [quantities.index(name) for name in part.quantities]
                 values[here, at, span], active[here, span] = statistics, stepped
@@ -297,8 +287,7 @@ class Flush:
 def _directions(rows: Array) -> Array:
     """The directions of rows, (points, d); NaN for a row of length 0 or infinity, which has none."""
     lengths = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1, keepdims=True))
-    directions: Array = (rows / np.where((lengths == 0) | np.isinf(lengths), np.nan, lengths)).astype(rows.dtype)
-    return directions
+    return (rows / np.where((lengths == 0) | np.isinf(lengths), np.nan, lengths)).astype(rows.dtype)
 
 
 class Output:
@@ -313,7 +302,6 @@ class Output:
         self.history = History()
         self.folder = next((sink for sink in sinks if isinstance(sink, Folder)), None)
         self.store = self.folder or Memory()
-        self._logged: set[str] = set()  # causes of alerts
 
     def open(self, about: Mapping[str, Any]) -> None:
         """Open all sinks, or none."""
@@ -331,11 +319,11 @@ class Output:
         if self.folder is None:
             self.store.write(block)
         self._each(methodcaller("write", block))
+        known = set(map(cause_of, self.alerts.raised))
         alerts = self.alerts.check(block)
-        if alerts:
-            for cause in causes(alert for alert in alerts if cause_of(alert) not in self._logged):
-                logger.warning("%s: %s", block.run, cause.text)
-            self._logged.update(map(cause_of, alerts))
+        new = [alert for alert in alerts if cause_of(alert) not in known]
+        for cause in causes(new) if new else ():
+            logger.warning("%s: %s", block.run, cause.text)
         for alert in alerts:
             self._each(methodcaller("alert", alert))
 

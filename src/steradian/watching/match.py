@@ -6,6 +6,7 @@ it. What it cannot know is said by `unknown`: weights that are not invariant, tr
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -78,7 +79,8 @@ def match(
         **fixed: settings of `to`; defaults hold for those that are not given.
 
     Returns:
-        `fixed` and the setting that was left open, with six digits.
+        `fixed` and the setting that was left open, with six digits. A warning says why the source's angle may not be
+        the one that is meant: a schedule that has changed the rate, layers that are unproved or turn by other angles.
 
     Raises:
         ValueError: the source has no angle, or `fixed` leaves open more or less than one setting.
@@ -105,7 +107,10 @@ def match(
     def solved(turn: _Turn) -> float:
         return _solve(lambda value: _angle(optimizer, {**settings, name: value}, turn.slope, turn.size), turn.angle)
 
-    value = np.median([solved(turn) for turn in _turns(source, only, slope, size)])
+    turns = _turns(source, only, slope, size)
+    value = np.median([solved(turn) for turn in turns])
+    for doubt in _doubts(source, turns):
+        warnings.warn(doubt, stacklevel=2)
     return {**fixed, name: float(f"{value:.6g}")}
 
 
@@ -191,19 +196,27 @@ def _solve(angle: Callable[[float], float], wanted: float) -> float:
 
 def unknown(source: Optimizer | str | Path | RecordedRun | float, only: str | None = None) -> list[str]:
     """What a match of this source cannot know, in sentences."""
-    words = WORDS["match"]
-    found = [words["transient"], words["rest"]]
-    if isinstance(source, Optimizer | Real):
-        return found
-    turns = _turns(source, only, None, None)
-    low, high = min(turns), max(turns)
-    out = [turn.layer for turn in turns if abs(math.log(turn.angle / turn.equilibrium)) > math.log(_APART)]
-    if turns[0].label != "invariant":
-        found.append(words["untested"])
-    if high.angle > _APART * low.angle:
-        found.append(words["apart"].format(low=low, high=high))
-    if out:
-        found.append(words["out"].format(layers=listed(out)))
+    doubts = [] if isinstance(source, Optimizer | Real) else _doubts(source, _turns(source, only, None, None))
+    return [WORDS["match"]["transient"], WORDS["match"]["rest"], *doubts]
+
+
+def _doubts(source: Any, turns: list[_Turn]) -> list[str]:
+    """Why the angle may not be the one that is meant."""
+    words, found = WORDS["match"], list[str]()
+    if isinstance(source, Optimizer):
+        firsts = [group.get("initial_lr", group["lr"]) for group in source.param_groups]
+        rates = [(float(group["lr"]), float(first)) for group, first in zip(source.param_groups, firsts, strict=True)]
+        if changed := [pair for pair in rates if not math.isclose(*pair)]:
+            found.append(words["scheduled"].format(rate=changed[0][0], first=changed[0][1]))
+    elif not isinstance(source, Real):
+        low, high = min(turns), max(turns)
+        out = [turn.layer for turn in turns if abs(math.log(turn.angle / turn.equilibrium)) > math.log(_APART)]
+        if turns[0].label != "invariant":
+            found.append(words["untested"])
+        if high.angle > _APART * low.angle:
+            found.append(words["apart"].format(low=low, high=high))
+        if out:
+            found.append(words["out"].format(layers=listed(out)))
     return found
 
 

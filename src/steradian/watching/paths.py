@@ -76,10 +76,8 @@ class Paths:
     def take(self) -> tuple[list[int], list[Tensor]]:
         """The copies since the last call: slots, and the points of each row, (slots, d)."""
         kept, self._kept = self._kept, []
-        points = [
-            torch.stack(each).reshape(len(kept), -1) for each in zip(*(copies for _, copies in kept), strict=True)
-        ]
-        return [slot for slot, _ in kept], points
+        rows = zip(*(copies for _, copies in kept), strict=True)
+        return [slot for slot, _ in kept], [torch.stack(each).reshape(len(kept), -1) for each in rows]
 
 
 def _room(row: Tensor) -> tuple[Tensor, ...]:

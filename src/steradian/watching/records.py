@@ -32,23 +32,7 @@ from steradian.names import fold
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "COLUMNS",
-    "QUANTITIES",
-    "STATISTICS",
-    "Alert",
-    "Block",
-    "Cause",
-    "Quantity",
-    "RecordedRun",
-    "alerts_of",
-    "cause_of",
-    "causes",
-    "labels",
-    "layers",
-    "listed",
-    "read_run",
-]
+__all__ = ["COLUMNS", "QUANTITIES", "STATISTICS", "Alert", "Block", "Quantity", "RecordedRun", "labels", "read_run"]
 
 COLUMNS = ("run", "step", "group", "quantity", "statistic", "value")
 """Columns of the table."""
@@ -229,10 +213,8 @@ def causes(alerts: Iterable[Alert]) -> list[Cause]:
 
 
 def cause_of(alert: Alert) -> str:
-    """A text that is the same for all alerts of one cause."""
-    # NaN in the weights of one group is NaN in the gradients of all. Other texts differ in their numbers.
-    text = "" if alert.kind == "not finite" else re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", alert.text)
-    return f"{alert.kind}: {text}"
+    """A text that is the same for all alerts of one cause: NaN in the weights of one is NaN in the gradients of all."""
+    return "not invariant" if "not invariant" in alert.text else alert.kind
 
 
 def _cause(alerts: Sequence[Alert]) -> Cause:
@@ -240,9 +222,7 @@ def _cause(alerts: Sequence[Alert]) -> Cause:
     groups = list(dict.fromkeys(alert.group for alert in alerts))
     if len(groups) == 1:
         return Cause(first.kind, first.step, groups, first.text, str(first))
-    what = WORDS["causes"].get(first.kind, first.text)
-    if "not invariant" in first.text:
-        what = "the gradient is not orthogonal to the rows from the first steps on, so they are not invariant,"
+    what = WORDS["causes"].get(cause_of(first), first.text)
     if first.kind == "not finite":
         where = {"weights": "weights", "gradient": "gradients"}
         what = " or ".join(words for word, words in where.items() if any(word in alert.text for alert in alerts))
@@ -330,9 +310,10 @@ class RecordedRun:
     """A run as read from its folder.
 
     `about` is the contents of run.json: "run", "started", "every", "optimizer" ({"name", "groups": [settings]}),
-    "groups" ([{"name", "names", "label", "layout", "shapes", "rows", "size", "reason", "defect"}]), "rest" (parameters
-    that are not watched), "missing" ({quantity: why it is not recorded}), "config" (the user's), "cost" ({"share" of
-    the time, "seconds" for each of "observed" steps, "bytes"}), "environment". What 0.1 did not write is filled in.
+    "groups" ([{"name", "names", "label", "layout", "shapes", "dtype", "rows", "size", "reason", "defect"}]), "rest"
+    (parameters that are not watched), "missing" ({quantity: why it is not recorded}), "config" (the user's), "cost"
+    ({"share" of the time, "seconds" for each of "observed" steps, "bytes"}), "last_step" (the last one that was taken,
+    known when the watch has stopped), "environment". What 0.1 did not write is filled in.
     """
 
     name: str  #: the run's name
@@ -358,30 +339,25 @@ def read_run(path: str | Path) -> RecordedRun:
         inside = ", ".join(sorted(str(file.parent) for file in folder.glob("*/run.json")))
         where = f"there are runs in it: {inside}" if inside else "watch(optimizer, to=…) writes one"
         raise ValueError(f"{folder} is not a recorded run: it {what}; {where}")
-    about = _read_about(about_file)
-    return RecordedRun(
-        name=str(about["run"]),
-        about=about,
-        table=_read_parts(folder, "part", COLUMNS),
-        rows=_read_parts(folder, "rows", ROW_COLUMNS),
-        paths=_read_parts(folder, "path", PATH_COLUMNS),
-        alerts=pd.DataFrame(read_alerts(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS)),
-    )
-
-
-def _read_about(file: Path) -> dict[str, Any]:
-    """run.json, if `watch` wrote it."""
     try:
-        about = json.loads(file.read_text(encoding="utf-8"))
+        about = json.loads(about_file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}): the run's folder is damaged, or is not a run") from error
+        raise ValueError(f"{about_file} is not JSON ({error}): the run's folder is damaged, or is not a run") from error
     if not isinstance(about, dict) or not isinstance(about.get("run"), str):
-        raise ValueError(f"{file} does not describe a recorded run: watch(optimizer, to=…) writes one")
+        raise ValueError(f"{about_file} does not describe a recorded run: watch(optimizer, to=…) writes one")
     # 0.1 watched only invariant rows.
     usual: dict[str, Any] = {"label": "invariant", "layout": None, "shapes": [], "reason": "", "defect": None}
     about["groups"] = [{"names": [group["name"]], **usual, **group} for group in about.get("groups", ())]
     empty: dict[str, Any] = {name: {} for name in ("missing", "config", "environment", "cost")}
-    return {"optimizer": {"name": "", "groups": []}, "rest": [], **empty, **about}
+    about = {"optimizer": {"name": "", "groups": []}, "rest": [], **empty, **about}
+    return RecordedRun(
+        name=about["run"],
+        about=about,
+        table=read_parts(folder, "part", COLUMNS),
+        rows=read_parts(folder, "rows", ROW_COLUMNS),
+        paths=read_parts(folder, "path", PATH_COLUMNS),
+        alerts=pd.DataFrame(read_alerts(folder / "alerts.jsonl"), columns=list(ALERT_COLUMNS)),
+    )
 
 
 def numbered_parts(folder: Path, kind: str) -> dict[int, Path]:
@@ -390,7 +366,7 @@ def numbered_parts(folder: Path, kind: str) -> dict[int, Path]:
     return {int(name[1]): file for name, file in found if name is not None}
 
 
-def _read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFrame":
+def read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFrame":
     """All parts of a kind in one table, without steps that a later part records again."""
     import pandas as pd
     import pyarrow as pa
@@ -417,18 +393,6 @@ def _read_parts(folder: Path, kind: str, columns: tuple[str, ...]) -> "pd.DataFr
     if not tables:
         return pd.DataFrame({column: [] for column in columns})
     return pa.concat_tables(reversed(tables)).unify_dictionaries().to_pandas()
-
-
-def seconds_before(folder: Path, step: int) -> float:
-    """`SECONDS` at the last recorded step of a run before this one; 0 if there is none."""
-    from pyarrow import parquet
-
-    earlier = [("quantity", "==", SECONDS), ("step", "<", step)]
-    for _, file in sorted(numbered_parts(folder, "part").items(), reverse=True):
-        found = parquet.read_table(file, columns=["value"], filters=earlier)["value"].to_pylist()
-        if found:
-            return float(max(found))
-    return 0.0
 
 
 def read_alerts(file: Path) -> list[dict[str, Any]]:

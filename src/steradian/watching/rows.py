@@ -58,6 +58,7 @@ class WatchedGroup:
             "label": self.label,
             "layout": self.layout.spec,
             "shapes": [list(param.shape) for param in self.params],
+            "dtype": str(self.params[0].dtype).removeprefix("torch."),
             "rows": self.total_rows,
             "size": self.size,
             "reason": self.group.reason,
@@ -67,6 +68,7 @@ class WatchedGroup:
     def locals(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The parts on this rank of tensors like a parameter; whole ones if its rows span several ranks: one gather."""
         found = [tensor.detach() for tensor in tensors]
+        found = [each if each.layout == torch.strided else each.to_dense() for each in found]
         if not self.sharded:
             return found
         if all(map(is_sharded, found)):
@@ -122,10 +124,9 @@ class WatchedGroup:
         return self.cut(here, (slice(number, number + 1), slice(0, self.size)))[0]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of its parameters, dense; only for an active group."""
+        """The gradients of its parameters; only for an active group."""
         found = [param.grad for param in self.params if param.grad is not None]
-        found = found if len(found) == len(self.params) else self.held or []
-        return [grad.to_dense() if grad.layout != torch.strided else grad for grad in found]
+        return found if len(found) == len(self.params) else self.held or []
 
 
 class Piece(NamedTuple):
@@ -148,12 +149,11 @@ def watched_groups(
     """
     found: list[WatchedGroup] = []
     notes: list[str] = []
-    names = _names(optimizers, model)
-    if only is not None:
-        unmatched = [pattern for pattern in only if not any(fnmatchcase(name, pattern) for name in names.values())]
-        if unmatched:
-            raise ValueError(f"only: no name matches {unmatched}; the parameters are {listed(list(names.values()), 6)}")
-    for optimizer in optimizers:
+    every = _names(optimizers, model)
+    known = [name for names in every for name in names.values()]
+    if unmatched := [pattern for pattern in only or () if not any(fnmatchcase(name, pattern) for name in known)]:
+        raise ValueError(f"only: no name matches {unmatched}; the parameters are {listed(known, 6)}")
+    for optimizer, names in zip(optimizers, every, strict=True):
         owner = {id(param): settings for settings in optimizer.param_groups for param in settings["params"]}
         taken: set[int] = set()
         for group, params, label in _proposed(optimizer, model, names):
@@ -163,19 +163,21 @@ def watched_groups(
             if only is not None and not any(fnmatchcase(name, each) for name in group.names for each in only):
                 continue
             if len({param.device for param in params}) > 1:
-                notes.append(f"{' + '.join(group.names)} are rows only together, but are on several devices")
+                notes.append(f"not watched: {' + '.join(group.names)}, rows only together, are on several devices")
                 continue
             taken.update(ids)
             if not all(param.is_floating_point() for param in params):
-                notes.append(f"{group.names[0]} holds {params[0].dtype}, and rows are real vectors")
+                notes.append(f"not watched: {group.names[0]} holds {params[0].dtype}, and rows are real vectors")
             elif any(map(is_flattened, params)):
-                notes.append(f"{group.names[0]} was flattened by FullyShardedDataParallel and has no rows any more")
+                flat = "was flattened by FullyShardedDataParallel and has no rows any more"
+                notes.append(f"not watched: {group.names[0]} {flat}")
             elif group.size and group.n_rows and all(param.requires_grad for param in params):
                 found.append(WatchedGroup(group, params, optimizer, owner[ids[0]], label))
     place_of = {key: k for k, key in enumerate(_of_model(model))}
     found.sort(key=lambda group: place_of.get(id(group.params[0]), len(place_of)))
-    if isinstance(model, Groups) and found and not any(id(param) in names for param in model.params.values()):
-        notes.append("groups holds other parameters than the optimizer: use groups.of(model)")
+    if place_of and found and all(place_of.keys().isdisjoint(names) for names in every):
+        right = "use groups.of(model)" if isinstance(model, Groups) else "pass the model that the optimizer trains"
+        notes.append(f"the weights have no names, because the optimizer steps none of those given: {right}")
     return found, notes
 
 
@@ -204,12 +206,13 @@ def _proposed(
             yield group, [param], NOT_INVARIANT if id(param) in rest else UNTESTED
 
 
-def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
-    """A name of its own for each parameter of the optimizers: the model's, else the optimizer's, else its number."""
+def _names(optimizers: Sequence[Optimizer], model: Model) -> list[dict[int, str]]:
+    """For each optimizer the names of its parameters, all different: the model's, the optimizer's, or numbers."""
     known = _of_model(model)
-    found: dict[int, str] = {}
+    every: list[dict[int, str]] = []
     taken: set[str] = set()
     for number, optimizer in enumerate(optimizers):
+        every.append({})
         of = f"optimizer {number}, " if len(optimizers) > 1 else ""
         for k, settings in enumerate(optimizer.param_groups):
             params = settings["params"]
@@ -219,9 +222,9 @@ def _names(optimizers: Sequence[Optimizer], model: Model) -> dict[int, str]:
                 # Two models, such as actor and critic, may have parameters of the same name.
                 while name in taken:
                     name += f" ({of}group {k})"
-                found[id(param)] = name
+                every[-1][id(param)] = name
                 taken.add(name)
-    return found
+    return every
 
 
 def _of_model(model: Model) -> dict[int, str]:
@@ -263,15 +266,12 @@ class Membership:
         self.watched = watched
         self._optimizers = list({id(group.optimizer): group.optimizer for group in watched}.values())
         self._params = [param for group in watched for param in group.params]
-        self._forms = dict(zip(map(id, self._params), map(_FORM, self._params), strict=True))
+        self._forms = list(map(_FORM, self._params))  # when the watch began
         self._sharded = any(group.sharded for group in watched)
-        self._known, self._places = self._present(), list[Any]()
+        self._known, self._places = self._members(), list[Any]()
 
     def _members(self) -> list[tuple[int, ...]]:
         return [(id(group), *map(id, group["params"])) for each in self._optimizers for group in each.param_groups]
-
-    def _present(self) -> tuple[list[tuple[int, ...]], list[Any]]:
-        return self._members(), list(map(_FORM, self._params))
 
     def moved(self) -> bool:
         """Whether something may have changed since the last call, or a parameter lies elsewhere in memory.
@@ -279,15 +279,16 @@ class Membership:
         A parameter of another form is larger or smaller, or lies elsewhere; forms themselves take more time to read.
         """
         here = [] if self._sharded else [list(map(_SIZE, self._params)), list(map(Tensor.data_ptr, self._params))]
-        if here and here == self._places and self._known[0] == self._members():
+        if here and here == self._places and self._known == self._members():
             return False
         self._places = here
         return True
 
     def update(self) -> list[str]:
         """Adopt the present param groups; names of groups that are gone: a parameter left or has another form."""
-        before, self._known = self._known, self._present()
-        if before == self._known:
+        before, self._known = self._known, self._members()
+        changed = {id(p) for p, form in zip(self._params, self._forms, strict=True) if _FORM(p) != form}
+        if before == self._known and not changed:
             return []
         present = [settings for optimizer in self._optimizers for settings in optimizer.param_groups]
         owner = {id(param): settings for settings in present for param in settings["params"]}
@@ -302,7 +303,7 @@ class Membership:
             # A joint set has the settings of its first parameter; the others may be in other param groups.
             first, *others = (owner.get(id(param)) for param in group.params)
             left = first is not group.settings or any(other is None for other in others)
-            if not group.gone and (left or any(self._forms[id(param)] != _FORM(param) for param in group.params)):
+            if not group.gone and (left or any(id(param) in changed for param in group.params)):
                 group.gone = True
                 lost.append(group.name)
         return lost

@@ -17,6 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+try:
+    import fcntl
+except ImportError:  # Windows has none, and folders are not locked there
+    fcntl = None  # type: ignore[assignment]
+
 from steradian.files import write_atomically
 from steradian.watching import records
 from steradian.watching.records import COLUMNS, QUANTITIES, STATISTICS, Alert, Block, Columns
@@ -31,7 +36,6 @@ logger = logging.getLogger("steradian")
 _WAITING = 256  # parts that wait in memory while the disk is full
 _MOST = 2**25  # numbers that are kept in memory
 _FORBIDDEN = re.compile(r"[^-/\w. :]+")  # characters that MLflow does not allow in the name of a metric
-_IN_USE: set[Path] = set()  # folders that a watch of this process writes to
 _ORDER = list(dict.fromkeys(["effective_lr", "angle", *QUANTITIES]))  # of charts in TensorBoard and W&B
 
 
@@ -62,7 +66,7 @@ class RunFiles:
         except ImportError as error:
             needed = "pip install 'steradian[lab]'; a callable log(dict, step) needs neither"
             raise ImportError(f"recording to a folder needs pyarrow and pandas: {needed}") from error
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the process may change its directory
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"to must be a folder, and {self.folder} is a file")
 
@@ -89,7 +93,7 @@ class RunFiles:
     def describe(self, about: Mapping[str, Any]) -> None:
         """Write run.json."""
         text = json.dumps(_with_text_keys(about), indent=1, ensure_ascii=False, default=str)
-        write_atomically(self.folder / "run.json", (text + "\n").encode())
+        write_atomically(self.folder / "run.json", (text + "\n").encode(errors="backslashreplace"))
 
     def alert(self, alert: Mapping[str, Any]) -> None:
         """Append one line to alerts.jsonl in one write; after an incomplete line it begins a new one."""
@@ -136,12 +140,10 @@ class Folder(Sink):
         self._unwritten: list[Callable[[], None]] = []
         self._lost = 0
         self._failed = self._begun = False
+        self._lock: int | None = None
 
     def open(self, about: Mapping[str, Any]) -> None:
-        folder = self.files.folder.resolve()
-        if folder in _IN_USE:
-            raise ValueError(f"to must be a separate folder for each watch, but another one writes to {folder}")
-        _IN_USE.add(folder)
+        self._lock = _locked(self.files.folder)
         self._begun = False
         self._thread = threading.Thread(target=self._work, name="steradian-watch", daemon=True)
         self._thread.start()
@@ -168,11 +170,8 @@ class Folder(Sink):
 
     def table(self) -> "pd.DataFrame":
         """Everything that was written so far."""
-        import pandas as pd
-
         self.drain()
-        there = (self.files.folder / "run.json").is_file()
-        return records.read_run(self.files.folder).table if there else pd.DataFrame({name: [] for name in COLUMNS})
+        return records.read_parts(self.files.folder, "part", COLUMNS)
 
     def drain(self) -> None:
         """Wait until everything queued so far is written, or failed to be."""
@@ -188,7 +187,10 @@ class Folder(Sink):
             self._thread.join()
             self._thread = None
         self._retry()
-        _IN_USE.discard(self.files.folder.resolve())
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing it would not be enough: processes that were forked have it
+            os.close(self._lock)
+            self._lock = None
         if self._unwritten or self._lost:
             logger.error("%s: %d parts could not be written", self.files.folder, len(self._unwritten) + self._lost)
 
@@ -221,6 +223,26 @@ class Folder(Sink):
                 logger.exception("%s: a part was lost", self.files.folder)
                 self._lost += 1
             self._unwritten.pop(0)
+
+
+def _locked(folder: Path) -> int | None:
+    """An open descriptor of a folder that no other watch of this machine writes to; None where it cannot be locked."""
+    if fcntl is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            text = f"to must be a separate folder for each watch, but another one writes to {folder}"
+            raise ValueError(text) from None
+        return None  # some network disks
+    return lock
 
 
 class Memory:

@@ -26,15 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steradian import optim
 from steradian.groups import Groups
 from steradian.watching.alerts import Alerts
 from steradian.watching.buffer import ON_INVARIANT, Buffer, sources_of
 from steradian.watching.cost import Cost
 from steradian.watching.flush import Flush, Output
 from steradian.watching.paths import Paths
-from steradian.watching.records import Alert, causes, last_step, read_run, relabelled, seconds_before
-from steradian.watching.rows import INVARIANT, Membership, Model, WatchedGroup, watched_groups
+from steradian.watching.records import SECONDS, Alert, causes, last_step, relabelled
+from steradian.watching.rows import INVARIANT, Membership, Model, watched_groups
 from steradian.watching.sinks import sinks_of
 from steradian.watching.sources import UNMEASURED
 from steradian.watching.statistics import Imbalance
@@ -152,7 +151,7 @@ class Watch:
         self._idle = not watched or (rank != 0 and not self.sharded)
         self.sinks = [] if self._idle or rank else sinks_of(to)
         if rank == 0 and notes:
-            logger.warning("not watched: %s", "; ".join(notes))
+            logger.warning("; ".join(notes))
         if rank == 0 and not watched:
             why = "; ".join(notes) or "no optimizer steps a trainable parameter"
             warnings.warn(f"there is nothing to watch: {why}", stacklevel=4)
@@ -161,7 +160,7 @@ class Watch:
             if unknown and watched:
                 raise ValueError(f"{argument} names {unknown}, but the watched groups are {list(self.names)}")
         invariant = {group.name for group in watched if group.label == INVARIANT}
-        self._output = Output(self.sinks, Alerts(_decays(watched), invariant), partial(self._fail, fatal=False))
+        self._output = Output(self.sinks, Alerts(invariant), partial(self._fail, fatal=False))
         folder = self._output.folder
         kinds = " + ".join(dict.fromkeys(type(each).__name__ for each in self.optimizers))
         self.run = given.run or (folder.files.folder.resolve().name if folder is not None else kinds)
@@ -267,8 +266,14 @@ class Watch:
             self._end_step()
         if self._step is None:
             self._step = self._first_step()
-            if self._output.folder is not None and any(self._output.folder.files.folder.glob("part-*")):
-                self._flush.began -= seconds_before(self._output.folder.files.folder, self._step)
+            folder = self._output.folder
+            if folder is not None and any(folder.files.folder.glob("part-*")):
+                table = folder.table()
+                past = table["value"][(table["quantity"] == SECONDS) & (table["step"] < self._step)]
+                self._flush.began -= past.max() if len(past) else 0.0
+                if self._step == 0 and len(table):
+                    text = "%s: this training begins at step 0, so it replaces the run that ended at step %d in %s"
+                    logger.warning(text, self.run, table["step"].max(), folder.files.folder)
         if not self._stepped:
             self._observing = self._cost.wants(self._step)
         self._begun.add(id(optimizer))
@@ -354,7 +359,7 @@ class Watch:
         counted = counted_steps(self.optimizers)
         folder = self._output.folder
         if counted is None and folder is not None and any(optimizer.state for optimizer in self.optimizers):
-            steps = read_run(folder.files.folder).table["step"]
+            steps = folder.table()["step"]
             return int(steps.max()) + 1 if len(steps) else 0
         return counted or 0
 
@@ -395,7 +400,7 @@ class Watch:
             for buffer in self.buffers:
                 buffer.source.close()
             if self._output.folder is not None:
-                known = {"missing": self.missing, "cost": self._cost_so_far()}
+                known = {"missing": self.missing, "cost": self._cost_so_far(), "last_step": self._last_step}
                 self._output.folder.describe({**self._about, **known})
 
     def __enter__(self) -> "Watch":
@@ -433,6 +438,8 @@ class Watch:
         if self.running:
             with self._lock:
                 self._flush_all()
+            if self._output.folder is not None:
+                self._output.folder.drain()
 
     def _flush_all(self, *, together: bool = True) -> None:
         if self._step is not None and not self._stepped:  # the last step has the imbalance of pairs
@@ -460,6 +467,8 @@ class Watch:
         """A verdict in words, the last observed step, the alerts, and what the watch cost, for a person."""
         if not self.names:
             return f"{self.run}: there is nothing to watch"
+        if not (self.running or self._stopped):
+            return f"{self.run}: not started yet, which `with watch(…):` or watch.start() does"
         self.flush()
         verdict = [f"- {sentence.text}" for sentence in self.verdict()]
         lines = [f"{self.run}, verdict", *map(_wrapped, verdict), ""] if verdict else []
@@ -544,12 +553,18 @@ class Watch:
             "groups": [group.describe() for group in self.watched],
             "rest": sorted(rest),
             "cost": self._cost_so_far(),
+            "last_step": self._last_step,
             "environment": {
                 "torch": torch.__version__,
                 "python": platform.python_version(),
                 "device": ", ".join(dict.fromkeys(models)),
             },
         }
+
+    @property
+    def _last_step(self) -> int | None:
+        """The number of the last step that was taken, observed or not; None if none was."""
+        return None if self._step is None else self.next_step - 1
 
     def _cost_so_far(self) -> dict[str, Any]:
         share, seconds = self._cost.share_of_time, self._cost.seconds_per_observation
@@ -648,13 +663,6 @@ def counted_steps(optimizers: Sequence[Optimizer]) -> int | None:
     counts = [state["step"] for state in states if isinstance(state.get("step"), Real | Tensor)]
     single = [count for count in counts if not isinstance(count, Tensor) or count.numel() == 1]
     return int(max(map(float, single))) if single else None
-
-
-def _decays(watched: Sequence[WatchedGroup]) -> dict[str, float]:
-    """Weight decay of the groups that have one; 0 if the optimizer keeps the radius fixed."""
-    fixed = {g.name for g in watched if isinstance(g.optimizer, optim.AdamG) and g.settings.get("rows") is not None}
-    found = {g.name: float(g.settings.get("weight_decay") or 0) for g in watched}
-    return {name: 0.0 if name in fixed else decay for name, decay in found.items() if decay}
 
 
 def _steps_in_progress(optimizer: Optimizer | None = None) -> int:

@@ -110,7 +110,12 @@ class ObservedSource(Source):
             rows = out[group.span].zero_()
             for piece in group.pieces(points, gradients):
                 self._add_sums(group, piece, rows[piece.rows])
+            if self.each_step and points is not None:
+                self.measure(group, points, gradients, rows)
         self._checked = True
+
+    def measure(self, group: WatchedGroup, points: Sequence[Tensor], gradients: Sequence[Tensor], out: Tensor) -> None:
+        """Called at every step of a source that needs each one: write what takes whole rows to `out`."""
 
     def _add_sums(self, group: WatchedGroup, piece: Piece, out: Tensor) -> None:
         """Add the sums over a piece to `out`, and write the rate η of the step and 1 − ηδ."""

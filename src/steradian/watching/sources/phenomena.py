@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from steradian import geometry
 from steradian.image import ImageNumbers, ImageStep, image_of_rows
 from steradian.phenomena import Memory
-from steradian.watching.rows import Piece, WatchedGroup
+from steradian.watching.rows import WatchedGroup
 from steradian.watching.sources import PHENOMENA, Quantities
 from steradian.watching.sources.observed import ObservedSource
 
@@ -54,37 +54,28 @@ class PhenomenaSource(ObservedSource):
                 self._memories[id(group)] = Memory(None, check=False)
         super().before()
 
-    @torch.no_grad()
-    def after(self, out: Tensor) -> None:
-        points = {key: list(tensors) for key, tensors in self._points.items()}
-        gradients = dict(self._gradients)
-        super().after(out)
-        for group in self.watched:
-            if self.reader is not None and id(group) in points and group.active() and group.n_rows:
-                raw = gradients.get(id(group)) or group.gradients()
-                [piece] = group.pieces(points[id(group)], raw, at_once=group.n_rows * group.size)
-                found = self._measure(group, piece)
-                for k, name in enumerate(PHENOMENA, len(ObservedSource.columns)):
-                    out[group.span, k] = found.get(name, math.nan)
-
-    def _measure(self, group: WatchedGroup, piece: Piece) -> Quantities:
+    def measure(self, group: WatchedGroup, points: Sequence[Tensor], gradients: Sequence[Tensor], out: Tensor) -> None:
+        if self.reader is None or not group.n_rows:
+            return
+        out[:, len(ObservedSource.columns) :] = math.nan
+        [piece] = group.pieces(points, gradients, at_once=group.n_rows * group.size)
         raw = self._unscaled(piece.gradient)
         step = self._read(group, piece, raw)
         if step is None or piece.before is None:
-            return {}
-        points, gradient = geometry.as_float(piece.before, "x"), geometry.as_float(raw, "gradient")
-        found = {"deformation": _deformation(image_of_rows(points, step, check=False), step.a)}
-        if not self._remembers:
-            return found
-        memory = self._memories[id(group)]
-        downhill = -gradient if group.settings.get("maximize") else gradient
-        memory.update(points, downhill, beta=step.beta, skip=getattr(self.optimizer, "found_inf", None))
-        self._states[id(group)] = self.optimizer.state.get(group.params[0])
-        self._unknown[id(group)] *= float(step.beta)
-        if self._unknown[id(group)] <= _UNKNOWN:
-            effects = memory.phenomena(step)
-            found |= {name: getattr(effects, name) for name in PHENOMENA[1:]}
-        return found
+            return
+        before, gradient = geometry.as_float(piece.before, "x"), geometry.as_float(raw, "gradient")
+        found = {"deformation": _deformation(image_of_rows(before, step, check=False), step.a)}
+        if self._remembers:
+            memory = self._memories[id(group)]
+            downhill = -gradient if group.settings.get("maximize") else gradient
+            memory.update(before, downhill, beta=step.beta, skip=getattr(self.optimizer, "found_inf", None))
+            self._states[id(group)] = self.optimizer.state.get(group.params[0])
+            self._unknown[id(group)] *= float(step.beta)
+            if self._unknown[id(group)] <= _UNKNOWN:
+                effects = memory.phenomena(step)
+                found |= {name: getattr(effects, name) for name in PHENOMENA[1:]}
+        for name, angles in found.items():
+            out[:, self.columns.index(name)] = angles
 
     def numbers(self, values: Tensor, rates: Tensor, decays: Tensor) -> tuple[ImageNumbers, Quantities]:
         image, found = super().numbers(values, rates, decays)
