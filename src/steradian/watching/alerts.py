@@ -25,9 +25,7 @@ class Alerts:
         self._early_defects: dict[str, list[float]] = {}
 
     def check(self, block: Block) -> list[Alert]:
-        """New alerts in a block."""
-        if not len(block.steps):
-            return []
+        """New alerts in a block with steps."""
         if self.from_start is None:
             self.from_start = block.steps[0] < _EARLY
         known = {(alert.kind, alert.group) for alert in self.raised}

@@ -313,12 +313,13 @@ class Output:
 
     def write(self, block: Block) -> None:
         """Hand on one block."""
-        if len(block.steps):
-            self.last = block
-            self.history.add(block)
         if self.folder is None:
             self.store.write(block)
         self._each(methodcaller("write", block))
+        if not len(block.steps):
+            return
+        self.last = block
+        self.history.add(block)
         known = set(map(cause_of, self.alerts.raised))
         alerts = self.alerts.check(block)
         new = [alert for alert in alerts if cause_of(alert) not in known]
