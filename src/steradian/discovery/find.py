@@ -8,6 +8,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,9 +70,7 @@ def find_groups(
     _check_model(model)
     model = unwrap(model)  # a data-parallel module would synchronize gradients
     if not any(p.requires_grad for p in model.parameters()):
-        groups = Groups(parameters_of(model))
-        groups.frozen = list(groups.params)
-        return groups
+        return Groups(parameters_of(model), frozen=list(parameters_of(model)))
     with torch.inference_mode(False), nullcontext(progress) if progress else _bar() as report:
         prober = Prober(model, inputs, named_inputs, report)  # runs the model in the sandbox
         measured = Measurements(prober, _first_pass(prober))  # at the model's own weights
@@ -162,21 +161,20 @@ def _first_pass(prober: Prober) -> Reading:
 
 def _try_precisions(prober: Prober) -> Reading:
     """In float64 if the model can, else in its own dtypes; float32 is better than half precision, though."""
-    modules = prober.model.named_modules()
-    names: dict[nn.Module, str] = {module: bare(name) for name, module in modules if isinstance(module, _BatchNorm)}
     small: dict[str, None] = {}  # batch normalizations of two values per channel
 
-    def check(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def check(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
-            small[names[module]] = None
+            small[bare(name)] = None
 
+    batch_norms = [(name, module) for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)]
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in prober.parameters.values())
     for dtype in (torch.float64, torch.float32, None) if half else (torch.float64, None):
         try:
             prober.use(dtype)
             with ExitStack() as stack:
-                for module in names:
-                    stack.callback(module.register_forward_pre_hook(check).remove)
+                for name, module in batch_norms:
+                    stack.callback(module.register_forward_pre_hook(partial(check, name)).remove)
                 reading = prober.read(prober.own, seed=0)
         except torch.OutOfMemoryError as error:
             error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")

@@ -143,8 +143,10 @@ def block_sums(tables: Mapping[Key, Table], cut: Cut) -> Tensor:
     return table.reshape(4, -1)
 
 
-def join(tables: Sequence[Mapping[Key, Table]], cuts: Cuts) -> dict[Key, Table]:
-    """The tables of all members as of one tensor whose dimension 0 are the slices; without cuts, of the whole."""
+def join(tables: Sequence[Mapping[Key, Table]], cuts: Cuts) -> Mapping[Key, Table]:
+    """The tables of several members as of one tensor whose dimension 0 are the slices; without cuts, of the whole."""
+    if len(tables) == 1:
+        return tables[0]
     joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
     if cuts and all(divided(cut) in of_member for of_member, cut in zip(tables, cuts, strict=True)):
         joined[0,] = torch.stack([block_sums(*member) for member in zip(tables, cuts, strict=True)]).sum(0)

@@ -50,12 +50,11 @@ def judge(measured: Measurements) -> Verdict:
     # Of sets that share a bias the first one gets it: that of its own layer.
     for s in sorted(joint, key=lambda s: (len(s), max(places[s]) - min(places[s]))):
         _judge_joint(measured, s, verdict, by_epsilon=joint[s])
-    for name in (name for name in names if name not in single and name not in in_sets):
-        if is_matrix(measured.shapes[name]) and not measured.nonlinear((name,)):
-            found = partial_cut(measured.shapes[name], measured.trial((name,)))
-            if found is not None:
-                which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
-                verdict.partial[name] = which
+    others = [name for name in names if name not in single and name not in in_sets and is_matrix(measured.shapes[name])]
+    for name in others:
+        if not measured.nonlinear((name,)) and (found := partial_cut(measured.shapes[name], measured.trial((name,)))):
+            which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
+            verdict.partial[name] = which
     verdict.nonlinear = [group for group in verdict.rows if measured.nonlinear(group.names)]
     verdict.rows = [group for group in verdict.rows if group not in verdict.nonlinear]
     verdict.facts = [group for group in verdict.facts if not measured.nonlinear(group.names)]
@@ -156,7 +155,8 @@ def verify(measured: Measurements, verdict: Verdict) -> Verdict:
         facts = check.passing(facts, rows, measured.grown[-1])
     elif measured.prober.left:
         rows = check.passing(rows, [], measured.grown[-1])
-    return replace(verdict, rows=rows, facts=facts, rejected=check.rejected)
+    rejected = [group for group in (*verdict.rows, *verdict.facts) if group not in (*rows, *facts)]
+    return replace(verdict, rows=rows, facts=facts, rejected=rejected)
 
 
 def verify_pairs(measured: Measurements, pairs: list[Pair]) -> list[Pair]:
@@ -175,19 +175,18 @@ def verify_pairs(measured: Measurements, pairs: list[Pair]) -> list[Pair]:
     # What may meet a clamp, which shows far out only, is scaled apart from the others.
     clear = [pair for pair in pairs if follow(measured.graph, pair.a, pair.b).known]
     others = [pair for pair in pairs if pair not in clear]
-    kept = [*_passing(clear, holds, prober)[0], *_passing(others, holds, prober)[0]]
+    kept = _passing(clear, holds, prober) + _passing(others, holds, prober)
     return [pair for pair in pairs if pair in kept]
 
 
-def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober) -> tuple[list[T], list[T]]:
-    """What holds and what does not; on a failure, halves are tried while the budget lasts."""
+def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober) -> list[T]:
+    """What holds; on a failure, halves are tried while the budget lasts."""
     if not tested or (prober.left and holds(tested)):
-        return tested, []
+        return tested
     if len(tested) == 1 or not prober.left:
-        return [], tested
+        return []
     half = len(tested) // 2
-    (kept, rejected), (more_kept, more) = (_passing(h, holds, prober) for h in (tested[:half], tested[half:]))
-    return kept + more_kept, rejected + more
+    return _passing(tested[:half], holds, prober) + _passing(tested[half:], holds, prober)
 
 
 def _moved(prober: Prober, before: Reading, factors: list[Factors]) -> float:
@@ -207,14 +206,11 @@ def _spread(factors: Tensor, names: Sequence[str], specs: Sequence[Spec], parame
 class _ForwardCheck:
     def __init__(self, measured: Measurements) -> None:
         self.prober, self.measured = measured.prober, measured
-        self.rejected: list[Group] = []
         self._draw = 0
 
     def passing(self, tested: list[Group], known: list[Group], before: Reading) -> list[Group]:
         """The groups that hold, scaled together with known ones."""
-        kept, rejected = _passing(tested, lambda groups: self._holds(groups, known, before), self.prober)
-        self.rejected += rejected
-        return kept
+        return _passing(tested, lambda groups: self._holds(groups, known, before), self.prober)
 
     def _holds(self, tested: list[Group], known: list[Group], before: Reading) -> bool:
         grown, scaled = self.measured.is_fully_grown(before), [*known, *tested]
@@ -238,16 +234,13 @@ class _ForwardCheck:
             exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
             sign = torch.where(torch.rand(group.n_rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
             rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
-            rho = rho.masked_fill(self._left_out(group, before), 1.0)
+            if before is self.measured.first:
+                # Few rows that ε dominates at ordinary scale are left out: they are scaled where they have grown.
+                dominated = imbalance(*self.measured.row_sums(before, group)).abs() > thresholds.LEFT_OUT
+                if len(dominated) == len(rho) and float(dominated.double().mean()) < thresholds.MOST_LEFT_OUT:
+                    rho[dominated] = 1.0
             factors.append(_spread(rho, group.names, [group.spec] * len(group.names), self.prober.parameters))
         return _moved(self.prober, before, factors)
-
-    def _left_out(self, group: Group, before: Reading) -> Tensor:
-        """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
-        dominated = imbalance(*self.measured.row_sums(before, group)).abs() > thresholds.LEFT_OUT
-        few = group.n_rows == len(dominated) and float(dominated.double().mean()) < thresholds.MOST_LEFT_OUT
-        none = torch.zeros(group.n_rows, dtype=torch.bool, device="cpu")
-        return dominated if before is self.measured.first and few else none
 
     def _tolerance(self, scaled: list[Group], before: Reading) -> float:
         """How far outputs may move: what ε does to a row, it does to the outputs when that row is scaled."""

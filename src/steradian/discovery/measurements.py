@@ -6,7 +6,7 @@ only where these do not reach a part of the model, or where a gain or a bias has
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from steradian.discovery import invariance, thresholds
-from steradian.discovery.graph import Graph, Path, follow
-from steradian.discovery.invariance import Cut, Cuts, Evidence, Key, Table, Trial, is_matrix, pair_keys, partial_cut
+from steradian.discovery.graph import Graph, follow
+from steradian.discovery.invariance import Cut, Cuts, Evidence, Key, Trial, is_matrix, pair_keys, partial_cut
 from steradian.discovery.joint import Names, vanishing_sets
 from steradian.discovery.probe import Point, Prober, Reading, output_change
 from steradian.groups import Group, Layout
@@ -31,14 +31,16 @@ class Measurements:
         self.further: Reading | None = None  # the same with the larger factor, at a point that reaches other parts
         self.late: set[str] = set()  # parameters that only this one reaches
         self.graphs: list[Graph] = []  # of the first random point, and of passes that reach further parameters
-        self.graph = Graph()  # the first of them
         self.growing: dict[str, float | Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
         self.suspects_grown: Reading | None = None  # the first random point, with parameters of next to no effect grown
+        self.graph = Graph()  # the first of them
         self.slices: dict[Names, Cuts] = {}  # of joint sets that have several rows
         self._sets: list[Names] = []  # that may be jointly invariant
         self._in_sets: set[str] = set()
         self._seeds = count(1)
-        self._paths: dict[Names, Path] = {}
+        self._real = [name for name in prober.trainable if not prober.parameters[name].is_complex()]
+        # Where the factor goes by which a set grows.
+        self.path = cache(lambda names: follow(self.graph_of(names), names))
 
     # Random points
 
@@ -47,10 +49,10 @@ class Measurements:
         for _ in range(thresholds.RANDOM_POINTS):
             # Balance up to some percent needs no float64. But random numbers differ in float32, so that what chance
             # skips there is not what it skips in float64.
-            seed, slopes = next(self._seeds), [reading.slope for reading in self.random[:1]]
-            skips = not slopes or any(self.own.slope[n] and not slopes[0][n] for n in self.prober.trainable)
+            quick = bool(self.random) and all(self.first.slope[n] or not self.own.slope[n] for n in self.own.slope)
+            seed = next(self._seeds)
             point = replace(self.prober.own, seed=1000 + seed)
-            reading = self._probe(point, seed, graph=not self.random, quick=not skips)
+            reading = self._probe(point, seed, graph=not self.random, quick=quick)
             self.random += [reading] if reading else []
         self.random = self.random or [self.own]
         # What feeds a unit of ReLU that is dead at every point may look invariant: if its parameters change sign, it is
@@ -192,16 +194,14 @@ class Measurements:
         if reading.graph is not None:  # which may have parameters that the others lack
             self.graphs.append(reading.graph)
             self.graph = self.graphs[0]
-            self._paths.clear()
+            self.path.cache_clear()
         return reading
 
     # Effects
 
     def names_with_effect(self) -> list[str]:
         """Real trainable parameters with an effect that is not rounding."""
-        parameters = self.prober.parameters
-        real = [n for n in self.prober.trainable if not parameters[n].is_complex()]
-        return [n for n in real if self.local_share(n) > self.own.noise]
+        return [name for name in self._real if self.local_share(name) > self.own.noise]
 
     def local_share(self, name: str) -> float:
         """The largest effect of a parameter relative to those used shortly before and after it in the forward pass.
@@ -252,15 +252,14 @@ class Measurements:
     @cached_property
     def may_be_invariant(self) -> set[str]:
         """Parameters that may be invariant by themselves, as a whole or slice by slice, by the random points."""
-        real = [name for name in self.prober.trainable if not self.prober.parameters[name].is_complex()]
-        reached = [name for name in real if any(reading.slope[name] for reading in self.random)]
+        reached = [name for name in self._real if any(reading.slope[name] for reading in self.random)]
         return {name for name in reached if self._balanced(name) or self._slices_balanced(name)}
 
     def trial(self, names: Names, cuts: Cuts = (), *, grown: bool = True) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as they are cut."""
 
         def evidence(readings: Sequence[Reading], tolerances: list[float]) -> Evidence:
-            tables = [self._tables(reading, names, cuts) for reading in readings]
+            tables = [invariance.join([reading.tables[name] for name in names], cuts) for reading in readings]
             return Evidence(tables, [self.floor(reading, names) for reading in readings], tolerances)
 
         precision, readings = self.prober.precision, self.grown if grown else []
@@ -277,11 +276,6 @@ class Measurements:
         change = output_change(self.grown[0].outputs, self.grown[-1].outputs)
         return len(self.grown) > 1 and change <= 10 * self.prober.precision.same
 
-    def _tables(self, reading: Reading, names: Names, cuts: Cuts) -> dict[Key, Table]:
-        """Tables of one parameter, or of several as if they were one tensor of slices."""
-        tables = [reading.tables[name] for name in names]
-        return tables[0] if len(names) == 1 else invariance.join(tables, cuts)
-
     def is_fully_grown(self, reading: Reading) -> bool:
         """Whether the candidates have their full growth there, so that ε no longer shows."""
         return reading is self.grown[-1] or reading is self.further
@@ -290,8 +284,9 @@ class Measurements:
 
     def row_sums(self, reading: Reading, group: Group) -> tuple[Tensor, float]:
         """The sums of `Table` per row of a group in one probe, and the effect below which they are rounding."""
-        tables, cut = self._tables(reading, group.names, self.slices.get(group.names, ())), self._cut(group)
-        if sum(blocks > 1 for blocks in cut) > 1:
+        tables = invariance.join([reading.tables[n] for n in group.names], self.slices.get(group.names, ()))
+        cut = self._cut(group)
+        if len(invariance.divided(cut)) > 1:
             # The table of a pair of dimensions is made at grown points only; here one of them has to do.
             widest = max(range(len(cut)), key=lambda i: cut[i])
             cut = invariance.cut_of(len(cut), {widest: cut[widest]})
@@ -311,12 +306,6 @@ class Measurements:
     def graph_of(self, names: Names) -> Graph:
         """The first graph that has all of these parameters, or else the first of all."""
         return next((graph for graph in self.graphs if graph.leaf_nodes.keys() >= set(names)), self.graph)
-
-    def path(self, names: Names) -> Path:
-        """Where the factor goes by which a set grows."""
-        if names not in self._paths:
-            self._paths[names] = follow(self.graph_of(names), names)
-        return self._paths[names]
 
     def nonlinear(self, names: Names) -> bool:
         """Whether a set has a defect and meets a nonlinearity: then ε need not be the reason."""

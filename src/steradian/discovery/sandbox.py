@@ -33,8 +33,6 @@ Leaves = dict[str, nn.Parameter]
 _CONSTANTS = (bool, int, float, str, NoneType)
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
-_COMPLEX_CASTS = {Tensor.cfloat, Tensor.chalf}  # type: ignore[attr-defined]
 _GROUPED_MM = getattr(torch, "_grouped_mm", None)
 
 
@@ -163,18 +161,17 @@ class _Widen(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype, wide = dtype, dtype.to_complex()
-        self.wider = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), dtype)
-        self.wider |= dict.fromkeys((torch.complex64, torch.complex32), wide)
+        real, wide = (torch.float32, torch.float16, torch.bfloat16), dtype.to_complex()
+        self.wider = dict.fromkeys(real, dtype) | dict.fromkeys((torch.complex64, torch.complex32), wide)
+        self.casts = dict.fromkeys((Tensor.float, Tensor.half, Tensor.bfloat16), dtype)
+        self.casts |= dict.fromkeys((Tensor.cfloat, Tensor.chalf), wide)  # type: ignore[attr-defined]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         wider, kwargs = self.wider, kwargs or {}
-        if func in _CASTS:
-            return args[0].to(self.dtype)
-        if func in _COMPLEX_CASTS:
-            return args[0].to(self.dtype.to_complex())
+        if func in self.casts:
+            return args[0].to(self.casts[func])
         if func is _GROUPED_MM and args[0].dtype == torch.float64 and args[1].ndim == 3 and args[0].ndim == 2:
             return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         args = tuple([wider.get(a, a) if isinstance(a, torch.dtype) else a for a in args])
