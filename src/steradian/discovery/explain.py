@@ -23,7 +23,7 @@ def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Gro
     groups.groups = sorted(rows, key=lambda group: order[group.names[0]])
     groups.no_effect = list(verdict.no_effect)
     groups.frozen = [name for name, p in params.items() if not p.requires_grad]
-    groups.partial = {name: text for name, text in verdict.partial.items() if name in groups.rest}
+    groups.partial = verdict.partial
     first = {id(parameter): name for name, parameter in params.items()}
     for name, parameter in prober.model.named_parameters(remove_duplicate=False):
         if bare(name) != first[id(parameter)]:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from steradian.discovery import invariance, thresholds
 from steradian.discovery.graph import Graph, follow
-from steradian.discovery.invariance import Cut, Cuts, Evidence, Key, Trial, is_matrix, pair_keys, partial_cut
+from steradian.discovery.invariance import Cut, Cuts, Evidence, Trial, is_matrix, pair_keys, partial_cut
 from steradian.discovery.joint import Names, vanishing_sets
 from steradian.discovery.probe import Point, Prober, Reading, output_change
-from steradian.groups import Group, Layout
+from steradian.groups import Group, Layout, set_numbers
 
 
 class Measurements:
@@ -103,13 +103,13 @@ class Measurements:
             shape = self.shapes[name]
             if name in self.growing or not is_matrix(shape):
                 continue
-            found = partial_cut(shape, self.trial((name,), grown=False))
-            if found is not None:  # only some blocks are balanced, and only these grow
-                blocks, which = found
-                share = torch.zeros(blocks, device="cpu")
-                share[which] = 1.0
-                share = share.repeat_interleave(shape[0] // blocks).to(self.prober.parameters[name].device)
-                self.growing[name] = share.reshape(-1, *[1] * (len(shape) - 1))
+            if found := partial_cut(shape, self.trial((name,), grown=False)):
+                blocks, which = found  # that are balanced: only these grow
+                share = torch.isin(set_numbers(blocks, shape), torch.tensor(which, device="cpu"))
+                self.growing[name] = share.to(self.prober.parameters[name].device)
+        for name in self.growing:
+            keys = pair_keys(self.shapes[name], self.trial((name,), grown=False))
+            self.prober.pairs[name] = list({*self.prober.pairs.get(name, ()), *keys})
 
     # Grown points
 
@@ -130,28 +130,23 @@ class Measurements:
 
     def _grow(self) -> None:
         """Both growths of one point; parameters that lose their gradient in the first change sign, as at random."""
-        seed, pairs = next(self._seeds), self._pairs()
+        seed = next(self._seeds)
         base = replace(self.prober.own, seed=1000 + seed)
-        first = self._probe_grown(base, seed, thresholds.GROWTH[0], pairs)
+        first = self._probe_grown(base, seed, thresholds.GROWTH[0])
         before = [name for name in self.prober.trainable if any(r.slope[name] for r in self.random)]
         lost = [name for name in before if first and first.slope[name] == 0]
         if lost and self.prober.left > thresholds.RESERVED_PASSES:
             base = base.scaled(dict.fromkeys(lost, -1.0))
-            first = self._probe_grown(base, seed, thresholds.GROWTH[0], pairs)
-        readings = first, self._probe_grown(base, seed, thresholds.GROWTH[1], pairs)
+            first = self._probe_grown(base, seed, thresholds.GROWTH[0])
+        readings = first, self._probe_grown(base, seed, thresholds.GROWTH[1])
         self.grown = [reading for reading in readings if reading is not None]
 
-    def _pairs(self) -> dict[str, list[Key]]:
-        return {name: pair_keys(self.shapes[name], self.trial((name,), grown=False)) for name in self.growing}
-
-    def _probe_grown(
-        self, base: Point, seed: int, growth: float, pairs: dict[str, list[Key]], draw: int | None = None
-    ) -> Reading | None:
+    def _probe_grown(self, base: Point, seed: int, growth: float, draw: int | None = None) -> Reading | None:
         # Parameters that this pass reaches and the first did not, by chance or by the data, need a graph too.
         able = growth == thresholds.GROWTH[0] and bool(self.graphs)
         wants_graph = able and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
         point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.growing.items()})
-        return self._probe(point, seed, graph=wants_graph, pairs=pairs, draw=draw)
+        return self._probe(point, seed, graph=wants_graph, draw=draw)
 
     def _clipped(self) -> set[str]:
         """Candidates that meet a nonlinearity: one far out, as ReLU6's, leaves no defect at ordinary scale."""
@@ -170,8 +165,7 @@ class Measurements:
         if not reaching:
             return
         there = max(reaching, key=lambda reading: sum(reading.slope[name] > 0 for name in missed))
-        pairs = self._pairs()
-        probes = [self._probe_grown(there.point, there.seed, g, pairs, there.draw) for g in thresholds.GROWTH]
+        probes = [self._probe_grown(there.point, there.seed, growth, there.draw) for growth in thresholds.GROWTH]
         found = [reading for reading in probes if reading is not None]
         if len(found) < len(thresholds.GROWTH):
             return

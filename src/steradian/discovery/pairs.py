@@ -53,10 +53,9 @@ class Side:
         return self.size // self.ranges
 
     @cached_property
-    def total(self) -> tuple[float, float]:
+    def total(self) -> Array:
         """Σ g·x and Σ (g·x)² in the first probe."""
-        radial, effect = self.sums[0].sum(1).tolist()
-        return radial, effect
+        return np.asarray(self.sums[0].sum(1))
 
     def piece(self, start: int, length: int, ranges: int) -> "Side":
         """A part of each range, or, of a single one, of so many equal parts of it."""
@@ -100,7 +99,7 @@ class Side:
         for name, cut in zip(self.names, self.cuts, strict=True):
             *_, dim = 0, *divided(cut)
             if self.size == math.prod(cut) and g1 == 1:
-                specs.append(to_spec(coarser(cut, g0) or (), shapes[name]) if cut else "tensor")
+                specs.append(to_spec(coarser(cut, g0) or (), shapes[name]))
             elif len(divided(cut)) > 1:
                 specs.append(("fold", dim, self.start, self.length, 1, 1, 1, self.ranges))
             else:
@@ -165,7 +164,7 @@ class _Search:
             number = found.pop()
             for k in (1, 2):
                 cuts = [
-                    cut_of(len(s), {0: number, k: s[k]} if n in blocks and k < len(s) else {0: s[0]})
+                    cut_of(len(s), {0: number, k: s[k]} if n in blocks and k < len(s) else dict(enumerate(s[:1])))
                     for n, s in zip(names, shapes, strict=True)
                 ]
                 if len({math.prod(cut) for cut in cuts}) == 1:

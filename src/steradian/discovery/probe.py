@@ -162,7 +162,7 @@ def _tabulate(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
     if g.is_complex():
         g, x = torch.view_as_real(g), torch.view_as_real(x)
     g, x = g.double(), x.double()
-    keys: list[Key] = [(), *((i,) for i in range(x.ndim) if x.shape[i] > 1), *dict.fromkeys(pairs)]
+    keys: list[Key] = [(), *((i,) for i in range(x.ndim) if x.shape[i] > 1), *pairs]
     split = _chunks(x)
     # One buffer for the terms of all chunks: allocating memory costs more than the arithmetic.
     terms = torch.empty(4, *split[0].shape, dtype=torch.float64, device=x.device)
@@ -246,8 +246,9 @@ class Prober:
         self.remarks: list[str] = []  # notes of the first pass for the user
         self.raised: Exception | None = None  # by the model, in a later pass
         self.blocks = _blocks(model)
+        self.pairs: dict[str, list[Key]] = dict.fromkeys(self.blocks, [(0, 1), (0, 2)])  # to tabulate together
         self._noise_of_seed: dict[int, bool] = {}
-        self._made: tuple[torch.dtype | None, Leaves] | None = None
+        self._made: dict[torch.dtype | None, Leaves] = {}
         self.use(torch.float64)
 
     def use(self, dtype: torch.dtype | None) -> None:
@@ -278,7 +279,6 @@ class Prober:
         point: Point,
         *,
         seed: int,  # 0 takes the inputs as given; any other adds noise to them
-        pairs: Mapping[str, Sequence[Key]] | None = None,  # dimensions to tabulate together, by parameter
         graph: bool = False,  # whether to keep the autograd graph
         backward: bool = True,  # whether to compute gradients
         quick: bool = False,  # in the model's own float32 if it is on the CPU, which is several times faster
@@ -302,7 +302,7 @@ class Prober:
             outputs = [t for t in tensors_in(result) if floating(t)]
             kept = read_graph(outputs, leaves, calls) if graph else None
             reading = Reading(point, seed, draw, kept, [t.detach().clone() for t in outputs], precision.noise)
-            tables = self._backward(outputs, leaves, noise, pairs or {}) if backward else {}
+            tables = self._backward(outputs, leaves, noise) if backward else {}
         for name, of_name in _to_host(tables).items():
             reading.put(name, of_name)
         reading.peak = max(reading.effect.values(), default=0.0)
@@ -314,12 +314,13 @@ class Prober:
 
     def _leaves(self, dtype: torch.dtype | None) -> Leaves:
         """Leaves of a dtype. Those of the last one are freed first: a large model has no room for both."""
-        if self._made is None or self._made[0] != dtype:
-            self._made = None
+        if dtype not in self._made:
+            self._made.clear()
             parameters = self.parameters.items()
-            leaves = {name: nn.Parameter(as_dtype(p, dtype), requires_grad=p.requires_grad) for name, p in parameters}
-            self._made = dtype, leaves
-        return self._made[1]
+            self._made[dtype] = {
+                n: nn.Parameter(as_dtype(p, dtype), requires_grad=p.requires_grad) for n, p in parameters
+            }
+        return self._made[dtype]
 
     def _inputs(self, noise: Noise, dtype: torch.dtype | None, *, noisy: bool) -> tuple[list[Any], dict[str, Any]]:
         def change(tensor: Tensor, name: str) -> Tensor:
@@ -331,19 +332,16 @@ class Prober:
         args = [sandbox.map_inputs(arg, change, name) for arg, name in zip(self.args, names, strict=True)]
         return args, sandbox.map_inputs(self.kwargs, change)
 
-    def _backward(
-        self, outputs: list[Tensor], leaves: Leaves, noise: Noise, pairs: Mapping[str, Sequence[Key]]
-    ) -> dict[str, dict[Key, Table]]:
+    def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise) -> dict[str, dict[Key, Table]]:
         """The tables of each parameter and its derivatives of a random loss."""
         tables: dict[str, dict[Key, Table]] = {}
 
         @torch.no_grad()
         def take(name: str) -> None:
             """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
-            leaf, keys = leaves[name], [*pairs.get(name, ())]
+            leaf = leaves[name]
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense()
-            keys += [(0, k) for k in range(1, min(leaf.ndim, 3))] if name in self.blocks else []
-            tables[name] = _tabulate(grad, leaf.detach(), keys)
+            tables[name] = _tabulate(grad, leaf.detach(), self.pairs.get(name, ()))
             leaf.grad = None
 
         # Sums and not `grad_tensors`, for which torch imports a computer algebra system.
