@@ -123,16 +123,15 @@ def _bar() -> Iterator[Callable[[int, int], object]]:
     bar = Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
     task, started = bar.add_task("find_groups", total=None), time.monotonic()
 
-    def report(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-        if console.is_terminal and time.monotonic() - started > thresholds.BAR_SECONDS:
-            bar.start()
+    with ExitStack() as stack:
 
-    try:
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            late = time.monotonic() - started > thresholds.BAR_SECONDS
+            if late and console.is_terminal and not bar.live.is_started:
+                stack.enter_context(bar)
+
         yield report
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 def _first_pass(prober: Prober) -> Reading:
@@ -149,9 +148,8 @@ def _first_pass(prober: Prober) -> Reading:
             "the loss is computed from, without detach() or torch.no_grad()"
         )
     if not reading.finite:
-        what = (
-            "output contains NaN" if any(bool(t.isnan().any()) for t in reading.outputs) else "gradients are not finite"
-        )
+        nan = any(bool(t.isnan().any()) for t in reading.outputs)
+        what = "output contains NaN" if nan else "gradients are not finite"
         raise ValueError(
             f"the model's {what} on these inputs, so nothing can be measured; check the inputs for NaN and infinities "
             "and the parameters for divergence"

@@ -138,7 +138,6 @@ class Graph:
     @cached_property
     def proposals(self) -> tuple[list[tuple[str, ...]], dict[str, set[str]]]:
         """Sets that may be jointly invariant, and for each parameter those that it multiplies: everything upstream."""
-        # For each tensor of the graph, the set of the parameters that scale it when they grow together.
         names = list(self.leaf_nodes)
         bits = {name: 1 << i for i, name in enumerate(names)}
         sets: set[Mask] = set()
@@ -286,9 +285,6 @@ def _factors(node: Node) -> list[int | None]:
     return node.inputs[1:3] if node.kind == "sum of products" else []
 
 
-# Where a factor goes
-
-
 @dataclass
 class Path:
     """What the factor of a set meets on its way from the parameters."""
@@ -345,7 +341,6 @@ def _powers(node: Node, incoming: list[float]) -> set[float]:
     """The powers of the factor in the result of an operation."""
     first, second, third, *_ = [*incoming, 0.0, 0.0]
     if node.kind in ("normalization", "weight norm"):
-        # They remove a power of the factor and give that of the gain and the bias.
         return {nan} if isnan(first) else {second, third}
     if node.kind == "division":
         return {first - second}

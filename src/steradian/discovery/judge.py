@@ -133,9 +133,6 @@ def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Gro
     return replace(group, defect=defect, unseen=int((~reached).sum()), small=int(dominated.sum()))
 
 
-# Forward checks
-
-
 def verify(measured: Measurements, verdict: Verdict) -> Verdict:
     """Scale what was found, and keep what does not move the outputs."""
     # Rows are scaled at a point of ordinary scale, where nothing is saturated (unless ε alone moves the outputs there),

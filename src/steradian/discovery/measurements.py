@@ -98,18 +98,15 @@ class Measurements:
         ]
         # A gain or a bias can only become a fact: it grows if that is next to certain.
         certain = [n for n in balanced if is_matrix(self.shapes[n]) or self._balanced(n, thresholds.CERTAIN)]
-        self.growing = dict.fromkeys([*(n for n in certain if n not in self._in_sets), *self._in_sets], 1.0)
-        for name in able:
-            shape = self.shapes[name]
-            if name in self.growing or not is_matrix(shape):
-                continue
-            if found := partial_cut(shape, self.trial((name,), grown=False)):
+        self.growing = dict.fromkeys([*certain, *self._in_sets], 1.0)
+        for name in [n for n in able if n not in self.growing and is_matrix(self.shapes[n])]:
+            if found := partial_cut(self.shapes[name], self.trial((name,), grown=False)):
                 blocks, which = found  # that are balanced: only these grow
-                share = torch.isin(set_numbers(blocks, shape), torch.tensor(which, device="cpu"))
+                share = torch.isin(set_numbers(blocks, self.shapes[name]), torch.tensor(which, device="cpu"))
                 self.growing[name] = share.to(self.prober.parameters[name].device)
         for name in self.growing:
             keys = pair_keys(self.shapes[name], self.trial((name,), grown=False))
-            self.prober.pairs[name] = list({*self.prober.pairs.get(name, ()), *keys})
+            self.prober.pairs.setdefault(name, set()).update(keys)
 
     # Grown points
 
@@ -123,7 +120,10 @@ class Measurements:
         lost = len(self.grown) < len(thresholds.GROWTH) or any(self.grown[-1].effect[n] < least[n] for n in least)
         if lost and self.prober.left >= 2 * len(thresholds.GROWTH):
             certain = {n for n in self.growing if self._balanced(n, thresholds.CERTAIN) or self._slices_balanced(n)}
-            kept = (certain | self._in_sets) - self._clipped()
+            sets = [*self._sets, *((name,) for name in self.growing if name not in self._in_sets)]
+            # A nonlinearity far out, as ReLU6's, leaves no defect at ordinary scale.
+            clipped = {name for s in sets if self.path(s).nonlinear for name in s}
+            kept = (certain | self._in_sets) - clipped
             self.growing = {name: share for name, share in self.growing.items() if name in kept}
             self._grow()
         self._reach_further()
@@ -133,8 +133,8 @@ class Measurements:
         seed = next(self._seeds)
         base = replace(self.prober.own, seed=1000 + seed)
         first = self._probe_grown(base, seed, thresholds.GROWTH[0])
-        before = [name for name in self.prober.trainable if any(r.slope[name] for r in self.random)]
-        lost = [name for name in before if first and first.slope[name] == 0]
+        unreached = [name for name in self.prober.trainable if first and first.slope[name] == 0]
+        lost = [name for name in unreached if any(reading.slope[name] for reading in self.random)]
         if lost and self.prober.left > thresholds.RESERVED_PASSES:
             base = base.scaled(dict.fromkeys(lost, -1.0))
             first = self._probe_grown(base, seed, thresholds.GROWTH[0])
@@ -147,13 +147,6 @@ class Measurements:
         wants_graph = able and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
         point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.growing.items()})
         return self._probe(point, seed, graph=wants_graph, draw=draw)
-
-    def _clipped(self) -> set[str]:
-        """Candidates that meet a nonlinearity: one far out, as ReLU6's, leaves no defect at ordinary scale."""
-        sets = [*self._sets, *((name,) for name in self.growing if name not in self._in_sets)]
-        clipped = {name for s in sets if self.path(s).nonlinear for name in s}
-        # A member of another set as well grows with that.
-        return clipped - {name for s in sets if clipped.isdisjoint(s) for name in s}
 
     def _reach_further(self) -> None:
         """Two more probes for candidates that the grown point does not reach: at a random one that does, grown."""
@@ -198,10 +191,7 @@ class Measurements:
         return [name for name in self._real if self.local_share(name) > self.own.noise]
 
     def local_share(self, name: str) -> float:
-        """The largest effect of a parameter relative to those used shortly before and after it in the forward pass.
-
-        Up to the noise, it is rounding, which is proportional to theirs.
-        """
+        """The largest effect of a parameter relative to those used shortly before and after it in the forward pass."""
         # Chance or the data may skip a part of the model, and then a reading cannot judge that part. Exact readings
         # count if any reaches it.
         readings = (self.own, *self.random)
@@ -220,7 +210,7 @@ class Measurements:
         """The effect below which a row of these parameters is rounding."""
         return max(reading.noise * max(reading.effect[name], thresholds.FLOOR_OF_PEAK * reading.peak) for name in names)
 
-    # Balance
+    # Balance, and where the graph explains it
 
     def imbalance(self, reading: Reading, *names: str) -> float:
         """Of a whole parameter, or of a set, in one probe."""
@@ -240,8 +230,7 @@ class Measurements:
 
     def _slices_balanced(self, name: str) -> bool:
         """Whether so many of its slices are balanced that it cannot be chance."""
-        shape = self.shapes[name]
-        return is_matrix(shape) and invariance.slices_balanced(shape, self.trial((name,), grown=False))
+        return invariance.slices_balanced(self.shapes[name], self.trial((name,), grown=False))
 
     @cached_property
     def may_be_invariant(self) -> set[str]:
@@ -274,17 +263,11 @@ class Measurements:
         """Whether the candidates have their full growth there, so that ε no longer shows."""
         return reading is self.grown[-1] or reading is self.further
 
-    # Rows of a group
-
     def row_sums(self, reading: Reading, group: Group) -> tuple[Tensor, float]:
         """The sums of `Table` per row of a group in one probe, and the effect below which they are rounding."""
         tables = invariance.join([reading.tables[n] for n in group.names], self.slices.get(group.names, ()))
-        cut = self._cut(group)
-        if len(invariance.divided(cut)) > 1:
-            # The table of a pair of dimensions is made at grown points only; here one of them has to do.
-            widest = max(range(len(cut)), key=lambda i: cut[i])
-            cut = invariance.cut_of(len(cut), {widest: cut[widest]})
-        return invariance.block_sums(tables, cut), self.floor(reading, group.names)
+        # Few tables are of two dimensions: the slices along one of them have to do.
+        return invariance.block_sums(tables, invariance.slices(self._cut(group))), self.floor(reading, group.names)
 
     def worst_rows(self, group: Group) -> tuple[float, float]:
         """The largest imbalance of a row at random points, and the largest that growth has left."""
@@ -294,8 +277,6 @@ class Measurements:
     def _cut(self, group: Group) -> Cut:
         one = len(group.names) == 1
         return Layout(group.spec).blocks(self.shapes[group.names[0]]) if one else (group.n_rows,)
-
-    # Graphs
 
     def graph_of(self, names: Names) -> Graph:
         """The first graph that has all of these parameters, or else the first of all."""

@@ -81,8 +81,7 @@ class Side:
     def fold(self, fold: Fold) -> Array:
         """The sums of each set."""
         shape = self.sums.shape[:2]
-        folded: Array = self.sums.reshape(*shape, *fold).sum((3, 5)).reshape(*shape, -1)
-        return folded
+        return np.asarray(self.sums.reshape(*shape, *fold).sum((3, 5)).reshape(*shape, -1))
 
     def folds(self, g0: int, g1: int) -> list[tuple[Fold, Array]]:
         """The folds into g0 × g1 sets, with the sums of each set; slices of two dimensions are not folded."""
@@ -160,11 +159,11 @@ class _Search:
                 dims = [k % len(s) if s[k % len(s)] == size else s.index(size) for s in shapes]
                 ways[tuple(cut_of(len(shape), {dim: size}) for shape, dim in zip(shapes, dims, strict=True))] = 1
         blocks = self.measured.prober.blocks
-        if len(found := {blocks[name] for name in names if name in blocks}) == 1:
+        if len(found := {blocks[name] for name in names if name in blocks}) == 1 and all(shapes):
             number = found.pop()
             for k in (1, 2):
                 cuts = [
-                    cut_of(len(s), {0: number, k: s[k]} if n in blocks and k < len(s) else dict(enumerate(s[:1])))
+                    cut_of(len(s), {0: number, k: s[k]} if n in blocks and k < len(s) else {0: s[0]})
                     for n, s in zip(names, shapes, strict=True)
                 ]
                 if len({math.prod(cut) for cut in cuts}) == 1:

@@ -6,7 +6,7 @@ float64 where the model allows it, so that an exact invariance reads 1e-12 and n
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -117,9 +117,6 @@ def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
     return torch.view_as_complex(noisy) if tensor.is_complex() else noisy
 
 
-# Readings
-
-
 @dataclass(eq=False)
 class Reading:
     """What one probe measured, and how to repeat it."""
@@ -157,7 +154,7 @@ class Reading:
         return max(self.effect[name] / (peak or 1.0), self.slope[name] / (steepest or 1.0))
 
 
-def _tabulate(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
+def _tabulate(g: Tensor, x: Tensor, pairs: Iterable[Key]) -> dict[Key, Table]:
     """The tables of a parameter x with gradient g: of the whole, along each dimension, and along these pairs."""
     if g.is_complex():
         g, x = torch.view_as_real(g), torch.view_as_real(x)
@@ -226,9 +223,6 @@ def output_spread(a: Tensor) -> float:
     return spread if spread > 1e-9 * float(a.abs().max()) else float(torch.linalg.vector_norm(a))
 
 
-# Passes
-
-
 class Prober:
     """Runs a model at points of its parameter space and reads inner products off."""
 
@@ -246,7 +240,7 @@ class Prober:
         self.remarks: list[str] = []  # notes of the first pass for the user
         self.raised: Exception | None = None  # by the model, in a later pass
         self.blocks = _blocks(model)
-        self.pairs: dict[str, list[Key]] = dict.fromkeys(self.blocks, [(0, 1), (0, 2)])  # to tabulate together
+        self.pairs: dict[str, set[Key]] = {name: {(0, 1), (0, 2)} for name in self.blocks}  # to tabulate together
         self._noise_of_seed: dict[int, bool] = {}
         self._made: dict[torch.dtype | None, Leaves] = {}
         self.use(torch.float64)
