@@ -199,7 +199,7 @@ def _in_plain_words(prober: Prober, error: Exception) -> Exception:
             f"move the inputs with .to({sorted(model_on)[0]!r})"
         )
     for position, value in enumerate(prober.args):
-        kind, others = type(value).__name__, [other for i, other in enumerate(prober.args) if i != position]
+        kind, others = type(value).__name__, (*prober.args[:position], *prober.args[position + 1 :])
         if isinstance(value, Mapping):
             try:  # whether forward takes its items by keyword
                 inspect.signature(prober.model.forward).bind(*others, **value, **prober.kwargs)

@@ -44,17 +44,14 @@ def judge(measured: Measurements) -> Verdict:
     names = [name for name in measured.names_with_effect() if name not in verdict.no_effect]
     joint = joint_sets(measured, names)
     in_sets = {name for s in joint for name in s}
-    single = {name for name in names if name not in in_sets and _judge_single(measured, name, verdict)}
+    for name in names:
+        if name not in in_sets:
+            _judge_single(measured, name, verdict)
     order = measured.graph.order_of_use
     places = {s: [order.get(name, len(order)) for name in s] for s in joint}
     # Of sets that share a bias the first one gets it: that of its own layer.
     for s in sorted(joint, key=lambda s: (len(s), max(places[s]) - min(places[s]))):
         _judge_joint(measured, s, verdict, by_epsilon=joint[s])
-    others = [name for name in names if name not in single and name not in in_sets and is_matrix(measured.shapes[name])]
-    for name in others:
-        if not measured.nonlinear((name,)) and (found := partial_cut(measured.shapes[name], measured.trial((name,)))):
-            which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
-            verdict.partial[name] = which
     verdict.nonlinear = [group for group in verdict.rows if measured.nonlinear(group.names)]
     verdict.rows = [group for group in verdict.rows if group not in verdict.nonlinear]
     verdict.facts = [group for group in verdict.facts if not measured.nonlinear(group.names)]
@@ -77,19 +74,21 @@ def _without_effect(measured: Measurements) -> dict[str, str]:
     return found
 
 
-def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
-    """Add the rows of one parameter to the verdict, if it has any."""
-    shape = measured.shapes[name]
+def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> None:
+    """Add the rows of one parameter to the verdict, or the blocks of it that are invariant, if there are any."""
+    shape, trial = measured.shapes[name], measured.trial((name,))
     active = all(r.effect[name] > thresholds.MEASURABLE * measured.floor(r, (name,)) for r in measured.grown)
-    cut = finest(shape, measured.trial((name,))) if active and math.prod(shape) > 1 else None
+    cut = finest(shape, trial) if active and math.prod(shape) > 1 else None
     if cut is None:
-        return False
+        if is_matrix(shape) and not measured.nonlinear((name,)) and (found := partial_cut(shape, trial)):
+            which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
+            verdict.partial[name] = which
+        return
     # A layer with one output has the shape of some gains. Those are seldom in front of what mixes all their numbers.
     one_filter = len(shape) > 1 and shape[1] == math.prod(shape)
     is_weight = is_matrix(shape) or (one_filter and math.prod(cut) == 1)
     group = _group(measured, (name,), to_spec(cut, shape), math.prod(cut))
     (verdict.rows if is_weight else verdict.facts).append(group)
-    return True
 
 
 def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_epsilon: bool) -> None:

@@ -145,10 +145,9 @@ class _Search:
         exact = [measured.first, *(() if measured.late else measured.grown), measured.own]
         self.readings = [reading for reading in exact if reading.noise == measured.own.noise]
 
-    def total(self, names: Iterable[str]) -> tuple[float, float]:
+    def total(self, names: Iterable[str]) -> Array:
         """Σ g·x and Σ (g·x)² of some parameters in the first probe."""
-        first = self.readings[0]
-        return sum(first.radial[name] for name in names), sum(first.effect[name] ** 2 for name in names)
+        return sum((self.readings[0].tables[name][()][:2].numpy() for name in names), np.zeros(2))
 
     def sides(self, names: Sequence[str]) -> list[Side]:
         """The ways to lay slices of these parameters beside each other, the whole parameters last."""

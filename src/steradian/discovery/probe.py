@@ -129,7 +129,6 @@ class Reading:
     noise: float  # as in the `thresholds.Precision` of its arithmetic
     # Per trainable parameter and key, the sums described at `Table`.
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
-    radial: dict[str, float] = field(default_factory=dict)  # ⟨∇L, x⟩ per parameter
     # ‖g ⊙ x‖ per parameter: the size that ⟨∇L, x⟩ would have if its terms had random signs.
     effect: dict[str, float] = field(default_factory=dict)
     slope: dict[str, float] = field(default_factory=dict)  # ‖∇L‖ per parameter; 0 where the pass did not reach it
@@ -138,7 +137,7 @@ class Reading:
     def put(self, name: str, tables: dict[Key, Table]) -> None:
         """Set what was measured of one parameter."""
         self.tables[name] = tables
-        self.radial[name], effect, slope, _ = tables[()].tolist()
+        _, effect, slope, _ = tables[()].tolist()
         self.effect[name], self.slope[name] = math.sqrt(effect), math.sqrt(slope)
 
     @property
