@@ -230,7 +230,8 @@ class Measurements:
 
     def _slices_balanced(self, name: str) -> bool:
         """Whether so many of its slices are balanced that it cannot be chance."""
-        return invariance.slices_balanced(self.shapes[name], self.trial((name,), grown=False))
+        shape = self.shapes[name]
+        return is_matrix(shape) and invariance.slices_balanced(shape, self.trial((name,), grown=False))
 
     @cached_property
     def may_be_invariant(self) -> set[str]:
