@@ -308,9 +308,8 @@ def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | N
         good = _invariant(cut, trial) & reached & trial.random.balanced(cut, thresholds.CERTAIN).all(0)
         others = (trial.grown or trial.random).imbalance(cut)[-1][reached & ~good]
         found = good.nonzero().flatten().tolist()
-        if not found or not len(others) or bool(others.median() <= trial.precision.loose):
-            continue
-        if best is None or len(found) * best[0] > len(best[1]) * blocks:
+        tells = len(found) > 0 and len(others) > 0 and bool(others.median() > trial.precision.loose)
+        if tells and (best is None or len(found) * best[0] > len(best[1]) * blocks):
             best = blocks, found
     return best if best is not None and len(best[1]) * thresholds.LEAST_BLOCKS >= best[0] else None
 

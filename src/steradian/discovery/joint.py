@@ -101,9 +101,8 @@ def _vanishes(
     reaching = _reaching(readings, names)
     limits = [limit for limit, reading in zip(allowed, readings, strict=True) if reading in reaching]
     views = [(), *_many_slices(measured, names)]
-    if not any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views)):
-        return False
-    return any(parts.cancels(least) for parts in _parts(measured, _reaching(shown, names), names, views))
+    balanced = any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views))
+    return balanced and any(parts.cancels(least) for parts in _parts(measured, _reaching(shown, names), names, views))
 
 
 def _reaching(readings: Readings, names: Sequence[str]) -> list["Reading"]:

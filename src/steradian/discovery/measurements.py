@@ -6,7 +6,7 @@ only where these do not reach a part of the model, or where a gain or a bias has
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from steradian.discovery import invariance, thresholds
-from steradian.discovery.graph import Graph, follow
+from steradian.discovery.graph import Graph, Path, follow
 from steradian.discovery.invariance import Cut, Cuts, Evidence, Trial, is_matrix, pair_keys, partial_cut
 from steradian.discovery.joint import Names, vanishing_sets
 from steradian.discovery.probe import Point, Prober, Reading, output_change
@@ -39,8 +39,7 @@ class Measurements:
         self._in_sets: set[str] = set()
         self._seeds = count(1)
         self._real = [name for name in prober.trainable if not prober.parameters[name].is_complex()]
-        # Where the factor goes by which a set grows.
-        self.path = cache(lambda names: follow(self.graph_of(names), names))
+        self._paths: dict[Names, Path] = {}
 
     # Random points
 
@@ -181,7 +180,7 @@ class Measurements:
         if reading.graph is not None:  # which may have parameters that the others lack
             self.graphs.append(reading.graph)
             self.graph = self.graphs[0]
-            self.path.cache_clear()
+            self._paths.clear()
         return reading
 
     # Effects
@@ -282,6 +281,12 @@ class Measurements:
     def graph_of(self, names: Names) -> Graph:
         """The first graph that has all of these parameters, or else the first of all."""
         return next((graph for graph in self.graphs if graph.leaf_nodes.keys() >= set(names)), self.graph)
+
+    def path(self, names: Names) -> Path:
+        """Where the factor goes by which a set grows."""
+        if names not in self._paths:
+            self._paths[names] = follow(self.graph_of(names), names)
+        return self._paths[names]
 
     def nonlinear(self, names: Names) -> bool:
         """Whether a set has a defect and meets a nonlinearity: then ε need not be the reason."""

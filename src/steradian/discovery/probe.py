@@ -163,8 +163,6 @@ def _tabulate(g: Tensor, x: Tensor, pairs: Iterable[Key]) -> dict[Key, Table]:
     # One buffer for the terms of all chunks: allocating memory costs more than the arithmetic.
     terms = torch.empty(4, *split[0].shape, dtype=torch.float64, device=x.device)
     parts = [_chunk_tables(*chunk, terms, keys) for chunk in zip(_chunks(g), split, strict=True)]
-    if len(parts) == 1:
-        return parts[0]
     tables = {key: torch.stack([p[key] for p in parts]).sum(0) for key in keys if 0 not in key}
     return tables | {key: torch.cat([p[key] for p in parts], dim=1) for key in keys if 0 in key}
 
