@@ -229,6 +229,18 @@ CASES: list[PairCase] = [
         {},
     ),
     pair_case(
+        "scalar_beside_grouped_conv",  # without a slice for each group
+        lambda: Custom(
+            lambda m, x: m.head((m.conv(m.stem(x).relu()) + m.scale * m.stem(x).relu()).mean((2, 3))),
+            stem=nn.Conv2d(3, 4, 3),
+            conv=nn.Conv2d(4, 4, 1, groups=2, bias=False),
+            scale=nn.Parameter(torch.tensor(1.3)),
+            head=nn.Linear(4, 3),
+        ),
+        images,
+        {"stem.weight stem.bias | conv.weight scale": 1, "conv.weight scale | head.weight": 1},
+    ),
+    pair_case(
         "layer_scale_and_temperature",
         lambda: Custom(
             lambda m, x: (x + m.scale * m.fc(x.tanh())) @ m.head * m.temperature,

@@ -150,4 +150,15 @@ CASES = [
         vectors,
         rows={"w": ("grid", -1, 1, -1)},
     ),
+    case(
+        "einsum_inputs_first_bn",  # w[d, h, k]
+        lambda: Custom(
+            lambda m, x: m.head(m.bn(torch.einsum("nd,dhk->nhk", x, m.w).flatten(1)).tanh()),
+            w=parameter(6, 2, 4),
+            bn=nn.BatchNorm1d(8),
+            head=nn.Linear(8, 3),
+        ),
+        vectors,
+        rows={"w": ("grid", 1, -1, -1)},
+    ),
 ]

@@ -13,17 +13,14 @@ from steradian.names import fold
 
 def assemble(measured: Measurements, verdict: Verdict, pairs: list[Pair]) -> Groups:
     """The result of `find_groups`."""
-    prober = measured.prober
-    params = prober.parameters
-    order = {name: i for i, name in enumerate(params)}
-    groups = Groups(params, pairs=pairs, passes=(prober.forwards, prober.backwards))
+    prober, params = measured.prober, measured.prober.parameters
+    groups = Groups(params, pairs=pairs, partial=verdict.partial, passes=(prober.forwards, prober.backwards))
     rows, groups.facts = (
         [replace(group, reason=_reason(measured, group)) for group in found] for found in (verdict.rows, verdict.facts)
     )
-    groups.groups = sorted(rows, key=lambda group: order[group.names[0]])
+    groups.groups = sorted(rows, key=lambda group: list(params).index(group.names[0]))
     groups.no_effect = list(verdict.no_effect)
     groups.frozen = [name for name, p in params.items() if not p.requires_grad]
-    groups.partial = {name: text for name, text in verdict.partial.items() if name in groups.rest}
     first = {id(parameter): name for name, parameter in params.items()}
     for name, parameter in prober.model.named_parameters(remove_duplicate=False):
         if bare(name) != first[id(parameter)]:

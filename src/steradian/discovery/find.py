@@ -8,6 +8,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,9 +70,7 @@ def find_groups(
     _check_model(model)
     model = unwrap(model)  # a data-parallel module would synchronize gradients
     if not any(p.requires_grad for p in model.parameters()):
-        groups = Groups(parameters_of(model))
-        groups.frozen = list(groups.params)
-        return groups
+        return Groups(parameters_of(model), frozen=list(parameters_of(model)))
     with torch.inference_mode(False), nullcontext(progress) if progress else _bar() as report:
         prober = Prober(model, inputs, named_inputs, report)  # runs the model in the sandbox
         measured = Measurements(prober, _first_pass(prober))  # at the model's own weights
@@ -124,16 +123,15 @@ def _bar() -> Iterator[Callable[[int, int], object]]:
     bar = Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
     task, started = bar.add_task("find_groups", total=None), time.monotonic()
 
-    def report(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-        if console.is_terminal and time.monotonic() - started > thresholds.BAR_SECONDS:
-            bar.start()
+    with ExitStack() as stack:
 
-    try:
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            late = time.monotonic() - started > thresholds.BAR_SECONDS
+            if late and console.is_terminal and not bar.live.is_started:
+                stack.enter_context(bar)
+
         yield report
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 def _first_pass(prober: Prober) -> Reading:
@@ -150,9 +148,8 @@ def _first_pass(prober: Prober) -> Reading:
             "the loss is computed from, without detach() or torch.no_grad()"
         )
     if not reading.finite:
-        what = (
-            "output contains NaN" if any(bool(t.isnan().any()) for t in reading.outputs) else "gradients are not finite"
-        )
+        nan = any(bool(t.isnan().any()) for t in reading.outputs)
+        what = "output contains NaN" if nan else "gradients are not finite"
         raise ValueError(
             f"the model's {what} on these inputs, so nothing can be measured; check the inputs for NaN and infinities "
             "and the parameters for divergence"
@@ -162,21 +159,20 @@ def _first_pass(prober: Prober) -> Reading:
 
 def _try_precisions(prober: Prober) -> Reading:
     """In float64 if the model can, else in its own dtypes; float32 is better than half precision, though."""
-    modules = prober.model.named_modules()
-    names: dict[nn.Module, str] = {module: bare(name) for name, module in modules if isinstance(module, _BatchNorm)}
     small: dict[str, None] = {}  # batch normalizations of two values per channel
 
-    def check(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def check(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and module.training and args[0].ndim > 1 and args[0].numel() == 2 * args[0].shape[1]:
-            small[names[module]] = None
+            small[bare(name)] = None
 
+    batch_norms = [(name, module) for name, module in prober.model.named_modules() if isinstance(module, _BatchNorm)]
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in prober.parameters.values())
     for dtype in (torch.float64, torch.float32, None) if half else (torch.float64, None):
         try:
             prober.use(dtype)
             with ExitStack() as stack:
-                for module in names:
-                    stack.callback(module.register_forward_pre_hook(check).remove)
+                for name, module in batch_norms:
+                    stack.callback(module.register_forward_pre_hook(partial(check, name)).remove)
                 reading = prober.read(prober.own, seed=0)
         except torch.OutOfMemoryError as error:
             error.add_note("find_groups runs the model in float64, which takes twice its memory: pass a smaller batch")
@@ -203,7 +199,7 @@ def _in_plain_words(prober: Prober, error: Exception) -> Exception:
             f"move the inputs with .to({sorted(model_on)[0]!r})"
         )
     for position, value in enumerate(prober.args):
-        kind, others = type(value).__name__, [other for i, other in enumerate(prober.args) if i != position]
+        kind, others = type(value).__name__, (*prober.args[:position], *prober.args[position + 1 :])
         if isinstance(value, Mapping):
             try:  # whether forward takes its items by keyword
                 inspect.signature(prober.model.forward).bind(*others, **value, **prober.kwargs)

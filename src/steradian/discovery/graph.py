@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
-from heapq import heappop, heappush
 from math import isnan, nan
 from operator import or_
 from typing import Any
@@ -139,7 +138,6 @@ class Graph:
     @cached_property
     def proposals(self) -> tuple[list[tuple[str, ...]], dict[str, set[str]]]:
         """Sets that may be jointly invariant, and for each parameter those that it multiplies: everything upstream."""
-        # For each tensor of the graph, the set of the parameters that scale it when they grow together.
         names = list(self.leaf_nodes)
         bits = {name: 1 << i for i, name in enumerate(names)}
         sets: set[Mask] = set()
@@ -287,9 +285,6 @@ def _factors(node: Node) -> list[int | None]:
     return node.inputs[1:3] if node.kind == "sum of products" else []
 
 
-# Where a factor goes
-
-
 @dataclass
 class Path:
     """What the factor of a set meets on its way from the parameters."""
@@ -315,10 +310,11 @@ def follow(graph: Graph, names: Sequence[str], against: Sequence[str] = ()) -> P
     given = dict.fromkeys(names, 1.0) | dict.fromkeys(against, -1.0)
     power, uncertain = {graph.leaf_nodes[n]: p for n, p in given.items() if n in graph.leaf_nodes}, set[int]()
     path = Path(known=len(power) == len(given), traced=len(power) == len(given))
-    queue = sorted({consumer for leaf in power for consumer in graph.nodes[leaf].consumers})
-    queued, last = set(queue), queue[-1] if queue else -1
-    while queue and queue[0] <= last:
-        number = heappop(queue)
+    reached = {consumer for leaf in power for consumer in graph.nodes[leaf].consumers}
+    number, last = min(reached, default=0) - 1, max(reached, default=-1)
+    while (number := number + 1) <= last:
+        if number not in reached:
+            continue
         node = graph.nodes[number]
         reads = zip(node.inputs, node.exponents, strict=True)
         incoming = [0.0 if i is None else exponent * power.get(i, 0.0) for i, exponent in reads]
@@ -335,12 +331,9 @@ def follow(graph: Graph, names: Sequence[str], against: Sequence[str] = ()) -> P
         if not certain or isnan(power[number]) or not _stays_certain(node, incoming):
             uncertain.add(number)
         path.traced &= bool(node.consumers) and not isnan(power[number])
-        for consumer in node.consumers:
-            if consumer not in queued:
-                queued.add(consumer)
-                heappush(queue, consumer)
-            if not isnan(power[number]):
-                last = max(last, consumer)  # behind what is unknown, everything is
+        reached.update(node.consumers)
+        if not isnan(power[number]):  # behind what is unknown, everything is
+            last = max([last, *node.consumers])
     return path
 
 
@@ -348,7 +341,6 @@ def _powers(node: Node, incoming: list[float]) -> set[float]:
     """The powers of the factor in the result of an operation."""
     first, second, third, *_ = [*incoming, 0.0, 0.0]
     if node.kind in ("normalization", "weight norm"):
-        # They remove a power of the factor and give that of the gain and the bias.
         return {nan} if isnan(first) else {second, third}
     if node.kind == "division":
         return {first - second}

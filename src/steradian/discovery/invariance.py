@@ -34,9 +34,6 @@ def is_matrix(shape: Sequence[int]) -> bool:
     return sum(size > 1 for size in shape) >= 2
 
 
-# How far a row is from invariance, and whether ε is the reason
-
-
 def imbalance(sums: Tensor, floor: float | Tensor) -> Tensor:
     """Σ g·x / √Σ(g·x)² per block, with effects up to `floor` as rounding; long rows have the same as short ones."""
     return sums[0] / (sums[1].sqrt() + floor)
@@ -113,14 +110,14 @@ class Trial:
     """All evidence about a parameter."""
 
     precision: Precision  # what counts as zero
-    random: Evidence  # probes at random points, independent of each other; these have no table of two dimensions
+    random: Evidence  # probes at random points, independent of each other; few of their tables are of two dimensions
     grown: Evidence  # two growths of one more point, the smaller first; may be empty
     constant: float  # largest defect that may stay as it is, where growth does not change it
     known_path: bool  # whether the graph shows that no nonlinearity lies in front of a normalization
 
     def measurable(self, cut: Cut) -> Tensor:
-        """Blocks with an effect above rounding, in all probes that have a table of the dimensions of a cut."""
-        return torch.cat([e.measurable(cut) for e in (self.random, self.grown) if e and e.knows(cut)])
+        """Blocks with an effect above rounding, in all probes."""
+        return torch.cat([e.measurable(cut) for e in (self.random, self.grown) if e])
 
 
 @cache
@@ -134,8 +131,17 @@ def cut_of(dims: int, blocks: dict[int, int]) -> Cut:
     return tuple(blocks.get(i, 1) for i in range(dims))
 
 
+def slices(cut: Cut) -> Cut:
+    """The blocks along the dimension that a cut divides most."""
+    widest = max(range(len(cut)), key=lambda i: cut[i])
+    return cut_of(len(cut), {widest: cut[widest]})
+
+
 def block_sums(tables: Mapping[Key, Table], cut: Cut) -> Tensor:
-    """The sums of `Table` on each block of a cut."""
+    """The sums of `Table` on each block of a cut; if two dimensions have no table, those of the slice around it."""
+    if divided(cut) not in tables:
+        around = slices(cut)
+        return block_sums(tables, around).reshape(4, *around).expand(4, *cut).reshape(4, -1)
     table = tables[divided(cut)]
     for dim, i in enumerate(divided(cut), 1):
         if table.shape[dim] > cut[i]:
@@ -143,15 +149,14 @@ def block_sums(tables: Mapping[Key, Table], cut: Cut) -> Tensor:
     return table.reshape(4, -1)
 
 
-def join(tables: Sequence[Mapping[Key, Table]], cuts: Cuts) -> dict[Key, Table]:
-    """The tables of all members as of one tensor whose dimension 0 are the slices; without cuts, of the whole."""
+def join(tables: Sequence[Mapping[Key, Table]], cuts: Cuts) -> Mapping[Key, Table]:
+    """The tables of several members as of one tensor whose dimension 0 are the slices; without cuts, of the whole."""
+    if len(tables) == 1:
+        return tables[0]
     joined: dict[Key, Table] = {(): torch.stack([of_member[()] for of_member in tables]).sum(0)}
     if cuts and all(divided(cut) in of_member for of_member, cut in zip(tables, cuts, strict=True)):
         joined[0,] = torch.stack([block_sums(*member) for member in zip(tables, cuts, strict=True)]).sum(0)
     return joined
-
-
-# Which blocks are invariant
 
 
 def _invariant(cut: Cut, trial: Trial, *, explained: bool = True) -> Tensor:
@@ -179,8 +184,6 @@ def _saturated(cut: Cut, trial: Trial) -> Tensor:
     pace = min(float(last.median() / first.median().clamp(min=1e-300)), usual)
     fast = (before > 10 * trial.precision.settled) & (last < first * pace / thresholds.FASTER)
     fast &= effect >= thresholds.INACTIVE * effect.median()
-    if not trial.random.knows(cut):
-        return fast
     # A row of few numbers may act along its radius alone at some points, through ε: that is little beside the others.
     typical, tolerance = trial.random.beside_others(cut).median(0).values, trial.precision.loose
     if bool(typical.median() > thresholds.CERTAIN * tolerance):  # ε shows everywhere
@@ -191,8 +194,6 @@ def _saturated(cut: Cut, trial: Trial) -> Tensor:
 def _constant(cut: Cut, trial: Trial) -> Tensor:
     """Blocks whose defect stays as it was: where another normalization undoes the growth, ε keeps its weight."""
     before, after = trial.grown.imbalance(cut)[[0, -1]]
-    if not trial.random.knows(cut):
-        return torch.zeros_like(after, dtype=torch.bool)
     small = torch.cat([e.imbalance(cut) <= trial.constant for e in (trial.random, trial.grown)]).all(0)
     # A defect that grows with the row is a path around the normalization, however narrow.
     most = 4 * torch.maximum(before, before.median()).clamp(min=trial.precision.settled)
@@ -203,7 +204,7 @@ def _linear(cut: Cut, trial: Trial) -> Tensor:
     """Blocks whose defect falls with the growth itself and is small at ordinary scale: (w − mean) / (std + ε)."""
     # Anything else that is added before a normalization falls like that too, but seldom starts so small.
     before, after = trial.grown.signed(cut)[[0, -1]]
-    if len(trial.grown) < 2 or not trial.random.knows(cut):
+    if len(trial.grown) < 2:
         return torch.zeros_like(after, dtype=torch.bool)
     defects = trial.random.imbalance(cut)
     small = (defects <= _of_many(cut) * trial.precision.linear).all(0)
@@ -227,49 +228,41 @@ def _faded(cut: Cut, trial: Trial) -> Tensor:
     # A unit that dies on the way was balanced before; one that was dead before cannot be judged.
     dead = [effect < thresholds.INACTIVE * effect.median() for effect in (first, last)]
     faded = dead[1] & (dead[0] | (before <= allowed_after))
-    if trial.random.knows(cut):
-        balanced = trial.random.balanced(cut).double().mean(0) > 0.5
-        certain = trial.random.balanced(cut, thresholds.CERTAIN).all(0)
-        # An effect ‖g ⊙ x‖ does not change when an invariant row grows, unless it is due to ε.
-        faded = (faded | (last <= first * thresholds.PACE)) & balanced & (first > 0)
-        high = (before > allowed_before) | (after > allowed_after)
-        high |= ~falls(before, after, trial.precision.settled)
-        slower = (after <= before * thresholds.GROWTH[0] / thresholds.GROWTH[1]) & trial.known_path
-        falling = (after <= before * thresholds.PACE) | slower
-        faded |= high & (after < trial.precision.flat) & balanced & falling
-        faded |= high & (trial.grown.beside_others(cut)[-1] < trial.precision.flat) & certain
+    balanced = trial.random.balanced(cut).double().mean(0) > 0.5
+    certain = trial.random.balanced(cut, thresholds.CERTAIN).all(0)
+    # An effect ‖g ⊙ x‖ does not change when an invariant row grows, unless it is due to ε.
+    faded = (faded | (last <= first * thresholds.PACE)) & balanced & (first > 0)
+    high = (before > allowed_before) | (after > allowed_after)
+    high |= ~falls(before, after, trial.precision.settled)
+    slower = (after <= before * thresholds.GROWTH[0] / thresholds.GROWTH[1]) & trial.known_path
+    falling = (after <= before * thresholds.PACE) | slower
+    faded |= high & (after < trial.precision.flat) & balanced & falling
+    faded |= high & (trial.grown.beside_others(cut)[-1] < trial.precision.flat) & certain
     return faded if bool(faded.double().mean() <= thresholds.MOST_FADED) else torch.zeros_like(faded)
 
 
 def typical_and_worst(cut: Cut, trial: Trial) -> tuple[float, float]:
     """The imbalance of a typical row and of the worst one at random points of ordinary scale: what ε does there."""
-    # Where the random points have no table of a pair of dimensions, each of the two is judged by itself. With a known
-    # path, the probe is a typical one: a batch of few samples may leave a normalization hardly any variance.
-    typical, worst = [], []
-    for c in [cut] if trial.random.knows(cut) else [cut_of(len(cut), {i: cut[i]}) for i in divided(cut)]:
-        reached, of_probes = trial.random.sums(c)[1].any(1), trial.random.imbalance(c).median(1).values
-        of_probes = of_probes[reached] if bool(reached.any()) else of_probes
-        typical.append(float(of_probes.median() if trial.known_path else of_probes.max()))
-        worst.append(float(trial.random.beside_others(c).max()))
-    return max(typical), max(worst)
-
-
-# The finest cut
+    # With a known path, the probe is a typical one: few samples may leave a normalization hardly any variance.
+    reached, of_probes = trial.random.sums(cut)[1].any(1), trial.random.imbalance(cut).median(1).values
+    of_probes = of_probes[reached] if bool(reached.any()) else of_probes
+    typical = of_probes.median() if trial.known_path else of_probes.max()
+    return float(typical), float(trial.random.beside_others(cut).max())
 
 
 def finest(shape: Sequence[int], trial: Trial) -> Cut | None:
     """The cut with most rows, of two entries or more, all of which are invariant; None if the whole tensor is not."""
     # A cut that holds implies every coarser one, so each dimension is divided by itself, and two together where each
-    # can be and their table exists. Dimension 0 is preferred between equals.
+    # can be and their table exists. The first dimensions are preferred between equals.
     whole = (1,) * len(shape)
     # In the sum of all rows, one of hardly any variance may dominate the others.
     if not bool(_invariant(whole, trial, explained=False).all()) and not slices_balanced(shape, trial):
         return None
-    most = {i: _most_blocks(shape, i, trial) for i in range(len(shape))}
-    found = [cut_of(len(shape), {i: g}) for i, g in most.items() if g > 1]
+    most = {i: g for i in range(len(shape)) if (g := _most_blocks(shape, i, trial)) > 1}
+    found = [cut_of(len(shape), {i: g}) for i, g in most.items()]
     if _holds(whole, trial):
         found.append(whole)
-    for i, j in combinations([i for i, g in most.items() if g > 1], 2):
+    for i, j in combinations(most, 2):
         if (trial.grown or trial.random).knows(cut_of(len(shape), {i: most[i], j: most[j]})):
             blocks = product(divisors(most[i])[1:], divisors(most[j])[1:])
             cuts = sorted((cut_of(len(shape), {i: a, j: b}) for a, b in blocks), key=math.prod, reverse=True)
@@ -288,7 +281,6 @@ def slices_balanced(shape: Sequence[int], trial: Trial) -> bool:
     """Whether so many slices along some dimension are balanced that it cannot be chance."""
     # Where the rows are small, ε leaves a defect of several percent: too much to judge one row by, but not hundreds.
     # Defects due to ε are distributed like a normal variable, so that hardly any is four times the typical one.
-
     for dim, size in enumerate(shape):
         cut, tolerance = cut_of(len(shape), {dim: size}), trial.precision.loose
         if thresholds.MANY_ROWS <= size < math.prod(shape) and trial.random.knows(cut):
@@ -308,19 +300,17 @@ def partial_cut(shape: Sequence[int], trial: Trial) -> tuple[int, list[int]] | N
     """Into how many blocks dimension 0 is cut and which are invariant, as (3, [0, 1]); None if too few are."""
     # The cut that leaves least out and then the coarsest, as in a fused query-key-value weight under QK-norm.
     best: tuple[int, list[int]] | None = None
-    for blocks in divisors(shape[0]) if shape else ():
-        if 1 < blocks <= shape[0] // 2:
-            cut = cut_of(len(shape), {0: blocks})
-            # Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one
-            # counts, an effect in every probe, and others that are not nearly balanced too.
-            reached = trial.measurable(cut).all(0)
-            good = _invariant(cut, trial) & reached & trial.random.balanced(cut, thresholds.CERTAIN).all(0)
-            others = (trial.grown or trial.random).imbalance(cut)[-1][reached & ~good]
-            found = good.nonzero().flatten().tolist()
-            if not found or not len(others) or bool(others.median() <= trial.precision.loose):
-                continue
-            if best is None or len(found) * best[0] > len(best[1]) * blocks:
-                best = blocks, found
+    for blocks in divisors(shape[0])[1:-1]:
+        cut = cut_of(len(shape), {0: blocks})
+        # Among so many blocks some are balanced by chance, up to the tolerance of a candidate: only a tighter one
+        # counts, an effect in every probe, and others that are not nearly balanced too.
+        reached = trial.measurable(cut).all(0)
+        good = _invariant(cut, trial) & reached & trial.random.balanced(cut, thresholds.CERTAIN).all(0)
+        others = (trial.grown or trial.random).imbalance(cut)[-1][reached & ~good]
+        found = good.nonzero().flatten().tolist()
+        tells = len(found) > 0 and len(others) > 0 and bool(others.median() > trial.precision.loose)
+        if tells and (best is None or len(found) * best[0] > len(best[1]) * blocks):
+            best = blocks, found
     return best if best is not None and len(best[1]) * thresholds.LEAST_BLOCKS >= best[0] else None
 
 

@@ -55,15 +55,11 @@ def joint_sets(measured: "Measurements", names: list[str]) -> dict[Names, bool]:
         if (linear or any(falling)) and _vanishes(measured, measured.random, loose, s, where, thresholds.CANCELLATION):
             by_sum = falling[0] and bool(follows_growth(before, after, precision.resolution))
             explained[s] = linear or len(grown) < len(thresholds.GROWTH) or by_sum
-    place = {name: i for i, name in enumerate(names)}
     minimal: dict[Names, bool] = {}
-    for s in sorted(explained, key=lambda s: (len(s), [place[name] for name in s])):
+    for s in sorted(explained, key=lambda s: (len(s), [names.index(name) for name in s])):
         if not any(set(smaller) <= set(s) for smaller in minimal):
             minimal[s] = explained[s]
     return minimal
-
-
-# Sets whose sums vanish
 
 
 def vanishing_sets(
@@ -105,9 +101,8 @@ def _vanishes(
     reaching = _reaching(readings, names)
     limits = [limit for limit, reading in zip(allowed, readings, strict=True) if reading in reaching]
     views = [(), *_many_slices(measured, names)]
-    if not any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views)):
-        return False
-    return any(parts.cancels(least) for parts in _parts(measured, _reaching(shown, names), names, views))
+    balanced = any(parts.balanced(limits) for parts in _parts(measured, reaching, names, views))
+    return balanced and any(parts.cancels(least) for parts in _parts(measured, _reaching(shown, names), names, views))
 
 
 def _reaching(readings: Readings, names: Sequence[str]) -> list["Reading"]:
@@ -169,9 +164,6 @@ def _matches(M: Array, sizes: Array, left: NDArray[np.intp], right: NDArray[np.i
     return [s for s in sorted(sets) if len(s) == full][: thresholds.MOST_SETS]
 
 
-# The parts of a sum
-
-
 @dataclass(frozen=True)
 class Parts:
     """What the members of one set add to its sum: of the whole tensors, or of each slice that they share.
@@ -187,8 +179,7 @@ class Parts:
     def defects(self) -> Array:
         """What is left of each sum, relative to its parts: Σ parts / √Σ sizes², probes × slices."""
         size = np.linalg.norm(self.sizes, axis=1)
-        result: Array = self.parts.sum(1) / np.where(size > 0, size, 1)
-        return result
+        return np.asarray(self.parts.sum(1) / np.where(size > 0, size, 1))
 
     def typical(self) -> Array:
         """Per probe, the defect of a typical slice; inf if no slice is measurable."""
@@ -248,9 +239,6 @@ def _many_slices(measured: "Measurements", names: Sequence[str]) -> list[Cuts]:
     if all(len(shape) == 1 for shape in shapes):
         return []  # a single number of each
     return [cuts for cuts in alignments(shapes) if math.prod(cuts[0]) >= thresholds.MANY_ROWS]
-
-
-# Which slice of one member belongs to which of another
 
 
 def alignments(shapes: Sequence[tuple[int, ...]]) -> list[Cuts]:

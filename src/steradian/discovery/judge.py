@@ -44,18 +44,14 @@ def judge(measured: Measurements) -> Verdict:
     names = [name for name in measured.names_with_effect() if name not in verdict.no_effect]
     joint = joint_sets(measured, names)
     in_sets = {name for s in joint for name in s}
-    single = {name for name in names if name not in in_sets and _judge_single(measured, name, verdict)}
+    for name in names:
+        if name not in in_sets:
+            _judge_single(measured, name, verdict)
     order = measured.graph.order_of_use
     places = {s: [order.get(name, len(order)) for name in s] for s in joint}
     # Of sets that share a bias the first one gets it: that of its own layer.
     for s in sorted(joint, key=lambda s: (len(s), max(places[s]) - min(places[s]))):
         _judge_joint(measured, s, verdict, by_epsilon=joint[s])
-    for name in (name for name in names if name not in single and name not in in_sets):
-        if is_matrix(measured.shapes[name]) and not measured.nonlinear((name,)):
-            found = partial_cut(measured.shapes[name], measured.trial((name,)))
-            if found is not None:
-                which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
-                verdict.partial[name] = which
     verdict.nonlinear = [group for group in verdict.rows if measured.nonlinear(group.names)]
     verdict.rows = [group for group in verdict.rows if group not in verdict.nonlinear]
     verdict.facts = [group for group in verdict.facts if not measured.nonlinear(group.names)]
@@ -78,19 +74,21 @@ def _without_effect(measured: Measurements) -> dict[str, str]:
     return found
 
 
-def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> bool:
-    """Add the rows of one parameter to the verdict, if it has any."""
-    shape = measured.shapes[name]
+def _judge_single(measured: Measurements, name: str, verdict: Verdict) -> None:
+    """Add the rows of one parameter to the verdict, or the blocks of it that are invariant, if there are any."""
+    shape, trial = measured.shapes[name], measured.trial((name,))
     active = all(r.effect[name] > thresholds.MEASURABLE * measured.floor(r, (name,)) for r in measured.grown)
-    cut = finest(shape, measured.trial((name,))) if active and math.prod(shape) > 1 else None
+    cut = finest(shape, trial) if active and math.prod(shape) > 1 else None
     if cut is None:
-        return False
+        if is_matrix(shape) and not measured.nonlinear((name,)) and (found := partial_cut(shape, trial)):
+            which = f"of {found[0]} equal blocks of dimension 0 only {ranges(found[1])} are invariant"
+            verdict.partial[name] = which
+        return
     # A layer with one output has the shape of some gains. Those are seldom in front of what mixes all their numbers.
     one_filter = len(shape) > 1 and shape[1] == math.prod(shape)
     is_weight = is_matrix(shape) or (one_filter and math.prod(cut) == 1)
     group = _group(measured, (name,), to_spec(cut, shape), math.prod(cut))
     (verdict.rows if is_weight else verdict.facts).append(group)
-    return True
 
 
 def _judge_joint(measured: Measurements, names: Names, verdict: Verdict, *, by_epsilon: bool) -> None:
@@ -134,9 +132,6 @@ def _group(measured: Measurements, names: Names, spec: Spec, n_rows: int) -> Gro
     return replace(group, defect=defect, unseen=int((~reached).sum()), small=int(dominated.sum()))
 
 
-# Forward checks
-
-
 def verify(measured: Measurements, verdict: Verdict) -> Verdict:
     """Scale what was found, and keep what does not move the outputs."""
     # Rows are scaled at a point of ordinary scale, where nothing is saturated (unless ε alone moves the outputs there),
@@ -156,7 +151,8 @@ def verify(measured: Measurements, verdict: Verdict) -> Verdict:
         facts = check.passing(facts, rows, measured.grown[-1])
     elif measured.prober.left:
         rows = check.passing(rows, [], measured.grown[-1])
-    return replace(verdict, rows=rows, facts=facts, rejected=check.rejected)
+    rejected = [group for group in (*verdict.rows, *verdict.facts) if group not in (*rows, *facts)]
+    return replace(verdict, rows=rows, facts=facts, rejected=rejected)
 
 
 def verify_pairs(measured: Measurements, pairs: list[Pair]) -> list[Pair]:
@@ -175,19 +171,18 @@ def verify_pairs(measured: Measurements, pairs: list[Pair]) -> list[Pair]:
     # What may meet a clamp, which shows far out only, is scaled apart from the others.
     clear = [pair for pair in pairs if follow(measured.graph, pair.a, pair.b).known]
     others = [pair for pair in pairs if pair not in clear]
-    kept = [*_passing(clear, holds, prober)[0], *_passing(others, holds, prober)[0]]
+    kept = _passing(clear, holds, prober) + _passing(others, holds, prober)
     return [pair for pair in pairs if pair in kept]
 
 
-def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober) -> tuple[list[T], list[T]]:
-    """What holds and what does not; on a failure, halves are tried while the budget lasts."""
+def _passing(tested: list[T], holds: Callable[[list[T]], bool], prober: Prober) -> list[T]:
+    """What holds; on a failure, halves are tried while the budget lasts."""
     if not tested or (prober.left and holds(tested)):
-        return tested, []
+        return tested
     if len(tested) == 1 or not prober.left:
-        return [], tested
+        return []
     half = len(tested) // 2
-    (kept, rejected), (more_kept, more) = (_passing(h, holds, prober) for h in (tested[:half], tested[half:]))
-    return kept + more_kept, rejected + more
+    return _passing(tested[:half], holds, prober) + _passing(tested[half:], holds, prober)
 
 
 def _moved(prober: Prober, before: Reading, factors: list[Factors]) -> float:
@@ -207,14 +202,11 @@ def _spread(factors: Tensor, names: Sequence[str], specs: Sequence[Spec], parame
 class _ForwardCheck:
     def __init__(self, measured: Measurements) -> None:
         self.prober, self.measured = measured.prober, measured
-        self.rejected: list[Group] = []
         self._draw = 0
 
     def passing(self, tested: list[Group], known: list[Group], before: Reading) -> list[Group]:
         """The groups that hold, scaled together with known ones."""
-        kept, rejected = _passing(tested, lambda groups: self._holds(groups, known, before), self.prober)
-        self.rejected += rejected
-        return kept
+        return _passing(tested, lambda groups: self._holds(groups, known, before), self.prober)
 
     def _holds(self, tested: list[Group], known: list[Group], before: Reading) -> bool:
         grown, scaled = self.measured.is_fully_grown(before), [*known, *tested]
@@ -238,16 +230,13 @@ class _ForwardCheck:
             exponent = 0.5 + 0.5 * torch.rand(group.n_rows, generator=generator, dtype=torch.float64, device=host)
             sign = torch.where(torch.rand(group.n_rows, generator=generator, device=host) < 0.5, -1.0, 1.0)
             rho = {"up": 4 * exponent, "either way": sign * exponent, "a little": 0.03 * sign * exponent}[how].exp2()
-            rho = rho.masked_fill(self._left_out(group, before), 1.0)
+            if before is self.measured.first:
+                # Few rows that ε dominates at ordinary scale are left out: they are scaled where they have grown.
+                dominated = imbalance(*self.measured.row_sums(before, group)).abs() > thresholds.LEFT_OUT
+                if len(dominated) == len(rho) and float(dominated.double().mean()) < thresholds.MOST_LEFT_OUT:
+                    rho[dominated] = 1.0
             factors.append(_spread(rho, group.names, [group.spec] * len(group.names), self.prober.parameters))
         return _moved(self.prober, before, factors)
-
-    def _left_out(self, group: Group, before: Reading) -> Tensor:
-        """Rows that ε dominates at ordinary scale, if they are few: they are scaled where they have grown."""
-        dominated = imbalance(*self.measured.row_sums(before, group)).abs() > thresholds.LEFT_OUT
-        few = group.n_rows == len(dominated) and float(dominated.double().mean()) < thresholds.MOST_LEFT_OUT
-        none = torch.zeros(group.n_rows, dtype=torch.bool, device="cpu")
-        return dominated if before is self.measured.first and few else none
 
     def _tolerance(self, scaled: list[Group], before: Reading) -> float:
         """How far outputs may move: what ε does to a row, it does to the outputs when that row is scaled."""

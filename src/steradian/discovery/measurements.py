@@ -15,10 +15,10 @@ from torch import Tensor
 
 from steradian.discovery import invariance, thresholds
 from steradian.discovery.graph import Graph, Path, follow
-from steradian.discovery.invariance import Cut, Cuts, Evidence, Key, Table, Trial, is_matrix, pair_keys, partial_cut
+from steradian.discovery.invariance import Cut, Cuts, Evidence, Trial, is_matrix, pair_keys, partial_cut
 from steradian.discovery.joint import Names, vanishing_sets
 from steradian.discovery.probe import Point, Prober, Reading, output_change
-from steradian.groups import Group, Layout
+from steradian.groups import Group, Layout, set_numbers
 
 
 class Measurements:
@@ -31,13 +31,14 @@ class Measurements:
         self.further: Reading | None = None  # the same with the larger factor, at a point that reaches other parts
         self.late: set[str] = set()  # parameters that only this one reaches
         self.graphs: list[Graph] = []  # of the first random point, and of passes that reach further parameters
-        self.graph = Graph()  # the first of them
         self.growing: dict[str, float | Tensor] = {}  # what grows: 1, or 1 on some blocks and 0 elsewhere
         self.suspects_grown: Reading | None = None  # the first random point, with parameters of next to no effect grown
+        self.graph = Graph()  # the first of them
         self.slices: dict[Names, Cuts] = {}  # of joint sets that have several rows
         self._sets: list[Names] = []  # that may be jointly invariant
         self._in_sets: set[str] = set()
         self._seeds = count(1)
+        self._real = [name for name in prober.trainable if not prober.parameters[name].is_complex()]
         self._paths: dict[Names, Path] = {}
 
     # Random points
@@ -47,10 +48,10 @@ class Measurements:
         for _ in range(thresholds.RANDOM_POINTS):
             # Balance up to some percent needs no float64. But random numbers differ in float32, so that what chance
             # skips there is not what it skips in float64.
-            seed, slopes = next(self._seeds), [reading.slope for reading in self.random[:1]]
-            skips = not slopes or any(self.own.slope[n] and not slopes[0][n] for n in self.prober.trainable)
+            quick = bool(self.random) and all(self.first.slope[n] or not self.own.slope[n] for n in self.own.slope)
+            seed = next(self._seeds)
             point = replace(self.prober.own, seed=1000 + seed)
-            reading = self._probe(point, seed, graph=not self.random, quick=not skips)
+            reading = self._probe(point, seed, graph=not self.random, quick=quick)
             self.random += [reading] if reading else []
         self.random = self.random or [self.own]
         # What feeds a unit of ReLU that is dead at every point may look invariant: if its parameters change sign, it is
@@ -96,18 +97,15 @@ class Measurements:
         ]
         # A gain or a bias can only become a fact: it grows if that is next to certain.
         certain = [n for n in balanced if is_matrix(self.shapes[n]) or self._balanced(n, thresholds.CERTAIN)]
-        self.growing = dict.fromkeys([*(n for n in certain if n not in self._in_sets), *self._in_sets], 1.0)
-        for name in able:
-            shape = self.shapes[name]
-            if name in self.growing or not is_matrix(shape):
-                continue
-            found = partial_cut(shape, self.trial((name,), grown=False))
-            if found is not None:  # only some blocks are balanced, and only these grow
-                blocks, which = found
-                share = torch.zeros(blocks, device="cpu")
-                share[which] = 1.0
-                share = share.repeat_interleave(shape[0] // blocks).to(self.prober.parameters[name].device)
-                self.growing[name] = share.reshape(-1, *[1] * (len(shape) - 1))
+        self.growing = dict.fromkeys([*certain, *self._in_sets], 1.0)
+        for name in [n for n in able if n not in self.growing and is_matrix(self.shapes[n])]:
+            if found := partial_cut(self.shapes[name], self.trial((name,), grown=False)):
+                blocks, which = found  # that are balanced: only these grow
+                share = torch.isin(set_numbers(blocks, self.shapes[name]), torch.tensor(which, device="cpu"))
+                self.growing[name] = share.to(self.prober.parameters[name].device)
+        for name in self.growing:
+            keys = pair_keys(self.shapes[name], self.trial((name,), grown=False))
+            self.prober.pairs.setdefault(name, set()).update(keys)
 
     # Grown points
 
@@ -121,42 +119,33 @@ class Measurements:
         lost = len(self.grown) < len(thresholds.GROWTH) or any(self.grown[-1].effect[n] < least[n] for n in least)
         if lost and self.prober.left >= 2 * len(thresholds.GROWTH):
             certain = {n for n in self.growing if self._balanced(n, thresholds.CERTAIN) or self._slices_balanced(n)}
-            kept = (certain | self._in_sets) - self._clipped()
+            sets = [*self._sets, *((name,) for name in self.growing if name not in self._in_sets)]
+            # A nonlinearity far out, as ReLU6's, leaves no defect at ordinary scale.
+            clipped = {name for s in sets if self.path(s).nonlinear for name in s}
+            kept = (certain | self._in_sets) - clipped
             self.growing = {name: share for name, share in self.growing.items() if name in kept}
             self._grow()
         self._reach_further()
 
     def _grow(self) -> None:
         """Both growths of one point; parameters that lose their gradient in the first change sign, as at random."""
-        seed, pairs = next(self._seeds), self._pairs()
+        seed = next(self._seeds)
         base = replace(self.prober.own, seed=1000 + seed)
-        first = self._probe_grown(base, seed, thresholds.GROWTH[0], pairs)
-        before = [name for name in self.prober.trainable if any(r.slope[name] for r in self.random)]
-        lost = [name for name in before if first and first.slope[name] == 0]
+        first = self._probe_grown(base, seed, thresholds.GROWTH[0])
+        unreached = [name for name in self.prober.trainable if first and first.slope[name] == 0]
+        lost = [name for name in unreached if any(reading.slope[name] for reading in self.random)]
         if lost and self.prober.left > thresholds.RESERVED_PASSES:
             base = base.scaled(dict.fromkeys(lost, -1.0))
-            first = self._probe_grown(base, seed, thresholds.GROWTH[0], pairs)
-        readings = first, self._probe_grown(base, seed, thresholds.GROWTH[1], pairs)
+            first = self._probe_grown(base, seed, thresholds.GROWTH[0])
+        readings = first, self._probe_grown(base, seed, thresholds.GROWTH[1])
         self.grown = [reading for reading in readings if reading is not None]
 
-    def _pairs(self) -> dict[str, list[Key]]:
-        return {name: pair_keys(self.shapes[name], self.trial((name,), grown=False)) for name in self.growing}
-
-    def _probe_grown(
-        self, base: Point, seed: int, growth: float, pairs: dict[str, list[Key]], draw: int | None = None
-    ) -> Reading | None:
+    def _probe_grown(self, base: Point, seed: int, growth: float, draw: int | None = None) -> Reading | None:
         # Parameters that this pass reaches and the first did not, by chance or by the data, need a graph too.
         able = growth == thresholds.GROWTH[0] and bool(self.graphs)
         wants_graph = able and not self.graph.leaf_nodes.keys() >= set(self.names_with_effect())
         point = base.scaled({name: 1 + (growth - 1) * share for name, share in self.growing.items()})
-        return self._probe(point, seed, graph=wants_graph, pairs=pairs, draw=draw)
-
-    def _clipped(self) -> set[str]:
-        """Candidates that meet a nonlinearity: one far out, as ReLU6's, leaves no defect at ordinary scale."""
-        sets = [*self._sets, *((name,) for name in self.growing if name not in self._in_sets)]
-        clipped = {name for s in sets if self.path(s).nonlinear for name in s}
-        # A member of another set as well grows with that.
-        return clipped - {name for s in sets if clipped.isdisjoint(s) for name in s}
+        return self._probe(point, seed, graph=wants_graph, draw=draw)
 
     def _reach_further(self) -> None:
         """Two more probes for candidates that the grown point does not reach: at a random one that does, grown."""
@@ -168,8 +157,7 @@ class Measurements:
         if not reaching:
             return
         there = max(reaching, key=lambda reading: sum(reading.slope[name] > 0 for name in missed))
-        pairs = self._pairs()
-        probes = [self._probe_grown(there.point, there.seed, g, pairs, there.draw) for g in thresholds.GROWTH]
+        probes = [self._probe_grown(there.point, there.seed, growth, there.draw) for growth in thresholds.GROWTH]
         found = [reading for reading in probes if reading is not None]
         if len(found) < len(thresholds.GROWTH):
             return
@@ -199,15 +187,10 @@ class Measurements:
 
     def names_with_effect(self) -> list[str]:
         """Real trainable parameters with an effect that is not rounding."""
-        parameters = self.prober.parameters
-        real = [n for n in self.prober.trainable if not parameters[n].is_complex()]
-        return [n for n in real if self.local_share(n) > self.own.noise]
+        return [name for name in self._real if self.local_share(name) > self.own.noise]
 
     def local_share(self, name: str) -> float:
-        """The largest effect of a parameter relative to those used shortly before and after it in the forward pass.
-
-        Up to the noise, it is rounding, which is proportional to theirs.
-        """
+        """The largest effect of a parameter relative to those used shortly before and after it in the forward pass."""
         # Chance or the data may skip a part of the model, and then a reading cannot judge that part. Exact readings
         # count if any reaches it.
         readings = (self.own, *self.random)
@@ -226,7 +209,7 @@ class Measurements:
         """The effect below which a row of these parameters is rounding."""
         return max(reading.noise * max(reading.effect[name], thresholds.FLOOR_OF_PEAK * reading.peak) for name in names)
 
-    # Balance
+    # Balance, and where the graph explains it
 
     def imbalance(self, reading: Reading, *names: str) -> float:
         """Of a whole parameter, or of a set, in one probe."""
@@ -252,15 +235,14 @@ class Measurements:
     @cached_property
     def may_be_invariant(self) -> set[str]:
         """Parameters that may be invariant by themselves, as a whole or slice by slice, by the random points."""
-        real = [name for name in self.prober.trainable if not self.prober.parameters[name].is_complex()]
-        reached = [name for name in real if any(reading.slope[name] for reading in self.random)]
+        reached = [name for name in self._real if any(reading.slope[name] for reading in self.random)]
         return {name for name in reached if self._balanced(name) or self._slices_balanced(name)}
 
     def trial(self, names: Names, cuts: Cuts = (), *, grown: bool = True) -> Trial:
         """All evidence about a parameter, or about several as one, slice beside slice as they are cut."""
 
         def evidence(readings: Sequence[Reading], tolerances: list[float]) -> Evidence:
-            tables = [self._tables(reading, names, cuts) for reading in readings]
+            tables = [invariance.join([reading.tables[name] for name in names], cuts) for reading in readings]
             return Evidence(tables, [self.floor(reading, names) for reading in readings], tolerances)
 
         precision, readings = self.prober.precision, self.grown if grown else []
@@ -277,25 +259,15 @@ class Measurements:
         change = output_change(self.grown[0].outputs, self.grown[-1].outputs)
         return len(self.grown) > 1 and change <= 10 * self.prober.precision.same
 
-    def _tables(self, reading: Reading, names: Names, cuts: Cuts) -> dict[Key, Table]:
-        """Tables of one parameter, or of several as if they were one tensor of slices."""
-        tables = [reading.tables[name] for name in names]
-        return tables[0] if len(names) == 1 else invariance.join(tables, cuts)
-
     def is_fully_grown(self, reading: Reading) -> bool:
         """Whether the candidates have their full growth there, so that ε no longer shows."""
         return reading is self.grown[-1] or reading is self.further
 
-    # Rows of a group
-
     def row_sums(self, reading: Reading, group: Group) -> tuple[Tensor, float]:
         """The sums of `Table` per row of a group in one probe, and the effect below which they are rounding."""
-        tables, cut = self._tables(reading, group.names, self.slices.get(group.names, ())), self._cut(group)
-        if sum(blocks > 1 for blocks in cut) > 1:
-            # The table of a pair of dimensions is made at grown points only; here one of them has to do.
-            widest = max(range(len(cut)), key=lambda i: cut[i])
-            cut = invariance.cut_of(len(cut), {widest: cut[widest]})
-        return invariance.block_sums(tables, cut), self.floor(reading, group.names)
+        tables = invariance.join([reading.tables[n] for n in group.names], self.slices.get(group.names, ()))
+        # Few tables are of two dimensions: the slices along one of them have to do.
+        return invariance.block_sums(tables, invariance.slices(self._cut(group))), self.floor(reading, group.names)
 
     def worst_rows(self, group: Group) -> tuple[float, float]:
         """The largest imbalance of a row at random points, and the largest that growth has left."""
@@ -305,8 +277,6 @@ class Measurements:
     def _cut(self, group: Group) -> Cut:
         one = len(group.names) == 1
         return Layout(group.spec).blocks(self.shapes[group.names[0]]) if one else (group.n_rows,)
-
-    # Graphs
 
     def graph_of(self, names: Names) -> Graph:
         """The first graph that has all of these parameters, or else the first of all."""

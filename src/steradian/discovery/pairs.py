@@ -53,10 +53,9 @@ class Side:
         return self.size // self.ranges
 
     @cached_property
-    def total(self) -> tuple[float, float]:
+    def total(self) -> Array:
         """Σ g·x and Σ (g·x)² in the first probe."""
-        radial, effect = self.sums[0].sum(1).tolist()
-        return radial, effect
+        return np.asarray(self.sums[0].sum(1))
 
     def piece(self, start: int, length: int, ranges: int) -> "Side":
         """A part of each range, or, of a single one, of so many equal parts of it."""
@@ -82,8 +81,7 @@ class Side:
     def fold(self, fold: Fold) -> Array:
         """The sums of each set."""
         shape = self.sums.shape[:2]
-        folded: Array = self.sums.reshape(*shape, *fold).sum((3, 5)).reshape(*shape, -1)
-        return folded
+        return np.asarray(self.sums.reshape(*shape, *fold).sum((3, 5)).reshape(*shape, -1))
 
     def folds(self, g0: int, g1: int) -> list[tuple[Fold, Array]]:
         """The folds into g0 × g1 sets, with the sums of each set; slices of two dimensions are not folded."""
@@ -100,7 +98,7 @@ class Side:
         for name, cut in zip(self.names, self.cuts, strict=True):
             *_, dim = 0, *divided(cut)
             if self.size == math.prod(cut) and g1 == 1:
-                specs.append(to_spec(coarser(cut, g0) or (), shapes[name]) if cut else "tensor")
+                specs.append(to_spec(coarser(cut, g0) or (), shapes[name]))
             elif len(divided(cut)) > 1:
                 specs.append(("fold", dim, self.start, self.length, 1, 1, 1, self.ranges))
             else:
@@ -147,10 +145,9 @@ class _Search:
         exact = [measured.first, *(() if measured.late else measured.grown), measured.own]
         self.readings = [reading for reading in exact if reading.noise == measured.own.noise]
 
-    def total(self, names: Iterable[str]) -> tuple[float, float]:
+    def total(self, names: Iterable[str]) -> Array:
         """Σ g·x and Σ (g·x)² of some parameters in the first probe."""
-        first = self.readings[0]
-        return sum(first.radial[name] for name in names), sum(first.effect[name] ** 2 for name in names)
+        return sum((self.readings[0].tables[name][()][:2].numpy() for name in names), np.zeros(2))
 
     def sides(self, names: Sequence[str]) -> list[Side]:
         """The ways to lay slices of these parameters beside each other, the whole parameters last."""
@@ -161,7 +158,7 @@ class _Search:
                 dims = [k % len(s) if s[k % len(s)] == size else s.index(size) for s in shapes]
                 ways[tuple(cut_of(len(shape), {dim: size}) for shape, dim in zip(shapes, dims, strict=True))] = 1
         blocks = self.measured.prober.blocks
-        if len(found := {blocks[name] for name in names if name in blocks}) == 1:
+        if len(found := {blocks[name] for name in names if name in blocks}) == 1 and all(shapes):
             number = found.pop()
             for k in (1, 2):
                 cuts = [

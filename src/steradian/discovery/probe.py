@@ -6,7 +6,7 @@ float64 where the model allows it, so that an exact invariance reads 1e-12 and n
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -117,9 +117,6 @@ def _perturb(tensor: Tensor, name: str, noise_on: Noise) -> Tensor:
     return torch.view_as_complex(noisy) if tensor.is_complex() else noisy
 
 
-# Readings
-
-
 @dataclass(eq=False)
 class Reading:
     """What one probe measured, and how to repeat it."""
@@ -132,7 +129,6 @@ class Reading:
     noise: float  # as in the `thresholds.Precision` of its arithmetic
     # Per trainable parameter and key, the sums described at `Table`.
     tables: dict[str, dict[Key, Table]] = field(default_factory=dict)
-    radial: dict[str, float] = field(default_factory=dict)  # ⟨∇L, x⟩ per parameter
     # ‖g ⊙ x‖ per parameter: the size that ⟨∇L, x⟩ would have if its terms had random signs.
     effect: dict[str, float] = field(default_factory=dict)
     slope: dict[str, float] = field(default_factory=dict)  # ‖∇L‖ per parameter; 0 where the pass did not reach it
@@ -141,7 +137,7 @@ class Reading:
     def put(self, name: str, tables: dict[Key, Table]) -> None:
         """Set what was measured of one parameter."""
         self.tables[name] = tables
-        self.radial[name], effect, slope, _ = tables[()].tolist()
+        _, effect, slope, _ = tables[()].tolist()
         self.effect[name], self.slope[name] = math.sqrt(effect), math.sqrt(slope)
 
     @property
@@ -157,18 +153,16 @@ class Reading:
         return max(self.effect[name] / (peak or 1.0), self.slope[name] / (steepest or 1.0))
 
 
-def _tabulate(g: Tensor, x: Tensor, pairs: Sequence[Key]) -> dict[Key, Table]:
+def _tabulate(g: Tensor, x: Tensor, pairs: Iterable[Key]) -> dict[Key, Table]:
     """The tables of a parameter x with gradient g: of the whole, along each dimension, and along these pairs."""
     if g.is_complex():
         g, x = torch.view_as_real(g), torch.view_as_real(x)
     g, x = g.double(), x.double()
-    keys: list[Key] = [(), *((i,) for i in range(x.ndim) if x.shape[i] > 1), *dict.fromkeys(pairs)]
+    keys: list[Key] = [(), *((i,) for i in range(x.ndim) if x.shape[i] > 1), *pairs]
     split = _chunks(x)
     # One buffer for the terms of all chunks: allocating memory costs more than the arithmetic.
     terms = torch.empty(4, *split[0].shape, dtype=torch.float64, device=x.device)
     parts = [_chunk_tables(*chunk, terms, keys) for chunk in zip(_chunks(g), split, strict=True)]
-    if len(parts) == 1:
-        return parts[0]
     tables = {key: torch.stack([p[key] for p in parts]).sum(0) for key in keys if 0 not in key}
     return tables | {key: torch.cat([p[key] for p in parts], dim=1) for key in keys if 0 in key}
 
@@ -226,9 +220,6 @@ def output_spread(a: Tensor) -> float:
     return spread if spread > 1e-9 * float(a.abs().max()) else float(torch.linalg.vector_norm(a))
 
 
-# Passes
-
-
 class Prober:
     """Runs a model at points of its parameter space and reads inner products off."""
 
@@ -246,8 +237,9 @@ class Prober:
         self.remarks: list[str] = []  # notes of the first pass for the user
         self.raised: Exception | None = None  # by the model, in a later pass
         self.blocks = _blocks(model)
+        self.pairs: dict[str, set[Key]] = {name: {(0, 1), (0, 2)} for name in self.blocks}  # to tabulate together
         self._noise_of_seed: dict[int, bool] = {}
-        self._made: tuple[torch.dtype | None, Leaves] | None = None
+        self._made: dict[torch.dtype | None, Leaves] = {}
         self.use(torch.float64)
 
     def use(self, dtype: torch.dtype | None) -> None:
@@ -278,7 +270,6 @@ class Prober:
         point: Point,
         *,
         seed: int,  # 0 takes the inputs as given; any other adds noise to them
-        pairs: Mapping[str, Sequence[Key]] | None = None,  # dimensions to tabulate together, by parameter
         graph: bool = False,  # whether to keep the autograd graph
         backward: bool = True,  # whether to compute gradients
         quick: bool = False,  # in the model's own float32 if it is on the CPU, which is several times faster
@@ -302,7 +293,7 @@ class Prober:
             outputs = [t for t in tensors_in(result) if floating(t)]
             kept = read_graph(outputs, leaves, calls) if graph else None
             reading = Reading(point, seed, draw, kept, [t.detach().clone() for t in outputs], precision.noise)
-            tables = self._backward(outputs, leaves, noise, pairs or {}) if backward else {}
+            tables = self._backward(outputs, leaves, noise) if backward else {}
         for name, of_name in _to_host(tables).items():
             reading.put(name, of_name)
         reading.peak = max(reading.effect.values(), default=0.0)
@@ -314,12 +305,13 @@ class Prober:
 
     def _leaves(self, dtype: torch.dtype | None) -> Leaves:
         """Leaves of a dtype. Those of the last one are freed first: a large model has no room for both."""
-        if self._made is None or self._made[0] != dtype:
-            self._made = None
+        if dtype not in self._made:
+            self._made.clear()
             parameters = self.parameters.items()
-            leaves = {name: nn.Parameter(as_dtype(p, dtype), requires_grad=p.requires_grad) for name, p in parameters}
-            self._made = dtype, leaves
-        return self._made[1]
+            self._made[dtype] = {
+                n: nn.Parameter(as_dtype(p, dtype), requires_grad=p.requires_grad) for n, p in parameters
+            }
+        return self._made[dtype]
 
     def _inputs(self, noise: Noise, dtype: torch.dtype | None, *, noisy: bool) -> tuple[list[Any], dict[str, Any]]:
         def change(tensor: Tensor, name: str) -> Tensor:
@@ -331,19 +323,16 @@ class Prober:
         args = [sandbox.map_inputs(arg, change, name) for arg, name in zip(self.args, names, strict=True)]
         return args, sandbox.map_inputs(self.kwargs, change)
 
-    def _backward(
-        self, outputs: list[Tensor], leaves: Leaves, noise: Noise, pairs: Mapping[str, Sequence[Key]]
-    ) -> dict[str, dict[Key, Table]]:
+    def _backward(self, outputs: list[Tensor], leaves: Leaves, noise: Noise) -> dict[str, dict[Key, Table]]:
         """The tables of each parameter and its derivatives of a random loss."""
         tables: dict[str, dict[Key, Table]] = {}
 
         @torch.no_grad()
         def take(name: str) -> None:
             """Keep the sums of a gradient and free it: a large model has no room for all gradients."""
-            leaf, keys = leaves[name], [*pairs.get(name, ())]
+            leaf = leaves[name]
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense()
-            keys += [(0, k) for k in range(1, min(leaf.ndim, 3))] if name in self.blocks else []
-            tables[name] = _tabulate(grad, leaf.detach(), keys)
+            tables[name] = _tabulate(grad, leaf.detach(), self.pairs.get(name, ()))
             leaf.grad = None
 
         # Sums and not `grad_tensors`, for which torch imports a computer algebra system.

@@ -33,8 +33,6 @@ Leaves = dict[str, nn.Parameter]
 _CONSTANTS = (bool, int, float, str, NoneType)
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
-_COMPLEX_CASTS = {Tensor.cfloat, Tensor.chalf}  # type: ignore[attr-defined]
 _GROUPED_MM = getattr(torch, "_grouped_mm", None)
 
 
@@ -55,8 +53,8 @@ def swapped(
     model: nn.Module, leaves: Mapping[str, nn.Parameter], *, dtype: torch.dtype | None, epsilon: float = math.inf
 ) -> Iterator[None]:
     """Run the model in training mode on the leaves and on copies of all else, with an ε of at most `epsilon`."""
-    attributes = _Attributes({id(p): leaves[name] for name, p in parameters_of(model).items()}, dtype)
-    try:
+    with ExitStack() as stack:
+        attributes = _Attributes({id(p): leaves[name] for name, p in parameters_of(model).items()}, dtype, stack)
         for module in list(model.modules()):
             attributes.swap(module)
             own = {name: module.__dict__.get(name) for name in ("eps", "epsilon", "variance_epsilon")}
@@ -74,32 +72,24 @@ def swapped(
         else:
             model.train()
         yield
-    finally:
-        attributes.restore()
 
 
 class _Attributes:
     """The attributes of modules, and of the user's objects that they hold, swapped for private copies.
 
     A forward pass may count in a dictionary of dictionaries, keep its last activations in a queue, or draw from a
-    generator of its own. `copies` are those that exist already, by the id of the original.
+    generator of its own. `copies` are those that exist already, by the id of the original; the stack restores.
     """
 
-    def __init__(self, copies: Mapping[int, Any], dtype: torch.dtype | None) -> None:
-        self._copies, self._dtype = dict(copies), dtype
-        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    def __init__(self, copies: Mapping[int, Any], dtype: torch.dtype | None, stack: ExitStack) -> None:
+        self._copies, self._dtype, self._stack = dict(copies), dtype, stack
 
     def swap(self, owner: object, depth: int = ATTRIBUTE_DEPTH, *, objects: bool = True) -> None:
         """Give an object copies of its attributes, and of those of the objects that it holds."""
         attributes, originals = owner.__dict__, owner.__dict__.copy()
-        self._saved.append((attributes, originals))
+        self._stack.callback(attributes.update, originals)
+        self._stack.callback(attributes.clear)  # comes first
         attributes.update({name: self._copy(value, depth, objects=objects) for name, value in originals.items()})
-
-    def restore(self) -> None:
-        """Put the original attributes back."""
-        for attributes, originals in self._saved:
-            attributes.clear()
-            attributes.update(originals)
 
     def _copy(self, value: Any, depth: int, *, objects: bool) -> Any:
         if type(value) in _CONSTANTS or callable(value) or id(value) in self._copies:
@@ -129,9 +119,6 @@ class _Attributes:
         return copied
 
 
-# Global state, and the dtype of the probe
-
-
 @contextmanager
 def isolated(dtype: torch.dtype | None, seed: int) -> Iterator[None]:
     """Gradients on, compilation off, global generators seeded, and they and defaults restored afterwards."""
@@ -141,7 +128,6 @@ def isolated(dtype: torch.dtype | None, seed: int) -> Iterator[None]:
         stack.callback(np.random.set_state, np.random.get_state())
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         stack.enter_context(torch.random.fork_rng(devices=list(devices)))
-        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -163,18 +149,17 @@ class _Widen(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype, wide = dtype, dtype.to_complex()
-        self.wider = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), dtype)
-        self.wider |= dict.fromkeys((torch.complex64, torch.complex32), wide)
+        real, wide = (torch.float32, torch.float16, torch.bfloat16), dtype.to_complex()
+        self.wider = dict.fromkeys(real, dtype) | dict.fromkeys((torch.complex64, torch.complex32), wide)
+        self.casts = dict.fromkeys((Tensor.float, Tensor.half, Tensor.bfloat16), dtype)
+        self.casts |= dict.fromkeys((Tensor.cfloat, Tensor.chalf), wide)  # type: ignore[attr-defined]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         wider, kwargs = self.wider, kwargs or {}
-        if func in _CASTS:
-            return args[0].to(self.dtype)
-        if func in _COMPLEX_CASTS:
-            return args[0].to(self.dtype.to_complex())
+        if func in self.casts:
+            return args[0].to(self.casts[func])
         if func is _GROUPED_MM and args[0].dtype == torch.float64 and args[1].ndim == 3 and args[0].ndim == 2:
             return _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"])
         args = tuple([wider.get(a, a) if isinstance(a, torch.dtype) else a for a in args])
@@ -189,9 +174,6 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([*parts, a.new_zeros(left, b.shape[-1])] if left else parts)
 
 
-# Nested inputs and outputs
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """Tensors in tuples, lists, mappings, dataclasses and plain objects, in order, each once."""
     return list({id(tensor): tensor for tensor in _search(value, NEST_DEPTH)}.values())
@@ -201,12 +183,12 @@ def _search(value: Any, depth: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    if not depth or isinstance(value, str | bytes | int | float | type | nn.Module):
+    # No loss is computed from the keys and values for the next token.
+    of_next = type(value).__name__.endswith("Cache")
+    if not depth or of_next or isinstance(value, str | bytes | int | float | type | nn.Module):
         return
     items: Iterable[Any] = ()
-    if type(value).__name__.endswith("Cache"):
-        pass  # keys and values for the next token: no loss is computed from them
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         items = [item for key, item in value.items() if key != "past_key_values"]
     elif isinstance(value, list | tuple | set | frozenset):
         items = value
