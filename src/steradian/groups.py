@@ -450,10 +450,12 @@ def is_flattened(param: Tensor) -> bool:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside data-parallel and compiled ones, whose parameters have the names that its author gave them."""
-    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while (inner := dict(model.named_children()).get("module" if isinstance(model, parallel) else "_orig_mod")) is not None:
+    while True:
+        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        inner = dict(model.named_children()).get("module" if parallel else "_orig_mod")
+        if inner is None:
+            return model
         model = inner
-    return model
 
 
 def bare(name: str) -> str:

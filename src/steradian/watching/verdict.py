@@ -87,8 +87,8 @@ def judge(
         return [*_not_finite(run), *run.say("early", steps=f"{len(run.steps)} {steps}")]
     if run.count < _FEWEST_LATE:
         return [*_not_finite(run), *run.say("few", late=run.count, steps=len(run.steps))]
-    kinds = (_not_finite, _frozen, _rounded, _dead, _collapsed, _pace)
-    kinds += (_rate, _equilibrium, _of_alerts, _balance, _share)
+    kinds = [_not_finite, _frozen, _rounded, _dead, _collapsed, _pace]
+    kinds += [_rate, _equilibrium, _of_alerts, _balance, _share]
     found = [sentence for kind in kinds for sentence in kind(run)]
     found.sort(key=lambda sentence: SEVERITIES.index(sentence.severity))
     if all(sentence.severity == "note" for sentence in found):
