@@ -166,6 +166,11 @@ def test_what_angular_gives_a_rate_has_no_angle():
     assert "no rows" in rated.note
 
 
+def test_several_optimizers_are_given_one_by_one():
+    with pytest.raises(TypeError, match="optimizer must be one torch optimizer, got list"):
+        st.equilibrium([torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 8))], lr=0.1)])
+
+
 def test_at_a_rate_of_zero_the_note_says_why_there_is_no_angle():
     """As a scheduler with a warm-up leaves the optimizer before the first step."""
     x = torch.nn.Parameter(torch.ones(2, 8))

@@ -231,6 +231,8 @@ def equilibrium(
     >>> round(found.angle, 4), round(found.steps)
     (0.0229, 300)
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be one torch optimizer, got {type(optimizer).__name__}")
     found = []
     for name, settings, size, entry in _rows_of(optimizer, groups):
         gamma = slopes.get(name) if isinstance(slopes, Mapping) else slopes

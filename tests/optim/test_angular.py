@@ -315,6 +315,21 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
         optim.Angular([{"params": [nn.Parameter(start())], "rows": "filter"}], **settings)
 
 
+def test_an_angle_that_a_scheduler_makes_too_large_is_refused() -> None:
+    """OneCycleLR's max_lr is a rate of its own, and no factor of the angle."""
+    p = nn.Parameter(start())
+    optimizer = optim.Angular([{"params": [p], "rows": "filter"}], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10, cycle_momentum=False)
+    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype)
+    while optimizer.param_groups[0]["lr"] <= 0.5:
+        optimizer.step()
+        scheduler.step()
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match="lr must be an angle of at most"):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_telemetry_tells_the_angle_of_the_rounded_weights(direction: str, dtype: torch.dtype) -> None:

@@ -1,6 +1,7 @@
 """Angular: the rate is the angle by which a radially invariant row turns in a step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -90,13 +91,20 @@ class Angular(RowOptimizer):
 
     def _check(self, group: Options) -> None:
         super()._check(group)
-        lr, momentum, direction = group["lr"], group["momentum"], group["direction"]
-        known = group.get("rows") is not None and (not isinstance(lr, Tensor) or lr.device.type == "cpu")
-        check(not known or float(lr) <= 0.5, "lr", lr, "an angle of at most 0.5 radians on rows")
+        momentum, direction = group["momentum"], group["direction"]
+        if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":
+            _check_angle(group)
         check(momentum < 1, "momentum", momentum, "a number in [0, 1)")
         fine = not group["fused"] or direction != "adam"
         check(fine, "fused", group["fused"], f"None or False for the direction {direction!r}")
         check(not group["nesterov"] or momentum > 0, "nesterov", group["nesterov"], "False without momentum")
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take one step, as `RowOptimizer.step`; a ValueError if a scheduler has made an angle of more than 0.5."""
+        for group in self.param_groups:
+            if not isinstance(group["lr"], Tensor):
+                _check_angle(group)
+        return super().step(closure)
 
     def _is_fused(self, group: Options) -> bool:
         return group["direction"] != "adam" and super()._is_fused(group)
@@ -117,3 +125,8 @@ class Angular(RowOptimizer):
             betas = group["momentum"], group["beta2"]
             settings = {**group, "betas": betas, "eps": 1e-8, "decoupled_weight_decay": True}
             torch_updates.adam(params, states, settings)
+
+
+def _check_angle(group: Options) -> None:
+    fine = group.get("rows") is None or float(group["lr"]) <= 0.5
+    check(fine, "lr", group["lr"], "an angle of at most 0.5 radians on rows")
