@@ -333,6 +333,14 @@ def test_a_resumed_run_goes_on_and_supersedes_the_steps_that_it_repeats(kind, tm
     assert series(table, "validation", "", "mean") == {4: 0.5}
 
 
+def test_a_new_training_in_the_folder_of_another_says_that_it_replaces_it(tmp_path, caplog):
+    for again in (False, True):
+        optimizer, params = pair("Adam")
+        with watch(optimizer, to=tmp_path):
+            train(optimizer, params, 3)
+        assert ("replaces the run that ended at step 2" in caplog.text) == again
+
+
 def test_a_run_whose_optimizer_does_not_count_goes_on_where_its_folder_ends(tmp_path):
     optimizer, params = pair("SGD")
     with watch(optimizer, to=tmp_path):

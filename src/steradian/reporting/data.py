@@ -144,7 +144,7 @@ def _load(path: str | Path, runs: int) -> PageRun:
         **{**vars(run), "table": table[:0]},
         lines=aggregate(table[~is_time], runs=runs),
         times=_times(table[is_time], steps),
-        observed=(len(steps), int(table["step"].max() - table["step"].min()) + 1),
+        observed=(len(steps), int(max(table["step"].max(), run.about.get("last_step") or 0) - table["step"].min()) + 1),
         labels=labels(run),
         extremes={name: of for name, of in extremes.items() if of is not None},
         not_finite={str(name) for name in last["quantity"][last["statistic"].isin(["median", "mean"])]},

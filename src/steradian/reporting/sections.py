@@ -42,7 +42,7 @@ def _entries(run: PageRun) -> Entries:
         "Optimizer": {"Optimizer": run.about["optimizer"]["name"] or "not named"},
         "Settings": settings(run.about["optimizer"]["groups"]),
         "Facts": {
-            "Last step": f"{run.lines.last_step:,}",
+            "Last step": f"{max(run.lines.last_step, run.about.get('last_step') or 0):,}",
             "Recorded": "every step" if observed == steps else f"{observed:,} of {steps:,} steps",
             **_ends(run),
         },

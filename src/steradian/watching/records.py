@@ -310,9 +310,10 @@ class RecordedRun:
     """A run as read from its folder.
 
     `about` is the contents of run.json: "run", "started", "every", "optimizer" ({"name", "groups": [settings]}),
-    "groups" ([{"name", "names", "label", "layout", "shapes", "rows", "size", "reason", "defect"}]), "rest" (parameters
-    that are not watched), "missing" ({quantity: why it is not recorded}), "config" (the user's), "cost" ({"share" of
-    the time, "seconds" for each of "observed" steps, "bytes"}), "environment". What 0.1 did not write is filled in.
+    "groups" ([{"name", "names", "label", "layout", "shapes", "dtype", "rows", "size", "reason", "defect"}]), "rest"
+    (parameters that are not watched), "missing" ({quantity: why it is not recorded}), "config" (the user's), "cost"
+    ({"share" of the time, "seconds" for each of "observed" steps, "bytes"}), "last_step" (the last one that was taken,
+    known when the watch has stopped), "environment". What 0.1 did not write is filled in.
     """
 
     name: str  #: the run's name

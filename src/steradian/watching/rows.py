@@ -58,6 +58,7 @@ class WatchedGroup:
             "label": self.label,
             "layout": self.layout.spec,
             "shapes": [list(param.shape) for param in self.params],
+            "dtype": str(self.params[0].dtype).removeprefix("torch."),
             "rows": self.total_rows,
             "size": self.size,
             "reason": self.group.reason,

@@ -52,8 +52,8 @@ _PAIRS = [
 class Sentence:
     """One sentence of a verdict.
 
-    Its kind is "not finite", "frozen", "dead", "collapsed", "fast", "slow", "equilibrium", "rate", "balance", "share",
-    "healthy", "early", "find_groups", or the kind of an alert.
+    Its kind is "not finite", "frozen", "rounded", "dead", "collapsed", "fast", "slow", "equilibrium", "rate",
+    "balance", "share", "healthy", "early", "find_groups", or the kind of an alert.
     """
 
     kind: str
@@ -83,7 +83,8 @@ def judge(
     if len(run.steps) < _FEWEST_STEPS:
         steps = "step was" if len(run.steps) == 1 else "steps were"
         return [*_not_finite(run), *run.say("early", steps=f"{len(run.steps)} {steps}")]
-    kinds = (_not_finite, _frozen, _dead, _collapsed, _pace, _rate, _equilibrium, _of_alerts, _balance, _share)
+    kinds = (_not_finite, _frozen, _rounded, _dead, _collapsed, _pace)
+    kinds += (_rate, _equilibrium, _of_alerts, _balance, _share)
     found = [sentence for kind in kinds for sentence in kind(run)]
     found.sort(key=lambda sentence: SEVERITIES.index(sentence.severity))
     if all(sentence.severity == "note" for sentence in found):
@@ -199,9 +200,12 @@ class _Run:
         # At a minimum of the loss gradients vanish, and then it is right that nothing turns.
         pulled = _median(gradient[self.end]) > 0.01 * _median(gradient)
         others = _median(self.angle[(self.angle > _STILL) & self.layers]) > 100 * self.angle
-        unused = (self.get("gradient_norm")[self.end] == 0).all(axis=0)  # most rows, such as tokens in no batch
+        unused = self.now("gradient_norm") == 0  # most rows have no gradient, such as tokens in no batch
         self.still = (self.angle <= _STILL) & ((turned & pulled) | others) & ~self.dead & ~unused
-        self.moving = (self.angle > 0) & ~self.dead & ~self.still & ~np.isinf(radius[self.end]).any(axis=0)
+        self.moving = (self.angle > 0) & ~(self.dead | self.still | unused | np.isinf(radius[self.end]).any(axis=0))
+        # What rounding to half precision leaves of a step may be nothing, also of a bias or a gain.
+        halves = np.array([entry.get("dtype") in ("bfloat16", "float16") for entry in self.entries], dtype=bool)
+        self.rounded = halves & (self.angle == 0) & (self.rate > 0) & (self.now("gradient_norm", "max") > 0) & ~unused
 
     @property
     def median_angle(self) -> float:
@@ -287,7 +291,7 @@ def _not_finite(run: _Run) -> Iterator[Sentence]:
 def _frozen(run: _Run) -> Iterator[Sentence]:
     """All weights, or some layers, no longer turn."""
     angles, rated = run.get("angle"), run.rate != 0
-    frozen, turning = run.still & rated, (run.angle >= 0) & ~run.dead & rated
+    frozen, turning = run.still & rated & ~run.rounded, (run.angle >= 0) & ~run.dead & rated
     if len(run.steps) >= _FEWEST_STEPS and frozen.any() and frozen.sum() >= 0.9 * turning.sum():
         start, first = run.start(~(_median(angles[:, frozen].T) > _STILL)), run.first(run.not_finite)
         cause = f"at step {run.steps[start]:,}" if start else "from the first step on"
@@ -297,7 +301,14 @@ def _frozen(run: _Run) -> Iterator[Sentence]:
     else:
         why = np.where(rated, "updates are smaller than the rounding of the weights", "rate is 0")
         given = {"median": run.median_angle, "since": ~(angles > _STILL), "why": why}
-        yield from run.say("frozen", run.still & run.layers, among=run.layers, **given)
+        yield from run.say("frozen", run.still & run.layers & ~run.rounded, among=run.layers, **given)
+
+
+def _rounded(run: _Run) -> Iterator[Sentence]:
+    """Groups in half precision whose steps are smaller than the rounding of their weights."""
+    dtype = next((entry["dtype"] for entry, out in zip(run.entries, run.rounded, strict=True) if out), "")
+    severity = "warning" if (run.rounded & run.layers).any() else "note"
+    yield from run.say("rounded", run.rounded, among=run.layers | True, dtype=dtype, severity=severity)
 
 
 def _dead(run: _Run) -> Iterator[Sentence]:
@@ -315,35 +326,37 @@ def _dead(run: _Run) -> Iterator[Sentence]:
 
 def _collapsed(run: _Run) -> Iterator[Sentence]:
     """Rows that have lost their radius, or are about to."""
-    share, radius = run.now("collapsed", "mean"), run.now("radius")
-    collapsed = ~(run.get("collapsed", "mean") <= 0)
-    yield from run.say("collapsed", run.layers & (share > 0), share, percent=100 * share, since=collapsed)
+    share, radius, shares = run.now("collapsed", "mean"), run.now("radius"), run.get("collapsed", "mean")
+    # Rows that are 0 from the start, such as the one of a padding token, have never had a direction.
+    born = np.isclose(share, shares[0]) & (run.now("gradient_norm", "min") == 0)
+    given = {"percent": 100 * share, "since": ~(shares <= 0)}
+    yield from run.say("collapsed", run.layers & (share > 0) & ~born, share, **given)
+    yield from run.say("zero", run.layers & (share > 0) & born, share, **given)
     fell = _ratio(_median(run.get("radius")[: run.count]), radius)
     falling = run.layers & (fell > _COLLAPSING) & np.isfinite(fell) & ~(share > 0)
     yield from run.say("collapsing", falling, fell, run.layers, fell=fell, radius=radius)
 
 
 def _pace(run: _Run) -> Iterator[Sentence]:
-    """Layers that turn much faster or slower than the median layer."""
-    chosen = run.layers & run.moving
-    if not chosen.any():
-        return
-    # Rates are compared where they mean the same: under one optimizer, and among angles or among others.
-    kinds = [(turned, *sorted(settings)) for turned, settings in zip(run.turned, run.settings, strict=True)]
-    course = _ratio(run.get("angle").T, _median(np.where(chosen, run.get("angle"), np.nan).T))
-    ratio = np.where(chosen, run.angle / run.median_angle, 1.0)
-    for key, sign in (("fast", 1), ("slow", -1)):
-        factor = ratio**sign
-        out, parts = np.flatnonzero(factor > _APART), []
-        for g in out[np.argsort(-factor[out])][:3]:
-            usual = float(_median(run.rate[chosen & [kind == kinds[g] for kind in kinds]]))
-            rates = run.rate[g] / usual if usual > 0 else 1.0
-            own = f", at {_shown(rates)} × the usual rate" if not 0.67 < rates < 1.5 else ""
-            since = run.since(~(_smooth(course[g] ** sign) <= _APART))
-            parts.append(f"{run.groups[g]} {_shown(factor[g])} × ({_shown(run.angle[g])} rad, {since}{own})")
-        parts += [f"and {len(out) - 3} more"] if len(out) > 3 else []
-        given = {"apart": _APART, "median": run.median_angle, "each": ", ".join(parts)}
-        yield from run.say(key, factor > _APART, factor, chosen, **given)
+    """Layers that turn much faster or slower than the median layer under the same optimizer."""
+    chosen = run.layers & run.moving & ~run.turned  # what is turned by a given angle is meant to
+    owners = [frozenset(settings) - {"rows", "joint"} for settings in run.settings]  # each optimizer has its own
+    for owner in dict.fromkeys(owners[g] for g in np.flatnonzero(chosen)):
+        among = chosen & [each == owner for each in owners]
+        usual, rate = float(_median(run.angle[among])), float(_median(run.rate[among]))
+        ratio = np.where(among, run.angle / usual, 1.0)
+        course = _ratio(run.get("angle").T, _median(np.where(among, run.get("angle"), np.nan).T))
+        for key, factor, courses in (("fast", ratio, course), ("slow", 1 / ratio, _ratio(1.0, course))):
+            out, parts = np.flatnonzero(factor > _APART), []
+            for g in out[np.argsort(-factor[out])][:3]:
+                rates = run.rate[g] / rate if rate > 0 else 1.0
+                own = f", at {_shown(rates)} × the usual rate" if not 0.67 < rates < 1.5 else ""
+                since = run.since(~(_smooth(courses[g]) <= _APART))
+                parts.append(f"{run.groups[g]} {_shown(factor[g])} × ({_shown(run.angle[g])} rad, {since}{own})")
+            parts += [f"and {len(out) - 3} more"] if len(out) > 3 else []
+            given = {"apart": _APART, "median": usual, "each": ", ".join(parts)}
+            given["same"] = " under the same optimizer" if (chosen != among).any() else ""
+            yield from run.say(key, factor > _APART, factor, among, **given)
 
 
 def _smooth(values: Numbers) -> Numbers:
@@ -449,7 +462,10 @@ def _healthy(run: _Run) -> Iterator[Sentence]:
     ends = [np.where(among, run.angle, math.inf).argmin(), np.where(among, run.angle, -math.inf).argmax()]
     least, most = (f"{_shown(run.angle[g])} ({run.groups[g]})" for g in ends)
     given = {"median": run.median_angle, "least": least, "most": most} if among.any() else {}
-    yield from run.say("healthy" if given else "still", among=among, step=run.steps[-1], took=took, **given)
+    seen, last = int(run.steps[-1]), run.about.get("last_step") or 0
+    late = last - seen > 0.1 * (last - run.steps[0])
+    step = f"{seen:,}" + (f", the last observed one of {last + 1:,} steps" if late else "")
+    yield from run.say("healthy" if given else "still", among=among, step=step, took=took, **given)
 
 
 # Words

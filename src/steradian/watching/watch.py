@@ -271,6 +271,9 @@ class Watch:
                 table = folder.table()
                 past = table["value"][(table["quantity"] == SECONDS) & (table["step"] < self._step)]
                 self._flush.began -= past.max() if len(past) else 0.0
+                if self._step == 0 and len(table):
+                    text = "%s: this training begins at step 0, so it replaces the run that ended at step %d in %s"
+                    logger.warning(text, self.run, table["step"].max(), folder.files.folder)
         if not self._stepped:
             self._observing = self._cost.wants(self._step)
         self._begun.add(id(optimizer))
@@ -397,7 +400,7 @@ class Watch:
             for buffer in self.buffers:
                 buffer.source.close()
             if self._output.folder is not None:
-                known = {"missing": self.missing, "cost": self._cost_so_far()}
+                known = {"missing": self.missing, "cost": self._cost_so_far(), "last_step": self._last_step}
                 self._output.folder.describe({**self._about, **known})
 
     def __enter__(self) -> "Watch":
@@ -546,12 +549,18 @@ class Watch:
             "groups": [group.describe() for group in self.watched],
             "rest": sorted(rest),
             "cost": self._cost_so_far(),
+            "last_step": self._last_step,
             "environment": {
                 "torch": torch.__version__,
                 "python": platform.python_version(),
                 "device": ", ".join(dict.fromkeys(models)),
             },
         }
+
+    @property
+    def _last_step(self) -> int | None:
+        """The number of the last step that was taken, observed or not; None if none was."""
+        return None if self._step is None else self.next_step - 1
 
     def _cost_so_far(self) -> dict[str, Any]:
         share, seconds = self._cost.share_of_time, self._cost.seconds_per_observation
